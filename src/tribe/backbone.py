@@ -1,0 +1,484 @@
+"""A frozen classifier whose normalisation is an argument.
+
+A third-party module offers no way to hand an argument to a nested layer. So each normalisation layer is replaced by a
+stateless slot, and `Backbone.forward` lays the arguments of the pass on a private desk (a ContextVar: threads do not
+meet) from which the slots take what is theirs. That is the only dynamic scope in the library.
+"""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from tribe.moments import normalise, scale_and_shift, wide
+from tribe.norms import Norm
+from tribe.norms.batch import Batch
+from tribe.state import Affine, Stats, Store, hash_tensors
+
+
+class Output(NamedTuple):
+    """What a pass gives back."""
+
+    logits: Tensor  # (R, B, K)
+    features: Tensor | None  # (R, B, F), the classifier's input; None where no classifier layer was found
+    stats: Stats  # (R, K, C), as the norm rule leaves them
+
+
+class Source(NamedTuple):
+    """The source model's own parameters and statistics, one row each."""
+
+    affine: Affine  # (1, C)
+    stats: Stats  # (1, 1, C)
+
+
+@dataclasses.dataclass
+class _Pass:
+    """One forward pass on the desk."""
+
+    rows: int
+    batch: int
+    weight: tuple[Tensor, ...]  # per slot (R, c)
+    bias: tuple[Tensor, ...]
+    stats: Stats  # (R, K, C) before this pass
+    norm: Norm
+    labels: Tensor | None
+    valid: Tensor
+    kept: dict[int, Stats] = dataclasses.field(default_factory=dict)  # what each slot's rule left, (R, K, c)
+    features: Tensor | None = None
+
+
+_desk: ContextVar[_Pass | None] = ContextVar("tribe_pass", default=None)
+
+
+@contextmanager
+def _on_desk(current: _Pass) -> Iterator[None]:
+    token = _desk.set(current)
+    try:
+        yield
+    finally:
+        _desk.reset(token)
+
+
+class Slot(nn.Module):
+    """Stands where a normalisation layer stood; holds nothing that adapts, only which columns are its own."""
+
+    def __init__(self, name: str, layer: nn.Module, index: int, columns: slice) -> None:
+        super().__init__()
+        self.name, self.index, self.columns = name, index, columns
+        self.channels = _channels(layer)
+        self.layer_eps = float(layer.eps)  # type: ignore[arg-type]
+        # torch's fused transformer layer would read .weight past the slot; it steps aside when two eps differ, and a
+        # NaN differs from everything.
+        self.eps = float("nan")
+        self.after = nn.Sequential(*_after(layer))
+        self._template = (layer,)  # in a tuple: the source's layer is a template for export, not part of the network
+
+    @property
+    def layer(self) -> Any:
+        """The layer whose place this slot takes."""
+        return self._template[0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise as the pass on the desk says."""
+        current = _desk.get()
+        if current is None:
+            raise RuntimeError(
+                f"normalisation layer {self.name!r} was used outside a pass: call the Backbone, not the model inside it"
+            )
+        weight, bias = current.weight[self.index], current.bias[self.index]  # (R, c)
+        if self.layer.weight is None:
+            weight = torch.ones_like(weight)
+        if self.layer.bias is None:
+            bias = torch.zeros_like(bias)
+        return self.after(self.normalise(x, weight, bias, current))  # type: ignore[no-any-return]
+
+    def normalise(self, x: Tensor, weight: Tensor, bias: Tensor, current: _Pass) -> Tensor:
+        """Normalise (N, ...) with the affine parameters of each row."""
+        raise NotImplementedError
+
+    def unfold(self, x: Tensor, current: _Pass) -> Tensor:
+        """(N, C, ...) -> (R, B, C, ...); where a model folds time or patches into N they become pixels."""
+        rows, batch = current.rows, current.batch
+        if x.shape[0] == rows * batch:
+            return x.unflatten(0, (rows, batch))
+        if batch and x.shape[0] % (rows * batch) == 0:
+            return x.unflatten(0, (rows, batch, -1)).movedim(2, 3)
+        raise RuntimeError(
+            f"layer {self.name!r} received {x.shape[0]} samples where the pass has {rows} x {batch}: the model mixes "
+            "or drops images before this layer, so its statistics cannot be told apart by image"
+        )
+
+
+class StatisticsSlot(Slot):
+    """BatchNorm of any dimension: statistics and affine parameters."""
+
+    def normalise(self, x: Tensor, weight: Tensor, bias: Tensor, current: _Pass) -> Tensor:
+        """Let the norm rule turn moments into scale and shift."""
+        if x.dim() < 2 or x.shape[1] != self.channels:
+            raise RuntimeError(f"layer {self.name!r} has {self.channels} channels; it received {tuple(x.shape)}")
+        # A layer that never kept statistics has none to start from: it uses each batch's own, as it always did.
+        tracked = self.layer.running_mean is not None
+        norm = current.norm if tracked else Batch()
+        # A layer called a second time goes on from its own first call.
+        stats = current.kept.get(self.index) or Stats(*(t[..., self.columns] for t in current.stats))
+        folded = self.unfold(x, current)  # (R, B, C, ...)
+        count = folded.shape[3:].numel()
+
+        def scale_shift(mean: Tensor, var: Tensor) -> tuple[Tensor, Tensor]:
+            scale = weight.unsqueeze(1) * torch.rsqrt(var + self.layer_eps)
+            return scale, bias.unsqueeze(1) - mean * scale  # (R, 1|B, C)
+
+        def rule(mean: Tensor, var: Tensor) -> tuple[Tensor, Tensor]:
+            mean, var, kept = norm(mean, var, count, stats, current.labels, current.valid, self.layer_eps)
+            if tracked:
+                current.kept[self.index] = Stats(kept.mean.detach(), kept.var.detach())
+            return scale_shift(mean, var)
+
+        # Statistics and the few numbers around them stay in full precision, whatever autocast does to the network.
+        with torch.autocast(x.device.type, enabled=False):
+            y = normalise(folded, rule) if norm.observes else scale_and_shift(folded, *scale_shift(*stats))
+        if folded.dim() > x.dim() + 1:  # what `unfold` made pixels goes back into N
+            return y.movedim(3, 2).reshape(x.shape)
+        return y.flatten(0, 1)
+
+
+class AffineSlot(Slot):
+    """LayerNorm or GroupNorm: their statistics are per image already; only the affine parameters adapt."""
+
+    def normalise(self, x: Tensor, weight: Tensor, bias: Tensor, current: _Pass) -> Tensor:
+        """Normalise as the layer does, then scale and shift by row."""
+        layer: Any = self.layer
+        if isinstance(layer, nn.GroupNorm):
+            y = F.group_norm(x, layer.num_groups, eps=self.layer_eps)
+            shape = (self.channels, *[1] * (x.dim() - 2))
+        else:
+            y = F.layer_norm(x, layer.normalized_shape, eps=self.layer_eps)
+            shape = (*[1] * (x.dim() - 1 - len(layer.normalized_shape)), *layer.normalized_shape)
+        y = y.unflatten(0, (current.rows, -1))  # (R, N / R, ...)
+        weight, bias = (t.view(current.rows, 1, *shape) for t in (weight, bias))
+        return torch.addcmul(bias, y.to(bias.dtype), weight).to(x.dtype).flatten(0, 1)
+
+
+class Backbone(nn.Module):
+    """A frozen classifier whose normalisation is an argument; the caller's model is copied and never changed.
+
+    Args:
+        model: any `nn.Module` with BatchNorm, SyncBatchNorm, LayerNorm or GroupNorm layers, nested anywhere, that
+            returns logits (N, K) or an object with ``.logits``. DataParallel and `torch.compile` wrappers are
+            taken off.
+        classifier: name of the layer whose input are the features; by default the last Linear that a pass calls.
+
+    >>> net = Backbone(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 5)))
+    >>> affine, stats = net.source(rows=2)
+    >>> from tribe.norms.frozen import Frozen
+    >>> net(torch.rand(2, 7, 3, 8, 8), affine, stats, Frozen()).logits.shape
+    torch.Size([2, 7, 5])
+    """
+
+    def __init__(self, model: nn.Module, classifier: str | None = None) -> None:
+        super().__init__()
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"expected a torch.nn.Module; got {type(model).__name__}")
+        self.model = _copy(_unwrap(model)).eval().requires_grad_(False)
+        self.slots: list[Slot] = []
+        self.left_alone: dict[str, str] = {}  # normalisation layers that stay as they are, and why
+        self._place_slots()
+        if not self.slots:
+            raise ValueError(_nothing_to_adapt(self.model, self.left_alone))
+        self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self._source = Store(_source(self.slots))
+        self._split = [slot.channels for slot in self.slots]
+        self._candidates = self._classifiers(classifier)
+        for layer in self._candidates.values():
+            layer.register_forward_pre_hook(_note_features)
+
+    def _place_slots(self) -> None:
+        placed: dict[int, Slot] = {}  # a layer reached by two names is one slot
+        columns = 0
+        for name, layer in list(self.model.named_modules(remove_duplicate=False)):
+            if not isinstance(layer, _NORMS):
+                continue
+            if id(layer) not in placed:
+                if reason := _why_not(layer):
+                    self.left_alone[name] = reason
+                    continue
+                kind = StatisticsSlot if isinstance(layer, _BatchNorm) else AffineSlot
+                width = _channels(layer) if getattr(layer, "running_mean", None) is not None else 0
+                placed[id(layer)] = slot = kind(name, layer, len(self.slots), slice(columns, columns + width))
+                columns += width
+                self.slots.append(slot)
+            if not name:
+                self.model = placed[id(layer)]
+            else:
+                parent, _, child = name.rpartition(".")
+                setattr(self.model.get_submodule(parent), child, placed[id(layer)])
+
+    def _classifiers(self, name: str | None) -> dict[str, nn.Module]:
+        modules = dict(self.model.named_modules())
+        if name is not None:
+            if name not in modules:
+                raise ValueError(f"the model has no layer {name!r} to take features from; it has {_some(modules)}")
+            return {name: modules[name]}
+        linear = {n: m for n, m in modules.items() if isinstance(m, nn.Linear)}
+        return linear or {n: m for n, m in modules.items() if isinstance(m, nn.Conv2d) and m.kernel_size == (1, 1)}
+
+    @property
+    def classes(self) -> int | None:
+        """The outputs of the classifier layer, as far as the modules tell; None where they do not."""
+        for layer in reversed(self._candidates.values()):
+            width = getattr(layer, "out_features", getattr(layer, "out_channels", None))
+            return int(width) if width is not None else None
+        return None
+
+    @property
+    def classifier(self) -> str | None:
+        """The name of the layer that `classes` was read from."""
+        return next(reversed(self._candidates), None)
+
+    @property
+    def channels(self) -> int:
+        """C: normalised channels of the whole network."""
+        return sum(self._split)
+
+    @property
+    def has_statistics(self) -> bool:
+        """Whether any layer keeps statistics that can adapt (BatchNorm); LayerNorm and GroupNorm keep none."""
+        return any(isinstance(slot, StatisticsSlot) for slot in self.slots)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the network lives."""
+        return next(self._source.buffers()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The precision of the network's weights, which images are converted to."""
+        floating = (p.dtype for p in self.model.parameters() if p.is_floating_point())
+        return next(floating, torch.float32)
+
+    def source(self, rows: int = 1, classes: int = 1) -> tuple[Affine, Stats]:
+        """The source model's affine parameters (rows, C) and statistics (rows, classes, C), fresh copies."""
+        source: Source = self._source.get()
+        affine = Affine(*(t.expand(rows, -1).clone() for t in source.affine))
+        stats = Stats(*(t.expand(rows, classes, -1).clone() for t in source.stats))
+        return affine, stats
+
+    def fingerprint(self) -> str:
+        """A hash of the source model: its weights, statistics and layer names."""
+        return hash_tensors({**self.model.state_dict(), **self._source.state_dict()})
+
+    def train(self, mode: bool = True) -> "Backbone":
+        """Stay in evaluation mode: dropout and the like are never wanted here."""
+        return super().train(False)
+
+    def forward(
+        self,
+        x: Tensor,
+        affine: Affine,
+        stats: Stats,
+        norm: Norm,
+        labels: Tensor | None = None,
+        valid: Tensor | None = None,
+        weights: Mapping[str, Tensor] | None = None,
+    ) -> Output:
+        """One pass over (R, B, ...) images, each row with its own normalisation.
+
+        Args:
+            x: images, (R, B, ...).
+            affine: (R, C); gradients flow to it.
+            stats: (R, K, C); not changed, the updated ones are in the output.
+            norm: the rule.
+            labels: (R, B) pseudo labels for rules that use them.
+            valid: (R, B); False marks padding, which weighs nothing in any statistic.
+            weights: other weights by name instead of the frozen ones (`torch.func.functional_call`).
+        """
+        rows, batch = x.shape[:2]
+        if affine.weight.shape != (rows, self.channels):
+            raise ValueError(
+                f"x has {rows} rows and the network {self.channels} channels; affine is {tuple(affine.weight.shape)}"
+            )
+        if valid is None:
+            valid = torch.ones(rows, batch, dtype=torch.bool, device=x.device)
+        current = _Pass(
+            rows,
+            batch,
+            affine.weight.split(self._split, 1),
+            affine.bias.split(self._split, 1),
+            Stats(stats.mean.detach(), stats.var.detach()),
+            norm,
+            labels,
+            valid,
+        )
+        images = x.flatten(0, 1).to(self.dtype)
+        if images.dim() == 4:
+            images = images.contiguous(memory_format=torch.channels_last)
+        with _on_desk(current):
+            if weights is None:
+                result = self.model(images)
+            else:
+                result = torch.func.functional_call(self.model, dict(weights), (images,))
+        logits = _logits(result, len(images)).unflatten(0, (rows, batch))
+        features = current.features
+        if features is not None and features.shape[0] == len(images):
+            features = features.flatten(2).mean(2) if features.dim() == 4 else features.flatten(1)
+            features = features.unflatten(0, (rows, batch))
+        return Output(logits, features, self._collect(current))
+
+    def _collect(self, current: _Pass) -> Stats:
+        """The statistics each slot's rule left, side by side; those of layers that were not called stay."""
+        if not current.norm.observes or not current.kept:
+            return current.stats
+        parts = [
+            current.kept.get(slot.index) or Stats(*(t[..., slot.columns] for t in current.stats)) for slot in self.slots
+        ]
+        return Stats(torch.cat([p.mean for p in parts], -1), torch.cat([p.var for p in parts], -1))
+
+    def plain(self, affine: Affine, stats: Stats | None) -> nn.Module:
+        """An ordinary module with ordinary layers that hold these affine parameters (1, C) and statistics (1, 1, C).
+
+        Without statistics (None) its BatchNorm layers normalise each batch with the batch's own.
+        """
+        model = copy.deepcopy(self.model)
+        for layer in model.modules():
+            for key in [k for k, hook in layer._forward_pre_hooks.items() if hook is _note_features]:
+                del layer._forward_pre_hooks[key]
+        weights, biases = affine.weight.split(self._split, 1), affine.bias.split(self._split, 1)
+        for name, slot in list(model.named_modules(remove_duplicate=False)):
+            if not isinstance(slot, Slot):
+                continue
+            layer = slot.layer.to(affine.weight.device)  # copied with the model; a layer used twice stays one
+            with torch.no_grad():
+                if layer.weight is not None:
+                    layer.weight.copy_(weights[slot.index].view_as(layer.weight))
+                if layer.bias is not None:
+                    layer.bias.copy_(biases[slot.index].view_as(layer.bias))
+                if getattr(layer, "running_mean", None) is not None:
+                    if stats is None:
+                        layer.track_running_stats = False
+                        layer.running_mean = layer.running_var = layer.num_batches_tracked = None
+                    else:
+                        layer.running_mean.copy_(stats.mean[0, 0, slot.columns])
+                        layer.running_var.copy_(stats.var[0, 0, slot.columns])
+            if not name:
+                model = layer
+            else:
+                parent, _, child = name.rpartition(".")
+                setattr(model.get_submodule(parent), child, layer)
+        return model.eval().requires_grad_(False)
+
+
+_NORMS = (_BatchNorm, nn.LayerNorm, nn.GroupNorm)
+_KNOWN_FORWARDS = {
+    cls.forward
+    for cls in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.LayerNorm, nn.GroupNorm)
+}
+
+
+def _unwrap(model: nn.Module) -> nn.Module:
+    """Take off DataParallel, DistributedDataParallel and torch.compile, in any order."""
+    while True:
+        if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            model = model.module
+        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            model = inner
+        else:
+            return model
+
+
+def _copy(model: nn.Module) -> nn.Module:
+    try:
+        return copy.deepcopy(model)
+    except Exception as error:
+        raise ValueError(
+            f"the model cannot be copied ({error}), and tribe never adapts the caller's own. Usual causes are tensors "
+            "that still carry a graph, or hooks of an old weight_norm: remove those first"
+        ) from error
+
+
+def _channels(layer: nn.Module) -> int:
+    """How many affine pairs a normalisation layer has, or would have."""
+    if isinstance(layer, nn.LayerNorm):
+        return torch.Size(layer.normalized_shape).numel()
+    return int(getattr(layer, "num_features", 0) or layer.num_channels)  # type: ignore[arg-type]
+
+
+def _after(layer: nn.Module) -> list[nn.Module]:
+    """What a normalisation layer with a built-in activation (as in timm) does after normalising."""
+    if type(layer).forward in _KNOWN_FORWARDS:
+        return []
+    return [m for m in (getattr(layer, n, None) for n in ("drop", "act")) if isinstance(m, nn.Module)]
+
+
+def _why_not(layer: nn.Module) -> str | None:
+    """Why a normalisation layer has to stay as it is, if it has to."""
+    if isinstance(layer, nn.modules.lazy.LazyModuleMixin) and layer.has_uninitialized_params():  # type: ignore[misc]
+        return "its size is not known yet: run the model once before adapting it"
+    if type(layer).forward not in _KNOWN_FORWARDS and not (
+        isinstance(layer, _BatchNorm | nn.GroupNorm) and isinstance(getattr(layer, "act", None), nn.Module)
+    ):
+        return f"{type(layer).__name__} has a forward of its own"
+    if not isinstance(layer, _BatchNorm) and layer.weight is None:
+        return "it has neither statistics nor affine parameters"
+    return None
+
+
+def _nothing_to_adapt(model: nn.Module, left_alone: Mapping[str, str]) -> str:
+    if left_alone:
+        found = "; ".join(f"{name or 'the model'}: {reason}" for name, reason in left_alone.items())
+        return f"none of the model's normalisation layers can be adapted ({found})"
+    return (
+        f"{type(model).__name__} has no normalisation layers, so there is nothing to adapt: tribe moves the statistics "
+        "and affine parameters of BatchNorm, SyncBatchNorm, LayerNorm or GroupNorm. If BatchNorm was folded into the "
+        "convolutions for deployment, adapt the network from before the folding"
+    )
+
+
+def _source(slots: list[Slot]) -> Source:
+    """Gather the source's parameters and statistics into one row."""
+
+    def row(name: str, default: float, columns: Callable[[Slot], int]) -> Tensor:
+        parts = []
+        for slot in slots:
+            values: Tensor | None = getattr(slot.layer, name, None)
+            if values is None:
+                values = torch.full((columns(slot),), default)
+            parts.append(values.detach().flatten().to(wide(values.dtype), copy=True))
+        return torch.cat(parts)
+
+    def all_of(slot: Slot) -> int:
+        return slot.channels
+
+    def none_of(slot: Slot) -> int:
+        return 0
+
+    affine = Affine(row("weight", 1.0, all_of)[None], row("bias", 0.0, all_of)[None])
+    stats = Stats(row("running_mean", 0.0, none_of)[None, None], row("running_var", 1.0, none_of)[None, None])
+    return Source(affine, stats)
+
+
+def _note_features(_: nn.Module, args: tuple[Any, ...]) -> None:
+    """Remember the input of the classifier: the last candidate called is the one."""
+    current = _desk.get()
+    if current is not None and args and isinstance(args[0], Tensor):
+        current.features = args[0]
+
+
+def _logits(result: Any, samples: int) -> Tensor:
+    logits = getattr(result, "logits", result)
+    if not isinstance(logits, Tensor):
+        raise TypeError(f"the model returned {type(result).__name__}; expected logits or an object with .logits")
+    if logits.dim() != 2 or logits.shape[0] != samples:
+        raise ValueError(f"the model returned {tuple(logits.shape)} for {samples} images; expected logits (N, classes)")
+    return logits
+
+
+def _some(names: Mapping[str, Any]) -> str:
+    known = [name for name in names if name]
+    return ", ".join(known[:12]) + (", ..." if len(known) > 12 else "")

@@ -1,0 +1,29 @@
+"""Losses over the last axis of logits, and means over the samples that count."""
+
+import torch
+from torch import Tensor
+
+
+def entropy(logits: Tensor) -> Tensor:
+    """Entropy of softmax(logits) in nats: (..., K) -> (...).
+
+    >>> entropy(torch.zeros(4)).exp()
+    tensor(4.0000)
+    """
+    log_p = logits.log_softmax(-1)
+    return -(log_p.exp() * log_p).sum(-1)
+
+
+def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
+    """Cross-entropy with hard labels: (..., K), (...) -> (...)."""
+    return -logits.log_softmax(-1).gather(-1, target.unsqueeze(-1)).squeeze(-1)
+
+
+def mean_over(values: Tensor, counts: Tensor) -> Tensor:
+    """Mean over the last axis of the values that count; 0 where none does, so that an empty mean moves nothing.
+
+    >>> mean_over(torch.tensor([[1.0, 3.0], [5.0, 7.0]]), torch.tensor([[True, True], [False, False]]))
+    tensor([2., 0.])
+    """
+    weight = counts.to(values.dtype)
+    return (values * weight).sum(-1) / weight.sum(-1).clamp_min(1)

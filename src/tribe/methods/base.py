@@ -1,0 +1,153 @@
+"""What every method shares: the protocol of a pure step, and the care for images that must not count."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from tribe.backbone import Backbone
+from tribe.losses import entropy, mean_over
+from tribe.norms import Norm
+from tribe.registry import Registry, nearest
+from tribe.rng import Key
+from tribe.state import Affine, Info, Stats, select
+
+registry: Registry["Method"] = Registry("method")
+register = registry.register
+S = TypeVar("S", bound=tuple[Any, ...])  # a method's state
+
+
+class State(Protocol):
+    """A method's own named tuple of tensors; every one has at least these two."""
+
+    @property
+    def key(self) -> Key: ...  # noqa: D102
+    @property
+    def info(self) -> Info: ...  # noqa: D102
+
+
+class Deployed(NamedTuple):
+    """The network a state predicts with."""
+
+    affine: Affine  # (S, C)
+    stats: Stats  # (S, 1, C)
+    norm: Norm  # frozen, or batch for methods that normalise each batch with its own statistics
+
+
+@dataclass(frozen=True)
+class Method(ABC):
+    """A way to adapt. Its fields are its hyper-parameters; all that changes is in the state it is handed.
+
+    `step` is pure: it returns predictions and the next state and touches neither its arguments nor itself. It never
+    sees a label. Streams never meet: S streams in one call equal S calls of one.
+    """
+
+    classes: int | None = None  # K; methods that do not need to know it accept it all the same
+
+    name: ClassVar[str]  # set by @register
+    paper: ClassVar[str]  # where the method comes from
+    output: ClassVar[Literal["logits", "probabilities"]] = "logits"  # what step returns
+    does_not_adapt: ClassVar[str | None] = None  # a reason, for methods whose predictions never change
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}  # fields by data set
+
+    def __post_init__(self) -> None:
+        if self.classes is not None and (not isinstance(self.classes, int) or self.classes < 2):
+            raise ValueError(f"classes is the number of classes, at least 2; got {self.classes!r}")
+
+    @classmethod
+    def preset(cls, dataset: str, **fields: Any) -> Self:
+        """The method with the hyper-parameters published for a data set; ``fields`` override single ones."""
+        if dataset not in cls.presets:
+            raise ValueError(f"{cls.name} has no preset {dataset!r}: {nearest(dataset, cls.presets)}")
+        return cls(**{**cls.presets[dataset], **fields})
+
+    @abstractmethod
+    def init(self, net: Backbone, streams: int = 1, seed: int = 0) -> Any:
+        """The state before the first image. Stream i of seed s is stream 0 of seed s + i."""
+
+    @abstractmethod
+    def step(
+        self, net: Backbone, state: Any, x: Tensor, valid: Tensor | None = None, *, donate: bool = False
+    ) -> tuple[Tensor, Any]:
+        """Predict (S, B, ...) images, then adapt: (S, B, K) predictions and the next state.
+
+        ``valid`` (S, B) marks real images: padding weighs nothing. ``donate=True`` allows (and does not oblige) the
+        step to reuse the old state's memory; the caller must not look at it again.
+        """
+
+    @abstractmethod
+    def deployed(self, net: Backbone, state: Any) -> Deployed:
+        """The network this state predicts with."""
+
+    def predict(self, net: Backbone, state: Any, x: Tensor, valid: Tensor | None = None) -> Tensor:
+        """Predict without adapting."""
+        x, valid = screen(x, valid)
+        with torch.no_grad():
+            affine, stats, norm = self.deployed(net, state)
+            return quiet(net(x, affine, stats, norm, valid=valid).logits, valid)
+
+
+def new_key(net: Backbone, streams: int, seed: int) -> Key:
+    """One seed a stream, the clock at zero."""
+    clock = torch.zeros(streams, dtype=torch.int64, device=net.device)
+    return Key(seed + torch.arange(streams, device=net.device), clock)
+
+
+def new_info(net: Backbone, streams: int) -> Info:
+    """Nothing seen yet."""
+    count = torch.zeros(streams, dtype=torch.int64, device=net.device)
+    share = torch.zeros(streams, dtype=torch.float32, device=net.device)
+    return Info(count, count.clone(), share, share.clone(), share.clone())
+
+
+def screen(x: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Replace padding and images that are not finite before the first layer sees them, and mark them invalid."""
+    finite = x.isfinite().flatten(2).all(2)  # (S, B)
+    valid = finite if valid is None else finite & valid
+    mask = valid.view(*valid.shape, *[1] * (x.dim() - 2))
+    return torch.where(mask, x, 0), valid
+
+
+def quiet(logits: Tensor, valid: Tensor) -> Tensor:
+    """Say nothing about images that were screened out: equal logits, the uniform prediction."""
+    return torch.where(valid.unsqueeze(-1), logits, 0)
+
+
+def finish(
+    net: Backbone,
+    old: S,
+    new: S,
+    logits: Tensor,
+    valid: Tensor,
+    offered: Tensor | None,
+    trusted: Tensor | None = None,
+    affine: Affine | None = None,
+) -> tuple[Tensor, S]:
+    """Close a step: tick the clocks, note what was seen, and leave streams without a valid image as they were."""
+    old_info: Info = old.info  # type: ignore[attr-defined]
+    old_key: Key = old.key  # type: ignore[attr-defined]
+    with torch.no_grad():
+        seen = valid.any(1)  # (S,)
+        screened = (~valid if offered is None else offered & ~valid).sum(1)
+        share = entropy(logits.float()) / math.log(logits.shape[-1])
+        info = Info(
+            images=old_info.images + valid.sum(1),
+            skipped=old_info.skipped,
+            trusted=mean_over(torch.ones_like(share) if trusted is None else trusted.float(), valid),
+            entropy=mean_over(share, valid),
+            distance=old_info.distance if affine is None else _distance(net, affine),
+        )
+        moved = new._replace(key=old_key._replace(clock=old_key.clock + 1), info=info)  # type: ignore[attr-defined]
+        kept: Any = select(seen, moved, old)
+        kept = kept._replace(info=kept.info._replace(skipped=old_info.skipped + screened))
+    return quiet(logits.detach(), valid), kept
+
+
+def _distance(net: Backbone, affine: Affine) -> Tensor:
+    """How far the affine parameters are from the source's, relative to the source's norm: (S,)."""
+    source = torch.cat(net.source()[0], 1)
+    return (torch.cat(affine, 1) - source).norm(dim=1).div(source.norm()).float()

@@ -1,0 +1,21 @@
+"""Normalise every batch with its own statistics (BN; Schneider et al., NeurIPS 2020; Nado et al., 2020)."""
+
+from dataclasses import dataclass
+
+from tribe.backbone import Backbone
+from tribe.methods.base import Deployed, register
+from tribe.methods.source import Source, SourceState
+from tribe.norms.batch import Batch
+
+
+@register("bn")
+@dataclass(frozen=True)
+class BN(Source):
+    """The source's parameters with each batch's own statistics."""
+
+    paper = "Schneider et al., Improving robustness against common corruptions by covariate shift adaptation, 2020"
+    does_not_adapt = "it keeps nothing from one batch to the next"
+
+    def deployed(self, net: Backbone, state: SourceState) -> Deployed:
+        """The source's parameters, the batch's statistics."""
+        return Deployed(*net.source(len(state.key.seed)), Batch())

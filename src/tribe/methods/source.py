@@ -1,0 +1,44 @@
+"""The source model as it is: what adaptation is measured against (TEST in the paper's tables)."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from tribe.backbone import Backbone
+from tribe.methods.base import Deployed, Method, finish, new_info, new_key, register, screen
+from tribe.norms.frozen import Frozen
+from tribe.rng import Key
+from tribe.state import Info
+
+
+class SourceState(NamedTuple):
+    """Nothing but what every state has."""
+
+    key: Key
+    info: Info
+
+
+@register("source")
+@dataclass(frozen=True)
+class Source(Method):
+    """Predict with the source model's own statistics and parameters."""
+
+    paper = "the trained network itself"
+    does_not_adapt = "it is the unadapted network"
+
+    def init(self, net: Backbone, streams: int = 1, seed: int = 0) -> SourceState:
+        """Clocks only."""
+        return SourceState(new_key(net, streams, seed), new_info(net, streams))
+
+    def deployed(self, net: Backbone, state: SourceState) -> Deployed:
+        """The source's parameters and statistics for every stream."""
+        return Deployed(*net.source(len(state.key.seed)), Frozen())
+
+    def step(
+        self, net: Backbone, state: SourceState, x: Tensor, valid: Tensor | None = None, *, donate: bool = False
+    ) -> tuple[Tensor, SourceState]:
+        """Predict."""
+        offered = valid
+        x, valid = screen(x, valid)
+        return finish(net, state, state, self.predict(net, state, x, valid), valid, offered)

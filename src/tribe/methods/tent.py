@@ -1,0 +1,63 @@
+"""Make the network surer of its own predictions, one step a batch: TENT (Wang et al., ICLR 2021)."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tribe import adam
+from tribe.backbone import Backbone
+from tribe.losses import entropy, mean_over
+from tribe.methods.base import Deployed, Method, finish, new_info, new_key, register, screen
+from tribe.norms.batch import Batch
+from tribe.rng import Key
+from tribe.state import Affine, Info, Stats
+
+
+class TentState(NamedTuple):
+    """Affine parameters, and what Adam remembers of their gradients."""
+
+    affine: Affine  # (S, C)
+    adam: adam.Adam
+    key: Key
+    info: Info
+
+
+@register("tent")
+@dataclass(frozen=True)
+class Tent(Method):
+    """Batch statistics everywhere; the affine parameters follow the gradient of the mean entropy."""
+
+    lr: float = 1e-3  # Adam's learning rate
+
+    paper = "Wang et al., Tent: fully test-time adaptation by entropy minimization, ICLR 2021"
+
+    def init(self, net: Backbone, streams: int = 1, seed: int = 0) -> TentState:
+        """Start at the source."""
+        affine, _ = net.source(streams)
+        return TentState(affine, adam.init(affine), new_key(net, streams, seed), new_info(net, streams))
+
+    def deployed(self, net: Backbone, state: TentState) -> Deployed:
+        """The adapted parameters, the batch's statistics."""
+        return Deployed(state.affine, _statistics(net, state), Batch())
+
+    def step(
+        self, net: Backbone, state: TentState, x: Tensor, valid: Tensor | None = None, *, donate: bool = False
+    ) -> tuple[Tensor, TentState]:
+        """Predict, then take one Adam step down the entropy of these predictions."""
+        offered = valid
+        x, valid = screen(x, valid)
+        with torch.enable_grad():
+            affine = Affine(*(t.detach().requires_grad_() for t in state.affine))
+            logits = net(x, affine, _statistics(net, state), Batch(), valid=valid).logits
+            loss = mean_over(entropy(logits.float()), valid)  # (S,)
+            grads = Affine(*torch.autograd.grad(loss.sum(), affine))
+        moved, moments = adam.step(state.affine, grads, state.adam, self.lr)
+        new = state._replace(affine=moved, adam=moments)
+        return finish(net, state, new, logits, valid, offered, affine=moved)
+
+
+def _statistics(net: Backbone, state: TentState) -> Stats:
+    """Batch statistics need no stored ones; a row each keeps the shapes right."""
+    return net.source(len(state.key.seed))[1]

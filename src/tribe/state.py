@@ -1,0 +1,153 @@
+"""What adapts, as plain data: named tuples of tensors with a leading row axis.
+
+One vocabulary of shapes serves the whole library:
+
+    R  rows = streams x branches (teacher, student, ...); the rows of one stream are adjacent
+    S  streams         B  batch               K  classes, or statistics kept per channel
+    C  normalised channels of the whole network       L  pixels
+
+A method's state is a (nested) named tuple whose every tensor has a leading axis of S, or of a multiple of S. So a
+state can be cloned, saved, sliced by stream, compared and hashed by the few functions below, whatever the method.
+"""
+
+import hashlib
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+T = TypeVar("T", bound=tuple[Any, ...])  # a (nested) named tuple of tensors
+
+
+class Affine(NamedTuple):
+    """Scale and shift after normalisation, moved by gradients."""
+
+    weight: Tensor  # (R, C)
+    bias: Tensor  # (R, C)
+
+
+class Stats(NamedTuple):
+    """Normalisation statistics, moved by observation; K = 1, or one pair per class."""
+
+    mean: Tensor  # (R, K, C)
+    var: Tensor  # (R, K, C)
+
+
+class Info(NamedTuple):
+    """What a stream's last step saw, kept in the state so that watching costs no second pass."""
+
+    images: Tensor  # (S,) int64, images learned from so far
+    skipped: Tensor  # (S,) int64, images that were not finite and touched nothing, so far
+    trusted: Tensor  # (S,) share of the last batch that drove the update
+    entropy: Tensor  # (S,) mean entropy of the last batch's predictions, as a share of log K
+    distance: Tensor  # (S,) norm of the move of the affine parameters, relative to the source's
+
+
+def tree_map(fn: Callable[..., Tensor], state: T, *others: T) -> T:
+    """Apply ``fn`` to every tensor of a state (and to those at the same place in ``others``).
+
+    >>> tree_map(lambda t: t + 1, Affine(torch.zeros(1), torch.ones(1))).bias
+    tensor([2.])
+    """
+    parts = []
+    for values in zip(state, *others, strict=True):
+        parts.append(fn(*values) if isinstance(values[0], Tensor) else tree_map(fn, *values))
+    return type(state)(*parts)
+
+
+def leaves(state: tuple[Any, ...], prefix: str = "") -> dict[str, Tensor]:
+    """Name every tensor of a state.
+
+    >>> list(leaves(Affine(torch.zeros(1), torch.ones(1)), "affine."))
+    ['affine.weight', 'affine.bias']
+    """
+    named: dict[str, Tensor] = {}
+    for name, value in zip(state._fields, state, strict=True):  # type: ignore[attr-defined]
+        named.update({prefix + name: value} if isinstance(value, Tensor) else leaves(value, f"{prefix}{name}."))
+    return named
+
+
+def rebuild(like: T, named: Mapping[str, Tensor]) -> T:
+    """Turn named tensors back into a state; the inverse of `leaves`."""
+    names = iter(leaves(like))
+    return tree_map(lambda _: named[next(names)], like)
+
+
+def clone(state: T) -> T:
+    """Copy a state; nothing is shared with the original."""
+    return tree_map(Tensor.clone, state)
+
+
+def per_stream(t: Tensor, streams: int) -> Tensor:
+    """(S * n, ...) -> (S, n, ...): the rows that belong to each stream."""
+    return t.unflatten(0, (streams, -1))
+
+
+def stream(state: T, index: int, streams: int) -> T:
+    """Take one stream out of many: a state of one stream, a copy."""
+    return tree_map(lambda t: per_stream(t, streams)[index].clone(), state)
+
+
+def select(chosen: Tensor, new: T, old: T) -> T:
+    """Keep ``new`` for the streams chosen (S,) and ``old`` for the rest."""
+    streams = len(chosen)
+
+    def pick(a: Tensor, b: Tensor) -> Tensor:
+        if a is b:
+            return a
+        mask = chosen.view(-1, *[1] * a.dim())  # (S, 1, ...) against (S, n, ...)
+        return torch.where(mask, per_stream(a, streams), per_stream(b, streams)).flatten(0, 1)
+
+    return tree_map(pick, new, old)
+
+
+def digest(state: tuple[Any, ...]) -> str:
+    """Hash every bit of a state: equal digests, equal states.
+
+    >>> a = Affine(torch.zeros(2), torch.ones(2))
+    >>> digest(a) == digest(clone(a)), digest(a) == digest(a._replace(bias=torch.zeros(2)))
+    (True, False)
+    """
+    return hash_tensors(leaves(state))
+
+
+def hash_tensors(named: Mapping[str, Tensor]) -> str:
+    """Hash names, shapes, types and values of tensors, in order."""
+    hasher = hashlib.blake2b(digest_size=16)
+    for name, tensor in named.items():
+        values = tensor.detach().cpu().contiguous()
+        hasher.update(f"{name} {tuple(values.shape)} {values.dtype}\n".encode())
+        hasher.update(values.reshape(-1).view(torch.uint8).numpy().data)
+    return hasher.hexdigest()
+
+
+class Store(nn.Module):
+    """A state as the buffers of a module, so that ``.to(device)`` and ``state_dict()`` see it.
+
+    Statistics must not lose precision when a network is cast to half, so a change of dtype passes them by.
+    """
+
+    def __init__(self, state: tuple[Any, ...]) -> None:
+        super().__init__()
+        self._type: Any = type(state)
+        for name, value in zip(state._fields, state, strict=True):  # type: ignore[attr-defined]
+            if isinstance(value, Tensor):
+                self.register_buffer(name, value)
+            else:
+                self.add_module(name, Store(value))
+
+    def get(self) -> Any:
+        """The state as it stands: the stored tensors themselves, not copies."""
+        return self._type(*(v.get() if isinstance(v := getattr(self, n), Store) else v for n in self._type._fields))
+
+    def put(self, state: tuple[Any, ...]) -> None:
+        """Store another state of the same kind."""
+        for name, value in zip(self._type._fields, state, strict=True):
+            if isinstance(value, Tensor):
+                self._buffers[name] = value
+            else:
+                getattr(self, name).put(value)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Store":
+        return super()._apply(lambda t: fn(t).to(t.dtype), recurse)  # type: ignore[no-untyped-call,no-any-return]
