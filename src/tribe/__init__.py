@@ -1,3 +1,41 @@
-"""tribe: keep a deployed image classifier accurate while the world in front of it changes."""
+"""tribe: keep a deployed image classifier accurate while the world in front of it changes.
+
+    import tribe
+
+    model = tribe.adapt(net)            # net: a trained classifier with BatchNorm; it is copied, never changed
+    for images in camera:               # (B, C, H, W) in [0, 1], no labels
+        logits = model(images)          # predicts, then adapts
+    model.save("camera.safetensors")    # later: model = tribe.load("camera.safetensors", net)
+    plain = model.export()              # an ordinary nn.Module with the adapted statistics
+
+The method is TRIBE (AAAI-24); read `tribe.methods.tribe` and `tribe.norms.balanced` first.
+"""
 
 __version__ = "0.1.0.dev0"
+
+from tribe import methods, norms
+from tribe.adapter import Adapter, Snapshot, StreamInfo, adapt, load
+from tribe.augment import Augment
+from tribe.backbone import Backbone
+from tribe.doctor import Report, doctor
+from tribe.files import StateFileError
+from tribe.normalize import Normalize
+from tribe.state import Affine, Stats
+
+__all__ = [
+    "Adapter",
+    "Affine",
+    "Augment",
+    "Backbone",
+    "Normalize",
+    "Report",
+    "Snapshot",
+    "StateFileError",
+    "Stats",
+    "StreamInfo",
+    "adapt",
+    "doctor",
+    "load",
+    "methods",
+    "norms",
+]

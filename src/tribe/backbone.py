@@ -193,7 +193,7 @@ class Backbone(nn.Module):
         if not self.slots:
             raise ValueError(_nothing_to_adapt(self.model, self.left_alone))
         self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self._source = Store(_source(self.slots))
+        self.origin = Store(_source(self.slots))
         self._split = [slot.channels for slot in self.slots]
         self._candidates = self._classifiers(classifier)
         for layer in self._candidates.values():
@@ -253,9 +253,26 @@ class Backbone(nn.Module):
         return any(isinstance(slot, StatisticsSlot) for slot in self.slots)
 
     @property
+    def rank(self) -> int | None:
+        """Axes of a batch of images (B, ...), judged by the first convolution; None where there is none."""
+        first = self._first_convolution()
+        return None if first is None else 2 + len(first.kernel_size)
+
+    def _first_convolution(self) -> nn.Conv1d | nn.Conv2d | nn.Conv3d | None:
+        return next((m for m in self.model.modules() if isinstance(m, nn.Conv1d | nn.Conv2d | nn.Conv3d)), None)
+
+    def _expected(self, shape: tuple[int, ...]) -> str:
+        first = self._first_convolution()
+        if first is None or self.rank is None:
+            return ""
+        if len(shape) != self.rank - 1:
+            return f". Its first layer takes batches with {self.rank} axes, (B, {first.in_channels}, ...)"
+        return f". Its first layer takes {first.in_channels} channels" if shape[0] != first.in_channels else ""
+
+    @property
     def device(self) -> torch.device:
         """Where the network lives."""
-        return next(self._source.buffers()).device
+        return next(self.origin.buffers()).device
 
     @property
     def dtype(self) -> torch.dtype:
@@ -265,14 +282,14 @@ class Backbone(nn.Module):
 
     def source(self, rows: int = 1, classes: int = 1) -> tuple[Affine, Stats]:
         """The source model's affine parameters (rows, C) and statistics (rows, classes, C), fresh copies."""
-        source: Source = self._source.get()
+        source: Source = self.origin.get()
         affine = Affine(*(t.expand(rows, -1).clone() for t in source.affine))
         stats = Stats(*(t.expand(rows, classes, -1).clone() for t in source.stats))
         return affine, stats
 
     def fingerprint(self) -> str:
         """A hash of the source model: its weights, statistics and layer names."""
-        return hash_tensors({**self.model.state_dict(), **self._source.state_dict()})
+        return hash_tensors({**self.model.state_dict(), **self.origin.state_dict()})
 
     def train(self, mode: bool = True) -> "Backbone":
         """Stay in evaluation mode: dropout and the like are never wanted here."""
@@ -319,11 +336,19 @@ class Backbone(nn.Module):
         images = x.flatten(0, 1).to(self.dtype)
         if images.dim() == 4:
             images = images.contiguous(memory_format=torch.channels_last)
-        with _on_desk(current):
-            if weights is None:
-                result = self.model(images)
-            else:
-                result = torch.func.functional_call(self.model, dict(weights), (images,))
+        try:
+            with _on_desk(current):
+                if weights is None:
+                    result = self.model(images)
+                else:
+                    result = torch.func.functional_call(self.model, dict(weights), (images,))
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+            shape = tuple(x.shape[2:])
+            raise ValueError(
+                f"the network could not take images of shape {shape}: {error}{self._expected(shape)}"
+            ) from error
         logits = _logits(result, len(images)).unflatten(0, (rows, batch))
         features = current.features
         if features is not None and features.shape[0] == len(images):

@@ -1,0 +1,316 @@
+"""The thin stateful shell: ``model = tribe.adapt(net); y = model(x)``.
+
+Everything that computes lives in pure methods; the adapter holds the state, checks what comes in, and replaces the
+state in one assignment after a step has succeeded. So an error, or Ctrl-C, leaves it as it was.
+"""
+
+import warnings
+from os import PathLike
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from tribe import files, methods
+from tribe.backbone import Backbone
+from tribe.methods import Method
+from tribe.norms.frozen import Frozen
+from tribe.state import Affine, Stats, Store, clone, digest, leaves, select, tree_map
+
+
+class StreamInfo(NamedTuple):
+    """What one stream is doing, in plain numbers."""
+
+    images: int  # images learned from so far
+    skipped: int  # images that were not finite: predicted uniformly, touched nothing
+    poisoned: tuple[int, ...]  # their positions in the last batch
+    trusted: float  # share of the last batch that drove the update
+    entropy: float  # mean entropy of the last predictions, as a share of log K: 0 is sure, 1 is uniform
+    distance: float  # how far the affine parameters have moved, relative to the source's norm
+    steps: int  # batches learned from
+    frozen: bool
+
+
+class Snapshot(NamedTuple):
+    """A copy of an adapter's state, to go back to."""
+
+    method: Method
+    state: Any
+
+
+@torch.inference_mode(False)  # what is built here must be able to carry gradients
+def adapt(
+    model: nn.Module | Backbone,
+    method: str | Method = "tribe",
+    *,
+    classes: int | None = None,
+    streams: int = 1,
+    seed: int = 0,
+    **fields: Any,
+) -> "Adapter":
+    """Make a trained classifier adapt while it predicts.
+
+    Args:
+        model: a classifier with normalisation layers; it is copied, never changed. It takes images in [0, 1] and
+            normalises them itself (see `tribe.Normalize`). A `Backbone` is taken as it is.
+        method: a name from ``tribe.methods.names()``, or a method.
+        classes: the number of classes; read from the last Linear layer if not given.
+        streams: how many independent streams (cameras) adapt on this one network.
+        seed: seed of the first stream; stream i has seed + i.
+        fields: the method's hyper-parameters.
+
+    >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4))
+    >>> adapter = adapt(net, streams=2)
+    >>> adapter(torch.rand(2, 16, 3, 8, 8)).shape
+    torch.Size([2, 16, 4])
+    >>> adapter.info[1].images
+    16
+    """
+    net = model if isinstance(model, Backbone) else Backbone(model)
+    if isinstance(method, Method):
+        if fields:
+            raise TypeError(f"the method is built already; set {', '.join(fields)} on it: dataclasses.replace(method, ...)")
+        return Adapter(net, method, streams=streams, seed=seed, classes=classes)
+    methods.get(method)  # an unknown name is the first thing to say
+    return Adapter(net, methods.create(method, classes=_count_classes(net, classes), **fields), streams=streams, seed=seed)
+
+
+@torch.inference_mode(False)  # what is built here must be able to carry gradients
+def load(path: str | PathLike[str], model: nn.Module | Backbone, **fields: Any) -> "Adapter":
+    """Resume from a file written by `Adapter.save`, on the model it was saved from.
+
+    What cannot be saved (a custom ``augment=``) is asked for again and given as a field.
+    """
+    saved = files.read(path)
+    net = model if isinstance(model, Backbone) else Backbone(model)
+    method = files.method_from_json(path, saved.method, saved.fields, fields)
+    files.check_fingerprint(path, saved.fingerprint, net)
+    adapter = Adapter(net, method, streams=saved.streams, seed=0)
+    files.check_tensors(path, saved.tensors, leaves(adapter.state))
+    adapter.adapted.load_state_dict(saved.tensors)
+    if saved.frozen:
+        adapter.freeze()
+    return adapter
+
+
+class Adapter(nn.Module):
+    """A classifier that adapts while it predicts. Made by `adapt`.
+
+    Calling it predicts, then adapts. Images are (B, ...) for one stream or (S, B, ...) for S; logits come back in the
+    same layout. An image that is not finite gets equal logits (the uniform prediction), is counted in `info` and
+    touches nothing.
+    """
+
+    def __init__(
+        self, net: Backbone, method: Method, *, streams: int = 1, seed: int = 0, classes: int | None = None
+    ) -> None:
+        super().__init__()
+        if not isinstance(streams, int) or streams < 1:
+            raise ValueError(f"streams is how many independent streams adapt, at least 1; got {streams!r}")
+        if not isinstance(seed, int):
+            raise TypeError(f"seed is an int; got {seed!r}")
+        known = _count_classes(net, classes if classes is not None else method.classes)
+        if method.classes is not None and method.classes != known:
+            raise ValueError(f"the method was built for {method.classes} classes; the network has {known}")
+        self.net = net
+        self.method = method
+        self.streams = streams
+        self.classes = known
+        self._frozen = False
+        self._warned = False
+        self._poisoned: Tensor | None = None  # (S, B), of the last batch
+        self.adapted = Store(method.init(net, streams, seed))
+
+    # -- predicting and learning ------------------------------------------------------------------------------------
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Predict, then adapt (unless frozen)."""
+        return self._run(x, learn=not self._frozen)
+
+    def predict(self, x: Tensor) -> Tensor:
+        """Predict without adapting: nothing changes."""
+        return self._run(x, learn=False)
+
+    def learn(self, x: Tensor) -> None:
+        """Adapt to images without asking for their prediction. A frozen adapter learns nothing."""
+        self(x)
+
+    def _run(self, x: Tensor, learn: bool) -> Tensor:
+        # torch.inference_mode forbids the gradients that adaptation needs, even to code that asks for them.
+        with torch.inference_mode(False), torch.no_grad():
+            images, squeeze = self._images(x)
+            if images.shape[1] == 0:
+                logits = images.new_zeros(self.streams, 0, self.classes)
+            elif learn:
+                logits, state = self.method.step(self.net, self.state, images)
+                self._check_logits(logits)
+                self._put(state, ~images.isfinite().flatten(2).all(2))
+            else:
+                logits = self.method.predict(self.net, self.state, images)
+                self._check_logits(logits)
+            return logits[0] if squeeze else logits
+
+    def _put(self, state: Any, poisoned: Tensor | None = None) -> None:
+        """Replace the state: the one place where an adapter changes."""
+        self.adapted.put(state)
+        self._poisoned = poisoned
+
+    # -- life cycle ---------------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> Any:
+        """The method's state: a named tuple of tensors. Treat it as read-only; `snapshot` gives a copy."""
+        return self.adapted.get()
+
+    @property
+    def info(self) -> list[StreamInfo]:
+        """What each stream is doing."""
+        state = self.state
+        columns = [t.tolist() for t in state.info]
+        steps = state.key.clock.tolist()
+        none: list[list[int]] = [[]] * self.streams
+        bad = none if self._poisoned is None else [row.nonzero().flatten().tolist() for row in self._poisoned]
+        return [
+            StreamInfo(images, skipped, tuple(bad[i]), trusted, entropy, distance, steps[i], self._frozen)
+            for i, (images, skipped, trusted, entropy, distance) in enumerate(zip(*columns, strict=True))
+        ]
+
+    def freeze(self) -> "Adapter":
+        """Predict only, from now on."""
+        self._frozen = True
+        return self
+
+    def unfreeze(self) -> "Adapter":
+        """Adapt again."""
+        self._frozen = False
+        return self
+
+    @torch.inference_mode(False)
+    def reset(self, stream: int | None = None) -> "Adapter":
+        """Go back to the source: all streams, or one."""
+        fresh = self.method.init(self.net, self.streams, int(self.state.key.seed[0]))
+        if stream is not None:
+            chosen = torch.arange(self.streams, device=self.net.device) == self._stream(stream)
+            fresh = select(chosen, fresh, self.state)
+        self._put(fresh)
+        return self
+
+    @torch.inference_mode(False)
+    def snapshot(self) -> Snapshot:
+        """A copy of the state, to `restore` later."""
+        return Snapshot(self.method, clone(self.state))
+
+    @torch.inference_mode(False)
+    def restore(self, snapshot: Snapshot) -> "Adapter":
+        """Go back to a snapshot of this adapter, or of another with the same method and network."""
+        if not isinstance(snapshot, Snapshot):
+            raise TypeError(f"restore takes what snapshot() gave; got {type(snapshot).__name__}")
+        if snapshot.method != self.method:
+            raise ValueError(f"the snapshot was taken with {snapshot.method}; this adapter runs {self.method}")
+        here, there = leaves(self.state), leaves(snapshot.state)
+        if any(here[name].shape != there[name].shape for name in here):
+            raise ValueError("the snapshot is of another network or another number of streams")
+        self._put(tree_map(lambda t: t.clone().to(self.net.device), snapshot.state))
+        return self
+
+    def digest(self) -> str:
+        """A hash of the state: equal digests, equal states."""
+        return digest(self.state)
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the state, the method and a fingerprint of the source model to a safetensors file, atomically."""
+        files.write(
+            path,
+            leaves(self.state),
+            method=self.method,
+            streams=self.streams,
+            frozen=self._frozen,
+            fingerprint=self.net.fingerprint(),
+        )
+
+    def export(self, stream: int | None = None) -> nn.Module:
+        """A plain module with ordinary normalisation layers that predicts what `predict` predicts for a stream.
+
+        Methods that normalise each batch with its own statistics (bn, tent) give BatchNorm layers that do the same.
+        """
+        if stream is None and self.streams > 1:
+            raise ValueError(f"which of the {self.streams} streams? export(stream=0), say")
+        if self.method.output != "logits":
+            raise ValueError(f"{self.method.name} corrects predictions after the network: it cannot be exported as one")
+        index = self._stream(stream or 0)
+        affine, stats, norm = self.method.deployed(self.net, self.state)
+        row = slice(index, index + 1)
+        frozen = Stats(*(t[row] for t in stats)) if isinstance(norm, Frozen) else None
+        return self.net.plain(Affine(*(t[row] for t in affine)), frozen)
+
+    def extra_repr(self) -> str:
+        """The method and the number of streams."""
+        return f"{self.method}, streams={self.streams}{', frozen' if self._frozen else ''}"
+
+    # -- checks -------------------------------------------------------------------------------------------------------
+
+    def _stream(self, index: int) -> int:
+        if not isinstance(index, int) or not -self.streams <= index < self.streams:
+            raise IndexError(f"stream {index!r}: this adapter has streams 0 to {self.streams - 1}")
+        return index % self.streams
+
+    def _images(self, x: Tensor) -> tuple[Tensor, bool]:
+        """Bring images into (S, B, ...), or say what is wrong with them."""
+        if not isinstance(x, Tensor):
+            raise TypeError(f"expected a tensor of images; got {type(x).__name__}. torch.from_numpy makes one of an array")
+        if not x.is_floating_point():
+            hint = "divide by 255: images.float() / 255" if x.dtype == torch.uint8 else "convert them: images.float()"
+            raise TypeError(f"images are {x.dtype}; expected floating point in [0, 1]; {hint}")
+        x = x.detach().to(self.net.dtype)
+        if x.is_inference():
+            x = x.clone()
+        one = self.streams == 1 and not (self.net.rank and x.dim() == self.net.rank + 1 and x.shape[0] == 1)
+        if one:
+            x = x.unsqueeze(0)
+        if x.dim() < 3 or x.shape[0] != self.streams:
+            layout = "(B, ...)" if self.streams == 1 else f"({self.streams}, B, ...): one row of images a stream"
+            raise ValueError(f"expected images {layout}; got {tuple(x.shape[1:] if one else x.shape)}")
+        if x.device != self.net.device:
+            raise ValueError(f"images are on {x.device}, the network on {self.net.device}: move one with .to()")
+        if not self._warned and x.numel():
+            self._check_range(x)
+        return x, one
+
+    def _check_range(self, x: Tensor) -> None:
+        low, high = (v.item() for v in torch.where(x.isfinite(), x, 0.5).aminmax())
+        if x.device.type != "cpu":
+            self._warned = True  # a look at the values waits for the device: the first batch only
+        if low < -1e-3 or high > 1 + 1e-3:
+            self._warned = True
+            warnings.warn(_range_advice(low, high), UserWarning, stacklevel=6)
+
+    def _check_logits(self, logits: Tensor) -> None:
+        if logits.shape[-1] != self.classes:
+            raise ValueError(f"the network gives {logits.shape[-1]} classes; the adapter was made for {self.classes}")
+
+
+def _count_classes(net: Backbone, classes: int | None) -> int:
+    found = net.classes
+    if classes is None:
+        if found is None:
+            raise ValueError("the number of classes cannot be read from the network: pass classes=")
+        return found
+    if found is not None and classes != found:
+        raise ValueError(
+            f"classes={classes}, but the network's classifier {net.classifier!r} has {found} outputs. If that is not "
+            "the classifier, name the one that is: tribe.Backbone(model, classifier=...)"
+        )
+    return classes
+
+
+def _range_advice(low: float, high: float) -> str:
+    if high > 2 and low >= 0:
+        cause = "they look like 0 to 255: divide by 255"
+    elif low < 0:
+        cause = (
+            "they look normalised already: give images in [0, 1] and put the normalisation into the network, "
+            "torch.nn.Sequential(tribe.Normalize(mean, std), net), because augmentation works on [0, 1]"
+        )
+    else:
+        cause = "check how they are scaled"
+    return f"images reach from {low:.3g} to {high:.3g}, outside [0, 1]; {cause}"
