@@ -277,6 +277,12 @@ def test_reads_no_values_off_the_cpu():
     assert Augment(per="image")(torch.empty(2, 3, 3, 8, 8, device="meta"), key).shape == (2, 3, 3, 8, 8)
 
 
+def test_traces_without_a_break():
+    x, key, transform = pictures((2, 3, 3, 8, 6)), make_key(2), Augment(per="image")
+    traced = torch.compile(lambda x, seed, clock: transform(x, Key(seed, clock)), backend="eager", fullgraph=True)
+    torch.testing.assert_close(traced(x, *key), transform(x, key), rtol=0, atol=1e-12)
+
+
 # --- who shares what --------------------------------------------------------------------------------------------------
 
 

@@ -59,7 +59,7 @@ def adapt(
         seed: seed of the first stream; stream i has seed + i.
         fields: the method's hyper-parameters.
 
-    >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4))
+    >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(288, 4))
     >>> adapter = adapt(net, streams=2)
     >>> adapter(torch.rand(2, 16, 3, 8, 8)).shape
     torch.Size([2, 16, 4])
@@ -69,10 +69,11 @@ def adapt(
     net = model if isinstance(model, Backbone) else Backbone(model)
     if isinstance(method, Method):
         if fields:
-            raise TypeError(f"the method is built already; set {', '.join(fields)} on it: dataclasses.replace(method, ...)")
+            raise TypeError(f"the method is built already: dataclasses.replace(method, ...) sets {', '.join(fields)}")
         return Adapter(net, method, streams=streams, seed=seed, classes=classes)
     methods.get(method)  # an unknown name is the first thing to say
-    return Adapter(net, methods.create(method, classes=_count_classes(net, classes), **fields), streams=streams, seed=seed)
+    built = methods.create(method, classes=_count_classes(net, classes), **fields)
+    return Adapter(net, built, streams=streams, seed=seed)
 
 
 @torch.inference_mode(False)  # what is built here must be able to carry gradients
@@ -257,7 +258,7 @@ class Adapter(nn.Module):
     def _images(self, x: Tensor) -> tuple[Tensor, bool]:
         """Bring images into (S, B, ...), or say what is wrong with them."""
         if not isinstance(x, Tensor):
-            raise TypeError(f"expected a tensor of images; got {type(x).__name__}. torch.from_numpy makes one of an array")
+            raise TypeError(f"expected a tensor of images; got {type(x).__name__}. For an array: torch.from_numpy(x)")
         if not x.is_floating_point():
             hint = "divide by 255: images.float() / 255" if x.dtype == torch.uint8 else "convert them: images.float()"
             raise TypeError(f"images are {x.dtype}; expected floating point in [0, 1]; {hint}")

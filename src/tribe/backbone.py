@@ -103,7 +103,7 @@ class Slot(nn.Module):
         """Normalise (N, ...) with the affine parameters of each row."""
         raise NotImplementedError
 
-    def unfold(self, x: Tensor, current: _Pass) -> Tensor:
+    def unfold(self, x: Tensor, current: _Pass) -> Any:
         """(N, C, ...) -> (R, B, C, ...); where a model folds time or patches into N they become pixels."""
         rows, batch = current.rows, current.batch
         if x.shape[0] == rows * batch:
@@ -226,8 +226,9 @@ class Backbone(nn.Module):
             if name not in modules:
                 raise ValueError(f"the model has no layer {name!r} to take features from; it has {_some(modules)}")
             return {name: modules[name]}
-        linear = {n: m for n, m in modules.items() if isinstance(m, nn.Linear)}
-        return linear or {n: m for n, m in modules.items() if isinstance(m, nn.Conv2d) and m.kernel_size == (1, 1)}
+        linear = [n for n, m in modules.items() if isinstance(m, nn.Linear)]
+        pointwise = [n for n, m in modules.items() if isinstance(m, nn.Conv2d) and m.kernel_size == (1, 1)]
+        return {n: modules[n] for n in linear or pointwise}
 
     @property
     def classes(self) -> int | None:
@@ -443,7 +444,7 @@ def _after(layer: nn.Module) -> list[nn.Module]:
 
 def _why_not(layer: nn.Module) -> str | None:
     """Why a normalisation layer has to stay as it is, if it has to."""
-    if isinstance(layer, nn.modules.lazy.LazyModuleMixin) and layer.has_uninitialized_params():  # type: ignore[misc]
+    if isinstance(layer, nn.modules.lazy.LazyModuleMixin) and layer.has_uninitialized_params():
         return "its size is not known yet: run the model once before adapting it"
     if type(layer).forward not in _KNOWN_FORWARDS and not (
         isinstance(layer, _BatchNorm | nn.GroupNorm) and isinstance(getattr(layer, "act", None), nn.Module)

@@ -13,7 +13,6 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_bytes
 from torch import Tensor
@@ -107,7 +106,7 @@ def read(path: str | PathLike[str]) -> Saved:
 
 def _check_header(path: str | PathLike[str], metadata: Mapping[str, str]) -> None:
     if metadata.get("format") != FORMAT:
-        raise StateFileError(f"{path} is a safetensors file, but not a tribe state; expected one written by Adapter.save")
+        raise StateFileError(f"{path} is a safetensors file, but no tribe state; expected one written by Adapter.save")
     if int(metadata["schema"]) > SCHEMA:
         raise StateFileError(
             f"{path} was written by tribe {metadata.get('tribe', '?')} with schema {metadata['schema']}; this version "
@@ -144,10 +143,16 @@ def _to_json(value: Any) -> Any:
     return value
 
 
-def method_from_json(path: str | PathLike[str], name: str, saved: Mapping[str, Any], given: Mapping[str, Any]) -> Method:
+def _from_json(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def method_from_json(
+    path: str | PathLike[str], name: str, saved: Mapping[str, Any], given: Mapping[str, Any]
+) -> Method:
     """Build the saved method; a field that could not be saved must be among those given, and no other may be."""
     if name not in methods.names():
-        raise StateFileError(f"{path} was saved with method {name!r}, which is not known here; import what registers it")
+        raise StateFileError(f"{path} was saved with method {name!r}, unknown here: import what registers it")
     fields: dict[str, Any] = {}
     for field, value in saved.items():
         if isinstance(value, dict) and "callable" in value:
@@ -160,9 +165,10 @@ def method_from_json(path: str | PathLike[str], name: str, saved: Mapping[str, A
         elif field in given:
             raise StateFileError(f"{path} holds {field}={value!r} already; only what could not be saved can be given")
         elif isinstance(value, dict) and "augment" in value:
-            fields[field] = Augment(**{k: tuple(v) if isinstance(v, list) else v for k, v in value["augment"].items()})
+            ranges: dict[str, Any] = {k: _from_json(v) for k, v in value["augment"].items()}
+            fields[field] = Augment(**ranges)
         else:
-            fields[field] = tuple(value) if isinstance(value, list) else value
+            fields[field] = _from_json(value)
     if unknown := sorted(given.keys() - saved.keys()):
         raise TypeError(f"{name} has no field {unknown[0]!r}")
     return methods.create(name, **fields)

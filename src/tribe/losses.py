@@ -1,12 +1,12 @@
 """Losses over the last axis of logits, and means over the samples that count."""
 
-import torch
 from torch import Tensor
 
 
 def entropy(logits: Tensor) -> Tensor:
     """Entropy of softmax(logits) in nats: (..., K) -> (...).
 
+    >>> import torch
     >>> entropy(torch.zeros(4)).exp()
     tensor(4.0000)
     """
@@ -22,6 +22,7 @@ def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
 def mean_over(values: Tensor, counts: Tensor) -> Tensor:
     """Mean over the last axis of the values that count; 0 where none does, so that an empty mean moves nothing.
 
+    >>> import torch
     >>> mean_over(torch.tensor([[1.0, 3.0], [5.0, 7.0]]), torch.tensor([[True, True], [False, False]]))
     tensor([2., 0.])
     """

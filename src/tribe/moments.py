@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-Rule = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # per-sample mean and var (R, B, C) -> scale, shift (R, 1|B, C)
+# Per-sample mean and var (R, B, C) -> scale and shift (R, 1|B, C).
+Rule = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -45,14 +46,14 @@ def normalise(x: Tensor, rule: Rule) -> Tensor:
         return _apply(x, *rule(*observe(x)))
     joint = _Joint()
     seen, mean, var = _Observe.apply(x, joint)  # type: ignore[no-untyped-call]
-    return _Apply.apply(seen, *rule(mean, var), joint)  # type: ignore[no-untyped-call,no-any-return]
+    return _Apply.apply(seen, *rule(mean, var), joint)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def scale_and_shift(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     """x * scale + shift for (R, B, C, ...) and (R, 1|B, C), where scale and shift do not depend on x."""
     if not torch.is_grad_enabled():
         return _apply(x, scale, shift)
-    return _Apply.apply(x, scale, shift, None)  # type: ignore[no-untyped-call,no-any-return]
+    return _Apply.apply(x, scale, shift, None)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def _over_pixels(t: Tensor, x: Tensor) -> Tensor:
@@ -79,7 +80,7 @@ class _Observe(torch.autograd.Function):
         return x.view_as(x), mean, var
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, g: Tensor, dmean: Tensor, dvar: Tensor) -> tuple[Tensor, None]:
         x, mean = ctx.saved_tensors
         count = max(x[0, 0, 0].numel(), 1)
@@ -97,7 +98,7 @@ class _Apply(torch.autograd.Function):
         return _apply(x, scale, shift)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         x, scale = ctx.saved_tensors
         pixels = tuple(range(3, x.dim())) + ((1,) if scale.shape[1] != x.shape[1] else ())

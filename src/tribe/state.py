@@ -81,7 +81,8 @@ def clone(state: T) -> T:
 
 def per_stream(t: Tensor, streams: int) -> Tensor:
     """(S * n, ...) -> (S, n, ...): the rows that belong to each stream."""
-    return t.unflatten(0, (streams, -1))
+    rows: Tensor = t.unflatten(0, (streams, -1))
+    return rows
 
 
 def stream(state: T, index: int, streams: int) -> T:
@@ -150,4 +151,4 @@ class Store(nn.Module):
                 getattr(self, name).put(value)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Store":
-        return super()._apply(lambda t: fn(t).to(t.dtype), recurse)  # type: ignore[no-untyped-call,no-any-return]
+        return super()._apply(lambda t: fn(t).to(t.dtype), recurse)  # type: ignore[no-any-return,no-untyped-call]

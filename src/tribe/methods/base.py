@@ -150,4 +150,6 @@ def finish(
 def _distance(net: Backbone, affine: Affine) -> Tensor:
     """How far the affine parameters are from the source's, relative to the source's norm: (S,)."""
     source = torch.cat(net.source()[0], 1)
-    return (torch.cat(affine, 1) - source).norm(dim=1).div(source.norm()).float()
+    moved = torch.linalg.vector_norm(torch.cat(affine, 1) - source, dim=1)
+    distance: Tensor = moved / torch.linalg.vector_norm(source)
+    return distance.float()

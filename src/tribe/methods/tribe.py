@@ -5,7 +5,7 @@ has its own Balanced BN statistics, all moved by the same pseudo labels. Per bat
 
     predict        the teacher, with the statistics from before this batch     -> what is returned, and pseudo labels
     update         the teacher on the batch, the student on its augmentation, the anchor on the batch
-    learn          L = L_st + lambda_anc L_anc on the samples the teacher is sure of; one Adam step on the affine parameters
+    learn          L = L_st + lambda_anc L_anc on the samples the teacher is sure of; one Adam step, affine only
 """
 
 import math
@@ -58,7 +58,7 @@ class Tribe(Method):
     h0: float | None = None  # share of log K below which the teacher's entropy makes a pseudo label trusted
     lambda_anc: float = 0.5  # weight of the anchored loss
     lr: float = 1e-3  # Adam's learning rate
-    augment: Augment | Callable[[Tensor], Tensor] = Augment()  # what the student sees; a callable gets (B, ...)
+    augment: Augment | Callable[[Tensor], Tensor] = Augment()  # noqa: RUF009  what the student sees; a callable gets (B, ...)
     convention: Convention = "released"  # sets the four below, and eta; each can be set alone
     anchor_on: Literal["logits", "posteriors"] | None = None  # what Eq. 7 compares
     pooled_ddof: int | None = None  # see Balanced

@@ -14,7 +14,11 @@ from tribe.state import Stats
 class Norm(Protocol):
     """A function from the per-sample moments of a batch to the statistics that normalise it."""
 
-    classes: int  # K, the statistics kept per channel
+    @property
+    def classes(self) -> int:
+        """K, the statistics kept per channel."""
+        ...
+
     observes: ClassVar[bool]  # False: mean and var are not looked at (and not computed)
 
     def __call__(

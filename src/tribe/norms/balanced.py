@@ -1,4 +1,4 @@
-"""Keep statistics per class and pool them evenly, so that no class owns the normalisation: Balanced BN (TRIBE, AAAI-24).
+"""Keep statistics per class and pool them evenly, so that no class owns the normalisation: Balanced BN (AAAI-24).
 
 Equation numbers are the paper's. F_bhw enters only through each sample's mean and variance over its pixels, because
 (1/HW) sum_hw (F_bhw - mu)^2 = var_b + (mean_b - mu)^2. Every sum over classes is written as a sum over samples: each

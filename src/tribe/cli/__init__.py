@@ -1,0 +1,19 @@
+"""The command line. typer and rich are an extra: nothing in the library imports this package.
+
+To add a command, put a file into `commands/`; `commands/doctor.py` is an example.
+"""
+
+import sys
+
+MISSING = "tribe's command line needs typer and rich: pip install 'tribe-tta[cli]'"
+
+
+def main() -> None:
+    """Entry point of the ``tribe`` command."""
+    try:
+        from tribe.cli.commands import app
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in ("typer", "rich"):
+            raise
+        sys.exit(MISSING)
+    app(prog_name="tribe")

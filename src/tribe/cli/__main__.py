@@ -1,0 +1,5 @@
+"""``python -m tribe.cli`` is ``tribe``."""
+
+from tribe.cli import main
+
+main()

@@ -1,0 +1,58 @@
+"""The application that commands add themselves to, and what they share: words for errors, JSON for programs."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+import tribe
+
+app = typer.Typer(
+    help="Keep a deployed image classifier accurate while the world in front of it changes.",
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+)
+
+
+@app.callback(invoke_without_command=True)
+def root(context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Say which.")] = False) -> None:
+    """Answer --version, and show the help to whoever asks for nothing."""
+    if version:
+        typer.echo(f"tribe {tribe.__version__}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+def fail(message: str) -> NoReturn:
+    """Say in one paragraph what is wrong with what was asked, and exit with 2."""
+    paragraph = " ".join(message.split())  # errors of others come with line breaks and indents
+    Console(stderr=True).print(Text.assemble(("error: ", "bold red"), paragraph), soft_wrap=True)
+    raise typer.Exit(2)
+
+
+def emit(data: Any) -> None:
+    """Print JSON, and nothing else, on stdout."""
+    typer.echo(json.dumps(plain(data), indent=2, allow_nan=False))
+
+
+def plain(value: Any) -> Any:
+    """Turn a value into what JSON can hold; what it cannot becomes null (not finite) or its repr.
+
+    >>> plain({"a": (1, math.nan), "b": math})["a"]
+    [1, None]
+    """
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(v) for v in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, bool | int | str) else repr(value)

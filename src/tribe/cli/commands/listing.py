@@ -1,0 +1,89 @@
+"""``tribe list``: what can be chosen by name, read from the registries."""
+
+import dataclasses
+import importlib
+import inspect
+import pkgutil
+import sys
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+import tribe
+from tribe.cli.app import app, emit, fail
+from tribe.registry import Registry, nearest
+
+
+@app.command("list")
+def list_components(
+    kind: Annotated[str, typer.Argument(help="Kind of component: methods, norms, ...")],
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """List the components of a kind: name, idea, paper, and fields with their defaults."""
+    kinds = registries()
+    if kind not in kinds:
+        fail(f"unknown kind {kind!r}: {nearest(kind, kinds)}")
+    components = [describe(kinds[kind], name) for name in kinds[kind].names()]
+    if as_json:
+        emit(components)
+    else:
+        Console().print(table(components))
+
+
+def registries() -> dict[str, Registry[Any]]:
+    """Every kind of component there is: the subpackages of tribe that hold a registry."""
+    packages = [m.name for m in pkgutil.iter_modules(tribe.__path__) if m.ispkg and m.name != "cli"]
+    found = {name: getattr(importlib.import_module(f"tribe.{name}"), "registry", None) for name in packages}
+    return {name: registry for name, registry in found.items() if isinstance(registry, Registry)}
+
+
+def describe(registry: Registry[Any], name: str) -> dict[str, Any]:
+    """One component in plain data; a field without ``default`` is one that must be given."""
+    cls = registry.get(name)
+    return {
+        "name": name,
+        "summary": summary(cls, registry),
+        "paper": getattr(cls, "paper", None),
+        "fields": {
+            field.name: {**_default(field), "type": inspect.formatannotation(field.type)}
+            for field in dataclasses.fields(cls)
+            if field.init
+        },
+        "presets": getattr(cls, "presets", {}),
+    }
+
+
+def summary(cls: type, registry: Registry[Any]) -> str:
+    """The idea in one line. A file opens with it; only where several share a file does the class speak for itself."""
+    neighbours = [name for name in registry.names() if registry.get(name).__module__ == cls.__module__]
+    file = inspect.getdoc(sys.modules[cls.__module__]) if len(neighbours) == 1 else None
+    return (file or inspect.getdoc(cls) or "").partition("\n")[0]
+
+
+def _default(field: dataclasses.Field[Any]) -> dict[str, Any]:
+    if field.default_factory is not dataclasses.MISSING:
+        return {"default": field.default_factory()}
+    return {} if field.default is dataclasses.MISSING else {"default": field.default}
+
+
+def table(components: list[dict[str, Any]]) -> Table:
+    """What `describe` found, for people."""
+    papers = any(c["paper"] for c in components)
+    grid = Table("name", "idea", *["paper"] * papers, "fields", show_lines=True)
+    for c in components:
+        fields = "\n".join(_shown(name, field) for name, field in c["fields"].items())
+        cells = [c["summary"], *[c["paper"] or ""] * papers, fields]
+        grid.add_row(Text(c["name"], "bold"), *map(Text, cells))  # Text: a bracket in a default is no markup
+    return grid
+
+
+def _shown(name: str, field: dict[str, Any]) -> str:
+    if "default" not in field:
+        return name
+    value = field["default"]
+    if dataclasses.is_dataclass(value) and value == type(value)():  # type: ignore[call-overload]
+        return f"{name} = {type(value).__name__}()"  # its own defaults would fill a page
+    return f"{name} = {value!r}"

@@ -1,0 +1,440 @@
+"""The contract every method and every norm rule is held to; public, so that code outside the repository can call it.
+
+    from tribe.testing import check_method
+    check_method(MyMethod(classes=4))       # raises AssertionError naming the property that does not hold
+
+Each check is named for the property it asserts; its docstring names the bug it catches. The repository runs them over
+its registries, and over mutants that each must die of.
+"""
+
+import copy
+import inspect
+import random
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tribe.backbone import Backbone
+from tribe.methods import Method
+from tribe.norms import Norm
+from tribe.state import Stats, clone, digest, leaves, rebuild, stream
+
+CLASSES = 4
+SIZE = 8
+
+
+def small_network(
+    classes: int = CLASSES, channels: int = 3, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> nn.Module:
+    """A convolutional classifier with BatchNorm, small and not trained, but with statistics as if it were."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = nn.Sequential(
+            nn.Conv2d(channels, 6, 3, padding=1, bias=False),
+            nn.BatchNorm2d(6),
+            nn.ReLU(),
+            nn.Conv2d(6, 8, 3, padding=1, stride=2, bias=False),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(8, classes),
+        )
+        with torch.no_grad():
+            for layer in model.modules():
+                if isinstance(layer, nn.BatchNorm2d):
+                    layer.weight.uniform_(0.5, 1.5)
+                    layer.bias.normal_(0, 0.2)
+            model[-1].weight.mul_(8)  # sure of itself: some predictions are to be trusted
+            model.train()
+            for _ in range(20):
+                model(torch.rand(32, channels, SIZE, SIZE))
+    return model.eval().to(dtype)
+
+
+def images(streams: int, batch: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """(S, B, 3, 8, 8) images in [0, 1], every stream with a brightness and contrast of its own."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.rand(streams, batch, 3, SIZE, SIZE, generator=generator, dtype=dtype)
+    shift = torch.rand(streams, 1, 1, 1, 1, generator=generator, dtype=dtype)
+    return (0.3 + 0.7 * x) * (0.4 + 0.6 * shift)
+
+
+def _network() -> Backbone:
+    return Backbone(small_network())
+
+
+def _play(method: Method, net: Backbone, state: Any, batches: Iterable[Tensor]) -> tuple[list[Tensor], Any]:
+    outputs = []
+    for x in batches:
+        y, state = method.step(net, state, x)
+        outputs.append(y)
+    return outputs, state
+
+
+def _stream_of(streams: int, batch: int = 6, steps: int = 4) -> list[Tensor]:
+    return [images(streams, batch, seed) for seed in range(steps)]
+
+
+def _adapted(state: Any) -> dict[str, Tensor]:
+    """What of a state can change predictions: all but clocks and reports."""
+    return {name: t for name, t in leaves(state).items() if not name.startswith(("key.", "info."))}
+
+
+def _finite(state: Any) -> bool:
+    return all(bool(t.isfinite().all()) for t in leaves(state).values())
+
+
+# -- methods --------------------------------------------------------------------------------------------------------
+
+
+def never_sees_labels(method: Method) -> None:
+    """Catches a method that takes labels or domains, by any name."""
+    names = list(inspect.signature(method.step).parameters)
+    assert names == ["net", "state", "x", "valid", "donate"], f"step takes {names}"
+
+
+def is_deterministic(method: Method) -> None:
+    """Catches the global random generators, and anything kept outside the state."""
+    net, batches = _network(), _stream_of(2)
+    runs = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        random.seed(seed)
+        outputs, state = _play(method, net, method.init(net, 2, seed=5), batches)
+        runs.append((outputs, digest(state)))
+    (first, first_state), (second, second_state) = runs
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True)), "predictions differ between equal runs"
+    assert first_state == second_state, "states differ between equal runs"
+
+
+def leaves_global_random_state_alone(method: Method) -> None:
+    """Catches a step that draws from torch's generator and so changes what its host program draws next."""
+    net = _network()
+    before = torch.get_rng_state()
+    _play(method, net, method.init(net), _stream_of(1, steps=2))
+    assert torch.equal(before, torch.get_rng_state()), "the global generator moved"
+
+
+def mutates_nothing(method: Method) -> None:
+    """Catches in-place optimisers, a trained backbone, counters on the object, and changed input images."""
+    net = _network()
+    _, state = _play(method, net, method.init(net, 2), _stream_of(2, steps=2))
+    x = images(2, 6, seed=9)
+    x[0, 1] = 0  # an image that screening or clipping might touch
+    kept_state, kept_x, kept_method = clone(state), x.clone(), copy.deepcopy(vars(method))
+    kept_net = net.fingerprint()
+    method.step(net, state, x)
+    method.predict(net, state, x)
+    assert digest(state) == digest(kept_state), "the step changed the state it was given"
+    assert torch.equal(x, kept_x), "the step changed the images"
+    assert vars(method) == kept_method, "the step changed the method"
+    assert net.fingerprint() == kept_net, "the step changed the network"
+    assert not any(p.requires_grad for p in net.parameters()), "the step unfroze the network"
+
+
+def donating_changes_no_number(method: Method) -> None:
+    """Catches a step that reads a buffer after reusing it."""
+    net, batches = _network(), _stream_of(2)
+    kept, kept_state = _play(method, net, method.init(net, 2), batches)
+    state, outputs = method.init(net, 2), []
+    for x in batches:
+        y, state = method.step(net, state, x, donate=True)
+        outputs.append(y)
+    assert all(torch.equal(a, b) for a, b in zip(kept, outputs, strict=True)), "predictions differ"
+    assert digest(kept_state) == digest(state), "states differ"
+
+
+def streams_are_independent(method: Method) -> None:
+    """Catches statistics, losses, thresholds or random draws shared between streams: S together = each alone."""
+    net, streams = Backbone(small_network(dtype=torch.float64)), 3
+    batches = [images(streams, 6, seed, torch.float64) for seed in range(4)]
+    together, state = _play(method, net, method.init(net, streams, seed=7), batches)
+    for i in range(streams):
+        alone, alone_state = _play(method, net, method.init(net, 1, seed=7 + i), [x[i : i + 1] for x in batches])
+        for a, b in zip(together, alone, strict=True):
+            assert torch.allclose(a[i], b[0], rtol=0, atol=1e-9), f"stream {i} predicts otherwise in company"
+        for name, t in _adapted(stream(state, i, streams)).items():
+            other = leaves(alone_state)[name]
+            assert torch.allclose(t.double(), other.double(), rtol=0, atol=1e-9), f"{name} of stream {i} differs"
+
+
+def saves_and_resumes(method: Method) -> None:
+    """Catches anything that matters and is not in the state: half the stream, through bytes, then the rest."""
+    from safetensors.torch import load, save
+
+    net, batches = _network(), _stream_of(2)
+    whole, end = _play(method, net, method.init(net, 2, seed=3), batches)
+    _, middle = _play(method, net, method.init(net, 2, seed=3), batches[:2])
+    blob = save({name: t.contiguous() for name, t in leaves(middle).items()})
+    del middle
+    resumed = rebuild(method.init(net, 2), load(blob))
+    rest, resumed_end = _play(copy.deepcopy(method), Backbone(small_network()), resumed, batches[2:])
+    assert all(torch.equal(a, b) for a, b in zip(whole[2:], rest, strict=True)), "predictions differ after resuming"
+    assert digest(end) == digest(resumed_end), "states differ after resuming"
+
+
+def keeps_no_graph(method: Method) -> None:
+    """Catches a graph that grows with the stream, and a step that fails or differs under no_grad."""
+    net, batches = _network(), _stream_of(1)
+    with torch.no_grad():
+        quiet, quiet_state = _play(method, net, method.init(net), batches)
+    with torch.enable_grad():
+        outputs, state = _play(method, net, method.init(net), batches)
+    for t in (*outputs, *leaves(state).values()):
+        assert not t.requires_grad, "a result still carries a graph"
+    assert all(torch.equal(a, b) for a, b in zip(quiet, outputs, strict=True)), "grad mode changes predictions"
+    assert digest(quiet_state) == digest(state), "grad mode changes the state"
+
+
+def stays_finite(method: Method) -> None:
+    """Catches empty means, division by an empty class and log 0: one image, black, white, one class, poison."""
+    net = _network()
+    normal = images(1, 6)
+    poison = normal.clone()
+    poison[0, 2, 0, 3, 3], poison[0, 4] = float("nan"), float("inf")
+    cases = {
+        "a batch of one": normal[:, :1],
+        "black images": torch.zeros_like(normal),
+        "white images": torch.ones_like(normal),
+        "one class only": normal[:, :1].expand_as(normal).clone(),
+        "noise nothing is confident about": torch.full_like(normal, 0.5),
+        "images with NaN and infinity": poison,
+        "nothing but NaN": torch.full_like(normal, float("nan")),
+    }
+    for case, x in cases.items():
+        state = method.init(net)
+        for batch in (x, normal, x, x):
+            y, state = method.step(net, state, batch)
+            assert y.isfinite().all(), f"{case}: a prediction is not finite"
+            assert _finite(state), f"{case}: the state is not finite"
+
+
+def padding_weighs_nothing(method: Method) -> None:
+    """Catches invalid images in a statistic, a loss or a mean: predictions and state as without them.
+
+    With a random augmentation an image's noise depends on its place in the batch, so the invalid ones come last.
+    """
+    net = _network()
+    clean = [images(1, 5, seed) for seed in range(3)]
+    garbage = torch.full((1, 3, 3, SIZE, SIZE), 0.9)
+    garbage[0, 1] = float("nan")
+    _, state = _play(method, net, method.init(net), clean)
+    padded = method.init(net)
+    for i, x in enumerate(clean):
+        valid = torch.arange(8).lt(5).unsqueeze(0)
+        y, padded = method.step(net, padded, torch.cat((x, garbage), 1), valid)
+        alone = method.predict(net, method.init(net), x) if i == 0 else None
+        assert alone is None or torch.allclose(y[:, :5], alone, rtol=0, atol=1e-5), "padding changed a prediction"
+    assert int(padded.info.images) == 15, "padding was counted as images"
+    for name, t in _adapted(padded).items():
+        assert torch.allclose(t.float(), leaves(state)[name].float(), rtol=1e-4, atol=1e-5), f"padding moved {name}"
+
+
+def a_poisoned_batch_touches_nothing(method: Method) -> None:
+    """Catches a clock, an optimiser step or a statistic that moves although there was nothing to see."""
+    net = _network()
+    _, state = _play(method, net, method.init(net, 2), _stream_of(2, steps=2))
+    x = images(2, 6, seed=5)
+    x[0] = float("nan")
+    _, after = method.step(net, state, x)
+    mine, kept = stream(after, 0, 2), stream(state, 0, 2)
+    assert int(mine.info.skipped) == int(kept.info.skipped) + 6, "the skipped images were not counted"
+    still = mine._replace(info=mine.info._replace(skipped=kept.info.skipped))
+    assert digest(still) == digest(kept), "a batch of nothing but NaN moved the state"
+    assert int(after.info.images[1]) == int(state.info.images[1]) + 6, "the healthy stream was held back"
+
+
+def batch_size_may_change(method: Method) -> None:
+    """Catches shapes remembered from the first batch."""
+    net = _network()
+    state = method.init(net)
+    for size in (6, 1, 9, 3):
+        y, state = method.step(net, state, images(1, size, size))
+        assert y.shape == (1, size, CLASSES), f"{size} images gave {tuple(y.shape)}"
+
+
+def cost_does_not_grow(method: Method) -> None:
+    """Catches a state that grows with the stream."""
+    net = _network()
+    start = method.init(net)
+    _, end = _play(method, net, start, _stream_of(1, steps=6))
+    before = {name: t.shape for name, t in leaves(start).items()}
+    assert before == {name: t.shape for name, t in leaves(end).items()}, "the state changed its shape"
+
+
+def adapts(method: Method) -> None:
+    """Catches a method that does nothing, and one that says it does nothing and does something."""
+    net = _network()
+    start = method.init(net)
+    x = images(1, 24, seed=1)
+    _, state = _play(method, net, start, [images(1, 24, seed) * 0.3 for seed in range(8)])
+    changed = not torch.equal(method.predict(net, start, x), method.predict(net, state, x))
+    if method.does_not_adapt is None:
+        assert changed, "eight batches changed no prediction"
+    else:
+        assert not changed, f"it says {method.does_not_adapt!r}, but predictions changed"
+
+
+def prediction_comes_before_learning(method: Method) -> None:
+    """Catches a step that has seen the batch it predicts, or a predict that disagrees with step."""
+    net = _network()
+    _, state = _play(method, net, method.init(net), _stream_of(1, steps=2))
+    x = images(1, 6, seed=8)
+    y, _ = method.step(net, state, x)
+    assert torch.allclose(y, method.predict(net, state, x), rtol=0, atol=1e-5), "step and predict disagree"
+
+
+def is_documented(method: Method) -> None:
+    """Catches a method without an idea, a paper or a name."""
+    cls = type(method)
+    module = inspect.getmodule(cls)
+    assert cls.__doc__ and (module is None or module.__name__ == "__main__" or module.__doc__), "no docstring"
+    assert getattr(cls, "paper", ""), "no paper"
+    assert getattr(cls, "name", ""), "not registered: no name"
+
+
+METHOD_CHECKS: tuple[Callable[[Method], None], ...] = (
+    never_sees_labels,
+    is_deterministic,
+    leaves_global_random_state_alone,
+    mutates_nothing,
+    donating_changes_no_number,
+    streams_are_independent,
+    saves_and_resumes,
+    keeps_no_graph,
+    stays_finite,
+    padding_weighs_nothing,
+    a_poisoned_batch_touches_nothing,
+    batch_size_may_change,
+    cost_does_not_grow,
+    adapts,
+    prediction_comes_before_learning,
+    is_documented,
+)
+
+
+# -- norms ----------------------------------------------------------------------------------------------------------
+
+
+def _moments(norm: Norm, rows: int = 3, batch: int = 7, channels: int = 5) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    mean = torch.randn(rows, batch, channels, generator=generator, dtype=torch.float64)
+    var = torch.rand(rows, batch, channels, generator=generator, dtype=torch.float64) + 0.1
+    stats_mean = torch.randn(rows, norm.classes, channels, generator=generator, dtype=torch.float64)
+    stats_var = torch.rand(rows, norm.classes, channels, generator=generator, dtype=torch.float64) + 0.5
+    labels = torch.randint(norm.classes, (rows, batch), generator=generator)
+    valid = torch.rand(rows, batch, generator=generator) > 0.2
+    return mean, var, stats_mean, stats_var, labels, valid
+
+
+def _apply(norm: Norm, mean: Tensor, var: Tensor, m: Tensor, v: Tensor, labels: Tensor, valid: Tensor) -> list[Tensor]:
+    out_mean, out_var, kept = norm(mean, var, 9, Stats(m, v), labels, valid, 1e-5)
+    return [out_mean, out_var, *kept]
+
+
+def _close(a: Iterable[Tensor], b: Iterable[Tensor]) -> bool:
+    return all(torch.allclose(x, y, rtol=0, atol=1e-10) for x, y in zip(a, b, strict=True))
+
+
+def order_in_the_batch_does_not_matter(norm: Norm) -> None:
+    """Catches a rule that favours the first sample of a class."""
+    mean, var, m, v, labels, valid = _moments(norm)
+    order = torch.arange(mean.shape[1]).flip(0)  # backwards: the first of each class becomes the last
+    plain = _apply(norm, mean, var, m, v, labels, valid)
+    mixed = _apply(norm, mean[:, order], var[:, order], m, v, labels[:, order], valid[:, order])
+    plain[:2] = [t[:, order] if t.shape[1] == len(order) else t for t in plain[:2]]
+    assert _close(plain, mixed), "the order of the batch changes the statistics"
+
+
+def rows_are_independent(norm: Norm) -> None:
+    """Catches statistics pooled over rows: streams or branches that meet."""
+    args = _moments(norm)
+    together = _apply(norm, *args)
+    for i in range(len(args[0])):
+        alone = _apply(norm, *(t[i : i + 1] for t in args))
+        assert _close([t[i : i + 1] for t in together], alone), f"row {i} differs in company"
+
+
+def invalid_samples_weigh_nothing(norm: Norm) -> None:
+    """Catches padding in a statistic."""
+    mean, var, m, v, labels, valid = _moments(norm, rows=1)
+    keep = valid[0]
+    without = _apply(norm, mean[:, keep], var[:, keep], m, v, labels[:, keep], valid[:, keep])
+    with_them = _apply(norm, mean, var, m, v, labels, valid)
+    with_them[:2] = [t[:, keep] if t.shape[1] == len(keep) else t for t in with_them[:2]]
+    assert _close(with_them, without), "an invalid sample changed a statistic"
+
+
+def nothing_valid_keeps_the_statistics(norm: Norm) -> None:
+    """Catches a division by an empty batch."""
+    mean, var, m, v, labels, valid = _moments(norm)
+    out = _apply(norm, mean, var, m, v, labels, torch.zeros_like(valid))
+    assert all(bool(t.isfinite().all()) for t in out), "an empty batch makes statistics that are not finite"
+    assert _close(out[2:], [m, v]), "an empty batch moved the statistics"
+
+
+def changes_no_argument(norm: Norm) -> None:
+    """Catches a rule that writes into the statistics it is given."""
+    args = _moments(norm)
+    kept = [t.clone() for t in args]
+    _apply(norm, *args)
+    assert all(torch.equal(a, b) for a, b in zip(args, kept, strict=True)), "the rule changed its arguments"
+
+
+def gradients_are_right(norm: Norm) -> None:
+    """Catches a rule that detaches the batch's share of the statistics, or lets the past carry a gradient."""
+    if not norm.observes:
+        return
+    mean, var, m, v, labels, valid = _moments(norm, rows=2, batch=4, channels=2)
+    mean.requires_grad_()
+    var.requires_grad_()
+
+    def outputs(mean: Tensor, var: Tensor) -> tuple[Tensor, ...]:
+        return norm(mean, var, 9, Stats(m, v), labels, valid, 1e-5)[:2]
+
+    assert any(t.requires_grad for t in outputs(mean, var)), "no gradient flows through the batch's share"
+    assert torch.autograd.gradcheck(outputs, (mean, var)), "gradcheck"
+    kept = norm(mean, var, 9, Stats(m, v), labels, valid, 1e-5)[2]
+    assert not kept.mean.requires_grad and not kept.var.requires_grad, "the statistics to keep carry a graph"
+
+
+NORM_CHECKS: tuple[Callable[[Norm], None], ...] = (
+    order_in_the_batch_does_not_matter,
+    rows_are_independent,
+    invalid_samples_weigh_nothing,
+    nothing_valid_keeps_the_statistics,
+    changes_no_argument,
+    gradients_are_right,
+)
+
+
+def check_method(method: Method) -> None:
+    """Hold a method (built with classes=4) to the whole contract; AssertionError says which property fails."""
+    for check in METHOD_CHECKS:
+        _hold(check, method)
+
+
+def check_norm(norm: Norm) -> None:
+    """Hold a norm rule to its contract."""
+    for check in NORM_CHECKS:
+        _hold(check, norm)
+
+
+def _hold(check: Callable[[Any], None], component: Any) -> None:
+    try:
+        check(component)
+    except AssertionError as error:
+        raise AssertionError(f"{component!r} fails {check.__name__}: {error}") from error
+
+
+__all__ = [
+    "METHOD_CHECKS",
+    "NORM_CHECKS",
+    "check_method",
+    "check_norm",
+    "images",
+    "small_network",
+]

@@ -1,0 +1,323 @@
+"""The contract under test: each mutant carries one bug of the field, and a check must die of it."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+
+from tribe import adam, testing
+from tribe.losses import entropy
+from tribe.methods.base import finish, screen
+from tribe.methods.source import Source
+from tribe.methods.tent import Tent, _statistics
+from tribe.methods.tribe import Tribe
+from tribe.norms.balanced import Balanced
+from tribe.norms.batch import Batch
+from tribe.norms.robust import Robust
+from tribe.state import Affine, Stats
+
+K = testing.CLASSES
+
+
+class PooledOverRows(Batch):
+    """Batch statistics over all streams at once, as an implementation that folds streams into the batch has them."""
+
+    def __call__(self, mean, var, count, stats, labels, valid, eps):
+        together = [t.flatten(0, 1).unsqueeze(0) for t in (mean, var, valid)]
+        m, v, _ = super().__call__(*together[:2], count, stats, labels, together[2], eps)
+        return m.expand(len(mean), -1, -1), v.expand(len(mean), -1, -1), stats
+
+
+class Detached(Robust):
+    """Robust BN whose gradient takes the statistics for constants."""
+
+    def __call__(self, mean, var, count, stats, labels, valid, eps):
+        return super().__call__(mean.detach(), var.detach(), count, stats, labels, valid, eps)
+
+
+class InPlace(Robust):
+    """Robust BN that writes into the statistics it is given."""
+
+    def __call__(self, mean, var, count, stats, labels, valid, eps):
+        m, v, kept = super().__call__(mean, var, count, stats, labels, valid, eps)
+        stats.mean.copy_(kept.mean)
+        return m, v, kept
+
+
+class CountsPadding(Balanced):
+    """Balanced BN that takes padding for images."""
+
+    def __call__(self, mean, var, count, stats, labels, valid, eps):
+        return super().__call__(mean, var, count, stats, labels, torch.ones_like(valid), eps)
+
+
+class EmptyDivision(Robust):
+    """Robust BN that divides by the number of samples, even by none."""
+
+    def __call__(self, mean, var, count, stats, labels, valid, eps):
+        share = valid.to(mean.dtype).unsqueeze(-1)
+        m = (share * mean).sum(1, keepdim=True) / share.sum(1, keepdim=True)
+        v = (share * (var + (mean - m) ** 2)).sum(1, keepdim=True) / share.sum(1, keepdim=True)
+        m, v = (s + self.alpha * (b - s) for s, b in zip(stats, (m, v), strict=True))
+        return m, v, Stats(m.detach(), v.detach())
+
+
+class FavoursTheFirst(Balanced):
+    """Balanced BN that lets only the first sample of each class speak, not its class's sum."""
+
+    def __call__(self, mean, var, count, stats, labels, valid, eps):
+        earlier = (labels.unsqueeze(2) == labels.unsqueeze(1)).tril(-1) & valid.unsqueeze(1)
+        return super().__call__(mean, var, count, stats, labels, valid & ~earlier.any(2), eps)
+
+
+class CarriesGraph(Robust):
+    """Robust BN whose kept statistics still carry the batch's graph."""
+
+    def __call__(self, mean, var, count, stats, labels, valid, eps):
+        m, v, _ = super().__call__(mean, var, count, stats, labels, valid, eps)
+        return m, v, Stats(m, v)
+
+
+NORM_MUTANTS = [
+    (PooledOverRows(), "rows_are_independent"),
+    (Detached(), "gradients_are_right"),
+    (InPlace(), "changes_no_argument"),
+    (CountsPadding(), "invalid_samples_weigh_nothing"),
+    (EmptyDivision(), "nothing_valid_keeps_the_statistics"),
+    (FavoursTheFirst(classes=3), "order_in_the_batch_does_not_matter"),
+    (CarriesGraph(), "gradients_are_right"),
+]
+
+
+class TentWith(Tent):
+    """TENT with a hook for the bug."""
+
+    rule: ClassVar = Batch()
+
+    def loss(self, logits, valid):
+        return (entropy(logits) * valid).sum(1) / valid.sum(1).clamp_min(1)
+
+    def step(self, net, state, x, valid=None, *, donate=False):
+        offered = valid
+        x, valid = screen(x, valid)
+        with torch.enable_grad():
+            affine = Affine(*(t.detach().requires_grad_() for t in state.affine))
+            logits = net(x, affine, _statistics(net, state), self.rule, valid=valid).logits
+            grads = Affine(*torch.autograd.grad(self.loss(logits, valid).sum(), affine))
+        moved, moments = adam.step(state.affine, grads, state.adam, self.lr)
+        new = state._replace(affine=moved, adam=moments)
+        return finish(net, state, new, logits, valid, offered, affine=moved)
+
+
+class StreamsMeet(TentWith):
+    """One set of batch statistics for all streams."""
+
+    rule = PooledOverRows()
+
+
+class InPlaceOptimiser(TentWith):
+    """An optimiser that moves the old state."""
+
+    def step(self, net, state, x, valid=None, *, donate=False):
+        y, new = super().step(net, state, x, valid)
+        state.affine.weight.copy_(new.affine.weight)
+        return y, new
+
+
+class CounterOnTheObject(TentWith):
+    """A clock on the method: two streams of one method would share it."""
+
+    def step(self, net, state, x, valid=None, *, donate=False):
+        object.__setattr__(self, "calls", getattr(self, "calls", 0) + 1)
+        return super().step(net, state, x, valid)
+
+
+class MemoryOnTheObject(TentWith):
+    """A moving average that is kept outside the state, so that no file holds it."""
+
+    def loss(self, logits, valid):
+        past = vars(MemoryOnTheObject).get("past")
+        loss = super().loss(logits, valid)
+        MemoryOnTheObject.past = loss.detach().mean()
+        return loss if past is None else loss * (1 + past)
+
+
+class GlobalRandom(TentWith):
+    """Noise from torch's global generator."""
+
+    def loss(self, logits, valid):
+        return super().loss(logits + 0.1 * torch.randn_like(logits), valid)
+
+
+class EmptyMean(TentWith):
+    """A mean over the confident samples, also when there is none."""
+
+    def loss(self, logits, valid):
+        sure = valid & (entropy(logits) < 1e-3)
+        return (entropy(logits) * sure).sum(1) / sure.sum(1)
+
+
+class TrainedBackbone(TentWith):
+    """A weight of the frozen network moves."""
+
+    def step(self, net, state, x, valid=None, *, donate=False):
+        y, new = super().step(net, state, x, valid)
+        with torch.no_grad():
+            next(net.model.parameters()).mul_(1.001)
+        return y, new
+
+
+class KeepsGraph(TentWith):
+    """Results that still carry the graph of the step."""
+
+    def step(self, net, state, x, valid=None, *, donate=False):
+        with torch.enable_grad():
+            weight = state.affine.weight.detach().requires_grad_()
+            y, new = super().step(net, state, x, valid)
+            return y + 0 * weight.sum(), new
+
+
+class IgnoresPadding(TentWith):
+    """Padding takes part in the loss."""
+
+    def loss(self, logits, valid):
+        return entropy(logits).mean(1)
+
+
+class NoScreen(TentWith):
+    """NaN images go straight in."""
+
+    def step(self, net, state, x, valid=None, *, donate=False):
+        with torch.enable_grad():
+            affine = Affine(*(t.detach().requires_grad_() for t in state.affine))
+            logits = net(x, affine, _statistics(net, state), Batch()).logits
+            grads = Affine(*torch.autograd.grad(entropy(logits).mean(1).sum(), affine))
+        moved, moments = adam.step(state.affine, grads, state.adam, self.lr)
+        valid = torch.ones(x.shape[:2], dtype=torch.bool)
+        return finish(net, state, state._replace(affine=moved, adam=moments), logits, valid, None, affine=moved)
+
+
+class MovesOnNothing(TentWith):
+    """Adam's momentum carries a stream on although every image was poisoned."""
+
+    def step(self, net, state, x, valid=None, *, donate=False):
+        y, new = super().step(net, state, x, valid)
+        moved, moments = adam.step(new.affine, Affine(*map(torch.zeros_like, new.affine)), new.adam, self.lr)
+        return y, new._replace(affine=moved, adam=moments)
+
+
+class PredictsLast(TentWith):
+    """The prediction has already seen the batch."""
+
+    def step(self, net, state, x, valid=None, *, donate=False):
+        _, new = super().step(net, state, x, valid)
+        return self.predict(net, new, x, valid), new
+
+
+class Growing(TentWith):
+    """A state that keeps every gradient."""
+
+    def step(self, net, state, x, valid=None, *, donate=False):
+        y, new = super().step(net, state, x, valid)
+        longer = torch.cat((new.adam.first.weight, new.adam.first.weight[:, :1]), 1)
+        return y, new._replace(adam=new.adam._replace(first=new.adam.first._replace(weight=longer)))
+
+
+class SeesLabels(TentWith):
+    """Takes labels by another name."""
+
+    def step(self, net, state, x, valid=None, *, donate=False, targets=None):
+        return super().step(net, state, x, valid)
+
+
+class Idle(TentWith):
+    """Claims to adapt."""
+
+    lr: float = 0.0
+
+
+class FirstSize(TentWith):
+    """Remembers the size of the first batch."""
+
+    def loss(self, logits, valid):
+        return super().loss(logits[:, :6], valid[:, :6]) + 0 * logits[:, 5].sum()
+
+
+class Undocumented(TentWith):
+    paper = ""
+
+
+@dataclass(frozen=True)
+class SecretlyAdapting(Tent):
+    """Says that it does not adapt."""
+
+    does_not_adapt = "it says so"
+
+
+class SharedThreshold(Tribe):
+    """TRIBE whose trusted samples are counted over all streams."""
+
+    def step(self, net, state, x, valid=None, *, donate=False):
+        valid = torch.ones(x.shape[:2], dtype=torch.bool) if valid is None else valid
+        return super().step(net, state, x * x.mean() * 2, valid)
+
+
+METHOD_MUTANTS = [
+    (StreamsMeet(), "streams_are_independent"),
+    (InPlaceOptimiser(), "mutates_nothing"),
+    (CounterOnTheObject(), "mutates_nothing"),
+    (MemoryOnTheObject(), "saves_and_resumes"),
+    (GlobalRandom(), "is_deterministic"),
+    (GlobalRandom(), "leaves_global_random_state_alone"),
+    (EmptyMean(), "stays_finite"),
+    (TrainedBackbone(), "mutates_nothing"),
+    (KeepsGraph(), "keeps_no_graph"),
+    (IgnoresPadding(), "padding_weighs_nothing"),
+    (NoScreen(), "stays_finite"),
+    (MovesOnNothing(), "a_poisoned_batch_touches_nothing"),
+    (PredictsLast(), "prediction_comes_before_learning"),
+    (Growing(), "cost_does_not_grow"),
+    (SeesLabels(), "never_sees_labels"),
+    (Idle(lr=0.0), "adapts"),
+    (FirstSize(), "batch_size_may_change"),
+    (Undocumented(), "is_documented"),
+    (SecretlyAdapting(), "adapts"),
+    (SharedThreshold(classes=K), "streams_are_independent"),
+]
+
+
+def _kills(mutant, check):
+    with pytest.raises((AssertionError, RuntimeError, ValueError, IndexError)):
+        getattr(testing, check)(mutant)
+
+
+@pytest.mark.parametrize(("mutant", "check"), NORM_MUTANTS, ids=lambda v: v if isinstance(v, str) else type(v).__name__)
+def test_norm_mutant_dies(mutant, check):
+    _kills(mutant, check)
+
+
+@pytest.mark.parametrize(("mutant", "check"), METHOD_MUTANTS, ids=lambda v: v if isinstance(v, str) else type(v).__name__)
+def test_method_mutant_dies(mutant, check):
+    _kills(mutant, check)
+
+
+def test_the_hook_itself_is_healthy():
+    """The mutants' common base passes everything, so each dies of its own bug."""
+    testing.check_method(TentWith())
+
+
+def test_every_check_kills_something():
+    killers = {check for _, check in NORM_MUTANTS + METHOD_MUTANTS}
+    missing = {check.__name__ for check in testing.METHOD_CHECKS + testing.NORM_CHECKS} - killers
+    assert missing == {"donating_changes_no_number"}, missing
+
+
+def test_a_failure_names_method_and_property():
+    with pytest.raises(AssertionError, match=r"Idle.*fails adapts"):
+        testing.check_method(Idle(lr=0.0))
+
+
+def test_source_passes_through_the_public_door():
+    testing.check_method(Source(classes=K))
+    testing.check_norm(Balanced(classes=3, gamma=0.3, convention="paper"))
