@@ -5,6 +5,7 @@ state in one assignment after a step has succeeded. So an error, or Ctrl-C, leav
 """
 
 import warnings
+from collections.abc import Mapping
 from os import PathLike
 from typing import Any, NamedTuple
 
@@ -228,6 +229,18 @@ class Adapter(nn.Module):
             frozen=self._frozen,
             fingerprint=self.net.fingerprint(),
         )
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As for any module, except that a state dict that does not fit is refused before anything is copied."""
+        own = self.state_dict()
+        wrong = sorted(own.keys() ^ state_dict.keys()) if strict else []
+        wrong += [k for k in own.keys() & state_dict.keys() if own[k].shape != state_dict[k].shape]
+        if wrong:
+            raise RuntimeError(
+                f"the state dict is not of this network, method and number of streams: {', '.join(wrong[:4])} "
+                "missing, unexpected or of another shape. Nothing was loaded"
+            )
+        return super().load_state_dict(state_dict, strict, assign)
 
     def export(self, stream: int | None = None) -> nn.Module:
         """A plain module with ordinary normalisation layers that predicts what `predict` predicts for a stream.

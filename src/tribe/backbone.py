@@ -7,6 +7,7 @@ meet) from which the slots take what is theirs. That is the only dynamic scope i
 
 import copy
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -78,6 +79,7 @@ class Slot(nn.Module):
         # NaN differs from everything.
         self.eps = float("nan")
         self.after = nn.Sequential(*_after(layer))
+        self.tokens_first = False  # whether tokens may come before samples, (T, N, C)
         self._template = (layer,)  # in a tuple: the source's layer is a template for export, not part of the network
 
     @property
@@ -110,9 +112,13 @@ class Slot(nn.Module):
             return x.unflatten(0, (rows, batch))
         if batch and x.shape[0] % (rows * batch) == 0:
             return x.unflatten(0, (rows, batch, -1)).movedim(2, 3)
-        raise RuntimeError(
-            f"layer {self.name!r} received {x.shape[0]} samples where the pass has {rows} x {batch}: the model mixes "
-            "or drops images before this layer, so its statistics cannot be told apart by image"
+        raise self.cannot_tell_apart(x.shape[0], current)
+
+    def cannot_tell_apart(self, samples: int, current: _Pass) -> RuntimeError:
+        """The refusal of a layer that does not see the images of the pass one by one."""
+        return RuntimeError(
+            f"layer {self.name!r} received {samples} samples where the pass has {current.rows} x {current.batch}: the "
+            "model mixes or drops images before this layer, so its statistics cannot be told apart by image"
         )
 
 
@@ -161,9 +167,14 @@ class AffineSlot(Slot):
         else:
             y = F.layer_norm(x, layer.normalized_shape, eps=self.layer_eps)
             shape = (*[1] * (x.dim() - 1 - len(layer.normalized_shape)), *layer.normalized_shape)
-        y = y.unflatten(0, (current.rows, -1))  # (R, N / R, ...)
+        samples = current.rows * current.batch
+        axis = int(self.tokens_first and x.shape[0] != samples and x.shape[1:-1] == (samples,))  # of the samples
+        if current.rows > 1 and x.shape[axis] % samples:
+            raise self.cannot_tell_apart(x.shape[axis], current)
+        y = y.unflatten(axis, (current.rows, -1)).movedim(axis, 0)  # (R, N / R, ...) or (R, T, N / R, ...)
         weight, bias = (t.view(current.rows, 1, *shape) for t in (weight, bias))
-        return torch.addcmul(bias, y.to(bias.dtype), weight).to(x.dtype).flatten(0, 1)
+        y = torch.addcmul(bias, y.to(bias.dtype), weight).to(x.dtype)
+        return y.movedim(0, axis).flatten(axis, axis + 1)
 
 
 class Backbone(nn.Module):
@@ -186,14 +197,17 @@ class Backbone(nn.Module):
         super().__init__()
         if not isinstance(model, nn.Module):
             raise TypeError(f"expected a torch.nn.Module; got {type(model).__name__}")
-        self.model = _copy(_unwrap(model)).eval().requires_grad_(False)
+        model = _unwrap(model)
+        _refuse_unknown_sizes(model)
+        device = next((t.device for t in itertools.chain(model.parameters(), model.buffers())), torch.device("cpu"))
+        self.model = _copy(model).eval().requires_grad_(False)
         self.slots: list[Slot] = []
         self.left_alone: dict[str, str] = {}  # normalisation layers that stay as they are, and why
         self._place_slots()
         if not self.slots:
             raise ValueError(_nothing_to_adapt(self.model, self.left_alone))
-        self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self.origin = Store(_source(self.slots))
+        self.model._apply(_channels_last)
+        self.origin = Store(_source(self.slots, device))
         self._split = [slot.channels for slot in self.slots]
         self._candidates = self._classifiers(classifier)
         for layer in self._candidates.values():
@@ -202,6 +216,8 @@ class Backbone(nn.Module):
     def _place_slots(self) -> None:
         placed: dict[int, Slot] = {}  # a layer reached by two names is one slot
         columns = 0
+        attention = (m for m in self.model.modules() if isinstance(m, nn.MultiheadAttention))
+        tokens_first = any(not m.batch_first for m in attention)
         for name, layer in list(self.model.named_modules(remove_duplicate=False)):
             if not isinstance(layer, _NORMS):
                 continue
@@ -212,6 +228,7 @@ class Backbone(nn.Module):
                 kind = StatisticsSlot if isinstance(layer, _BatchNorm) else AffineSlot
                 width = _channels(layer) if getattr(layer, "running_mean", None) is not None else 0
                 placed[id(layer)] = slot = kind(name, layer, len(self.slots), slice(columns, columns + width))
+                slot.tokens_first = tokens_first
                 columns += width
                 self.slots.append(slot)
             if not name:
@@ -322,6 +339,11 @@ class Backbone(nn.Module):
             raise ValueError(
                 f"x has {rows} rows and the network {self.channels} channels; affine is {tuple(affine.weight.shape)}"
             )
+        if stats.mean.shape != (rows, norm.classes, self.slots[-1].columns.stop):
+            raise ValueError(
+                f"x has {rows} rows, the rule keeps {norm.classes} statistics per channel and the network "
+                f"{self.slots[-1].columns.stop} channels with statistics; stats is {tuple(stats.mean.shape)}"
+            )
         if valid is None:
             valid = torch.ones(rows, batch, dtype=torch.bool, device=x.device)
         current = _Pass(
@@ -352,9 +374,10 @@ class Backbone(nn.Module):
             ) from error
         logits = _logits(result, len(images)).unflatten(0, (rows, batch))
         features = current.features
-        if features is not None and features.shape[0] == len(images):
+        if features is not None:
+            whole = features.shape[0] == len(images)  # not where frames or crops are classified one by one
             features = features.flatten(2).mean(2) if features.dim() == 4 else features.flatten(1)
-            features = features.unflatten(0, (rows, batch))
+            features = features.unflatten(0, (rows, batch)) if whole else None
         return Output(logits, features, self._collect(current))
 
     def _collect(self, current: _Pass) -> Stats:
@@ -418,6 +441,16 @@ def _unwrap(model: nn.Module) -> nn.Module:
             return model
 
 
+def _refuse_unknown_sizes(model: nn.Module) -> None:
+    for name, layer in model.named_modules():
+        if isinstance(layer, nn.modules.lazy.LazyModuleMixin) and layer.has_uninitialized_params():  # type: ignore[misc]
+            raise ValueError(f"the size of layer {name!r} is not known yet: run the model once before adapting it")
+
+
+def _channels_last(t: Tensor) -> Tensor:
+    return t.contiguous(memory_format=torch.channels_last) if t.dim() == 4 else t
+
+
 def _copy(model: nn.Module) -> nn.Module:
     try:
         return copy.deepcopy(model)
@@ -444,8 +477,6 @@ def _after(layer: nn.Module) -> list[nn.Module]:
 
 def _why_not(layer: nn.Module) -> str | None:
     """Why a normalisation layer has to stay as it is, if it has to."""
-    if isinstance(layer, nn.modules.lazy.LazyModuleMixin) and layer.has_uninitialized_params():
-        return "its size is not known yet: run the model once before adapting it"
     if type(layer).forward not in _KNOWN_FORWARDS and not (
         isinstance(layer, _BatchNorm | nn.GroupNorm) and isinstance(getattr(layer, "act", None), nn.Module)
     ):
@@ -466,7 +497,7 @@ def _nothing_to_adapt(model: nn.Module, left_alone: Mapping[str, str]) -> str:
     )
 
 
-def _source(slots: list[Slot]) -> Source:
+def _source(slots: list[Slot], device: torch.device) -> Source:
     """Gather the source's parameters and statistics into one row."""
 
     def row(name: str, default: float, columns: Callable[[Slot], int]) -> Tensor:
@@ -474,7 +505,7 @@ def _source(slots: list[Slot]) -> Source:
         for slot in slots:
             values: Tensor | None = getattr(slot.layer, name, None)
             if values is None:
-                values = torch.full((columns(slot),), default)
+                values = torch.full((columns(slot),), default, device=device)
             parts.append(values.detach().flatten().to(wide(values.dtype), copy=True))
         return torch.cat(parts)
 

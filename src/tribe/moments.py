@@ -108,5 +108,5 @@ class _Apply(torch.autograd.Function):
             dshift, dscale = (t.sum(pixels).view_as(scale) for t in (dshift, dscale))
         if ctx.joint is None:
             return (wide_g * _over_pixels(scale, x)).to(x.dtype), dscale, dshift, None
-        ctx.joint.scale = scale
+        ctx.joint.scale = scale.detach()  # with its graph it would hold the node that holds it, for ever
         return g, dscale, dshift, None

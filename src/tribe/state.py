@@ -151,4 +151,8 @@ class Store(nn.Module):
                 getattr(self, name).put(value)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Store":
-        return super()._apply(lambda t: fn(t).to(t.dtype), recurse)  # type: ignore[no-any-return,no-untyped-call]
+        def move(t: Tensor) -> Tensor:
+            moved = fn(t)
+            return moved if moved.dtype == t.dtype else t.to(moved.device)  # not back from half: that would round
+
+        return super()._apply(move, recurse)  # type: ignore[no-any-return,no-untyped-call]

@@ -20,7 +20,9 @@ app = typer.Typer(
 
 
 @app.callback(invoke_without_command=True)
-def root(context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Say which.")] = False) -> None:
+def root(
+    context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False
+) -> None:
     """Answer --version, and show the help to whoever asks for nothing."""
     if version:
         typer.echo(f"tribe {tribe.__version__}")

@@ -5,6 +5,7 @@ import importlib
 import importlib.util
 import operator
 import sys
+import zipfile
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any
@@ -70,8 +71,11 @@ def load_target(target: str) -> nn.Module:
     place, _, attribute = target.rpartition(":")
     if not place or not attribute:
         fail(f"{target!r} names no model: expected package.module:attribute or path/to/file.py:attribute")
+    file = Path(place) if place.endswith(".py") else None
+    if file is not None and not file.is_file():
+        fail(f"no file at {file}")
     try:
-        module = _from_file(Path(place)) if place.endswith(".py") else _from_package(place)
+        module = _from_package(place) if file is None else _from_file(file)
     except (Exception, SystemExit) as error:  # importing runs code that may raise anything
         fail(f"importing {place} failed: {_told(error)}")
     try:
@@ -89,14 +93,12 @@ def load_target(target: str) -> nn.Module:
 
 
 def _from_file(path: Path) -> ModuleType:
-    if not path.is_file():
-        fail(f"no file at {path}")
     sys.path.insert(0, str(path.resolve().parent))  # a script sees its neighbours, as when Python runs it
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    name = "tribe_target"  # not the file's own: it may be called like a module that is loaded already
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # dataclasses and pickling look their module up by name
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up there
     spec.loader.exec_module(module)
     return module
 
@@ -137,12 +139,12 @@ def _read(path: Path) -> Tensor:
         fail(f"no images at {path}")
     try:
         array = _array(path)
-    except (ValueError, OSError, EOFError) as error:
+    except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
         fail(f"{path} is not an array file that can be read without pickle: {_told(error)}")
     if array.ndim != 4 or 0 in array.shape:
         fail(f"{path} holds an array of shape {array.shape}; expected images (N, C, H, W)")
     if array.shape[3] in (1, 3) and array.shape[1] not in (1, 3):
-        fail(f"{path} holds {array.shape}, which looks like (N, H, W, C): array.transpose(0, 3, 1, 2) makes (N, C, H, W)")
+        fail(f"{path} holds {array.shape}, (N, H, W, C) it seems; expected (N, C, H, W): array.transpose(0, 3, 1, 2)")
     if array.dtype != np.uint8 and not np.issubdtype(array.dtype, np.floating):
         fail(f"{path} holds {array.dtype}; expected uint8 or floating point")
     chosen = np.linspace(0, len(array) - 1, min(len(array), LOOK_AT)).astype(int)
@@ -151,7 +153,7 @@ def _read(path: Path) -> Tensor:
 
 
 def _array(path: Path) -> np.ndarray[Any, Any]:
-    loaded: Any = np.load(path, allow_pickle=False)
+    loaded: Any = np.load(path, mmap_mode="r", allow_pickle=False)
     if isinstance(loaded, np.ndarray):
         return loaded
     with loaded:

@@ -84,6 +84,6 @@ def _shown(name: str, field: dict[str, Any]) -> str:
     if "default" not in field:
         return name
     value = field["default"]
-    if dataclasses.is_dataclass(value) and value == type(value)():  # type: ignore[call-overload]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type) and value == type(value)():
         return f"{name} = {type(value).__name__}()"  # its own defaults would fill a page
     return f"{name} = {value!r}"

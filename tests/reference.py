@@ -1,0 +1,122 @@
+"""Slow loops straight from the equations, in float64: what every norm rule is held against.
+
+One stream, one layer, and no cleverness: loops over samples b, channels c, pixels l and classes k, in the paper's
+words. A rule takes x (B, C, L), labels and valid (B,), the class statistics (K, C) as they stood before the batch, and
+its own fields. It shares no code with the library, and must not.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+
+class Result(NamedTuple):
+    mean: Array  # (C,) what the batch is normalised with
+    var: Array  # (C,)
+    class_mean: Array  # (K, C) what is kept
+    class_var: Array  # (K, C)
+
+
+def frozen(x: Array, labels: Any, valid: Any, class_mean: Array, class_var: Array) -> Result:
+    return Result(class_mean[0], class_var[0], class_mean, class_var)
+
+
+def batch(x: Array, labels: Any, valid: Any, class_mean: Array, class_var: Array) -> Result:
+    samples, channels, pixels = x.shape
+    mean, var = np.zeros(channels), np.zeros(channels)
+    count = pixels * sum(bool(v) for v in valid)
+    for c in range(channels):
+        for b in range(samples):
+            for i in range(pixels):
+                mean[c] += x[b, c, i] / count if valid[b] else 0.0
+        for b in range(samples):
+            for i in range(pixels):
+                var[c] += (x[b, c, i] - mean[c]) ** 2 / count if valid[b] else 0.0
+    return Result(mean, var, class_mean, class_var)
+
+
+def robust(x: Array, labels: Any, valid: Any, class_mean: Array, class_var: Array, *, alpha: float) -> Result:
+    if not any(valid):
+        return frozen(x, labels, valid, class_mean, class_var)
+    seen = batch(x, labels, valid, class_mean, class_var)
+    mean, var = class_mean.copy(), class_var.copy()
+    for c in range(x.shape[1]):
+        mean[0, c] = (1 - alpha) * class_mean[0, c] + alpha * seen.mean[c]
+        var[0, c] = (1 - alpha) * class_var[0, c] + alpha * seen.var[c]
+    return Result(mean[0], var[0], mean, var)
+
+
+def balanced(
+    x: Array,
+    labels: Any,
+    valid: Any,
+    class_mean: Array,
+    class_var: Array,
+    *,
+    eta: float,
+    gamma: float,
+    pooled_ddof: int,
+    rate_cap: bool,
+    gamma_over: str,
+) -> Result:
+    samples, channels, pixels = x.shape
+    classes = len(class_mean)
+    new_mean, new_var = np.zeros((classes, channels)), np.zeros((classes, channels))
+    pooled_mean, pooled_var = np.zeros(channels), np.zeros(channels)
+    members = [[b for b in range(samples) if valid[b] and labels[b] == k] for k in range(classes)]
+    present = [k for k in range(classes) if members[k]]
+    # The rate of class k: eta, or, released, 1 / n_k where n_k > 1 / eta.
+    rate = [1 / len(m) if rate_cap and len(m) > 1 / eta else eta for m in members]
+    weight = [rate[k] * len(members[k]) for k in range(classes)]  # how much sigma_k^2 is forgotten
+
+    for c in range(channels):
+        mu, sigma2 = class_mean[:, c], class_var[:, c]  # mu_k^{t-1} and sigma_k^2^{t-1}
+
+        # Eq. 1: delta_k and the sum of squares, over the pixels of the samples of class k.
+        delta, square = [0.0] * classes, [0.0] * classes
+        for k in range(classes):
+            for b in members[k]:
+                for i in range(pixels):
+                    delta[k] += rate[k] * (x[b, c, i] - mu[k]) / pixels
+                    square[k] += rate[k] * (x[b, c, i] - mu[k]) ** 2 / pixels
+
+        for k in range(classes):
+            own = -(delta[k] ** 2) + square[k] - weight[k] * sigma2[k]
+            if gamma_over == "all":
+                # Eqs. 3 and 4, with sigma_k (not sigma_k') inside the sum over k', as printed.
+                shared_mean = sum(delta[j] for j in range(classes)) / classes
+                shared_var = sum(-(delta[j] ** 2) + square[j] - weight[j] * sigma2[k] for j in range(classes)) / classes
+                new_mean[k, c] = mu[k] + (1 - gamma) * delta[k] + gamma * shared_mean
+                new_var[k, c] = sigma2[k] + (1 - gamma) * own + gamma * shared_var
+            else:
+                # Released: the mean over the classes present, and the variance that shrinks is the one just updated.
+                new_mean[k, c] = mu[k] + (1 - gamma) * delta[k]
+                new_var[k, c] = sigma2[k] + (1 - gamma) * own
+                if present:
+                    forgotten = sum(weight[j] for j in present) / len(present) * new_var[k, c]
+                    new_mean[k, c] += gamma * sum(delta[j] for j in present) / len(present)
+                    new_var[k, c] += gamma * sum(square[j] - delta[j] ** 2 for j in present) / len(present)
+                    new_var[k, c] -= gamma * forgotten
+
+        # Eq. 2: every class counts alike. One class has no spread, whatever it would be divided by.
+        pooled_mean[c] = sum(new_mean[k, c] for k in range(classes)) / classes
+        for k in range(classes):
+            spread = (pooled_mean[c] - new_mean[k, c]) ** 2
+            pooled_var[c] += new_var[k, c] / classes + spread / max(classes - pooled_ddof, 1)
+    return Result(pooled_mean, pooled_var, new_mean, new_var)
+
+
+def normalise(x: Array, mean: Array, var: Array, weight: Array, bias: Array, eps: float) -> Array:
+    out = np.zeros_like(x)
+    for b in range(x.shape[0]):
+        for c in range(x.shape[1]):
+            for i in range(x.shape[2]):
+                out[b, c, i] = weight[c] * (x[b, c, i] - mean[c]) / (var[c] + eps) ** 0.5 + bias[c]
+    return out
+
+
+RULES: dict[str, Callable[..., Result]] = {"frozen": frozen, "batch": batch, "robust": robust, "balanced": balanced}

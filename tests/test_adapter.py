@@ -1,0 +1,364 @@
+"""The shell: what an engineer's inference loop relies on."""
+
+import copy
+import gc
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import tribe
+from tribe.state import leaves
+from tribe.testing import CLASSES, images, small_network
+
+METHODS = tribe.methods.names()
+
+
+def batch(seed=0, size=6):
+    return images(1, size, seed)[0]
+
+
+def played(method="tribe", steps=3, **kwargs):
+    adapter = tribe.adapt(small_network(), method, **kwargs)
+    for seed in range(steps):
+        adapter(images(kwargs.get("streams", 1), 6, seed) if kwargs.get("streams", 1) > 1 else batch(seed))
+    return adapter
+
+
+def test_three_lines():
+    net = small_network()
+    model = tribe.adapt(net)
+    logits = model(batch())
+    assert logits.shape == (6, CLASSES)
+    assert torch.allclose(logits, net(batch()), atol=1e-5), "the first prediction is the source model's"
+    assert not torch.equal(model.predict(batch()), logits), "and then it has adapted"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_callers_model_is_never_changed(method):
+    net = small_network().train()
+    before = copy.deepcopy(net.state_dict())
+    adapter = tribe.adapt(net, method)
+    for seed in range(2):
+        adapter(batch(seed))
+    assert all(torch.equal(before[k], v) for k, v in net.state_dict().items())
+    assert net.training
+    assert all(p.requires_grad and p.grad is None for p in net.parameters())
+
+
+def test_predict_never_adapts_and_agrees_with_the_next_call():
+    adapter = played()
+    before = adapter.digest()
+    prediction = adapter.predict(batch(9))
+    assert adapter.digest() == before
+    assert torch.equal(prediction, adapter(batch(9)))
+    assert adapter.digest() != before
+
+
+def test_learn_adapts_as_a_call_does():
+    called, learned = played(), played()
+    called(batch(7))
+    assert learned.learn(batch(7)) is None
+    assert called.digest() == learned.digest()
+
+
+def test_frozen_predicts_and_learns_nothing():
+    adapter = played().freeze()
+    before = adapter.digest()
+    adapter(batch(5))
+    adapter.learn(batch(5))
+    assert adapter.digest() == before
+    assert adapter.info[0].frozen
+    adapter.unfreeze()(batch(5))
+    assert adapter.digest() != before
+
+
+def test_reset_goes_back_to_the_source_all_or_one():
+    adapter = played(streams=3)
+    fresh = tribe.adapt(small_network(), streams=3)
+    kept = leaves(tribe.state.stream(adapter.state, 0, 3))
+    adapter.reset(stream=1)
+    assert tribe.state.digest(tribe.state.stream(adapter.state, 1, 3)) == tribe.state.digest(
+        tribe.state.stream(fresh.state, 1, 3)
+    )
+    assert all(torch.equal(kept[k], v) for k, v in leaves(tribe.state.stream(adapter.state, 0, 3)).items())
+    assert adapter.reset().digest() == fresh.digest()
+
+
+def test_reset_replays_the_stream_exactly():
+    adapter = played(seed=11)
+    first = adapter.digest()
+    adapter.reset()
+    for seed in range(3):
+        adapter(batch(seed))
+    assert adapter.digest() == first
+
+
+def test_snapshot_is_a_copy_and_restore_rolls_back():
+    adapter = played()
+    snapshot, before = adapter.snapshot(), adapter.digest()
+    later = adapter(batch(8))
+    assert adapter.digest() != before
+    assert adapter.restore(snapshot).digest() == before
+    assert torch.equal(adapter(batch(8)), later)
+
+
+def test_layouts_of_one_stream_and_of_many():
+    one, many = played(steps=0), played(steps=0, streams=2)
+    assert one(batch()).shape == (6, CLASSES)
+    assert one(batch().unsqueeze(0)).shape == (1, 6, CLASSES)
+    assert many(images(2, 6)).shape == (2, 6, CLASSES)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-10)])
+@pytest.mark.parametrize("method", METHODS)
+def test_eight_streams_together_equal_each_alone(method, dtype, tolerance):
+    net = small_network(dtype=dtype)
+    together = tribe.adapt(net, method, streams=8, seed=20)
+    alone = [tribe.adapt(net, method, seed=20 + i) for i in range(8)]
+    for seed in range(5):
+        x = images(8, 6, seed, dtype)
+        for i, logits in enumerate(together(x)):
+            assert (logits - alone[i](x[i])).abs().max() <= tolerance
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("streams", [1, 2])
+def test_export_equals_predict_with_ordinary_layers(method, streams):
+    adapter = played(method, streams=streams)
+    x = images(streams, 6, 9) if streams > 1 else batch(9)
+    for i in range(streams):
+        plain = adapter.export(stream=i if streams > 1 else None)
+        assert type(plain) is nn.Sequential
+        assert type(plain[1]) is nn.BatchNorm2d
+        assert not any("tribe" in type(m).__module__ for m in plain.modules())
+        expected = adapter.predict(x)
+        assert (plain(x[i] if streams > 1 else x) - (expected[i] if streams > 1 else expected)).abs().max() <= 1e-5
+
+
+def test_export_does_not_share_memory_with_the_adapter():
+    adapter = played()
+    plain, before = adapter.export(), adapter.predict(batch(9))
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.add_(1)
+    assert torch.equal(adapter.predict(batch(9)), before)
+
+
+def test_state_dict_round_trips_between_adapters():
+    adapter, other = played(), tribe.adapt(small_network(seed=1), seed=4)
+    missing = other.load_state_dict(adapter.state_dict())
+    assert not missing.missing_keys
+    assert not missing.unexpected_keys
+    assert other.digest() == adapter.digest()
+    assert torch.equal(other(batch(9)), adapter(batch(9)))
+
+
+def test_moving_the_adapter_moves_everything_and_keeps_statistics_precise():
+    adapter = played().to(torch.bfloat16)
+    assert adapter.net.dtype == torch.bfloat16
+    assert all(t.dtype in (torch.float32, torch.int64) for t in leaves(adapter.state).values())
+    assert adapter(batch(3)).isfinite().all()
+    meta = played().to("meta")
+    assert all(t.device.type == "meta" for t in leaves(meta.state).values())
+    assert meta.net.device.type == "meta"
+
+
+def test_train_and_eval_mean_nothing_here():
+    a, b = played(), played().train()
+    assert torch.equal(a.eval()(batch(4)), b(batch(4)))
+
+
+def test_adapts_inside_inference_mode_as_outside():
+    inside, outside = tribe.adapt(small_network()), tribe.adapt(small_network())
+    with torch.inference_mode():
+        made_inside = tribe.adapt(small_network())
+        for seed in range(3):
+            x = batch(seed) + 0
+            inside(x)
+            made_inside(x)
+    for seed in range(3):
+        outside(batch(seed))
+    assert inside.digest() == outside.digest() == made_inside.digest()
+    inside(batch(4))
+    made_inside.reset()(batch(4))
+
+
+def test_runs_under_autocast():
+    adapter, plain = tribe.adapt(small_network()), tribe.adapt(small_network())
+    with torch.autocast("cpu", torch.bfloat16):
+        for seed in range(3):
+            adapter(batch(seed))
+            y = adapter.predict(batch(9))
+    for seed in range(3):
+        plain(batch(seed))
+    assert (y.float() - plain.predict(batch(9))).abs().max() < 0.5
+    assert all(t.dtype in (torch.float32, torch.int64) for t in leaves(adapter.state).values())
+
+
+def test_threads_adapt_on_one_backbone():
+    """One network, a camera a thread: the private desk must keep the passes apart."""
+    net = tribe.Backbone(small_network())
+    alone = [tribe.adapt(net, seed=i) for i in range(4)]
+    for i, adapter in enumerate(alone):
+        for seed in range(10):
+            adapter(images(1, 6, 100 * i + seed)[0])
+    threaded = [tribe.adapt(net, seed=i) for i in range(4)]
+
+    def drive(i):
+        for seed in range(10):
+            threaded[i](images(1, 6, 100 * i + seed)[0])
+
+    threads = [threading.Thread(target=drive, args=(i,)) for i in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert [a.digest() for a in threaded] == [a.digest() for a in alone]
+
+
+def test_info_tells_what_happened():
+    adapter = tribe.adapt(small_network(), streams=2, h0=0.9)
+    x = images(2, 6)
+    x[1, 3, 0, 0, 0] = float("nan")
+    adapter(x)
+    healthy, poisoned = adapter.info
+    assert (healthy.images, healthy.skipped, healthy.poisoned, healthy.steps) == (6, 0, (), 1)
+    assert (poisoned.images, poisoned.skipped, poisoned.poisoned, poisoned.steps) == (5, 1, (3,), 1)
+    assert 0 <= healthy.trusted <= 1
+    assert 0 < healthy.entropy <= 1
+    for seed in range(8):
+        adapter(images(2, 6, seed))
+    assert adapter.info[0].distance > 0
+    assert adapter.info[1].poisoned == ()
+
+
+def test_clean_images_are_predicted_as_if_alone_with_each_other():
+    for method in METHODS:
+        mixed, clean = played(method), played(method)
+        x = batch(9, 8)
+        keep = torch.tensor([0, 1, 3, 4, 6])
+        x[[2, 5, 7]] = torch.tensor([float("nan"), float("inf"), -float("inf")]).view(3, 1, 1, 1)
+        y, expected = mixed(x), clean(x[keep])
+        assert torch.allclose(y[keep], expected, atol=1e-5), method
+        assert (y[[2, 5, 7]] == 0).all(), "a poisoned image gets the uniform prediction"
+        assert mixed.info[0].poisoned == (2, 5, 7)
+
+
+def live_tensors():
+    return sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
+
+
+def test_memory_does_not_grow_over_two_thousand_steps():
+    from resource import RUSAGE_SELF, getrusage  # peak RSS: it can only tell growth, which is the question
+
+    adapter = tribe.adapt(small_network())
+    x = [batch(seed, 4) for seed in range(8)]
+    for i in range(200):
+        adapter(x[i % 8])
+    gc.collect()
+    tensors = live_tensors()
+    peak = getrusage(RUSAGE_SELF).ru_maxrss
+    for i in range(2000):
+        adapter(x[i % 8])
+    gc.collect()
+    assert live_tensors() <= tensors
+    assert getrusage(RUSAGE_SELF).ru_maxrss - peak < 8 * 1024, "peak memory grew by more than 8 MB"
+
+
+@pytest.mark.parametrize("classes", [2, 7, 20, 21, 300, 301])
+def test_defaults_follow_the_number_of_classes(classes):
+    method = tribe.methods.create("tribe", classes=classes)
+    assert method.eta == max(0.0005 * classes, 0.01)
+    assert (method.h0, method.gamma) == ((0.05, 0.0) if classes <= 20 else (0.2, 0.1) if classes <= 300 else (0.4, 0.5))
+    paper = tribe.methods.create("tribe", classes=classes, convention="paper")
+    assert paper.eta == 0.0005 * classes
+    assert (paper.anchor_on, paper.pooled_ddof, paper.rate_cap, paper.gamma_over) == ("posteriors", 0, False, "all")
+    mixed = tribe.methods.create("tribe", classes=classes, convention="paper", pooled_ddof=1)
+    assert (mixed.pooled_ddof, mixed.rate_cap) == (1, False)
+    assert mixed.norm.pooled_ddof == 1
+
+
+def test_presets_are_the_published_numbers():
+    preset = tribe.methods.get("tribe").preset
+    assert [(p.classes, p.eta, p.gamma, p.h0, p.lr) for p in map(preset, ("mnist", "cifar10", "cifar100", "imagenet"))] == [
+        (10, 0.01, 0.0, 0.05, 1e-3),
+        (10, 0.01, 0.0, 0.05, 1e-3),
+        (100, 0.05, 0.1, 0.2, 1e-3),
+        (1000, 0.5, 0.5, 0.4, 5e-4),
+    ]
+    assert preset("cifar10", lr=1e-4).lr == 1e-4
+
+
+def test_conventions_give_different_numbers():
+    """A convention that changed nothing would be a field that is not wired."""
+    x = [batch(seed, 12) for seed in range(4)]
+    digests = set()
+    variants = ({}, {"convention": "paper"}, {"anchor_on": "posteriors"}, {"pooled_ddof": 0}, {"rate_cap": False}, {"gamma_over": "all"})
+    for fields in variants:
+        adapter = tribe.adapt(small_network(), eta=0.3, gamma=0.3, h0=0.9, **fields)
+        for images_ in x:
+            adapter(images_)
+        digests.add(adapter.digest())
+    assert len(digests) == len(variants)
+
+
+def test_a_custom_augmentation_is_called_once_per_stream_on_its_batch():
+    shapes = []
+
+    def flip(x):
+        shapes.append(tuple(x.shape))
+        return x.flip(-1)
+
+    tribe.adapt(small_network(), streams=3, augment=flip)(images(3, 5))
+    assert shapes == [(5, 3, 8, 8)] * 3
+
+
+def test_networks_without_batchnorm_run_the_trinet_on_their_affine_parameters():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(192, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 4))
+    with torch.no_grad():
+        net[-1].weight.mul_(20)
+    adapter = tribe.adapt(net, h0=0.9, augment=lambda x: x.flip(-1))
+    before = adapter.predict(batch(9))
+    for seed in range(4):
+        adapter(batch(seed))
+    assert adapter.state.pair.mean.shape == (2, 4, 0)
+    assert not torch.equal(before, adapter.predict(batch(9)))
+    assert (adapter.export()(batch(9)) - adapter.predict(batch(9))).abs().max() <= 1e-5
+
+
+def test_doctor_sees_what_can_adapt_and_what_looks_wrong():
+    net = small_network()
+    report = tribe.doctor(net, batch())
+    assert report.adaptable
+    assert [layer.name for layer in report.layers] == ["1", "4"]
+    assert (report.classes, report.features) == (CLASSES, 8)
+    assert not report.problems
+    assert not any(report.methods.values())
+    scaled = tribe.doctor(net, batch() * 255)
+    assert any("divided by 255" in p for p in scaled.problems), scaled.problems
+    assert "cannot be adapted" in str(tribe.doctor(nn.Sequential(nn.Linear(3, 2))))
+    layer_norm = tribe.doctor(nn.Sequential(nn.Flatten(), nn.LayerNorm(192), nn.Linear(192, 3)), batch())
+    assert "no BatchNorm" in layer_norm.methods["bn"]
+    poisoned = batch()
+    poisoned[0] = float("nan")
+    assert any("not finite" in p for p in tribe.doctor(net, poisoned).problems)
+    assert any("3 channels" in p for p in tribe.doctor(net, torch.rand(2, 1, 8, 8)).problems)
+
+
+def test_doctor_recognises_images_that_lack_their_normalisation():
+    mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
+    net = small_network()
+    with torch.no_grad():
+        net.train()
+        for layer in net.modules():
+            if isinstance(layer, nn.BatchNorm2d):
+                layer.reset_running_stats()
+        for seed in range(60):
+            x = images(1, 32, seed)[0]
+            net((x - mean.view(3, 1, 1)) / std.view(3, 1, 1))
+        net.eval()
+    problems = tribe.doctor(net, images(1, 32, 99)[0]).problems
+    assert any("ImageNet" in p for p in problems), problems

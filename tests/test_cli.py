@@ -1,0 +1,298 @@
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+
+from typer.testing import CliRunner
+
+import tribe
+from tribe.cli import MISSING
+from tribe.cli.commands import app
+
+MODELS = """
+import torch
+from torch import nn
+
+print("loading")  # must not reach stdout, which is for the report
+
+def make(bn=True):
+    torch.manual_seed(0)
+    norm = nn.BatchNorm2d(4) if bn else nn.Identity()
+    return nn.Sequential(nn.Conv2d(3, 4, 3), norm, nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5))
+
+net = make()
+with torch.no_grad():  # statistics of images uniform on [0, 1], and a classifier that is sure of itself
+    net[1].train().momentum = None
+    net[1](net[0](torch.rand(64, 3, 16, 16)))
+    net[5].weight.mul_(50)
+
+bare = make(bn=False)
+number = 3
+
+class Holder:
+    inner = net
+
+class Needy(nn.Module):
+    def __init__(self, width): super().__init__()
+
+class Moody(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm2d(3)
+    def forward(self, x): raise KeyError("mood")
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cli")
+    (folder / "models_here.py").write_text(MODELS)
+    (folder / "broken_here.py").write_text("1 / 0")
+    (folder / "leaves_here.py").write_text("raise SystemExit(0)")
+    return folder
+
+
+@pytest.fixture
+def call(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return lambda *args: CliRunner().invoke(app, list(map(str, args)), prog_name="tribe")
+
+
+def shell(*args, cwd=None, code=("-m", "tribe.cli")):
+    done = subprocess.run(
+        [sys.executable, *code, *map(str, args)],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        timeout=60,
+        env={**os.environ, "PYTHONIOENCODING": "utf-8"},
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def refused(result, *words):
+    """One paragraph in words on stderr, exit code 2, no traceback."""
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: ")
+    assert len(result.stderr.splitlines()) == 1
+    assert "Traceback" not in result.stderr
+    for word in words:
+        assert word in result.stderr
+    return True
+
+
+# -- the command itself ------------------------------------------------------------------------------------------------
+
+
+def test_version():
+    assert shell("--version") == (0, f"tribe {tribe.__version__}\n", "")
+
+
+def test_help_is_the_answer_to_nothing(call):
+    asked, nothing = call("--help"), call()
+    assert asked.exit_code == nothing.exit_code == 0
+    assert "doctor" in nothing.stdout
+    assert "list" in nothing.stdout
+    assert asked.stdout.split() == nothing.stdout.split()
+
+
+def test_unknown_command_is_a_usage_error(call):
+    assert call("lsit").exit_code == 2
+
+
+@pytest.mark.parametrize("missing", ["typer", "rich"])
+def test_the_library_needs_no_typer_and_the_command_says_what_it_needs(missing):
+    code = f"import sys; sys.modules[{missing!r}] = None; import tribe; tribe.adapt; from tribe.cli import main; main()"
+    assert shell(code=("-c", code)) == (1, "", MISSING + "\n")
+
+
+def test_the_library_never_loads_the_command_line():
+    code = "import sys, tribe; print(sorted({'typer', 'rich', 'tribe.cli'} & set(sys.modules)))"
+    assert shell(code=("-c", code)) == (0, "[]\n", "")
+
+
+# -- list --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["methods", "norms"])
+def test_listed_as_json_is_what_is_registered(call, kind):
+    result = call("list", kind, "--json")
+    assert (result.exit_code, result.stderr) == (0, "")
+    registry = getattr(tribe, kind).registry
+    listed = {c["name"]: c for c in json.loads(result.stdout)}
+    assert list(listed) == registry.names()
+    for name, component in listed.items():
+        cls = registry.get(name)
+        assert component["summary"]
+        assert list(component["fields"]) == [f.name for f in dataclasses.fields(cls)]
+        assert component["paper"] == getattr(cls, "paper", None)
+        assert component["presets"] == getattr(cls, "presets", {})
+
+
+def test_fields_carry_defaults_and_types(call):
+    (fields,) = (c["fields"] for c in json.loads(call("list", "methods", "--json").stdout) if c["name"] == "tribe")
+    assert fields["lambda_anc"] == {"default": 0.5, "type": "float"}
+    assert fields["eta"] == {"default": None, "type": "float | None"}
+    assert fields["augment"]["default"]["flip"] == 0.5
+
+
+def test_listed_for_people(call):
+    result = call("list", "methods")
+    assert result.exit_code == 0
+    for name in tribe.methods.names():
+        assert name in result.stdout
+    assert "lambda_anc = 0.5" in result.stdout
+
+
+def test_unknown_kind(call):
+    assert refused(call("list", "method"), "unknown kind 'method'", "did you mean 'methods'", "norms")
+
+
+def test_list_in_a_process():
+    code, out, err = shell("list", "norms", "--json")
+    assert (code, err) == (0, "")
+    assert [c["name"] for c in json.loads(out)] == tribe.norms.registry.names()
+
+
+# -- doctor ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["net", "make", "Holder.inner"])
+@pytest.mark.parametrize("place", ["models_here.py", "models_here"])
+def test_a_model_by_file_or_by_module(call, place, name):
+    result = call("doctor", f"{place}:{name}")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("can be adapted")
+    assert "5 classes" in result.stdout
+
+
+def test_doctor_in_a_process(folder):
+    code, out, err = shell("doctor", "models_here.py:net", "--shape", "3,16,16", "--json", cwd=folder)
+    assert code == 0, err
+    report = json.loads(out)
+    assert report["adaptable"]
+    assert report["classes"] == 5
+    assert report["shift"] < 0.3
+    assert report["problems"] == []
+    assert "loading" in err
+
+
+def test_problems_are_exit_code_1(call):
+    bare = call("doctor", "models_here.py:bare", "--json")
+    assert bare.exit_code == 1
+    assert "no normalisation layers" in json.loads(bare.stdout)["problems"][0]
+    deep = call("doctor", "models_here.py:net", "--shape", "1,16,16")
+    assert deep.exit_code == 1
+    assert "problem: the network could not take images of shape (1, 16, 16)" in deep.stdout
+
+
+@pytest.mark.parametrize("suffix", ["npy", "npz"])
+@pytest.mark.parametrize("dtype", [np.uint8, np.float16, np.float64])
+def test_images_from_a_file(call, tmp_path, suffix, dtype):
+    images = np.random.default_rng(0).random((200, 3, 16, 16))
+    images = (images * 255).astype(dtype) if dtype is np.uint8 else images.astype(dtype)
+    path = tmp_path / f"images.{suffix}"
+    (np.save if suffix == "npy" else np.savez)(path, images)
+    result = call("doctor", "models_here.py:net", "--input", path, "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["shift"] < 0.3
+
+
+def test_images_scaled_wrongly_are_a_problem(call, tmp_path):
+    np.save(tmp_path / "x.npy", 255 * np.random.default_rng(0).random((16, 3, 16, 16)))
+    result = call("doctor", "models_here.py:net", "--input", tmp_path / "x.npy")
+    assert result.exit_code == 1
+    assert "divided by 255" in result.stdout
+
+
+def test_weights_are_loaded(call, tmp_path):
+    weights = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5)
+    ).state_dict()
+    weights["1.running_mean"] += 100  # an effect to see: all images are now far from the source's
+    save_file(weights, tmp_path / "far.safetensors")
+    result = call(
+        "doctor", "models_here.py:make", "--shape", "3,16,16", "--weights", tmp_path / "far.safetensors", "--json"
+    )
+    assert json.loads(result.stdout)["shift"] > 50
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("models_here", ["names no model", "package.module:attribute"]),
+        ("nowhere.py:net", ["no file at nowhere.py"]),
+        ("no_such_module:net", ["importing no_such_module failed", "No module named"]),
+        ("broken_here.py:net", ["importing broken_here.py failed", "ZeroDivisionError"]),
+        ("leaves_here:net", ["importing leaves_here failed", "SystemExit"]),
+        ("models_here.py:nett", ["no attribute 'nett'", "did you mean 'net'"]),
+        ("models_here.py:number", ["is no model", "got int"]),
+        ("models_here.py:Needy", ["could not be called without arguments", "width"]),
+        ("models_here.py:Moody", ["failed on these images", "KeyError"]),
+    ],
+)
+def test_a_target_that_is_none(call, target, words):
+    result = call("doctor", target, "--shape", "3,8,8")
+    result.stderr_bytes = result.stderr_bytes.replace(b"loading\n", b"")
+    assert refused(result, *words)
+
+
+def test_images_that_are_none(call, tmp_path):
+    def refuses(*words, **arrays):
+        path = tmp_path / "images.npz"
+        np.savez(path, **arrays)
+        return refused(call("doctor", "models_here.py:net", "--input", path), str(path), *words)
+
+    assert refuses("(4, 16, 16)", "(N, C, H, W)", x=np.zeros((4, 16, 16), np.float32))
+    assert refuses("(0, 3, 16, 16)", x=np.zeros((0, 3, 16, 16), np.float32))
+    assert refuses("transpose(0, 3, 1, 2)", x=np.zeros((4, 16, 16, 3), np.float32))
+    assert refuses("int64", x=np.zeros((4, 3, 16, 16), np.int64))
+    assert refuses("without pickle", x=np.array([None, "code"], dtype=object))
+    assert refuses("2 arrays", "x, y", x=np.zeros(1), y=np.zeros(1))
+
+    missing = tmp_path / "missing.npy"
+    assert refused(call("doctor", "models_here.py:net", "--input", missing), "no images at")
+    text = tmp_path / "text.npy"
+    text.write_text("no array")
+    assert refused(call("doctor", "models_here.py:net", "--input", text), "without pickle")
+    assert refused(call("doctor", "models_here.py:net", "--shape", "3,x"), "such as 3,32,32")
+    assert refused(call("doctor", "models_here.py:net", "--shape", "3,0,8"), "such as 3,32,32")
+    assert refused(call("doctor", "models_here.py:net", "--shape", "3,8,8", "--input", text), "choose one")
+
+
+def test_weights_that_do_not_fit(call, tmp_path):
+    def refuses(path, *words):
+        result = call("doctor", "models_here.py:net", "--weights", path)
+        result.stderr_bytes = result.stderr_bytes.replace(b"loading\n", b"")
+        return refused(result, str(path), *words)
+
+    path = tmp_path / "weights.safetensors"
+    assert refuses(path, "no weights at")
+    path.write_bytes(b"not safetensors")
+    assert refuses(path, "not a safetensors file")
+    save_file({"head.weight": torch.zeros(2)}, path)
+    assert refuses(path, "the file lacks 0.bias", "the model has no head.weight")
+    save_file({"0.weight": torch.zeros(2)}, path)
+    assert refuses(path, "does not fit", "size mismatch for 0.weight")
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".pth", ".PTH", ".ckpt"])
+def test_a_pickle_is_never_opened(call, tmp_path, suffix):
+    path = tmp_path / f"weights{suffix}"
+    path.write_bytes(b"cos\nsystem\n(S'exit 3'\ntR.")
+    result = call("doctor", "models_here.py:net", "--weights", path)
+    assert result.exit_code == 2
+    assert "pickle" in result.stderr
+    assert "safetensors.torch.save_file" in result.stderr

@@ -1,0 +1,107 @@
+"""Conformance: the numbers recorded from the implementation released with the paper, step by step.
+
+`tests/data/methods*.npz` hold the first steps and travel with the repository; where the full recordings lie beside it
+(`../shared/goldens`) all steps are compared, and the parameters at the end.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tribe import methods
+from tribe.backbone import Backbone
+
+HERE = Path(__file__).resolve().parent
+SHARED = HERE.parents[1] / "shared" / "goldens"
+
+RECORDED = {
+    "methods": {
+        "test": ("source", {}),
+        "bn": ("bn", {}),
+        "tent": ("tent", {}),
+        "tribe": ("tribe", {"eta": 0.01, "gamma": 0.0, "h0": 0.05}),
+        "tribe_h03": ("tribe", {"eta": 0.01, "gamma": 0.0, "h0": 0.3}),
+        "tribe_gamma": ("tribe", {"eta": 0.05, "gamma": 0.1, "h0": 0.2}),
+        "tribe_gamma5": ("tribe", {"eta": 0.5, "gamma": 0.5, "h0": 0.4}),
+        "tribe_noanchor": ("tribe", {"eta": 0.01, "gamma": 0.0, "h0": 0.3, "lambda_anc": 0.0}),
+    },
+    "methods_k100": {
+        "test": ("source", {}),
+        "bn": ("bn", {}),
+        "tent": ("tent", {}),
+        "tribe": ("tribe", {"eta": 0.05, "gamma": 0.1, "h0": 0.2}),
+        "tribe_gamma5": ("tribe", {"eta": 0.5, "gamma": 0.5, "h0": 0.4}),
+    },
+}
+CASES = [(file, name) for file, names in RECORDED.items() for name in names]
+
+
+class Net(nn.Module):
+    """The recorded network: three convolutions with BatchNorm, mean over pixels, a linear classifier."""
+
+    def __init__(self, state):
+        super().__init__()
+        for i in (1, 2, 3):
+            out, into = state[f"conv{i}.weight"].shape[:2]
+            setattr(self, f"conv{i}", nn.Conv2d(into, out, 3, stride=2 if i == 2 else 1, padding=1, bias=False))
+            setattr(self, f"bn{i}", nn.BatchNorm2d(out))
+        self.fc = nn.Linear(*state["fc.weight"].shape[::-1])
+        self.load_state_dict(state)
+
+    def forward(self, x):
+        for i in (1, 2, 3):
+            x = torch.relu(getattr(self, f"bn{i}")(getattr(self, f"conv{i}")(x)))
+        return self.fc(x.mean((2, 3)))
+
+
+def recorded_augmentation(x):
+    return 0.9 * x.flip(-1) + 0.05
+
+
+def replay(data, name, method, fields, streams=1, dtype=torch.float32):
+    """Play the recorded stream (in each of `streams` rows) and return all logits and the final state."""
+    net = Backbone(Net({k[4:]: torch.from_numpy(data[k]) for k in data if k.startswith("net/")}).to(dtype))
+    if method == "tribe":
+        fields = {**fields, "augment": recorded_augmentation}
+    method = methods.create(method, classes=data[f"logits/{name}"].shape[-1], **fields)
+    state, outputs = method.init(net, streams), []
+    for x in torch.from_numpy(data["x"]).to(dtype):
+        logits, state = method.step(net, state, x.expand(streams, *x.shape))
+        outputs.append(logits)
+    return torch.stack(outputs, 1), state  # (S, T, B, K)
+
+
+def compare(data, file, name):
+    logits, state = replay(data, name, *RECORDED[file][name])
+    golden = torch.from_numpy(data[f"logits/{name}"])
+    assert (logits[0] - golden).abs().max() <= 5e-5
+    assert torch.equal(logits[0].argmax(-1), golden.argmax(-1))
+    return state
+
+
+@pytest.mark.parametrize(("file", "name"), CASES)
+def test_first_steps_equal_the_recording(file, name):
+    with np.load(HERE / "data" / f"{file}.npz") as data:
+        compare(dict(data), file, name)
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="the full recordings are not beside this clone")
+@pytest.mark.parametrize(("file", "name"), CASES)
+def test_all_steps_equal_the_recording(file, name):
+    with np.load(SHARED / f"{file}_open.npz") as data:
+        state = compare(dict(data), file, name)
+        if f"final/{name}/bn1.weight" in data and hasattr(state, "affine"):
+            for field in ("weight", "bias"):
+                final = np.concatenate([data[f"final/{name}/bn{i}.{field}"] for i in (1, 2, 3)])
+                assert np.abs(getattr(state.affine, field)[0].numpy() - final).max() <= 2e-5
+
+
+def test_streams_together_equal_the_recording():
+    """Eight streams of the recorded images at once are eight times the recording."""
+    with np.load(HERE / "data" / "methods.npz") as data:
+        logits, _ = replay(dict(data), "tribe_gamma", *RECORDED["methods"]["tribe_gamma"], streams=8)
+        golden = torch.from_numpy(data["logits/tribe_gamma"])
+        assert (logits - golden).abs().max() <= 5e-5
