@@ -11,10 +11,11 @@ from tribe import methods
 from tribe.backbone import Backbone, StatisticsSlot
 from tribe.losses import entropy
 from tribe.moments import observe
+from tribe.norms.batch import pool_batch
 from tribe.norms.frozen import Frozen
 
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-FAR = 3.0  # source standard deviations between a batch's channel means and the source's that no mere corruption makes
+OFF, FAR = 1.0, 4.0  # shifts at the first layer that another scaling may explain, and that need an explanation
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Report:
     classifier: str | None = None
     features: int | None = None
     methods: dict[str, str] = field(default_factory=dict)  # name -> "" if it fits, else why not
-    shift: float | None = None  # how far the first layer's batch means are from the source's, in its deviations
+    shift: float | None = None  # how far the batch is from the source at the first layer, see `_first_shift`
     confidence: float | None = None
     problems: list[str] = field(default_factory=list)
 
@@ -63,7 +64,7 @@ class Report:
         if self.classifier is not None:
             lines.append(f"  {self.classes} classes, from layer {self.classifier!r}")
         if self.shift is not None:
-            lines.append(f"  first layer: batch means {self.shift:.2f} source deviations from the source's")
+            lines.append(f"  first layer: statistics of these images {self.shift:.2f} deviations from the source's")
         if self.confidence is not None:
             lines.append(f"  mean confidence on these images: {self.confidence:.0%}")
         if fitting := [name for name, reason in self.methods.items() if not reason]:
@@ -148,15 +149,17 @@ def _examine(net: Backbone, x: Tensor, problems: list[str]) -> dict[str, Any]:
 
 @torch.no_grad()
 def _first_shift(net: Backbone, x: Tensor) -> tuple[float | None, Tensor, Tensor | None]:
-    """How far the batch's channel means at the first BatchNorm are from the source's, in source deviations."""
+    """How far the batch is from the source at the first BatchNorm: mean off in deviations plus log ratio of those."""
     seen: list[float] = []
+    everything = torch.ones(1, len(x), dtype=torch.bool, device=net.device)
 
     def watch(slot: nn.Module, args: tuple[Tensor, ...]) -> None:
         if not seen and isinstance(slot, StatisticsSlot) and slot.layer.running_mean is not None:
-            mean, _ = observe(args[0].unsqueeze(0))  # (1, N, C)
+            mean, var = pool_batch(*observe(args[0].unsqueeze(0)), everything)  # (1, 1, C)
             layer = slot.layer
-            source_mean, source_var = layer.running_mean.to(mean), layer.running_var.to(mean)
-            seen.append(((mean.mean((0, 1)) - source_mean) / (source_var + slot.layer_eps).sqrt()).abs().mean().item())
+            source_mean, source_std = layer.running_mean.to(mean), (layer.running_var.to(mean) + slot.layer_eps).sqrt()
+            ratio = (var + slot.layer_eps).sqrt() / source_std
+            seen.append(((mean - source_mean).abs() / source_std + ratio.log().abs()).mean().item())
 
     handles = [slot.register_forward_pre_hook(watch) for slot in net.slots]
     try:
@@ -180,12 +183,12 @@ def _suspect_scaling(net: Backbone, x: Tensor, shift: float, problems: list[str]
         others["un-normalised (times ImageNet's std plus its mean)"] = x * std + mean
     scores = {name: _first_shift(net, other)[0] or 0.0 for name, other in others.items()}
     best = min(scores, key=scores.__getitem__)
-    if scores[best] < shift / 2 and shift > 0.3:
+    if shift > OFF and scores[best] < shift / 2:
         problems.append(
-            f"the images look wrongly scaled for this network: its first layer is {shift:.2f} source deviations off, "
+            f"the images look wrongly scaled for this network: its first layer is {shift:.2f} deviations off, "
             f"and {scores[best]:.2f} with the images {best}"
         )
     elif shift > FAR:
         problems.append(
-            f"the first layer is {shift:.2f} source deviations off: the images are unlike what it was trained on"
+            f"the first layer is {shift:.2f} deviations off: the images are unlike what the network was trained on"
         )
