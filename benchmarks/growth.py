@@ -3,6 +3,7 @@
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -34,16 +35,19 @@ def watch(network: str, method: str, classes: int, batch: int, streams: int, ste
     windows = []
     for window in range(WINDOWS):
         first, end = steps * window // WINDOWS, steps * (window + 1) // WINDOWS
-        times = [seconds(lambda i=i: adapter(batches[i % BATCHES]), 1, place) for i in range(first, end)]
+        times = [seconds(partial(adapter, batches[i % BATCHES]), 1, place) for i in range(first, end)]
         windows.append(Window(end, 1e3 * statistics.median(times), memory(place)))
     return windows
 
 
 def show(windows: Sequence[Window]) -> str:
-    """The windows as text, and the last against the first."""
+    """The windows as text, and the second half of the run against the first."""
     cells = [(str(w.steps), f"{w.ms_per_step:.3f}", megabytes(w.memory_bytes)) for w in windows]
-    first, last = windows[0], windows[-1]
-    verdict = f"last window against the first: time x {last.ms_per_step / first.ms_per_step:.3f}"
-    if first.memory_bytes is not None and last.memory_bytes is not None:
-        verdict += f", memory {(last.memory_bytes - first.memory_bytes) / 2**20:+.1f} MB"
+    early, late = (
+        statistics.median(w.ms_per_step for w in half) for half in (windows[: WINDOWS // 2], windows[WINDOWS // 2 :])
+    )
+    verdict = f"time, second half against the first: x {late / early:.3f}"
+    first, last = windows[0].memory_bytes, windows[-1].memory_bytes
+    if first is not None and last is not None:
+        verdict += f"; memory, last window against the first: {(last - first) / 2**20:+.1f} MB"
     return f"{table(('steps', 'ms/step', 'in use MB'), cells)}\n\n{verdict}"

@@ -79,10 +79,10 @@ def peak_memory(call: Call, device: torch.device) -> int | None:
         CLEAR.write_text("5")  # resets the high-water mark
     except OSError:
         return None
-    before = resident("VmRSS")
+    rest = resident("VmRSS")
     call()
-    after = resident("VmHWM")
-    return None if before is None or after is None else max(after - before, 0)
+    peak = resident("VmHWM")
+    return None if rest is None or peak is None else max(peak - rest, 0)
 
 
 def memory(device: torch.device) -> int | None:

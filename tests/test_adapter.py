@@ -282,7 +282,9 @@ def test_defaults_follow_the_number_of_classes(classes):
 
 def test_presets_are_the_published_numbers():
     preset = tribe.methods.get("tribe").preset
-    assert [(p.classes, p.eta, p.gamma, p.h0, p.lr) for p in map(preset, ("mnist", "cifar10", "cifar100", "imagenet"))] == [
+    assert [
+        (p.classes, p.eta, p.gamma, p.h0, p.lr) for p in map(preset, ("mnist", "cifar10", "cifar100", "imagenet"))
+    ] == [
         (10, 0.01, 0.0, 0.05, 1e-3),
         (10, 0.01, 0.0, 0.05, 1e-3),
         (100, 0.05, 0.1, 0.2, 1e-3),
@@ -295,7 +297,14 @@ def test_conventions_give_different_numbers():
     """A convention that changed nothing would be a field that is not wired."""
     x = [batch(seed, 12) for seed in range(4)]
     digests = set()
-    variants = ({}, {"convention": "paper"}, {"anchor_on": "posteriors"}, {"pooled_ddof": 0}, {"rate_cap": False}, {"gamma_over": "all"})
+    variants = (
+        {},
+        {"convention": "paper"},
+        {"anchor_on": "posteriors"},
+        {"pooled_ddof": 0},
+        {"rate_cap": False},
+        {"gamma_over": "all"},
+    )
     for fields in variants:
         adapter = tribe.adapt(small_network(), eta=0.3, gamma=0.3, h0=0.9, **fields)
         for images_ in x:

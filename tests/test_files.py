@@ -49,7 +49,13 @@ def test_another_process_goes_on_bit_for_bit(tmp_path):
             adapter(images(1, 6, seed)[0])
         print(adapter.digest())
     """
-    command = [sys.executable, "-c", textwrap.dedent(script), tmp_path / "state.safetensors", str(torch.get_num_threads())]
+    command = [
+        sys.executable,
+        "-c",
+        textwrap.dedent(script),
+        tmp_path / "state.safetensors",
+        str(torch.get_num_threads()),
+    ]
     printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
     for seed in range(3, 6):
         adapter(images(1, 6, seed)[0])

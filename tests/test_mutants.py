@@ -297,7 +297,9 @@ def test_norm_mutant_dies(mutant, check):
     _kills(mutant, check)
 
 
-@pytest.mark.parametrize(("mutant", "check"), METHOD_MUTANTS, ids=lambda v: v if isinstance(v, str) else type(v).__name__)
+@pytest.mark.parametrize(
+    ("mutant", "check"), METHOD_MUTANTS, ids=lambda v: v if isinstance(v, str) else type(v).__name__
+)
 def test_method_mutant_dies(mutant, check):
     _kills(mutant, check)
 

@@ -22,11 +22,11 @@ from tribe.state import Affine, Stats
 
 HERE = Path(__file__).resolve()
 FULL, SMALL = HERE.parents[2] / "shared/goldens/balanced_bn_open.npz", HERE.parent / "data/balanced_bn.npz"
-GOLDENS = FULL if FULL.exists() else SMALL
+GOLDENS = {path: sorted({key.split("/")[0] for key in np.load(path).files}) for path in (SMALL, FULL) if path.exists()}
 EPS = 1e-3
 
-SINGLE_FIELDS = [dict([f]) for f in itertools.product(["pooled_ddof"], [0, 1])]
-SINGLE_FIELDS += [{"rate_cap": False}, {"rate_cap": True}, {"gamma_over": "present"}, {"gamma_over": "all"}]
+SINGLE_FIELDS: list[dict[str, Any]] = [{"pooled_ddof": 0}, {"pooled_ddof": 1}, {"rate_cap": False}, {"rate_cap": True}]
+SINGLE_FIELDS += [{"gamma_over": "present"}, {"gamma_over": "all"}]
 CLASS_AGNOSTIC = [norms.create("frozen"), norms.create("batch")]
 CLASS_AGNOSTIC += [norms.create("robust", alpha=alpha) for alpha in (0.05, 0.3, 1.0)]
 CONVENTIONS = ["released", "paper"]
@@ -121,10 +121,10 @@ each_rule = pytest.mark.parametrize("norm", every_rule(), ids=str)
 # -- the recorded numbers -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", sorted({key.split("/")[0] for key in np.load(GOLDENS).files}))
-def test_released_convention_reproduces_the_recorded_calls(case: str) -> None:
+@pytest.mark.parametrize(("path", "case"), [(path, case) for path, cases in GOLDENS.items() for case in cases])
+def test_released_convention_reproduces_the_recorded_calls(path: Path, case: str) -> None:
     """Output, statistics and gradients over successive calls, through a slot."""
-    with np.load(GOLDENS) as file:
+    with np.load(path) as file:
         golden = {k.removeprefix(f"{case}/"): torch.from_numpy(file[k]) for k in file.files if k.startswith(f"{case}/")}
     classes, eta, gamma, eps = golden["cfg"].tolist()
     norm = Balanced(int(classes), eta, gamma)
@@ -408,7 +408,7 @@ def test_variances_stay_variances_under_the_released_rate_cap(eta: float, gamma:
     norm = Balanced(3, eta, gamma)
     g = torch.Generator().manual_seed(0)
     stats = Stats(torch.zeros(1, 3, 4), torch.ones(1, 3, 4))
-    for _ in range(400):
+    for _ in range(150):
         scale = 10 ** (2 * torch.rand(1, generator=g) - 1)
         mean = scale * torch.randn(1, 20, 4, generator=g)
         var = scale.square() * (least + least * torch.rand(1, 20, 4, generator=g))

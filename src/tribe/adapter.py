@@ -4,6 +4,7 @@ Everything that computes lives in pure methods; the adapter holds the state, che
 state in one assignment after a step has succeeded. So an error, or Ctrl-C, leaves it as it was.
 """
 
+import sys
 import warnings
 from collections.abc import Mapping
 from os import PathLike
@@ -296,7 +297,7 @@ class Adapter(nn.Module):
             self._warned = True  # a look at the values waits for the device: the first batch only
         if low < -1e-3 or high > 1 + 1e-3:
             self._warned = True
-            warnings.warn(_range_advice(low, high), UserWarning, stacklevel=6)
+            warnings.warn(_range_advice(low, high), UserWarning, stacklevel=_caller_level())
 
     def _check_logits(self, logits: Tensor) -> None:
         if logits.shape[-1] != self.classes:
@@ -315,6 +316,14 @@ def _count_classes(net: Backbone, classes: int | None) -> int:
             "the classifier, name the one that is: tribe.Backbone(model, classifier=...)"
         )
     return classes
+
+
+def _caller_level() -> int:
+    """The stack level of the caller's own line, past tribe and torch (`skip_file_prefixes` needs Python 3.12)."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("tribe", "torch"):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def _range_advice(low: float, high: float) -> str:

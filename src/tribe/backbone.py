@@ -171,6 +171,11 @@ class AffineSlot(Slot):
         axis = int(self.tokens_first and x.shape[0] != samples and x.shape[1:-1] == (samples,))  # of the samples
         if current.rows > 1 and x.shape[axis] % samples:
             raise self.cannot_tell_apart(x.shape[axis], current)
+        if current.rows > 1 and self.tokens_first and x.shape[:-1] == (samples, samples):
+            raise RuntimeError(
+                f"layer {self.name!r} received as many tokens as samples, {samples}, and the model has attention that "
+                "puts tokens first: which are the samples cannot be told. Use another batch size, or batch_first=True"
+            )
         y = y.unflatten(axis, (current.rows, -1)).movedim(axis, 0)  # (R, N / R, ...) or (R, T, N / R, ...)
         weight, bias = (t.view(current.rows, 1, *shape) for t in (weight, bias))
         y = torch.addcmul(bias, y.to(bias.dtype), weight).to(x.dtype)

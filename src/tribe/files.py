@@ -110,22 +110,20 @@ def read(path: str | PathLike[str]) -> Saved:
         raise StateFileError(
             f"{path} is not a tribe state file, or it was cut short ({error}); expected one written by Adapter.save"
         ) from error
-    return Saved(
-        metadata["method"],
-        json.loads(metadata["fields"]),
-        int(metadata["streams"]),
-        json.loads(metadata["frozen"]),
-        metadata["fingerprint"],
-        tensors,
-    )
+    try:
+        fields, streams, frozen = (json.loads(metadata[name]) for name in ("fields", "streams", "frozen"))
+        return Saved(metadata["method"], dict(fields), int(streams), bool(frozen), metadata["fingerprint"], tensors)
+    except (KeyError, ValueError, TypeError) as error:
+        raise StateFileError(f"{path}: the header cannot be read ({error}); the file is damaged") from error
 
 
 def _check_header(path: str | PathLike[str], metadata: Mapping[str, str]) -> None:
     if metadata.get("format") != FORMAT:
         raise StateFileError(f"{path} is a safetensors file, but no tribe state; expected one written by Adapter.save")
-    if int(metadata["schema"]) > SCHEMA:
+    schema = metadata.get("schema", "")
+    if not schema.isdigit() or int(schema) > SCHEMA:
         raise StateFileError(
-            f"{path} was written by tribe {metadata.get('tribe', '?')} with schema {metadata['schema']}; this version "
+            f"{path} was written by tribe {metadata.get('tribe', '?')} with schema {schema or '?'}; this version "
             f"reads up to {SCHEMA}: upgrade tribe"
         )
 
@@ -187,4 +185,7 @@ def method_from_json(
             fields[field] = _from_json(value)
     if unknown := sorted(given.keys() - saved.keys()):
         raise TypeError(f"{name} has no field {unknown[0]!r}")
-    return methods.create(name, **fields)
+    try:
+        return methods.create(name, **fields)
+    except (TypeError, ValueError) as error:
+        raise StateFileError(f"{path} holds settings that {name} does not take here: {error}") from error

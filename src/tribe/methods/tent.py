@@ -33,6 +33,11 @@ class Tent(Method):
 
     paper = "Wang et al., Tent: fully test-time adaptation by entropy minimization, ICLR 2021"
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.lr < 0:
+            raise ValueError(f"lr, Adam's learning rate, is not negative; got {self.lr}")
+
     def init(self, net: Backbone, streams: int = 1, seed: int = 0) -> TentState:
         """Start at the source."""
         affine, _ = net.source(streams)

@@ -103,9 +103,7 @@ class Tribe(Method):
         """All branches start from the source, every class alike."""
         affine, anchor = net.source(streams, self.norm.classes)
         _, pair = net.source(2 * streams, self.norm.classes)
-        return TribeState(
-            affine, pair, anchor, adam.init(affine), new_key(net, streams, seed), new_info(net, streams)
-        )
+        return TribeState(affine, pair, anchor, adam.init(affine), new_key(net, streams, seed), new_info(net, streams))
 
     def deployed(self, net: Backbone, state: TribeState) -> Deployed:
         """The teacher, its class statistics pooled."""

@@ -1,0 +1,37 @@
+# Two commands do all the set-up on a fresh clone: `make run` and `make test`.
+VENV ?= .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: help run test test-slow check lint bench clean
+
+help:  ## what there is
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+run: $(INSTALLED)  ## watch a digit classifier meet bad weather and adapt (offline, about a minute)
+	$(BIN)/python examples/digits.py
+
+test: $(INSTALLED)  ## the test suite, without the slow tests
+	$(BIN)/python -m pytest -m "not slow"
+
+test-slow: $(INSTALLED)  ## the slow tests only
+	$(BIN)/python -m pytest -m slow
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+check: lint test  ## ruff, mypy, tests
+
+bench: $(INSTALLED)  ## speed and memory of the methods, as ratios to plain inference in one run
+	$(BIN)/python -m benchmarks
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache
