@@ -21,9 +21,12 @@ ELSE = (16, 64)
 
 def main(argv: list[str] | None = None) -> None:
     options = parser().parse_args(argv)
-    gpu = options.device == "cuda"
-    if options.precision == "tf32" and not gpu:
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser().error("torch sees no CUDA device here")
+    if options.precision == "tf32" and options.device != "cuda":
         parser().error("tf32 is a format of NVIDIA GPUs: --device cuda")
+    if options.growth and (options.growth < growth.WINDOWS or options.precision == "bf16"):
+        parser().error(f"--growth takes at least {growth.WINDOWS} steps, in float32 or tf32")
     if options.threads:
         torch.set_num_threads(options.threads)
     facts = machine(torch.device(options.device))

@@ -139,9 +139,8 @@ def check(name: str) -> None:
 
 def build(name: str, classes: int = 10, device: str | torch.device = "cpu") -> nn.Module:
     """A network by name (resnet20 and other 6n + 2, wrn28_10 and other 6n + 4, resnet50), in evaluation mode."""
-    devices = [torch.device(device)] if torch.device(device).type == "cuda" else []
-    with torch.random.fork_rng(devices), torch.device(device):
-        torch.manual_seed(0)
+    torch.manual_seed(0)
+    with torch.device(device):
         net = _network(name, classes)
         for layer in net.modules():
             if isinstance(layer, nn.Conv2d):

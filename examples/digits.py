@@ -51,10 +51,10 @@ def train(x: torch.Tensor, y: torch.Tensor, epochs: int = 16) -> nn.Module:
 
 DOMAINS = {
     "clean": lambda x, noise: x,
-    "fog": lambda x, noise: 0.6 * x + 0.25,
+    "fog": lambda x, noise: 0.7 * x + 0.2,
     "noise": lambda x, noise: x + 0.3 * noise,
-    "night": lambda x, noise: 0.4 * x + 0.04 * noise,
-    "blur": lambda x, noise: F.avg_pool2d(x, 5, 1, 2),
+    "night": lambda x, noise: 0.5 * x + 0.04 * noise,
+    "blur": lambda x, noise: F.avg_pool2d(x, 3, 1, 1),
 }
 
 

@@ -273,7 +273,7 @@ class Backbone(nn.Module):
     @property
     def has_statistics(self) -> bool:
         """Whether any layer keeps statistics that can adapt (BatchNorm); LayerNorm and GroupNorm keep none."""
-        return any(isinstance(slot, StatisticsSlot) for slot in self.slots)
+        return self.origin.get().stats.mean.numel() > 0  # type: ignore[no-any-return]
 
     @property
     def rank(self) -> int | None:
@@ -337,7 +337,8 @@ class Backbone(nn.Module):
             norm: the rule.
             labels: (R, B) pseudo labels for rules that use them.
             valid: (R, B); False marks padding, which weighs nothing in any statistic.
-            weights: other weights by name instead of the frozen ones (`torch.func.functional_call`).
+            weights: other weights by name instead of the frozen ones (`torch.func.functional_call`, which swaps them
+                on the shared module: threads are safe without it only).
         """
         rows, batch = x.shape[:2]
         if affine.weight.shape != (rows, self.channels):

@@ -13,8 +13,8 @@ T = TypeVar("T")
 def nearest(name: str, known: Iterable[str]) -> str:
     """The part of an error message that lists near names, or all of them.
 
-    >>> nearest("trbe", ["tent", "tribe"])
-    "did you mean 'tribe'? Known: tent, tribe"
+    >>> nearest("trbe", ["source", "tribe"])
+    "did you mean 'tribe'? Known: source, tribe"
     """
     known = sorted(known)
     close = difflib.get_close_matches(name, known, n=2, cutoff=0.5)

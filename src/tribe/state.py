@@ -4,7 +4,7 @@ One vocabulary of shapes serves the whole library:
 
     R  rows = streams x branches (teacher, student, ...); the rows of one stream are adjacent
     S  streams         B  batch               K  classes, or statistics kept per channel
-    C  normalised channels of the whole network       L  pixels
+    L  pixels          C  normalised channels of the whole network, side by side; for statistics those of BatchNorm only
 
 A method's state is a (nested) named tuple whose every tensor has a leading axis of S, or of a multiple of S. So a
 state can be cloned, saved, sliced by stream, compared and hashed by the few functions below, whatever the method.

@@ -112,6 +112,7 @@ class Balanced:
             kept_var = stats.var.scatter_add(1, own, (1 - gamma) * lead * growth)
             if gamma:
                 kept_mean, kept_var = kept_mean.add_(shared_step), share(kept_var, stats.var)
+        # NOTE: in no equation. Without the cap (as printed) a class with n_k > 1 / eta can drive its variance below 0.
         return pooled_mean, pooled_var.clamp_min(0), Stats(kept_mean, kept_var)
 
 

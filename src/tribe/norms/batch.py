@@ -22,7 +22,7 @@ def pool_batch(mean: Tensor, var: Tensor, valid: Tensor) -> tuple[Tensor, Tensor
 class Batch:
     """The batch's own statistics. A batch of one sample without pixels normalises to the bias."""
 
-    classes: int = 1
+    classes: ClassVar[int] = 1
     observes: ClassVar[bool] = True
 
     def __call__(

@@ -14,7 +14,7 @@ from tribe.state import Stats
 class Frozen:
     """The stored statistics, whatever the batch; (R, 1, C) only."""
 
-    classes: int = 1
+    classes: ClassVar[int] = 1
     observes: ClassVar[bool] = False
 
     def __call__(

@@ -16,7 +16,7 @@ class Robust:
     """stats <- (1 - alpha) stats + alpha batch, then used; gradients flow through the batch's share."""
 
     alpha: float = 0.05  # share of the newest batch
-    classes: int = 1
+    classes: ClassVar[int] = 1
     observes: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
