@@ -352,6 +352,8 @@ class Backbone(nn.Module):
             )
         if valid is None:
             valid = torch.ones(rows, batch, dtype=torch.bool, device=x.device)
+        if labels is not None and hasattr(norm, "group"):  # what a rule makes of the labels is the same for every layer
+            labels = norm.group(labels, valid, affine.weight.dtype)
         current = _Pass(
             rows,
             batch,

@@ -142,7 +142,10 @@ def finish(
             distance=old_info.distance if affine is None else _distance(net, affine),
         )
         moved = new._replace(key=old_key._replace(clock=old_key.clock + 1), info=info)  # type: ignore[attr-defined]
-        kept: Any = select(seen, moved, old)
+        # Statistics need no choice: a norm rule leaves rows without a valid sample as they were.
+        stats = {name: value for name, value in zip(new._fields, new, strict=True) if isinstance(value, Stats)}  # type: ignore[attr-defined]
+        kept: Any = select(seen, moved._replace(**{name: getattr(old, name) for name in stats}), old)
+        kept = kept._replace(**stats)
         kept = kept._replace(info=kept.info._replace(skipped=old_info.skipped + screened))
     return quiet(logits.detach(), valid), kept
 

@@ -12,7 +12,11 @@ from tribe.state import Stats
 
 
 class Norm(Protocol):
-    """A function from the per-sample moments of a batch to the statistics that normalise it."""
+    """A function from the per-sample moments of a batch to the statistics that normalise it.
+
+    A rule may also have ``group(labels, valid, dtype)``: what that makes of the labels, once a pass, is then handed to
+    every call in their place. It spares the layers of a network doing the same work each.
+    """
 
     @property
     def classes(self) -> int:

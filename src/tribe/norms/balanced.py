@@ -7,10 +7,11 @@ with the batch and not with K, except for the pooling of the past, which needs n
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from tribe.norms import register
 from tribe.state import Stats
@@ -32,6 +33,17 @@ def settle(config: Any, conventions: dict[str, dict[str, Any]]) -> None:
     for field, value in conventions[config.convention].items():
         if getattr(config, field) is None:
             object.__setattr__(config, field, value)
+
+
+class Groups(NamedTuple):
+    """Who shares a class in this batch: the same for every layer of a pass, so a pass works it out once."""
+
+    labels: Tensor  # (R, B)
+    same: Tensor  # (R, B, B) float64, 1 where two valid samples share a class
+    lead: Tensor  # (R, B, 1), 1 for the first valid sample of each class
+    rate: Tensor  # (R, B, 1), how much one sample of this class counts
+    weight: Tensor  # (R, B, 1), rate * n_k: how much this class moves
+    over: Tensor  # (R, 1, 1), how many classes share the class-agnostic update
 
 
 @register("balanced")
@@ -59,78 +71,113 @@ class Balanced:
                 f"pooled_ddof is 0 or 1 and gamma_over 'present' or 'all'; got {self.pooled_ddof}, {self.gamma_over!r}"
             )
 
+    @property
+    def freedom(self) -> int:
+        """What the spread of the class means is divided by."""
+        return max(self.classes - (self.pooled_ddof or 0), 1)
+
     def pool(self, stats: Stats) -> Stats:
         """Eq. 2: the statistics of a population in which every class is equally frequent. (R, K, C) -> (R, 1, C)."""
         centre, within, between = _over_classes(stats)
-        return Stats(centre, within + between / self._freedom)
+        return Stats(centre, within + between / self.freedom)
 
-    @property
-    def _freedom(self) -> int:
-        return max(self.classes - (self.pooled_ddof or 0), 1)
+    def group(self, labels: Tensor, valid: Tensor, dtype: torch.dtype) -> Groups:
+        """Work out who shares a class, (R, B) labels and valid marks."""
+        same = (labels.unsqueeze(2) == labels.unsqueeze(1)) & valid.unsqueeze(2) & valid.unsqueeze(1)
+        lead = (valid & ~same.tril(-1).any(2)).unsqueeze(2).to(dtype)
+        n = same.sum(2, keepdim=True).to(dtype)
+        rate = self.eta * valid.unsqueeze(2).to(dtype)
+        if self.rate_cap:
+            rate = torch.minimum(rate, 1 / n.clamp_min(1))
+        over = lead.sum(1, keepdim=True).clamp_min(1)
+        if self.gamma_over == "all":
+            over = torch.full_like(over, self.classes)
+        # In float64 where there is one: class sums are small, and neither TF32 nor autocast reaches them there.
+        exact = dtype if labels.device.type == "mps" else torch.float64
+        return Groups(labels, same.to(exact), lead, rate, rate * n, over)
 
     def __call__(
-        self, mean: Tensor, var: Tensor, count: int, stats: Stats, labels: Tensor | None, valid: Tensor, eps: float
+        self,
+        mean: Tensor,
+        var: Tensor,
+        count: int,
+        stats: Stats,
+        labels: Tensor | Groups | None,
+        valid: Tensor,
+        eps: float,
     ) -> tuple[Tensor, Tensor, Stats]:
         """Update the statistics of the classes in the batch (Eqs. 1, 3, 4), pool them (Eq. 2), normalise with that."""
         if labels is None:
             return *self.pool(stats), stats
-        classes, gamma = self.classes, self.gamma
-        same, lead, n = _groups(labels, valid, mean.dtype)  # (R, B, B), (R, B, 1), (R, B, 1)
-        rate = torch.full_like(n, self.eta)
-        if self.rate_cap:
-            rate = torch.minimum(rate, 1 / n.clamp_min(1))
-        own = labels.unsqueeze(-1).expand(mean.shape)  # (R, B, C)
-        mu, sigma2 = stats.mean.gather(1, own), stats.var.gather(1, own)  # of each sample's class, before this batch
+        groups = labels if isinstance(labels, Groups) else self.group(labels, valid, mean.dtype)
+        pooled_mean, pooled_var, *kept = _Update.apply(mean, var, *stats, groups, self)  # type: ignore[no-untyped-call]
+        # NOTE: the clamp is in no equation. Without the rate cap (as printed) a class with n_k > 1 / eta can drive its
+        # variance below 0.
+        return pooled_mean, pooled_var.clamp_min(0), Stats(*kept)
+
+
+class _Update(torch.autograd.Function):
+    """Eqs. 1 to 4 with their gradient, which flows through this batch's share; the past carries none."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, mean: Tensor, var: Tensor, past_mean: Tensor, past_var: Tensor, groups: Groups, norm: Balanced
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        labels, same, lead, rate, weight, over = groups
+        classes, gamma = norm.classes, norm.gamma
+        own = labels.unsqueeze(2).expand(mean.shape)  # (R, B, C)
+        mu, sigma2 = past_mean.gather(1, own), past_var.gather(1, own)  # of each sample's class, before this batch
 
         # Eq. 1: what each class sees in this batch, told to every sample of it.
         d = mean - mu
-        delta = rate * _class_sum(same, d)  # delta_k
-        square = rate * _class_sum(same, var + d.square())
-        growth = square - delta.square() - rate * n * sigma2
+        seen = same @ torch.cat((d, torch.addcmul(var, d, d)), 2).to(same.dtype)  # (R, B, 2 C): sums over a class
+        delta, square = (rate * seen.to(mean.dtype)).chunk(2, 2)  # delta_k, and eta sum_b (1/HW) sum_hw (F - mu_k)^2
+        fresh = square - delta.square()
+        step, growth = (1 - gamma) * delta, (1 - gamma) * (fresh - weight * sigma2)
 
-        # Eqs. 3 and 4: a share gamma goes to all classes alike. The sums run over the classes present.
-        over = lead.sum(1, keepdim=True).clamp_min(1) if self.gamma_over == "present" else classes
-        step = (1 - gamma) * delta
-        shared_step = gamma * (lead * delta).sum(1, keepdim=True) / over  # (R, 1, C)
-        shared_square = gamma * (lead * (square - delta.square())).sum(1, keepdim=True) / over
-        shared_rate = gamma * (lead * rate * n).sum(1, keepdim=True) / over  # (R, 1, 1)
-        shrinks_last = self.gamma_over == "present"  # released: the shared part shrinks variances already updated
+        def total(t: Tensor) -> Tensor:  # over the classes present: (R, B, C) -> (R, 1, C)
+            return (lead * t).sum(1, keepdim=True)
 
-        def share(after: Tensor, before: Tensor) -> Tensor:
-            return after + shared_square - shared_rate * (after if shrinks_last else before)
+        # Eq. 2, from the past's pooled moments and this batch's increments.
+        centre, within, between = _over_classes(Stats(past_mean, past_var))
+        move = total(step) / classes
+        spread = total(step * (2 * (mu - centre) + step)) - classes * move.square()
+        pooled_mean, pooled_growth = centre + move, total(growth) / classes
 
-        # Eq. 2, from the past's pooled moments and this batch's increments; only the latter carry a gradient.
-        centre, within, between = _over_classes(stats)  # (R, 1, C)
-        pooled_step = (lead * step).sum(1, keepdim=True) / classes
-        pooled_mean = centre + pooled_step + shared_step
-        pooled_within = share(within + (1 - gamma) * (lead * growth).sum(1, keepdim=True) / classes, within)
-        spread = (lead * step * (2 * (mu - centre) + step)).sum(1, keepdim=True) - classes * pooled_step.square()
-        pooled_var = pooled_within + (between + spread) / self._freedom
+        # Eqs. 3 and 4: a share gamma goes to all classes alike.
+        shrink = gamma * total(weight) / over  # (R, 1, 1)
+        if gamma:
+            shared_step, shared_square = gamma * total(delta) / over, gamma * total(fresh) / over
+            if norm.gamma_over == "present":  # released: the shared part shrinks what the class's own part added, too
+                growth, pooled_growth = growth * (1 - shrink), pooled_growth * (1 - shrink)
+            pooled_mean, within = pooled_mean + shared_step, torch.addcmul(shared_square, within, 1 - shrink)
+            kept_mean, kept_var = past_mean + shared_step, torch.addcmul(shared_square, past_var, 1 - shrink)
+        else:
+            kept_mean, kept_var = past_mean.clone(), past_var.clone()
+        kept_mean.scatter_add_(1, own, lead * step)
+        kept_var.scatter_add_(1, own, lead * growth)
 
-        with torch.no_grad():
-            kept_mean = stats.mean.scatter_add(1, own, lead * step)
-            kept_var = stats.var.scatter_add(1, own, (1 - gamma) * lead * growth)
-            if gamma:
-                kept_mean, kept_var = kept_mean.add_(shared_step), share(kept_var, stats.var)
-        # NOTE: in no equation. Without the cap (as printed) a class with n_k > 1 / eta can drive its variance below 0.
-        return pooled_mean, pooled_var.clamp_min(0), Stats(kept_mean, kept_var)
+        ctx.save_for_backward(d, delta, mu - centre, move, shrink)
+        ctx.groups, ctx.norm = groups, norm
+        ctx.mark_non_differentiable(kept_mean, kept_var)
+        pooled_var = within + pooled_growth + (between + spread) / norm.freedom
+        return pooled_mean, pooled_var, kept_mean, kept_var
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g_mean: Tensor, g_var: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        """Each sample moves its class's delta by rate, and its class's square by rate * (1, 2 d)."""
+        d, delta, off_centre, move, shrink = ctx.saved_tensors
+        norm: Balanced = ctx.norm
+        own, shared = (1 - norm.gamma) / norm.classes, norm.gamma / ctx.groups.over
+        by_fresh = g_var * (own * ((1 - shrink) if norm.gamma_over == "present" else 1) + shared)  # (R, 1, C)
+        by_spread = g_var * (2 * (1 - norm.gamma) / norm.freedom)
+        by_delta = g_mean * (own + shared) + by_spread * (off_centre + (1 - norm.gamma) * delta - move)
+        rate = ctx.groups.rate
+        return rate * (by_delta + 2 * by_fresh * (d - delta)), rate * by_fresh, None, None, None, None
 
 
 def _over_classes(stats: Stats) -> tuple[Tensor, Tensor, Tensor]:
     """Mean of the class means, mean of the class variances, and the class means' summed squared spread; (R, 1, C)."""
     centre = stats.mean.mean(1, keepdim=True)
     return centre, stats.var.mean(1, keepdim=True), (stats.mean - centre).square_().sum(1, keepdim=True)
-
-
-def _groups(labels: Tensor, valid: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Which samples share a class (R, B, B), which is the first of its class (R, B, 1), and n_k (R, B, 1)."""
-    same = (labels.unsqueeze(2) == labels.unsqueeze(1)) & valid.unsqueeze(2) & valid.unsqueeze(1)
-    lead = valid & ~same.tril(-1).any(2)
-    return same, lead.unsqueeze(-1).to(dtype), same.sum(2, keepdim=True).to(dtype)
-
-
-def _class_sum(same: Tensor, t: Tensor) -> Tensor:
-    """Sum (R, B, C) over the samples of each sample's class."""
-    # In float64 where there is one: the sums are small, and neither TF32 nor autocast reaches them there.
-    exact = t.dtype if t.device.type == "mps" else torch.float64
-    return (same.to(exact) @ t.to(exact)).to(t.dtype)
