@@ -34,6 +34,7 @@ def network() -> nn.Module:
 
 
 def train(x: torch.Tensor, y: torch.Tensor, epochs: int = 16) -> nn.Module:
+    """Train the source model, with a little haze and noise so that it is not helpless outside."""
     net = network().train()
     optimiser = torch.optim.Adam(net.parameters(), 3e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, epochs)
@@ -76,11 +77,13 @@ def stream(x: torch.Tensor, y: torch.Tensor, draw: np.random.Generator) -> list[
 
 
 def progress(text: str) -> None:
+    """Show where we are, on terminals only."""
     if sys.stderr.isatty():
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
 
 def main() -> None:
+    """Train, play the stream once per method, print the errors."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write the results here too")
@@ -108,7 +111,7 @@ def main() -> None:
         errors[method]["all"] = 100 * torch.cat([t for w in wrong.values() for t in w]).float().mean().item()
     progress("")
 
-    print(f"error in %, {seen} images in {len(batches)} batches of {BATCH}, classes in bursts, long tail (seed {options.seed})")
+    print(f"error in %: {seen} images, batches of {BATCH}, classes in bursts and in a long tail, seed {options.seed}")
     columns = [*DOMAINS, "all"]
     print(f"{'':8}" + "".join(f"{c:>8}" for c in columns) + f"{'ms/image':>11}")
     for method, label in SHOWN.items():

@@ -18,9 +18,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 import reference
 from tribe import norms
-from tribe.backbone import Backbone, Output, Slot
+from tribe.backbone import Backbone, Output
 from tribe.norms import Norm
 from tribe.norms.balanced import Balanced
+from tribe.slots import Slot
 from tribe.state import Affine, Stats
 
 FROZEN, BATCH = norms.create("frozen"), norms.create("batch")
@@ -493,6 +494,7 @@ def test_wrappers_are_taken_off(wrap: Callable[[nn.Module], nn.Module]) -> None:
     model, x = build("BatchNorm2d"), images("BatchNorm2d")
     net = Backbone(wrap(model))
     assert type(net.model) is nn.Sequential
+    x = x.to(net.device)  # DataParallel moves a model to the GPU where there is one
     assert gap(net(x, *net.source(), FROZEN).logits[0], model(x[0])) <= 1e-5
 
 
@@ -750,7 +752,11 @@ def test_other_weights_change_the_logits_and_receive_gradients() -> None:
 def test_fingerprint_tells_models_apart_and_nothing_else() -> None:
     model = build("BatchNorm2d")
     mark = Backbone(model).fingerprint()
-    assert mark == Backbone(copy.deepcopy(model)).fingerprint() == Backbone(nn.DataParallel(model)).fingerprint()
+    assert (
+        mark
+        == Backbone(copy.deepcopy(model)).fingerprint()
+        == Backbone(nn.DataParallel(copy.deepcopy(model))).fingerprint()
+    )
     assert mark == Backbone(copy.deepcopy(model).to(memory_format=torch.channels_last).train()).fingerprint()
     net = Backbone(model)
     net(images("BatchNorm2d"), *net.source(1, 4), BALANCED, torch.zeros(1, 6, dtype=torch.int64))

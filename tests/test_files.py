@@ -111,7 +111,8 @@ KILLER = """
 
     torch.set_num_threads(1)  # a forked child has no thread pool
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Conv2d(3, 1024, 1), nn.BatchNorm2d(1024), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(1024, 64))
+    body = nn.Conv2d(3, 1024, 1), nn.BatchNorm2d(1024), nn.AdaptiveAvgPool2d(1), nn.Flatten()
+    net = nn.Sequential(*body, nn.Linear(1024, 64))
     path = sys.argv[1]
     backbone = tribe.Backbone(net)
     a, b = tribe.adapt(backbone, seed=0), tribe.adapt(backbone, seed=1)

@@ -1,26 +1,22 @@
 """A frozen classifier whose normalisation is an argument.
 
-A third-party module offers no way to hand an argument to a nested layer. So each normalisation layer is replaced by a
-stateless slot, and `Backbone.forward` lays the arguments of the pass on a private desk (a ContextVar: threads do not
-meet) from which the slots take what is theirs. That is the only dynamic scope in the library.
+Convolution weights are frozen and shared. What differs between student, teacher and anchor, and between one camera and
+the next, comes in with each pass as matrices with a row each; rows fold into the batch for convolutions and unfold
+for normalisation (`tribe.slots`).
 """
 
 import copy
-import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from tribe.moments import normalise, scale_and_shift, wide
+from tribe.moments import wide
 from tribe.norms import Norm
-from tribe.norms.batch import Batch
+from tribe.slots import NORMS, AffineSlot, Pass, Slot, StatisticsSlot, channels_of, desk, on_desk, why_not
 from tribe.state import Affine, Stats, Store, hash_tensors
 
 
@@ -37,149 +33,6 @@ class Source(NamedTuple):
 
     affine: Affine  # (1, C)
     stats: Stats  # (1, 1, C)
-
-
-@dataclasses.dataclass
-class _Pass:
-    """One forward pass on the desk."""
-
-    rows: int
-    batch: int
-    weight: tuple[Tensor, ...]  # per slot (R, c)
-    bias: tuple[Tensor, ...]
-    stats: Stats  # (R, K, C) before this pass
-    norm: Norm
-    labels: Tensor | None
-    valid: Tensor
-    kept: dict[int, Stats] = dataclasses.field(default_factory=dict)  # what each slot's rule left, (R, K, c)
-    features: Tensor | None = None
-
-
-_desk: ContextVar[_Pass | None] = ContextVar("tribe_pass", default=None)
-
-
-@contextmanager
-def _on_desk(current: _Pass) -> Iterator[None]:
-    token = _desk.set(current)
-    try:
-        yield
-    finally:
-        _desk.reset(token)
-
-
-class Slot(nn.Module):
-    """Stands where a normalisation layer stood; holds nothing that adapts, only which columns are its own."""
-
-    def __init__(self, name: str, layer: nn.Module, index: int, columns: slice) -> None:
-        super().__init__()
-        self.name, self.index, self.columns = name, index, columns
-        self.channels = _channels(layer)
-        self.layer_eps = float(layer.eps)  # type: ignore[arg-type]
-        # torch's fused transformer layer would read .weight past the slot; it steps aside when two eps differ, and a
-        # NaN differs from everything.
-        self.eps = float("nan")
-        self.after = nn.Sequential(*_after(layer))
-        self.tokens_first = False  # whether tokens may come before samples, (T, N, C)
-        self._template = (layer,)  # in a tuple: the source's layer is a template for export, not part of the network
-
-    @property
-    def layer(self) -> Any:
-        """The layer whose place this slot takes."""
-        return self._template[0]
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise as the pass on the desk says."""
-        current = _desk.get()
-        if current is None:
-            raise RuntimeError(
-                f"normalisation layer {self.name!r} was used outside a pass: call the Backbone, not the model inside it"
-            )
-        weight, bias = current.weight[self.index], current.bias[self.index]  # (R, c)
-        if self.layer.weight is None:
-            weight = torch.ones_like(weight)
-        if self.layer.bias is None:
-            bias = torch.zeros_like(bias)
-        return self.after(self.normalise(x, weight, bias, current))  # type: ignore[no-any-return]
-
-    def normalise(self, x: Tensor, weight: Tensor, bias: Tensor, current: _Pass) -> Tensor:
-        """Normalise (N, ...) with the affine parameters of each row."""
-        raise NotImplementedError
-
-    def unfold(self, x: Tensor, current: _Pass) -> Any:
-        """(N, C, ...) -> (R, B, C, ...); where a model folds time or patches into N they become pixels."""
-        rows, batch = current.rows, current.batch
-        if x.shape[0] == rows * batch:
-            return x.unflatten(0, (rows, batch))
-        if batch and x.shape[0] % (rows * batch) == 0:
-            return x.unflatten(0, (rows, batch, -1)).movedim(2, 3)
-        raise self.cannot_tell_apart(x.shape[0], current)
-
-    def cannot_tell_apart(self, samples: int, current: _Pass) -> RuntimeError:
-        """The refusal of a layer that does not see the images of the pass one by one."""
-        return RuntimeError(
-            f"layer {self.name!r} received {samples} samples where the pass has {current.rows} x {current.batch}: the "
-            "model mixes or drops images before this layer, so its statistics cannot be told apart by image"
-        )
-
-
-class StatisticsSlot(Slot):
-    """BatchNorm of any dimension: statistics and affine parameters."""
-
-    def normalise(self, x: Tensor, weight: Tensor, bias: Tensor, current: _Pass) -> Tensor:
-        """Let the norm rule turn moments into scale and shift."""
-        if x.dim() < 2 or x.shape[1] != self.channels:
-            raise RuntimeError(f"layer {self.name!r} has {self.channels} channels; it received {tuple(x.shape)}")
-        # A layer that never kept statistics has none to start from: it uses each batch's own, as it always did.
-        tracked = self.layer.running_mean is not None
-        norm = current.norm if tracked else Batch()
-        # A layer called a second time goes on from its own first call.
-        stats = current.kept.get(self.index) or Stats(*(t[..., self.columns] for t in current.stats))
-        folded = self.unfold(x, current)  # (R, B, C, ...)
-        count = folded.shape[3:].numel()
-
-        def scale_shift(mean: Tensor, var: Tensor) -> tuple[Tensor, Tensor]:
-            scale = weight.unsqueeze(1) * torch.rsqrt(var + self.layer_eps)
-            return scale, bias.unsqueeze(1) - mean * scale  # (R, 1|B, C)
-
-        def rule(mean: Tensor, var: Tensor) -> tuple[Tensor, Tensor]:
-            mean, var, kept = norm(mean, var, count, stats, current.labels, current.valid, self.layer_eps)
-            if tracked:
-                current.kept[self.index] = Stats(kept.mean.detach(), kept.var.detach())
-            return scale_shift(mean, var)
-
-        # Statistics and the few numbers around them stay in full precision, whatever autocast does to the network.
-        with torch.autocast(x.device.type, enabled=False):
-            y = normalise(folded, rule) if norm.observes else scale_and_shift(folded, *scale_shift(*stats))
-        if folded.dim() > x.dim() + 1:  # what `unfold` made pixels goes back into N
-            return y.movedim(3, 2).reshape(x.shape)
-        return y.flatten(0, 1)
-
-
-class AffineSlot(Slot):
-    """LayerNorm or GroupNorm: their statistics are per image already; only the affine parameters adapt."""
-
-    def normalise(self, x: Tensor, weight: Tensor, bias: Tensor, current: _Pass) -> Tensor:
-        """Normalise as the layer does, then scale and shift by row."""
-        layer: Any = self.layer
-        if isinstance(layer, nn.GroupNorm):
-            y = F.group_norm(x, layer.num_groups, eps=self.layer_eps)
-            shape = (self.channels, *[1] * (x.dim() - 2))
-        else:
-            y = F.layer_norm(x, layer.normalized_shape, eps=self.layer_eps)
-            shape = (*[1] * (x.dim() - 1 - len(layer.normalized_shape)), *layer.normalized_shape)
-        samples = current.rows * current.batch
-        axis = int(self.tokens_first and x.shape[0] != samples and x.shape[1:-1] == (samples,))  # of the samples
-        if current.rows > 1 and x.shape[axis] % samples:
-            raise self.cannot_tell_apart(x.shape[axis], current)
-        if current.rows > 1 and self.tokens_first and x.shape[:-1] == (samples, samples):
-            raise RuntimeError(
-                f"layer {self.name!r} received as many tokens as samples, {samples}, and the model has attention that "
-                "puts tokens first: which are the samples cannot be told. Use another batch size, or batch_first=True"
-            )
-        y = y.unflatten(axis, (current.rows, -1)).movedim(axis, 0)  # (R, N / R, ...) or (R, T, N / R, ...)
-        weight, bias = (t.view(current.rows, 1, *shape) for t in (weight, bias))
-        y = torch.addcmul(bias, y.to(bias.dtype), weight).to(x.dtype)
-        return y.movedim(0, axis).flatten(axis, axis + 1)
 
 
 class Backbone(nn.Module):
@@ -224,14 +77,14 @@ class Backbone(nn.Module):
         attention = (m for m in self.model.modules() if isinstance(m, nn.MultiheadAttention))
         tokens_first = any(not m.batch_first for m in attention)
         for name, layer in list(self.model.named_modules(remove_duplicate=False)):
-            if not isinstance(layer, _NORMS):
+            if not isinstance(layer, NORMS):
                 continue
             if id(layer) not in placed:
-                if reason := _why_not(layer):
+                if reason := why_not(layer):
                     self.left_alone[name] = reason
                     continue
                 kind = StatisticsSlot if isinstance(layer, _BatchNorm) else AffineSlot
-                width = _channels(layer) if getattr(layer, "running_mean", None) is not None else 0
+                width = channels_of(layer) if getattr(layer, "running_mean", None) is not None else 0
                 placed[id(layer)] = slot = kind(name, layer, len(self.slots), slice(columns, columns + width))
                 slot.tokens_first = tokens_first
                 columns += width
@@ -354,7 +207,7 @@ class Backbone(nn.Module):
             valid = torch.ones(rows, batch, dtype=torch.bool, device=x.device)
         if labels is not None and hasattr(norm, "group"):  # what a rule makes of the labels is the same for every layer
             labels = norm.group(labels, valid, affine.weight.dtype)
-        current = _Pass(
+        current = Pass(
             rows,
             batch,
             affine.weight.split(self._split, 1),
@@ -368,7 +221,7 @@ class Backbone(nn.Module):
         if images.dim() == 4:
             images = images.contiguous(memory_format=torch.channels_last)
         try:
-            with _on_desk(current):
+            with on_desk(current):
                 if weights is None:
                     result = self.model(images)
                 else:
@@ -388,7 +241,7 @@ class Backbone(nn.Module):
             features = features.unflatten(0, (rows, batch)) if whole else None
         return Output(logits, features, self._collect(current))
 
-    def _collect(self, current: _Pass) -> Stats:
+    def _collect(self, current: Pass) -> Stats:
         """The statistics each slot's rule left, side by side; those of layers that were not called stay."""
         if not current.norm.observes or not current.kept:
             return current.stats
@@ -410,32 +263,13 @@ class Backbone(nn.Module):
         for name, slot in list(model.named_modules(remove_duplicate=False)):
             if not isinstance(slot, Slot):
                 continue
-            layer = slot.layer.to(affine.weight.device)  # copied with the model; a layer used twice stays one
-            with torch.no_grad():
-                if layer.weight is not None:
-                    layer.weight.copy_(weights[slot.index].view_as(layer.weight))
-                if layer.bias is not None:
-                    layer.bias.copy_(biases[slot.index].view_as(layer.bias))
-                if getattr(layer, "running_mean", None) is not None:
-                    if stats is None:
-                        layer.track_running_stats = False
-                        layer.running_mean = layer.running_var = layer.num_batches_tracked = None
-                    else:
-                        layer.running_mean.copy_(stats.mean[0, 0, slot.columns])
-                        layer.running_var.copy_(stats.var[0, 0, slot.columns])
+            layer = slot.plain(weights[slot.index], biases[slot.index], stats)  # a layer used twice stays one
             if not name:
                 model = layer
             else:
                 parent, _, child = name.rpartition(".")
                 setattr(model.get_submodule(parent), child, layer)
         return model.eval().requires_grad_(False)
-
-
-_NORMS = (_BatchNorm, nn.LayerNorm, nn.GroupNorm)
-_KNOWN_FORWARDS = {
-    cls.forward
-    for cls in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.LayerNorm, nn.GroupNorm)
-}
 
 
 def _unwrap(model: nn.Module) -> nn.Module:
@@ -469,31 +303,6 @@ def _copy(model: nn.Module) -> nn.Module:
         ) from error
 
 
-def _channels(layer: nn.Module) -> int:
-    """How many affine pairs a normalisation layer has, or would have."""
-    if isinstance(layer, nn.LayerNorm):
-        return torch.Size(layer.normalized_shape).numel()
-    return int(getattr(layer, "num_features", 0) or layer.num_channels)  # type: ignore[arg-type]
-
-
-def _after(layer: nn.Module) -> list[nn.Module]:
-    """What a normalisation layer with a built-in activation (as in timm) does after normalising."""
-    if type(layer).forward in _KNOWN_FORWARDS:
-        return []
-    return [m for m in (getattr(layer, n, None) for n in ("drop", "act")) if isinstance(m, nn.Module)]
-
-
-def _why_not(layer: nn.Module) -> str | None:
-    """Why a normalisation layer has to stay as it is, if it has to."""
-    if type(layer).forward not in _KNOWN_FORWARDS and not (
-        isinstance(layer, _BatchNorm | nn.GroupNorm) and isinstance(getattr(layer, "act", None), nn.Module)
-    ):
-        return f"{type(layer).__name__} has a forward of its own"
-    if not isinstance(layer, _BatchNorm) and layer.weight is None:
-        return "it has neither statistics nor affine parameters"
-    return None
-
-
 def _nothing_to_adapt(model: nn.Module, left_alone: Mapping[str, str]) -> str:
     if left_alone:
         found = "; ".join(f"{name or 'the model'}: {reason}" for name, reason in left_alone.items())
@@ -508,29 +317,24 @@ def _nothing_to_adapt(model: nn.Module, left_alone: Mapping[str, str]) -> str:
 def _source(slots: list[Slot], device: torch.device) -> Source:
     """Gather the source's parameters and statistics into one row."""
 
-    def row(name: str, default: float, columns: Callable[[Slot], int]) -> Tensor:
+    def row(name: str, default: float | None) -> Tensor:
         parts = []
         for slot in slots:
             values: Tensor | None = getattr(slot.layer, name, None)
-            if values is None:
-                values = torch.full((columns(slot),), default, device=device)
-            parts.append(values.detach().flatten().to(wide(values.dtype), copy=True))
-        return torch.cat(parts)
+            if values is not None:
+                parts.append(values.detach().flatten().to(wide(values.dtype), copy=True))
+            elif default is not None:
+                parts.append(torch.full((slot.channels,), default, device=device))
+        return torch.cat(parts) if parts else torch.empty(0, device=device)
 
-    def all_of(slot: Slot) -> int:
-        return slot.channels
-
-    def none_of(slot: Slot) -> int:
-        return 0
-
-    affine = Affine(row("weight", 1.0, all_of)[None], row("bias", 0.0, all_of)[None])
-    stats = Stats(row("running_mean", 0.0, none_of)[None, None], row("running_var", 1.0, none_of)[None, None])
+    affine = Affine(row("weight", 1.0)[None], row("bias", 0.0)[None])
+    stats = Stats(row("running_mean", None)[None, None], row("running_var", None)[None, None])
     return Source(affine, stats)
 
 
 def _note_features(_: nn.Module, args: tuple[Any, ...]) -> None:
     """Remember the input of the classifier: the last candidate called is the one."""
-    current = _desk.get()
+    current = desk.get()
     if current is not None and args and isinstance(args[0], Tensor):
         current.features = args[0]
 

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from tribe import methods
-from tribe.backbone import Backbone, StatisticsSlot
+from tribe.backbone import Backbone
 from tribe.losses import entropy
 from tribe.moments import observe
 from tribe.norms.batch import pool_batch
 from tribe.norms.frozen import Frozen
+from tribe.slots import StatisticsSlot
 
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 OFF, FAR = 1.0, 4.0  # shifts at the first layer that another scaling may explain, and that need an explanation
@@ -133,7 +134,7 @@ def _examine(net: Backbone, x: Tensor, problems: list[str]) -> dict[str, Any]:
         x = x.nan_to_num(0.0, 0.0, 0.0)
     try:
         shift, logits, features = _first_shift(net, x)
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         problems.append(str(error))
         return {}
     if shift is not None:

@@ -1,0 +1,114 @@
+"""The same numbers on a GPU: conformance, streams, saving and resuming across devices."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import tribe
+from test_goldens import CASES, RECORDED, SHARED, Net, recorded_augmentation
+from tribe.state import leaves
+from tribe.testing import CLASSES, images, small_network
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+DATA = Path(__file__).resolve().parent / "data"
+
+
+@pytest.fixture(autouse=True)
+def ieee_float32():
+    """cuDNN takes TF32 for float32 by default; conformance is about float32."""
+    before = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = before
+
+
+@pytest.mark.parametrize(("file", "name"), CASES)
+def test_the_recording_holds_on_the_gpu(file, name):
+    path = SHARED / f"{file}_open.npz" if SHARED.is_dir() else DATA / f"{file}.npz"
+    with np.load(path) as data:
+        net = Net({k[4:]: torch.from_numpy(data[k]) for k in data if k.startswith("net/")}).cuda()
+        method, fields = RECORDED[file][name]
+        if method == "tribe":
+            fields = {**fields, "augment": recorded_augmentation}
+        adapter = tribe.adapt(net, method, **fields)
+        logits = torch.stack([adapter(x) for x in torch.from_numpy(data["x"]).cuda()]).cpu()
+        golden = torch.from_numpy(data[f"logits/{name}"])
+    assert (logits - golden).abs().max() <= 5e-5
+    assert torch.equal(logits.argmax(-1), golden.argmax(-1))
+
+
+@pytest.mark.parametrize("method", tribe.methods.names())
+def test_cpu_and_gpu_agree_with_the_default_augmentation(method):
+    here, there = (
+        tribe.adapt(small_network(), method, streams=3),
+        tribe.adapt(small_network().cuda(), method, streams=3),
+    )
+    for seed in range(5):
+        x = images(3, 6, seed)
+        assert (here(x) - there(x.cuda()).cpu()).abs().max() <= 1e-3  # of logits up to about 10
+    for name, t in leaves(here.state).items():
+        assert torch.allclose(t.double(), leaves(there.state)[name].cpu().double(), atol=1e-3), name
+
+
+def test_streams_together_equal_each_alone():
+    net = small_network().cuda()
+    together, alone = tribe.adapt(net, streams=8, seed=3), [tribe.adapt(net, seed=3 + i) for i in range(8)]
+    for seed in range(5):
+        x = images(8, 6, seed).cuda()
+        for i, logits in enumerate(together(x)):
+            assert (logits - alone[i](x[i])).abs().max() <= 1e-5
+
+
+def test_adapters_move_and_files_cross_devices(tmp_path):
+    adapter = tribe.adapt(small_network())
+    adapter(images(1, 6)[0])
+    adapter.save(tmp_path / "a")
+    moved = tribe.load(tmp_path / "a", small_network().cuda())
+    assert moved.state.affine.weight.is_cuda
+    x = images(1, 6, 1)[0]
+    assert (moved(x.cuda()).cpu() - adapter(x)).abs().max() <= 1e-4
+    back = moved.to("cpu")
+    assert not back.state.affine.weight.is_cuda
+    assert back(x).shape == (6, CLASSES)
+    exported = adapter.to("cuda").export()
+    assert (exported(x.cuda()) - adapter.predict(x.cuda())).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_keeps_statistics_in_float32(dtype):
+    adapter = tribe.adapt(small_network().cuda())
+    with torch.autocast("cuda", dtype):
+        for seed in range(3):
+            assert adapter(images(1, 6, seed)[0].cuda()).isfinite().all()
+    assert all(t.dtype in (torch.float32, torch.int64) for t in leaves(adapter.state).values())
+
+
+def test_class_sums_do_not_pass_through_tf32():
+    torch.backends.cuda.matmul.allow_tf32 = True
+    norm = tribe.norms.create("balanced", classes=3, eta=0.5)
+    generator = torch.Generator().manual_seed(0)
+    mean, var = (torch.rand(1, 64, 8, generator=generator) + 100 for _ in range(2))
+    stats = tribe.Stats(torch.full((1, 3, 8), 98.0), torch.ones(1, 3, 8))
+    labels, valid = torch.randint(3, (1, 64), generator=generator), torch.ones(1, 64, dtype=torch.bool)
+    here = norm(mean, var, 9, stats, labels, valid, 1e-5)
+    there = norm(mean.cuda(), var.cuda(), 9, tribe.Stats(*(t.cuda() for t in stats)), labels.cuda(), valid.cuda(), 1e-5)
+    for a, b in zip((*here[:2], *here[2]), (*there[:2], *there[2]), strict=True):
+        assert torch.allclose(a, b.cpu(), rtol=1e-6)
+
+
+def test_a_step_does_not_wait_for_the_host():
+    """Values may be looked at for the first batch's range only: a step that reads them stalls the device."""
+    net = tribe.Backbone(small_network().cuda())
+    method = tribe.methods.create("tribe", classes=CLASSES)
+    state, x = method.init(net), images(1, 6).cuda()
+    _, state = method.step(net, state, x)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        method.step(net, state, x)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
