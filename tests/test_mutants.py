@@ -99,15 +99,14 @@ class TentWith(Tent):
         return (entropy(logits) * valid).sum(1) / valid.sum(1).clamp_min(1)
 
     def step(self, net, state, x, valid=None, *, donate=False):
-        offered = valid
-        x, valid = screen(x, valid)
+        x, valid, rejected = screen(x, valid)
         with torch.enable_grad():
             affine = Affine(*(t.detach().requires_grad_() for t in state.affine))
             logits = net(x, affine, _statistics(net, state), self.rule, valid=valid).logits
             grads = Affine(*torch.autograd.grad(self.loss(logits, valid).sum(), affine))
         moved, moments = adam.step(state.affine, grads, state.adam, self.lr)
         new = state._replace(affine=moved, adam=moments)
-        return finish(net, state, new, logits, valid, offered, affine=moved)
+        return finish(net, state, new, logits, valid, rejected, affine=moved)
 
 
 class StreamsMeet(TentWith):
@@ -195,7 +194,15 @@ class NoScreen(TentWith):
             grads = Affine(*torch.autograd.grad(entropy(logits).mean(1).sum(), affine))
         moved, moments = adam.step(state.affine, grads, state.adam, self.lr)
         valid = torch.ones(x.shape[:2], dtype=torch.bool)
-        return finish(net, state, state._replace(affine=moved, adam=moments), logits, valid, None, affine=moved)
+        return finish(
+            net,
+            state,
+            state._replace(affine=moved, adam=moments),
+            logits,
+            valid,
+            torch.zeros(len(x), dtype=torch.int64),
+            affine=moved,
+        )
 
 
 class MovesOnNothing(TentWith):

@@ -1,6 +1,8 @@
-"""Losses over the last axis of logits, and means over the samples that count."""
+"""Losses over the last axis of logits, in float32 at least, and means over the samples that count."""
 
 from torch import Tensor
+
+from tribe.moments import wide
 
 
 def entropy(logits: Tensor) -> Tensor:
@@ -10,13 +12,13 @@ def entropy(logits: Tensor) -> Tensor:
     >>> entropy(torch.zeros(4)).exp().round(decimals=4)
     tensor(4.)
     """
-    log_p = logits.log_softmax(-1)
+    log_p = _precise(logits).log_softmax(-1)
     return -(log_p.exp() * log_p).sum(-1)
 
 
 def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
     """Cross-entropy with hard labels: (..., K), (...) -> (...)."""
-    return -logits.log_softmax(-1).gather(-1, target.unsqueeze(-1)).squeeze(-1)
+    return -_precise(logits).log_softmax(-1).gather(-1, target.unsqueeze(-1)).squeeze(-1)
 
 
 def mean_over(values: Tensor, counts: Tensor) -> Tensor:
@@ -28,3 +30,7 @@ def mean_over(values: Tensor, counts: Tensor) -> Tensor:
     """
     weight = counts.to(values.dtype)
     return (values * weight).sum(-1) / weight.sum(-1).clamp_min(1)
+
+
+def _precise(logits: Tensor) -> Tensor:
+    return logits.to(wide(logits.dtype))

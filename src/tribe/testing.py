@@ -257,12 +257,14 @@ def batch_size_may_change(method: Method) -> None:
 
 
 def cost_does_not_grow(method: Method) -> None:
-    """Catches a state that grows with the stream."""
-    net = _network()
-    start = method.init(net)
-    _, end = _play(method, net, start, _stream_of(1, steps=6))
-    before = {name: t.shape for name, t in leaves(start).items()}
-    assert before == {name: t.shape for name, t in leaves(end).items()}, "the state changed its shape"
+    """Catches a state that grows with the stream, or changes its precision on the way."""
+    for dtype in (torch.float32, torch.float64):
+        net = Backbone(small_network(dtype=dtype))
+        start = method.init(net)
+        _, end = _play(method, net, start, [images(1, 6, seed, dtype) for seed in range(6)])
+        before = {name: (t.shape, t.dtype) for name, t in leaves(start).items()}
+        after = {name: (t.shape, t.dtype) for name, t in leaves(end).items()}
+        assert before == after, "the state changed its shape or type"
 
 
 def adapts(method: Method) -> None:

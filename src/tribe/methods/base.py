@@ -4,7 +4,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -18,7 +18,6 @@ from tribe.state import Affine, Info, Stats, select
 
 registry: Registry["Method"] = Registry("method")
 register = registry.register
-S = TypeVar("S", bound=tuple[Any, ...])  # a method's state
 
 
 class State(Protocol):
@@ -85,7 +84,7 @@ class Method(ABC):
 
     def predict(self, net: Backbone, state: Any, x: Tensor, valid: Tensor | None = None) -> Tensor:
         """Predict without adapting."""
-        x, valid = screen(x, valid)
+        x, valid, _ = screen(x, valid)
         with torch.no_grad():
             affine, stats, norm = self.deployed(net, state)
             return quiet(net(x, affine, stats, norm, valid=valid).logits, valid)
@@ -104,12 +103,16 @@ def new_info(net: Backbone, streams: int) -> Info:
     return Info(count, count.clone(), share, share.clone(), share.clone())
 
 
-def screen(x: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Replace padding and images that are not finite before the first layer sees them, and mark them invalid."""
+def screen(x: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Replace padding and images that are not finite before the first layer sees them.
+
+    Returns the images, which of them count (S, B), and how many were rejected (S,): real, but not finite.
+    """
     finite = x.isfinite().flatten(2).all(2)  # (S, B)
-    valid = finite if valid is None else finite & valid
+    offered = torch.ones_like(finite) if valid is None else valid
+    valid = finite & offered
     mask = valid.view(*valid.shape, *[1] * (x.dim() - 2))
-    return torch.where(mask, x, 0), valid
+    return torch.where(mask, x, 0), valid, (offered & ~finite).sum(1)
 
 
 def quiet(logits: Tensor, valid: Tensor) -> Tensor:
@@ -119,34 +122,30 @@ def quiet(logits: Tensor, valid: Tensor) -> Tensor:
 
 def finish(
     net: Backbone,
-    old: S,
-    new: S,
+    old: Any,
+    new: Any,
     logits: Tensor,
     valid: Tensor,
-    offered: Tensor | None,
+    rejected: Tensor,
     trusted: Tensor | None = None,
     affine: Affine | None = None,
-) -> tuple[Tensor, S]:
+) -> tuple[Tensor, Any]:
     """Close a step: tick the clocks, note what was seen, and leave streams without a valid image as they were."""
-    old_info: Info = old.info  # type: ignore[attr-defined]
-    old_key: Key = old.key  # type: ignore[attr-defined]
     with torch.no_grad():
-        seen = valid.any(1)  # (S,)
-        screened = (~valid if offered is None else offered & ~valid).sum(1)
-        share = entropy(logits.float()) / math.log(logits.shape[-1])
+        share = entropy(logits).float() / math.log(logits.shape[-1])
         info = Info(
-            images=old_info.images + valid.sum(1),
-            skipped=old_info.skipped,
+            images=old.info.images + valid.sum(1),
+            skipped=old.info.skipped,
             trusted=mean_over(torch.ones_like(share) if trusted is None else trusted.float(), valid),
             entropy=mean_over(share, valid),
-            distance=old_info.distance if affine is None else _distance(net, affine),
+            distance=old.info.distance if affine is None else _distance(net, affine),
         )
-        moved = new._replace(key=old_key._replace(clock=old_key.clock + 1), info=info)  # type: ignore[attr-defined]
+        moved = new._replace(key=old.key._replace(clock=old.key.clock + 1), info=info)
         # Statistics need no choice: a norm rule leaves rows without a valid sample as they were.
-        stats = {name: value for name, value in zip(new._fields, new, strict=True) if isinstance(value, Stats)}  # type: ignore[attr-defined]
-        kept: Any = select(seen, moved._replace(**{name: getattr(old, name) for name in stats}), old)
-        kept = kept._replace(**stats)
-        kept = kept._replace(info=kept.info._replace(skipped=old_info.skipped + screened))
+        stats = [name for name in new._fields if isinstance(getattr(new, name), Stats)]
+        kept = select(valid.any(1), moved._replace(**{name: getattr(old, name) for name in stats}), old)
+        kept = kept._replace(**{name: getattr(new, name) for name in stats})
+        kept = kept._replace(info=kept.info._replace(skipped=old.info.skipped + rejected))
     return quiet(logits.detach(), valid), kept
 
 

@@ -39,6 +39,5 @@ class Source(Method):
         self, net: Backbone, state: SourceState, x: Tensor, valid: Tensor | None = None, *, donate: bool = False
     ) -> tuple[Tensor, SourceState]:
         """Predict."""
-        offered = valid
-        x, valid = screen(x, valid)
-        return finish(net, state, state, self.predict(net, state, x, valid), valid, offered)
+        x, valid, rejected = screen(x, valid)
+        return finish(net, state, state, self.predict(net, state, x, valid), valid, rejected)

@@ -51,16 +51,15 @@ class Tent(Method):
         self, net: Backbone, state: TentState, x: Tensor, valid: Tensor | None = None, *, donate: bool = False
     ) -> tuple[Tensor, TentState]:
         """Predict, then take one Adam step down the entropy of these predictions."""
-        offered = valid
-        x, valid = screen(x, valid)
+        x, valid, rejected = screen(x, valid)
         with torch.enable_grad():
             affine = Affine(*(t.detach().requires_grad_() for t in state.affine))
             logits = net(x, affine, _statistics(net, state), Batch(), valid=valid).logits
-            loss = mean_over(entropy(logits.float()), valid)  # (S,)
+            loss = mean_over(entropy(logits), valid)  # (S,)
             grads = Affine(*torch.autograd.grad(loss.sum(), affine))
         moved, moments = adam.step(state.affine, grads, state.adam, self.lr)
         new = state._replace(affine=moved, adam=moments)
-        return finish(net, state, new, logits, valid, offered, affine=moved)
+        return finish(net, state, new, logits, valid, rejected, affine=moved)
 
 
 def _statistics(net: Backbone, state: TentState) -> Stats:

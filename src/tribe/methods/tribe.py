@@ -21,6 +21,7 @@ from tribe.augment import Augment
 from tribe.backbone import Backbone
 from tribe.losses import cross_entropy, entropy, mean_over
 from tribe.methods.base import Deployed, Method, finish, new_info, new_key, register, screen
+from tribe.moments import wide
 from tribe.norms.balanced import CONVENTIONS as NORM_CONVENTIONS
 from tribe.norms.balanced import Balanced, Convention, settle
 from tribe.norms.frozen import Frozen
@@ -60,12 +61,12 @@ class Tribe(Method):
     lr: float = 1e-3  # Adam's learning rate
     augment: Augment | Callable[[Tensor], Tensor] = Augment()  # noqa: RUF009  what the student sees; a callable gets (B, ...)
     convention: Convention = "released"  # sets the four below, and eta; each can be set alone
-    anchor_on: Literal["logits", "posteriors"] | None = None  # what Eq. 7 compares
+    anchor_on: Literal["logits", "posteriors"] | None = None  # what Eq. 6 compares
     pooled_ddof: int | None = None  # see Balanced
     rate_cap: bool | None = None
     gamma_over: Literal["present", "all"] | None = None
 
-    paper = "Su, Xu and Jia, Towards real-world test-time adaptation: tri-net self-training with balanced BN, AAAI 2024"
+    paper = "Su et al., Towards real-world TTA: tri-net self-training with balanced normalization, AAAI 2024"
     presets = {  # noqa: RUF012
         "mnist": {"classes": 10, "eta": 0.01, "gamma": 0.0, "h0": 0.05},
         "cifar10": {"classes": 10, "eta": 0.01, "gamma": 0.0, "h0": 0.05},
@@ -114,8 +115,8 @@ class Tribe(Method):
         self, net: Backbone, state: TribeState, x: Tensor, valid: Tensor | None = None, *, donate: bool = False
     ) -> tuple[Tensor, TribeState]:
         """Predict with the teacher, then let the three branches see the batch and the affine parameters learn."""
-        offered = valid
-        x, valid = screen(x, valid)
+        norm = self.norm
+        x, valid, rejected = screen(x, valid)
         prediction = self.predict(net, state, x, valid)
         labels = prediction.argmax(-1)  # (S, B) pseudo labels for the statistics of all branches
 
@@ -124,20 +125,20 @@ class Tribe(Method):
             affine = Affine(*(t.detach().requires_grad_() for t in state.affine))
             shared = Affine(*(_twice(t) for t in affine))
             views = torch.stack((x, self._augmented(x, state.key)), 1).flatten(0, 1)  # (2 S, B, ...)
-            pair, _, pair_stats = net(views, shared, state.pair, self.norm, _twice(labels), _twice(valid))
-            teacher, student = pair.float().unflatten(0, (-1, 2)).unbind(1)  # (S, B, K) each
+            pair, _, pair_stats = net(views, shared, state.pair, norm, _twice(labels), _twice(valid))
+            teacher, student = pair.unflatten(0, (-1, 2)).unbind(1)  # (S, B, K) each
 
-            certain = entropy(teacher.detach()) < self.h0 * math.log(self.norm.classes)  # type: ignore[operator]
+            certain = entropy(teacher.detach()) < self.h0 * math.log(norm.classes)  # type: ignore[operator]
             trusted = certain & valid
-            loss = mean_over(cross_entropy(student, teacher.argmax(-1)), trusted)  # Eq. 6, (S,)
+            loss = mean_over(cross_entropy(student, teacher.argmax(-1)), trusted)  # Eq. 5, (S,)
             if anchor is not None:
-                loss = loss + self.lambda_anc * mean_over(self._disagreement(teacher, anchor), trusted)  # Eq. 7
+                loss = loss + self.lambda_anc * mean_over(self._disagreement(teacher, anchor), trusted)  # Eq. 6
             grads = Affine(*torch.autograd.grad(loss.sum(), affine))
 
         # NOTE: where nothing is trusted the gradient is zero and Adam still takes its step, as released.
         moved, moments = adam.step(state.affine, grads, state.adam, self.lr)
         new = state._replace(affine=moved, pair=pair_stats, anchor=anchor_stats, adam=moments)
-        return finish(net, state, new, prediction, valid, offered, trusted, moved)
+        return finish(net, state, new, prediction, valid, rejected, trusted, moved)
 
     def _anchor(
         self, net: Backbone, state: TribeState, x: Tensor, labels: Tensor, valid: Tensor
@@ -148,17 +149,20 @@ class Tribe(Method):
         with torch.no_grad():
             source, _ = net.source(len(x))
             anchor, _, stats = net(x, source, state.anchor, self.norm, labels, valid)
-        return anchor.float(), stats
+        return anchor, stats
 
     def _augmented(self, x: Tensor, key: Key) -> Tensor:
         if isinstance(self.augment, Augment):
             return self.augment(x, key)
-        views = torch.stack([self.augment(images) for images in x])
-        if views.shape != x.shape:
-            raise ValueError(f"augment turned images of shape {tuple(x.shape[1:])} into {tuple(views.shape[1:])}")
-        return views.to(x.dtype)
+        views = [self.augment(images) for images in x]
+        for view in views:
+            if not isinstance(view, Tensor) or view.shape != x.shape[1:]:
+                got = tuple(view.shape) if isinstance(view, Tensor) else type(view).__name__
+                raise ValueError(f"augment turned images of shape {tuple(x.shape[1:])} into {got}; expected the same")
+        return torch.stack(views).to(x)
 
     def _disagreement(self, teacher: Tensor, anchor: Tensor) -> Tensor:
+        teacher, anchor = (t.to(wide(t.dtype)) for t in (teacher, anchor))
         if self.anchor_on == "posteriors":
             teacher, anchor = teacher.softmax(-1), anchor.softmax(-1)
         return (teacher - anchor).square().mean(-1)

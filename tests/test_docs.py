@@ -1,0 +1,87 @@
+"""What the documents show runs, and what they name exists."""
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+import tribe
+from tribe.testing import check_method, images, small_network
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def blocks(name):
+    return re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(), re.DOTALL)
+
+
+def test_the_readme_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    scope = {"net": small_network(), "camera": [images(1, 6, seed)[0] for seed in range(3)]}
+    first, second = blocks("README.md")
+    exec(first, scope)
+    assert scope["logits"].shape == (6, 4)
+    exec(second, {**scope, "tribe": tribe, "images": images(4, 6)})
+    assert (tmp_path / "cameras.safetensors").is_file()
+
+
+def test_the_method_of_contributing_fulfils_the_contract():
+    code, check = blocks("CONTRIBUTING.md")
+    module = {"__name__": "__main__"}
+    try:
+        exec(compile(code, "nudge.py", "exec"), module)
+        exec(check, module)
+        adapter = tribe.adapt(small_network(), "nudge", rate=0.1)
+        assert adapter(images(1, 6)[0]).shape == (6, 4)
+        check_method(module["Nudge"]())
+    finally:
+        tribe.methods.registry._classes.pop("nudge", None)
+
+
+def test_the_docstring_example_of_the_package_is_the_readme():
+    for line in ("model = tribe.adapt(net)", "for images in camera:", "logits = model(images)"):
+        assert line in tribe.__doc__
+        assert line in blocks("README.md")[0]
+
+
+ROWS = re.findall(
+    r"^\| .*? \| `(tribe\.[\w.]+)` \| `(\w+\.py)::(\w+)` \|$", (ROOT / "docs/paper-to-code.md").read_text(), re.M
+)
+
+
+def test_the_table_was_found():
+    assert len(ROWS) >= 8
+
+
+@pytest.mark.parametrize(("function", "file", "test"), ROWS)
+def test_paper_to_code_names_what_exists(function, file, test):
+    parts = function.split(".")
+    for cut in range(len(parts) - 1, 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:cut]))
+        except ModuleNotFoundError:
+            continue
+        for name in parts[cut:]:
+            found = getattr(found, name)
+        break
+    assert callable(found)
+    assert f"def {test}(" in (ROOT / "tests" / file).read_text()
+
+
+def test_decisions_are_numbered_and_every_dependency_has_a_line():
+    decisions = sorted((ROOT / "docs/decisions").glob("*.md"))
+    assert [p.name[:4] for p in decisions] == [f"{i:04}" for i in range(1, len(decisions) + 1)]
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    named = [*project["dependencies"], *(d for group in project["optional-dependencies"].values() for d in group)]
+    text = (ROOT / "docs/decisions/0006-dependencies.md").read_text()
+    for dependency in named:
+        name = re.split(r"[<>=\[]", dependency)[0]
+        assert name == "tribe-tta" or f"**{name}**" in text, name
+
+
+def test_torch_is_pinned_for_the_repository_only():
+    assert "torch==2.13.0" in (ROOT / "constraints.txt").read_text()
+    assert '"torch>=2.11"' in (ROOT / "pyproject.toml").read_text()
