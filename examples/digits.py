@@ -50,12 +50,13 @@ def train(x: torch.Tensor, y: torch.Tensor, epochs: int = 16) -> nn.Module:
     return net.eval()
 
 
+# What happens to images x at strength s, 0 to 1: weather comes and goes.
 DOMAINS = {
-    "clean": lambda x, noise: x,
-    "fog": lambda x, noise: 0.7 * x + 0.2,
-    "noise": lambda x, noise: x + 0.3 * noise,
-    "night": lambda x, noise: 0.5 * x + 0.04 * noise,
-    "blur": lambda x, noise: F.avg_pool2d(x, 3, 1, 1),
+    "clean": lambda x, s, noise: x,
+    "fog": lambda x, s, noise: (1 - 0.5 * s) * x + 0.35 * s,
+    "noise": lambda x, s, noise: x + 0.4 * s * noise,
+    "night": lambda x, s, noise: (1 - 0.6 * s) * x + 0.04 * s * noise,
+    "blur": lambda x, s, noise: (1 - s) * x + s * F.avg_pool2d(x, 5, 1, 2),
 }
 
 
@@ -71,7 +72,8 @@ def stream(x: torch.Tensor, y: torch.Tensor, draw: np.random.Generator) -> list[
             parts += np.array_split(images, draw.integers(2, 6))  # each class comes in two to five bursts
         order = np.concatenate([parts[i] for i in draw.permutation(len(parts))])
         noise = torch.from_numpy(draw.standard_normal((len(order), *x.shape[1:]), dtype=np.float32))
-        images = corrupt(x[order], noise).clamp(0, 1)
+        strength = torch.linspace(0, torch.pi, len(order)).sin().view(-1, 1, 1, 1)
+        images = corrupt(x[order], strength, noise).clamp(0, 1)
         batches += [(domain, *pair) for pair in zip(images.split(BATCH), y[order].split(BATCH), strict=True)]
     return batches
 
