@@ -123,22 +123,29 @@ KILLER = """
     b.save(path)
     length = time.perf_counter() - begun
     draw, unfinished, seen = random.Random(0), 0, set()
-    for _ in range(int(sys.argv[2])):
+    folder = os.path.dirname(path)
+
+    def half_written():
+        return [os.path.join(folder, f) for f in os.listdir(folder) if f.endswith(".tmp")]
+
+    for i in range(int(sys.argv[2])):
         child = os.fork()
         if child == 0:
             while True:
                 a.save(path)
                 b.save(path)
         time.sleep(length * draw.uniform(0.2, 4))
+        while i % 2 and not half_written():  # every other kill waits for a file in the making
+            pass
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         digest = tribe.load(path, backbone).digest()  # raises if the file is broken
         assert digest in known, "the file holds neither state"
         seen.add(digest)
-        left = [f for f in os.listdir(os.path.dirname(path)) if f.endswith(".tmp")]
+        left = half_written()
         unfinished += bool(left)
         for f in left:
-            os.unlink(os.path.join(os.path.dirname(path), f))
+            os.unlink(f)
     print(unfinished, len(seen))
 """
 

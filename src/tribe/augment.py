@@ -126,7 +126,7 @@ class Augment:
         y = _move(y, rotation, dx, dy, scale, flip)
         y = _blur(_blur(y, sigma, -2), sigma, -1).reshape(x.shape)
         if self.noise:
-            y.add_(rng.normal(params.key, NOISE, x.shape[1:]), alpha=self.noise)
+            y.add_(rng.normal(params.key, NOISE, x.shape[1:]).to(dtype), alpha=self.noise)
         return y.clamp_(0, 1).to(x.dtype)
 
 

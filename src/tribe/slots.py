@@ -6,6 +6,7 @@ slots take them from there. That is the only dynamic scope in the library.
 """
 
 import dataclasses
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -57,7 +58,7 @@ def on_desk(current: Pass) -> Iterator[None]:
         desk.reset(token)
 
 
-class Slot(nn.Module):
+class Slot(nn.Module, ABC):
     """Stands where a normalisation layer stood; holds nothing that adapts, only which columns are its own."""
 
     def __init__(self, name: str, layer: nn.Module, index: int, columns: slice) -> None:
@@ -91,9 +92,9 @@ class Slot(nn.Module):
             bias = torch.zeros_like(bias)
         return self.after(self.normalise(x, weight, bias, current))  # type: ignore[no-any-return]
 
+    @abstractmethod
     def normalise(self, x: Tensor, weight: Tensor, bias: Tensor, current: Pass) -> Tensor:
         """Normalise (N, ...) with the affine parameters of each row."""
-        raise NotImplementedError
 
     def plain(self, weight: Tensor, bias: Tensor, stats: Stats | None) -> nn.Module:
         """The ordinary layer again, holding these affine parameters (1, c) and statistics (1, 1, C).
