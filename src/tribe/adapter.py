@@ -1,7 +1,7 @@
 """The thin stateful shell: ``model = tribe.adapt(net); y = model(x)``.
 
 Everything that computes lives in pure methods; the adapter holds the state, checks what comes in, and replaces the
-state in one assignment after a step has succeeded. So an error, or Ctrl-C, leaves it as it was.
+state, in one place, after a step has succeeded. So an error on the way leaves it as it was.
 """
 
 import sys

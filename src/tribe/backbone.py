@@ -226,8 +226,8 @@ class Backbone(nn.Module):
                     result = self.model(images)
                 else:
                     result = torch.func.functional_call(self.model, dict(weights), (images,))
-        except torch.OutOfMemoryError:
-            raise
+        except (torch.OutOfMemoryError, torch.AcceleratorError):
+            raise  # the device's trouble, not the images'
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
             shape = tuple(x.shape[2:])
             raise ValueError(
