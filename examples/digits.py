@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import tribe
+from tribe.atomic import write_atomically
 
 TRAIN, BATCH, VIEWS = 1600, 32, 4  # each image is seen up to four times a domain, with new noise
 SHOWN = {"source": "source", "bn": "BN", "tent": "TENT", "tribe": "TRIBE"}
@@ -119,7 +120,7 @@ def main() -> None:
     for method, label in SHOWN.items():
         print(f"{label:8}" + "".join(f"{errors[method][c]:8.1f}" for c in columns) + f"{speed[method]:11.2f}")
     if options.json:
-        tribe.files.write_atomically(
+        write_atomically(
             options.json, json.dumps({"seed": options.seed, "error": errors, "ms": speed}, indent=1).encode()
         )
 

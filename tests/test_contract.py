@@ -2,8 +2,8 @@
 
 import pytest
 
-from tribe import methods, norms
-from tribe.testing import CLASSES, METHOD_CHECKS, NORM_CHECKS
+from tribe import methods, norms, scenarios
+from tribe.testing import CLASSES, METHOD_CHECKS, NORM_CHECKS, SCENARIO_CHECKS
 
 
 @pytest.mark.parametrize("check", METHOD_CHECKS, ids=lambda check: check.__name__)
@@ -16,3 +16,9 @@ def test_method(name, check):
 @pytest.mark.parametrize("name", norms.names())
 def test_norm(name, check):
     check(norms.create(name))
+
+
+@pytest.mark.parametrize("check", SCENARIO_CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("name", scenarios.names())
+def test_scenario(name, check):
+    check(scenarios.create(name))

@@ -13,29 +13,38 @@ The method is TRIBE (AAAI-24); read `tribe.methods.tribe` and `tribe.norms.balan
 
 __version__ = "0.1.0.dev0"
 
-from tribe import methods, norms
+from tribe import methods, metrics, norms, scenarios
 from tribe.adapter import Adapter, Snapshot, StreamInfo, adapt, load
 from tribe.augment import Augment
 from tribe.backbone import Backbone
 from tribe.doctor import Report, doctor
 from tribe.files import StateFileError
 from tribe.normalize import Normalize
+from tribe.record import Record
+from tribe.run import run
 from tribe.state import Affine, Stats
+from tribe.stream import Batch, Stream
 
 __all__ = [
     "Adapter",
     "Affine",
     "Augment",
     "Backbone",
+    "Batch",
     "Normalize",
+    "Record",
     "Report",
     "Snapshot",
     "StateFileError",
     "Stats",
+    "Stream",
     "StreamInfo",
     "adapt",
     "doctor",
     "load",
     "methods",
+    "metrics",
     "norms",
+    "run",
+    "scenarios",
 ]

@@ -1,15 +1,10 @@
 """State files: safetensors with a schema version, the method's fields and a fingerprint of the source model.
 
-Written to a temporary file beside the target and moved over it, so that whoever is killed half-way leaves the old file
-or the new one. Never a pickle.
+Written atomically; never a pickle.
 """
 
-import contextlib
 import dataclasses
 import json
-import os
-import tempfile
-import time
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
@@ -20,13 +15,13 @@ from safetensors.torch import save as to_bytes
 from torch import Tensor
 
 from tribe import methods
+from tribe.atomic import write_atomically
 from tribe.augment import Augment
 from tribe.backbone import Backbone
 from tribe.methods import Method
 
 FORMAT = "tribe-state"
 SCHEMA = 1
-STALE_SECONDS = 3600
 
 
 class StateFileError(ValueError):
@@ -42,34 +37,6 @@ class Saved(NamedTuple):
     frozen: bool
     fingerprint: str
     tensors: dict[str, Tensor]
-
-
-def write_atomically(path: str | PathLike[str], data: bytes) -> None:
-    """Write a file so that at every moment the path holds the old bytes or the new."""
-    target = Path(path)
-    if target.is_dir():
-        raise IsADirectoryError(f"{path} is a folder; expected the path of a file")
-    if not target.parent.is_dir():
-        raise FileNotFoundError(f"there is no folder {target.parent} to write {target.name} into")
-    _sweep(target)
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-
-
-def _sweep(target: Path) -> None:
-    """Remove what writers that were killed left behind, once it is too old to be somebody's work in progress."""
-    for leftover in target.parent.glob(f".{target.name}.*.tmp"):
-        with contextlib.suppress(FileNotFoundError):
-            if time.time() - leftover.stat().st_mtime > STALE_SECONDS:
-                leftover.unlink()
 
 
 def write(

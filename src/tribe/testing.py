@@ -1,4 +1,4 @@
-"""The contract every method and every norm rule is held to; public, so that code outside the repository can call it.
+"""The contract every method, norm rule and scenario is held to; public, so that code outside the repository can call it.
 
     from tribe.testing import check_method
     check_method(MyMethod(classes=4))       # raises AssertionError naming the property that does not hold
@@ -8,17 +8,20 @@ its registries, and over mutants that each must die of.
 """
 
 import copy
+import dataclasses
 import inspect
 import random
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from tribe.backbone import Backbone
 from tribe.methods import Method
 from tribe.norms import Norm
+from tribe.scenarios import LongTail, Natural, Scenario, Schedule, class_counts
 from tribe.state import Stats, clone, digest, leaves, rebuild, stream
 
 CLASSES = 4
@@ -441,3 +444,104 @@ __all__ = [
     "images",
     "small_network",
 ]
+
+
+# -- scenarios ------------------------------------------------------------------------------------------------------
+
+PER_CLASS = 120  # images of each of the 4 classes in each domain: a long tail of 100 leaves none empty
+
+
+def label_sets(scenario: Scenario) -> list[Tensor]:
+    """Labels of every base domain, each in a file order of its own."""
+    count = 3 if scenario.domains is None else len(scenario.domains)
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randperm(CLASSES * PER_CLASS, generator=generator) % CLASSES for _ in range(count)]
+
+
+def _draws(scenario: Scenario) -> list[tuple[Scenario, Schedule]]:
+    """The scenario with the released sampler and with the paper's draw, and a stream of each."""
+    both = [dataclasses.replace(scenario, draw=draw) for draw in ("released", "paper")]
+    return [(each, each.schedule(label_sets(each), seed=5)) for each in both]
+
+
+def _times_visited(scenario: Scenario) -> Tensor:
+    """How often the scenario visits each domain number."""
+    bases = label_sets(scenario)
+    visits = [visit.domain for visit in scenario.visits(range(len(bases)))]
+    return torch.bincount(torch.tensor(visits), minlength=len(scenario.expand(bases)))
+
+
+def is_plain_data(scenario: Scenario) -> None:
+    """Catches a schedule that cannot be saved as it is: other types, columns of different lengths, nothing in it."""
+    for _, schedule in _draws(scenario):
+        types = [t.dtype for t in schedule]
+        assert types == [torch.int64, torch.int64, torch.bool], f"the columns are {types}"
+        assert len({t.shape for t in schedule}) == 1, "the columns have different lengths"
+        assert schedule.index.ndim == 1, "the columns have more than one axis"
+        assert len(schedule.index), "the stream is empty"
+
+
+def indices_are_valid(scenario: Scenario) -> None:
+    """Catches a domain or an image that does not exist, and an image played twice in one visit."""
+    for each, schedule in _draws(scenario):
+        labels = each.expand(label_sets(each))
+        assert 0 <= int(schedule.domain.min()) <= int(schedule.domain.max()) < len(labels), "there is no such domain"
+        sizes = torch.tensor([len(y) for y in labels])
+        assert bool(((schedule.index >= 0) & (schedule.index < sizes[schedule.domain])).all()), "no such image"
+        most = int(sizes.max())
+        played = torch.bincount(schedule.domain * most + schedule.index, minlength=len(labels) * most)
+        often = played.reshape(len(labels), -1).amax(1)
+        assert bool((often <= _times_visited(each)).all()), "an image plays twice in one visit"
+
+
+def counts_match_the_profile(scenario: Scenario) -> None:
+    """Catches images lost or invented on the way from the class profile to the stream."""
+    for each, schedule in _draws(scenario):
+        if isinstance(each.profile, Natural):
+            wanted = torch.full((CLASSES,), PER_CLASS)
+        elif isinstance(each.profile, LongTail):
+            wanted = torch.from_numpy(each.profile.counts(CLASSES, CLASSES * PER_CLASS, each.draw))
+        else:
+            continue  # a profile from elsewhere: what it keeps is its own affair
+        counts = class_counts(schedule, each.expand(label_sets(each)), CLASSES)
+        if getattr(each.profile, "varying", False):
+            counts = counts.sort(1, descending=True).values
+        assert torch.equal(counts, _times_visited(each)[:, None] * wanted), (
+            f"the classes have {counts.tolist()} samples"
+        )
+
+
+def same_seed_same_schedule(scenario: Scenario) -> None:
+    """Catches the global random generators, used or moved, anything kept on the object, and a seed without effect."""
+    for each, schedule in _draws(scenario):
+        numpy_state, torch_state = np.random.get_state(legacy=False), torch.get_rng_state()
+        again = copy.deepcopy(each).schedule(label_sets(each), seed=5)
+        assert digest(schedule) == digest(again), "equal seeds make different streams"
+        assert digest(schedule) != digest(each.schedule(label_sets(each), seed=6)), "the seed changes nothing"
+        assert repr(numpy_state) == repr(np.random.get_state(legacy=False)), "numpy's global generator moved"
+        assert torch.equal(torch_state, torch.get_rng_state()), "torch's global generator moved"
+
+
+def leaves_labels_alone(scenario: Scenario) -> None:
+    """Catches a sampler that shuffles the labels it is given in place."""
+    labels = label_sets(scenario)
+    scenario.schedule(labels, seed=5)
+    assert all(torch.equal(a, b) for a, b in zip(labels, label_sets(scenario), strict=True)), "labels changed"
+
+
+SCENARIO_CHECKS: tuple[Callable[[Scenario], None], ...] = (
+    is_plain_data,
+    indices_are_valid,
+    counts_match_the_profile,
+    same_seed_same_schedule,
+    leaves_labels_alone,
+)
+
+
+def check_scenario(scenario: Scenario) -> None:
+    """Hold a scenario to its contract."""
+    for check in SCENARIO_CHECKS:
+        _hold(check, scenario)
+
+
+__all__ += ["SCENARIO_CHECKS", "check_scenario", "label_sets"]

@@ -1,0 +1,42 @@
+"""Files that are written whole or not at all.
+
+Bytes go to a temporary file beside the target, which is then moved over it: whoever is killed half-way leaves the old
+file or the new one.
+"""
+
+import contextlib
+import os
+import tempfile
+import time
+from os import PathLike
+from pathlib import Path
+
+STALE_SECONDS = 3600
+
+
+def write_atomically(path: str | PathLike[str], data: bytes) -> None:
+    """Write a file so that at every moment the path holds the old bytes or the new."""
+    target = Path(path)
+    if target.is_dir():
+        raise IsADirectoryError(f"{path} is a folder; expected the path of a file")
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"there is no folder {target.parent} to write {target.name} into")
+    _sweep(target)
+    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def _sweep(target: Path) -> None:
+    """Remove what writers that were killed left behind, once it is too old to be somebody's work in progress."""
+    for leftover in target.parent.glob(f".{target.name}.*.tmp"):
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - leftover.stat().st_mtime > STALE_SECONDS:
+                leftover.unlink()

@@ -1,0 +1,84 @@
+"""Metrics: functions of a record. Nothing to accumulate, nothing to reset."""
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from tribe.record import Record
+
+Metric = Callable[[Record], Tensor]
+
+
+def _scored(record: Record) -> Tensor:
+    """Which rows have a label to be judged by."""
+    known = record.label >= 0
+    if not known.any():
+        raise ValueError("the record holds no labels, so there is no error to compute")
+    return known
+
+
+def _wrong(record: Record) -> Tensor:
+    return (record.prediction != record.label).double()
+
+
+def _share(wrong: Tensor, chosen: Tensor) -> Tensor:
+    """Mean of ``wrong`` over the chosen rows; NaN where there are none."""
+    return wrong[chosen].mean() if chosen.any() else torch.tensor(float("nan"), dtype=torch.float64)
+
+
+def instance_error(record: Record) -> Tensor:
+    """The share of images that were misclassified."""
+    return _share(_wrong(record), _scored(record))
+
+
+def domain_error(record: Record) -> Tensor:
+    """Instance error per domain, (D,); NaN for domains the stream never visits."""
+    known, wrong = _scored(record), _wrong(record)
+    return torch.stack([_share(wrong, known & (record.domain == d)) for d in range(len(record.domains))])
+
+
+def class_error(record: Record) -> Tensor:
+    """Error per domain and class, (D, K); NaN where a class is absent."""
+    known, wrong = _scored(record), _wrong(record)
+    cell = (record.domain * record.classes + record.label)[known]
+    size = len(record.domains) * record.classes
+    count = torch.zeros(size, dtype=torch.float64).index_add_(0, cell, torch.ones(len(cell), dtype=torch.float64))
+    missed = torch.zeros(size, dtype=torch.float64).index_add_(0, cell, wrong[known])
+    return (missed / count).view(len(record.domains), record.classes)
+
+
+def category_error(record: Record, absent: Literal["skip", "correct"] = "skip") -> Tensor:
+    """Mean over domains of the mean over classes of the error.
+
+    A class that is absent from a domain is skipped. The paper's tables count it as correct: ``absent="correct"``.
+    """
+    if absent not in ("skip", "correct"):
+        raise ValueError(f"absent is 'skip' or 'correct'; got {absent!r}")
+    error = class_error(record)
+    error = error[~error.isnan().all(1)]  # domains the stream visits
+    return (error.nan_to_num(0.0).mean(1) if absent == "correct" else error.nanmean(1)).mean()
+
+
+def online_error(record: Record, window: int = 500) -> Tensor:
+    """The prequential curve, (T,): error over the last ``window`` images with a label."""
+    wrong = _wrong(record)[_scored(record)]
+    total = torch.cat((torch.zeros(1, dtype=torch.float64), wrong.cumsum(0)))
+    end = torch.arange(1, len(wrong) + 1)
+    start = (end - window).clamp_min(0)
+    return (total[end] - total[start]) / (end - start)
+
+
+def calibration_error(record: Record, bins: int = 15) -> Tensor:
+    """Expected calibration error: the mean gap between confidence and accuracy over equal bins of confidence."""
+    known = _scored(record)
+    right, confidence = 1 - _wrong(record)[known], record.confidence[known].double()
+    bucket = (confidence * bins).long().clamp(0, bins - 1)
+    gap = torch.zeros(bins, dtype=torch.float64).index_add_(0, bucket, right - confidence)
+    return gap.abs().sum() / len(right)
+
+
+def seconds_per_image(record: Record) -> Tensor:
+    """Mean time an image took."""
+    return record.seconds.double().mean()

@@ -1,0 +1,116 @@
+"""The loop: play a stream through a method and write down what it said."""
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save as to_bytes
+from torch import Tensor
+
+from tribe.atomic import write_atomically
+from tribe.backbone import Backbone
+from tribe.files import StateFileError
+from tribe.methods import Method
+from tribe.record import Record
+from tribe.state import clone, leaves, rebuild, select
+from tribe.stream import Stream
+
+Progress = Callable[[int, int], None]  # batches done, batches in all
+EVERY = 50  # batches between checkpoints
+
+
+def run(
+    net: Backbone,
+    method: Method,
+    stream: Stream,
+    *,
+    seed: int = 0,
+    spec: Mapping[str, Any] | None = None,
+    checkpoint: str | PathLike[str] | None = None,
+    progress: Progress | None = None,
+) -> list[Record]:
+    """Predict every stream, adapting on the way: a record each.
+
+    Args:
+        net: the frozen network, on its device.
+        method: what adapts.
+        stream: the images; labels go from its batches straight to the record.
+        seed: seed of the first stream's augmentation; stream i has seed + i.
+        spec: words about how this was made, kept in the records.
+        checkpoint: a file to go on from if it exists, and to write now and then; removed at the end.
+        progress: called after every batch.
+    """
+    streams = len(stream.seeds)
+    source = method.init(net, streams, seed)
+    words = {"method": method.name, **(spec or {})}
+    state, columns, start = clone(source), _nothing(streams), 0
+    if checkpoint is not None and Path(checkpoint).exists():
+        state, columns, start = _resume(checkpoint, source, words)
+    for step, batch in enumerate(stream.starting_at(start), start):
+        begun = time.perf_counter()
+        x, valid, reset = (t.to(net.device) for t in (batch.x, batch.valid, batch.reset))
+        if batch.reset.any():
+            state = select(reset, clone(source), state)  # a copy: a step may reuse what it is donated
+        output, state = method.step(net, state, x, valid, donate=True)
+        p = output if method.output == "probabilities" else output.float().softmax(-1)
+        confidence, prediction = (t.cpu() for t in p.max(-1))  # waits for the device, so that the time is the whole
+        seconds = (time.perf_counter() - begun) / max(int(batch.valid.sum()), 1)
+        for s, column in enumerate(columns):
+            here = batch.valid[s]
+            rows = (batch.domain[s], batch.y[s], prediction[s], confidence[s].float(), torch.full(here.shape, seconds))
+            for name, values in zip(column, rows, strict=True):
+                column[name].append(values[here])
+        if progress is not None:
+            progress(step + 1, len(stream))
+        if checkpoint is not None and (step + 1) % EVERY == 0:
+            _save(checkpoint, state, columns, step + 1, words)
+    if checkpoint is not None:
+        Path(checkpoint).unlink(missing_ok=True)
+    domains, classes = stream.domains, len(stream.dataset.classes)
+    return [
+        Record(
+            **{n: torch.cat(v) for n, v in column.items()}, domains=domains, classes=classes, spec=words | {"seed": s}
+        )
+        for column, s in zip(columns, stream.seeds, strict=True)
+    ]
+
+
+Columns = list[dict[str, list[Tensor]]]  # per stream, per column of the record, per batch
+
+
+def _nothing(streams: int) -> Columns:
+    integers, reals = torch.empty(0, dtype=torch.int64), torch.empty(0)
+    start = {"domain": integers, "label": integers, "prediction": integers, "confidence": reals, "seconds": reals}
+    return [{name: [values] for name, values in start.items()} for _ in range(streams)]
+
+
+def _save(path: str | PathLike[str], state: Any, columns: Columns, step: int, words: Mapping[str, Any]) -> None:
+    tensors = {f"state.{name}": t.detach().cpu().contiguous() for name, t in leaves(state).items()}
+    for s, column in enumerate(columns):
+        for name, parts in column.items():
+            parts[:] = [torch.cat(parts)]
+            tensors[f"record.{s}.{name}"] = parts[0]
+    header = {"format": "tribe-run", "step": str(step), "words": json.dumps(words, sort_keys=True)}
+    write_atomically(path, to_bytes(tensors, header))
+
+
+def _resume(path: str | PathLike[str], like: Any, words: Mapping[str, Any]) -> tuple[Any, Columns, int]:
+    try:
+        with safe_open(path, "pt") as file:
+            header = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise StateFileError(f"{path} is not a checkpoint of a run, or it is damaged ({error}); remove it") from error
+    if header.get("format") != "tribe-run" or header.get("words") != json.dumps(words, sort_keys=True):
+        raise StateFileError(
+            f"{path} is the checkpoint of another run ({header.get('words')}); remove it or name another"
+        )
+    named = {name: tensors[f"state.{name}"].to(t.device) for name, t in leaves(like).items()}
+    streams = len(like.key.seed)
+    columns = [{n: [tensors[f"record.{s}.{n}"]] for n in _nothing(1)[0]} for s in range(streams)]
+    return rebuild(like, named), columns, int(header["step"])

@@ -1,0 +1,231 @@
+"""The class profile of a domain (how many of each class) and its local draw (in what order they come).
+
+The paper's hierarchical model: alpha_k = sigma (1/IF)^(k/K) gives the classes their share, q ~ Dir(alpha) is drawn anew
+for each window of the stream, y ~ Cat(q). The samplers released with the paper do something else, with the same
+intent: they cut classes to exact counts and spread each over a few slots. Both are here, `draw` chooses.
+"""
+
+import math
+import warnings
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Draw = Literal["released", "paper"]
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Random = np.random.RandomState  # the legacy generator: its numbers are promised never to change
+
+
+def refuse_unless(ok: bool, what: str, got: Any) -> None:
+    """Raise ValueError in the words of the caller."""
+    if not ok:
+        raise ValueError(f"{what}; got {got!r}")
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a finite number, and no truth value."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def is_count(value: Any, least: int = 1) -> bool:
+    """Whether a value is an integer of at least so much, and no truth value."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+class Pool(NamedTuple):
+    """What a domain will play."""
+
+    members: list[Ints]  # K arrays: the images of each class
+    share: Floats  # (K,) relative weight of the classes in the prior: alpha = sigma * share
+
+
+class Profile(Protocol):
+    """How many images of each class a domain plays."""
+
+    def select(self, members: list[Ints], draw: Draw, rng: Random) -> Pool:
+        """Keep some of the K classes' images, which come in file order."""
+        ...
+
+
+class Local(Protocol):
+    """In what order the images of a domain come."""
+
+    def arrange(self, pool: Pool, draw: Draw, rng: Random) -> Ints:
+        """Play every image of the pool once."""
+        ...
+
+
+@dataclass(frozen=True)
+class Natural:
+    """All images, as many of each class as there are. NOTE: not a long tail of 1, which levels classes and shuffles."""
+
+    def select(self, members: list[Ints], draw: Draw, rng: Random) -> Pool:
+        """Keep everything, in file order."""
+        return Pool(members, np.ones(len(members)))
+
+
+@dataclass(frozen=True)
+class LongTail:
+    """Class k keeps n_0 (1/IF)^(k/(K-1)) images, rounded down; fewer if it has fewer, so lengths may differ.
+
+    A strong imbalance leaves the last classes without an image: CIFAR-100 at 200 loses 13, as in the paper's tables.
+    That is a warning, or with ``empty="raise"`` an error; fewer than two classes left are always an error.
+    """
+
+    imbalance: float = 100.0  # IF, the largest class over the smallest
+    varying: bool = False  # True: each domain deals the counts to the classes anew (GLI-TTA-V)
+    head: int | None = None  # n_0; None: images / K, which is 1000 for MNIST although its class 0 has 980
+    empty: Literal["warn", "raise"] = "warn"  # what to do about classes without an image
+
+    def __post_init__(self) -> None:
+        refuse_unless(
+            is_number(self.imbalance) and self.imbalance >= 1,
+            "imbalance is the largest class over the smallest, a number of at least 1",
+            self.imbalance,
+        )
+        refuse_unless(isinstance(self.varying, bool), "varying is True or False", self.varying)
+        refuse_unless(self.head is None or is_count(self.head), "head is a number of images, at least 1", self.head)
+        refuse_unless(self.empty in ("warn", "raise"), "empty is 'warn' or 'raise'", self.empty)
+
+    def share(self, classes: int, draw: Draw = "released") -> Floats:
+        """(K,) the size of each class relative to the first; NOTE the paper has k/K where the release has k/(K-1)."""
+        last = classes if draw == "paper" else max(classes - 1, 1)
+        return np.array([(1 / self.imbalance) ** (k / last) for k in range(classes)])
+
+    def counts(self, classes: int, images: int, draw: Draw = "released") -> Ints:
+        """(K,) images that classes 0 to K-1 of a domain are to keep, before a varying profile deals them.
+
+        >>> LongTail(100).counts(10, 10_000).tolist()
+        [1000, 599, 359, 215, 129, 77, 46, 27, 16, 10]
+        """
+        head = images // classes if self.head is None else self.head
+        return np.array([int(head * share) for share in self.share(classes, draw)], dtype=np.int64)
+
+    def select(self, members: list[Ints], draw: Draw, rng: Random) -> Pool:
+        """Keep a random few of each class, in random order."""
+        classes, images = len(members), sum(map(len, members))
+        counts, share = self.counts(classes, images, draw), self.share(classes, draw)
+        self._check_empty(counts)
+        if self.varying:
+            dealt = np.arange(classes)
+            rng.shuffle(dealt)
+            counts, share = counts[dealt], share[dealt]
+        kept = []
+        for images_of_class, count in zip(members, counts, strict=True):
+            shuffled = np.arange(len(images_of_class))
+            rng.shuffle(shuffled)
+            kept.append(images_of_class[shuffled[:count]])
+        return Pool(kept, share)
+
+    def _check_empty(self, counts: Ints) -> None:
+        lost, classes = int((counts == 0).sum()), len(counts)
+        if not lost:
+            return
+        said = f"an imbalance of {self.imbalance:g} leaves {lost} of {classes} classes without an image"
+        if self.empty == "raise" or classes - lost < 2:
+            raise ValueError(f"{said}: the largest has {counts.max()}. Lower the imbalance, or give more images")
+        warnings.warn(f"{said}, in every domain", stacklevel=2)
+
+
+@dataclass(frozen=True)
+class Shuffled:
+    """Locally as balanced as the whole domain: a random order."""
+
+    def arrange(self, pool: Pool, draw: Draw, rng: Random) -> Ints:
+        """Put all images in random order."""
+        return np.asarray(rng.permutation(np.concatenate(pool.members)))
+
+
+@dataclass(frozen=True)
+class Dirichlet:
+    """Locally imbalanced: for a while a few classes come, then others."""
+
+    sigma: float = 0.1  # concentration; smaller: fewer classes at a time
+    window: int = 64  # paper's draw: samples that share one q, a batch
+    slots: int | None = None  # released draw: stretches of a domain; None: min(K, 100)
+
+    def __post_init__(self) -> None:
+        refuse_unless(is_number(self.sigma) and self.sigma > 0, "sigma is a number above 0", self.sigma)
+        refuse_unless(is_count(self.window), "window is a number of samples, at least 1", self.window)
+        refuse_unless(self.slots is None or is_count(self.slots), "slots is a number, at least 1", self.slots)
+
+    def arrange(self, pool: Pool, draw: Draw, rng: Random) -> Ints:
+        """Put the images in the order of the stream."""
+        return self._windows(pool, rng) if draw == "paper" else self._slots(pool, rng)
+
+    def _slots(self, pool: Pool, rng: Random) -> Ints:
+        """Cut each class into one part per slot, sizes by q_k ~ Dir(sigma); play the slots, classes in random order."""
+        classes = len(pool.members)
+        slots = self.slots or min(classes, 100)
+        q = rng.dirichlet([self.sigma] * slots, size=classes)  # (K, slots)
+        if not np.isfinite(q).all():
+            raise ValueError(f"sigma {self.sigma} is too small for the released sampler to compute; use draw='paper'")
+        size = np.array([len(members) for members in pool.members])
+        cuts = np.minimum((np.cumsum(q, axis=1)[:, :-1] * size[:, None]).astype(np.int64), size[:, None])
+        parts = np.diff(cuts, axis=1, prepend=0, append=size[:, None])  # (K, slots) images of each class in each slot
+        place = np.empty((slots, classes), dtype=np.int64)  # when each class plays, within a slot
+        for slot in range(slots):
+            place[slot, rng.permutation(classes)] = np.arange(classes)
+        when = (np.arange(slots)[:, None] * classes + place).T  # (K, slots)
+        images = np.concatenate(pool.members)  # class by class, as `parts` counts them
+        return images[np.argsort(np.repeat(when.ravel(), parts.ravel()), kind="stable")]
+
+    def _windows(self, pool: Pool, rng: Random) -> Ints:
+        """In each window q ~ Dir(sigma share), y ~ Cat(q) without replacement; windows start with the domain."""
+        left = np.array([len(members) for members in pool.members])
+        labels = []
+        while total := int(left.sum()):
+            drawn = drain(log_dirichlet(self.sigma * pool.share, rng), left, min(self.window, total), rng)
+            left = left - np.bincount(drawn, minlength=len(left))
+            labels.append(drawn)
+        return deal([rng.permutation(members) for members in pool.members], np.concatenate(labels))
+
+
+def log_dirichlet(alpha: Floats, rng: Random) -> Floats:
+    """Log of a Dirichlet draw, up to a constant, however small alpha: G(a) = G(a + 1) U^(1/a)."""
+    uniform = 1.0 - rng.uniform(size=alpha.shape)  # (0, 1]
+    return np.asarray(np.log(rng.standard_gamma(alpha + 1)) + np.log(uniform) / alpha)
+
+
+def drain(log_q: Floats, left: Ints, size: int, rng: Random) -> Ints:
+    """Draw from Cat(q) without replacement; what is exhausted drops out, and the others keep their proportions.
+
+    Deleting draws of what is exhausted from a sequence of independent draws is exactly that.
+    """
+    left, parts = left.copy(), [np.empty(0, dtype=np.int64)]
+    while size:
+        log_p = np.where(left > 0, log_q, -np.inf)
+        p = np.exp(log_p - log_p.max())
+        drawn = np.asarray(rng.choice(len(p), size=size, p=p / p.sum()))
+        drawn = drawn[occurrence(drawn) < left[drawn]]
+        left -= np.bincount(drawn, minlength=len(left))
+        size -= len(drawn)
+        parts.append(drawn)
+    return np.concatenate(parts)
+
+
+def occurrence(values: Ints) -> Ints:
+    """How often each value came before.
+
+    >>> occurrence(np.array([3, 1, 3, 3, 1])).tolist()
+    [0, 0, 1, 2, 1]
+    """
+    order = np.argsort(values, kind="stable")
+    counts = np.bincount(values)
+    starts = np.repeat(np.cumsum(counts) - counts, counts)
+    result = np.empty(len(values), dtype=np.int64)
+    result[order] = np.arange(len(values)) - starts
+    return result
+
+
+def deal(piles: list[Ints], turns: Ints) -> Ints:
+    """Take the next of pile ``turns[t]`` at each t.
+
+    >>> deal([np.array([10, 11]), np.array([20])], np.array([0, 1, 0])).tolist()
+    [10, 20, 11]
+    """
+    sizes = np.array([len(pile) for pile in piles])
+    return np.asarray(np.concatenate(piles)[(np.cumsum(sizes) - sizes)[turns] + occurrence(turns)])

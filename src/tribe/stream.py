@@ -1,0 +1,111 @@
+"""Play a data set as a scenario says: batches of images for many streams at once, read ahead in the background."""
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tribe.datasets import Dataset
+from tribe.scenarios import Scenario, Schedule
+
+
+class Batch(NamedTuple):
+    """The next images of every stream. Labels and domains are for the record; no method sees them."""
+
+    x: Tensor  # (S, B, ...)
+    y: Tensor  # (S, B) int64, -1 where unknown
+    domain: Tensor  # (S, B) int64
+    valid: Tensor  # (S, B) False: padding, where streams differ in length
+    reset: Tensor  # (S,) True: go back to the source before this batch
+
+
+class Stream:
+    """One scenario, played once per seed, side by side.
+
+    Batches run over the concatenated stream and straddle domain borders; they are cut short only where the scenario
+    asks for a reset, and at the end. A stream that is over goes on as padding until the longest one ends.
+
+    Args:
+        dataset: the images.
+        scenario: the protocol.
+        seeds: one stream each.
+        batch: images a stream and step.
+    """
+
+    def __init__(self, dataset: Dataset, scenario: Scenario, seeds: Sequence[int] = (0,), batch: int = 64) -> None:
+        if batch < 1:
+            raise ValueError(f"batch is how many images a stream and step, at least 1; got {batch}")
+        if not seeds:
+            raise ValueError("a stream needs at least one seed")
+        if scenario.domains is None:
+            scenario = scenario.on(dataset.domains)
+        self.domains = scenario.domain_names
+        if lacking := [name for name in self.domains if name not in dataset.domains]:
+            have = ", ".join(dataset.domains)
+            raise ValueError(f"the scenario plays {', '.join(lacking[:4])}, which the data set lacks; it has {have}")
+        self.dataset, self.scenario, self.seeds, self.batch = dataset, scenario, tuple(seeds), batch
+        self.labels = [dataset.labels(name) for name in self.domains]
+        self.schedules = [scenario.schedule(self.labels, seed) for seed in seeds]
+        self._cuts = [_cuts(schedule, batch) for schedule in self.schedules]
+
+    def __len__(self) -> int:
+        """How many batches."""
+        return max(len(cuts) for cuts in self._cuts)
+
+    def __iter__(self) -> Iterator[Batch]:
+        """All batches from the beginning."""
+        return self.starting_at(0)
+
+    def starting_at(self, step: int) -> Iterator[Batch]:
+        """The batches from one on, as a run that is resumed needs them."""
+        with ThreadPoolExecutor(1, "tribe-reader") as reader:
+            steps = range(step, len(self))
+            ahead = reader.submit(self._read, step) if steps else None
+            for t in steps:
+                assert ahead is not None
+                batch = ahead.result()
+                ahead = reader.submit(self._read, t + 1) if t + 1 < len(self) else None
+                yield batch
+
+    def _read(self, step: int) -> Batch:
+        cuts = [cut[step] if step < len(cut) else slice(0, 0) for cut in self._cuts]
+        width = max(cut.stop - cut.start for cut in cuts)
+        rows = [self._row(schedule, cut, width) for schedule, cut in zip(self.schedules, cuts, strict=True)]
+        shape = next(images.shape[1:] for images, *_ in rows if len(images))
+        x = torch.zeros(len(rows), width, *shape)
+        for row, (images, *_) in zip(x, rows, strict=True):
+            if len(images):
+                row[: len(images)] = images
+        y, domain, valid = (torch.stack(column) for column in list(zip(*rows, strict=True))[1:])
+        starts = [
+            bool(s.reset[c.start]) if c.stop > c.start else False for s, c in zip(self.schedules, cuts, strict=True)
+        ]
+        return Batch(x, y, domain, valid, torch.tensor(starts))
+
+    def _row(self, schedule: Schedule, cut: slice, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Images, labels, domains and marks of one stream's batch; all but the images padded to ``width``."""
+        domain, index = schedule.domain[cut], schedule.index[cut]
+        y, padded = (torch.full((width,), -1) for _ in range(2))
+        images: Tensor = torch.empty(0)
+        for d in domain.unique().tolist():
+            here = domain == d
+            part = self.dataset.images(self.domains[d], index[here])
+            if not len(images):
+                images = part.new_empty(len(index), *part.shape[1:])
+            images[here] = part
+            y[: len(index)][here] = self.labels[d][index[here]]
+        padded[: len(index)] = domain
+        return images, y, padded, torch.arange(width) < len(index)
+
+
+def _cuts(schedule: Schedule, batch: int) -> list[slice]:
+    """Where batches begin and end: every ``batch`` images, and before every reset."""
+    borders = [*schedule.reset.nonzero().flatten().tolist(), len(schedule.index)]
+    cuts, start = [], 0
+    for border in borders:
+        while start < border:
+            cuts.append(slice(start, min(start + batch, border)))
+            start = cuts[-1].stop
+    return cuts

@@ -1,0 +1,194 @@
+"""Streams and the loop: what is played, what is written down, and how it goes on after being stopped."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from tribe import methods, metrics
+from tribe.backbone import Backbone
+from tribe.files import StateFileError
+from tribe.run import run
+from tribe.scenarios import Scenario, Schedule, create
+from tribe.stream import Stream
+from tribe.testing import CLASSES, SIZE, small_network
+
+
+class Memory:
+    """Two domains of images that tell where they come from: pixel 0 holds the domain, pixel 1 the position."""
+
+    classes = tuple("abcd")
+    domains = ("fog@5", "snow@5")
+
+    def __init__(self, size=50):
+        self.y = torch.arange(size) % CLASSES
+        self.reads = []
+
+    def labels(self, domain):
+        return self.y
+
+    def images(self, domain, index):
+        self.reads.append(len(index))
+        generator = torch.Generator().manual_seed(len(domain))
+        x = torch.rand(len(self.y), 3, SIZE, SIZE, generator=generator)[index]
+        x[:, 0, 0, 0] = self.domains.index(domain)
+        x[:, 0, 0, 1] = index / 100
+        return x
+
+
+@dataclass(frozen=True)
+class Fixed(Scenario):
+    """A scenario whose streams differ in length with the seed: all images of both domains, in order, then fewer."""
+
+    reset_at: tuple[int, ...] = ()
+
+    def schedule(self, labels, seed):
+        n = len(labels[0]) - 7 * seed
+        domain = torch.arange(2).repeat_interleave(n)
+        reset = torch.zeros(2 * n, dtype=torch.bool)
+        reset[[r for r in self.reset_at if r < 2 * n]] = True
+        return Schedule(domain, torch.arange(n).repeat(2), reset)
+
+
+def play(method="source", seeds=(0, 1), resets=(), **options):
+    stream = Stream(Memory(), Fixed(reset_at=resets), seeds, batch=16)
+    return run(Backbone(small_network()), methods.create(method, classes=CLASSES), stream, **options)
+
+
+def test_batches_straddle_domains_and_pad_streams_that_end_early():
+    stream = Stream(Memory(), Fixed(), (0, 1), batch=16)
+    batches = list(stream)
+    assert len(batches) == len(stream) == 7  # 100 images in sixteens
+    assert [b.x.shape[1] for b in batches] == [16] * 6 + [4]
+    assert set(batches[3].domain[0].tolist()) == {0, 1}
+    assert [int(b.valid[1].sum()) for b in batches] == [16] * 5 + [6, 0]
+    assert all((b.x[~b.valid] == 0).all() and (b.y[~b.valid] == -1).all() for b in batches)
+
+
+def test_every_image_carries_its_own_label_and_domain():
+    for batch in Stream(Memory(), Fixed(), (0, 1), batch=16):
+        x, y, domain = batch.x[batch.valid], batch.y[batch.valid], batch.domain[batch.valid]
+        assert torch.equal(x[:, 0, 0, 0].long(), domain)
+        assert torch.equal((x[:, 0, 0, 1] * 100).round().long() % CLASSES, y)
+
+
+def test_a_reset_cuts_the_batch_before_it():
+    batches = list(Stream(Memory(), Fixed(reset_at=(0, 50)), (0,), batch=16))
+    assert [b.x.shape[1] for b in batches] == [16, 16, 16, 2, 16, 16, 16, 2]
+    assert [bool(b.reset) for b in batches] == [True, False, False, False, True, False, False, False]
+
+
+def test_a_reader_that_fails_says_so():
+    data = Memory()
+    data.images = lambda domain, index: (_ for _ in ()).throw(OSError("unreadable image 7"))
+    with pytest.raises(OSError, match="unreadable image 7"):
+        list(Stream(data, Fixed()))
+
+
+@pytest.mark.parametrize("method", methods.names())
+def test_the_record_holds_every_image_once_and_streams_do_not_meet(method):
+    together = play(method)
+    assert [len(r.label) for r in together] == [100, 86]
+    for seed, record in enumerate(together):
+        (alone,) = play(method, seeds=(seed,), seed=seed)
+        for name in ("domain", "label", "prediction"):
+            assert torch.equal(getattr(record, name), getattr(alone, name)), name
+        assert torch.allclose(record.confidence, alone.confidence, atol=1e-5)
+    assert together[1].spec["seed"] == 1
+    assert 0 <= metrics.instance_error(together[0]) <= 1
+
+
+def test_predictions_are_the_adapters():
+    import tribe
+
+    adapter = tribe.adapt(small_network())
+    expected = torch.cat([adapter(b.x[0]).argmax(1) for b in Stream(Memory(), Fixed(), (0,), batch=16)])
+    assert torch.equal(play("tribe", seeds=(0,))[0].prediction, expected)
+
+
+def test_a_reset_brings_the_source_back():
+    once, twice = play("tribe", seeds=(0,)), play("tribe", seeds=(0,), resets=(0, 50))
+    first_of_two = [r.confidence[50:66] for r in (once[0], twice[0])]
+    assert not torch.allclose(*first_of_two)
+    fresh = run(
+        Backbone(small_network()),
+        methods.create("tribe", classes=CLASSES),
+        Stream(Memory(), _Second(), (0,), batch=16),
+    )
+    assert torch.equal(fresh[0].confidence[:16], twice[0].confidence[50:66])
+
+
+@dataclass(frozen=True)
+class _Second(Fixed):
+    def schedule(self, labels, seed):
+        domain, index, reset = super().schedule(labels, seed)
+        return Schedule(domain[50:], index[50:], reset[50:])
+
+
+def test_a_run_that_was_stopped_goes_on_to_the_same_end(tmp_path, monkeypatch):
+    monkeypatch.setattr("tribe.run.EVERY", 2)
+    path = tmp_path / "run.safetensors"
+    whole = play("tribe")
+
+    class Stopped(Exception):
+        pass
+
+    def stop(done, of):
+        if done == 5:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        play("tribe", checkpoint=path, progress=stop)
+    assert path.is_file()
+    seen = []
+    resumed = play("tribe", checkpoint=path, progress=lambda done, of: seen.append((done, of)))
+    assert seen == [(5, 7), (6, 7), (7, 7)], "it went on after the checkpoint, at batch 4"
+    assert not path.exists()
+    for a, b in zip(whole, resumed, strict=True):
+        for name in ("domain", "label", "prediction", "confidence"):
+            assert torch.equal(getattr(a, name), getattr(b, name)), name
+
+
+@pytest.mark.parametrize("damage", [lambda p: p.write_bytes(b"x"), lambda p: p.write_bytes(p.read_bytes()[:-9])])
+def test_a_damaged_checkpoint_is_refused(tmp_path, monkeypatch, damage):
+    monkeypatch.setattr("tribe.run.EVERY", 2)
+    path = tmp_path / "run.safetensors"
+    with pytest.raises(ZeroDivisionError):
+        play("tribe", checkpoint=path, progress=lambda done, of: 1 // (3 - done))
+    with pytest.raises(StateFileError, match="another run"):
+        play("tribe", checkpoint=path, spec={"scenario": "other"})
+    damage(path)
+    with pytest.raises(StateFileError, match="not a checkpoint"):
+        play("tribe", checkpoint=path)
+
+
+@pytest.mark.parametrize(("options", "words"), [({"batch": 0}, "at least 1"), ({"seeds": ()}, "at least one seed")])
+def test_bad_streams(options, words):
+    with pytest.raises(ValueError, match=words):
+        Stream(Memory(), Fixed(), **options)
+
+
+@pytest.mark.parametrize("name", ["iid", "fully", "continual", "ptta", "gli-f", "gli-v", "mixed", "recurring"])
+def test_real_scenarios_play(name):
+    stream = Stream(Memory(), create(name), (0, 1), batch=16)
+    for record in run(Backbone(small_network()), methods.create("bn", classes=CLASSES), stream):
+        assert set(record.domain.tolist()) == {0, 1}
+        assert record.domains == Memory.domains
+
+
+class Severities(Memory):
+    domains = tuple(f"{name}@{s}" for name in ("fog", "snow") for s in range(1, 6))
+
+
+def test_scenarios_that_change_severity_find_their_domains():
+    stream = Stream(Severities(), create("gradual"), (0,), batch=16)
+    assert set(stream.domains) == set(Severities.domains)
+    severities = [stream.domains[d][-1] for d in stream.schedules[0].domain.tolist()]
+    assert severities == sorted(severities), "from mild to severe"
+
+
+def test_domains_that_the_data_set_lacks_are_named():
+    with pytest.raises(ValueError, match=r"need domain 'fog@1'"):
+        Stream(Memory(), create("gradual"))
+    with pytest.raises(ValueError, match=r"plays rain@5, which the data set lacks; it has fog@5, snow@5"):
+        Stream(Memory(), create("iid", domains=("fog@5", "rain@5")))
