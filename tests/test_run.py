@@ -125,8 +125,7 @@ class _Second(Fixed):
         return Schedule(domain[50:], index[50:], reset[50:])
 
 
-def test_a_run_that_was_stopped_goes_on_to_the_same_end(tmp_path, monkeypatch):
-    monkeypatch.setattr("tribe.run.EVERY", 2)
+def test_a_run_that_was_stopped_goes_on_to_the_same_end(tmp_path):
     path = tmp_path / "run.safetensors"
     whole = play("tribe")
 
@@ -138,10 +137,10 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_end(tmp_path, monkeypatch):
             raise Stopped
 
     with pytest.raises(Stopped):
-        play("tribe", checkpoint=path, progress=stop)
+        play("tribe", checkpoint=path, every=2, progress=stop)
     assert path.is_file()
     seen = []
-    resumed = play("tribe", checkpoint=path, progress=lambda done, of: seen.append((done, of)))
+    resumed = play("tribe", checkpoint=path, every=2, progress=lambda done, of: seen.append((done, of)))
     assert seen == [(5, 7), (6, 7), (7, 7)], "it went on after the checkpoint, at batch 4"
     assert not path.exists()
     for a, b in zip(whole, resumed, strict=True):
@@ -150,16 +149,15 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_end(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("damage", [lambda p: p.write_bytes(b"x"), lambda p: p.write_bytes(p.read_bytes()[:-9])])
-def test_a_damaged_checkpoint_is_refused(tmp_path, monkeypatch, damage):
-    monkeypatch.setattr("tribe.run.EVERY", 2)
+def test_a_damaged_checkpoint_is_refused(tmp_path, damage):
     path = tmp_path / "run.safetensors"
     with pytest.raises(ZeroDivisionError):
-        play("tribe", checkpoint=path, progress=lambda done, of: 1 // (3 - done))
+        play("tribe", checkpoint=path, every=2, progress=lambda done, of: 1 // (3 - done))
     with pytest.raises(StateFileError, match="another run"):
-        play("tribe", checkpoint=path, spec={"scenario": "other"})
+        play("tribe", checkpoint=path, every=2, spec={"scenario": "other"})
     damage(path)
     with pytest.raises(StateFileError, match="not a checkpoint"):
-        play("tribe", checkpoint=path)
+        play("tribe", checkpoint=path, every=2)
 
 
 @pytest.mark.parametrize(("options", "words"), [({"batch": 0}, "at least 1"), ({"seeds": ()}, "at least one seed")])

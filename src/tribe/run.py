@@ -21,7 +21,6 @@ from tribe.state import clone, leaves, rebuild, select
 from tribe.stream import Stream
 
 Progress = Callable[[int, int], None]  # batches done, batches in all
-EVERY = 50  # batches between checkpoints
 
 
 def run(
@@ -32,6 +31,7 @@ def run(
     seed: int = 0,
     spec: Mapping[str, Any] | None = None,
     checkpoint: str | PathLike[str] | None = None,
+    every: int = 50,
     progress: Progress | None = None,
 ) -> list[Record]:
     """Predict every stream, adapting on the way: a record each.
@@ -42,7 +42,8 @@ def run(
         stream: the images; labels go from its batches straight to the record.
         seed: seed of the first stream's augmentation; stream i has seed + i.
         spec: words about how this was made, kept in the records.
-        checkpoint: a file to go on from if it exists, and to write now and then; removed at the end.
+        checkpoint: a file to go on from if it exists, and to write every ``every`` batches; removed at the end.
+        every: batches between checkpoints.
         progress: called after every batch.
     """
     streams = len(stream.seeds)
@@ -67,7 +68,7 @@ def run(
                 column[name].append(values[here])
         if progress is not None:
             progress(step + 1, len(stream))
-        if checkpoint is not None and (step + 1) % EVERY == 0:
+        if checkpoint is not None and (step + 1) % every == 0:
             _save(checkpoint, state, columns, step + 1, words)
     if checkpoint is not None:
         Path(checkpoint).unlink(missing_ok=True)
