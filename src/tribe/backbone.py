@@ -165,7 +165,8 @@ class Backbone(nn.Module):
 
     def fingerprint(self) -> str:
         """A hash of the source model: its weights, statistics and layer names."""
-        return hash_tensors({**self.model.state_dict(), **self.origin.state_dict()})
+        named = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}  # persistent or not
+        return hash_tensors({**named, **self.origin.state_dict()})
 
     def train(self, mode: bool = True) -> "Backbone":
         """Stay in evaluation mode: dropout and the like are never wanted here."""

@@ -1,0 +1,192 @@
+"""Read published weights into a network, or say in words why they do not fit; it is filled whole or not at all."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from tribe.models.base import Architecture, Normalization, architecture
+from tribe.normalize import Normalize
+
+PREFIXES = ("module.", "model.", "_orig_mod.")  # what DataParallel, wrappers and torch.compile put before names
+ENVELOPES = ("state_dict", "model_state_dict", "model")  # under which training scripts keep a state dict
+CONSTANTS = (("mu", "sigma"), ("mean", "std"), ("normalize.mean", "normalize.std"))  # input normalisation in a file
+ROUNDING = 1e-3  # to which a file's constants and the network's agree: some files hold them in half precision
+
+
+class WeightsError(ValueError):
+    """Weights that cannot be used, and why."""
+
+
+def load(model: str | nn.Module, path: str | PathLike[str], **fields: Any) -> nn.Module:
+    """Read weights into a network and return it in evaluation mode.
+
+    Args:
+        model: a name, as `create` takes it, or a network, which is filled in place.
+        path: a safetensors file, or a state dict written by `torch.save` (.pt, .pth), read without running any code in
+            it. Half precision becomes the network's own; prefixes of wrappers are taken off.
+        fields: as `create` takes them, beside a name; the number of classes and constants of input normalisation are
+            read from the file where they are not given.
+    """
+    if isinstance(model, str):
+        design = architecture(model, **fields)  # a wrong name is refused before a large file is read
+        tensors = read(path)
+        model = _as_told(design, tensors, fields).build()
+    elif not isinstance(model, nn.Module):
+        raise TypeError(f"expected a name or a torch.nn.Module; got {type(model).__name__}")
+    elif fields:
+        raise TypeError(f"{', '.join(sorted(fields))} can be chosen for a network built by name, not for one at hand")
+    else:
+        tensors = read(path)
+    wanted = model.state_dict()
+    found = _fit_names(path, tensors, wanted)
+    _check_constants(path, found, wanted, model)
+    _check(path, found, wanted)
+    model.load_state_dict(found, strict=False)  # copies into each tensor's own precision; all was checked above
+    return model.eval()
+
+
+def read(path: str | PathLike[str]) -> dict[str, Tensor]:
+    """The tensors of a weights file, by the names they have there."""
+    path = Path(path)
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder; expected a weights file")
+    if not path.is_file():
+        raise FileNotFoundError(f"no weights file at {path}")
+    if path.suffix == ".safetensors":
+        try:
+            return load_file(path)
+        except SafetensorError as error:
+            raise WeightsError(f"{path} is not a safetensors file, or it was cut short ({error})") from error
+    if path.suffix in (".pt", ".pth"):
+        return _open_envelope(path, _unpickle(path))
+    raise WeightsError(
+        f"{path}: expected weights in a .safetensors, .pt or .pth file; got {path.suffix or 'no suffix'}"
+    )
+
+
+def _unpickle(path: Path) -> object:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except OSError:
+        raise
+    except Exception as error:  # damaged bytes make the reader fail in any way
+        reason = str(error)
+        if "GLOBAL" in reason:
+            raise WeightsError(
+                f"{path} holds Python objects beside tensors, which could run code when read: save "
+                "model.state_dict() alone, best as safetensors"
+            ) from error
+        raise WeightsError(
+            f"{path} is not a state dict written by torch.save, or it was cut short ({type(error).__name__})"
+        ) from error
+
+
+def _open_envelope(path: Path, content: object) -> dict[str, Tensor]:
+    while isinstance(content, Mapping):
+        if content and all(isinstance(value, Tensor) for value in content.values()):
+            return {str(name): value for name, value in content.items()}
+        inner = (content[key] for key in ENVELOPES if isinstance(content.get(key), Mapping))
+        content = next(inner, None)
+    raise WeightsError(
+        f"{path} holds no state dict: expected names with tensors, or those under {' or '.join(map(repr, ENVELOPES))}"
+    )
+
+
+def _as_told(design: Architecture, tensors: Mapping[str, Tensor], given: Mapping[str, Any]) -> Architecture:
+    """The configuration with what the file tells of it, where the caller did not say."""
+    told: dict[str, Any] = {}
+    bare = {_bare(name): tensor for name, tensor in tensors.items()}
+    head = bare.get(f"{design.head}.weight")
+    if head is not None and head.dim() == 2 and len(head):
+        told["classes"] = len(head)
+    if constants := _constants(bare):
+        told["normalize"] = constants
+    return dataclasses.replace(design, **{field: value for field, value in told.items() if field not in given})
+
+
+def _bare(name: str, own: Iterable[str] = ()) -> str:
+    """A name without prefixes, unless the network has it with them."""
+    while name not in own and name.startswith(PREFIXES):
+        name = name.partition(".")[2]
+    return name
+
+
+def _fit_names(path: object, tensors: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    shared = "model." if wanted and all(name.startswith("model.") for name in wanted) else ""  # a wrapper of our own
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        bare = _bare(name, wanted)
+        own = bare if bare in wanted or shared + bare not in wanted else shared + bare
+        if own in found:
+            raise WeightsError(f"{path} holds {own} twice, with and without a prefix; keep one of the two")
+        found[own] = tensor
+    return found
+
+
+def _constants(tensors: Mapping[str, Tensor]) -> Normalization | None:
+    """The input normalisation that a file holds, if it does."""
+    for mean, std in CONSTANTS:
+        if mean in tensors and std in tensors:
+            return tuple(tensors[mean].flatten().tolist()), tuple(tensors[std].flatten().tolist())
+    return None
+
+
+def _check_constants(path: object, found: dict[str, Tensor], wanted: Mapping[str, Tensor], model: nn.Module) -> None:
+    """Take constants of input normalisation out of what was found, and refuse those the network does not use."""
+    foreign = {name: tensor for name, tensor in found.items() if name not in wanted}
+    constants = _constants(foreign)
+    if constants is None:
+        return
+    layer = next((m for m in model.modules() if isinstance(m, Normalize)), None)
+    own = None if layer is None else (layer.mean.tolist(), layer.std.tolist())
+    if own is None or not _close(own, constants):
+        inside = "takes images as they are" if own is None else f"uses mean {own[0]} and std {own[1]}"
+        raise WeightsError(
+            f"{path} wants images normalised with mean {constants[0]} and std {constants[1]}, but the network "
+            f"{inside}: build it with normalize={constants}"
+        )
+    for name in (name for pair in CONSTANTS for name in pair if name in foreign):
+        del found[name]
+
+
+def _close(own: tuple[list[float], list[float]], constants: Normalization) -> bool:
+    return all(
+        len(a) == len(b) and all(abs(p - q) <= ROUNDING for p, q in zip(a, b, strict=True))
+        for a, b in zip(own, constants, strict=True)
+    )
+
+
+def _check(path: object, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
+    """Refuse weights of another network, and damaged ones."""
+    needed = [n for n in wanted if not n.endswith("num_batches_tracked")]  # old files have no such counts
+    missing = [n for n in needed if n not in found]
+    unexpected = [n for n in found if n not in wanted]
+    if missing or unexpected:
+        parts = [f"it lacks {_some(missing)}"] * bool(missing) + [f"it has {_some(unexpected)}"] * bool(unexpected)
+        foreign = len(missing) == len(needed)
+        hint = "not a single name fits: these are another network's weights" if foreign else "the names do not fit"
+        raise WeightsError(f"{path}: {hint}; {', and '.join(parts)}{' besides' if unexpected else ''}")
+    wrong = [
+        f"{name} is {tuple(tensor.shape)} where the network has {tuple(wanted[name].shape)}"
+        for name, tensor in found.items()
+        if tensor.shape != wanted[name].shape
+    ]
+    if wrong:
+        raise WeightsError(f"{path}: the shapes do not fit; {_some(wrong)}")
+    for name, tensor in found.items():
+        if tensor.is_floating_point() != wanted[name].is_floating_point():
+            raise WeightsError(f"{path}: {name} is {tensor.dtype}; expected floating-point weights, not quantised ones")
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise WeightsError(f"{path}: {name} holds values that are not finite")
+
+
+def _some(names: list[str], most: int = 4) -> str:
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + rest
