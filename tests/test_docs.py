@@ -4,7 +4,9 @@ import importlib
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.torch import save_file
 
 import tribe
 from tribe.testing import check_method, images, small_network
@@ -19,11 +21,28 @@ def blocks(name):
 def test_the_readme_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     scope = {"net": small_network(), "camera": [images(1, 6, seed)[0] for seed in range(3)]}
-    first, second = blocks("README.md")
+    first, second, _ = blocks("README.md")
     exec(first, scope)
     assert scope["logits"].shape == (6, 4)
     exec(second, {**scope, "tribe": tribe, "images": images(4, 6)})
     assert (tmp_path / "cameras.safetensors").is_file()
+
+
+def test_the_readme_reproduces_a_stream(tmp_path, monkeypatch, capsys):
+    """With files of the published layout, made small, and fresh weights of a network with the published names."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TRIBE_DATA", str(tmp_path))
+    draw = np.random.default_rng(0)
+    (tmp_path / "CIFAR-10-C").mkdir()
+    np.save(tmp_path / "CIFAR-10-C/labels.npy", np.tile(np.arange(10), 50))
+    for name in tribe.scenarios.CIFAR_C:
+        np.save(tmp_path / f"CIFAR-10-C/{name}.npy", draw.integers(256, size=(500, 32, 32, 3)).astype(np.uint8))
+    block = blocks("README.md")[2].replace("wrn28_10", "wrn10_1").replace("imbalance=100", "imbalance=5")
+    save_file(tribe.models.create("wrn10_1").state_dict(), tmp_path / "wrn10_1_cifar10.safetensors")
+    exec(block, {"tribe": tribe})
+    instance, category = re.findall(r"tensor\(([\d.]+)", capsys.readouterr().out)
+    assert 0.5 < float(instance) <= 1
+    assert 0.5 < float(category) <= 1
 
 
 def test_the_method_of_contributing_fulfils_the_contract():

@@ -89,7 +89,7 @@ class CifarC:
 @register("cifar10-c")
 @dataclass(frozen=True)
 class Cifar10C(CifarC):
-    """CIFAR-10-C."""
+    """The CIFAR-10 test images under each corruption, at five severities."""
 
     count = 10
     folder = "CIFAR-10-C"
@@ -98,7 +98,7 @@ class Cifar10C(CifarC):
 @register("cifar100-c")
 @dataclass(frozen=True)
 class Cifar100C(CifarC):
-    """CIFAR-100-C."""
+    """The CIFAR-100 test images under each corruption, at five severities."""
 
     count = 100
     folder = "CIFAR-100-C"
