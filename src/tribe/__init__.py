@@ -13,7 +13,7 @@ The method is TRIBE (AAAI-24); read `tribe.methods.tribe` and `tribe.norms.balan
 
 __version__ = "0.1.0.dev0"
 
-from tribe import datasets, methods, metrics, models, norms, scenarios
+from tribe import corruptions, datasets, methods, metrics, models, norms, scenarios
 from tribe.adapter import Adapter, Snapshot, StreamInfo, adapt, load
 from tribe.augment import Augment
 from tribe.backbone import Backbone
@@ -40,6 +40,7 @@ __all__ = [
     "Stream",
     "StreamInfo",
     "adapt",
+    "corruptions",
     "datasets",
     "doctor",
     "load",

@@ -1,4 +1,4 @@
-"""The contract every method, norm rule and scenario is held to; public, so that code outside the repository can call it.
+"""The contract every method, norm rule and scenario is held to; public: code outside the repository can call it.
 
     from tribe.testing import check_method
     check_method(MyMethod(classes=4))       # raises AssertionError naming the property that does not hold
