@@ -6,7 +6,7 @@ state, in one place, after a step has succeeded. So an error on the way leaves i
 
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from os import PathLike
 from typing import Any, NamedTuple
 
@@ -122,6 +122,7 @@ class Adapter(nn.Module):
         self._frozen = False
         self._warned = False
         self._poisoned: Tensor | None = None  # (S, B), of the last batch
+        self._retired: Any = None  # the state before this one
         self.adapted = Store(method.init(net, streams, seed))
 
     # -- predicting and learning ------------------------------------------------------------------------------------
@@ -145,9 +146,11 @@ class Adapter(nn.Module):
             if images.shape[1] == 0:
                 logits = images.new_zeros(self.streams, 0, self.classes)
             elif learn:
-                logits, state = self.method.step(self.net, self.state, images)
+                old = self.state
+                logits, state = self.method.step(self.net, old, images, donate=self._retired or False)
                 self._check_logits(logits)
                 self._put(state, ~images.isfinite().flatten(2).all(2))
+                self._retired = old  # its memory serves the step after next; a step that fails has touched no other
             else:
                 logits = self.method.predict(self.net, self.state, images)
                 self._check_logits(logits)
@@ -156,13 +159,13 @@ class Adapter(nn.Module):
     def _put(self, state: Any, poisoned: Tensor | None = None) -> None:
         """Replace the state: the one place where an adapter changes."""
         self.adapted.put(state)
-        self._poisoned = poisoned
+        self._poisoned, self._retired = poisoned, None
 
     # -- life cycle ---------------------------------------------------------------------------------------------------
 
     @property
     def state(self) -> Any:
-        """The method's state: a named tuple of tensors. Treat it as read-only; `snapshot` gives a copy."""
+        """The method's state, a named tuple of tensors, good until the next call; `snapshot` gives a copy to keep."""
         return self.adapted.get()
 
     @property
@@ -257,6 +260,10 @@ class Adapter(nn.Module):
         row = slice(index, index + 1)
         frozen = Stats(*(t[row] for t in stats)) if isinstance(norm, Frozen) else None
         return self.net.plain(Affine(*(t[row] for t in affine)), frozen)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Adapter":
+        self._retired = None  # of another device or precision, soon
+        return super()._apply(fn, recurse)  # type: ignore[no-any-return,no-untyped-call]
 
     def extra_repr(self) -> str:
         """The method and the number of streams."""

@@ -181,6 +181,7 @@ class Backbone(nn.Module):
         labels: Tensor | None = None,
         valid: Tensor | None = None,
         weights: Mapping[str, Tensor] | None = None,
+        spare: Stats | None = None,
     ) -> Output:
         """One pass over (R, B, ...) images, each row with its own normalisation.
 
@@ -193,6 +194,7 @@ class Backbone(nn.Module):
             valid: (R, B); False marks padding, which weighs nothing in any statistic.
             weights: other weights by name instead of the frozen ones (`torch.func.functional_call`, which swaps them
                 on the shared module: threads are safe without it only).
+            spare: statistics nobody needs any more, whose memory may hold the new ones.
         """
         rows, batch = x.shape[:2]
         if affine.weight.shape != (rows, self.channels):
@@ -240,16 +242,20 @@ class Backbone(nn.Module):
             whole = features.shape[0] == len(images)  # not where frames or crops are classified one by one
             features = features.flatten(2).mean(2) if features.dim() == 4 else features.flatten(1)
             features = features.unflatten(0, (rows, batch)) if whole else None
-        return Output(logits, features, self._collect(current))
+        return Output(logits, features, self._collect(current, spare))
 
-    def _collect(self, current: Pass) -> Stats:
+    def _collect(self, current: Pass, spare: Stats | None) -> Stats:
         """The statistics each slot's rule left, side by side; those of layers that were not called stay."""
         if not current.norm.observes or not current.kept:
             return current.stats
         parts = [
             current.kept.get(slot.index) or Stats(*(t[..., slot.columns] for t in current.stats)) for slot in self.slots
         ]
-        return Stats(torch.cat([p.mean for p in parts], -1), torch.cat([p.var for p in parts], -1))
+        if spare is None or spare.mean.shape != current.stats.mean.shape or _overlap(spare, current.stats):
+            spare = Stats(*(torch.empty_like(t) for t in current.stats))
+        for out, pieces in zip(spare, zip(*parts, strict=True), strict=True):
+            torch.cat(pieces, -1, out=out)
+        return spare
 
     def plain(self, affine: Affine, stats: Stats | None) -> nn.Module:
         """An ordinary module with ordinary layers that hold these affine parameters (1, C) and statistics (1, 1, C).
@@ -331,6 +337,10 @@ def _source(slots: list[Slot], device: torch.device) -> Source:
     affine = Affine(row("weight", 1.0)[None], row("bias", 0.0)[None])
     stats = Stats(row("running_mean", None)[None, None], row("running_var", None)[None, None])
     return Source(affine, stats)
+
+
+def _overlap(a: Stats, b: Stats) -> bool:
+    return any(s.data_ptr() == t.data_ptr() for s in a for t in b)
 
 
 def _note_features(_: nn.Module, args: tuple[Any, ...]) -> None:

@@ -50,14 +50,16 @@ def run(
     source = method.init(net, streams, seed)
     words = {"method": method.name, **(spec or {})}
     state, columns, start = clone(source), _nothing(streams), 0
+    retired: Any = False
     if checkpoint is not None and Path(checkpoint).exists():
         state, columns, start = _resume(checkpoint, source, words)
     for step, batch in enumerate(stream.starting_at(start), start):
         begun = time.perf_counter()
         x, valid, reset = (t.to(net.device) for t in (batch.x, batch.valid, batch.reset))
         if batch.reset.any():
-            state = select(reset, clone(source), state)  # a copy: a step may reuse what it is donated
-        output, state = method.step(net, state, x, valid, donate=True)
+            state, retired = select(reset, clone(source), state), False  # a copy: its memory will be reused
+        old, (output, state) = state, method.step(net, state, x, valid, donate=retired)
+        retired = old  # its memory serves the step after next
         p = output if method.output == "probabilities" else output.float().softmax(-1)
         confidence, prediction = (t.cpu() for t in p.max(-1))  # waits for the device, so that the time is the whole
         seconds = (time.perf_counter() - begun) / max(int(batch.valid.sum()), 1)

@@ -139,15 +139,19 @@ def mutates_nothing(method: Method) -> None:
 
 
 def donating_changes_no_number(method: Method) -> None:
-    """Catches a step that reads a buffer after reusing it."""
-    net, batches = _network(), _stream_of(2)
+    """Catches a step that reads a buffer after reusing it, or that reuses the state it works on."""
+    net, batches = _network(), _stream_of(2, steps=6)
     kept, kept_state = _play(method, net, method.init(net, 2), batches)
-    state, outputs = method.init(net, 2), []
-    for x in batches:
-        y, state = method.step(net, state, x, donate=True)
-        outputs.append(y)
-    assert all(torch.equal(a, b) for a, b in zip(kept, outputs, strict=True)), "predictions differ"
-    assert digest(kept_state) == digest(state), "states differ"
+    for retire in (False, True):
+        state, retired, outputs = method.init(net, 2), False, []
+        for x in batches:
+            before, old = digest(state), state
+            y, state = method.step(net, state, x, donate=retired if retire else True)
+            assert not retire or digest(old) == before, "the state was changed, although another was donated"
+            outputs.append(y)
+            retired = old
+        assert all(torch.equal(a, b) for a, b in zip(kept, outputs, strict=True)), "predictions differ"
+        assert digest(kept_state) == digest(state), "states differ"
 
 
 def streams_are_independent(method: Method) -> None:

@@ -70,12 +70,13 @@ class Method(ABC):
 
     @abstractmethod
     def step(
-        self, net: Backbone, state: Any, x: Tensor, valid: Tensor | None = None, *, donate: bool = False
+        self, net: Backbone, state: Any, x: Tensor, valid: Tensor | None = None, *, donate: Any = False
     ) -> tuple[Tensor, Any]:
         """Predict (S, B, ...) images, then adapt: (S, B, K) predictions and the next state.
 
-        ``valid`` (S, B) marks real images: padding weighs nothing. ``donate=True`` allows (and does not oblige) the
-        step to reuse the old state's memory; the caller must not look at it again.
+        ``valid`` (S, B) marks real images: padding weighs nothing. ``donate`` allows (and does not oblige) the step to
+        reuse memory that the caller will not look at again: True gives up ``state`` itself; a retired state, say the
+        one before it, is given up instead, and then an error on the way leaves ``state`` whole.
         """
 
     @abstractmethod

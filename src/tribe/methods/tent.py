@@ -1,7 +1,7 @@
 """Make the network surer of its own predictions, one step a batch: TENT (Wang et al., ICLR 2021)."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,7 +48,7 @@ class Tent(Method):
         return Deployed(state.affine, _statistics(net, state), Batch())
 
     def step(
-        self, net: Backbone, state: TentState, x: Tensor, valid: Tensor | None = None, *, donate: bool = False
+        self, net: Backbone, state: TentState, x: Tensor, valid: Tensor | None = None, *, donate: Any = False
     ) -> tuple[Tensor, TentState]:
         """Predict, then take one Adam step down the entropy of these predictions."""
         x, valid, rejected = screen(x, valid)

@@ -11,7 +11,7 @@ has its own Balanced BN statistics, all moved by the same pseudo labels. Per bat
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -112,20 +112,21 @@ class Tribe(Method):
         return Deployed(state.affine, self.norm.pool(teacher), Frozen())
 
     def step(
-        self, net: Backbone, state: TribeState, x: Tensor, valid: Tensor | None = None, *, donate: bool = False
+        self, net: Backbone, state: TribeState, x: Tensor, valid: Tensor | None = None, *, donate: Any = False
     ) -> tuple[Tensor, TribeState]:
         """Predict with the teacher, then let the three branches see the batch and the affine parameters learn."""
-        norm = self.norm
+        norm, retired = self.norm, donate if isinstance(donate, TribeState) else None
         x, valid, rejected = screen(x, valid)
         prediction = self.predict(net, state, x, valid)
         labels = prediction.argmax(-1)  # (S, B) pseudo labels for the statistics of all branches
 
-        anchor, anchor_stats = self._anchor(net, state, x, labels, valid)
+        anchor, anchor_stats = self._anchor(net, state, x, labels, valid, retired and retired.anchor)
         with torch.enable_grad():
             affine = Affine(*(t.detach().requires_grad_() for t in state.affine))
             shared = Affine(*(_twice(t) for t in affine))
             views = torch.stack((x, self._augmented(x, state.key)), 1).flatten(0, 1)  # (2 S, B, ...)
-            pair, _, pair_stats = net(views, shared, state.pair, norm, _twice(labels), _twice(valid))
+            spare = retired and retired.pair
+            pair, _, pair_stats = net(views, shared, state.pair, norm, _twice(labels), _twice(valid), spare=spare)
             teacher, student = pair.unflatten(0, (-1, 2)).unbind(1)  # (S, B, K) each
 
             certain = entropy(teacher.detach()) < self.h0 * math.log(norm.classes)  # type: ignore[operator]
@@ -141,14 +142,14 @@ class Tribe(Method):
         return finish(net, state, new, prediction, valid, rejected, trusted, moved)
 
     def _anchor(
-        self, net: Backbone, state: TribeState, x: Tensor, labels: Tensor, valid: Tensor
+        self, net: Backbone, state: TribeState, x: Tensor, labels: Tensor, valid: Tensor, spare: Stats | None
     ) -> tuple[Tensor | None, Stats]:
         """What the source network says with statistics that follow the stream; nothing if nobody asks it."""
         if self.lambda_anc == 0:
             return None, state.anchor
         with torch.no_grad():
             source, _ = net.source(len(x))
-            anchor, _, stats = net(x, source, state.anchor, self.norm, labels, valid)
+            anchor, _, stats = net(x, source, state.anchor, self.norm, labels, valid, spare=spare)
         return anchor, stats
 
     def _augmented(self, x: Tensor, key: Key) -> Tensor:

@@ -160,14 +160,16 @@ class _Update(torch.autograd.Function):
         ctx.save_for_backward(d, delta, mu - centre, move, shrink)
         ctx.groups, ctx.norm = groups, norm
         ctx.mark_non_differentiable(kept_mean, kept_var)
+        ctx.set_materialize_grads(False)  # or autograd makes zeros as large as the class statistics
         pooled_var = within + pooled_growth + (between + spread) / norm.freedom
         return pooled_mean, pooled_var, kept_mean, kept_var
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, g_mean: Tensor, g_var: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, g_mean: Tensor | None, g_var: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         """Each sample moves its class's delta by rate, and its class's square by rate * (1, 2 d)."""
         d, delta, off_centre, move, shrink = ctx.saved_tensors
+        g_mean, g_var = (torch.zeros_like(move) if g is None else g for g in (g_mean, g_var))
         norm: Balanced = ctx.norm
         own, shared = (1 - norm.gamma) / norm.classes, norm.gamma / ctx.groups.over
         by_fresh = g_var * (own * ((1 - shrink) if norm.gamma_over == "present" else 1) + shared)  # (R, 1, C)
