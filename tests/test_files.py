@@ -128,13 +128,22 @@ KILLER = """
     def half_written():
         return [os.path.join(folder, f) for f in os.listdir(folder) if f.endswith(".tmp")]
 
+    def wait_for_saves(count):
+        for _ in range(count):
+            before = os.stat(path).st_ino
+            while os.stat(path).st_ino == before:
+                pass
+
     for i in range(int(sys.argv[2])):
         child = os.fork()
         if child == 0:
             while True:
                 a.save(path)
                 b.save(path)
-        time.sleep(length * draw.uniform(0.2, 4))
+        if i % 4 < 3:
+            time.sleep(length * draw.uniform(0.2, 4))
+        else:  # right after the first save of this child, or its second: both states are found, however slow it is
+            wait_for_saves(1 + i % 8 // 4)
         while i % 2 and not half_written():  # every other kill waits for a file in the making
             pass
         os.kill(child, signal.SIGKILL)

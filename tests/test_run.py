@@ -155,6 +155,10 @@ def test_a_damaged_checkpoint_is_refused(tmp_path, damage):
         play("tribe", checkpoint=path, every=2, progress=lambda done, of: 1 // (3 - done))
     with pytest.raises(StateFileError, match="another run"):
         play("tribe", checkpoint=path, every=2, spec={"scenario": "other"})
+    with pytest.raises(StateFileError, match="another run"):
+        play("tribe", checkpoint=path, every=2, seed=1)
+    with pytest.raises(StateFileError, match="another run"):
+        play("tribe", checkpoint=path, every=2, resets=(0, 50))
     damage(path)
     with pytest.raises(StateFileError, match="not a checkpoint"):
         play("tribe", checkpoint=path, every=2)

@@ -56,7 +56,7 @@ def write(
         "schema": str(SCHEMA),
         "tribe": __version__,
         "method": method.name,
-        "fields": json.dumps({f.name: _to_json(getattr(method, f.name)) for f in dataclasses.fields(method)}),
+        "fields": json.dumps(method_to_json(method)),
         "streams": str(streams),
         "frozen": json.dumps(frozen),
         "fingerprint": fingerprint,
@@ -114,6 +114,11 @@ def check_tensors(path: str | PathLike[str], tensors: Mapping[str, Tensor], like
                 f"{path}: {name} is {tuple(tensor.shape)} {tensor.dtype}; expected {tuple(like[name].shape)} "
                 f"{like[name].dtype}"
             )
+
+
+def method_to_json(method: Method) -> dict[str, Any]:
+    """A method's fields as plain data; a callable is named, since no file can hold it."""
+    return {f.name: _to_json(getattr(method, f.name)) for f in dataclasses.fields(method)}
 
 
 def _to_json(value: Any) -> Any:

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from tribe.atomic import write_atomically
 from tribe.backbone import Backbone
-from tribe.files import StateFileError
+from tribe.files import StateFileError, method_to_json
 from tribe.methods import Method
 from tribe.record import Record
-from tribe.state import clone, leaves, rebuild, select
+from tribe.state import clone, digest, leaves, rebuild, select
 from tribe.stream import Stream
 
 Progress = Callable[[int, int], None]  # batches done, batches in all
@@ -49,10 +49,11 @@ def run(
     streams = len(stream.seeds)
     source = method.init(net, streams, seed)
     words = {"method": method.name, **(spec or {})}
+    identity = _identity(net, method, stream, seed, words) if checkpoint is not None else ""
     state, columns, start = clone(source), _nothing(streams), 0
     retired: Any = False
     if checkpoint is not None and Path(checkpoint).exists():
-        state, columns, start = _resume(checkpoint, source, words)
+        state, columns, start = _resume(checkpoint, source, identity)
     for step, batch in enumerate(stream.starting_at(start), start):
         begun = time.perf_counter()
         x, valid, reset = (t.to(net.device) for t in (batch.x, batch.valid, batch.reset))
@@ -71,7 +72,7 @@ def run(
         if progress is not None:
             progress(step + 1, len(stream))
         if checkpoint is not None and (step + 1) % every == 0:
-            _save(checkpoint, state, columns, step + 1, words)
+            _save(checkpoint, state, columns, step + 1, identity)
     if checkpoint is not None:
         Path(checkpoint).unlink(missing_ok=True)
     domains, classes = stream.domains, len(stream.dataset.classes)
@@ -92,26 +93,39 @@ def _nothing(streams: int) -> Columns:
     return [{name: [values] for name, values in start.items()} for _ in range(streams)]
 
 
-def _save(path: str | PathLike[str], state: Any, columns: Columns, step: int, words: Mapping[str, Any]) -> None:
+def _identity(net: Backbone, method: Method, stream: Stream, seed: int, words: Mapping[str, Any]) -> str:
+    """All that makes a run what it is, so that a checkpoint of another is never taken for its own."""
+    facts = {
+        **words,
+        "fields": method_to_json(method),
+        "seed": seed,
+        "batch": stream.batch,
+        "schedules": [digest(schedule) for schedule in stream.schedules],
+        "network": net.fingerprint(),
+    }
+    return json.dumps(facts, sort_keys=True)
+
+
+def _save(path: str | PathLike[str], state: Any, columns: Columns, step: int, identity: str) -> None:
     tensors = {f"state.{name}": t.detach().cpu().contiguous() for name, t in leaves(state).items()}
     for s, column in enumerate(columns):
         for name, parts in column.items():
             parts[:] = [torch.cat(parts)]
             tensors[f"record.{s}.{name}"] = parts[0]
-    header = {"format": "tribe-run", "step": str(step), "words": json.dumps(words, sort_keys=True)}
+    header = {"format": "tribe-run", "step": str(step), "run": identity}
     write_atomically(path, to_bytes(tensors, header))
 
 
-def _resume(path: str | PathLike[str], like: Any, words: Mapping[str, Any]) -> tuple[Any, Columns, int]:
+def _resume(path: str | PathLike[str], like: Any, identity: str) -> tuple[Any, Columns, int]:
     try:
         with safe_open(path, "pt") as file:
             header = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
         raise StateFileError(f"{path} is not a checkpoint of a run, or it is damaged ({error}); remove it") from error
-    if header.get("format") != "tribe-run" or header.get("words") != json.dumps(words, sort_keys=True):
+    if header.get("format") != "tribe-run" or header.get("run") != identity:
         raise StateFileError(
-            f"{path} is the checkpoint of another run ({header.get('words')}); remove it or name another"
+            f"{path} is the checkpoint of another run ({header.get('run')}); remove it or name another"
         )
     named = {name: tensors[f"state.{name}"].to(t.device) for name, t in leaves(like).items()}
     streams = len(like.key.seed)

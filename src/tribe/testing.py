@@ -421,35 +421,6 @@ NORM_CHECKS: tuple[Callable[[Norm], None], ...] = (
 )
 
 
-def check_method(method: Method) -> None:
-    """Hold a method (built with classes=4) to the whole contract; AssertionError says which property fails."""
-    for check in METHOD_CHECKS:
-        _hold(check, method)
-
-
-def check_norm(norm: Norm) -> None:
-    """Hold a norm rule to its contract."""
-    for check in NORM_CHECKS:
-        _hold(check, norm)
-
-
-def _hold(check: Callable[[Any], None], component: Any) -> None:
-    try:
-        check(component)
-    except AssertionError as error:
-        raise AssertionError(f"{component!r} fails {check.__name__}: {error}") from error
-
-
-__all__ = [
-    "METHOD_CHECKS",
-    "NORM_CHECKS",
-    "check_method",
-    "check_norm",
-    "images",
-    "small_network",
-]
-
-
 # -- scenarios ------------------------------------------------------------------------------------------------------
 
 PER_CLASS = 120  # images of each of the 4 classes in each domain: a long tail of 100 leaves none empty
@@ -542,10 +513,39 @@ SCENARIO_CHECKS: tuple[Callable[[Scenario], None], ...] = (
 )
 
 
+def check_method(method: Method) -> None:
+    """Hold a method (built with classes=4) to the whole contract; AssertionError says which property fails."""
+    for check in METHOD_CHECKS:
+        _hold(check, method)
+
+
+def check_norm(norm: Norm) -> None:
+    """Hold a norm rule to its contract."""
+    for check in NORM_CHECKS:
+        _hold(check, norm)
+
+
 def check_scenario(scenario: Scenario) -> None:
     """Hold a scenario to its contract."""
     for check in SCENARIO_CHECKS:
         _hold(check, scenario)
 
 
-__all__ += ["SCENARIO_CHECKS", "check_scenario", "label_sets"]
+def _hold(check: Callable[[Any], None], component: Any) -> None:
+    try:
+        check(component)
+    except AssertionError as error:
+        raise AssertionError(f"{component!r} fails {check.__name__}: {error}") from error
+
+
+__all__ = [
+    "METHOD_CHECKS",
+    "NORM_CHECKS",
+    "SCENARIO_CHECKS",
+    "check_method",
+    "check_norm",
+    "check_scenario",
+    "images",
+    "label_sets",
+    "small_network",
+]

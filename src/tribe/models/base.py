@@ -1,5 +1,6 @@
 """What every source network has in common: a configuration that builds it, and normalisation of its input."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
@@ -15,7 +16,7 @@ HALF: Normalization = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))  # RobustBench's AugMix
 
 
 @dataclass(frozen=True)
-class Architecture:
+class Architecture(ABC):
     """A network's configuration: its fields are what `create` takes, `build` makes the network with fresh weights."""
 
     classes: int = 10
@@ -51,9 +52,9 @@ class Architecture:
         """The network, with fresh weights, in training mode."""
         return initialize(self.network())
 
+    @abstractmethod
     def network(self) -> nn.Module:
         """The bare network."""
-        raise NotImplementedError(f"{type(self).__name__} does not say how to build its network")
 
 
 class InputNormalize(Normalize):
