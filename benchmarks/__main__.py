@@ -8,8 +8,8 @@ import torch
 
 import tribe
 from benchmarks import growth, networks, step
-from benchmarks.measure import float32_precision, machine
 from tribe.atomic import write_atomically
+from tribe.environment import float32_precision, machine
 
 BATCH = {  # images on a CPU and on a GPU, where --batch does not say
     "resnet20": (64, 64),

@@ -3,17 +3,13 @@
 import contextlib
 import ctypes
 import math
-import os
-import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-
-import tribe
 
 Call = Callable[[], object]
 Precision = Literal["float32", "tf32", "bf16"]
@@ -106,38 +102,6 @@ def trim() -> None:
     """Give freed memory back to the system, where the allocator can: it is not in use."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
-
-
-@contextlib.contextmanager
-def float32_precision(precision: Precision) -> Iterator[None]:
-    """Decide whether float32 on CUDA means IEEE arithmetic or TF32, and put things back afterwards."""
-    switches = torch.backends.cuda.matmul, torch.backends.cudnn.conv
-    before = [switch.fp32_precision for switch in switches]
-    try:
-        for switch in switches:
-            switch.fp32_precision = "tf32" if precision == "tf32" else "ieee"
-        yield
-    finally:
-        for switch, value in zip(switches, before, strict=True):
-            switch.fp32_precision = value
-
-
-def machine(device: torch.device) -> dict[str, Any]:
-    """What the numbers depend on."""
-    processor = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError):
-        names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-        processor = names[0].partition(":")[2].strip() if names else processor
-    return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else processor,
-        "processor": processor,
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "tribe": tribe.__version__,
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "python": platform.python_version(),
-    }
 
 
 def megabytes(count: int | None) -> str:

@@ -132,7 +132,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_end(tmp_path):
     class Stopped(Exception):
         pass
 
-    def stop(done, of):
+    def stop(done, of, error):
         if done == 5:
             raise Stopped
 
@@ -140,8 +140,10 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_end(tmp_path):
         play("tribe", checkpoint=path, every=2, progress=stop)
     assert path.is_file()
     seen = []
-    resumed = play("tribe", checkpoint=path, every=2, progress=lambda done, of: seen.append((done, of)))
-    assert seen == [(5, 7), (6, 7), (7, 7)], "it went on after the checkpoint, at batch 4"
+    resumed = play("tribe", checkpoint=path, every=2, progress=lambda *told: seen.append(told))
+    assert [told[:2] for told in seen] == [(5, 7), (6, 7), (7, 7)], "it went on after the checkpoint, at batch 4"
+    wrong = torch.cat([record.prediction != record.label for record in resumed])
+    assert seen[-1][2] == pytest.approx(wrong.double().mean().item()), "the error of the whole stream"
     assert not path.exists()
     for a, b in zip(whole, resumed, strict=True):
         for name in ("domain", "label", "prediction", "confidence"):
@@ -152,7 +154,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_end(tmp_path):
 def test_a_damaged_checkpoint_is_refused(tmp_path, damage):
     path = tmp_path / "run.safetensors"
     with pytest.raises(ZeroDivisionError):
-        play("tribe", checkpoint=path, every=2, progress=lambda done, of: 1 // (3 - done))
+        play("tribe", checkpoint=path, every=2, progress=lambda done, *_: 1 // (3 - done))
     with pytest.raises(StateFileError, match="another run"):
         play("tribe", checkpoint=path, every=2, spec={"scenario": "other"})
     with pytest.raises(StateFileError, match="another run"):

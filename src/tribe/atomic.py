@@ -6,7 +6,7 @@ file or the new one.
 
 import contextlib
 import os
-import tempfile
+import secrets
 import time
 from os import PathLike
 from pathlib import Path
@@ -22,15 +22,15 @@ def write_atomically(path: str | PathLike[str], data: bytes) -> None:
     if not target.parent.is_dir():
         raise FileNotFoundError(f"there is no folder {target.parent} to write {target.name} into")
     _sweep(target)
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with temporary.open("xb") as file:  # with the permissions that any new file gets here
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, target)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 

@@ -163,10 +163,13 @@ class Backbone(nn.Module):
         stats = Stats(*(t.expand(rows, classes, -1).clone() for t in source.stats))
         return affine, stats
 
-    def fingerprint(self) -> str:
-        """A hash of the source model: its weights, statistics and layer names."""
+    def fingerprint(self, exact: bool = True) -> str:
+        """A hash of the source model: its weights, statistics and layer names; not ``exact``: as float32 holds them."""
         named = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}  # persistent or not
-        return hash_tensors({**named, **self.origin.state_dict()})
+        named |= self.origin.state_dict()
+        if not exact:
+            named = {name: t.float() if t.is_floating_point() else t for name, t in named.items()}
+        return hash_tensors(named)
 
     def train(self, mode: bool = True) -> "Backbone":
         """Stay in evaluation mode: dropout and the like are never wanted here."""

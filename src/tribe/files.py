@@ -19,6 +19,7 @@ from tribe.atomic import write_atomically
 from tribe.augment import Augment
 from tribe.backbone import Backbone
 from tribe.methods import Method
+from tribe.source import Knowledge
 
 FORMAT = "tribe-state"
 SCHEMA = 1
@@ -124,9 +125,18 @@ def method_to_json(method: Method) -> dict[str, Any]:
 def _to_json(value: Any) -> Any:
     if isinstance(value, Augment):
         return {"augment": dataclasses.asdict(value)}
+    if isinstance(value, Knowledge):
+        return {"knowledge": value.path, "digest": value.digest} if value.path else {"callable": repr(value)}
     if callable(value):
         return {"callable": getattr(value, "__qualname__", type(value).__qualname__)}
     return value
+
+
+def _knowledge(path: str | PathLike[str], saved: Mapping[str, Any]) -> Knowledge:
+    knowledge = Knowledge.load(saved["knowledge"])
+    if knowledge.digest != saved["digest"]:
+        raise StateFileError(f"{path} was saved with other source knowledge than {saved['knowledge']} holds now")
+    return knowledge
 
 
 def _from_json(value: Any) -> Any:
@@ -150,6 +160,8 @@ def method_from_json(
             fields[field] = given[field]
         elif field in given:
             raise StateFileError(f"{path} holds {field}={value!r} already; only what could not be saved can be given")
+        elif isinstance(value, dict) and "knowledge" in value:
+            fields[field] = _knowledge(path, value)
         elif isinstance(value, dict) and "augment" in value:
             ranges: dict[str, Any] = {k: _from_json(v) for k, v in value["augment"].items()}
             fields[field] = Augment(**ranges)

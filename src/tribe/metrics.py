@@ -1,6 +1,7 @@
 """Metrics: functions of a record. Nothing to accumulate, nothing to reset."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
 import torch
@@ -41,12 +42,17 @@ def domain_error(record: Record) -> Tensor:
 
 def class_error(record: Record) -> Tensor:
     """Error per domain and class, (D, K); NaN where a class is absent."""
-    known, wrong = _scored(record), _wrong(record)
+    known, wrong, count = _scored(record), _wrong(record), class_counts(record)
     cell = (record.domain * record.classes + record.label)[known]
-    size = len(record.domains) * record.classes
-    count = torch.zeros(size, dtype=torch.float64).index_add_(0, cell, torch.ones(len(cell), dtype=torch.float64))
-    missed = torch.zeros(size, dtype=torch.float64).index_add_(0, cell, wrong[known])
-    return (missed / count).view(len(record.domains), record.classes)
+    missed = torch.zeros(count.numel(), dtype=torch.float64).index_add_(0, cell, wrong[known])
+    return missed.view_as(count) / count
+
+
+def class_counts(record: Record) -> Tensor:
+    """How many images of each class each domain played, (D, K)."""
+    known = _scored(record)
+    cell = (record.domain * record.classes + record.label)[known]
+    return torch.bincount(cell, minlength=len(record.domains) * record.classes).view(-1, record.classes)
 
 
 def category_error(record: Record, absent: Literal["skip", "correct"] = "skip") -> Tensor:
@@ -82,3 +88,16 @@ def calibration_error(record: Record, bins: int = 15) -> Tensor:
 def seconds_per_image(record: Record) -> Tensor:
     """Mean time an image took."""
     return record.seconds.double().mean()
+
+
+def summary(record: Record) -> dict[str, float | None]:
+    """The numbers of a table's row, by name; errors are shares, and None where the images have no labels."""
+    judged: dict[str, Metric] = {
+        "instance_error": instance_error,
+        "category_error": category_error,
+        "category_error_absent_correct": partial(category_error, absent="correct"),
+        "calibration_error": calibration_error,
+    }
+    labelled = bool((record.label >= 0).any())
+    scores = {name: metric(record).item() if labelled else None for name, metric in judged.items()}
+    return scores | {"seconds_per_image": seconds_per_image(record).item()}

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from tribe.record import Record
 from tribe.state import clone, digest, leaves, rebuild, select
 from tribe.stream import Stream
 
-Progress = Callable[[int, int], None]  # batches done, batches in all
+Progress = Callable[[int, int, float | None], None]  # batches done, in all, error so far (None without labels)
 
 
 def run(
@@ -54,9 +54,11 @@ def run(
     retired: Any = False
     if checkpoint is not None and Path(checkpoint).exists():
         state, columns, start = _resume(checkpoint, source, identity)
-    for step, batch in enumerate(stream.starting_at(start), start):
+    wrong, judged = _tally((column["label"][0], column["prediction"][0]) for column in columns)
+    pin = net.device.type == "cuda"  # from pinned memory the copy does not hold up the host
+    for step, batch in enumerate(stream.starting_at(start, pin=pin), start):
         begun = time.perf_counter()
-        x, valid, reset = (t.to(net.device) for t in (batch.x, batch.valid, batch.reset))
+        x, valid, reset = (t.to(net.device, non_blocking=pin) for t in (batch.x, batch.valid, batch.reset))
         if batch.reset.any():
             state, retired = select(reset, clone(source), state), False  # a copy: its memory will be reused
         old, (output, state) = state, method.step(net, state, x, valid, donate=retired)
@@ -70,7 +72,9 @@ def run(
             for name, values in zip(column, rows, strict=True):
                 column[name].append(values[here])
         if progress is not None:
-            progress(step + 1, len(stream))
+            tally = _tally([(batch.y[batch.valid], prediction[batch.valid])])
+            wrong, judged = wrong + tally[0], judged + tally[1]
+            progress(step + 1, len(stream), wrong / judged if judged else None)
         if checkpoint is not None and (step + 1) % every == 0:
             _save(checkpoint, state, columns, step + 1, identity)
     if checkpoint is not None:
@@ -82,6 +86,12 @@ def run(
         )
         for column, s in zip(columns, stream.seeds, strict=True)
     ]
+
+
+def _tally(rows: Iterable[tuple[Tensor, Tensor]]) -> tuple[int, int]:
+    """Of labels and predictions: how many are wrong, and how many can be judged."""
+    pairs = [(label[label >= 0], prediction[label >= 0]) for label, prediction in rows]
+    return sum(int((y != p).sum()) for y, p in pairs), sum(len(y) for y, _ in pairs)
 
 
 Columns = list[dict[str, list[Tensor]]]  # per stream, per column of the record, per batch

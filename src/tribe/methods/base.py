@@ -2,13 +2,14 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
 
+from tribe import source
 from tribe.backbone import Backbone
 from tribe.losses import entropy, mean_over
 from tribe.norms import Norm
@@ -52,8 +53,10 @@ class Method(ABC):
     output: ClassVar[Literal["logits", "probabilities"]] = "logits"  # what step returns
     does_not_adapt: ClassVar[str | None] = None  # a reason, for methods whose predictions never change
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}  # fields by data set
+    needs: ClassVar[str | None] = None  # what it must know of the source data, in words; see tribe.source
 
     def __post_init__(self) -> None:
+        source.settle(self)
         if self.classes is not None and (not isinstance(self.classes, int) or self.classes < 2):
             raise ValueError(f"classes is the number of classes, at least 2; got {self.classes!r}")
 
@@ -63,6 +66,10 @@ class Method(ABC):
         if dataset not in cls.presets:
             raise ValueError(f"{cls.name} has no preset {dataset!r}: {nearest(dataset, cls.presets)}")
         return cls(**{**cls.presets[dataset], **fields})
+
+    def study(self, net: Backbone, batches: Iterable[tuple[Tensor, Tensor]]) -> source.Knowledge:
+        """Take from source images (B, ...) and labels (B,) what the method needs to know; for methods with `needs`."""
+        raise TypeError(f"{self.name} needs to know nothing of the source data")
 
     @abstractmethod
     def init(self, net: Backbone, streams: int = 1, seed: int = 0) -> Any:

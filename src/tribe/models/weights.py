@@ -17,11 +17,30 @@ from tribe.normalize import Normalize
 PREFIXES = ("module.", "model.", "_orig_mod.")  # what DataParallel, wrappers and torch.compile put before names
 ENVELOPES = ("state_dict", "model_state_dict", "model")  # under which training scripts keep a state dict
 CONSTANTS = (("mu", "sigma"), ("mean", "std"), ("normalize.mean", "normalize.std"))  # input normalisation in a file
+SHIPPED = Path(__file__).parent / "shipped"  # weights that come with the package
 ROUNDING = 1e-3  # to which a file's constants and the network's agree: some files hold them in half precision
 
 
 class WeightsError(ValueError):
     """Weights that cannot be used, and why."""
+
+
+def find(model: str, dataset: str, root: str | PathLike[str]) -> Path:
+    """Where the weights of a named network, trained on a data set, lie: in the package, or under ``root``/weights.
+
+    >>> find("compact", "mnist", "anywhere").name
+    'compact_mnist.safetensors'
+    """
+    name = f"{model}_{dataset}.safetensors"
+    places = [SHIPPED / name, Path(root) / "weights" / name, Path(root) / "weights" / f"{model}.safetensors"]
+    for place in places:
+        if place.is_file():
+            return place
+    looked = " or ".join(str(place) for place in places[1:])
+    raise FileNotFoundError(
+        f"no weights of {model} for {dataset}: looked for {looked}. Place them there, or make them: "
+        f"tribe train {dataset} --model {model} --data {root}"
+    )
 
 
 def load(model: str | nn.Module, path: str | PathLike[str], **fields: Any) -> nn.Module:

@@ -1,13 +1,9 @@
 """``tribe doctor``: what of a model can be adapted, and whether its input looks right."""
 
 import contextlib
-import importlib
-import importlib.util
-import operator
 import sys
 import zipfile
 from pathlib import Path
-from types import ModuleType
 from typing import Annotated, Any
 
 import numpy as np
@@ -21,7 +17,7 @@ from torch import Tensor, nn
 
 import tribe
 from tribe.cli.app import app, emit, fail
-from tribe.registry import nearest
+from tribe.cli.targets import load_target, told
 
 PICKLES = (".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".bin", ".tar")
 LOOK_AT = 128  # images, spread evenly over the file: enough for means, and files are often sorted by class
@@ -58,59 +54,12 @@ def doctor(
         try:
             report = tribe.doctor(model, x)
         except Exception as error:  # the model's own code may raise anything
-            fail(f"{target} failed on these images: {_told(error)}")
+            fail(f"{target} failed on these images: {told(error)}")
     if as_json:
         emit(report)
     else:
         Console().print(_coloured(report), soft_wrap=True)
     raise typer.Exit(0 if report.adaptable and not report.problems else 1)
-
-
-def load_target(target: str) -> nn.Module:
-    """The module that ``package.module:attribute`` or ``file.py:attribute`` names, or makes when called."""
-    place, _, attribute = target.rpartition(":")
-    if not place or not attribute:
-        fail(f"{target!r} names no model: expected package.module:attribute or path/to/file.py:attribute")
-    file = Path(place) if place.endswith(".py") else None
-    if file is not None and not file.is_file():
-        fail(f"no file at {file}")
-    try:
-        module = _from_package(place) if file is None else _from_file(file)
-    except (Exception, SystemExit) as error:  # importing runs code that may raise anything
-        fail(f"importing {place} failed: {_told(error)}")
-    try:
-        found = operator.attrgetter(attribute)(module)
-    except AttributeError:
-        fail(f"{place} has no attribute {attribute!r}: {nearest(attribute, _models(module))}")
-    if callable(found) and not isinstance(found, nn.Module):
-        try:
-            found = found()
-        except (Exception, SystemExit) as error:
-            fail(f"{target} could not be called without arguments: {_told(error)}")
-    if not isinstance(found, nn.Module):
-        fail(f"{target} is no model: expected an nn.Module, or a callable that returns one; got {type(found).__name__}")
-    return found
-
-
-def _from_file(path: Path) -> ModuleType:
-    sys.path.insert(0, str(path.resolve().parent))  # a script sees its neighbours, as when Python runs it
-    name = "tribe_target"  # not the file's own: it may be called like a module that is loaded already
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up there
-    spec.loader.exec_module(module)
-    return module
-
-
-def _from_package(name: str) -> ModuleType:
-    sys.path.insert(0, "")  # the working directory, which an installed command does not see by itself
-    return importlib.import_module(name)
-
-
-def _models(module: ModuleType) -> list[str]:
-    """The names in a module that could be meant."""
-    return [n for n, v in vars(module).items() if not n.startswith("_") and (isinstance(v, nn.Module) or callable(v))]
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
@@ -125,7 +74,7 @@ def load_weights(model: nn.Module, path: Path) -> None:
     try:
         missing, unexpected = load_model(model, path, strict=False)
     except (SafetensorError, OSError) as error:
-        fail(f"{path} is not a safetensors file, or it was cut short: {_told(error)}")
+        fail(f"{path} is not a safetensors file, or it was cut short: {told(error)}")
     except RuntimeError as error:  # torch, about shapes
         fail(f"{path} does not fit the model: {error}")
     if missing or unexpected:
@@ -140,7 +89,7 @@ def _read(path: Path) -> Tensor:
     try:
         array = _array(path)
     except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
-        fail(f"{path} is not an array file that can be read without pickle: {_told(error)}")
+        fail(f"{path} is not an array file that can be read without pickle: {told(error)}")
     if array.ndim != 4 or 0 in array.shape:
         fail(f"{path} holds an array of shape {array.shape}; expected images (N, C, H, W)")
     if array.shape[3] in (1, 3) and array.shape[1] not in (1, 3):
@@ -179,10 +128,6 @@ def _coloured(report: tribe.Report) -> Text:
     text.highlight_regex(r"^cannot be adapted", "bold red")
     text.highlight_regex(r"(?m)^problem:", "bold red")
     return text
-
-
-def _told(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 def _some(names: Any) -> str:

@@ -1,0 +1,205 @@
+"""``tribe run``: play a stream to some methods and say how they did. Without options: offline, on real digits."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+import tribe
+from tribe import metrics, plots
+from tribe.atomic import write_atomically
+from tribe.cli import build
+from tribe.cli.app import app, emit, fail, plain
+from tribe.environment import PRECISIONS, choose_device, float32_precision, machine
+from tribe.record import Record
+
+DEFAULT_METHODS = "source,bn,tent,tribe"
+
+Records = dict[str, list[Record]]
+
+
+@app.command()
+def run(
+    dataset: Annotated[str, typer.Option(help="Data set, see `tribe list datasets`.")] = "live-mnist-c",
+    model: Annotated[
+        str,
+        typer.Option(help="Network: a name (`tribe list models`), timm/NAME, torchvision/NAME, or file.py:attribute."),
+    ] = "compact",
+    weights: Annotated[
+        Path | None, typer.Option(help="Its weights; by default those in the package or where `tribe train` puts them.")
+    ] = None,
+    scenario: Annotated[str, typer.Option(help="Protocol of the stream, see `tribe list scenarios`.")] = "gli-f",
+    imbalance: Annotated[
+        float | None, typer.Option(help="How many times rarer the rarest class is.", show_default="100")
+    ] = None,
+    severity: Annotated[
+        str | None, typer.Option(help="Severities of the corruptions: 5, or 1,3,5.", show_default="5")
+    ] = None,
+    methods: Annotated[str, typer.Option(help="Methods, comma-separated, or `all`.")] = DEFAULT_METHODS,
+    seed: Annotated[int, typer.Option(help="Seed of the first stream.")] = 0,
+    seeds: Annotated[int, typer.Option(help="How many streams: one a seed, side by side on one network.")] = 1,
+    batch: Annotated[int, typer.Option(help="Images a stream and step.")] = 64,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", help="Any field of a component: scenario.sigma=0.01, dataset.seed=1, tribe.gamma=0.1. Repeatable."
+        ),
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="Root of the data sets.", show_default="$TRIBE_DATA or the cache directory")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")] = "auto",
+    precision: Annotated[str, typer.Option(help="What float32 means on a GPU: tf32, or float32 for IEEE's.")] = "tf32",
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder for records, summary and chart.", show_default="runs/DATASET-MODEL-SCENARIO"),
+    ] = None,
+    json_file: Annotated[
+        str | None, typer.Option("--json", metavar="FILE", help="Write the summary here too; - is stdout.")
+    ] = None,
+    chart: Annotated[bool, typer.Option(help="Save a chart of errors and class counts.")] = True,
+) -> None:
+    """Play a stream to some methods: live progress, a table of errors, and a chart.
+
+    Without options it needs no network and no download: real digits, corrupted on the fly in 15 ways, classes in bursts
+    and in a long tail, and a small network that was trained on the clean ones.
+    """
+    chosen = methods.split(",") if methods != "all" else sorted(tribe.methods.names(), key=_source_first)
+    console = Console(stderr=json_file == "-")
+    folder = out or Path("runs") / _file_name(f"{dataset}-{model}-{scenario}")
+    try:
+        where = choose_device(device)
+        if precision not in PRECISIONS:
+            raise ValueError(f"--precision is {' or '.join(PRECISIONS)}; got {precision!r}")
+        if seeds < 1:
+            raise ValueError(f"--seeds is how many streams, at least 1; got {seeds}")
+        wanted = build.settings(settings or [], ("dataset", "scenario", "model", *chosen))
+        source = build.dataset(dataset, data, severity, wanted["dataset"])
+        protocol = build.scenario(scenario, imbalance, wanted["scenario"])
+        stream = tribe.Stream(source, protocol, range(seed, seed + seeds), batch)
+        net = tribe.Backbone(build.model(model, weights, source, dataset, data, wanted["model"]).to(where))
+        built = {name: build.method(name, net, source, dataset, wanted[name]) for name in chosen}
+        folder.mkdir(parents=True, exist_ok=True)
+    except (ValueError, TypeError, OSError, ModuleNotFoundError) as error:
+        fail(str(error))
+    spec = {
+        "dataset": build.described(dataset, source),
+        "model": {"name": model, "fields": wanted["model"], "fingerprint": net.fingerprint()},
+        "scenario": build.described(scenario, stream.scenario),
+        "batch": batch,
+        "precision": precision if where.type == "cuda" else "float32",
+    }
+    shape = f"{seeds} stream{'s' * (seeds > 1)} of {len(stream.schedules[0].index):,} images"
+    console.print(f"[bold]{dataset}[/], {model}, {scenario}: {shape}, batch {batch}, on {machine(where)['device']}")
+    records: Records = {}
+    try:
+        with float32_precision(precision), progress_bar() as progress:
+            for name, method in built.items():
+                show = _shown(progress, name, len(stream))
+                words = plain(spec | {"fields": build.described(name, method)["fields"]})
+                records[name] = tribe.run(net, method, stream, seed=seed, spec=words, progress=show)
+                for record in records[name]:  # now: a later method may fail, or be stopped
+                    record.save(folder / f"{name}-seed{record.spec['seed']}.npz")
+    except (ValueError, OSError) as error:
+        fail(f"{error}" + (f". What was finished before ({', '.join(records)}) is in {folder}" if records else ""))
+    report = {"spec": spec, "machine": machine(where), "results": _results(records)}
+    console.print(_table(records))
+    try:
+        write_atomically(folder / "summary.json", json.dumps(plain(report), indent=1).encode())
+        if json_file not in (None, "-"):
+            write_atomically(str(json_file), json.dumps(plain(report), indent=1).encode())
+        picture = _chart(folder, records, f"{dataset}, {model}, {scenario}") if chart else None
+    except OSError as error:
+        fail(f"the results above could not be written: {error}")
+    if json_file == "-":
+        emit(report)
+    console.print(f"records and summary in {folder}" + (f", chart in {picture}" if picture else ""), soft_wrap=True)
+
+
+def _shown(progress: Progress, name: str, total: int) -> Callable[[int, int, float | None], None]:
+    """What keeps a method's bar up to date."""
+    task = progress.add_task(name, total=total, error="")
+
+    def show(done: int, of: int, wrong: float | None) -> None:
+        progress.update(task, completed=done, error="" if wrong is None else f"error {100 * wrong:5.1f} %")
+
+    return show
+
+
+def progress_bar() -> Progress:
+    """A bar a method, with the error so far."""
+    words, error = TextColumn("{task.description:10}"), TextColumn("{task.fields[error]}")
+    times = TimeElapsedColumn(), TimeRemainingColumn()
+    return Progress(words, BarColumn(), MofNCompleteColumn(), error, *times, console=Console(stderr=True))
+
+
+# -- what came out ----------------------------------------------------------------------------------------------------
+
+
+def _results(records: Records) -> list[dict[str, Any]]:
+    return [
+        {"method": name, "seed": record.spec["seed"], "images": len(record.label), **metrics.summary(record)}
+        | ({"domain_error": _by_domain(record)} if bool((record.label >= 0).any()) else {})
+        for name, runs in records.items()
+        for record in runs
+    ]
+
+
+def _by_domain(record: Record) -> dict[str, float]:
+    return dict(zip(record.domains, metrics.domain_error(record).tolist(), strict=True))
+
+
+def _table(records: Records) -> Table:
+    grid = Table("method", "instance error, %", "category error, %", "ms / image")
+    for column in grid.columns[1:]:
+        column.justify = "right"
+    rows = {name: [metrics.summary(record) for record in runs] for name, runs in records.items()}
+    best = {k: min((_mean(r, k) for r in rows.values()), default=0.0) for k in ("instance_error", "category_error")}
+    for name, scores in rows.items():
+        cells = []
+        for key in ("instance_error", "category_error"):
+            bold = len(rows) > 1 and _mean(scores, key) == best[key]
+            cells.append(f"[bold]{_spread(scores, key)}[/]" if bold else _spread(scores, key))
+        grid.add_row(name, *cells, f"{1e3 * _mean(scores, 'seconds_per_image'):.2f}")
+    return grid
+
+
+def _values(scores: list[dict[str, float | None]], key: str) -> torch.Tensor:
+    return torch.tensor([float("nan") if score[key] is None else score[key] for score in scores], dtype=torch.float64)
+
+
+def _mean(scores: list[dict[str, float | None]], key: str) -> float:
+    return _values(scores, key).mean().item()
+
+
+def _spread(scores: list[dict[str, float | None]], key: str) -> str:
+    values = 100 * _values(scores, key)
+    if bool(values.isnan().any()):
+        return "no labels"
+    return f"{values.mean():.2f}" + (f" ± {values.std():.2f}" if len(values) > 1 else "")
+
+
+def _chart(folder: Path, records: Records, title: str) -> Path | None:
+    if not any(bool((record.label >= 0).any()) for runs in records.values() for record in runs):
+        return None
+    try:
+        figure = plots.errors(records, title)
+    except ModuleNotFoundError as error:
+        Console(stderr=True).print(f"no chart: {error}", style="yellow", markup=False)
+        return None
+    plots.save(figure, folder / "chart.svg")
+    return folder / "chart.svg"
+
+
+def _file_name(text: str) -> str:
+    return "".join(c if c.isalnum() or c in "-_.@" else "_" for c in text)
+
+
+def _source_first(name: str) -> tuple[bool, str]:
+    return name != "source", name

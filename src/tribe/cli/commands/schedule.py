@@ -1,0 +1,76 @@
+"""``tribe schedule``: what a stream would be like, before any image is read."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+import tribe
+from tribe import plots
+from tribe.cli import build
+from tribe.cli.app import app, emit, fail
+from tribe.scenarios import class_counts, digest, local_balance, save
+
+MOST = 20  # classes that a table can show
+
+
+@app.command()
+def schedule(
+    scenario: Annotated[str, typer.Argument(help="Protocol of the stream, see `tribe list scenarios`.")],
+    dataset: Annotated[str, typer.Option(help="Data set, see `tribe list datasets`.")] = "live-mnist-c",
+    imbalance: Annotated[
+        float | None, typer.Option(help="How many times rarer the rarest class is.", show_default="the scenario's")
+    ] = None,
+    severity: Annotated[
+        str | None, typer.Option(help="Severities of the corruptions: 5, or 1,3,5.", show_default="5")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the stream.")] = 0,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="Any field: scenario.sigma=0.01, dataset.seed=1. Repeatable.")
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="Root of the data sets.", show_default="$TRIBE_DATA or the cache directory")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the schedule here, as npz.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw it here: .svg, .png or .pdf.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Make a stream's schedule: class counts of each domain, local balance, and a hash to compare with."""
+    try:
+        wanted = build.settings(settings or [], ("dataset", "scenario"))
+        source = build.dataset(dataset, data, severity, wanted["dataset"])
+        protocol = build.scenario(scenario, imbalance, wanted["scenario"])
+        stream = tribe.Stream(source, protocol, (seed,))
+        plan, labels = stream.schedules[0], stream.labels
+        if out is not None:
+            save(out, plan)
+        if plot is not None:
+            plots.save(plots.schedule(plan, labels, stream.domains), plot)
+        classes = len(source.classes)
+        labelled = all(bool((y >= 0).all()) for y in labels)
+        counts = class_counts(plan, labels, classes) if labelled else None
+        balance = local_balance(plan, labels, classes=classes).mean().item() if labelled else None
+    except (ValueError, TypeError, OSError, ModuleNotFoundError) as error:
+        fail(str(error))
+    if as_json:
+        emit(
+            {
+                "images": len(plan.index),
+                "digest": digest(plan),
+                "local_balance": balance,
+                "domains": stream.domains,
+                "class_counts": None if counts is None else counts.tolist(),
+            }
+        )
+        return
+    console = Console()
+    if counts is not None and classes <= MOST:
+        grid = Table("domain", *source.classes, "all", padding=0)
+        grid.columns[0].no_wrap = True
+        for name, row in zip(stream.domains, counts.tolist(), strict=True):
+            grid.add_row(name, *map(str, row), str(sum(row)))
+        console.print(grid)
+    said = "" if balance is None else f", local balance {balance:.3f} (1: even, 0: one class at a time)"
+    console.print(f"{len(plan.index):,} images of {len(stream.domains)} domains{said}, sha256 {digest(plan)}")

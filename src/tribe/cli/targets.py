@@ -1,0 +1,65 @@
+"""A model named on the command line: ``package.module:attribute`` or ``path/to/file.py:attribute``."""
+
+import importlib
+import importlib.util
+import operator
+import sys
+from pathlib import Path
+from types import ModuleType
+
+from torch import nn
+
+from tribe.cli.app import fail
+from tribe.registry import nearest
+
+
+def load_target(target: str) -> nn.Module:
+    """The module that ``package.module:attribute`` or ``file.py:attribute`` names, or makes when called."""
+    place, _, attribute = target.rpartition(":")
+    if not place or not attribute:
+        fail(f"{target!r} names no model: expected package.module:attribute or path/to/file.py:attribute")
+    file = Path(place) if place.endswith(".py") else None
+    if file is not None and not file.is_file():
+        fail(f"no file at {file}")
+    try:
+        module = _from_package(place) if file is None else _from_file(file)
+    except (Exception, SystemExit) as error:  # importing runs code that may raise anything
+        fail(f"importing {place} failed: {told(error)}")
+    try:
+        found = operator.attrgetter(attribute)(module)
+    except AttributeError:
+        fail(f"{place} has no attribute {attribute!r}: {nearest(attribute, _models(module))}")
+    if callable(found) and not isinstance(found, nn.Module):
+        try:
+            found = found()
+        except (Exception, SystemExit) as error:
+            fail(f"{target} could not be called without arguments: {told(error)}")
+    if not isinstance(found, nn.Module):
+        fail(f"{target} is no model: expected an nn.Module, or a callable that returns one; got {type(found).__name__}")
+    return found
+
+
+def _from_file(path: Path) -> ModuleType:
+    sys.path.insert(0, str(path.resolve().parent))  # a script sees its neighbours, as when Python runs it
+    name = "tribe_target"  # not the file's own: it may be called like a module that is loaded already
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up there
+    spec.loader.exec_module(module)
+    return module
+
+
+def _from_package(name: str) -> ModuleType:
+    sys.path.insert(0, "")  # the working directory, which an installed command does not see by itself
+    return importlib.import_module(name)
+
+
+def _models(module: ModuleType) -> list[str]:
+    """The names in a module that could be meant."""
+    return [n for n, v in vars(module).items() if not n.startswith("_") and (isinstance(v, nn.Module) or callable(v))]
+
+
+def told(error: BaseException) -> str:
+    """An error of foreign code, with its kind."""
+    return f"{type(error).__name__}: {error}"

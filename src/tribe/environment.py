@@ -1,0 +1,66 @@
+"""What a number depends on beside the code: the machine, its versions, and what float32 means there."""
+
+import contextlib
+import os
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import tribe
+
+PRECISIONS = ("float32", "tf32")  # what float32 may mean on CUDA
+
+
+def choose_device(name: str = "auto") -> torch.device:
+    """The device of a name; "auto" is the GPU where there is one.
+
+    >>> choose_device("cpu")
+    device(type='cpu')
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"unknown device {name!r}: expected auto, cpu, cuda or cuda:0") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device {name!r} was asked for, but this torch sees no CUDA device; use cpu")
+    return device
+
+
+@contextlib.contextmanager
+def float32_precision(precision: str) -> Iterator[None]:
+    """Decide whether float32 on CUDA means IEEE arithmetic ("float32") or "tf32", and put things back afterwards."""
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision is {' or '.join(PRECISIONS)}; got {precision!r}")
+    backends: Any = torch.backends
+    switches = backends.cuda.matmul, backends.cudnn.conv
+    before = [switch.fp32_precision for switch in switches]
+    try:
+        for switch in switches:
+            switch.fp32_precision = "tf32" if precision == "tf32" else "ieee"
+        yield
+    finally:
+        for switch, value in zip(switches, before, strict=True):
+            switch.fp32_precision = value
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """The machine and the versions, for the record."""
+    processor = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):
+        names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+        processor = names[0].partition(":")[2].strip() if names else processor
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else processor,
+        "processor": processor,
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "tribe": tribe.__version__,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+    }

@@ -1,0 +1,228 @@
+"""The main job as people start it: `tribe run` and `tribe schedule`, on the images and the network of the package."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+
+from typer.testing import CliRunner
+
+import tribe
+from tribe import scenarios
+from tribe.cli.commands import app
+
+SHORT = ("--set", "dataset.corruptions=('stripe','scale')", "--imbalance", "300")  # two domains of 1,900 images
+
+
+def tribe_run(*arguments, cwd=None):
+    result = CliRunner().invoke(app, ["run", *map(str, arguments)])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def said(result):
+    """What an error paragraph says, without line breaks."""
+    return " ".join(result.stderr.split())
+
+
+@pytest.fixture(autouse=True)
+def nowhere(tmp_path, monkeypatch):
+    """No data but what the package brings, and an empty folder to write into."""
+    monkeypatch.setenv("TRIBE_DATA", str(tmp_path / "nothing"))
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    result = tribe_run(*SHORT, "--methods", "source,tribe", "--seeds", 2, "--out", folder, "--json", "-")
+    assert result.exit_code == 0, result.output
+    return folder, json.loads(result.stdout)
+
+
+def test_the_summary_holds_the_errors_of_the_records(played):
+    folder, report = played
+    assert json.loads((folder / "summary.json").read_text()) == report
+    assert [(row["method"], row["seed"]) for row in report["results"]] == [
+        *(("source", 0), ("source", 1), ("tribe", 0), ("tribe", 1))
+    ]
+    for row in report["results"]:
+        record = tribe.Record.load(folder / f"{row['method']}-seed{row['seed']}.npz")
+        assert row["images"] == len(record.label)
+        assert row["instance_error"] == pytest.approx(tribe.metrics.instance_error(record).item())
+        assert row["category_error"] == pytest.approx(tribe.metrics.category_error(record).item())
+        assert row["domain_error"].keys() == {"stripe@5", "scale@5"}
+        assert record.spec["scenario"]["fields"]["imbalance"] == 300
+        assert record.spec["dataset"]["name"] == "live-mnist-c"
+    assert report["spec"]["scenario"]["name"] == "gli-f"
+    assert report["machine"]["torch"] == torch.__version__
+
+
+def test_two_seeds_are_two_streams_and_each_is_what_it_would_be_alone(played):
+    folder, _ = played
+    result = tribe_run(*SHORT, "--methods", "tribe", "--seed", 1, "--out", "alone")
+    assert result.exit_code == 0, result.output
+    together, alone = (tribe.Record.load(Path(f) / "tribe-seed1.npz") for f in (folder, "alone"))
+    assert torch.equal(together.label, alone.label)
+    assert (together.prediction == alone.prediction).double().mean() > 0.999  # sums of a larger batch round otherwise
+
+
+def test_adaptation_helps_on_real_digits(played):
+    _, report = played
+    error = {(row["method"], row["seed"]): row["instance_error"] for row in report["results"]}
+    assert error["tribe", 0] < 0.8 * error["source", 0]
+
+
+def test_the_chart_is_an_svg_that_names_methods_and_domains(played):
+    pytest.importorskip("matplotlib")
+    text = (played[0] / "chart.svg").read_text()
+    assert text.lstrip().startswith("<?xml")
+    for word in ("source: ", "tribe: ", "stripe@5", "instance error"):
+        assert word in text
+
+
+def test_a_table_is_printed_and_the_folder_is_named_after_the_run():
+    result = tribe_run(*SHORT, "--methods", "source", "--no-chart", "--json", "out.json")
+    assert result.exit_code == 0, result.output
+    assert "instance error" in result.stdout
+    assert "source" in result.stdout
+    assert sorted(p.name for p in Path("runs/live-mnist-c-compact-gli-f").iterdir()) == [
+        *("source-seed0.npz", "summary.json")
+    ]
+    assert json.loads(Path("out.json").read_text())["results"][0]["method"] == "source"
+
+
+def test_fields_of_any_component_can_be_set():
+    settings = ("tribe.gamma=0.25", "scenario.sigma=10.0", "scenario.draw=paper", "dataset.seed=3")
+    result = tribe_run(*SHORT, "--methods", "tribe", "--json", "-", *(w for s in settings for w in ("--set", s)))
+    assert result.exit_code == 0, result.output
+    spec = tribe.Record.load("runs/live-mnist-c-compact-gli-f/tribe-seed0.npz").spec
+    assert spec["fields"]["gamma"] == 0.25
+    assert spec["scenario"]["fields"]["sigma"] == 10.0
+    assert spec["scenario"]["fields"]["draw"] == "paper"
+    assert spec["dataset"]["fields"]["seed"] == 3
+
+
+def test_own_network_from_a_file():
+    Path("mine.py").write_text("import tribe\ndef net():\n    return tribe.models.create('compact')\n")
+    weights = tribe.models.find("compact", "mnist", "nowhere")
+    result = tribe_run(*SHORT, "--model", "mine.py:net", "--weights", weights, "--methods", "source", "--json", "-")
+    assert result.exit_code == 0, result.output
+    named = tribe_run(*SHORT, "--methods", "source", "--json", "-")
+    errors = [json.loads(r.stdout)["results"][0]["instance_error"] for r in (result, named)]
+    assert errors[0] == errors[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--dataset", "cifar10-d"], ["unknown data set", "cifar10-c"]),
+        (["--scenario", "gli"], ["unknown scenario", "gli-f"]),
+        (["--methods", "tribe,trent"], ["unknown method", "tent"]),
+        (["--model", "wrn28_10"], ["no weights of wrn28_10 for mnist", "tribe train mnist --model wrn28_10"]),
+        (["--model", "wrn28"], ["no weights", "wrn28"]),
+        (["--dataset", "cifar10-c"], ["CIFAR-10-C", "tribe corrupt cifar10"]),
+        (["--dataset", "live-cifar10-c"], ["cifar-10-batches-bin"]),
+        (["--device", "cuda:x"], ["unknown device"]),
+        (["--precision", "half"], ["float32 or tf32"]),
+        (["--seeds", "0"], ["at least 1"]),
+        (["--batch", "0"], ["at least 1"]),
+        (["--seed", "-1"], ["seed"]),
+        (["--imbalance", "0.5"], ["imbalance"]),
+        (["--imbalance", "2000"], ["without an image"]),
+        (["--severity", "6"], ["severity", "6"]),
+        (["--severity", "x"], ["--severity"]),
+        (["--scenario", "ptta", "--imbalance", "10"], ["no field 'imbalance'"]),
+        (["--set", "tribe.gama=1"], ["no field 'gama'", "gamma"]),
+        (["--set", "gamma=1"], ["COMPONENT.FIELD=VALUE"]),
+        (["--set", "rotta.nu=1"], ["takes no part", "tribe"]),
+        (["--set", "dataset.corruptions=('fgo',)"], ["unknown corruption 'fgo'", "fog"]),
+        (["--weights", "absent.safetensors"], ["no weights file at absent.safetensors"]),
+        (["--weights", "wide.safetensors"], ["wide.safetensors"]),
+        (["--out", "file"], ["file"]),
+        (["--model", "wide.py:net"], ["7 classes", "10"]),
+    ],
+)
+def test_what_cannot_be_done_is_said_in_a_paragraph(options, words):
+    Path("file").write_text("in the way")
+    save_file({"fc.weight": torch.zeros(10, 3)}, "wide.safetensors")
+    Path("wide.py").write_text("import tribe\nnet = tribe.models.create('compact', classes=7)\n")
+    result = tribe_run(*options)
+    assert result.exit_code == 2, result.output
+    for word in words:
+        assert word in said(result), said(result)
+    assert not Path("runs").exists(), "nothing was begun"
+
+
+def test_a_failure_half_way_keeps_what_was_finished(tmp_path):
+    """An unreadable file shows only when it is its turn."""
+    shape = (20, 28, 28, 1)
+    for name in ("fog", "stripe"):
+        folder = tmp_path / "mnist_c" / name
+        folder.mkdir(parents=True)
+        np.save(folder / "test_images.npy", np.zeros(shape, np.uint8))
+        np.save(folder / "test_labels.npy", np.arange(20) % 10)
+    good = (
+        "--dataset",
+        "mnist-c",
+        "--data",
+        tmp_path,
+        "--scenario",
+        "continual",
+        "--set",
+        "dataset.corruptions=('fog','stripe')",
+    )
+    assert tribe_run(*good, "--methods", "source").exit_code == 0
+    whole = (tmp_path / "mnist_c/stripe/test_images.npy").read_bytes()
+    (tmp_path / "mnist_c/stripe/test_images.npy").write_bytes(whole[:-9])
+    result = tribe_run(*good, "--methods", "source,tribe")
+    assert result.exit_code == 2
+    assert "stripe/test_images.npy" in said(result)
+
+
+def test_the_command_runs_as_a_process_with_nothing_on_stdout_but_json(tmp_path):
+    command = [sys.executable, "-m", "tribe.cli", "run", *SHORT, "--methods", "source", "--json", "-"]
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["results"][0]["images"] > 1000
+
+
+class TestSchedule:
+    def run(self, *arguments):
+        return CliRunner().invoke(app, ["schedule", *map(str, arguments)])
+
+    def test_it_is_the_stream_that_run_plays(self, played):
+        result = self.run("gli-f", *SHORT, "--seed", 1, "--json", "--out", "plan.npz")
+        assert result.exit_code == 0, result.output
+        told = json.loads(result.stdout)
+        record = tribe.Record.load(played[0] / "source-seed1.npz")
+        assert told["images"] == len(record.label)
+        assert told["class_counts"] == tribe.metrics.class_counts(record).tolist()
+        plan = scenarios.load("plan.npz")
+        assert scenarios.digest(plan) == told["digest"]
+        assert torch.equal(plan.domain, record.domain)
+
+    def test_the_table_and_the_picture(self):
+        pytest.importorskip("matplotlib")
+        result = self.run("gli-v", *SHORT, "--plot", "plan.png")
+        assert result.exit_code == 0, result.output
+        assert "stripe@5" in result.stdout
+        assert Path("plan.png").read_bytes().startswith(b"\x89PNG")
+
+    def test_bad_input(self):
+        for options, word in ((["gli-x"], "unknown scenario"), (["gli-f", "--plot", "plan.txt"], ".svg")):
+            result = self.run(*options)
+            assert result.exit_code == 2
+            assert word in said(result)
