@@ -1,15 +1,16 @@
-"""Every registered method and norm against the contract. Never edited for a new component."""
+"""Every registered component against the contract. Never edited for a new one."""
 
 import pytest
 
-from tribe import methods, norms, scenarios
-from tribe.testing import CLASSES, METHOD_CHECKS, NORM_CHECKS, SCENARIO_CHECKS
+import layouts
+from tribe import datasets, methods, norms, scenarios
+from tribe.testing import CLASSES, DATASET_CHECKS, METHOD_CHECKS, NORM_CHECKS, SCENARIO_CHECKS, informed
 
 
 @pytest.mark.parametrize("check", METHOD_CHECKS, ids=lambda check: check.__name__)
 @pytest.mark.parametrize("name", methods.names())
 def test_method(name, check):
-    check(methods.create(name, classes=CLASSES))
+    check(informed(methods.create(name, classes=CLASSES)))
 
 
 @pytest.mark.parametrize("check", NORM_CHECKS, ids=lambda check: check.__name__)
@@ -22,3 +23,14 @@ def test_norm(name, check):
 @pytest.mark.parametrize("name", scenarios.names())
 def test_scenario(name, check):
     check(scenarios.create(name))
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    return layouts.write(tmp_path_factory.mktemp("data"))
+
+
+@pytest.mark.parametrize("check", DATASET_CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("name", datasets.names())
+def test_dataset(name, check, published):
+    check(layouts.made(name, published))

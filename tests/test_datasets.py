@@ -1,82 +1,38 @@
 """Data sets in their published layouts, written here small: the same folders, names, shapes and types."""
 
+import gzip
+import os
+import pickle
+import subprocess
+
 import numpy as np
 import pytest
 import torch
 
+import layouts
+from layouts import PER, made
 from tribe import datasets, scenarios
 from tribe.datasets.corrupted import Corrupted
 from tribe.datasets.files import MissingData, data_root
+from tribe.datasets.unpickle import UnpickleError, unpickle
 from tribe.stream import Stream
-
-PER = 20  # images a severity; the published files have 10,000
+from tribe.testing import check_dataset
 
 
 @pytest.fixture
 def root(tmp_path):
-    draw = np.random.default_rng(0)
-    for folder, classes in (("CIFAR-10-C", 10), ("CIFAR-100-C", 100)):
-        (tmp_path / folder).mkdir()
-        np.save(tmp_path / folder / "labels.npy", np.tile(draw.integers(classes, size=PER), 5).astype(np.uint8))
-        for name in ("fog", "snow"):
-            array = draw.integers(256, size=(5 * PER, 32, 32, 3)).astype(np.uint8)
-            array[:, 0, 0, 0] = np.arange(5 * PER)
-            np.save(tmp_path / folder / f"{name}.npy", array)
-    for name in ("fog", "stripe"):
-        folder = tmp_path / "mnist_c" / name
-        folder.mkdir(parents=True)
-        np.save(folder / "test_images.npy", draw.integers(256, size=(PER, 28, 28, 1)).astype(np.uint8))
-        np.save(folder / "test_labels.npy", draw.integers(10, size=PER))
-    for folder, files, labels in (
-        ("cifar-10-batches-bin", ["test_batch", *(f"data_batch_{i}" for i in range(1, 6))], [10]),
-        ("cifar-100-binary", ["test", "train"], [20, 100]),
-    ):
-        (tmp_path / folder).mkdir()
-        for i, file in enumerate(files):
-            pixels = draw.integers(256, size=(PER, 3072)).astype(np.uint8)
-            pixels[:, 0] = i
-            columns = [draw.integers(high, size=PER).astype(np.uint8)[:, None] for high in labels]
-            (tmp_path / folder / f"{file}.bin").write_bytes(np.concatenate([*columns, pixels], 1).tobytes())
-    (tmp_path / "mnist").mkdir()
-    for split in ("t10k", "train"):
-        pixels = draw.integers(256, size=(PER, 28, 28)).astype(np.uint8)
-        header = np.array([0x803, PER, 28, 28], ">u4").tobytes()
-        (tmp_path / f"mnist/{split}-images-idx3-ubyte").write_bytes(header + pixels.tobytes())
-        header = np.array([0x801, PER], ">u4").tobytes()
-        labels = draw.integers(10, size=PER).astype(np.uint8)
-        (tmp_path / f"mnist/{split}-labels-idx1-ubyte").write_bytes(header + labels.tobytes())
-    return tmp_path
+    return layouts.write(tmp_path)
 
 
-CORRUPTIONS = {"cifar10-c": ("fog", "snow"), "cifar100-c": ("fog", "snow"), "mnist-c": ("fog", "stripe")}
 CLEAN = ("cifar10", "cifar100", "mnist")
 
 
-def made(name, root, **fields):
-    if name not in CLEAN:
-        fields["corruptions"] = CORRUPTIONS[name]
-    return datasets.create(name, data=str(root), **fields)
-
-
-def test_there_is_a_test_for_every_registered_data_set():
-    assert datasets.names() == sorted([*CORRUPTIONS, *CLEAN])
-
-
 @pytest.mark.parametrize("name", datasets.names())
-def test_types_ranges_and_lengths(name, root):
+def test_the_layouts_hold_every_registered_data_set(name, root):
+    """A data set that is added needs files to be held to the contract: write them in `layouts`."""
     data = made(name, root)
-    for domain in data.domains:
-        labels = data.labels(domain)
-        assert labels.dtype == torch.int64
-        assert len(labels) == PER
-        assert 0 <= int(labels.min()) <= int(labels.max()) < len(data.classes)
-        images = data.images(domain, torch.tensor([3, 0, 3]))
-        assert images.dtype == torch.float32
-        assert images.shape[0] == 3
-        assert images.dim() == 4
-        assert 0 <= images.min() <= images.max() <= 1
-        assert torch.equal(images[0], images[2])
-        assert not torch.equal(images[0], images[1])
+    assert len(data.domains) <= 2
+    assert len(data.images(data.domains[-1], torch.tensor([0]))) == 1
 
 
 @pytest.mark.parametrize("severity", [1, 3, 5])
@@ -101,7 +57,7 @@ def test_files_are_mapped_and_not_read(root):
 @pytest.mark.parametrize("name", datasets.names())
 def test_they_play_as_streams(name, root):
     stream = Stream(made(name, root), scenarios.create("ptta"), (0, 1), batch=16)
-    assert sum(int(b.valid.sum()) for b in stream) == 2 * len(stream.domains) * PER
+    assert sum(int(b.valid.sum()) for b in stream) == 2 * sum(len(y) for y in stream.labels) > 0
 
 
 def test_clean_images_and_labels_are_those_of_the_file(root):
@@ -145,7 +101,7 @@ def test_clean_files_that_are_cut_short_or_missing_are_named(name, root):
     with pytest.raises(ValueError, match=f"{path.name}.*cut short"):
         made(name, root).labels()
     path.unlink()
-    with pytest.raises(MissingData, match=f"{path.name} not found"):
+    with pytest.raises(MissingData, match=f"{path.stem} not found: looked for {path}"):
         made(name, root).labels()
     with pytest.raises(ValueError, match="split is 'test' or 'train'"):
         made(name, root, split="val")
@@ -156,6 +112,174 @@ def test_an_idx_file_of_another_kind_is_refused(root):
     path.write_bytes(np.array([0x803, PER], ">u4").tobytes() + bytes(PER))
     with pytest.raises(ValueError, match="no idx file of bytes with 1 axes"):
         made("mnist", root).labels()
+
+
+def to_protocol_2(value):
+    return pickle.dumps(value, protocol=2)
+
+
+@pytest.mark.parametrize("dump", [layouts.pickled, to_protocol_2], ids=["by Python 2", "by Python 3"])
+@pytest.mark.parametrize("split", ["test", "train"])
+@pytest.mark.parametrize("name", ["cifar10", "cifar100"])
+def test_the_python_version_holds_the_same_as_the_binary_one(name, split, dump, root):
+    layouts.write_cifar_python(root, dump)
+    binary = made(name, root, split=split)
+    everything = torch.arange(len(binary.labels()))
+    images = binary.images("clean", everything)
+    (root / CLEAN_FILES[name]).parent.rename(root / "gone")
+    python = made(name, root, split=split)
+    assert torch.equal(python.labels(), binary.labels())
+    assert torch.equal(python.images("clean", everything), images)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_pickle_of_python_2_is_read_without_a_word(tmp_path):
+    held = {b"data": np.arange(6, dtype=np.uint8).reshape(2, 3), b"labels": [3, 1], b"names": [b"x" * 300]}
+    (tmp_path / "batch").write_bytes(layouts.pickled(held))
+    assert b"numpy.core.multiarray" in (tmp_path / "batch").read_bytes()
+    read = unpickle(tmp_path / "batch")
+    assert np.array_equal(read.pop(b"data"), held.pop(b"data"))
+    assert read == held
+    assert np.dtype("u1") is np.dtype(np.uint8), "numpy's own type was not written into"
+
+
+class Malicious:
+    def __init__(self, function, *args):
+        self.called = function, args
+
+    def __reduce__(self):
+        return self.called
+
+
+@pytest.mark.parametrize("function", [os.mkdir, os.system, eval], ids=lambda f: f.__name__)
+def test_a_malicious_pickle_is_refused_and_runs_nothing(function, root):
+    trace = root / "trace"
+    args = {
+        os.mkdir: (str(trace),),
+        os.system: (f"mkdir {trace}",),
+        eval: (f"__import__('os').mkdir({str(trace)!r})",),
+    }[function]
+    layouts.write_cifar_python(root)
+    (root / "cifar-10-batches-bin").rename(root / "gone")
+    path = root / "cifar-10-batches-py/test_batch"
+    path.write_bytes(pickle.dumps({b"data": Malicious(function, *args), b"labels": []}, 2))
+    with pytest.raises(UnpickleError, match=rf"test_batch is refused: it asks for \w+\.{function.__name__}"):
+        made("cifar10", root).labels()
+    assert not trace.exists()
+    pickle.loads(path.read_bytes())
+    assert trace.exists(), "the file is what it claims to be"
+
+
+BAD_PYTHON = {
+    "cut short": (lambda held: layouts.pickled(held)[:-20], "cut short"),
+    "no pickle": (lambda held: b"hello", "cannot be read as a pickle"),
+    "another codec": (lambda held: b"\x80\x02c_codecs\nencode\nX\x01\x00\x00\x00aX\x03\x00\x00\x00hex\x86R.", "latin1"),
+    "no dictionary": (lambda held: layouts.pickled([1]), "no labels"),
+    "no labels": (lambda held: layouts.pickled({b"data": held[b"data"]}), "no labels; expected b'labels'"),
+    "labels out of range": (lambda held: layouts.pickled(held | {b"labels": [10] * PER}), "10 to 10; expected 0 to 9"),
+    "labels below 0": (lambda held: layouts.pickled(held | {b"labels": [-1] * PER}), "-1 to -1; expected 0 to 9"),
+    "labels that are text": (lambda held: layouts.pickled(held | {b"labels": [b"cat"] * PER}), "a list of integers"),
+    "too few labels": (lambda held: layouts.pickled(held | {b"labels": [1]}), r"shape \(20, 3072\) as b'data'"),
+    "floats": (lambda held: layouts.pickled(held | {b"data": held[b"data"] / 2}), "float64 of shape .*expected uint8"),
+    "no pixels": (lambda held: layouts.pickled({b"labels": [1]}), "no array"),
+    "no images": (lambda held: layouts.pickled({b"data": np.empty((0, 3072), np.uint8), b"labels": []}), "no images"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_PYTHON)
+def test_bad_python_versions(case, root):
+    damage, words = BAD_PYTHON[case]
+    layouts.write_cifar_python(root)
+    (root / "cifar-10-batches-bin").rename(root / "gone")
+    path = root / "cifar-10-batches-py/test_batch"
+    path.write_bytes(damage(pickle.loads(path.read_bytes(), encoding="bytes")))
+    with pytest.raises(ValueError, match=words):
+        made("cifar10", root).labels()
+
+
+def test_mnist_is_read_gzipped_as_published(root):
+    plain = made("mnist", root)
+    everything = torch.arange(PER)
+    images = plain.images("clean", everything)
+    layouts.gzip_mnist(root / "mnist")
+    zipped = made("mnist", root)
+    assert torch.equal(zipped.labels(), plain.labels())
+    assert torch.equal(zipped.images("clean", everything), images)
+    path = root / "mnist/t10k-images-idx3-ubyte.gz"
+    whole = path.read_bytes()
+    for damaged, words in (
+        (whole[:-30], "cut short"),
+        (b"hello", "cannot be unpacked"),
+        (gzip.compress(b""), "no idx"),
+    ):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=f"{path.name}.*{words}"):
+            made("mnist", root).labels()
+
+
+def test_the_mnist_test_images_come_with_the_package(tmp_path):
+    data = made("mnist", tmp_path)
+    assert torch.bincount(data.labels()).tolist() == [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]
+    check_dataset(data)
+    with pytest.raises(MissingData, match="train-images-idx3-ubyte not found"):
+        made("mnist", tmp_path, split="train").labels()
+
+
+def test_labels_out_of_range_and_empty_files_are_refused(root):
+    path = root / CLEAN_FILES["cifar10"]
+    path.write_bytes(bytes([10]) + path.read_bytes()[1:])
+    with pytest.raises(ValueError, match="to 10; expected 0 to 9"):
+        made("cifar10", root).labels()
+    for name in CLEAN:
+        (root / CLEAN_FILES[name]).write_bytes(b"")
+        with pytest.raises(ValueError, match=r"cut short|no idx file"):
+            made(name, root).labels()
+
+
+TRAIN = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte")
+ARCHIVES = {  # address, then what the archive holds: folder and member
+    "cifar10": ("https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz", "", "cifar-10-batches-bin"),
+    "cifar100": ("https://www.cs.toronto.edu/~kriz/cifar-100-binary.tar.gz", "", "cifar-100-binary"),
+    "imagenet-c": ("https://zenodo.org/records/2235448/files/noise.tar", "ImageNet-C", "noise"),
+}
+CURL = """#!/bin/sh
+echo "$2" >> asked
+cat "$(basename "$2")"
+"""
+
+
+@pytest.mark.parametrize("name", [*ARCHIVES, "mnist"])
+def test_the_command_that_missing_data_suggests_places_it(name, root, tmp_path_factory):
+    """The command is run as it stands, with a curl that serves local archives by the last part of the address."""
+    there = tmp_path_factory.mktemp("elsewhere")
+    (there / "curl").write_text(CURL)
+    (there / "curl").chmod(0o755)
+    if name == "mnist":
+        urls = [f"https://storage.googleapis.com/cvdf-datasets/mnist/{file}.gz" for file in TRAIN]
+        for file in TRAIN:
+            (there / f"{file}.gz").write_bytes(gzip.compress((root / "mnist" / file).read_bytes()))
+    else:
+        urls = [ARCHIVES[name][0]]
+        target = there / urls[0].rpartition("/")[2]
+        flags = "czf" if target.suffix == ".gz" else "cf"
+        subprocess.run(["tar", flags, target, "-C", root / ARCHIVES[name][1], ARCHIVES[name][2]], check=True)
+    fields = {"corruptions": ("shot_noise",)} if name == "imagenet-c" else {"split": "train"}
+    empty = there / "a new root"
+    with pytest.raises(MissingData, match=f"looked for {empty}") as missing:
+        made(name, empty, **fields).labels("shot_noise@5" if name == "imagenet-c" else "clean")
+    said = str(missing.value)
+    assert "\n" not in said
+    assert "--data, data= or TRIBE_DATA" in said
+    command = said.partition("To place it, run: ")[2].rpartition("; the root")[0]
+    path = f"{there}:{os.environ['PATH']}"
+    subprocess.run(command, shell=True, check=True, cwd=there, env={**os.environ, "PATH": path})
+    assert (there / "asked").read_text().split() == urls
+    check_dataset(made(name, empty, **fields))
+
+
+@pytest.mark.parametrize("severities", [(1, 5), (3,)])
+def test_no_image_of_the_next_severity_is_read(root, severities):
+    check_dataset(made("cifar10-c", root, severities=severities))
 
 
 def test_the_root_is_given_or_of_the_environment_or_the_cache(monkeypatch, tmp_path):

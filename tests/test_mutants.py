@@ -15,6 +15,7 @@ from tribe.methods.tribe import Tribe
 from tribe.norms.balanced import Balanced
 from tribe.norms.batch import Batch
 from tribe.norms.robust import Robust
+from tribe.scenarios.replay import Replay
 from tribe.state import Affine, Stats
 
 K = testing.CLASSES
@@ -305,6 +306,223 @@ METHOD_MUTANTS = [
 ]
 
 
+class Healthy:
+    """Two domains of images that depend on nothing but domain and position; the third cannot be read."""
+
+    classes, domains = tuple("abc"), ("fog@5", "snow@5")
+
+    def __init__(self):
+        draw = torch.Generator().manual_seed(0)
+        self.pixels = torch.rand(2, 9, 3, 4, 4, generator=draw)
+        self.pixels[0, 2] = float("nan")
+
+    def labels(self, domain):
+        self.domains.index(domain)
+        return torch.arange(9) % 4 - 1
+
+    def images(self, domain, index):
+        if index.min() < 0:
+            raise IndexError("no such image")
+        return self.pixels[self.domains.index(domain)][index]
+
+
+class NoDomains(Healthy):
+    """Nothing to play."""
+
+    domains = ()
+
+
+class TwiceNamed(Healthy):
+    """Two domains that nothing tells apart."""
+
+    domains = ("fog@5", "fog@5")
+
+
+class FloatLabels(Healthy):
+    """Labels as floats."""
+
+    def labels(self, domain):
+        return super().labels(domain).float()
+
+
+class LabelsFromOne(Healthy):
+    """Labels that count from 1."""
+
+    def labels(self, domain):
+        return super().labels(domain) + 1
+
+
+class ShuffledLabels(Healthy):
+    """Labels in another order at every call."""
+
+    calls = 0
+
+    def labels(self, domain):
+        self.calls += 1
+        return super().labels(domain).roll(self.calls)
+
+
+class BytesForFloats(Healthy):
+    """Pixels 0 to 255."""
+
+    def images(self, domain, index):
+        return super().images(domain, index) * 255
+
+
+class ChannelsLast(Healthy):
+    """(n, H, W, C), as the files have it."""
+
+    def images(self, domain, index):
+        return super().images(domain, index).permute(0, 2, 3, 1)
+
+
+class DoublePrecision(Healthy):
+    """Images as float64."""
+
+    def images(self, domain, index):
+        return super().images(domain, index).double()
+
+
+class DropsUnreadable(Healthy):
+    """What cannot be read is left out, so that images and labels no longer match."""
+
+    def images(self, domain, index):
+        x = super().images(domain, index)
+        return x[x.isfinite().flatten(1).all(1)]
+
+
+class OneNaN(Healthy):
+    """A single poisoned pixel."""
+
+    def images(self, domain, index):
+        x = super().images(domain, index).clone()
+        x[:, 0, 0, 0] = float("nan")
+        return x
+
+
+class Smaller(Healthy):
+    """Domains of different sizes."""
+
+    def images(self, domain, index):
+        return super().images(domain, index)[..., : 3 + self.domains.index(domain)]
+
+
+class NoiseByPlace(Healthy):
+    """Corrupted on the fly, with noise by the place in the batch."""
+
+    def images(self, domain, index):
+        x = super().images(domain, index)
+        return (x + torch.linspace(0, 0.1, len(x)).view(-1, 1, 1, 1)).clamp_max(1)
+
+
+class BatchContrast(Healthy):
+    """Every image normalised by the brightest of its batch."""
+
+    def images(self, domain, index):
+        x = super().images(domain, index)
+        return x / x.nan_to_num(0).max()
+
+
+class SortsTheIndex(Healthy):
+    """Read in file order, and handed out so."""
+
+    def images(self, domain, index):
+        return super().images(domain, index.sort().values)
+
+
+class GlobalNoise(Healthy):
+    """Corrupted on the fly, from the global generator."""
+
+    def images(self, domain, index):
+        return super().images(domain, index) * torch.rand(1)
+
+
+class SharedMemory(Healthy):
+    """Hands out its cache, which the caller then writes into."""
+
+    def images(self, domain, index):
+        cache = vars(self).setdefault("cache", {})
+        key = domain, tuple(index.tolist())
+        return cache.setdefault(key, super().images(domain, index))
+
+
+class ShiftsTheIndex(Healthy):
+    """Adds where its block begins to the index it was given."""
+
+    def images(self, domain, index):
+        x = super().images(domain, index)
+        index += 1
+        return x
+
+
+class AnyDomain(Healthy):
+    """An unknown domain is taken for the first."""
+
+    def labels(self, domain):
+        return super().labels(self.domains[0])
+
+
+class FromTheEnd(Healthy):
+    """Position -1 is the last image, as numpy has it."""
+
+    def images(self, domain, index):
+        return self.pixels[self.domains.index(domain)][index]
+
+
+class NextBlock(Healthy):
+    """Past the end of a domain the next one begins, as in a file of five severities."""
+
+    def images(self, domain, index):
+        if index.min() < 0:
+            raise IndexError("no such image")
+        both = torch.cat((*self.pixels, self.pixels[0]))
+        return both[index + 9 * self.domains.index(domain)]
+
+
+DATASET_MUTANTS = [
+    (NoDomains(), "names_are_different"),
+    (TwiceNamed(), "names_are_different"),
+    (FloatLabels(), "labels_fit_the_classes"),
+    (LabelsFromOne(), "labels_fit_the_classes"),
+    (ShuffledLabels(), "labels_fit_the_classes"),
+    (BytesForFloats(), "images_are_in_range"),
+    (ChannelsLast(), "images_are_in_range"),
+    (DoublePrecision(), "images_are_in_range"),
+    (DropsUnreadable(), "images_are_in_range"),
+    (OneNaN(), "images_are_in_range"),
+    (Smaller(), "images_are_in_range"),
+    (NoiseByPlace(), "order_of_reading_does_not_matter"),
+    (BatchContrast(), "order_of_reading_does_not_matter"),
+    (SortsTheIndex(), "order_of_reading_does_not_matter"),
+    (GlobalNoise(), "reading_again_gives_the_same"),
+    (SharedMemory(), "reading_again_gives_the_same"),
+    (ShiftsTheIndex(), "reading_again_gives_the_same"),
+    (AnyDomain(), "what_is_not_there_is_refused"),
+    (FromTheEnd(), "what_is_not_there_is_refused"),
+    (NextBlock(), "what_is_not_there_is_refused"),
+]
+
+
+@pytest.mark.parametrize(
+    ("mutant", "check"), DATASET_MUTANTS, ids=lambda v: v if isinstance(v, str) else type(v).__name__
+)
+def test_dataset_mutant_dies(mutant, check):
+    with pytest.raises(AssertionError):
+        getattr(testing, check)(mutant)
+
+
+class SeedOfTheClock(Replay):
+    """Says that the seed changes nothing, and draws."""
+
+    def play(self, labels, classes, rng):
+        return rng.permutation(len(labels))
+
+
+def test_a_scenario_that_draws_although_it_says_it_does_not_dies():
+    with pytest.raises(AssertionError, match="the seed changes the stream"):
+        testing.same_seed_same_schedule(SeedOfTheClock())
+
+
 def _kills(mutant, check):
     with pytest.raises((AssertionError, RuntimeError, ValueError, IndexError)):
         getattr(testing, check)(mutant)
@@ -325,11 +543,13 @@ def test_method_mutant_dies(mutant, check):
 def test_the_hook_itself_is_healthy():
     """The mutants' common base passes everything, so each dies of its own bug."""
     testing.check_method(TentWith())
+    testing.check_dataset(Healthy())
 
 
 def test_every_check_kills_something():
-    killers = {check for _, check in NORM_MUTANTS + METHOD_MUTANTS}
-    missing = {check.__name__ for check in testing.METHOD_CHECKS + testing.NORM_CHECKS} - killers
+    killers = {check for _, check in NORM_MUTANTS + METHOD_MUTANTS + DATASET_MUTANTS}
+    checks = testing.METHOD_CHECKS + testing.NORM_CHECKS + testing.DATASET_CHECKS
+    missing = {check.__name__ for check in checks} - killers
     assert not missing
 
 

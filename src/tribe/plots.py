@@ -1,8 +1,8 @@
 """Pictures of streams and of what was predicted on them. Needs matplotlib, the extra `plots`.
 
-    figure = tribe.plots.errors(records)               # per-domain errors of some runs, and the classes they met
-    figure = tribe.plots.schedule(schedule, labels)    # class counts per domain, local balance over time
-    tribe.plots.save(figure, "chart.svg")
+figure = tribe.plots.errors(records)               # per-domain errors of some runs, and the classes they met
+figure = tribe.plots.schedule(schedule, labels)    # class counts per domain, local balance over time
+tribe.plots.save(figure, "chart.svg")
 """
 
 import io
@@ -42,7 +42,7 @@ def errors(records: Mapping[str, Sequence[Record]], title: str = "") -> "Figure"
         error = 100 * torch.stack([metrics.domain_error(record) for record in runs]).nanmean(0)
         mean = 100 * torch.stack([metrics.instance_error(record) for record in runs]).mean()
         style = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)], "markersize": 4}
-        above.plot(place, error, label=f"{name}: {mean:.1f} %", linewidth=1.2, **style)
+        above.plot(place, error.numpy(), label=f"{name}: {mean:.1f} %", linewidth=1.2, **style)
     above.set(ylabel="instance error, %", ylim=(0, None), xlim=(-0.5, len(place) - 0.5), xticks=place, title=title)
     above.tick_params(labelbottom=False)
     above.grid(axis="y", alpha=0.3)
@@ -65,7 +65,7 @@ def schedule(plan: Schedule, labels: Sequence[Tensor], domains: Sequence[str] = 
     figure, (above, below) = _figure((max(6.0, 1.5 + 0.55 * len(names)), 6.0), heights=(3, 2))
     _counts(above, class_counts(plan, labels), names)
     balance = local_balance(plan, labels, window)
-    below.plot(torch.arange(len(balance)) * window, balance, color=COLOURS[1], linewidth=0.8)
+    below.plot(window * torch.arange(len(balance)).numpy(), balance.numpy(), color=COLOURS[1], linewidth=0.8)
     starts = torch.cat((torch.ones(1, dtype=torch.bool), plan.domain.diff() != 0)).nonzero().flatten()
     if len(starts) <= 4 * len(names):  # a mixed stream changes its domain all the time
         for start in starts.tolist():
@@ -79,26 +79,27 @@ def save(figure: "Figure", path: str | PathLike[str]) -> None:
     ending = Path(path).suffix.lower()
     if ending not in FORMATS:
         raise ValueError(f"a chart ends in {', '.join(FORMATS)}; got {path}")
+    from matplotlib import rc_context
+
     buffer = io.BytesIO()
     still = {"Creator": None, "Date": None} if ending == ".svg" else None  # the same bytes for the same picture
-    figure.savefig(buffer, format=ending[1:], metadata=still, dpi=150)
+    with rc_context({"svg.hashsalt": "tribe", "svg.fonttype": "none"}):
+        figure.savefig(buffer, format=ending[1:], metadata=still, dpi=150)
     write_atomically(path, buffer.getvalue())
 
 
 def _figure(size: tuple[float, float], heights: tuple[float, float]) -> tuple["Figure", Any]:
     try:
-        from matplotlib import rc_context
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError("charts need matplotlib: pip install 'tribe-tta[plots]'", name=error.name) from error
-    with rc_context({"svg.hashsalt": "tribe"}):
-        figure = Figure(figsize=size, layout="constrained")
-        return figure, figure.subplots(2, 1, height_ratios=heights)
+    figure = Figure(figsize=size, layout="constrained")
+    return figure, figure.subplots(2, 1, height_ratios=heights)
 
 
 def _counts(axes: Any, counts: Tensor, domains: Sequence[str]) -> None:
     """A map of class counts (D, K): domains across, classes upwards; the darker the more."""
-    shown = axes.imshow(counts.T.log1p(), aspect="auto", cmap="Greys", vmin=0, origin="lower")
+    shown = axes.imshow(counts.T.log1p().numpy(), aspect="auto", cmap="Greys", vmin=0, origin="lower")
     ticks = [t for t in (1, 10, 100, 1000, 10000) if t <= max(float(counts.max()), 1.0)]
     bar = axes.figure.colorbar(shown, ax=axes, ticks=torch.tensor(ticks).log1p().tolist(), label="images")
     bar.ax.set_yticklabels([str(t) for t in ticks])

@@ -1,7 +1,8 @@
 """Play a data set as a scenario says: batches of images for many streams at once, read ahead in the background."""
 
+from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor
 from tribe.datasets import Dataset
 from tribe.scenarios import Scenario, Schedule
 
+AHEAD = 2  # batches read before they are asked for
+
 
 class Batch(NamedTuple):
     """The next images of every stream. Labels and domains are for the record; no method sees them."""
@@ -17,7 +20,7 @@ class Batch(NamedTuple):
     x: Tensor  # (S, B, ...)
     y: Tensor  # (S, B) int64, -1 where unknown
     domain: Tensor  # (S, B) int64
-    valid: Tensor  # (S, B) False: padding, where streams differ in length
+    valid: Tensor  # (S, B) False: padding, where streams differ in length, or an image that could not be read
     reset: Tensor  # (S,) True: go back to the source before this batch
 
 
@@ -25,7 +28,8 @@ class Stream:
     """One scenario, played once per seed, side by side.
 
     Batches run over the concatenated stream and straddle domain borders; they are cut short only where the scenario
-    asks for a reset, and at the end. A stream that is over goes on as padding until the longest one ends.
+    asks for a reset, and at the end. A stream that is over goes on as padding until the longest one ends. An image that
+    a data set gives as NaN, since its file is damaged, keeps its place but is not valid.
 
     Args:
         dataset: the images.
@@ -58,31 +62,38 @@ class Stream:
         """All batches from the beginning."""
         return self.starting_at(0)
 
-    def starting_at(self, step: int) -> Iterator[Batch]:
-        """The batches from one on, as a run that is resumed needs them."""
-        with ThreadPoolExecutor(1, "tribe-reader") as reader:
-            steps = range(step, len(self))
-            ahead = reader.submit(self._read, step) if steps else None
-            for t in steps:
-                assert ahead is not None
-                batch = ahead.result()
-                ahead = reader.submit(self._read, t + 1) if t + 1 < len(self) else None
-                yield batch
+    def starting_at(self, step: int, *, pin: bool = False) -> Iterator[Batch]:
+        """The batches from one on, as a run that is resumed needs them; ``pin``: in memory a GPU copies from by itself.
 
-    def _read(self, step: int) -> Batch:
+        Whoever stops early waits for nothing: what was not begun is not read.
+        """
+        reader = ThreadPoolExecutor(1, "tribe-reader")
+        try:
+            waiting: deque[Future[Batch]] = deque()
+            for t in range(step, len(self) + AHEAD):
+                if t < len(self):
+                    waiting.append(reader.submit(self._read, t, pin))
+                if t >= step + AHEAD:
+                    yield waiting.popleft().result()
+        finally:
+            reader.shutdown(wait=False, cancel_futures=True)
+
+    def _read(self, step: int, pin: bool) -> Batch:
         cuts = [cut[step] if step < len(cut) else slice(0, 0) for cut in self._cuts]
         width = max(cut.stop - cut.start for cut in cuts)
         rows = [self._row(schedule, cut, width) for schedule, cut in zip(self.schedules, cuts, strict=True)]
         shape = next(images.shape[1:] for images, *_ in rows if len(images))
-        x = torch.zeros(len(rows), width, *shape)
+        x = torch.zeros(len(rows), width, *shape, pin_memory=pin)
         for row, (images, *_) in zip(x, rows, strict=True):
             if len(images):
                 row[: len(images)] = images
         y, domain, valid = (torch.stack(column) for column in list(zip(*rows, strict=True))[1:])
+        valid &= x.isfinite().flatten(2).all(2)
+        x[~valid] = 0
         starts = [
             bool(s.reset[c.start]) if c.stop > c.start else False for s, c in zip(self.schedules, cuts, strict=True)
         ]
-        return Batch(x, y, domain, valid, torch.tensor(starts))
+        return Batch(x, y.where(valid, -1), domain.where(valid, -1), valid, torch.tensor(starts))
 
     def _row(self, schedule: Schedule, cut: slice, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Images, labels, domains and marks of one stream's batch; all but the images padded to ``width``."""

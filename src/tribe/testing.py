@@ -1,4 +1,4 @@
-"""The contract every method, norm rule and scenario is held to; public: code outside the repository can call it.
+"""The contract every method, norm rule, scenario and data set is held to; public, for code outside the repository too.
 
     from tribe.testing import check_method
     check_method(MyMethod(classes=4))       # raises AssertionError naming the property that does not hold
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from tribe.backbone import Backbone
+from tribe.datasets import Dataset
 from tribe.methods import Method
 from tribe.norms import Norm
 from tribe.scenarios import LongTail, Natural, Scenario, Schedule, class_counts
@@ -63,6 +64,16 @@ def images(streams: int, batch: int, seed: int = 0, dtype: torch.dtype = torch.f
     x = torch.rand(streams, batch, 3, SIZE, SIZE, generator=generator, dtype=dtype)
     shift = torch.rand(streams, 1, 1, 1, 1, generator=generator, dtype=dtype)
     return (0.3 + 0.7 * x) * (0.4 + 0.6 * shift)
+
+
+def informed(method: Method, net: Backbone | None = None) -> Method:
+    """The method with the source knowledge it needs, if any, of the contract's network (or another) taken here."""
+    if method.needs is None:
+        return method
+    net = net or _network()
+    kept = [images(1, 16, seed)[0] for seed in range(100, 106)]
+    drawn = [torch.randint(CLASSES, (16,), generator=torch.Generator().manual_seed(seed)) for seed in range(6)]
+    return dataclasses.replace(method, knowledge=method.study(net, zip(kept, drawn, strict=True)))  # type: ignore[call-arg]
 
 
 def _network() -> Backbone:
@@ -492,7 +503,11 @@ def same_seed_same_schedule(scenario: Scenario) -> None:
         numpy_state, torch_state = np.random.get_state(legacy=False), torch.get_rng_state()
         again = copy.deepcopy(each).schedule(label_sets(each), seed=5)
         assert digest(schedule) == digest(again), "equal seeds make different streams"
-        assert digest(schedule) != digest(each.schedule(label_sets(each), seed=6)), "the seed changes nothing"
+        another = digest(each.schedule(label_sets(each), seed=6))
+        if each.same_for_all_seeds is None:
+            assert digest(schedule) != another, "the seed changes nothing"
+        else:
+            assert digest(schedule) == another, f"it says {each.same_for_all_seeds!r}, but the seed changes the stream"
         assert repr(numpy_state) == repr(np.random.get_state(legacy=False)), "numpy's global generator moved"
         assert torch.equal(torch_state, torch.get_rng_state()), "torch's global generator moved"
 
@@ -510,6 +525,119 @@ SCENARIO_CHECKS: tuple[Callable[[Scenario], None], ...] = (
     counts_match_the_profile,
     same_seed_same_schedule,
     leaves_labels_alone,
+)
+
+
+# -- data sets ------------------------------------------------------------------------------------------------------
+
+LOOKED_AT = 7  # images of a domain that the checks read
+
+
+def _some(dataset: Dataset, domain: str) -> Tensor:
+    """Positions from the first image of a domain to the last."""
+    count = len(dataset.labels(domain))
+    return torch.linspace(0, count - 1, min(count, LOOKED_AT)).long()
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Equal, an image of NaN being equal to another."""
+    return a.shape == b.shape and torch.equal(a.nan_to_num(-1), b.nan_to_num(-1))
+
+
+def names_are_different(dataset: Dataset) -> None:
+    """Catches a data set without domains, and two classes or domains of one name."""
+    assert len(dataset.domains), "there are no domains"
+    for what, names in (("class", dataset.classes), ("domain", dataset.domains)):
+        assert all(isinstance(name, str) and name for name in names), f"a {what} has no name"
+        assert len(set(names)) == len(names), f"a {what} is named twice"
+
+
+def labels_fit_the_classes(dataset: Dataset) -> None:
+    """Catches labels of another type or shape, out of range, or other ones when asked again."""
+    for domain in dataset.domains:
+        y = dataset.labels(domain)
+        assert (y.dtype, y.ndim) == (torch.int64, 1), f"labels of {domain} are {y.dtype} of shape {tuple(y.shape)}"
+        assert len(y), f"{domain} has no images"
+        assert -1 <= int(y.min()) <= int(y.max()) < len(dataset.classes), (
+            f"labels of {domain} are {int(y.min())} to {int(y.max())}; there are {len(dataset.classes)} classes"
+        )
+        assert torch.equal(y, dataset.labels(domain)), f"labels of {domain} change"
+
+
+def images_are_in_range(dataset: Dataset) -> None:
+    """Catches bytes, 0 to 255, channels last, too many images or too few, domains of different sizes, a NaN pixel."""
+    shapes = set()
+    for domain in dataset.domains:
+        index = _some(dataset, domain)
+        x = dataset.images(domain, index)
+        assert x.dtype == torch.float32, f"images of {domain} are {x.dtype}"
+        shape = tuple(x.shape)
+        assert shape[0] == len(index), f"{len(index)} images of {domain} were asked for, and {shape[0]} came"
+        assert shape[1:2] in ((1,), (3,)), f"images of {domain} have shape {shape}; expected 1 or 3 channels first"
+        assert len(shape) == 4, f"images of {domain} have shape {shape}; expected (n, C, H, W)"
+        unreadable = x.isnan().flatten(1).all(1)
+        assert bool(((x >= 0) & (x <= 1)).flatten(1).all(1).logical_or(unreadable).all()), (
+            f"images of {domain} reach beyond 0 to 1"
+        )
+        shapes.add(x.shape[1:])
+    assert len(shapes) == 1, f"images have different shapes: {sorted(shapes)}"
+
+
+def order_of_reading_does_not_matter(dataset: Dataset) -> None:
+    """Catches an image that depends on its neighbours, on its place in the batch, or on what was read before."""
+    for domain in dataset.domains:
+        index = _some(dataset, domain)
+        together = dataset.images(domain, index)
+        backwards = torch.cat([dataset.images(domain, index[i : i + 1]) for i in reversed(range(len(index)))])
+        assert _same(together, backwards.flip(0)), f"an image of {domain} differs when it is read alone"
+        mixed = torch.arange(len(index)).roll(1).repeat(2)
+        assert _same(together[mixed], dataset.images(domain, index[mixed])), (
+            f"images of {domain} differ in another order, or twice in one batch"
+        )
+
+
+def reading_again_gives_the_same(dataset: Dataset) -> None:
+    """Catches global random generators, used or moved, and memory that the caller can spoil, or the index changed."""
+    for domain in dataset.domains:
+        index = _some(dataset, domain)
+        kept, copies = index.clone(), []
+        for seed in (1, 2):
+            torch.manual_seed(seed)
+            np.random.seed(seed)
+            before = torch.get_rng_state(), repr(np.random.get_state(legacy=False))
+            x = dataset.images(domain, index)
+            assert torch.equal(before[0], torch.get_rng_state()), "torch's global generator moved"
+            assert before[1] == repr(np.random.get_state(legacy=False)), "numpy's global generator moved"
+            assert torch.equal(index, kept), "the index was changed"
+            copies.append(x.clone())
+            x.fill_(0.5)  # whoever gets images may write into them
+        assert _same(*copies), f"images of {domain} differ when they are read again"
+
+
+def what_is_not_there_is_refused(dataset: Dataset) -> None:
+    """Catches a domain that falls back to another, and positions beyond the end, or counted from it."""
+    for ask in (dataset.labels, lambda domain: dataset.images(domain, torch.tensor([0]))):
+        assert _refused(ask, "no such domain"), "a domain that does not exist was read"
+    for domain in dataset.domains:
+        for beyond in (len(dataset.labels(domain)), -1):
+            assert _refused(dataset.images, domain, torch.tensor([0, beyond])), f"{domain} has an image {beyond}"
+
+
+def _refused(ask: Callable[..., Any], *request: Any) -> bool:
+    try:
+        ask(*request)
+    except (ValueError, LookupError):
+        return True
+    return False
+
+
+DATASET_CHECKS: tuple[Callable[[Dataset], None], ...] = (
+    names_are_different,
+    labels_fit_the_classes,
+    images_are_in_range,
+    order_of_reading_does_not_matter,
+    reading_again_gives_the_same,
+    what_is_not_there_is_refused,
 )
 
 
@@ -531,6 +659,12 @@ def check_scenario(scenario: Scenario) -> None:
         _hold(check, scenario)
 
 
+def check_dataset(dataset: Dataset) -> None:
+    """Hold a data set to its contract; a few images of every domain are read."""
+    for check in DATASET_CHECKS:
+        _hold(check, dataset)
+
+
 def _hold(check: Callable[[Any], None], component: Any) -> None:
     try:
         check(component)
@@ -539,13 +673,16 @@ def _hold(check: Callable[[Any], None], component: Any) -> None:
 
 
 __all__ = [
+    "DATASET_CHECKS",
     "METHOD_CHECKS",
     "NORM_CHECKS",
     "SCENARIO_CHECKS",
+    "check_dataset",
     "check_method",
     "check_norm",
     "check_scenario",
     "images",
+    "informed",
     "label_sets",
     "small_network",
 ]

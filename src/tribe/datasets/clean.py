@@ -1,5 +1,8 @@
-"""MNIST, CIFAR-10 and CIFAR-100 as published, in their binary formats; one domain, "clean"."""
+"""MNIST, CIFAR-10 and CIFAR-100 as published, in any of their formats; one domain, "clean"."""
 
+import gzip
+import shlex
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,21 +16,23 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tribe.datasets import register
-from tribe.datasets.files import data_root, find
+from tribe.datasets.embedded import mnist_test
+from tribe.datasets.files import data_root, find, positions, unpack
+from tribe.datasets.unpickle import unpickle
 
 DOMAIN = "clean"
+Bytes = NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
 class Clean(ABC):
-    """Images as they were published, memory-mapped."""
+    """Images as they were published, memory-mapped where the format allows."""
 
     data: str | None = None  # root folder; None: $TRIBE_DATA or the cache directory
     split: Literal["test", "train"] = "test"
 
     count: ClassVar[int] = 10
     shape: ClassVar[tuple[int, int, int]] = (3, 32, 32)
-    folder: ClassVar[str]
 
     def __post_init__(self) -> None:
         if self.split not in ("test", "train"):
@@ -51,91 +56,160 @@ class Clean(ABC):
     def images(self, domain: str, index: Tensor) -> Tensor:
         """Read some images."""
         self._check(domain)
-        pixels, _ = self._opened
-        return torch.from_numpy(pixels[np.asarray(index)]).float().div_(255).view(-1, *self.shape)
+        pixels, labels = self._opened
+        rows = pixels[positions(index, len(labels), domain)]
+        return torch.from_numpy(rows).float().div_(255).view(len(rows), *self.shape)
 
     def _check(self, domain: str) -> None:
         if domain != DOMAIN:
             raise ValueError(f"unknown domain {domain!r}; there is {DOMAIN!r} only")
 
-    def _find(self, name: str) -> Path:
-        hint = f"Place the folder {self.folder} of the published archive there"
-        return find(data_root(self.data), f"{self.folder}/{name}", what=f"{self.folder}/{name}", hint=hint)
+    @property
+    def _root(self) -> Path:
+        return data_root(self.data)
 
     @cached_property
-    def _opened(self) -> tuple[NDArray[np.uint8], Tensor]:
+    def _opened(self) -> tuple[Bytes, Tensor]:
         pixels, labels = self._open()
-        if int(labels.max()) >= self.count:
-            raise ValueError(f"{self.folder} holds label {int(labels.max())}; expected 0 to {self.count - 1}")
+        if not len(labels):
+            raise ValueError(f"the files of {type(self).__name__} under {self._root} hold no images")
+        if labels.min() < 0 or labels.max() >= self.count:
+            span = f"{labels.min()} to {labels.max()}; expected 0 to {self.count - 1}"
+            raise ValueError(f"the files of {type(self).__name__} under {self._root} hold labels {span}")
         return pixels, torch.from_numpy(labels.astype(np.int64))
 
     @abstractmethod
-    def _open(self) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-        """Pixels (n, ...) and labels (n,), not read yet."""
+    def _open(self) -> tuple[Bytes, NDArray[Any]]:
+        """Pixels (n, ...), not read yet if possible, and integer labels (n,)."""
 
 
 @register("mnist")
 @dataclass(frozen=True)
 class Mnist(Clean):
-    """Handwritten digits (LeCun et al., 1998), idx files."""
+    """Handwritten digits (LeCun et al., 1998), idx files, gzipped or not; the test images come with the package."""
 
     shape = (1, 28, 28)
-    folder = "mnist"
 
-    def _open(self) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-        name = "t10k" if self.split == "test" else "train"
-        pixels = _idx(self._find(f"{name}-images-idx3-ubyte"), 3)
-        labels = _idx(self._find(f"{name}-labels-idx1-ubyte"), 1)
+    def _open(self) -> tuple[Bytes, NDArray[Any]]:
+        stem, folder = "t10k" if self.split == "test" else "train", self._root / "mnist"
+        if self.split == "test" and not any(folder.glob(f"{stem}-*")):
+            return mnist_test()
+        names = f"{stem}-images-idx3-ubyte", f"{stem}-labels-idx1-ubyte"
+        pixels, labels = (_idx(self._find(folder, name, names), axes) for name, axes in zip(names, (3, 1), strict=True))
         if len(pixels) != len(labels) or pixels.shape[1:] != (28, 28):
-            raise ValueError(
-                f"{self.folder} holds {len(labels)} labels for images {pixels.shape}; expected one each, 28x28"
-            )
+            raise ValueError(f"{folder} holds {len(labels)} labels for images {pixels.shape}; expected one each, 28x28")
         return pixels, labels
+
+    def _find(self, folder: Path, name: str, names: Sequence[str]) -> Path:
+        place, url = shlex.quote(str(folder)), "https://storage.googleapis.com/cvdf-datasets/mnist"
+        each = f"for f in {' '.join(names)}; do curl -fL {url}/$f.gz | gunzip > {place}/$f; done"
+        hint = f"To place it, run: mkdir -p {place} && {each}"
+        return find(folder, name, f"{name}.gz", what=f"MNIST's {name}", hint=hint)
+
+
+@dataclass(frozen=True)
+class Cifar(Clean):
+    """Small photographs (Krizhevsky, 2009): the binary version, or else the python one."""
+
+    title: ClassVar[str]
+    binary: ClassVar[str]  # folders of the two versions
+    python: ClassVar[str]
+    archive: ClassVar[str]
+    labels_a_row: ClassVar[int]  # in the binary version; the last one counts
+    key: ClassVar[bytes]  # of the labels, in the python version
+
+    @property
+    @abstractmethod
+    def _files(self) -> Sequence[str]:
+        """The files of the split, without suffix."""
+
+    def _open(self) -> tuple[Bytes, NDArray[Any]]:
+        parts = [self._part(self._find(name)) for name in self._files]
+        if len(parts) == 1:
+            return parts[0]
+        pixels, labels = zip(*parts, strict=True)
+        return np.concatenate(pixels), np.concatenate(labels)
+
+    def _find(self, name: str) -> Path:
+        hint = unpack(f"https://www.cs.toronto.edu/~kriz/{self.archive}", self._root)
+        names = f"{self.binary}/{name}.bin", f"{self.python}/{name}"
+        return find(self._root, *names, what=f"{self.title}'s {name}", hint=hint)
+
+    def _part(self, path: Path) -> tuple[Bytes, NDArray[Any]]:
+        return _rows(path, self.labels_a_row) if path.suffix == ".bin" else _pickled(path, self.key)
 
 
 @register("cifar10")
 @dataclass(frozen=True)
-class Cifar10(Clean):
-    """Small photographs of ten kinds (Krizhevsky, 2009), binary version."""
+class Cifar10(Cifar):
+    """Small photographs of ten kinds (Krizhevsky, 2009), binary or python version."""
 
-    folder = "cifar-10-batches-bin"
+    title, archive = "CIFAR-10", "cifar-10-binary.tar.gz"
+    binary, python = "cifar-10-batches-bin", "cifar-10-batches-py"
+    labels_a_row, key = 1, b"labels"
 
-    def _open(self) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-        names = ["test_batch"] if self.split == "test" else [f"data_batch_{i}" for i in range(1, 6)]
-        rows = [_rows(self._find(f"{name}.bin"), 1) for name in names]
-        whole: Any = rows[0] if len(rows) == 1 else np.concatenate(rows)
-        return whole[:, 1:], np.array(whole[:, 0])
+    @property
+    def _files(self) -> Sequence[str]:
+        return ["test_batch"] if self.split == "test" else [f"data_batch_{i}" for i in range(1, 6)]
 
 
 @register("cifar100")
 @dataclass(frozen=True)
-class Cifar100(Clean):
-    """Small photographs of a hundred kinds (Krizhevsky, 2009), binary version; the fine labels."""
+class Cifar100(Cifar):
+    """Small photographs of a hundred kinds (Krizhevsky, 2009), binary or python version; the fine labels."""
 
     count = 100
-    folder = "cifar-100-binary"
+    title, archive = "CIFAR-100", "cifar-100-binary.tar.gz"
+    binary, python = "cifar-100-binary", "cifar-100-python"
+    labels_a_row, key = 2, b"fine_labels"
 
-    def _open(self) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-        rows = _rows(self._find(f"{self.split}.bin"), 2)
-        return rows[:, 2:], np.array(rows[:, 1])  # after the coarse label
+    @property
+    def _files(self) -> Sequence[str]:
+        return [self.split]
 
 
-def _rows(path: Path, labels: int) -> NDArray[np.uint8]:
+def _rows(path: Path, labels: int) -> tuple[Bytes, Bytes]:
     """Records of label bytes and 3 x 32 x 32 pixels."""
     width = labels + 3 * 32 * 32
     size = path.stat().st_size
     if size == 0 or size % width:
         raise ValueError(f"{path} has {size} bytes, no whole number of records of {width}: it was cut short")
-    return np.memmap(path, np.uint8, "r").reshape(-1, width)
+    rows = np.memmap(path, np.uint8, "r").reshape(-1, width)
+    return rows[:, labels:], np.array(rows[:, labels - 1])
 
 
-def _idx(path: Path, axes: int) -> NDArray[np.uint8]:
+def _pickled(path: Path, key: bytes) -> tuple[Bytes, NDArray[Any]]:
+    """A dictionary with the pixels, (n, 3072) bytes, and a list of labels."""
+    held = unpickle(path)
+    pixels, labels = (held.get(k) if isinstance(held, dict) else None for k in (b"data", key))
+    if not isinstance(labels, list) or not all(type(label) is int for label in labels):
+        raise ValueError(f"{path} holds no labels; expected {key!r}, a list of integers")
+    if not isinstance(pixels, np.ndarray) or pixels.dtype != np.uint8 or pixels.shape != (len(labels), 3 * 32 * 32):
+        got = f"{pixels.dtype} of shape {pixels.shape}" if isinstance(pixels, np.ndarray) else "no array"
+        raise ValueError(f"{path} holds {got} as b'data'; expected uint8 of shape ({len(labels)}, 3072)")
+    return pixels, np.array(labels, dtype=np.int64)
+
+
+def _idx(path: Path, axes: int) -> Bytes:
     """An idx file of bytes: two zeros, the type (8), the number of axes, their sizes, the values."""
-    header = np.fromfile(path, ">u4", 1 + axes)
-    if len(header) != 1 + axes or header[0] != (8 << 8) + axes:
+    start = 4 * (1 + axes)
+    held: Bytes = _gunzipped(path) if path.suffix == ".gz" else _mapped(path)
+    header = held[:start].view(">u4") if len(held) >= start else np.zeros(1)
+    if header[0] != (8 << 8) + axes:
         raise ValueError(f"{path} is no idx file of bytes with {axes} axes")
     shape = tuple(int(size) for size in header[1:])
-    expected, size = 4 * (1 + axes) + int(np.prod(shape)), path.stat().st_size
-    if size != expected:
-        raise ValueError(f"{path} has {size} bytes; its header promises {expected}: it was cut short")
-    return np.memmap(path, np.uint8, "r", offset=4 * (1 + axes), shape=shape)
+    expected = start + int(np.prod(shape))
+    if len(held) != expected:
+        raise ValueError(f"{path} has {len(held)} bytes; its header promises {expected}: it was cut short")
+    return held[start:].reshape(shape)
+
+
+def _mapped(path: Path) -> Bytes:
+    return np.memmap(path, np.uint8, "r") if path.stat().st_size else np.empty(0, np.uint8)  # no map of nothing
+
+
+def _gunzipped(path: Path) -> Bytes:
+    try:
+        return np.frombuffer(gzip.decompress(path.read_bytes()), np.uint8)
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"{path} cannot be unpacked ({error}): it was cut short, or is no gzip file") from error

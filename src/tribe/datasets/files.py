@@ -1,6 +1,7 @@
 """Where data lies, and arrays that are opened without being read."""
 
 import os
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,22 @@ def find(root: Path, *names: str, what: str, hint: str) -> Path:
         if (root / name).exists():
             return root / name
     looked = " or ".join(str(root / name) for name in names)
-    raise MissingData(f"{what} not found: looked for {looked}. {hint}; the root can be set with data= or TRIBE_DATA")
+    root_is = "the root can be set with --data, data= or TRIBE_DATA"
+    raise MissingData(f"{what} not found: looked for {looked}. {hint}; {root_is}")
+
+
+def unpack(url: str, into: Path) -> str:
+    """The part of an error message that is a command to run: download an archive and unpack it in a folder."""
+    folder, flags = shlex.quote(str(into)), "xz" if url.endswith("gz") else "x"
+    return f"To place it, run: mkdir -p {folder} && curl -fL {url} | tar {flags} -C {folder}"
+
+
+def positions(index: Tensor, count: int, domain: str) -> NDArray[np.int64]:
+    """Image numbers for numpy, all of them there; numpy itself would count negative ones from the end."""
+    rows = np.asarray(index)
+    if rows.size and not 0 <= rows.min() <= rows.max() < count:
+        raise IndexError(f"domain {domain!r} has images 0 to {count - 1}; got {rows.min()} to {rows.max()}")
+    return rows
 
 
 def open_array(path: Path, shape: tuple[int | None, ...], dtype: Any = np.uint8) -> NDArray[Any]:

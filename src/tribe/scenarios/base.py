@@ -46,6 +46,8 @@ class Scenario(ABC):
     name: ClassVar[str]  # set by @register
     paper: ClassVar[str | None] = None  # where the protocol comes from
     resets: ClassVar[bool] = False  # True: back to the source model at every visit
+    needs_labels: ClassVar[bool] = True  # False: images without a label (-1) can be played
+    same_for_all_seeds: ClassVar[str | None] = None  # why nothing is drawn; None: the seed makes the stream
 
     def __post_init__(self) -> None:
         refuse_unless(self.draw in ("released", "paper"), "draw is 'released' or 'paper'", self.draw)
@@ -93,6 +95,11 @@ class Scenario(ABC):
         """Where the stream goes, given the order of the base domains."""
         return [Visit(base, base) for base in order]
 
+    def play(self, labels: Ints, classes: int, rng: Random) -> Ints:
+        """Choose and order the images of one visit, given the labels in file order."""
+        pool = self.profile.select(by_class(labels, classes), self.draw, rng)
+        return self.local.arrange(pool, self.draw, rng)
+
     def mix(self, schedule: Schedule, rng: Random) -> Schedule:
         """Reorder the finished stream; most scenarios do not."""
         return schedule
@@ -114,8 +121,7 @@ class Scenario(ABC):
         parts = []
         for base, domain in self.visits(self._order(len(bases), seed)):
             if base not in drawn or self.redraw:
-                pool = self.profile.select(by_class(bases[base], classes), self.draw, rng)
-                drawn[base] = self.local.arrange(pool, self.draw, rng)
+                drawn[base] = self.play(bases[base], classes, rng)
                 if not len(drawn[base]):
                     raise ValueError(f"{self._called(base, len(bases))} keeps no image with {self.profile}")
             index = torch.from_numpy(drawn[base]).long()
@@ -133,7 +139,8 @@ class Scenario(ABC):
         """One checked label tensor per base domain."""
         if isinstance(labels, Tensor) or len(labels) == 0:
             raise ValueError("labels is a sequence of label tensors, one per domain, at least one")
-        checked = [_labels(y, self._called(i, len(labels)), self.classes) for i, y in enumerate(labels)]
+        least = 0 if self.needs_labels else -1
+        checked = [_labels(y, self._called(i, len(labels)), least, self.classes) for i, y in enumerate(labels)]
         if self.domains is None or len(checked) == len(self.domains):
             return checked
         per = len(self.variants)
@@ -169,16 +176,15 @@ def _names(domains: Any) -> tuple[str, ...]:
     return names
 
 
-def _labels(labels: Any, of: str, classes: int | None) -> Tensor:
+def _labels(labels: Any, of: str, least: int, classes: int | None) -> Tensor:
     y = torch.as_tensor(labels)
     if y.ndim != 1 or y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
         raise ValueError(f"labels of {of} are {y.dtype} of shape {tuple(y.shape)}; expected integers, one per image")
     if len(y) == 0:
         raise ValueError(f"{of} has no images: its labels are empty")
-    if int(y.min()) < 0:
-        raise ValueError(
-            f"labels of {of} hold {int(y.min())}; expected classes from 0 (unlabelled images cannot be drawn)"
-        )
+    if int(y.min()) < least:
+        hint = "" if least else "; images without a label are played by the scenario 'replay' only"
+        raise ValueError(f"labels of {of} hold {int(y.min())}; expected classes from 0{hint}")
     most = MOST_CLASSES if classes is None else classes
     if int(y.max()) >= most:
         raise ValueError(f"labels of {of} hold {int(y.max())}; expected classes from 0 to {most - 1}")

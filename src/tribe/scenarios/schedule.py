@@ -71,7 +71,7 @@ def played_labels(schedule: Schedule, labels: Sequence[Tensor]) -> Tensor:
 
 
 def class_counts(schedule: Schedule, labels: Sequence[Tensor], classes: int | None = None) -> Tensor:
-    """(D, K) how many samples of each class each domain plays.
+    """(D, K) how many samples of each class each domain plays; those without a label (-1) are left out.
 
     >>> stream = Schedule(torch.tensor([0, 0, 1]), torch.tensor([2, 0, 1]), torch.zeros(3, dtype=torch.bool))
     >>> class_counts(stream, [torch.tensor([0, 1, 1]), torch.tensor([0, 0])])
@@ -79,7 +79,8 @@ def class_counts(schedule: Schedule, labels: Sequence[Tensor], classes: int | No
             [1, 0]])
     """
     classes = classes or 1 + max(int(y.max()) for y in labels)
-    cell = schedule.domain * classes + played_labels(schedule, labels)
+    y = played_labels(schedule, labels)
+    cell = (schedule.domain * classes + y)[y >= 0]
     return torch.bincount(cell, minlength=len(labels) * classes).reshape(len(labels), classes)
 
 
@@ -87,19 +88,20 @@ def local_balance(schedule: Schedule, labels: Sequence[Tensor], window: int = 64
     """(ceil(T / window),) evenness of the classes in each window of the stream, over time.
 
     The entropy of their shares, relative to the most that so many samples of K classes can have: 1 where they are as
-    even as can be, 0 where there is one class only.
+    even as can be, 0 where there is one class only, NaN where no sample has a label.
     """
     if window < 2:
         raise ValueError(f"window is a number of samples, at least 2; got {window}")
     y = played_labels(schedule, labels)
     classes = classes or 1 + max(int(t.max()) for t in labels)
-    rows = torch.arange(len(y)) // window
-    counts = torch.bincount(rows * classes + y, minlength=-(-len(y) // window) * classes).reshape(-1, classes)
+    rows, windows = torch.arange(len(y)) // window, -(-len(y) // window)
+    cell = (rows * classes + y)[y >= 0]
+    counts = torch.bincount(cell, minlength=windows * classes).reshape(windows, classes)
     size = counts.sum(1)
     share = counts / size[:, None]
     most = size.clamp(max=classes).double().log().clamp(min=math.log(2))
     entropy: Tensor = torch.special.entr(share.double()).sum(1)
-    return entropy / most
+    return (entropy / most).where(size > 0, math.nan)
 
 
 __all__ = ["Schedule", "ScheduleFileError", "class_counts", "digest", "load", "local_balance", "played_labels", "save"]

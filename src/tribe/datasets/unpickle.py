@@ -1,0 +1,62 @@
+"""Read a pickle that may hold numbers, lists, dictionaries and numpy arrays, and can run nothing.
+
+A pickle is a program: it names functions and calls them. The python versions of CIFAR are published as pickles, so the
+few names that they hold are permitted here, and any other is refused before it is imported.
+"""
+
+import io
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+class UnpickleError(ValueError):
+    """A pickle that cannot be used, and why."""
+
+
+def _dtype(kind: bytes | str, *_: Any) -> Any:
+    """The type of an array, a copy since the file then writes into it; numpy no longer likes the flags of old files."""
+    return np.dtype(kind.decode("ascii") if isinstance(kind, bytes) else kind, False, True)
+
+
+def _latin1(text: str, encoding: str | bytes = "latin1") -> bytes:
+    """How protocol 2 writes bytes."""
+    if encoding not in ("latin1", b"latin1"):
+        raise UnpickleError(f"bytes are encoded in latin1; got {encoding!r}")
+    return text.encode("latin1")
+
+
+_reconstruct: Callable[..., Any] = np.empty(0).__reduce__()[0]  # type: ignore[assignment]
+PERMITTED: dict[tuple[str, str], Any] = {
+    ("numpy.core.multiarray", "_reconstruct"): _reconstruct,  # until numpy 1
+    ("numpy._core.multiarray", "_reconstruct"): _reconstruct,  # since numpy 2
+    ("numpy", "ndarray"): np.ndarray,
+    ("numpy", "dtype"): _dtype,
+    ("_codecs", "encode"): _latin1,
+}
+
+
+class _Restricted(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in PERMITTED:
+            raise UnpickleError(f"it asks for {module}.{name}, which no data file needs")
+        return PERMITTED[module, name]
+
+
+def unpickle(path: Path) -> Any:
+    """Read a file; strings of Python 2 come as bytes.
+
+    Raises:
+        UnpickleError: the file asks for a name that is not permitted (nothing was called), or is cut short.
+    """
+    try:
+        return _Restricted(io.BytesIO(path.read_bytes()), encoding="bytes").load()
+    except UnpickleError as error:
+        raise UnpickleError(f"{path} is refused: {error}. It may be malicious: get it from its publisher") from error
+    except OSError:
+        raise
+    except Exception as error:  # what is no pickle can fail in any way
+        raise UnpickleError(f"{path} cannot be read as a pickle ({error}): it was cut short, or is none") from error

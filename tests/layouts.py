@@ -1,0 +1,160 @@
+"""Data sets in their published layouts, written small: the same folders, names, shapes and types."""
+
+import dataclasses
+import gzip
+import io
+import pickle
+
+import numpy as np
+from PIL import Image
+
+from tribe import datasets
+
+PER = 20  # images a severity; the published files have 10,000
+WNIDS = ("n01440764", "n01443537", "n02123045")
+CORRUPTIONS = {"mnist-c": ("fog", "stripe"), "live-mnist-c": ("stripe", "rotate"), "imagenet-c": ("fog", "shot_noise")}
+SMALL = ("fog", "snow")  # of all the others
+
+
+def write(root):
+    """Everything under one root."""
+    draw = np.random.default_rng(0)
+    for folder, classes in (("CIFAR-10-C", 10), ("CIFAR-100-C", 100)):
+        write_cifar_c(root / folder, classes, draw)
+    write_mnist_c(root / "mnist_c", draw)
+    write_cifar_binary(root, draw)
+    write_mnist(root / "mnist", draw)
+    write_imagenet_c(root / "ImageNet-C", draw)
+    write_folder(root / "camera", draw)
+    return root
+
+
+def made(name, root, **fields):
+    """A registered data set on what `write` wrote, with few corruptions where it has any."""
+    known = {field.name for field in dataclasses.fields(datasets.get(name))}
+    if "corruptions" in known:
+        fields.setdefault("corruptions", CORRUPTIONS.get(name, SMALL))
+    place = {"root": str(root / "camera")} if name == "folder" else {"data": str(root)}
+    return datasets.create(name, **place, **fields)
+
+
+def pixels(draw, *shape):
+    return draw.integers(256, size=shape).astype(np.uint8)
+
+
+def write_cifar_c(folder, classes, draw):
+    folder.mkdir()
+    np.save(folder / "labels.npy", np.tile(draw.integers(classes, size=PER), 5).astype(np.uint8))
+    for name in SMALL:
+        array = pixels(draw, 5 * PER, 32, 32, 3)
+        array[:, 0, 0, 0] = np.arange(5 * PER)
+        np.save(folder / f"{name}.npy", array)
+
+
+def write_mnist_c(root, draw):
+    for name in CORRUPTIONS["mnist-c"]:
+        (root / name).mkdir(parents=True)
+        np.save(root / name / "test_images.npy", pixels(draw, PER, 28, 28, 1))
+        np.save(root / name / "test_labels.npy", draw.integers(10, size=PER))
+
+
+CIFAR = (  # folder and files of the binary version and of the python one, how many labels of what size, their keys
+    (
+        ("cifar-10-batches-bin", "cifar-10-batches-py"),
+        ("test_batch", *(f"data_batch_{i}" for i in range(1, 6))),
+        {b"labels": 10},
+    ),
+    (("cifar-100-binary", "cifar-100-python"), ("test", "train"), {b"coarse_labels": 20, b"fine_labels": 100}),
+)
+
+
+def write_cifar_binary(root, draw):
+    for (folder, _), files, labels in CIFAR:
+        (root / folder).mkdir()
+        for i, file in enumerate(files):
+            rows = pixels(draw, PER, 3072)
+            rows[:, 0] = i
+            columns = [draw.integers(high, size=PER).astype(np.uint8)[:, None] for high in labels.values()]
+            (root / folder / f"{file}.bin").write_bytes(np.concatenate([*columns, rows], 1).tobytes())
+
+
+class Python2(pickle._Pickler):
+    """Writes byte strings as Python 2 wrote its strings, and names numpy's modules as they were then."""
+
+    def save_bytes(self, value):
+        size = len(value)
+        head = b"U" + bytes([size]) if size < 256 else b"T" + size.to_bytes(4, "little")
+        self.write(head + value)
+        self.memoize(value)
+
+    def save_global(self, obj, name=None):
+        if getattr(obj, "__name__", "") == "_reconstruct":
+            self.write(b"cnumpy.core.multiarray\n_reconstruct\n")
+            self.memoize(obj)
+        else:
+            super().save_global(obj, name)
+
+    dispatch = {  # noqa: RUF012
+        **pickle._Pickler.dispatch,
+        bytes: save_bytes,
+        type: save_global,
+        type(np.empty(0).__reduce__()[0]): save_global,
+    }
+
+
+def pickled(value):
+    """As Python 2 wrote it, protocol 2."""
+    buffer = io.BytesIO()
+    Python2(buffer, protocol=2).dump(value)
+    return buffer.getvalue()
+
+
+def write_cifar_python(root, dump=pickled):
+    """The python versions of what `write_cifar_binary` wrote."""
+    for (binary, python), files, labels in CIFAR:
+        (root / python).mkdir()
+        for file in files:
+            rows = np.fromfile(root / binary / f"{file}.bin", np.uint8).reshape(PER, -1)
+            held = {b"batch_label": b"batch", b"data": np.ascontiguousarray(rows[:, len(labels) :])}
+            held |= {key: rows[:, i].tolist() for i, key in enumerate(labels)}
+            (root / python / file).write_bytes(dump(held))
+
+
+def write_mnist(folder, draw):
+    folder.mkdir()
+    for split in ("t10k", "train"):
+        header = np.array([0x803, PER, 28, 28], ">u4").tobytes()
+        (folder / f"{split}-images-idx3-ubyte").write_bytes(header + pixels(draw, PER, 28, 28).tobytes())
+        header = np.array([0x801, PER], ">u4").tobytes()
+        labels = draw.integers(10, size=PER).astype(np.uint8)
+        (folder / f"{split}-labels-idx1-ubyte").write_bytes(header + labels.tobytes())
+
+
+def gzip_mnist(folder):
+    for path in list(folder.iterdir()):
+        (folder / f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes()))
+        path.unlink()
+
+
+def picture(draw, height, width):
+    """Something smooth, which JPEG keeps small."""
+    return Image.fromarray(pixels(draw, 3, 4, 3)).resize((width, height), Image.Resampling.BILINEAR)
+
+
+def write_imagenet_c(root, draw):
+    """One corruption as it lies in the field's folders, one as the archive of its group has it."""
+    for corruption in ("fog", "noise/shot_noise"):
+        for k, wnid in enumerate(WNIDS):
+            folder = root / corruption / "5" / wnid
+            folder.mkdir(parents=True)
+            for i in range(3):
+                number = 100 * i + 7 * k  # so that the order of names is not the order of classes
+                picture(draw, 224, 224).save(folder / f"ILSVRC2012_val_{number:08}.JPEG", quality=90)
+
+
+def write_folder(root, draw):
+    for domain in ("day", "night"):
+        for kind in ("cat", "dog"):
+            (root / domain / kind).mkdir(parents=True)
+            for i in range(4):
+                picture(draw, 24, 24).save(root / domain / kind / f"{i}.png")
