@@ -14,8 +14,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
-run: $(INSTALLED)  ## watch a digit classifier meet bad weather and adapt (offline, about a minute)
-	$(BIN)/python examples/digits.py
+run: $(INSTALLED)  ## the main job: real digits, corrupted in 15 ways, four methods, a chart (offline, about a minute)
+	$(BIN)/tribe run
 
 test: $(INSTALLED)  ## the test suite, without the slow tests
 	$(BIN)/python -m pytest -m "not slow"

@@ -22,7 +22,7 @@ from tribe.datasets.files import MissingData
 from tribe.datasets.pictures import SUFFIXES, PictureError, read_picture
 from tribe.run import run
 from tribe.stream import AHEAD, Stream
-from tribe.testing import CLASSES, check_dataset, check_scenario, small_network
+from tribe.testing import CLASSES, check_dataset, check_scenario, informed, small_network
 
 draw = np.random.default_rng(0)
 
@@ -323,7 +323,7 @@ def test_a_batch_of_nothing_but_unreadable_pictures_changes_nothing(method, unla
     with pytest.warns(UserWarning, match="skipped"):
         (record,) = run(
             Backbone(small_network()),
-            methods.create(method, classes=CLASSES),
+            informed(methods.create(method, classes=CLASSES)),
             Stream(data, scenarios.create("replay"), batch=3),
         )
     assert record.domain.tolist() == [0] * 2 + [1] * 4

@@ -9,17 +9,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 from tribe.datasets import register
-from tribe.datasets.files import data_root, find, open_array, open_labels, to_images
+from tribe.datasets.files import data_root, find, open_labels, positions, to_images, unpack
+from tribe.datasets.made import check_made, command, damaged, open_whole, remedy
 from tribe.registry import nearest
 from tribe.scenarios.orders import CIFAR_C
 
 LEVELS = 5
-INCOMPLETE = "The folder is incomplete: unpack the published archive again"
 
 
 @dataclass(frozen=True)
@@ -32,6 +31,8 @@ class CifarC:
 
     count: ClassVar[int]
     folder: ClassVar[str]
+    archive: ClassVar[str]
+    source: ClassVar[str]  # the clean data set it can be made from
 
     def __post_init__(self) -> None:
         for severity in self.severities:
@@ -50,20 +51,27 @@ class CifarC:
 
     @cached_property
     def _folder(self) -> Path:
-        hint = f"Place the folder {self.folder} of the published archive there"
-        return find(data_root(self.data), self.folder, what=self.folder, hint=hint)
+        root, again = data_root(self.data), self._command(self.corruptions, self.severities)
+        hint = f"To make it from the clean set, run `{again}`. {unpack(self.archive, root)}"
+        return find(root, self.folder, what=self.folder, hint=hint)
 
     @cached_property
     def _labels(self) -> Tensor:
-        path = find(self._folder, "labels.npy", what="the labels", hint=INCOMPLETE)
-        labels = open_labels(path, self.count)
-        if len(labels) % LEVELS:
-            raise ValueError(f"{path} has {len(labels)} labels; expected {LEVELS} blocks of equal length")
+        again = self._command(self.corruptions, self.severities)
+        path = find(self._folder, "labels.npy", what="the labels", hint=remedy(self._folder, again))
+        with damaged(self._folder, again):
+            labels = open_labels(path, self.count)
+            if len(labels) % LEVELS:
+                raise ValueError(f"{path} has {len(labels)} labels; expected {LEVELS} blocks of equal length")
         return labels
 
     @cached_property
     def _arrays(self) -> dict[str, NDArray[Any]]:
         return {}
+
+    @cached_property
+    def _checked(self) -> set[str]:
+        return set()
 
     def labels(self, domain: str) -> Tensor:
         """The labels of a severity's block, in file order."""
@@ -74,16 +82,27 @@ class CifarC:
         """Read some images of a block."""
         name, block = self._block(domain)
         if name not in self._arrays:
-            path = find(self._folder, f"{name}.npy", what=f"corruption {name!r}", hint=INCOMPLETE)
-            self._arrays[name] = open_array(path, (len(self._labels), 32, 32, 3))
-        return to_images(self._arrays[name][np.asarray(index) + block.start])
+            again = self._command([name], self.severities)
+            path = find(self._folder, f"{name}.npy", what=f"corruption {name!r}", hint=remedy(self._folder, again))
+            with damaged(self._folder, again):
+                self._arrays[name] = open_whole(path, (len(self._labels), 32, 32, 3))
+        rows = positions(index, block.stop - block.start, domain) + block.start
+        return to_images(self._arrays[name][rows])
 
     def _block(self, domain: str) -> tuple[str, slice]:
         if domain not in self.domains:
             raise ValueError(f"unknown domain {domain!r}: {nearest(domain, self.domains)}")
         name, _, severity = domain.partition("@")
+        if domain not in self._checked:
+            check_made(self._folder, domain, self._command([name], [int(severity)]))
+            self._checked.add(domain)
+            self._arrays.pop(name, None)  # opened before this severity was added, it would show a hole
         rows = len(self._labels) // LEVELS
         return name, slice((int(severity) - 1) * rows, int(severity) * rows)
+
+    def _command(self, names: Sequence[str], severities: Sequence[int]) -> str:
+        some = () if tuple(names) == CIFAR_C else names
+        return command(self.source, data_root(self.data), corruptions=some, severities=severities)
 
 
 @register("cifar10-c")
@@ -93,6 +112,8 @@ class Cifar10C(CifarC):
 
     count = 10
     folder = "CIFAR-10-C"
+    archive = "https://zenodo.org/records/2535967/files/CIFAR-10-C.tar"
+    source = "cifar10"
 
 
 @register("cifar100-c")
@@ -102,3 +123,5 @@ class Cifar100C(CifarC):
 
     count = 100
     folder = "CIFAR-100-C"
+    archive = "https://zenodo.org/records/3555552/files/CIFAR-100-C.tar"
+    source = "cifar100"

@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tribe.datasets import register
 from tribe.datasets.files import MissingData, data_root, find, positions, unpack
+from tribe.datasets.made import check_made
 from tribe.datasets.pictures import Unreadable, is_picture, read_pictures
 from tribe.registry import nearest
 from tribe.scenarios.orders import IMAGENET_C
@@ -49,11 +50,11 @@ class ImageNetC:
     data: str | None = None  # root folder; None: $TRIBE_DATA or the cache directory
     corruptions: Sequence[str] = IMAGENET_C
     severities: Sequence[int] = (5,)
-    ids: str | None = (
-        None  # a file of "wnid/NAME.JPEG" or "NAME.JPEG", one a line: these images in this order; None: all
-    )
+    ids: str | None = None  # file with a line "wnid/NAME.JPEG" or "NAME.JPEG" an image: these, in this order; None: all
     unreadable: Unreadable = "raise"  # "skip": warn, and mark the image as not valid
     workers: int = 4  # threads that decode
+
+    source: ClassVar[str] = "imagenet"  # the clean data set it can be made from
 
     def __post_init__(self) -> None:
         for severity in self.severities:
@@ -138,7 +139,10 @@ class ImageNetC:
         name, _, severity = domain.partition("@")
         groups = [group for group, members in GROUPS.items() if name in members] or list(GROUPS)
         root = data_root(self.data) / FOLDER
-        hint = unpack(ARCHIVE.format(groups[0] if len(groups) == 1 else "GROUP"), root)
+        make = f"tribe corrupt imagenet --images VAL --severity {severity} --corruptions {name} --out {root.parent}"
+        check_made(root, domain, make)
+        published = unpack(ARCHIVE.format(groups[0] if len(groups) == 1 else "GROUP"), root)
+        hint = f"To make it from the clean validation pictures VAL: {make}. {published}"
         places = [f"{name}/{severity}", *(f"{group}/{name}/{severity}" for group in groups)]
         return find(root, *places, what=f"{FOLDER} {domain}", hint=hint)
 

@@ -7,16 +7,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 from tribe.datasets import register
-from tribe.datasets.files import data_root, find, open_array, open_labels, to_images
+from tribe.datasets.files import data_root, find, open_labels, positions, to_images
+from tribe.datasets.made import check_made, command, damaged, open_whole, remedy
 from tribe.registry import nearest
 from tribe.scenarios.orders import MNIST_C
+
+FOLDER, ARCHIVE = "mnist_c", "https://zenodo.org/records/3239543/files/mnist_c.zip"
+STRENGTH = 5  # MNIST-C has a single strength; where a severity is asked for, it goes by this one
 
 
 @register("mnist-c")
@@ -26,6 +29,8 @@ class MnistC:
 
     data: str | None = None  # root folder; None: $TRIBE_DATA or the cache directory
     corruptions: Sequence[str] = MNIST_C
+
+    source: ClassVar[str] = "mnist"  # the clean data set it can be made from
 
     @property
     def classes(self) -> Sequence[str]:
@@ -39,8 +44,11 @@ class MnistC:
 
     @cached_property
     def _folder(self) -> Path:
-        hint = "Place the folder mnist_c of the published archive there"
-        return find(data_root(self.data), "mnist_c", "MNIST-C", what="MNIST-C", hint=hint)
+        hint = (
+            f"To make it from the clean set, run `{self._command(self.corruptions)}`. "
+            f"Or place the folder {FOLDER} of {ARCHIVE} there"
+        )
+        return find(data_root(self.data), FOLDER, "MNIST-C", what="MNIST-C", hint=hint)
 
     @cached_property
     def _opened(self) -> dict[str, tuple[NDArray[Any], Tensor]]:
@@ -52,17 +60,29 @@ class MnistC:
 
     def images(self, domain: str, index: Tensor) -> Tensor:
         """Read some images of a corruption."""
-        return to_images(self._open(domain)[0][np.asarray(index)])
+        array, labels = self._open(domain)
+        return to_images(array[positions(index, len(labels), domain)])
 
     def _open(self, domain: str) -> tuple[NDArray[Any], Tensor]:
         if domain not in self.domains:
             raise ValueError(f"unknown domain {domain!r}: {nearest(domain, self.domains)}")
         if domain not in self._opened:
-            hint = "The folder is incomplete: unpack the published archive again"
+            again = self._command([domain])
+            check_made(self._folder, f"{domain}@{STRENGTH}", again)
             paths = [
-                find(self._folder, f"{domain}/{name}.npy", what=f"corruption {domain!r}", hint=hint)
+                find(
+                    self._folder,
+                    f"{domain}/{name}.npy",
+                    what=f"corruption {domain!r}",
+                    hint=remedy(self._folder, again),
+                )
                 for name in ("test_images", "test_labels")
             ]
-            labels = open_labels(paths[1], len(self.classes))
-            self._opened[domain] = open_array(paths[0], (len(labels), 28, 28, 1)), labels
+            with damaged(self._folder, again):
+                labels = open_labels(paths[1], len(self.classes))
+                self._opened[domain] = open_whole(paths[0], (len(labels), 28, 28, 1)), labels
         return self._opened[domain]
+
+    def _command(self, names: Sequence[str]) -> str:
+        some = () if tuple(names) == MNIST_C else names
+        return command(self.source, data_root(self.data), corruptions=some)

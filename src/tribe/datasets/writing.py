@@ -1,0 +1,114 @@
+"""Folders of data that one writer at a time adds finished files to: what is in its place is whole.
+
+Files and folders are written beside their place and moved there. While a writer holds a folder nobody else writes, so
+whatever unfinished it finds at the beginning was left by the dead.
+"""
+
+import contextlib
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+
+class CannotWrite(OSError):
+    """What could not be written, why, and what to do."""
+
+
+@contextlib.contextmanager
+def held(folder: Path) -> Iterator[Path]:
+    """Make a folder and write there alone; the dead let go by themselves."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / ".lock").open("wb")
+    except OSError as error:
+        raise CannotWrite(f"{folder} cannot be written to: {error.strerror}") from error
+    with lock:
+        if _lock(lock, folder):
+            _sweep(folder)
+        yield folder
+
+
+def _lock(file: IO[bytes], folder: Path) -> bool:
+    """Whether nobody else writes; where locks are not known, the last writer wins, with the same bytes."""
+    if sys.platform == "win32":
+        return False
+    import fcntl
+
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise CannotWrite(f"another process is writing to {folder}: wait for it, or use another --out") from error
+    except OSError:
+        return False
+    return True
+
+
+def _sweep(folder: Path) -> None:
+    for pattern in (".*.tmp", "*/.*.tmp", "*/*/.*.tmp"):
+        for leftover in folder.glob(pattern):
+            if leftover.is_dir():
+                shutil.rmtree(leftover)
+            else:
+                leftover.unlink()
+
+
+@contextlib.contextmanager
+def replacing(path: Path, needed: int = 0) -> Iterator[IO[bytes]]:
+    """A file to write to, which takes its place once it is whole; ``needed`` bytes, for the words of an error."""
+    temporary = _temporary(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)  # before the free space is measured
+        raise _cannot(path, error, needed) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def placing(path: Path, needed: int = 0) -> Iterator[Path]:
+    """A folder to write files to, which takes its place once it is whole."""
+    temporary = _temporary(path)
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        if path.exists():
+            shutil.rmtree(path)
+        os.rename(temporary, path)
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise _cannot(path, error, needed) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
+
+
+def _cannot(path: Path, error: OSError, needed: int) -> CannotWrite:
+    if isinstance(error, CannotWrite):
+        return error
+    return CannotWrite(
+        f"{path} could not be written: {error.strerror or error}. {_space(path.parent, needed)} What was finished is "
+        "kept: make room or use another --out, and run the same command again"
+    )
+
+
+def check_space(folder: Path, needed: int) -> None:
+    """Refuse to begin what cannot end."""
+    if needed > shutil.disk_usage(folder).free:
+        raise CannotWrite(f"there is too little room in {folder}. {_space(folder, needed)} Use another --out")
+
+
+def _space(folder: Path, needed: int) -> str:
+    free = shutil.disk_usage(folder).free if folder.exists() else 0
+    return f"It needs {needed / 1e6:,.1f} MB, and {free / 1e6:,.1f} MB are free."
