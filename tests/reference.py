@@ -1,10 +1,11 @@
-"""Slow loops straight from the equations, in float64: what every norm rule is held against.
+"""Slow loops straight from the equations, in float64: what every norm rule and every memory is held against.
 
 One stream, one layer, and no cleverness: loops over samples b, channels c, pixels l and classes k, in the paper's
 words. A rule takes x (B, C, L), labels and valid (B,), the class statistics (K, C) as they stood before the batch, and
-its own fields. It shares no code with the library, and must not.
+its own fields. A memory is lists of lists. They share no code with the library, and must not.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,8 +16,8 @@ Array = NDArray[np.float64]
 
 
 class Result(NamedTuple):
-    mean: Array  # (C,) what the batch is normalised with
-    var: Array  # (C,)
+    mean: Array  # (C,) what the batch is normalised with; (B, C) where every sample has its own
+    var: Array  # (C,) or (B, C)
     class_mean: Array  # (K, C) what is kept
     class_var: Array  # (K, C)
 
@@ -110,13 +111,145 @@ def balanced(
     return Result(pooled_mean, pooled_var, new_mean, new_var)
 
 
+def instance(
+    x: Array,
+    labels: Any,
+    valid: Any,
+    class_mean: Array,
+    class_var: Array,
+    *,
+    k: float,
+    momentum: float,
+    observing: bool,
+    eps: float = 1e-3,
+) -> Result:
+    samples, channels, pixels = x.shape
+    kept_mean, kept_var = class_mean.copy(), class_var.copy()
+    mean, var = np.zeros((samples, channels)), np.zeros((samples, channels))
+
+    def unbiased(values: list[float], centre: float) -> float:
+        return sum((v - centre) ** 2 for v in values) / max(len(values) - 1, 1)
+
+    def shrink(deviation: float, chance: float) -> float:
+        if abs(deviation) <= chance:
+            return 0.0
+        return deviation - chance if deviation > 0 else deviation + chance
+
+    for c in range(channels):
+        mu_b, var_b = class_mean[0, c], class_var[0, c]
+        if observing:
+            batch_values = [float(v) for b in range(samples) if valid[b] for v in x[b, c]]
+            mu_b = sum(batch_values) / max(len(batch_values), 1)
+            var_b = unbiased(batch_values, mu_b)
+            if batch_values:
+                kept_mean[0, c] = (1 - momentum) * class_mean[0, c] + momentum * mu_b
+                kept_var[0, c] = (1 - momentum) * class_var[0, c] + momentum * var_b
+        for b in range(samples):
+            mean[b, c], var[b, c] = mu_b, var_b
+            if pixels > 1:
+                mu_i = sum(float(v) for v in x[b, c]) / pixels
+                var_i = unbiased([float(v) for v in x[b, c]], mu_i)
+                mean[b, c] += shrink(mu_i - mu_b, k * ((var_b + eps) / pixels) ** 0.5)
+                var[b, c] += shrink(var_i - var_b, k * (var_b + eps) * (2 / (pixels - 1)) ** 0.5)
+                var[b, c] = max(var[b, c], 0.0)
+    return Result(mean, var, kept_mean, kept_var)
+
+
 def normalise(x: Array, mean: Array, var: Array, weight: Array, bias: Array, eps: float) -> Array:
     out = np.zeros_like(x)
+    mean, var = np.broadcast_to(mean, x.shape[:2]), np.broadcast_to(var, x.shape[:2])
     for b in range(x.shape[0]):
         for c in range(x.shape[1]):
             for i in range(x.shape[2]):
-                out[b, c, i] = weight[c] * (x[b, c, i] - mean[c]) / (var[c] + eps) ** 0.5 + bias[c]
+                out[b, c, i] = weight[c] * (x[b, c, i] - mean[b, c]) / (var[b, c] + eps) ** 0.5 + bias[c]
     return out
 
 
-RULES: dict[str, Callable[..., Result]] = {"frozen": frozen, "batch": batch, "robust": robust, "balanced": balanced}
+RULES: dict[str, Callable[..., Result]] = {
+    "frozen": frozen,
+    "batch": batch,
+    "robust": robust,
+    "balanced": balanced,
+    "instance": instance,
+}
+
+
+# -- memories -------------------------------------------------------------------------------------------------------
+
+
+class Item:
+    """One image in RoTTA's memory, known by its position in the stream."""
+
+    def __init__(self, position: int, uncertainty: float) -> None:
+        self.position, self.uncertainty, self.age = position, uncertainty, 0
+
+
+class TimelyMemory:
+    """RoTTA: a list of items for each class; everybody ages with every arrival."""
+
+    def __init__(self, size: int, classes: int) -> None:
+        self.size, self.classes = size, classes
+        self.items: list[list[Item]] = [[] for _ in range(classes)]
+
+    def score(self, item: Item) -> float:
+        return 1 / (1 + math.exp(-item.age / self.size)) + item.uncertainty / math.log(self.classes)
+
+    def add(self, position: int, label: int, uncertainty: float) -> None:
+        newcomer = Item(position, uncertainty)
+        if self.has_place_for(newcomer, label):
+            self.items[label].append(newcomer)
+        for items in self.items:
+            for item in items:
+                item.age += 1
+
+    def has_place_for(self, newcomer: Item, label: int) -> bool:
+        counts = [len(items) for items in self.items]
+        if counts[label] < self.size / self.classes:
+            if sum(counts) < self.size:
+                return True
+            candidates = [item for items in self.items if len(items) == max(counts) for item in items]
+        else:
+            candidates = list(self.items[label])
+        leaver = candidates[0]
+        for item in sorted(candidates, key=lambda item: item.position):
+            if self.score(item) >= self.score(leaver):
+                leaver = item
+        if not self.score(leaver) > self.score(newcomer):
+            return False
+        for items in self.items:
+            if leaver in items:
+                items.remove(leaver)
+        return True
+
+    def contents(self) -> list[tuple[int, int, int]]:
+        """(position, label, age), in order of arrival."""
+        return sorted((item.position, k, item.age) for k, items in enumerate(self.items) for item in items)
+
+
+class ReservoirMemory:
+    """NOTE: a list of positions for each class; ``coin`` and ``lot`` in [0, 1) are the draws of an arrival."""
+
+    def __init__(self, size: int, classes: int) -> None:
+        self.size = size
+        self.items: list[list[int]] = [[] for _ in range(classes)]
+        self.predicted = [0] * classes
+
+    def add(self, position: int, label: int, coin: float, lot: float) -> None:
+        self.predicted[label] += 1
+        counts = [len(items) for items in self.items]
+        if sum(counts) >= self.size:
+            largest = [k for k, count in enumerate(counts) if count == max(counts)]
+            if label in largest:
+                if coin > counts[label] / self.predicted[label]:
+                    return
+                largest = [label]
+            candidates = sorted(item for k in largest for item in self.items[k])
+            leaver = candidates[int(lot * len(candidates))]
+            for items in self.items:
+                if leaver in items:
+                    items.remove(leaver)
+        self.items[label].append(position)
+
+    def contents(self) -> list[tuple[int, int]]:
+        """(position, label), in order of arrival."""
+        return sorted((position, k) for k, items in enumerate(self.items) for position in items)

@@ -8,7 +8,7 @@ from tribe.testing import CLASSES, DATASET_CHECKS, METHOD_CHECKS, NORM_CHECKS, S
 
 
 @pytest.mark.parametrize("check", METHOD_CHECKS, ids=lambda check: check.__name__)
-@pytest.mark.parametrize("name", methods.names())
+@pytest.mark.parametrize("name", [*methods.names(), *methods.variants()])
 def test_method(name, check):
     check(informed(methods.create(name, classes=CLASSES)))
 

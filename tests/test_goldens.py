@@ -14,6 +14,7 @@ from torch import nn
 
 from tribe import methods
 from tribe.backbone import Backbone
+from tribe.methods import petal
 from tribe.source import Knowledge
 
 HERE = Path(__file__).resolve().parent
@@ -24,6 +25,14 @@ RECORDED = {
         "test": ("source", {}),
         "bn": ("bn", {}),
         "tent": ("tent", {}),
+        "pl": ("pl", {}),
+        "lame": ("lame", {}),
+        "eata": ("eata", lambda data, net: fisher(data, net)),
+        "cotta": ("cotta", {"p": 0.0}),
+        "petal": ("petal", lambda data, net: posterior(data, net)),
+        "ttac": ("ttac", lambda data, net: gaussians(data, net)),
+        "rotta": ("rotta", {"lr": 1e-2}),
+        "note": ("note", lambda data, net: as_recorded(data)),
         "tribe": ("tribe", {"eta": 0.01, "gamma": 0.0, "h0": 0.05}),
         "tribe_h03": ("tribe", {"eta": 0.01, "gamma": 0.0, "h0": 0.3}),
         "tribe_gamma": ("tribe", {"eta": 0.05, "gamma": 0.1, "h0": 0.2}),
@@ -34,6 +43,9 @@ RECORDED = {
         "test": ("source", {}),
         "bn": ("bn", {}),
         "tent": ("tent", {}),
+        "lame": ("lame", {}),
+        "eata": ("eata", lambda data, net: fisher(data, net)),
+        "rotta": ("rotta", lambda data, net: drifting(data)),
         "tribe": ("tribe", {"eta": 0.05, "gamma": 0.1, "h0": 0.2}),
         "tribe_gamma5": ("tribe", {"eta": 0.5, "gamma": 0.5, "h0": 0.4}),
     },
@@ -77,18 +89,78 @@ def knowledge(method, net, tensors):
     return Knowledge(method, tensors, net.fingerprint(exact=False))
 
 
+def fisher(data, net):
+    """EATA's settings in the recording."""
+    recorded = part(data, "eata_fisher")
+    tensors = {name: torch.cat([recorded[f"bn{i}.{name}"] for i in (1, 2, 3)]) for name in ("weight", "bias")}
+    return {"d": 0.6, "alpha": 2e5, "knowledge": knowledge("eata", net, tensors)}
+
+
+def posterior(data, net):
+    """PETAL's recorded settings, its posterior of every parameter included."""
+    mean, var = part(data, "petal_mean"), part(data, "petal_var")
+    return {"spw": 1e-4, "knowledge": knowledge("petal", net, petal.named(mean, var))}
+
+
+def gaussians(data, net):
+    """TTAC's recorded settings, the Gaussians of source features included."""
+    return {"lr": 1e-3, "knowledge": knowledge("ttac", net, part(data, "ttac_source"))}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class NoteAsRecorded(methods.get("note")):
+    """NOTE whose memory holds what the recorded one drew, in place of its own draws."""
+
+    stream: torch.Tensor | None = None  # (T B, ...), all images
+    held: torch.Tensor | None = None  # (T, M), their positions in the memory at each update, -1 padded
+
+    def remember(self, memory, x, labels, valid, key):
+        held = self.held[int(key.clock[0])]
+        pictures = self.stream[held.clamp_min(0)].flatten(1)
+        image = torch.zeros_like(memory.image)
+        image[:, :, : pictures.shape[1]] = pictures
+        return memory._replace(image=image, held=held.ge(0).sum().expand_as(memory.held))
+
+
+def as_recorded(data):
+    """NOTE's recorded settings, and its memory."""
+    stream, held = torch.from_numpy(data["x"]).flatten(0, 1), torch.from_numpy(data["note_memory"])
+    return NoteAsRecorded(classes=data["logits/note"].shape[-1], lr=1e-3, stream=stream, held=held)
+
+
+@dataclasses.dataclass(frozen=True)
+class DriftingRotta(methods.get("rotta")):
+    """RoTTA whose teacher's frozen weights drift as the recorded one's did: in float32 .999 w + .001 w is not w."""
+
+    def deployed(self, net, state):
+        source = dict(net.model.named_parameters())
+        drifted = source
+        for _ in range(int(state.adam.steps[0])):
+            drifted = {name: (1 - self.nu) * t + self.nu * source[name] for name, t in drifted.items()}
+        return dataclasses.replace(super().deployed(net, state), weights=[drifted])
+
+
+def drifting(data):
+    """RoTTA's recorded settings where the drift shows: with 100 classes, after 18 updates, 4e-5 in a logit."""
+    classes = data["logits/rotta"].shape[-1]
+    return DriftingRotta(classes=classes, lr=1e-2, augment=recorded_augmentation)
+
+
 def replay(data, name, method, fields, streams=1, dtype=torch.float32):
     """Play the recorded stream (in each of `streams` rows) and return all logits and the final state.
 
-    `fields` are the method's settings, or a function that makes them from the recording and the network.
+    `fields` are the method's settings, or a function (recording, network) that makes them, or the method.
     """
     net = Backbone(Net(part(data, "net")).to(dtype))
     if callable(fields):
         fields = fields(data, net)
     known = {field.name for field in dataclasses.fields(methods.get(method))}
-    if "augment" in known:
+    if "augment" in known and isinstance(fields, dict):
         fields = {**fields, "augment": recorded_augmentation}
-    method = methods.create(method, classes=data[f"logits/{name}"].shape[-1], **fields)
+    if isinstance(fields, methods.Method):
+        method = fields
+    else:
+        method = methods.create(method, classes=data[f"logits/{name}"].shape[-1], **fields)
     state, outputs = method.init(net, streams), []
     for x in torch.from_numpy(data["x"][: len(data[f"logits/{name}"])]).to(dtype):
         logits, state = method.step(net, state, x.expand(streams, *x.shape))

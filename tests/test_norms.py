@@ -29,6 +29,9 @@ SINGLE_FIELDS: list[dict[str, Any]] = [{"pooled_ddof": 0}, {"pooled_ddof": 1}, {
 SINGLE_FIELDS += [{"gamma_over": "present"}, {"gamma_over": "all"}]
 CLASS_AGNOSTIC = [norms.create("frozen"), norms.create("batch")]
 CLASS_AGNOSTIC += [norms.create("robust", alpha=alpha) for alpha in (0.05, 0.3, 1.0)]
+CLASS_AGNOSTIC += [
+    norms.create("instance", k=k, observing=observing) for k in (0.5, 4.0) for observing in (False, True)
+]
 CONVENTIONS = ["released", "paper"]
 
 
@@ -160,7 +163,7 @@ def test_committed_goldens_are_a_part_of_the_recorded_ones() -> None:
 
 
 def slow(norm: Any, case: Case) -> tuple[Tensor, Tensor, Stats, Tensor]:
-    """Mean and var used (R, 1, C), statistics kept, and the output, row by row, by the loops in reference.py."""
+    """Mean and var used (R, 1|B, C), statistics kept, and the output, row by row, by the loops in reference.py."""
     fields = {f.name: getattr(norm, f.name) for f in dataclasses.fields(norm)}
     fields = {name: value for name, value in fields.items() if name not in ("classes", "convention")}
     rows = []
@@ -170,7 +173,8 @@ def slow(norm: Any, case: Case) -> tuple[Tensor, Tensor, Stats, Tensor]:
             x, case.labels[r].tolist(), case.valid[r].tolist(), *(t[r].numpy() for t in case.stats), **fields
         )
         y = reference.normalise(x, used.mean, used.var, *(t[r].numpy() for t in case.affine), EPS)
-        rows.append((used.mean[None], used.var[None], used.class_mean, used.class_var, y.reshape(case.x.shape[1:])))
+        mean, var = (t if t.ndim == 2 else t[None] for t in used[:2])
+        rows.append((mean, var, used.class_mean, used.class_var, y.reshape(case.x.shape[1:])))
     mean, var, class_mean, class_var, y = (torch.from_numpy(np.stack(parts)) for parts in zip(*rows, strict=True))
     return mean, var, Stats(class_mean, class_var), y
 
@@ -505,6 +509,8 @@ def test_float64_stays_float64(norm: Norm) -> None:
         ("balanced", {"gamma_over": "some"}, "gamma_over 'present' or 'all'; got .*'some'"),
         ("robust", {"alpha": -0.1}, "alpha is the newest batch's share .* got -0.1"),
         ("robust", {"alpha": 2.0}, "alpha is the newest batch's share .* got 2.0"),
+        ("instance", {"k": -1.0}, "k is the standard errors .* got -1.0"),
+        ("instance", {"momentum": 1.5}, "momentum is the newest batch's share .* got 1.5"),
         ("ballanced", {}, "unknown norm 'ballanced': did you mean 'balanced'"),
     ],
 )

@@ -17,7 +17,7 @@ from tribe import files, methods
 from tribe.backbone import Backbone
 from tribe.methods import Method
 from tribe.norms.frozen import Frozen
-from tribe.state import Affine, Stats, Store, clone, digest, leaves, select, tree_map
+from tribe.state import Store, clone, digest, leaves, select, tree_map
 
 
 class StreamInfo(NamedTuple):
@@ -249,17 +249,17 @@ class Adapter(nn.Module):
     def export(self, stream: int | None = None) -> nn.Module:
         """A plain module with ordinary normalisation layers that predicts what `predict` predicts for a stream.
 
-        Methods that normalise each batch with its own statistics (bn, tent) give BatchNorm layers that do the same.
+        Methods that normalise each batch with its own statistics (bn, tent) give BatchNorm layers that do the same. Of
+        methods that predict with several passes (cotta, petal) it is the network of the plain one.
         """
         if stream is None and self.streams > 1:
             raise ValueError(f"which of the {self.streams} streams? export(stream=0), say")
         if self.method.output != "logits":
             raise ValueError(f"{self.method.name} corrects predictions after the network: it cannot be exported as one")
         index = self._stream(stream or 0)
-        affine, stats, norm = self.method.deployed(self.net, self.state)
-        row = slice(index, index + 1)
-        frozen = Stats(*(t[row] for t in stats)) if isinstance(norm, Frozen) else None
-        return self.net.plain(Affine(*(t[row] for t in affine)), frozen)
+        chosen = self.method.deployed(self.net, self.state).stream(index)
+        frozen = chosen.stats if isinstance(chosen.norm, Frozen) else None
+        return self.net.plain(chosen.affine, frozen, chosen.weights[0] if chosen.weights else None)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Adapter":
         self._retired = None  # of another device or precision, soon

@@ -260,20 +260,24 @@ class Backbone(nn.Module):
             torch.cat(pieces, -1, out=out)
         return spare
 
-    def plain(self, affine: Affine, stats: Stats | None) -> nn.Module:
+    def plain(self, affine: Affine, stats: Stats | None, weights: Mapping[str, Tensor] | None = None) -> nn.Module:
         """An ordinary module with ordinary layers that hold these affine parameters (1, C) and statistics (1, 1, C).
 
-        Without statistics (None) its BatchNorm layers normalise each batch with the batch's own.
+        Without statistics (None) its BatchNorm layers normalise each batch with the batch's own. ``weights`` are other
+        layers' by name, where they are not the source's.
         """
         model = copy.deepcopy(self.model)
+        with torch.no_grad():
+            for name, value in (weights or {}).items():
+                model.get_parameter(name).copy_(value)
         for layer in model.modules():
             for key in [k for k, hook in layer._forward_pre_hooks.items() if hook is _note_features]:
                 del layer._forward_pre_hooks[key]
-        weights, biases = affine.weight.split(self._split, 1), affine.bias.split(self._split, 1)
+        scales, biases = affine.weight.split(self._split, 1), affine.bias.split(self._split, 1)
         for name, slot in list(model.named_modules(remove_duplicate=False)):
             if not isinstance(slot, Slot):
                 continue
-            layer = slot.plain(weights[slot.index], biases[slot.index], stats)  # a layer used twice stays one
+            layer = slot.plain(scales[slot.index], biases[slot.index], stats)  # a layer used twice stays one
             if not name:
                 model = layer
             else:

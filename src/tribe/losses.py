@@ -21,6 +21,21 @@ def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
     return -_precise(logits).log_softmax(-1).gather(-1, target.unsqueeze(-1)).squeeze(-1)
 
 
+def soft_likelihood_ratio(logits: Tensor, clip: float = 0.99, eps: float = 1e-5) -> Tensor:
+    """Minus the mean log odds of a prediction, whose gradient, unlike the entropy's, does not fade for sure ones.
+
+    Probabilities are clipped (Marsden et al., WACV 2024): beyond ``clip`` a prediction is sure enough.
+    """
+    p = _precise(logits).softmax(-1).clamp_max(clip)
+    return -(p * (p / (1 - p) + eps).log()).sum(-1)
+
+
+def symmetric_cross_entropy(logits: Tensor, others: Tensor) -> Tensor:
+    """The mean of the cross-entropies of two predictions (..., K), each with the other as its target: (...)."""
+    log_p, log_q = _precise(logits).log_softmax(-1), _precise(others).log_softmax(-1)
+    return -(log_q.exp() * log_p + log_p.exp() * log_q).sum(-1) / 2
+
+
 def mean_over(values: Tensor, counts: Tensor) -> Tensor:
     """Mean over the last axis of the values that count; 0 where none does, so that an empty mean moves nothing.
 

@@ -9,6 +9,7 @@ that beforehand from labelled source images, and is handed the result:
 """
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -48,8 +49,8 @@ class Knowledge:
 
     @cached_property
     def digest(self) -> str:
-        """A hash of the tensors."""
-        return hash_tensors(dict(self.tensors))
+        """A hash of the tensors, in whatever order a file gives them back."""
+        return hash_tensors(dict(sorted(self.tensors.items())))
 
     @cached_property
     def _placed(self) -> dict[tuple[torch.device, torch.dtype], dict[str, Tensor]]:
@@ -67,6 +68,7 @@ class Knowledge:
     def save(self, path: str | PathLike[str]) -> None:
         """Write a file, whole or not at all."""
         words = {"format": FORMAT, "schema": str(SCHEMA), "method": self.method, "network": self.network}
+        words["digest"] = self.digest
         tensors = {name: t.detach().cpu().contiguous() for name, t in self.tensors.items()}
         write_atomically(path, to_bytes(tensors, words | {"spec": json.dumps(dict(self.spec))}))
 
@@ -83,7 +85,16 @@ class Knowledge:
             raise KnowledgeError(f"{path} is no source knowledge, or it was cut short ({error})") from error
         if words.get("format") != FORMAT or not words.get("schema", "").isdigit() or int(words["schema"]) > SCHEMA:
             raise KnowledgeError(f"{path} is no source knowledge that this version reads; `tribe source` makes it")
-        return Knowledge(words["method"], tensors, words["network"], json.loads(words["spec"]), str(path))
+        try:
+            known = Knowledge(words["method"], tensors, words["network"], json.loads(words["spec"]), str(path))
+            whole = words["digest"] == known.digest
+        except (KeyError, ValueError):
+            whole = False
+        if not whole:
+            raise KnowledgeError(
+                f"{path} is damaged: its numbers are not those that were saved. `tribe source` makes it"
+            )
+        return known
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Knowledge):
@@ -133,5 +144,14 @@ def known(method: "Method", net: Backbone) -> dict[str, Tensor]:
 
 def find(method: str, model: str, dataset: str, root: str | PathLike[str]) -> Path | None:
     """Where the source knowledge of a method lies: in the package, or where `tribe source` puts it; None: nowhere."""
-    name = f"{method}_{model}_{dataset}.safetensors"
-    return next((place for place in (SHIPPED / name, Path(root) / "source" / name) if place.is_file()), None)
+    own = place(method, model, dataset, root)
+    return next((path for path in (SHIPPED / own.name, own) if path.is_file()), None)
+
+
+def place(method: str, model: str, dataset: str, root: str | PathLike[str]) -> Path:
+    """Where `tribe source` puts a method's source knowledge.
+
+    >>> place("eata", "timm/resnet50", "imagenet", "data").as_posix()
+    'data/source/eata_timm_resnet50_imagenet.safetensors'
+    """
+    return Path(root) / "source" / (re.sub(r"[^\w.@-]+", "_", f"{method}_{model}_{dataset}") + ".safetensors")

@@ -51,7 +51,7 @@ def small_network(
                 if isinstance(layer, nn.BatchNorm2d):
                     layer.weight.uniform_(0.5, 1.5)
                     layer.bias.normal_(0, 0.2)
-            cast(nn.Linear, model[-1]).weight.mul_(8)  # sure of itself: some predictions are to be trusted
+            cast(nn.Linear, model[-1]).weight.mul_(16)  # sure of itself: some predictions are to be trusted
             model.train()
             for _ in range(20):
                 model(torch.rand(32, channels, SIZE, SIZE))

@@ -2,13 +2,15 @@
 
 import ast
 import dataclasses
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 import tribe
+from tribe import source
 from tribe.cli.targets import load_target
 from tribe.datasets import Dataset
 from tribe.datasets.files import data_root
@@ -70,7 +72,48 @@ def model(
     return tribe.models.load(name, weights, **fields)
 
 
-def method(name: str, net: tribe.Backbone, data: Dataset, dataset: str, fields: dict[str, Any]) -> Method:
+class Asked(NamedTuple):
+    """What a command was asked for, in its own words."""
+
+    dataset: str
+    model: str
+    weights: Path | None = None
+    data: Path | None = None
+
+    @property
+    def root(self) -> Path:
+        """The root of all data, which ``data`` is unless the data set is a folder of one's own."""
+        fields = dataclasses.fields(tribe.datasets.get(self.dataset))  # type: ignore[arg-type]
+        of_all = self.data is not None and "data" in {field.name for field in fields}
+        return data_root(str(self.data) if of_all else None)
+
+
+def method(name: str, net: tribe.Backbone, data: Dataset, asked: Asked, fields: dict[str, Any]) -> Method:
+    """A method, ready: with what was published for the data set, and with its source knowledge where it lies."""
+    if tribe.methods.get(name).needs is None:
+        return plain_method(name, net, data, asked.dataset, fields)
+    learned = trained_on(data, asked.dataset)
+    found = {"knowledge": source.find(name, asked.model, learned, asked.root)} if "knowledge" not in fields else {}
+    try:
+        built = plain_method(name, net, data, asked.dataset, found | fields)
+        built.init(net)  # what is missing, or belongs to another network, is refused here
+    except source.KnowledgeError as error:
+        raise source.KnowledgeError(f"{error}. Here: {_source_command(name, learned, asked)}") from error
+    return built
+
+
+def _source_command(method: str, learned: str, asked: Asked) -> str:
+    """The command that makes a method's source knowledge, where `method` will look for it."""
+    words = ["tribe", "source", method, "--model", asked.model]
+    if learned in tribe.datasets.names() and learned != "folder":
+        words += ["--dataset", learned, *([] if asked.data is None else ["--data", str(asked.data)])]
+    else:
+        place = source.place(method, asked.model, learned, asked.root)
+        words += ["--dataset", "folder", "--data", "TRAINING_IMAGES", "--out", str(place)]
+    return shlex.join(words + ([] if asked.weights is None else ["--weights", str(asked.weights)]))
+
+
+def plain_method(name: str, net: tribe.Backbone, data: Dataset, dataset: str, fields: dict[str, Any]) -> Method:
     """A method with what was published for the data set, where something was."""
     known, outputs = len(data.classes), net.classes
     if known and outputs and known != outputs:
@@ -87,4 +130,9 @@ def trained_on(data: Dataset, name: str) -> str:
 def described(name: str, component: Any) -> dict[str, Any]:
     """A component in plain data; where files lie is no part of it."""
     told = [field.name for field in dataclasses.fields(component) if field.name not in ("data", "root")]
-    return {"name": name, "fields": {field: getattr(component, field) for field in told}}
+    return {"name": name, "fields": {field: _told(getattr(component, field)) for field in told}}
+
+
+def _told(value: Any) -> Any:
+    """Source knowledge by its hash and how it was made; everything else as it is."""
+    return {"digest": value.digest, **value.spec} if isinstance(value, source.Knowledge) else value

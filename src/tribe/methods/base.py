@@ -2,9 +2,9 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self
+from typing import Any, ClassVar, Literal, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -30,12 +30,30 @@ class State(Protocol):
     def info(self) -> Info: ...  # noqa: D102
 
 
-class Deployed(NamedTuple):
-    """The network a state predicts with."""
+@dataclass(frozen=True)
+class Deployed:
+    """The network a state predicts with. It unpacks into what a pass of the source's weights takes."""
 
     affine: Affine  # (S, C)
     stats: Stats  # (S, 1, C)
     norm: Norm  # frozen, or batch for methods that normalise each batch with its own statistics
+    weights: Sequence[Mapping[str, Tensor]] | None = None  # a stream's own by name, for methods that adapt them too
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.affine, self.stats, self.norm))
+
+    def stream(self, index: int) -> "Deployed":
+        """One stream's network."""
+        row = slice(index, index + 1)
+        affine, stats = Affine(*(t[row] for t in self.affine)), Stats(*(t[row] for t in self.stats))
+        return Deployed(affine, stats, self.norm, self.weights and self.weights[row])
+
+    def logits(self, net: Backbone, x: Tensor, valid: Tensor) -> Tensor:
+        """Pass images (S, B, ...); weights cannot be batched over streams, so those with their own go one by one."""
+        if self.weights is None:
+            return net(x, *self, valid=valid).logits  # type: ignore[no-any-return]
+        rows = ((slice(i, i + 1), self.stream(i), own) for i, own in enumerate(self.weights))
+        return torch.cat([net(x[row], *alone, valid=valid[row], weights=own).logits for row, alone, own in rows])
 
 
 @dataclass(frozen=True)
@@ -53,6 +71,7 @@ class Method(ABC):
     output: ClassVar[Literal["logits", "probabilities"]] = "logits"  # what step returns
     does_not_adapt: ClassVar[str | None] = None  # a reason, for methods whose predictions never change
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}  # fields by data set
+    variants: ClassVar[Mapping[str, Mapping[str, Any]]] = {}  # settings with a name of their own
     needs: ClassVar[str | None] = None  # what it must know of the source data, in words; see tribe.source
 
     def __post_init__(self) -> None:
@@ -94,8 +113,7 @@ class Method(ABC):
         """Predict without adapting."""
         x, valid, _ = screen(x, valid)
         with torch.no_grad():
-            affine, stats, norm = self.deployed(net, state)
-            return quiet(net(x, affine, stats, norm, valid=valid).logits, valid)
+            return quiet(self.deployed(net, state).logits(net, x, valid), valid)
 
 
 def new_key(net: Backbone, streams: int, seed: int) -> Key:

@@ -47,15 +47,19 @@ class Tent(Method):
         """The adapted parameters, the batch's statistics."""
         return Deployed(state.affine, _statistics(net, state), Batch())
 
+    def loss(self, logits: Tensor) -> Tensor:
+        """What every prediction (S, B, K) is to lose: (S, B)."""
+        return entropy(logits)
+
     def step(
         self, net: Backbone, state: TentState, x: Tensor, valid: Tensor | None = None, *, donate: Any = False
     ) -> tuple[Tensor, TentState]:
-        """Predict, then take one Adam step down the entropy of these predictions."""
+        """Predict, then take one Adam step down the loss of these predictions."""
         x, valid, rejected = screen(x, valid)
         with torch.enable_grad():
             affine = Affine(*(t.detach().requires_grad_() for t in state.affine))
             logits = net(x, affine, _statistics(net, state), Batch(), valid=valid).logits
-            loss = mean_over(entropy(logits), valid)  # (S,)
+            loss = mean_over(self.loss(logits), valid)  # (S,)
             grads = Affine(*torch.autograd.grad(loss.sum(), affine))
         moved, moments = adam.step(state.affine, grads, state.adam, self.lr)
         new = state._replace(affine=moved, adam=moments)

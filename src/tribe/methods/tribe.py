@@ -123,10 +123,10 @@ class Tribe(Method):
         anchor, anchor_stats = self._anchor(net, state, x, labels, valid, retired and retired.anchor)
         with torch.enable_grad():
             affine = Affine(*(t.detach().requires_grad_() for t in state.affine))
-            shared = Affine(*(_twice(t) for t in affine))
+            shared = Affine(*(twice(t) for t in affine))
             views = torch.stack((x, self._augmented(x, state.key)), 1).flatten(0, 1)  # (2 S, B, ...)
             spare = retired and retired.pair
-            pair, _, pair_stats = net(views, shared, state.pair, norm, _twice(labels), _twice(valid), spare=spare)
+            pair, _, pair_stats = net(views, shared, state.pair, norm, twice(labels), twice(valid), spare=spare)
             teacher, student = pair.unflatten(0, (-1, 2)).unbind(1)  # (S, B, K) each
 
             certain = entropy(teacher.detach()) < self.h0 * math.log(norm.classes)  # type: ignore[operator]
@@ -169,6 +169,6 @@ class Tribe(Method):
         return (teacher - anchor).square().mean(-1)
 
 
-def _twice(t: Tensor) -> Tensor:
+def twice(t: Tensor) -> Tensor:
     """Each stream's row for its teacher and for its student: (S, ...) -> (2 S, ...)."""
     return t.repeat_interleave(2, 0)

@@ -84,7 +84,8 @@ def run(
         protocol = build.scenario(scenario, imbalance, wanted["scenario"])
         stream = tribe.Stream(source, protocol, range(seed, seed + seeds), batch)
         net = tribe.Backbone(build.model(model, weights, source, dataset, data, wanted["model"]).to(where))
-        built = {name: build.method(name, net, source, dataset, wanted[name]) for name in chosen}
+        asked = build.Asked(dataset, model, weights, data)
+        built = {name: build.method(name, net, source, asked, wanted[name]) for name in chosen}
         folder.mkdir(parents=True, exist_ok=True)
     except (ValueError, TypeError, OSError, ModuleNotFoundError) as error:
         fail(str(error))
@@ -105,7 +106,7 @@ def run(
                 words = plain(spec | {"fields": build.described(name, method)["fields"]})
                 records[name] = tribe.run(net, method, stream, seed=seed, spec=words, progress=show)
                 for record in records[name]:  # now: a later method may fail, or be stopped
-                    record.save(folder / f"{name}-seed{record.spec['seed']}.npz")
+                    record.save(folder / f"{_file_name(name)}-seed{record.spec['seed']}.npz")
     except (ValueError, OSError) as error:
         fail(f"{error}" + (f". What was finished before ({', '.join(records)}) is in {folder}" if records else ""))
     report = {"spec": spec, "machine": machine(where), "results": _results(records)}

@@ -1,0 +1,140 @@
+"""``tribe train``: a source network from the published images, to be adapted later."""
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn
+from rich.progress import Progress as Bar
+
+from tribe.cli.app import app, emit, fail
+from tribe.datasets.files import data_root
+from tribe.train import DEFAULT, AugMix, Progress, Trained, TrainingError, change, preset
+from tribe.train import train as train_network
+from tribe.train.loop import SAVE_EVERY, Report
+
+KEEP = "the preset's"
+
+
+@app.command()
+def train(
+    dataset: Annotated[str, typer.Argument(help="Data set: mnist, cifar10 or cifar100.")],
+    model: Annotated[
+        str | None, typer.Option(help="Network, see `tribe list models`.", show_default="the preset's")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Weights, a .safetensors file.", show_default="DATA/weights/MODEL_DATASET.safetensors"),
+    ] = None,
+    name: Annotated[
+        str, typer.Option("--preset", help="Recipe: fast, or mnist's paper, cifar10's full, cifar100's augmix.")
+    ] = DEFAULT,
+    epochs: Annotated[int | None, typer.Option(help="Times to look at every image.", show_default=KEEP)] = None,
+    batch: Annotated[int | None, typer.Option(help="Images a step.", show_default=KEEP)] = None,
+    lr: Annotated[float | None, typer.Option(help="Highest learning rate.", show_default=KEEP)] = None,
+    optimizer: Annotated[str | None, typer.Option(help="sgd, adam or adamw.", show_default=KEEP)] = None,
+    weight_decay: Annotated[float | None, typer.Option(help="Weight decay.", show_default=KEEP)] = None,
+    augmix: Annotated[bool, typer.Option("--augmix", help="AugMix and its consistency loss.")] = False,
+    seed: Annotated[int, typer.Option(help="Of initial weights, order and augmentation.")] = 0,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")] = "auto",
+    precision: Annotated[str, typer.Option(help="auto, float32, tf32, bf16 or fp16.")] = "auto",
+    channels_last: Annotated[
+        bool | None, typer.Option("--channels-last/--no-channels-last", help="Memory layout.", show_default="on GPUs")
+    ] = None,
+    compile_: Annotated[bool, typer.Option("--compile", help="Hand the network to torch.compile.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint beside the output.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace existing weights, or start over.")] = False,
+    save_every: Annotated[
+        float, typer.Option(help="Seconds between checkpoints at least, written at the end of an epoch.")
+    ] = SAVE_EVERY,
+    data: Annotated[
+        str | None, typer.Option(help="Root of the data sets.", show_default="$TRIBE_DATA or the cache directory")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the card, for programs.")] = False,
+) -> None:
+    """Train a source network; writes its weights and a card, and goes on where it was interrupted with --resume."""
+    try:
+        chosen = preset(dataset, name)
+        numbers = change(
+            chosen.recipe,
+            epochs=epochs,
+            batch=batch,
+            lr=lr,
+            optimizer=optimizer,
+            weight_decay=weight_decay,
+            augmix=(chosen.recipe.augmix or AugMix()) if augmix else None,
+        )
+        model = model or chosen.model
+        target = out or _default_out(model, dataset, data)
+        with _shown(f"{model} on {dataset}", numbers.epochs) as show:
+            trained = train_network(
+                model,
+                dataset,
+                numbers,
+                data=data,
+                out=target,
+                resume=resume,
+                force=force,
+                seed=seed,
+                device=device,
+                precision=precision,
+                channels_last=channels_last,
+                compile=compile_,
+                save_every=save_every,
+                progress=show,
+            )
+    except (ValueError, TypeError, OSError, ImportError, TrainingError) as error:
+        fail(str(error))
+    except KeyboardInterrupt:
+        Console(stderr=True).print("stopped; what the last checkpoint holds can be gone on from with --resume")
+        raise typer.Exit(130) from None
+    if as_json:
+        emit(trained.card)
+    else:
+        Console().print(_summary(trained), soft_wrap=True, highlight=False)
+
+
+def _default_out(model: str, dataset: str, data: str | None) -> Path:
+    """Beside the data; a name that says the data set already says it once."""
+    root = data_root(data)
+    folder = root / "weights"
+    if root.is_dir():  # else the data is missing too, which is told better elsewhere
+        folder.mkdir(exist_ok=True)
+    stem = model.replace("/", "_")
+    return folder / f"{stem if stem.endswith(f'_{dataset}') else f'{stem}_{dataset}'}.safetensors"
+
+
+def _summary(trained: Trained) -> str:
+    card = trained.card
+    return (
+        f"{card['model']} on {card['dataset']}: {100 * trained.accuracy:.2f} % of {card['images']['test']:,} test "
+        f"images right after {len(card['history'])} epochs, {card['seconds']:.0f} s\n{trained.path}"
+    )
+
+
+@contextlib.contextmanager
+def _shown(title: str, epochs: int) -> Iterator[Report]:
+    """A bar on a terminal, a line an epoch elsewhere; both on stderr."""
+    if not sys.stderr.isatty():
+        yield _print_epoch
+        return
+    with Bar(BarColumn(12), TextColumn("{task.description}"), console=Console(stderr=True)) as bar:
+        task = bar.add_task(f"{title}: reading images", total=epochs)
+        yield lambda p: bar.update(task, completed=p.epoch - 1 + p.step / p.steps, description=_words(p))
+
+
+def _print_epoch(p: Progress) -> None:
+    if p.done:
+        print(f"epoch {_words(p)}", file=sys.stderr, flush=True)
+
+
+def _words(p: Progress) -> str:
+    """Where a training stands, in less than 70 characters: a bar stands before it."""
+    test = "" if p.test is None else f" test {100 * p.test:.2f}%"
+    minutes, seconds = divmod(round(p.left), 60)
+    left = f"{minutes}:{seconds:02} left"
+    return f"{p.epoch}/{p.epochs} loss {p.loss:.4f} train {100 * p.train:.2f}%{test} {p.speed:,.0f} images/s {left}"

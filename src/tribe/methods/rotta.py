@@ -1,0 +1,171 @@
+"""Learn from a small memory that holds all classes alike, fresh and sure images first: RoTTA (Yuan et al., CVPR 2023).
+
+A teacher predicts, a student learns, and a category-balanced memory stands between them and a stream whose classes
+come in bursts. Per batch:
+
+    predict        the teacher, with its statistics as they stand     -> what is returned, and labels for the memory
+    remember       each image in turn; see `tribe.memory`
+    every 64       images, wherever in a batch that falls: the teacher and the student, with Robust BN, see the memory
+                   and its augmentation; the student follows the teacher, older images weighing less (one Adam step,
+                   affine only), and the teacher follows the student (a moving average)
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tribe import adam
+from tribe.augment import Augment
+from tribe.backbone import Backbone
+from tribe.losses import mean_over
+from tribe.memory import ROOM, Timely, admit_timely, check_size, fit, hold, images, numbered, timely
+from tribe.methods.base import Deployed, Method, finish, new_info, new_key, register, screen
+from tribe.moments import wide
+from tribe.norms.frozen import Frozen
+from tribe.norms.robust import Robust
+from tribe.rng import Key
+from tribe.state import Affine, Info, Stats, select
+
+
+class Branch(NamedTuple):
+    """One of the two networks: its parameters, and its own statistics."""
+
+    affine: Affine  # (S, C)
+    stats: Stats  # (S, 1, C)
+
+
+class RottaState(NamedTuple):
+    """Teacher and student, what Adam remembers of the student's gradients, and the memory."""
+
+    teacher: Branch
+    student: Branch
+    adam: adam.Adam
+    memory: Timely
+    key: Key
+    info: Info
+
+
+@register("rotta")
+@dataclass(frozen=True)
+class Rotta(Method):
+    """RoTTA. Where a network has no BatchNorm, teacher and student differ in their affine parameters alone."""
+
+    alpha: float = 0.05  # the newest batch's share in the statistics of Robust BN
+    nu: float = 0.001  # the student's share in each step of the teacher
+    lr: float = 1e-3  # Adam's learning rate
+    size: int = 64  # images in memory; ages count in this unit, too
+    every: int = 64  # images between updates
+    room: int = ROOM  # values of an image, channels x height x width at most: the memory's size is settled beforehand
+    augment: Augment | Callable[[Tensor], Tensor] = Augment()  # noqa: RUF009  what the student sees; a callable gets (B, ...)
+
+    paper = "Yuan et al., Robust test-time adaptation in dynamic scenarios, CVPR 2023"
+    presets = {  # noqa: RUF012
+        "mnist": {"classes": 10},
+        "cifar10": {"classes": 10},
+        "cifar100": {"classes": 100},
+        "imagenet": {"classes": 1000, "room": 3 * 224 * 224},
+    }
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.classes is None:
+            raise ValueError("RoTTA shares its memory out among the classes and needs their number: classes=")
+        check_size(self.size, self.room)
+        if not isinstance(self.every, int) or isinstance(self.every, bool) or self.every < 1:
+            raise ValueError(f"every is how many images pass between updates, at least 1; got {self.every!r}")
+        if not 0 <= self.nu <= 1:
+            raise ValueError(f"nu is the student's share in a step of the teacher, 0 to 1; got {self.nu}")
+        if not self.lr >= 0:
+            raise ValueError(f"lr, Adam's learning rate, is not negative; got {self.lr}")
+        if not callable(self.augment):
+            raise TypeError(f"augment is an Augment or a callable Tensor -> Tensor; got {self.augment!r}")
+        _ = self.norm  # its own check of alpha
+
+    @property
+    def norm(self) -> Robust:
+        """Robust BN with this method's settings."""
+        return Robust(self.alpha)
+
+    def init(self, net: Backbone, streams: int = 1, seed: int = 0) -> RottaState:
+        """Teacher and student start from the source, the memory empty."""
+        teacher, student = Branch(*net.source(streams)), Branch(*net.source(streams))
+        memory = timely(streams, self.size, room=self.room, dtype=net.dtype, device=net.device)
+        key, info = new_key(net, streams, seed), new_info(net, streams)
+        return RottaState(teacher, student, adam.init(student.affine), memory, key, info)
+
+    def deployed(self, net: Backbone, state: RottaState) -> Deployed:
+        """The teacher."""
+        return Deployed(*state.teacher, Frozen())
+
+    def step(
+        self, net: Backbone, state: RottaState, x: Tensor, valid: Tensor | None = None, *, donate: Any = False
+    ) -> tuple[Tensor, RottaState]:
+        """Predict with the teacher, remember, and learn from the memory whenever another 64 images have passed."""
+        x, valid, rejected = screen(x, valid)
+        prediction = self.predict(net, state, x, valid)
+        p = prediction.to(wide(prediction.dtype)).softmax(-1)
+        labels, uncertainty = p.argmax(-1), -(p * (p + 1e-6).log()).sum(-1)  # (S, B)
+
+        new = state._replace(memory=fit(state.memory, x))
+        # A part of no more images than there are between updates holds one update at most.
+        for part in zip(*(t.split(self.every, 1) for t in (x, labels, uncertainty, valid)), strict=True):
+            new = self._remember(net, new, *part)
+        return finish(net, state, new, prediction, valid, rejected, affine=new.student.affine)
+
+    def _remember(
+        self, net: Backbone, state: RottaState, x: Tensor, labels: Tensor, uncertainty: Tensor, valid: Tensor
+    ) -> RottaState:
+        """Let images arrive in memory and, where the 64th is among them, learn from the memory at that moment."""
+        memory = state.memory
+        turnover = admit_timely(memory, labels, uncertainty, valid, self.classes or 0)
+        columns = {"image": x, "label": labels, "arrival": numbered(memory, valid), "uncertainty": uncertainty}
+
+        wanted = self.every - memory.arrivals % self.every  # (S,) arrivals until the next update
+        due = valid.sum(1) >= wanted
+        if bool(due.any()):
+            passed = (valid.cumsum(1) < wanted.unsqueeze(1)).sum(1) + 1
+            state = self._update(net, state, hold(memory, columns, turnover, valid, passed), x.shape[2:], due)
+        whole = torch.full_like(wanted, x.shape[1])
+        return state._replace(memory=hold(memory, columns, turnover, valid, whole))
+
+    def _update(
+        self, net: Backbone, state: RottaState, memory: Timely, shape: tuple[int, ...], due: Tensor
+    ) -> RottaState:
+        """One step of the student towards the teacher and of the teacher towards the student, for streams ``due``."""
+        seen, valid, norm = images(memory, shape), memory.filled, self.norm
+        with torch.no_grad():
+            teacher, _, teacher_stats = net(seen, *state.teacher, norm, valid=valid)
+            # The number of updates is the clock: the same view, however the images fell into batches.
+            view = self._augmented(seen, state.key._replace(clock=state.adam.steps))
+            a = memory.age.to(memory.uncertainty.dtype) / self.size  # (S, M)
+            weight = (-a).sigmoid()  # exp(-a) / (1 + exp(-a))
+        with torch.enable_grad():
+            affine = Affine(*(t.detach().requires_grad_() for t in state.student.affine))
+            student, _, student_stats = net(view, affine, state.student.stats, norm, valid=valid)
+            loss = mean_over(weight * _soft_cross_entropy(student, teacher), valid)  # (S,)
+            grads = Affine(*torch.autograd.grad(loss.sum(), affine))
+        moved, moments = adam.step(state.student.affine, grads, state.adam, self.lr)
+        followed = Affine(*(torch.lerp(t, s, self.nu) for t, s in zip(state.teacher.affine, moved, strict=True)))
+        new = state._replace(
+            teacher=Branch(followed, teacher_stats), student=Branch(moved, student_stats), adam=moments
+        )
+        return select(due, new, state)
+
+    def _augmented(self, x: Tensor, key: Key) -> Tensor:
+        if isinstance(self.augment, Augment):
+            return self.augment(x, key)
+        views = [self.augment(batch) for batch in x]
+        for view in views:
+            if not isinstance(view, Tensor) or view.shape != x.shape[1:]:
+                got = tuple(view.shape) if isinstance(view, Tensor) else type(view).__name__
+                raise ValueError(f"augment turned images of shape {tuple(x.shape[1:])} into {got}; expected the same")
+        return torch.stack(views).to(x)
+
+
+def _soft_cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
+    """Cross-entropy with the prediction ``target`` makes: (..., K) twice -> (...)."""
+    logits, target = (t.to(wide(t.dtype)) for t in (logits, target))
+    return -(target.softmax(-1) * logits.log_softmax(-1)).sum(-1)

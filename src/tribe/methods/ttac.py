@@ -1,0 +1,310 @@
+"""Pull the clusters of test features onto the clusters of source features: TTAC (Su et al., NeurIPS 2022), no queue.
+
+The features of each class, and of all images together, are summed up by a Gaussian. The source's are known; those of
+the stream are followed batch by batch, from the samples the network is sure of. All layers but the classifier learn to
+make the two alike, as measured by the symmetric Kullback-Leibler divergence.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from tribe import adam, source
+from tribe.backbone import Backbone
+from tribe.methods.base import Deployed, Method, finish, new_info, new_key, register, screen
+from tribe.moments import wide
+from tribe.norms import Norm
+from tribe.norms.batch import Batch
+from tribe.norms.frozen import Frozen
+from tribe.rng import Key
+from tribe.source import Knowledge, KnowledgeError
+from tribe.state import Affine, Info
+from tribe.weights import Layout, Parameters, forward, leaf, slopes, together
+
+LIMIT = 2**30  # numbers in the class covariances of one stream: 4 GB in float32
+TOO_LARGE = (
+    "TTAC keeps a covariance of {f} x {f} features for each of {k} classes: {n:.1f} GB a stream, more than "
+    "{limit:.0f}. class_aware=False aligns all features together, without classes"
+)
+NO_FEATURES = (
+    "TTAC aligns features, the input of the network's classifier, and no classifier was found among its layers: name "
+    "the layer with tribe.Backbone(model, classifier=...)"
+)
+
+
+class Gaussians(NamedTuple):
+    """Clusters of features, and how many samples each has seen."""
+
+    mean: Tensor  # (S, K, F)
+    cov: Tensor  # (S, K, F, F)
+    seen: Tensor  # (S, K) int64
+
+
+class TtacState(NamedTuple):
+    """Parameters, what Adam remembers of their gradients, and the stream's clusters."""
+
+    affine: Affine  # (S, C)
+    weights: Tensor  # (S, P), all but those of Linear layers
+    adam: adam.Adam
+    clusters: Gaussians  # one a class
+    whole: Gaussians  # one of all samples, K = 1
+    key: Key
+    info: Info
+
+
+@register("ttac")
+@dataclass(frozen=True)
+class Ttac(Method):
+    """TTAC without its queue of past images."""
+
+    lr: float = 1e-5  # Adam's learning rate
+    tau_pp: float = 0.9  # probability above which a sample counts for the class it is predicted as
+    n_clus: int | None = None  # samples a class's Gaussian remembers; 128 for ten classes, else 64
+    n_all: int = 1280  # samples the Gaussian of all remembers
+    n_min: int = 16  # samples a class must have shown before it is aligned
+    ridge: float = 1 / 30  # share of the largest source covariance that is added to every variance
+    class_aware: bool = True  # align classes too; without, all features together only
+    # NOTE: the released code uses the batch's statistics; the paper's numbers look like frozen ones.
+    statistics: Literal["batch", "frozen"] = "batch"
+    knowledge: source.Given = None
+
+    paper = "Su et al., Revisiting realistic test-time training: anchored clustering, NeurIPS 2022"
+    needs = "the mean and covariance of source features, of each class and of all"
+    presets = {  # noqa: RUF012
+        "mnist": {"classes": 10, "n_clus": 128},
+        "cifar10": {"classes": 10, "n_clus": 128},
+        "cifar100": {"classes": 100, "n_clus": 64},
+        "imagenet": {"classes": 1000, "n_clus": 64, "class_aware": False},  # NOTE: 1000 covariances of 2048 x 2048
+    }
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.classes is None:
+            raise ValueError("TTAC keeps a cluster a class and needs their number: classes=")
+        if self.n_clus is None:
+            object.__setattr__(self, "n_clus", 128 if self.classes <= 10 else 64)
+        if self.lr < 0 or not 0 <= self.tau_pp <= 1 or self.ridge <= 0:
+            raise ValueError(
+                "lr is not negative, tau_pp within 0 and 1, ridge above 0; got "
+                f"{self.lr}, {self.tau_pp} and {self.ridge}"
+            )
+        if self.n_clus < 1 or self.n_all < 1 or self.n_min < 0:  # type: ignore[operator]
+            raise ValueError(
+                f"n_clus and n_all are at least 1, n_min at least 0; got {self.n_clus}, {self.n_all} and {self.n_min}"
+            )
+        if self.statistics not in ("batch", "frozen"):
+            raise ValueError(f"statistics is 'batch' or 'frozen'; got {self.statistics!r}")
+
+    @property
+    def norm(self) -> Norm:
+        """Whose statistics normalise."""
+        return Batch() if self.statistics == "batch" else Frozen()
+
+    def init(self, net: Backbone, streams: int = 1, seed: int = 0) -> TtacState:
+        """The classes' clusters start as the source's, the one of all samples from nothing."""
+        known = source.known(self, net)
+        self._check(known)
+        classes, features = (self.classes or 0) if self.class_aware else 0, len(known["mean"])
+        mean, cov = (
+            known[name][:classes].expand(streams, *known[name][:classes].shape).clone()
+            for name in ("class_mean", "class_cov")
+        )
+        params = Layout(net, without=nn.Linear).source(streams)
+        return TtacState(
+            *params,
+            adam.init(params),
+            Gaussians(mean, cov, _zeros(net, streams, classes)),
+            Gaussians(
+                params.weights.new_zeros(streams, 1, features),
+                params.weights.new_zeros(streams, 1, features, features),
+                _zeros(net, streams, 1),
+            ),
+            new_key(net, streams, seed),
+            new_info(net, streams),
+        )
+
+    def _check(self, known: dict[str, Tensor]) -> None:
+        assert isinstance(self.knowledge, Knowledge)
+        if (made := self.knowledge.spec.get("statistics", self.statistics)) != self.statistics:
+            raise KnowledgeError(
+                f"{self.knowledge!r} describes features under {made} statistics; this TTAC uses {self.statistics} "
+                f"ones. Make it anew with statistics={self.statistics!r}"
+            )
+        if self.class_aware and len(known["class_mean"]) != self.classes:
+            raise KnowledgeError(
+                f"{self.knowledge!r} describes {len(known['class_mean'])} classes; this TTAC aligns {self.classes}. "
+                "Make it anew, or set class_aware=False"
+            )
+
+    def deployed(self, net: Backbone, state: TtacState) -> Deployed:
+        """The adapted parameters; the batch's statistics, or the source's."""
+        layout = Layout(net, without=nn.Linear)
+        weights = [layout.views(row) for row in state.weights]
+        return Deployed(state.affine, net.source(len(state.key.seed))[1], self.norm, weights)
+
+    def step(
+        self, net: Backbone, state: TtacState, x: Tensor, valid: Tensor | None = None, *, donate: Any = False
+    ) -> tuple[Tensor, TtacState]:
+        """Predict, let the clusters follow, and take one Adam step that makes them more like the source's."""
+        assert isinstance(self.knowledge, Knowledge)
+        x, valid, rejected = screen(x, valid)
+        layout, known, params = Layout(net, without=nn.Linear), self.knowledge.on(net), Parameters(*state[:2])
+        logits, grads, clusters, whole = [], [], [], []
+        for i in range(len(x)):
+            row = slice(i, i + 1)
+            with torch.enable_grad():
+                mine = leaf(params.stream(i))
+                output = forward(layout, mine, x[row], self.norm, valid[row])
+                if output.features is None:
+                    raise ValueError(NO_FEATURES)
+                classes, every = (Gaussians(*(t[i] for t in g)) for g in (state.clusters, state.whole))
+                seen = output.logits[0], output.features[0], valid[i]
+                with torch.autocast(x.device.type, enabled=False):  # covariances need every digit
+                    loss, classes, every = self._align(*seen, classes, every, known)
+                grads.append(slopes(loss, mine))
+            logits.append(output.logits.detach())
+            clusters.append(classes)
+            whole.append(every)
+        moved, moments = adam.step(params, together(grads), state.adam, self.lr)
+        new = TtacState(*moved, moments, _stack(clusters), _stack(whole), state.key, state.info)
+        predicted = torch.cat(logits)
+        return finish(net, state, new, predicted, valid, rejected, self._sure(predicted) & valid, moved.affine)
+
+    def _sure(self, logits: Tensor) -> Tensor:
+        return logits.to(wide(logits.dtype)).softmax(-1).amax(-1) > self.tau_pp
+
+    def _align(
+        self,
+        logits: Tensor,
+        features: Tensor,
+        valid: Tensor,
+        clusters: Gaussians,
+        whole: Gaussians,
+        known: dict[str, Tensor],
+    ) -> tuple[Tensor, Gaussians, Gaussians]:
+        """One stream: the loss of its batch, (B, K) logits and (B, F) features, and its clusters after it."""
+        features = features.to(known["mean"].dtype)
+        identity = torch.eye(features.shape[1], dtype=features.dtype, device=features.device)
+        ridge = self.ridge * known["cov"].max() * identity
+        every = torch.zeros(1, dtype=torch.int64, device=valid.device)
+        mean, cov, whole = follow(whole, every, features, valid[None], self.n_all)
+        loss = divergence(mean, cov + ridge, known["mean"][None], known["cov"][None] + ridge).sum()
+        if not self.class_aware:
+            return loss, clusters, whole
+        sure = self._sure(logits.detach()) & valid
+        members = sure & (logits.argmax(-1) == torch.arange(len(clusters.mean), device=valid.device)[:, None])  # (K, B)
+        present = members.any(1).nonzero()[:, 0]  # a look at the device: covariances of absent classes are not made
+        mean, cov, clusters = follow(clusters, present, features, members[present], self.n_clus or 1)
+        aligned = (clusters.seen[present] >= self.n_min).nonzero()[:, 0]
+        if len(aligned):
+            at = present[aligned]
+            sides = mean[aligned], cov[aligned] + ridge, known["class_mean"][at], known["class_cov"][at] + ridge
+            loss = loss + divergence(*sides).sum() / len(clusters.mean)
+        return loss, clusters, whole
+
+    @torch.no_grad()
+    def study(self, net: Backbone, batches: Iterable[tuple[Tensor, Tensor]]) -> Knowledge:
+        """Take the Gaussians of source features, of all images and by the class each is predicted as.
+
+        A class that is never predicted gets the Gaussian of all.
+        """
+        sums: Sums | None = None
+        images = 0
+        for x, _ in batches:
+            valid = torch.ones(1, len(x), dtype=torch.bool, device=net.device)
+            logits, features, _ = net(x[None].to(net.device), *net.source(), self.norm, valid=valid)
+            if features is None:
+                raise ValueError(NO_FEATURES)
+            sums = sums or Sums(logits.shape[-1] if self.class_aware else 0, features[0])
+            sums.add(features[0], logits[0].argmax(-1))
+            images += len(x)
+        if sums is None or images < 2:
+            raise ValueError(f"the Gaussians of source features need two images at least; got {images}")
+        made = {"images": images, "statistics": self.statistics}
+        return Knowledge(self.name, sums.gaussians(wide(net.dtype)), net.fingerprint(exact=False), made)
+
+
+def follow(
+    old: Gaussians, which: Tensor, features: Tensor, members: Tensor, memory: int
+) -> tuple[Tensor, Tensor, Gaussians]:
+    """Move clusters ``which`` (A,) by their members (A, B) among the features (B, F).
+
+    Returns their means (A, F) and covariances (A, F, F), with gradients through this batch's share, and all clusters
+    after it.
+    """
+    share = members.to(features.dtype)
+    m = share.sum(1)
+    seen = old.seen.index_add(0, which, members.sum(1))
+    rate = 1 / seen[which].clamp(1, memory).to(features.dtype)
+    # NOTE: the released rate is not bounded so; more samples in a batch than are remembered made variances negative.
+    rate = torch.minimum(rate, 1 / m.clamp_min(1))
+    past, past_cov = old.mean[which], old.cov[which]
+    d = (features - past[:, None]) * share[..., None]  # (A, B, F)
+    delta = rate[:, None] * d.sum(1)
+    mean = past + delta
+    gained = d.mT @ d - m[:, None, None] * past_cov
+    cov = past_cov + rate[:, None, None] * gained - delta[:, :, None] * delta[:, None, :]
+    new_mean, new_cov = (t.index_copy(0, which, u.detach()) for t, u in ((old.mean, mean), (old.cov, cov)))
+    return mean, cov, Gaussians(new_mean, new_cov, seen)
+
+
+def divergence(mean: Tensor, cov: Tensor, other_mean: Tensor, other_cov: Tensor) -> Tensor:
+    """Mean of the two Kullback-Leibler divergences between Gaussians (A, F) and (A, F, F): (A,).
+
+    The logarithms of the determinants cancel.
+    """
+    precision, other = (torch.cholesky_inverse(torch.linalg.cholesky_ex(c)[0]) for c in (cov, other_cov))
+    gap = (mean - other_mean)[..., None]
+    apart = (((precision + other) @ gap) * gap).sum((-2, -1))
+    return ((precision * other_cov + other * cov).sum((-2, -1)) - 2 * mean.shape[-1] + apart) / 4
+
+
+class Sums:
+    """Counts, sums and sums of products of features, of each class and, last, of all."""
+
+    def __init__(self, classes: int, like: Tensor) -> None:
+        self.features = like.shape[1]
+        _refuse_too_large(classes, self.features)
+        exact = torch.float32 if like.device.type == "mps" else torch.float64
+        self.count = torch.zeros(classes + 1, dtype=exact, device=like.device)
+        self.first = self.count.new_zeros(classes + 1, self.features)
+        self.second = self.count.new_zeros(classes + 1, self.features, self.features)
+
+    def add(self, features: Tensor, labels: Tensor) -> None:
+        """Take in (B, F) features of the classes (B,)."""
+        features, last = features.to(self.first), len(self.count) - 1
+        chosen = [(k, features[labels == k]) for k in labels.unique().tolist() if k < last]
+        for k, rows in [*chosen, (last, features)]:
+            self.count[k] += len(rows)
+            self.first[k] += rows.sum(0)
+            self.second[k] += rows.mT @ rows
+
+    def gaussians(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Means and biased covariances, as `Ttac` reads them."""
+        count = self.count.clamp_min(1)[:, None]
+        mean = self.first / count
+        cov = self.second / count[..., None] - mean[:, :, None] * mean[:, None, :]
+        if not bool(cov[-1].max() > 0):
+            raise ValueError("all source images have the same features: there is no covariance to align with")
+        seen = self.count > 0
+        mean, cov = torch.where(seen[:, None], mean, mean[-1]), torch.where(seen[:, None, None], cov, cov[-1])
+        parts = {"class_mean": mean[:-1], "class_cov": cov[:-1], "mean": mean[-1], "cov": cov[-1]}
+        return {name: t.to(dtype).clone() for name, t in parts.items()}
+
+
+def _refuse_too_large(classes: int, features: int) -> None:
+    numbers = classes * features**2
+    if numbers > LIMIT:
+        size = {"f": features, "k": classes, "n": numbers * 4 / 1e9, "limit": LIMIT * 4 / 1e9}
+        raise ValueError(TOO_LARGE.format(**size))
+
+
+def _zeros(net: Backbone, *shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.int64, device=net.device)
+
+
+def _stack(streams: list[Gaussians]) -> Gaussians:
+    return Gaussians(*(torch.stack(parts) for parts in zip(*streams, strict=True)))

@@ -1,0 +1,66 @@
+"""Correct shared statistics by what one image shows beyond chance: instance-aware BN (NOTE, Gong et al., NeurIPS 2022).
+
+An image's own mean and variance over L pixels scatter around the true ones by sqrt(var / L) and var sqrt(2 / (L-1)).
+Deviations of up to k such standard errors are taken for chance and shrink to nothing; of larger ones the excess stays.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from tribe.norms import register
+from tribe.norms.batch import pool_batch
+from tribe.state import Stats
+
+
+@register("instance")
+@dataclass(frozen=True)
+class Instance:
+    """IABN. Variances are unbiased; where a channel has one pixel there is no instance variance and no correction.
+
+    It corrects the running statistics and leaves them (evaluation; alone it is the ablation "IABN"), or, ``observing``,
+    the batch's, which the running ones then follow (training). Gradients flow through instance and batch.
+    """
+
+    k: float = 4.0  # standard errors of an instance's deviation that are taken for chance
+    momentum: float = 0.01  # share of the newest batch in the running statistics
+    observing: bool = False  # correct the batch's statistics, and take them in
+    classes: ClassVar[int] = 1
+    observes: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not self.k >= 0:
+            raise ValueError(
+                f"k is the standard errors within which an instance is left alone, 0 or more; got {self.k}"
+            )
+        if not 0 <= self.momentum <= 1:
+            raise ValueError(f"momentum is the newest batch's share of the statistics, 0 to 1; got {self.momentum}")
+
+    def __call__(
+        self, mean: Tensor, var: Tensor, count: int, stats: Stats, labels: Tensor | None, valid: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor, Stats]:
+        """Return the statistics of each sample (R, B, C); a row with no valid sample keeps its running ones."""
+        shared_mean, shared_var = stats
+        if self.observing:
+            shared_mean, shared_var = pool_batch(mean, var, valid)
+            seen = count * valid.sum(1).to(var.dtype).view(-1, 1, 1)  # (R, 1, 1)
+            shared_var = shared_var * (seen / (seen - 1).clamp_min(1))
+            share = self.momentum * valid.any(1).to(mean.dtype).view(-1, 1, 1)
+            stats = Stats(
+                (stats.mean + share * (shared_mean - stats.mean)).detach(),
+                (stats.var + share * (shared_var - stats.var)).detach(),
+            )
+        if count <= 1:
+            return shared_mean, shared_var, stats
+        error = (shared_var + eps) / count
+        own_var = var * (count / (count - 1))
+        mean = shared_mean + _shrink(mean - shared_mean, self.k * error.sqrt())
+        var = shared_var + _shrink(own_var - shared_var, self.k * (shared_var + eps) * math.sqrt(2 / (count - 1)))
+        return mean, var.relu(), stats
+
+
+def _shrink(deviation: Tensor, chance: Tensor) -> Tensor:
+    """What exceeds chance, in either direction."""
+    return (deviation - chance).relu() - (-deviation - chance).relu()

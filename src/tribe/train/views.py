@@ -1,0 +1,98 @@
+"""Training images stay on the device as bytes; an epoch is one plan of where each is looked at, and a batch one gather.
+
+A plan is a function of the seed and the epoch alone, the same on every device, so there is no random state to save.
+
+Shapes: N images of the data set, B images a batch, C channels, H rows, W columns.
+"""
+
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tribe import rng
+from tribe.datasets import Dataset
+from tribe.rng import Key
+
+ORDER, PLACE = 0x5452414F, 0x54524150  # purposes of the draws ("TRAO", "TRAP" in ASCII)
+CHUNK = 2000  # images read at once
+
+Border = Literal["reflect", "zero"]
+
+
+class Images(NamedTuple):
+    """A whole data set, in memory."""
+
+    pixels: Tensor  # (N, C, H, W) uint8
+    labels: Tensor  # (N,) int64
+
+    def to(self, device: torch.device) -> "Images":
+        """The same, on a device."""
+        return Images(self.pixels.to(device), self.labels.to(device))
+
+
+def read(dataset: Dataset) -> Images:
+    """Read all domains of a data set into memory."""
+    pixels, labels = [], []
+    for domain in dataset.domains:
+        known = dataset.labels(domain)
+        if len(known) and int(known.min()) < 0:
+            raise ValueError(f"some images of domain {domain!r} have no label; training needs one for each")
+        labels.append(known)
+        for index in torch.arange(len(known)).split(CHUNK):
+            pixels.append(dataset.images(domain, index).mul(255).round_().to(torch.uint8))
+    if not pixels:
+        raise ValueError("the data set is empty")
+    return Images(torch.cat(pixels), torch.cat(labels))
+
+
+class Plan(NamedTuple):
+    """How an epoch looks at the data: in which order, and how each image is moved and flipped."""
+
+    order: Tensor  # (N,) int64
+    dx: Tensor  # (N,) int64, pixels that the window moves to the right
+    dy: Tensor  # (N,) int64, pixels that it moves down
+    flip: Tensor  # (N,) bool
+
+    def batches(self, size: int) -> "Iterator[Plan]":
+        """The plan in parts of equal size: what is left over at the end waits for another epoch's order."""
+        for start in range(0, len(self.order) - size + 1, size):
+            yield Plan(*(column[start : start + size] for column in self))
+
+
+def plan(count: int, shift: int, flip: bool, seed: int, epoch: int, device: torch.device) -> Plan:
+    """Draw an epoch's plan for so many images."""
+    key = Key(torch.tensor([seed], device=device), torch.tensor([epoch], device=device))
+    order = rng.bits(key, ORDER, count)[0].argsort(stable=True)
+    u = rng.uniform(key, PLACE, (3, count))[0]
+    dx, dy = (u[:2] * (2 * shift + 1)).long() - shift
+    return Plan(order, dx, dy, (u[2] < 0.5) & flip)
+
+
+def look(pixels: Tensor, part: Plan, border: Border) -> Tensor:
+    """Take the planned windows of images (N, C, H, W), flip some: (B, C, H, W)."""
+    channels, height, width = pixels.shape[1:]
+    rows = part.dy[:, None] + torch.arange(height, device=pixels.device)  # (B, H)
+    columns = torch.arange(width, device=pixels.device).expand(len(part.flip), -1)
+    columns = part.dx[:, None] + torch.where(part.flip[:, None], width - 1 - columns, columns)  # (B, W)
+    y = pixels[
+        part.order[:, None, None, None],
+        torch.arange(channels, device=pixels.device)[None, :, None, None],
+        _inside(rows, height)[:, None, :, None],
+        _inside(columns, width)[:, None, None, :],
+    ]
+    if border == "zero":
+        within = _within(rows, height)[:, None, :, None] & _within(columns, width)[:, None, None, :]
+        y = y * within
+    return y
+
+
+def _inside(position: Tensor, size: int) -> Tensor:
+    """Positions outside reflected at the first and last pixel, which are not repeated."""
+    last = size - 1
+    return (last - (last - position.abs()).abs()).clamp_(0, last)
+
+
+def _within(position: Tensor, size: int) -> Tensor:
+    return (position >= 0) & (position < size)

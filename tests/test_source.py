@@ -1,0 +1,391 @@
+"""Source knowledge: its file, whom it may serve, and `tribe source`, which makes it, with data as published."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import layouts
+import tribe
+from tribe import methods, source
+from tribe.backbone import Backbone
+from tribe.source import Knowledge, KnowledgeError
+from tribe.state import digest
+from tribe.testing import images, informed, small_network
+
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+
+from typer.testing import CliRunner
+
+from tribe.cli.commands import app
+
+
+@pytest.fixture
+def net():
+    return Backbone(small_network())
+
+
+@pytest.fixture
+def eata(net):
+    return informed(methods.create("eata", classes=4), net)
+
+
+# -- the file ---------------------------------------------------------------------------------------------------------
+
+
+def test_knowledge_comes_back_from_its_file_as_it_was(eata, net, tmp_path):
+    path = tmp_path / "eata.safetensors"
+    eata.knowledge.save(path)
+    back = Knowledge.load(path)
+    assert back == eata.knowledge
+    assert back.spec == eata.knowledge.spec
+    assert all(torch.equal(back.tensors[k], eata.knowledge.tensors[k]) for k in ("weight", "bias"))
+    all_kept = dataclasses.replace(eata, e0=1.0, d=2.0)
+    ends = []
+    for method in (all_kept, dataclasses.replace(all_kept, knowledge=path)):
+        state = method.init(net)
+        for seed in range(4):
+            _, state = method.step(net, state, images(1, 8, seed))
+        assert int(state.adam.steps) == 4
+        ends.append(digest(state))
+    assert ends[0] == ends[1], "knowledge from a file weighs otherwise"
+
+
+def test_knowledge_of_another_method_is_refused(eata, tmp_path):
+    other = dataclasses.replace(eata.knowledge, method="ttac")
+    other.save(tmp_path / "ttac.safetensors")
+    for given in (other, tmp_path / "ttac.safetensors"):
+        with pytest.raises(KnowledgeError, match="made for ttac; eata needs the Fisher"):
+            methods.create("eata", classes=4, knowledge=given)
+
+
+def test_knowledge_of_another_network_is_refused(eata):
+    with pytest.raises(KnowledgeError, match=r"another network.*tribe source eata"):
+        eata.init(Backbone(small_network(seed=1)))
+
+
+def test_knowledge_serves_its_network_in_any_precision(eata, net):
+    half = Backbone(small_network().bfloat16().float())
+    assert half.fingerprint(exact=False) != net.fingerprint(exact=False)  # other weights, once rounded
+    eata.init(Backbone(small_network(dtype=torch.float64)))  # the same weights, held wider
+
+
+def test_knowledge_with_other_tensors_is_refused(eata, net):
+    wrong = Knowledge("eata", {"weight": torch.zeros(3)}, net.fingerprint(exact=False))
+    with pytest.raises(KnowledgeError, match="expected weight and bias with 14 numbers"):
+        dataclasses.replace(eata, knowledge=wrong).init(net)
+
+
+def flipped(path):
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 0x40
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda p: p.unlink(), "no source knowledge at"),
+        (lambda p: p.write_bytes(b""), "cut short"),
+        (lambda p: p.write_bytes(p.read_bytes()[:-7]), "cut short"),
+        (lambda p: p.write_bytes(b"not a file of ours, but long enough to look like one"), "no source knowledge"),
+        (flipped, "damaged"),
+        (lambda p: save_file(load_file(p), p), "no source knowledge that this version reads"),
+        (lambda p: save_file(load_file(p), p, {"format": "tribe-source", "schema": "99"}), "that this version reads"),
+        (lambda p: save_file(load_file(p), p, {"format": "tribe-source", "schema": "1"}), "damaged"),
+    ],
+    ids=["absent", "empty", "cut", "other", "flipped", "plain", "newer", "words lost"],
+)
+def test_a_damaged_file_is_refused_in_words(eata, tmp_path, damage, words):
+    path = tmp_path / "eata.safetensors"
+    eata.knowledge.save(path)
+    damage(path)
+    with pytest.raises(KnowledgeError, match=words):
+        methods.create("eata", classes=4, knowledge=path)
+
+
+def test_a_failed_save_leaves_the_old_file(eata, tmp_path):
+    path = tmp_path / "eata.safetensors"
+    eata.knowledge.save(path)
+    before = path.read_bytes()
+    bad = dataclasses.replace(eata.knowledge, spec={"images": object()})  # JSON cannot hold it
+    with pytest.raises(TypeError):
+        bad.save(path)
+    assert path.read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+def test_where_knowledge_lies(tmp_path):
+    path = source.place("eata", "timm/resnet50", "imagenet", tmp_path)
+    assert source.find("eata", "timm/resnet50", "imagenet", tmp_path) is None
+    path.parent.mkdir()
+    path.touch()
+    assert source.find("eata", "timm/resnet50", "imagenet", tmp_path) == path
+    assert source.find("eata", "timm/resnet18", "imagenet", tmp_path) is None
+
+
+# -- tribe source -----------------------------------------------------------------------------------------------------
+
+
+def command(*arguments):
+    result = CliRunner().invoke(app, [str(a) for a in arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def said(result):
+    return " ".join(result.stderr.split())
+
+
+@pytest.fixture
+def root(tmp_path, monkeypatch):
+    """Small published data, a working folder, and no other data."""
+    data = tmp_path / "data"
+    data.mkdir()
+    layouts.write(data)
+    monkeypatch.setenv("TRIBE_DATA", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    return data
+
+
+OWN = """
+from torch import nn
+import torch
+def net(classes=10):
+    torch.manual_seed(0)
+    pool = nn.AdaptiveAvgPool2d(1)
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), pool, nn.Flatten(), nn.Linear(4, classes))
+def two():
+    return net(2)
+"""
+
+
+def test_the_package_network_on_published_digits_and_a_run_that_finds_it(root):
+    result = command(
+        "source", "eata", "--model", "compact", "--dataset", "mnist", "--data", root, "--batch", 10, "--json"
+    )
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    path = root / "source" / "eata_compact_mnist.safetensors"
+    assert report["path"] == str(path)
+    assert report["bytes"] == path.stat().st_size
+    net = Backbone(tribe.models.load("compact", tribe.models.find("compact", "mnist", root)))
+    assert report["tensors"]["weight"] == {"shape": [net.channels], "dtype": "float32"}
+    assert report["spec"] == {
+        **{"model": "compact", "dataset": "mnist", "images": 20, "batches": 2, "batch": 10, "seed": 0},
+    }
+    knowledge = Knowledge.load(path)
+    assert knowledge.network == net.fingerprint(exact=False)
+    assert report["digest"] == knowledge.digest
+
+    # The same, by hand: the training split, in the order of the seed.
+    data = tribe.datasets.create("mnist", data=str(root), split="train")
+    order = torch.randperm(20, generator=torch.Generator().manual_seed(0))
+    taken = [(data.images("clean", part), None) for part in order.split(10)]
+    expected = methods.create("eata", classes=10).study(net, taken).tensors
+    assert all(torch.allclose(knowledge.tensors[k], expected[k], rtol=1e-4, atol=1e-9) for k in expected)
+
+    small = (
+        "--data",
+        root,
+        "--scenario",
+        "ptta",
+        "--set",
+        "dataset.corruptions=('stripe',)",
+        "--no-chart",
+        "--out",
+        "run",
+    )
+    run = command("run", *small, "--methods", "eata", "--json", "-")
+    assert run.exit_code == 0, run.output
+    fields = tribe.Record.load("run/eata-seed0.npz").spec["fields"]
+    assert fields["knowledge"] == {"digest": knowledge.digest, **knowledge.spec}
+
+
+def test_a_run_without_knowledge_names_the_command_that_makes_it(root):
+    small = ("--data", root, "--scenario", "ptta", "--set", "dataset.corruptions=('stripe',)", "--no-chart")
+    result = command("run", *small, "--methods", "eata")
+    assert result.exit_code == 2
+    wanted = f"tribe source eata --model compact --dataset mnist --data {root}"
+    assert wanted in said(result)
+    assert command(*wanted.split()[1:], "--batch", 10).exit_code == 0
+    assert command("run", *small, "--methods", "eata").exit_code == 0
+    assert command("run", *small, "--methods", "eata", "--set", "eata.alpha=0", "--out", "free").exit_code == 0
+
+
+def test_a_run_without_penalty_asks_for_nothing(root):
+    small = ("--data", root, "--scenario", "ptta", "--set", "dataset.corruptions=('stripe',)", "--no-chart")
+    assert command("run", *small, "--methods", "eata", "--set", "eata.alpha=0").exit_code == 0
+
+
+def test_knowledge_of_other_weights_is_not_used_in_silence(root):
+    Path("mine.py").write_text(OWN)
+    arguments = ("--model", "mine.py:net", "--dataset", "cifar10", "--data", root, "--batch", 20)
+    assert command("source", "eata", *arguments).exit_code == 0
+    assert source.find("eata", "mine.py:net", "cifar10", root) is not None
+    Path("mine.py").write_text(OWN.replace("manual_seed(0)", "manual_seed(1)"))
+    played = ("--dataset", "cifar10-c", "--model", "mine.py:net", "--data", root, "--scenario", "ptta")
+    played += ("--set", "dataset.corruptions=('fog',)", "--no-chart")
+    result = command("run", *played, "--methods", "eata")
+    assert result.exit_code == 2
+    assert "belongs to another network (model mine.py:net, dataset cifar10)" in said(result)
+    assert f"tribe source eata --model mine.py:net --dataset cifar10 --data {root}" in said(result)
+    assert command("source", "eata", *arguments).exit_code == 0  # replaces it
+    assert command("run", *played, "--methods", "eata").exit_code == 0
+
+
+def test_a_folder_of_pictures(root):
+    Path("mine.py").write_text(OWN)
+    arguments = ("--model", "mine.py:two", "--dataset", "folder", "--data", root / "camera", "--batch", 5)
+    result = command("source", "eata", *arguments, "--out", "camera.safetensors")
+    assert result.exit_code == 0, result.output
+    assert "15 images" in result.stdout  # of 16: a last batch of one is left out
+    assert "weight" in result.stdout
+    knowledge = Knowledge.load("camera.safetensors")
+    assert knowledge.spec["batches"] == 3
+    played = (
+        "--dataset",
+        "folder",
+        "--data",
+        root / "camera",
+        "--model",
+        "mine.py:two",
+        "--scenario",
+        "ptta",
+        "--no-chart",
+    )
+    missing = command("run", *played, "--methods", "eata")
+    assert missing.exit_code == 2
+    assert "--dataset folder --data TRAINING_IMAGES" in said(missing)
+    given = command("run", *played, "--methods", "eata", "--set", "eata.knowledge=camera.safetensors")
+    assert given.exit_code == 0, given.output
+    assert sorted(p.name for p in (root / "camera").iterdir()) == ["day", "night"], (
+        "something was put among the pictures"
+    )
+    assert command("source", "eata", *arguments).exit_code == 0
+    assert source.find("eata", "mine.py:two", "folder", Path(os.environ["TRIBE_DATA"])) is not None
+    assert command("run", *played, "--methods", "eata").exit_code == 0
+
+
+@pytest.mark.parametrize("dataset", ["cifar10", "cifar100"])
+def test_images_come_from_the_training_split(root, dataset):
+    Path("mine.py").write_text(OWN.replace("classes=10", f"classes={100 if dataset == 'cifar100' else 10}"))
+    arguments = ("--model", "mine.py:net", "--dataset", dataset, "--data", root, "--batch", 7, "--images", 14)
+    written = []
+    for seed in (0, 0, 1):
+        result = command("source", "eata", *arguments, "--seed", seed, "--out", "out.safetensors")
+        assert result.exit_code == 0, result.output
+        written.append(Knowledge.load("out.safetensors"))
+    assert written[0] == written[1]
+    assert written[0] != written[2], "the seed chose no other images"
+    assert written[0].spec["images"] == 14
+    for path in root.glob("cifar-*/test*.bin"):
+        path.unlink()
+    assert command("source", "eata", *arguments, "--out", "out.safetensors").exit_code == 0
+
+
+def test_images_that_are_not_there_are_asked_for(root):
+    for path in root.glob("cifar-*/*.bin"):
+        path.unlink()
+    Path("mine.py").write_text(OWN)
+    result = command("source", "eata", "--model", "mine.py:net", "--dataset", "cifar10", "--data", root)
+    assert result.exit_code == 2
+    assert "data_batch_1" in said(result)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["tent", "--model", "compact", "--dataset", "mnist"], "tent needs to know nothing of the source data"),
+        (["eta", "--model", "compact", "--dataset", "mnist"], "unknown method 'eta'"),
+        (["eata", "--model", "compact", "--dataset", "mnsit"], "unknown data set 'mnsit'"),
+        (["eata", "--model", "compact", "--dataset", "live-mnist-c"], "comes from the clean ones: --dataset mnist"),
+        (["eata", "--model", "compact", "--dataset", "imagenet-c"], "--dataset folder --data DIR"),
+        (["eata", "--model", "wrn28_10", "--dataset", "cifar10"], "no weights of wrn28_10 for cifar10"),
+        (["eata", "--model", "compact", "--dataset", "mnist", "--batch", "0"], "--batch"),
+        (["eata", "--model", "compact", "--dataset", "mnist", "--images", "0"], "--images"),
+        (
+            ["eata", "--model", "compact", "--dataset", "mnist", "--out", "no/where.safetensors"],
+            "there is no folder no",
+        ),
+        (["eata", "--model", "compact", "--dataset", "mnist", "--out", "data"], "is a folder"),
+        (["eata", "--model", "compact", "--dataset", "mnist", "--set", "eata.dd=1"], "no field 'dd'"),
+        (["eata", "--model", "compact", "--dataset", "mnist", "--device", "tpu9"], "device"),
+        (["eata", "--model", "absent.py:net", "--dataset", "mnist"], "no file at absent.py"),
+    ],
+)
+def test_what_cannot_be_done_is_said_in_words(root, arguments, words):
+    data = [] if "folder" in arguments else ["--data", str(root)]
+    result = command("source", *arguments, *data)
+    assert result.exit_code == 2
+    assert words in said(result)
+    assert not (root / "source").is_dir() or not any((root / "source").iterdir())
+
+
+def test_a_folder_must_be_named(root):
+    result = command("source", "eata", "--model", "compact", "--dataset", "folder")
+    assert result.exit_code == 2
+    assert "needs --data DIR" in said(result)
+
+
+def test_the_bar_goes_to_stderr_and_json_alone_to_stdout(root):
+    """As people start it: a process of its own."""
+    words = [
+        "source",
+        "eata",
+        "--model",
+        "compact",
+        "--dataset",
+        "mnist",
+        "--data",
+        str(root),
+        "--batch",
+        "5",
+        "--json",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "tribe.cli", *words],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["method"] == "eata"
+    assert "eata, mnist" in done.stderr
+
+
+def test_a_damaged_file_found_by_a_run_names_the_command(root):
+    assert (
+        command("source", "eata", "--model", "compact", "--dataset", "mnist", "--data", root, "--batch", 10).exit_code
+        == 0
+    )
+    flipped(root / "source" / "eata_compact_mnist.safetensors")
+    small = ("--data", root, "--scenario", "ptta", "--set", "dataset.corruptions=('stripe',)", "--no-chart")
+    result = command("run", *small, "--methods", "eata")
+    assert result.exit_code == 2
+    assert "damaged" in said(result)
+    assert f"tribe source eata --model compact --dataset mnist --data {root}" in said(result)
+
+
+def test_unreadable_pictures_are_left_out(root):
+    Path("mine.py").write_text(OWN)
+    (root / "camera" / "day" / "cat" / "0.png").write_bytes(b"no picture")
+    arguments = ("--model", "mine.py:two", "--dataset", "folder", "--data", root / "camera", "--batch", 16, "--json")
+    refused = command("source", "eata", *arguments)
+    assert refused.exit_code == 2
+    assert "0.png" in said(refused)
+    with pytest.warns(UserWarning, match=r"0\.png"):
+        result = command("source", "eata", *arguments, "--set", "dataset.unreadable=skip", "--out", "k.safetensors")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["spec"]["images"] == 15
+    assert np.isfinite(Knowledge.load("k.safetensors").tensors["weight"].numpy()).all()
