@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import tribe
-from tribe.testing import CLASSES, images, small_network
+from tribe.testing import CLASSES, images, ready, small_network
 
 
 def batch(seed=0, size=6):
@@ -238,7 +238,7 @@ def test_an_empty_batch_returns_empty_logits():
 
 @pytest.mark.parametrize("method", tribe.methods.names())
 def test_a_batch_of_one(method):
-    model = tribe.adapt(small_network(), method)
+    model = tribe.adapt(small_network(), ready(method))
     for seed in range(3):
         assert model(batch(seed, 1)).isfinite().all()
 

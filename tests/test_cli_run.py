@@ -20,7 +20,12 @@ import tribe
 from tribe import scenarios
 from tribe.cli.commands import app
 
-SHORT = ("--set", "dataset.corruptions=('impulse_noise','motion_blur')", "--imbalance", "300")  # two domains of 1,900 images
+SHORT = (
+    "--set",
+    "dataset.corruptions=('impulse_noise','motion_blur')",
+    "--imbalance",
+    "300",
+)  # two domains
 
 
 def tribe_run(*arguments, cwd=None):

@@ -4,13 +4,13 @@ import pytest
 
 import layouts
 from tribe import datasets, methods, norms, scenarios
-from tribe.testing import CLASSES, DATASET_CHECKS, METHOD_CHECKS, NORM_CHECKS, SCENARIO_CHECKS, informed
+from tribe.testing import DATASET_CHECKS, METHOD_CHECKS, NORM_CHECKS, SCENARIO_CHECKS, ready
 
 
 @pytest.mark.parametrize("check", METHOD_CHECKS, ids=lambda check: check.__name__)
 @pytest.mark.parametrize("name", [*methods.names(), *methods.variants()])
 def test_method(name, check):
-    check(informed(methods.create(name, classes=CLASSES)))
+    check(ready(name))
 
 
 @pytest.mark.parametrize("check", NORM_CHECKS, ids=lambda check: check.__name__)

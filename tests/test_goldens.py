@@ -146,12 +146,12 @@ def drifting(data):
     return DriftingRotta(classes=classes, lr=1e-2, augment=recorded_augmentation)
 
 
-def replay(data, name, method, fields, streams=1, dtype=torch.float32):
+def replay(data, name, method, fields, streams=1, dtype=torch.float32, device="cpu"):
     """Play the recorded stream (in each of `streams` rows) and return all logits and the final state.
 
     `fields` are the method's settings, or a function (recording, network) that makes them, or the method.
     """
-    net = Backbone(Net(part(data, "net")).to(dtype))
+    net = Backbone(Net(part(data, "net")).to(device, dtype))
     if callable(fields):
         fields = fields(data, net)
     known = {field.name for field in dataclasses.fields(methods.get(method))}
@@ -162,7 +162,7 @@ def replay(data, name, method, fields, streams=1, dtype=torch.float32):
     else:
         method = methods.create(method, classes=data[f"logits/{name}"].shape[-1], **fields)
     state, outputs = method.init(net, streams), []
-    for x in torch.from_numpy(data["x"][: len(data[f"logits/{name}"])]).to(dtype):
+    for x in torch.from_numpy(data["x"][: len(data[f"logits/{name}"])]).to(device, dtype):
         logits, state = method.step(net, state, x.expand(streams, *x.shape))
         outputs.append(logits)
     return torch.stack(outputs, 1), state  # (S, T, B, K)

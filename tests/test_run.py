@@ -11,7 +11,7 @@ from tribe.files import StateFileError
 from tribe.run import run
 from tribe.scenarios import Scenario, Schedule, create
 from tribe.stream import Stream
-from tribe.testing import CLASSES, SIZE, small_network
+from tribe.testing import CLASSES, SIZE, ready, small_network
 
 
 class Memory:
@@ -52,7 +52,7 @@ class Fixed(Scenario):
 
 def play(method="source", seeds=(0, 1), resets=(), **options):
     stream = Stream(Memory(), Fixed(reset_at=resets), seeds, batch=16)
-    return run(Backbone(small_network()), methods.create(method, classes=CLASSES), stream, **options)
+    return run(Backbone(small_network()), ready(method), stream, **options)
 
 
 def test_batches_straddle_domains_and_pad_streams_that_end_early():

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from tribe import files, methods
 from tribe.backbone import Backbone
 from tribe.methods import Method
+from tribe.norms.batch import Batch
 from tribe.norms.frozen import Frozen
 from tribe.state import Store, clone, digest, leaves, select, tree_map
 
@@ -250,7 +251,8 @@ class Adapter(nn.Module):
         """A plain module with ordinary normalisation layers that predicts what `predict` predicts for a stream.
 
         Methods that normalise each batch with its own statistics (bn, tent) give BatchNorm layers that do the same. Of
-        methods that predict with several passes (cotta, petal) it is the network of the plain one.
+        methods that predict with several passes (cotta, petal) it is the network of the plain one. What no ordinary
+        layer can do (lame, note, roid) is refused.
         """
         if stream is None and self.streams > 1:
             raise ValueError(f"which of the {self.streams} streams? export(stream=0), say")
@@ -258,6 +260,11 @@ class Adapter(nn.Module):
             raise ValueError(f"{self.method.name} corrects predictions after the network: it cannot be exported as one")
         index = self._stream(stream or 0)
         chosen = self.method.deployed(self.net, self.state).stream(index)
+        if not isinstance(chosen.norm, Frozen | Batch):
+            raise ValueError(
+                f"{self.method.name} normalises every image in its own way, which ordinary layers cannot: it cannot be "
+                "exported"
+            )
         frozen = chosen.stats if isinstance(chosen.norm, Frozen) else None
         return self.net.plain(chosen.affine, frozen, chosen.weights[0] if chosen.weights else None)
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from tribe import rng
 from tribe.rng import Key
 
-__all__ = ["Augment", "Params"]
+__all__ = ["Augment", "Params", "View", "check_view", "view"]
 
 # Purposes of the two draws ("AUGP", "AUGN" in ASCII: no other module will take them by accident). All parameters come
 # from one draw, a column each: a draw of sixteen numbers costs what a draw of one does.
@@ -131,6 +131,27 @@ class Augment:
 
 
 # --- colour: x (G, M, C, H, W) in [0, 1], f (G, 1, 1, 1, 1) -----------------------------------------------------------
+
+
+View = Augment | Callable[[Tensor], Tensor]  # a caller's own function gets and gives (B, ...)
+
+
+def view(augment: View, x: Tensor, key: Key) -> Tensor:
+    """What a network that learns sees of images (S, B, ...): the same every time for the same key."""
+    if isinstance(augment, Augment):
+        return augment(x, key)
+    views = [augment(images) for images in x]
+    for own in views:
+        if not isinstance(own, Tensor) or own.shape != x.shape[1:]:
+            got = tuple(own.shape) if isinstance(own, Tensor) else type(own).__name__
+            raise ValueError(f"augment turned images of shape {tuple(x.shape[1:])} into {got}; expected the same")
+    return torch.stack(views).to(x)
+
+
+def check_view(augment: object) -> None:
+    """Refuse what cannot augment."""
+    if not callable(augment):
+        raise TypeError(f"augment is an Augment or a callable Tensor -> Tensor; got {augment!r}")
 
 
 def _jitter(x: Tensor, order: Tensor, strength: Sequence[Tensor]) -> Tensor:

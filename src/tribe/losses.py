@@ -21,6 +21,11 @@ def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
     return -_precise(logits).log_softmax(-1).gather(-1, target.unsqueeze(-1)).squeeze(-1)
 
 
+def soft_cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
+    """Cross-entropy with the distribution that other logits stand for: (..., K) twice -> (...)."""
+    return -(_precise(target).softmax(-1) * _precise(logits).log_softmax(-1)).sum(-1)
+
+
 def soft_likelihood_ratio(logits: Tensor, clip: float = 0.99, eps: float = 1e-5) -> Tensor:
     """Minus the mean log odds of a prediction, whose gradient, unlike the entropy's, does not fade for sure ones.
 

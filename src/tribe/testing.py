@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from tribe import methods
 from tribe.backbone import Backbone
 from tribe.datasets import Dataset
 from tribe.methods import Method
@@ -74,6 +75,11 @@ def informed(method: Method, net: Backbone | None = None) -> Method:
     kept = [images(1, 16, seed)[0] for seed in range(100, 106)]
     drawn = [torch.randint(CLASSES, (16,), generator=torch.Generator().manual_seed(seed)) for seed in range(6)]
     return dataclasses.replace(method, knowledge=method.study(net, zip(kept, drawn, strict=True)))  # type: ignore[call-arg]
+
+
+def ready(name: str, **fields: Any) -> Method:
+    """A registered method for the contract's network, with the source knowledge it needs."""
+    return informed(methods.create(name, classes=CLASSES, **fields))
 
 
 def _network() -> Backbone:
@@ -684,5 +690,6 @@ __all__ = [
     "images",
     "informed",
     "label_sets",
+    "ready",
     "small_network",
 ]

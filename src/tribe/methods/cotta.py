@@ -9,7 +9,6 @@ All weights adapt, and every batch is normalised with its own statistics. Per ba
 """
 
 from abc import abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,9 +16,9 @@ import torch
 from torch import Tensor
 
 from tribe import adam
-from tribe.augment import Augment
+from tribe.augment import Augment, View, check_view, view
 from tribe.backbone import Backbone
-from tribe.losses import mean_over
+from tribe.losses import mean_over, soft_cross_entropy
 from tribe.methods.base import Deployed, Method, finish, new_info, new_key, quiet, register, screen
 from tribe.moments import wide
 from tribe.norms.batch import Batch
@@ -49,7 +48,7 @@ class AveragedTeacher(Method):
     p_th: float | None = None  # mean confidence of the source model below which views are averaged; follows from K
     n: int = 32  # augmented views that are averaged, each normalised with its own statistics
     chunk: int = 16  # views in one pass: fewer take less memory and more time; results differ by rounding alone
-    augment: Augment | Callable[[Tensor], Tensor] = Augment()  # noqa: RUF009  makes a view; a callable gets (B, ...)
+    augment: View = Augment()  # noqa: RUF009  makes a view; a callable gets (B, ...)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -63,8 +62,7 @@ class AveragedTeacher(Method):
             raise ValueError(f"lr is not negative and alpha within 0 and 1; got {self.lr} and {self.alpha}")
         if self.n < 1 or self.chunk < 1:
             raise ValueError(f"n, the views, and chunk, those in one pass, are at least 1; got {self.n}, {self.chunk}")
-        if not callable(self.augment):
-            raise TypeError(f"augment is an Augment or a callable Tensor -> Tensor; got {self.augment!r}")
+        check_view(self.augment)
 
     def init(self, net: Backbone, streams: int = 1, seed: int = 0) -> CottaState:
         """Student and teacher start at the source."""
@@ -120,16 +118,9 @@ class AveragedTeacher(Method):
     def views(self, x: Tensor, key: Key, index: int, first: int) -> Tensor:
         """Views ``first``, ``first + 1``, ... of a stream's images, as many as go in one pass: (n, B, ...)."""
         count, mine = min(self.chunk, self.n - first), x[index]
-        if isinstance(self.augment, Augment):
-            # A view's number goes where no clock will ever reach, so that no two draws are the same.
-            clock = key.clock[index] + (torch.arange(first, first + count, device=x.device) << 32)
-            return self.augment(mine.expand(count, *mine.shape), Key(key.seed[index].expand(count), clock))
-        views = [self.augment(mine) for _ in range(count)]
-        for view in views:
-            if not isinstance(view, Tensor) or view.shape != mine.shape:
-                got = tuple(view.shape) if isinstance(view, Tensor) else type(view).__name__
-                raise ValueError(f"augment turned images of shape {tuple(mine.shape)} into {got}; expected the same")
-        return torch.stack(views).to(x)
+        # A view's number goes where no clock will ever reach, so that no two draws are the same.
+        clock = key.clock[index] + (torch.arange(first, first + count, device=x.device) << 32)
+        return view(self.augment, mine.expand(count, *mine.shape), Key(key.seed[index].expand(count), clock))
 
     def _learn(self, layout: Layout, state: CottaState, x: Tensor, valid: Tensor, target: Tensor) -> Parameters:
         """The gradient of the student's loss, one stream after another."""
@@ -150,12 +141,6 @@ class AveragedTeacher(Method):
     @abstractmethod
     def forget(self, layout: Layout, state: CottaState, student: Parameters, grads: Parameters) -> Parameters:
         """Put some of the student's weights back to the source's."""
-
-
-def soft_cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
-    """Cross-entropy with the distribution that other logits stand for: (..., K) twice -> (...)."""
-    logits, target = (t.to(wide(t.dtype)) for t in (logits, target))
-    return -(target.softmax(-1) * logits.log_softmax(-1)).sum(-1)
 
 
 @register("cotta")

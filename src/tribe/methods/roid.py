@@ -7,7 +7,6 @@ Per batch:
     ensemble   the parameters move a small step back towards the source's
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -16,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from tribe import adam, sgd
-from tribe.augment import Augment
+from tribe.augment import Augment, View, check_view, view
 from tribe.backbone import Backbone
 from tribe.losses import entropy, mean_over, soft_likelihood_ratio, symmetric_cross_entropy
 from tribe.methods.base import Deployed, Method, finish, new_info, new_key, quiet, register, screen
@@ -51,7 +50,7 @@ class Roid(Method):
     optimizer: Literal["adam", "sgd"] = "adam"  # sgd: Nesterov's, with momentum 0.9
     consistency: bool = True  # whether an augmented view has to agree
     prior: Literal["logits", "posteriors", "none"] = "logits"  # what the prior multiplies
-    augment: Augment | Callable[[Tensor], Tensor] = VIEW  # a callable gets (B, ...)
+    augment: View = VIEW  # a callable gets (B, ...)
 
     # NOTE: the paper derives the correction for posteriors; the code behind its numbers multiplies logits.
     paper = "Marsden et al., Universal test-time adaptation through weight ensembling, diversity weighting, and prior \
@@ -75,8 +74,7 @@ correction, WACV 2024"
         for field, known in (("optimizer", ("adam", "sgd")), ("prior", ("logits", "posteriors", "none"))):
             if getattr(self, field) not in known:
                 raise ValueError(f"{field} is one of {', '.join(known)}; got {getattr(self, field)!r}")
-        if not callable(self.augment):
-            raise TypeError(f"augment is an Augment or a callable Tensor -> Tensor; got {self.augment!r}")
+        check_view(self.augment)
 
     def init(self, net: Backbone, streams: int = 1, seed: int = 0) -> RoidState:
         """Start at the source; every class is as likely."""
@@ -109,8 +107,8 @@ correction, WACV 2024"
             weight, kept = self._weights(logits.detach(), state.mean, valid)  # (S, B)
             losses = soft_likelihood_ratio(logits)
             if self.consistency:
-                view = net(self._view(x, state.key), affine, stats, norm, valid=kept).logits
-                losses = losses + symmetric_cross_entropy(view, logits)  # the gradient goes through both
+                seen = net(view(self.augment, x, state.key), affine, stats, norm, valid=kept).logits
+                losses = losses + symmetric_cross_entropy(seen, logits)  # the gradient goes through both
             loss = mean_over(torch.where(kept, weight * losses, 0), valid)  # (S,)
             grads = Affine(*torch.autograd.grad(loss.sum(), affine))
         moved, moments = self._moved(state, grads)
@@ -145,16 +143,6 @@ correction, WACV 2024"
         gamma = (1 / images).clamp_min(1 / classes) / prior.amax(-1, keepdim=True).clamp_min(1 / classes)
         prior = ((prior + gamma) / (1 + gamma * classes)).unsqueeze(1)
         return logits * prior if self.prior == "logits" else logits + prior.log()
-
-    def _view(self, x: Tensor, key: Key) -> Tensor:
-        if isinstance(self.augment, Augment):
-            return self.augment(x, key)
-        views = [self.augment(images) for images in x]
-        for view in views:
-            if not isinstance(view, Tensor) or view.shape != x.shape[1:]:
-                got = tuple(view.shape) if isinstance(view, Tensor) else type(view).__name__
-                raise ValueError(f"augment turned images of shape {tuple(x.shape[1:])} into {got}; expected the same")
-        return torch.stack(views).to(x)
 
 
 def _spread(values: Tensor, valid: Tensor) -> Tensor:

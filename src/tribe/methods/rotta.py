@@ -10,7 +10,6 @@ come in bursts. Per batch:
                    affine only), and the teacher follows the student (a moving average)
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,9 +17,9 @@ import torch
 from torch import Tensor
 
 from tribe import adam
-from tribe.augment import Augment
+from tribe.augment import Augment, View, check_view, view
 from tribe.backbone import Backbone
-from tribe.losses import mean_over
+from tribe.losses import mean_over, soft_cross_entropy
 from tribe.memory import ROOM, Timely, admit_timely, check_size, fit, hold, images, numbered, timely
 from tribe.methods.base import Deployed, Method, finish, new_info, new_key, register, screen
 from tribe.moments import wide
@@ -59,7 +58,7 @@ class Rotta(Method):
     size: int = 64  # images in memory; ages count in this unit, too
     every: int = 64  # images between updates
     room: int = ROOM  # values of an image, channels x height x width at most: the memory's size is settled beforehand
-    augment: Augment | Callable[[Tensor], Tensor] = Augment()  # noqa: RUF009  what the student sees; a callable gets (B, ...)
+    augment: View = Augment()  # noqa: RUF009  what the student sees; a callable gets (B, ...)
 
     paper = "Yuan et al., Robust test-time adaptation in dynamic scenarios, CVPR 2023"
     presets = {  # noqa: RUF012
@@ -80,8 +79,7 @@ class Rotta(Method):
             raise ValueError(f"nu is the student's share in a step of the teacher, 0 to 1; got {self.nu}")
         if not self.lr >= 0:
             raise ValueError(f"lr, Adam's learning rate, is not negative; got {self.lr}")
-        if not callable(self.augment):
-            raise TypeError(f"augment is an Augment or a callable Tensor -> Tensor; got {self.augment!r}")
+        check_view(self.augment)
         _ = self.norm  # its own check of alpha
 
     @property
@@ -139,13 +137,13 @@ class Rotta(Method):
         with torch.no_grad():
             teacher, _, teacher_stats = net(seen, *state.teacher, norm, valid=valid)
             # The number of updates is the clock: the same view, however the images fell into batches.
-            view = self._augmented(seen, state.key._replace(clock=state.adam.steps))
+            seen_anew = view(self.augment, seen, state.key._replace(clock=state.adam.steps))
             a = memory.age.to(memory.uncertainty.dtype) / self.size  # (S, M)
             weight = (-a).sigmoid()  # exp(-a) / (1 + exp(-a))
         with torch.enable_grad():
             affine = Affine(*(t.detach().requires_grad_() for t in state.student.affine))
-            student, _, student_stats = net(view, affine, state.student.stats, norm, valid=valid)
-            loss = mean_over(weight * _soft_cross_entropy(student, teacher), valid)  # (S,)
+            student, _, student_stats = net(seen_anew, affine, state.student.stats, norm, valid=valid)
+            loss = mean_over(weight * soft_cross_entropy(student, teacher), valid)  # (S,)
             grads = Affine(*torch.autograd.grad(loss.sum(), affine))
         moved, moments = adam.step(state.student.affine, grads, state.adam, self.lr)
         followed = Affine(*(torch.lerp(t, s, self.nu) for t, s in zip(state.teacher.affine, moved, strict=True)))
@@ -153,19 +151,3 @@ class Rotta(Method):
             teacher=Branch(followed, teacher_stats), student=Branch(moved, student_stats), adam=moments
         )
         return select(due, new, state)
-
-    def _augmented(self, x: Tensor, key: Key) -> Tensor:
-        if isinstance(self.augment, Augment):
-            return self.augment(x, key)
-        views = [self.augment(batch) for batch in x]
-        for view in views:
-            if not isinstance(view, Tensor) or view.shape != x.shape[1:]:
-                got = tuple(view.shape) if isinstance(view, Tensor) else type(view).__name__
-                raise ValueError(f"augment turned images of shape {tuple(x.shape[1:])} into {got}; expected the same")
-        return torch.stack(views).to(x)
-
-
-def _soft_cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
-    """Cross-entropy with the prediction ``target`` makes: (..., K) twice -> (...)."""
-    logits, target = (t.to(wide(t.dtype)) for t in (logits, target))
-    return -(target.softmax(-1) * logits.log_softmax(-1)).sum(-1)

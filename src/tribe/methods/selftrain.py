@@ -1,6 +1,6 @@
 """TRIBE taken apart: what its ablations put together, each part a field, from a norm rule alone to the whole (AAAI-24).
 
-`SelfTraining(classes=K)` is TRIBE, number for number, and `tribe.methods.tribe` is the one to read; here teacher, anchor,
+`SelfTraining(classes=K)` is TRIBE, number for number (read that in `tribe.methods.tribe`); here teacher, anchor,
 norm rule and memory can be chosen. `SelfTraining.variants` names the rows of the paper's tables: "selftrain/fixmatch".
 """
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tribe import adam
+from tribe.augment import view
 from tribe.backbone import Backbone
 from tribe.losses import cross_entropy, entropy, mean_over
 from tribe.memory import ROOM, Timely, admit_timely, check_size, fit, hold, images, numbered, timely
@@ -150,7 +151,7 @@ class SelfTraining(Tribe):
             affine = Affine(*(t.detach().requires_grad_() for t in state.affine))
             teaching = affine if self.teacher == "shared" else state.teacher
             branches = Affine(*(torch.stack(pair, 1).flatten(0, 1) for pair in zip(teaching, affine, strict=True)))
-            views = torch.stack((seen, self._augmented(seen, state.key)), 1).flatten(0, 1)  # (2 S, B, ...)
+            views = torch.stack((seen, view(self.augment, seen, state.key)), 1).flatten(0, 1)  # (2 S, B, ...)
             pair, _, pair_stats = net(views, branches, state.pair, self.norm, twice(labels), twice(counted))
             teacher, student = pair.unflatten(0, (-1, 2)).unbind(1)  # (S, B, K) each
 

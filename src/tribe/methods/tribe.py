@@ -9,7 +9,6 @@ has its own Balanced BN statistics, all moved by the same pseudo labels. Per bat
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tribe import adam
-from tribe.augment import Augment
+from tribe.augment import Augment, View, check_view, view
 from tribe.backbone import Backbone
 from tribe.losses import cross_entropy, entropy, mean_over
 from tribe.methods.base import Deployed, Method, finish, new_info, new_key, register, screen
@@ -59,7 +58,7 @@ class Tribe(Method):
     h0: float | None = None  # share of log K below which the teacher's entropy makes a pseudo label trusted
     lambda_anc: float = 0.5  # weight of the anchored loss
     lr: float = 1e-3  # Adam's learning rate
-    augment: Augment | Callable[[Tensor], Tensor] = Augment()  # noqa: RUF009  what the student sees; a callable gets (B, ...)
+    augment: View = Augment()  # noqa: RUF009  what the student sees; a callable gets (B, ...)
     convention: Convention = "released"  # sets the four below, and eta; each can be set alone
     anchor_on: Literal["logits", "posteriors"] | None = None  # what Eq. 6 compares
     pooled_ddof: int | None = None  # see Balanced
@@ -88,8 +87,7 @@ class Tribe(Method):
                 object.__setattr__(self, field, value)
         if self.anchor_on not in ("logits", "posteriors"):
             raise ValueError(f"anchor_on is 'logits' or 'posteriors'; got {self.anchor_on!r}")
-        if not callable(self.augment):
-            raise TypeError(f"augment is an Augment or a callable Tensor -> Tensor; got {self.augment!r}")
+        check_view(self.augment)
         if self.lambda_anc < 0 or self.lr < 0 or self.h0 < 0:  # type: ignore[operator]
             raise ValueError(f"lambda_anc, lr and h0 are not negative; got {self.lambda_anc}, {self.lr}, {self.h0}")
         _ = self.norm  # its own checks of eta and gamma
@@ -124,7 +122,7 @@ class Tribe(Method):
         with torch.enable_grad():
             affine = Affine(*(t.detach().requires_grad_() for t in state.affine))
             shared = Affine(*(twice(t) for t in affine))
-            views = torch.stack((x, self._augmented(x, state.key)), 1).flatten(0, 1)  # (2 S, B, ...)
+            views = torch.stack((x, view(self.augment, x, state.key)), 1).flatten(0, 1)  # (2 S, B, ...)
             spare = retired and retired.pair
             pair, _, pair_stats = net(views, shared, state.pair, norm, twice(labels), twice(valid), spare=spare)
             teacher, student = pair.unflatten(0, (-1, 2)).unbind(1)  # (S, B, K) each
@@ -151,16 +149,6 @@ class Tribe(Method):
             source, _ = net.source(len(x))
             anchor, _, stats = net(x, source, state.anchor, self.norm, labels, valid, spare=spare)
         return anchor, stats
-
-    def _augmented(self, x: Tensor, key: Key) -> Tensor:
-        if isinstance(self.augment, Augment):
-            return self.augment(x, key)
-        views = [self.augment(images) for images in x]
-        for view in views:
-            if not isinstance(view, Tensor) or view.shape != x.shape[1:]:
-                got = tuple(view.shape) if isinstance(view, Tensor) else type(view).__name__
-                raise ValueError(f"augment turned images of shape {tuple(x.shape[1:])} into {got}; expected the same")
-        return torch.stack(views).to(x)
 
     def _disagreement(self, teacher: Tensor, anchor: Tensor) -> Tensor:
         teacher, anchor = (t.to(wide(t.dtype)) for t in (teacher, anchor))
