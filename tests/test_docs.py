@@ -104,3 +104,23 @@ def test_decisions_are_numbered_and_every_dependency_has_a_line():
 def test_torch_is_pinned_for_the_repository_only():
     assert "torch==2.13.0" in (ROOT / "constraints.txt").read_text()
     assert '"torch>=2.11"' in (ROOT / "pyproject.toml").read_text()
+
+
+@pytest.mark.parametrize("name", tribe.methods.names())
+def test_the_table_of_methods_says_what_is_measured(name):
+    """docs/methods.md is generated; `python -m benchmarks.methods > docs/methods.md` brings it up to date."""
+    from benchmarks.methods import NETWORKS, measured, megabytes
+
+    page = (ROOT / "docs/methods.md").read_text()
+    (line,) = [line for line in page.splitlines() if line.startswith(f"| `{name}` |") and line.count("|") > 5]
+    cells = [cell.strip() for cell in line.strip("|").split(" | ")]
+    forward, backward, adapts, keeps = measured(name)
+    assert cells[2:4] == [adapts, keeps]
+    assert cells[5:7] == [f"{forward:g}", f"{backward:g}"]
+    assert cells[7] == megabytes(name, *next(iter(NETWORKS.values())))
+
+
+def test_the_table_names_every_variant():
+    page = (ROOT / "docs/methods.md").read_text()
+    for variant in tribe.methods.variants():
+        assert f"| `{variant.partition('/')[2]}` |" in page

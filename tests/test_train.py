@@ -22,21 +22,20 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import tribe
+from tribe.datasets.embedded import mnist_test
 from tribe.datasets.files import MissingData
 from tribe.train import AugMix, CheckpointError, Progress, Recipe, TrainingError, change, preset, train
 from tribe.train.augmix import OPERATIONS, consistency, operate
 from tribe.train.loop import Learner
 from tribe.train.views import Plan, look, plan
 
-DIGITS = Path(__file__).resolve().parents[1] / "examples/digits.npz"
 SMALL = Recipe(epochs=3, batch=40, optimizer="adamw", lr=5e-3, weight_decay=1e-2, warmup=0.3, shift=2, border="zero")
 CPU = torch.device("cpu")
 
 
 def write_mnist(root, train, test):
     """So many digits for training and testing, as idx files."""
-    with np.load(DIGITS) as held:
-        images, labels = held["images"], held["labels"]
+    images, labels = mnist_test()
     (root / "mnist").mkdir()
     for name, part in {"train": slice(train), "t10k": slice(train, train + test)}.items():
         pixels, classes = images[part], labels[part].astype(np.uint8)

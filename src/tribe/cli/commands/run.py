@@ -41,7 +41,9 @@ def run(
     severity: Annotated[
         str | None, typer.Option(help="Severities of the corruptions: 5, or 1,3,5.", show_default="5")
     ] = None,
-    methods: Annotated[str, typer.Option(help="Methods, comma-separated, or `all`.")] = DEFAULT_METHODS,
+    methods: Annotated[
+        str, typer.Option(help="Methods, comma-separated; `all`, or `ablations` for TRIBE's parts.")
+    ] = DEFAULT_METHODS,
     seed: Annotated[int, typer.Option(help="Seed of the first stream.")] = 0,
     seeds: Annotated[int, typer.Option(help="How many streams: one a seed, side by side on one network.")] = 1,
     batch: Annotated[int, typer.Option(help="Images a stream and step.")] = 64,
@@ -70,7 +72,7 @@ def run(
     Without options it needs no network and no download: real digits, corrupted on the fly in 15 ways, classes in bursts
     and in a long tail, and a small network that was trained on the clean ones.
     """
-    chosen = methods.split(",") if methods != "all" else sorted(tribe.methods.names(), key=_source_first)
+    chosen = _chosen(methods)
     console = Console(stderr=json_file == "-")
     folder = out or Path("runs") / _file_name(f"{dataset}-{model}-{scenario}")
     try:
@@ -202,5 +204,11 @@ def _file_name(text: str) -> str:
     return "".join(c if c.isalnum() or c in "-_.@" else "_" for c in text)
 
 
-def _source_first(name: str) -> tuple[bool, str]:
-    return name != "source", name
+def _chosen(methods: str) -> list[str]:
+    """The methods asked for, in order; the source model opens the list of all."""
+    if methods == "ablations":
+        return tribe.methods.variants()
+    if methods == "all":  # a method with variants is there for these
+        names = [name for name in tribe.methods.names() if not tribe.methods.get(name).variants]
+        return sorted(names, key=lambda name: (name != "source", name))
+    return [name.strip() for name in methods.split(",") if name.strip()]

@@ -1,0 +1,124 @@
+"""The table of all methods: ``python -m benchmarks.methods > docs/methods.md``. Everything in it is read or measured.
+
+What adapts and what is kept is read from the states; passes are counted on a small network over 256 images, batch 64;
+sizes are those of the states that `init` makes.
+"""
+
+import dataclasses
+import functools
+import sys
+from collections import Counter
+from typing import Any
+
+import torch
+
+import tribe
+from tribe.methods import Method
+from tribe.source import Knowledge
+from tribe.state import leaves
+from tribe.testing import CLASSES, images, informed, small_network
+
+BATCH, STEPS = 64, 4
+NETWORKS = {"compact, K = 10": ("compact", 10, "mnist"), "WRN-28-10, K = 10": ("wrn28_10", 10, "cifar10")}
+NETWORKS |= {"ResNet-50, K = 1000": ("resnet50", 1000, "imagenet")}
+HEADER = """# Methods
+
+Made by `python -m benchmarks.methods`, from the code. A pass is one image through the network, forward or backward,
+per image of the stream, batch {batch}; RoTTA and NOTE learn from a memory of 64, once in 64 images. CoTTA and
+PETAL average 32 views where the source model is unsure, as here; where it is sure they go through 3 passes. A state is
+what one stream needs beside the network, which all streams share. Variants of `selftrain` are TRIBE's ablations.
+"""
+
+
+def main() -> None:
+    """Print the page."""
+    print(HEADER.format(batch=BATCH))
+    names = ["method", "paper", "adapts", "keeps", "source knowledge", "forward", "backward", *NETWORKS]
+    print(f"| {' | '.join(names)} |\n|{'---|' * len(names)}")
+    for name in tribe.methods.names():
+        print(f"| {' | '.join(row(name))} |", flush=True)
+    print("\n| variant of `selftrain` | fields |\n|---|---|")
+    for variant, fields in tribe.methods.get("selftrain").variants.items():
+        print(f"| `{variant}` | {', '.join(f'{k}={v!r}' for k, v in fields.items()) or 'all defaults'} |")
+
+
+def row(name: str) -> list[str]:
+    """A method's cells."""
+    forward, backward, adapts, keeps = measured(name)
+    cls = tribe.methods.get(name)
+    sizes = [megabytes(name, *network) for network in NETWORKS.values()]
+    return [f"`{name}`", cls.paper, adapts, keeps, cls.needs or "none", f"{forward:g}", f"{backward:g}", *sizes]
+
+
+def measured(name: str) -> tuple[float, float, str, str]:
+    """Passes forward and backward an image, and what of the state moved."""
+    unsure = {"p_th": 1.1} if name in ("cotta", "petal") else {}  # so that they average views
+    method = informed(tribe.methods.create(name, classes=CLASSES, **unsure))
+    net, passes = tribe.Backbone(small_network()), Counter()
+    whole = type(net).forward
+
+    def counted(self: Any, x: torch.Tensor, affine: Any, *others: Any, **named: Any) -> Any:
+        passes["forward"] += x.shape[0] * x.shape[1]
+        passes["backward"] += x.shape[0] * x.shape[1] * affine.weight.requires_grad
+        return whole(self, x, affine, *others, **named)
+
+    state = start = method.init(net)
+    type(net).forward = counted  # type: ignore[method-assign]
+    try:
+        for seed in range(STEPS):
+            _, state = method.step(net, state, images(1, BATCH, seed))
+    finally:
+        type(net).forward = whole  # type: ignore[method-assign]
+    before, after = leaves(start), leaves(state)
+    moved = {n for n in after if not torch.equal(before[n], after[n]) and not n.startswith(("info.", "key."))}
+    return passes["forward"] / (BATCH * STEPS), passes["backward"] / (BATCH * STEPS), *told(moved)
+
+
+PARTS = {  # of states, and what they are
+    "affine parameters": ("affine", "student.affine", "teacher.affine", "teacher.weight"),
+    "all weights": ("weights", "student.weights", "teacher.weights"),
+    "statistics": ("stats", "pair", "anchor", "student.stats", "teacher.stats"),
+    "optimiser": ("adam", "velocity"),
+    "images": ("memory",),
+    "a moving mean": ("mean",),
+    "feature Gaussians": ("clusters", "whole"),
+}
+
+
+def told(moved: set[str]) -> tuple[str, str]:
+    """What moved, in words: what predictions are made with, and what is kept besides."""
+    found = [
+        words for words, starts in PARTS.items() if any(f"{n}.".startswith(f"{s}.") for n in moved for s in starts)
+    ]
+    if "all weights" in found:
+        found.remove("affine parameters")
+    adapts = [words for words in found if words in ("affine parameters", "all weights", "statistics")]
+    return ", ".join(adapts) or "nothing", ", ".join(w for w in found if w not in adapts) or "nothing"
+
+
+def megabytes(name: str, model: str, classes: int, dataset: str) -> str:
+    """The size of a stream's state."""
+    net = network(model, classes)
+    cls = tribe.methods.get(name)
+    method: Method = cls(**{"classes": classes, **cls.presets.get(dataset, {})})
+    if method.needs is not None:
+        method = dataclasses.replace(method, knowledge=blank(method, net))  # type: ignore[call-arg]
+    size = sum(t.numel() * t.element_size() for t in leaves(method.init(net)).values())
+    return f"{size} bytes" if size < 1000 else f"{size / 1e3:,.0f} kB" if size < 1e6 else f"{size / 1e6:,.1f} MB"
+
+
+@functools.cache
+def network(model: str, classes: int) -> tribe.Backbone:
+    """One of the networks of the table."""
+    return tribe.Backbone(tribe.models.create(model, classes=classes))
+
+
+def blank(method: Method, net: tribe.Backbone) -> Knowledge:
+    """Source knowledge of the right shape: a state's size does not depend on what it says."""
+    side = 28 if next(net.model.parameters()).shape[1] == 1 else 32
+    x = torch.rand(8, next(net.model.parameters()).shape[1], side, side)
+    return method.study(net, [(x, torch.zeros(8, dtype=torch.int64))] * 2)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
