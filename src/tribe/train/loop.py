@@ -269,7 +269,7 @@ class Learner:
                 for group in self.optimizer.param_groups:
                     group["lr"] = recipe.rate(step, total)
                 y = self.images.labels[part.order]
-                loss, logits = self._loss(look(self.images.pixels, part, recipe.border), y, step)
+                loss, logits = self._loss(look(self.images.pixels, part, recipe.border, recipe.cutout), y, step)
                 self.optimizer.zero_grad(set_to_none=True)
                 self.scaler.scale(loss).backward()
                 self.scaler.step(self.optimizer)

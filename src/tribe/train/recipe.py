@@ -41,12 +41,14 @@ class Recipe:
     shift: int = 4  # pixels an image moves at most, each way
     border: Border = "reflect"  # what comes in from outside
     flip: bool = False  # left and right, half of the time
+    cutout: int = 0  # side of a square that is blacked out (DeVries and Taylor, 2017), in pixels
     augmix: AugMix | None = None
 
     def __post_init__(self) -> None:
         for field in ("epochs", "batch"):
             _check_count(field, getattr(self, field), least=1)
-        _check_count("shift", self.shift, least=0)
+        for field in ("shift", "cutout"):
+            _check_count(field, getattr(self, field), least=0)
         _check_choice("optimizer", self.optimizer, OPTIMIZERS)
         _check_choice("schedule", self.schedule, SCHEDULES)
         _check_choice("border", self.border, get_args(Border))
@@ -104,8 +106,10 @@ PRESETS: Mapping[str, Mapping[str, Preset]] = {
     },
     "cifar10": {
         # One cycle needs a small part of the usual 200 epochs. A batch of 256 keeps a large GPU busy (5 s an epoch on
-        # an H200 in bf16; 512 gain 6 %) and still takes 195 steps an epoch.
-        "fast": Preset("wrn28_10", Recipe(epochs=42, lr=0.1, schedule="linear", warmup=0.25, flip=True)),
+        # an H200 in bf16; 512 gain 6 %). 30 epochs without holes gave 94.58 %, and 99.6 % on the training images.
+        "fast": Preset(
+            "wrn28_10", Recipe(epochs=46, batch=256, lr=0.2, schedule="linear", warmup=0.25, flip=True, cutout=8)
+        ),
         # Zagoruyko and Komodakis, with the cosine that has since replaced their steps.
         "full": Preset("wrn28_10", Recipe(epochs=200, lr=0.1, flip=True)),
     },

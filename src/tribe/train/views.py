@@ -15,7 +15,7 @@ from tribe import rng
 from tribe.datasets import Dataset
 from tribe.rng import Key
 
-ORDER, PLACE = 0x5452414F, 0x54524150  # purposes of the draws ("TRAO", "TRAP" in ASCII)
+ORDER, PLACE, HOLE = 0x5452414F, 0x54524150, 0x54524148  # purposes of the draws ("TRAO", "TRAP", "TRAH" in ASCII)
 CHUNK = 2000  # images read at once
 
 Border = Literal["reflect", "zero"]
@@ -54,6 +54,7 @@ class Plan(NamedTuple):
     dx: Tensor  # (N,) int64, pixels that the window moves to the right
     dy: Tensor  # (N,) int64, pixels that it moves down
     flip: Tensor  # (N,) bool
+    hole: Tensor  # (N, 2) float32, where a hole is centred: shares of height and width
 
     def batches(self, size: int) -> "Iterator[Plan]":
         """The plan in parts of equal size: what is left over at the end waits for another epoch's order."""
@@ -67,11 +68,11 @@ def plan(count: int, shift: int, flip: bool, seed: int, epoch: int, device: torc
     order = rng.bits(key, ORDER, count)[0].argsort(stable=True)
     u = rng.uniform(key, PLACE, (3, count))[0]
     dx, dy = (u[:2] * (2 * shift + 1)).long() - shift
-    return Plan(order, dx, dy, (u[2] < 0.5) & flip)
+    return Plan(order, dx, dy, (u[2] < 0.5) & flip, rng.uniform(key, HOLE, (count, 2))[0])
 
 
-def look(pixels: Tensor, part: Plan, border: Border) -> Tensor:
-    """Take the planned windows of images (N, C, H, W), flip some: (B, C, H, W)."""
+def look(pixels: Tensor, part: Plan, border: Border, cutout: int = 0) -> Tensor:
+    """Take the planned windows of images (N, C, H, W), flip some, black out a square of each: (B, C, H, W)."""
     channels, height, width = pixels.shape[1:]
     rows = part.dy[:, None] + torch.arange(height, device=pixels.device)  # (B, H)
     columns = torch.arange(width, device=pixels.device).expand(len(part.flip), -1)
@@ -85,7 +86,19 @@ def look(pixels: Tensor, part: Plan, border: Border) -> Tensor:
     if border == "zero":
         within = _within(rows, height)[:, None, :, None] & _within(columns, width)[:, None, None, :]
         y = y * within
+    if cutout:
+        y = y * ~_hole(part.hole, cutout, height, width)
     return y
+
+
+def _hole(centre: Tensor, side: int, height: int, width: int) -> Tensor:
+    """Squares of so many pixels, cut off at the border: (B, 1, H, W) bool."""
+    first = (centre * torch.tensor([height, width], device=centre.device)).long() - side // 2  # (B, 2)
+    rows, columns = (
+        torch.arange(size, device=centre.device) - start[:, None]
+        for size, start in zip((height, width), first.unbind(1), strict=True)
+    )
+    return (_within(rows, side)[:, :, None] & _within(columns, side)[:, None, :]).unsqueeze(1)
 
 
 def _inside(position: Tensor, size: int) -> Tensor:

@@ -38,6 +38,7 @@ def train(
     lr: Annotated[float | None, typer.Option(help="Highest learning rate.", show_default=KEEP)] = None,
     optimizer: Annotated[str | None, typer.Option(help="sgd, adam or adamw.", show_default=KEEP)] = None,
     weight_decay: Annotated[float | None, typer.Option(help="Weight decay.", show_default=KEEP)] = None,
+    cutout: Annotated[int | None, typer.Option(help="Side of a square that is blacked out, in pixels.")] = None,
     augmix: Annotated[bool, typer.Option("--augmix", help="AugMix and its consistency loss.")] = False,
     seed: Annotated[int, typer.Option(help="Of initial weights, order and augmentation.")] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")] = "auto",
@@ -66,6 +67,7 @@ def train(
             lr=lr,
             optimizer=optimizer,
             weight_decay=weight_decay,
+            cutout=cutout,
             augmix=(chosen.recipe.augmix or AugMix()) if augmix else None,
         )
         model = model or chosen.model
