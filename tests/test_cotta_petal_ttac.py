@@ -147,9 +147,9 @@ def test_views_in_one_pass_change_no_number():
 def test_no_two_views_are_alike():
     method = create("cotta", n=6, chunk=4)
     x, key = images(1, 3), Key(torch.tensor([1]), torch.tensor([2]))
-    views = torch.cat([method.views(x, key, 0, first) for first in (0, 4)])
+    views = torch.cat([method.views(x, key, 0, some) for some in (range(4), range(4, 6))])
     assert views.shape == (6, 3, 3, 8, 8)
-    later = torch.cat([method.views(x, key._replace(clock=key.clock + 1), 0, first) for first in (0, 4)])
+    later = torch.cat([method.views(x, key._replace(clock=key.clock + 1), 0, some) for some in (range(4), range(4, 6))])
     everything = torch.cat((views, later)).flatten(1)
     assert (torch.cdist(everything, everything) + 99 * torch.eye(12)).min() > 0.01
 

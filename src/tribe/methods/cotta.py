@@ -47,7 +47,7 @@ class AveragedTeacher(Method):
     alpha: float = 0.999  # the share of itself that the teacher keeps in a step
     p_th: float | None = None  # mean confidence of the source model below which views are averaged; follows from K
     n: int = 32  # augmented views that are averaged, each normalised with its own statistics
-    chunk: int = 16  # views in one pass: fewer take less memory and more time; results differ by rounding alone
+    chunk: int | None = None  # views in one pass; None: 16, and 4 on a CPU, for its caches. It changes rounding alone
     augment: View = Augment()  # noqa: RUF009  makes a view; a callable gets (B, ...)
 
     def __post_init__(self) -> None:
@@ -60,7 +60,7 @@ class AveragedTeacher(Method):
             object.__setattr__(self, "p_th", p_th)
         if self.lr < 0 or not 0 <= self.alpha <= 1:
             raise ValueError(f"lr is not negative and alpha within 0 and 1; got {self.lr} and {self.alpha}")
-        if self.n < 1 or self.chunk < 1:
+        if self.n < 1 or (self.chunk is not None and self.chunk < 1):
             raise ValueError(f"n, the views, and chunk, those in one pass, are at least 1; got {self.n}, {self.chunk}")
         check_view(self.augment)
 
@@ -106,20 +106,20 @@ class AveragedTeacher(Method):
         for i, averaged in enumerate(unsure.tolist()):  # N passes are worth a look at the device
             teacher, counts = state.teacher.stream(i), valid[i : i + 1]
             if averaged:
-                parts = [
-                    forward(layout, teacher, self.views(x, state.key, i, first), Batch(), counts).logits
-                    for first in range(0, self.n, self.chunk)
-                ]
+                chunk = self.chunk or (4 if x.device.type == "cpu" else 16)
+                numbers = (range(first, min(first + chunk, self.n)) for first in range(0, self.n, chunk))
+                views = (self.views(x, state.key, i, some) for some in numbers)
+                parts = [forward(layout, teacher, seen, Batch(), counts).logits for seen in views]
                 logits.append(torch.cat(parts).to(wide(source.dtype)).mean(0, keepdim=True).to(source.dtype))
             else:
                 logits.append(forward(layout, teacher, x[i : i + 1], Batch(), counts).logits)
         return torch.cat(logits)
 
-    def views(self, x: Tensor, key: Key, index: int, first: int) -> Tensor:
-        """Views ``first``, ``first + 1``, ... of a stream's images, as many as go in one pass: (n, B, ...)."""
-        count, mine = min(self.chunk, self.n - first), x[index]
+    def views(self, x: Tensor, key: Key, index: int, numbers: range) -> Tensor:
+        """Some of the views of a stream's images, by their numbers: (n, B, ...)."""
+        mine, count = x[index], len(numbers)
         # A view's number goes where no clock will ever reach, so that no two draws are the same.
-        clock = key.clock[index] + (torch.arange(first, first + count, device=x.device) << 32)
+        clock = key.clock[index] + (torch.arange(numbers.start, numbers.stop, device=x.device) << 32)
         return view(self.augment, mine.expand(count, *mine.shape), Key(key.seed[index].expand(count), clock))
 
     def _learn(self, layout: Layout, state: CottaState, x: Tensor, valid: Tensor, target: Tensor) -> Parameters:
