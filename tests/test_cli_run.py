@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 import tribe
 from tribe import scenarios
 from tribe.cli.commands import app
+from tribe.datasets.embedded import mnist_test
 
 SHORT = (
     "--set",
@@ -231,3 +232,54 @@ class TestSchedule:
             result = self.run(*options)
             assert result.exit_code == 2
             assert word in said(result)
+
+
+class TestOwnPictures:
+    """A folder without labels, replayed to a network from a file; one of its pictures is damaged."""
+
+    OWN = """
+import torch, tribe
+class Grey(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = tribe.models.load("compact", tribe.models.find("compact", "mnist", "."))
+    def forward(self, x):
+        return self.net(x.mean(1, keepdim=True))
+net = Grey()
+"""
+    OPTIONS = ("--dataset", "folder", "--data", "pictures", "--model", "mine.py:net", "--methods", "source,tribe")
+
+    @pytest.fixture(autouse=True)
+    def pictures(self, nowhere):
+        image = pytest.importorskip("PIL.Image")
+        digits, _ = mnist_test()
+        for i in range(30):
+            path = Path("pictures") / ("monday" if i < 20 else "tuesday") / f"{i:02}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            image.fromarray(digits[i]).convert("RGB").save(path)
+        Path("mine.py").write_text(self.OWN)
+
+    def test_they_are_played_in_order(self):
+        result = tribe_run(*self.OPTIONS, "--scenario", "replay", "--out", "out")
+        assert result.exit_code == 0, result.output
+        assert "no labels" in result.stdout
+        record = tribe.Record.load("out/source-seed0.npz")
+        assert record.domain.tolist() == [0] * 20 + [1] * 10
+        assert (record.prediction == torch.as_tensor(mnist_test()[1][:30].astype(int))).double().mean() > 0.9
+
+    def test_a_scenario_that_draws_by_class_says_what_plays_them(self):
+        result = tribe_run(*self.OPTIONS, "--scenario", "gli-f")
+        assert result.exit_code == 2
+        assert "'replay'" in said(result)
+
+    def test_a_damaged_picture_is_named_and_fatal_or_skipped_as_chosen(self):
+        Path("pictures/monday/03.png").write_bytes(b"nothing")
+        result = tribe_run(*self.OPTIONS, "--scenario", "replay")
+        assert result.exit_code == 2
+        assert "pictures/monday/03.png" in said(result)
+        with pytest.warns(UserWarning, match=r"skipped: pictures/monday/03\.png"):
+            result = tribe_run(
+                *self.OPTIONS, "--scenario", "replay", "--set", "dataset.unreadable=skip", "--out", "out"
+            )
+        assert result.exit_code == 0, result.output
+        assert len(tribe.Record.load("out/tribe-seed0.npz").prediction) == 29
