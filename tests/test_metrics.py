@@ -83,12 +83,20 @@ def test_a_record_survives_the_disk(tmp_path):
         assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
 
+def _scrambled(data):
+    """The same length, the compressed bytes of the first column turned around."""
+    start = data.index(b"domain.npy") + 200
+    return data[:start] + data[start : start + 40][::-1] + data[start + 40 :]
+
+
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
         (lambda p: p.write_bytes(b"PK"), "damaged"),
         (lambda p: p.write_bytes(p.read_bytes()[:-30]), "damaged"),
         (lambda p: np.savez(p, a=1), "damaged"),
+        (lambda p: p.write_bytes(b"nothing of the kind"), "not a zip file"),
+        (lambda p: p.write_bytes(_scrambled(p.read_bytes())), "damaged"),
         (lambda p: np.savez(p, words=np.array('{"format": "other"}'), **{n: [1] for n in _columns()}), "format other"),
     ],
 )

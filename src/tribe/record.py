@@ -2,11 +2,12 @@
 
 import io
 import json
+import zipfile
+import zlib
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
-from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -49,10 +50,11 @@ class Record(NamedTuple):
         if not Path(path).is_file():
             raise FileNotFoundError(f"no record at {path}")
         try:
+            zipfile.ZipFile(path).close()  # or numpy takes it for a pickle, and says how to open that
             with np.load(path, allow_pickle=False) as file:
                 words = json.loads(str(file["words"]))
                 columns = {name: torch.from_numpy(file[name]) for name in COLUMNS}
-        except (KeyError, ValueError, OSError, EOFError, BadZipFile) as error:
+        except (KeyError, ValueError, TypeError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
             raise ValueError(
                 f"{path} is not a record, or it is damaged ({error}); expected one of Record.save"
             ) from error
@@ -60,8 +62,8 @@ class Record(NamedTuple):
             raise ValueError(
                 f"{path} is of format {words.get('format')} {words.get('schema')}; this reads {FORMAT} {SCHEMA}"
             )
-        if len({len(column) for column in columns.values()}) != 1:
-            raise ValueError(f"{path} is damaged: its columns differ in length")
+        if len({len(column) for column in columns.values()}) != 1 or not words.keys() >= {"domains", "classes", "spec"}:
+            raise ValueError(f"{path} is damaged: its columns differ in length, or words are missing")
         return Record(**columns, domains=tuple(words["domains"]), classes=words["classes"], spec=words["spec"])
 
 

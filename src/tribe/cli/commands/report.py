@@ -1,0 +1,54 @@
+"""``tribe report``: all that lies in a folder of runs, on one page."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from tribe import report as pages
+from tribe.cli.app import app, emit, fail
+from tribe.report.parts import many
+
+
+@app.command()
+def report(
+    folder: Annotated[Path, typer.Argument(help="Folder with records, such as `tribe run` leaves; searched in depth.")],
+    out: Annotated[Path, typer.Option("-o", "--out", help="The page to write.")] = Path("report.html"),
+    as_json: Annotated[bool, typer.Option("--json", help="Say what was found for programs.")] = False,
+) -> None:
+    """Show all records of a folder on one page: errors, curves, classes, calibration, cost, and how each was made.
+
+    The page needs no network and no program but a browser. Damaged records are named, on the page and here, and make
+    the exit status 1.
+    """
+    try:
+        runs = pages.write(folder, out)
+    except (ValueError, OSError) as error:
+        fail(str(error))
+    for path, reason in runs.damaged:
+        _warn(f"{path} is left out: {reason}")
+    for path, reason in runs.repeated:
+        _warn(f"{path} {reason}")
+    records = sum(len(row.played) for group in runs.groups for row in group.rows)
+    if as_json:
+        emit(
+            {
+                "report": str(out),
+                "records": records,
+                "groups": [group.title for group in runs.groups],
+                "damaged": dict(runs.damaged),
+                "repeated": dict(runs.repeated),
+            }
+        )
+    else:
+        Console().print(
+            f"{many(records, 'record')} in {many(len(runs.groups), 'group')}: {out}", soft_wrap=True, markup=False
+        )
+    if runs.damaged:
+        raise typer.Exit(1)
+
+
+def _warn(message: str) -> None:
+    Console(stderr=True).print(Text.assemble(("warning: ", "bold yellow"), " ".join(message.split())), soft_wrap=True)

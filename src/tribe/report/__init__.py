@@ -1,0 +1,35 @@
+"""All records of a folder on one page that opens from disk, with the spec and the command behind every number.
+
+    tribe.report.write("runs", "report.html")       # or: tribe report runs -o report.html
+
+It reads whatever `tribe run --out`, experiments or `Record.save` left in the folder tree, and needs nothing but the
+records. The page loads nothing from anywhere; it is read without JavaScript too, on paper, a phone or a wide screen.
+"""
+
+from os import PathLike
+from pathlib import Path
+
+from tribe.atomic import write_atomically
+from tribe.report.collect import Group, Played, Row, Runs, collect
+from tribe.report.page import render
+
+ENDINGS = (".html", ".htm")
+
+
+def write(folder: str | PathLike[str], path: str | PathLike[str]) -> Runs:
+    """Write the page about all records under ``folder``, whole or not at all, and return what was found there.
+
+    A damaged record is not fatal: it is named on the page and in ``Runs.damaged``.
+
+    Args:
+        folder: a folder tree with records.
+        path: the file to write; the same records make the same bytes.
+    """
+    if Path(path).suffix.lower() not in ENDINGS:  # a mistyped command must not cost a record
+        raise ValueError(f"a report ends in {' or '.join(ENDINGS)}; got {path}")
+    runs = collect(folder)
+    write_atomically(path, render(runs).encode())
+    return runs
+
+
+__all__ = ["Group", "Played", "Row", "Runs", "collect", "render", "write"]

@@ -1,0 +1,113 @@
+"""Pictures of classes: which were played, which were predicted, and which was taken for which."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tribe import metrics
+from tribe.report.charts import heat, tint
+from tribe.report.collect import Group, Row
+from tribe.report.markup import Markup, tag
+from tribe.report.parts import Series, figure, numbers, scroller, swatch, table
+
+MOST_COLUMNS = 20  # of a table of classes; more become a map
+MOST_CELLS = 100  # columns of a map; more classes are put together
+
+
+def played(rows: Sequence[Row]) -> Markup:
+    """How many images of each class each domain played."""
+    first = next(p for row in rows for p in row.played if bool((p.record.label >= 0).any()))
+    counts, domains = metrics.class_counts(first.record), first.record.domains
+    shares = counts.double().log1p() / counts.max().double().log1p()
+    texts = [[f"{n:,}" if n else "·" for n in row] for row in counts.tolist()]
+    picture = _tinted("Classes played", domains, texts, shares)
+    facts = [[name, *_extent(count)] for name, count in zip(domains, counts, strict=True)]
+    plain = table(["domain", "images", "classes", "most of one", "fewest of one"], facts, "Images of each domain")
+    words = f"Images of each class in each domain, in the stream of seed {first.seed}. The tint is logarithmic."
+    return figure("Classes played", words, picture, numbers(plain) if counts.shape[1] > MOST_COLUMNS else None)
+
+
+def _extent(count: Tensor) -> list[str]:
+    present = count[count > 0]
+    if not len(present):
+        return ["0", "0", "–", "–"]
+    return [f"{n:,}" for n in (int(count.sum()), len(present), int(present.max()), int(present.min()))]
+
+
+def predicted(group: Group) -> Markup:
+    """Which classes the methods believe in: one that collapses predicts few of them."""
+    found = {row.label: [record.prediction for record in row.records] for row in group.rows}
+    labels = [record.label[record.label >= 0] for row in group.rows[:1] for record in row.judged]
+    named = ({"the labels": labels} if labels else {}) | found
+    counts = [torch.bincount(torch.cat(values), minlength=group.classes).double() for values in named.values()]
+    shares = torch.stack([count / count.sum() for count in counts])
+    picture = _tinted("Classes predicted", list(named), _percents(shares), shares / shares.max())
+    words = "Share of each class among the predictions in %, all seeds together: a method that collapses shows few."
+    return figure("Classes predicted", words, picture)
+
+
+def confusions(rows: Sequence[Row], series: Series) -> Markup:
+    """What is taken for what, a matrix a method."""
+    words = "Down the true class, across the predicted one: the share of the true class in %, all seeds together."
+    matrices = [_confusion(row, series[row.label]) for row in rows]
+    return tag("div", tag("h3", "Confusion"), tag("p", words, class_="note"), tag("div", matrices, class_="matrices"))
+
+
+def _confusion(row: Row, number: int) -> Markup:
+    classes = row.judged[0].classes
+    pairs = torch.cat([(r.label * classes + r.prediction)[r.label >= 0] for r in row.judged])
+    cell, count = pairs.unique(return_counts=True)
+    true, taken = cell // classes, cell % classes
+    each = math.ceil(classes / MOST_CELLS)  # neighbouring classes that share a cell
+    size = math.ceil(classes / each)
+    grid = torch.zeros(size * size, dtype=torch.float64)
+    grid = grid.index_add_(0, true // each * size + taken // each, count.double()).view(size, size)
+    shares = grid / grid.sum(1, keepdim=True)
+    worst = _most_confused(true, taken, count)
+    said = ", ".join(f"{a} for {b} ({n:,} images)" for n, a, b in worst[:3])
+    caption = tag("p", f"takes most often {said}" if said else "confuses nothing")
+    title, more = f"Confusion of {row.label}", None
+    if size > MOST_COLUMNS:
+        cells = f" ({each} a cell)" if each > 1 else ""
+        picture = heat(title, said, shares.tolist(), f"predicted class{cells}", f"true class{cells}")
+        top = [[f"{a} for {b}", f"{n:,}"] for n, a, b in worst]
+        more = numbers(table(["taken", "images"], top, f"What {row.label} confuses most"))
+    else:
+        picture = _tinted(title, [str(k) for k in range(classes)], _percents(shares), shares, square=True)
+    name = tag("strong", swatch(number), row.label)
+    return tag("figure", tag("figcaption", name, caption), picture, more, class_=f"m{number} matrix")
+
+
+def _most_confused(true: Tensor, taken: Tensor, count: Tensor) -> list[tuple[int, int, int]]:
+    """(images, true class, predicted class) of ten confusions, most frequent first."""
+    wrong = true != taken
+    found = zip(count[wrong].tolist(), true[wrong].tolist(), taken[wrong].tolist(), strict=True)
+    return sorted(found, key=lambda confusion: (-confusion[0], *confusion[1:]))[:10]
+
+
+def _percents(shares: Tensor) -> list[list[str]]:
+    """As whole numbers; a dot for what rounds to none, nothing for what is unknown."""
+    return [["" if math.isnan(s) else f"{100 * s:.0f}" if s >= 0.005 else "·" for s in row] for row in shares.tolist()]
+
+
+def _tinted(
+    title: str, names: Sequence[str], texts: Sequence[Sequence[str]], shares: Tensor, square: bool = False
+) -> Markup:
+    """Numbers by class, tinted by their size; a map where there are too many classes to read."""
+    classes = shares.shape[1]
+    if classes > MOST_COLUMNS:
+        each = math.ceil(classes / MOST_CELLS)
+        put_together = torch.stack([part.amax(1) for part in shares.split(each, 1)], 1)
+        across = f"class ({each} a cell)" if each > 1 else "class"
+        few = names if len(names) <= MOST_COLUMNS else ()
+        return heat(title, f"From the top: {', '.join(names)}", put_together.tolist(), across, "domain", few)
+    head = tag("tr", tag("td"), [tag("th", k, scope="col") for k in range(classes)])
+    body = []
+    for i, (name, line, row) in enumerate(zip(names, texts, shares.tolist(), strict=True)):
+        kinds = [f"t{tint(share)}" + (" own" if square and i == j else "") for j, share in enumerate(row)]
+        cells = [tag("td", text, class_=kind) for text, kind in zip(line, kinds, strict=True)]
+        body.append(tag("tr", tag("th", name, scope="row"), cells))
+    whole = tag("table", tag("thead", head), tag("tbody", body), class_="tinted square" if square else "tinted")
+    return tag("div", whole, role="group", aria_label=title) if square else scroller(whole, title)

@@ -1,0 +1,60 @@
+// The page reads without any of this: it sorts tables, copies commands, and unfolds what a link leads to.
+"use strict";
+
+function value(row, column) {
+  const cell = row.children[column];
+  return cell.dataset.v ?? cell.textContent;
+}
+
+function sort(table, head, column) {
+  const up = head.getAttribute("aria-sort") !== "ascending";
+  for (const other of table.querySelectorAll("[aria-sort]")) other.removeAttribute("aria-sort");
+  head.setAttribute("aria-sort", up ? "ascending" : "descending");
+  const body = table.tBodies[0];
+  const known = (row) => "v" in row.children[column].dataset;
+  const rows = [...body.rows].sort((a, b) => {
+    if (known(a) !== known(b)) return known(a) ? -1 : 1; // what has no number stays at the end
+    const order = value(a, column).localeCompare(value(b, column), "en", { numeric: true });
+    const number = Number(value(a, column)) - Number(value(b, column));
+    return (up ? 1 : -1) * (Number.isNaN(number) ? order : number);
+  });
+  body.append(...rows);
+}
+
+for (const table of document.querySelectorAll("table.sortable")) {
+  for (const head of table.querySelectorAll("th[data-col]")) {
+    const button = document.createElement("button");
+    button.type = "button";
+    button.append(...head.childNodes);
+    button.addEventListener("click", () => sort(table, head, Number(head.dataset.col)));
+    head.append(button);
+  }
+}
+
+for (const command of document.querySelectorAll("pre.command")) {
+  const button = document.createElement("button");
+  button.type = "button";
+  button.className = "copy";
+  button.textContent = "Copy the command";
+  button.addEventListener("click", async () => {
+    try {
+      await navigator.clipboard.writeText(command.textContent);
+      button.textContent = "Copied";
+    } catch {
+      getSelection().selectAllChildren(command);
+      button.textContent = "Selected: copy it with the keyboard";
+    }
+  });
+  command.after(button);
+}
+
+function unfold() {
+  const target = document.getElementById(location.hash.slice(1));
+  const folded = target?.closest("details");
+  if (folded && !folded.open) {
+    folded.open = true;
+    target.scrollIntoView();
+  }
+}
+addEventListener("hashchange", unfold);
+unfold();

@@ -1,0 +1,112 @@
+"""A group of runs on the page: its numbers, its charts, and where each number comes from.
+
+What needs labels is left out where there are none.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from tribe.report import classes, curves
+from tribe.report.collect import Group, Played, Row
+from tribe.report.command import command
+from tribe.report.markup import Child, Markup, tag
+from tribe.report.parts import Series, many, score_cell, scroller, swatch, table
+from tribe.report.scores import LONG, best, score
+
+
+def section(group: Group, name: str, title: str, series: Series) -> Markup:
+    """All about a group; ``name`` is its anchor."""
+    judged = [row for row in group.rows if row.judged]
+    charts: list[Child] = []
+    if judged:
+        charts += [curves.per_domain(group, judged, series), curves.over_time(judged, series)]
+        charts += [curves.calibration(judged, series), curves.cost(judged, series)]
+    pictures = [classes.played(judged) if judged else None, classes.predicted(group)]
+    return tag(
+        "section",
+        tag("h2", title, id=f"{name}-title"),
+        tag("p", _facts(group), class_="facts"),
+        _results(group, name, series),
+        tag("div", charts, class_="figures") if judged else tag("p", "No labels, so no errors.", class_="note"),
+        tag("div", pictures, class_="figures"),
+        classes.confusions(judged, series) if judged else None,
+        tag("h3", "Where the numbers come from"),
+        [_origin(row, f"{name}m{i}", series) for i, row in enumerate(group.rows)],
+        id=name,
+        aria_labelledby=f"{name}-title",
+    )
+
+
+def _facts(group: Group) -> str:
+    images = [len(record.label) for row in group.rows for record in row.records]
+    length = f"{min(images):,}" + (f" to {max(images):,}" if max(images) > min(images) else "")
+    machines = sorted({str(p.machine["device"]) for row in group.rows for p in row.played if p.machine.get("device")})
+    size = f"{many(len(group.domains), 'domain')}, {many(group.classes, 'class', 'classes')}"
+    on = f", on {' and '.join(machines)}" if machines else ""
+    return f"{group.title}: streams of {length} images, {size}{on}."
+
+
+def _results(group: Group, name: str, series: Series) -> Markup:
+    """The numbers of every row."""
+    columns = [[score(row, column) for row in group.rows] for column in LONG]
+    lowest = [best(scores) if column.best else None for column, scores in zip(LONG, columns, strict=True)]
+    body = []
+    for i, row in enumerate(group.rows):
+        links = [f"#{name}m{i}", *[None] * (len(LONG) - 1)]
+        cells = [score_cell(c[i], low, link) for c, low, link in zip(columns, lowest, links, strict=True)]
+        seeds = tag("td", len(row.played), data_v=len(row.played))
+        label = tag("th", swatch(series[row.label]), row.label, scope="row", data_v=row.label)
+        body.append(tag("tr", label, cells, seeds))
+    names = ("method", *(column.name for column in LONG), "seeds")
+    head = tag("tr", [tag("th", words, scope="col", data_col=i) for i, words in enumerate(names)])
+    return scroller(tag("table", tag("thead", head), tag("tbody", body), class_="sortable"), f"Results, {group.title}")
+
+
+def _origin(row: Row, name: str, series: Series) -> Markup:
+    """How a row was made: command, files with their own numbers, machine, spec."""
+    spec = {key: value for key, value in row.played[0].spec.items() if key not in ("seed", "experiment")}
+    made = command(spec, [played.seed for played in row.played if isinstance(played.seed, int)])
+    head = ["record", "seed", "images", *(column.name for column in LONG)]
+    inside = tag(
+        "div",
+        [tag("pre", tag("code", line), class_="command") for line in made.lines],
+        [tag("p", note, class_="note") for note in made.notes],
+        table(head, [_file(played) for played in row.played], f"Records of {row.label}"),
+        [
+            tag("p", f"Made on {words}.", class_="note")
+            for words in sorted({_words(p.machine) for p in row.played})
+            if words
+        ],
+        tag("p", "The spec, which these records share but for the seed:", class_="note"),
+        tag("pre", tag("code", _json(spec))),
+        id=name,
+    )
+    return tag("details", tag("summary", swatch(series[row.label]), row.label), inside, class_="origin")
+
+
+def _file(played: Played) -> list[str]:
+    alone = Row("", (played,))
+    return [played.path, str(played.seed), f"{len(played.record.label):,}", *(score(alone, c).words for c in LONG)]
+
+
+def _words(machine: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in machine.items() if value is not None)
+
+
+def _json(value: Any, indent: str = "") -> str:
+    """JSON for readers: a line for each field, but a list of plain values in one.
+
+    >>> print(_json({"a": [1, 2], "b": {"c": None}}))
+    {
+      "a": [1, 2],
+      "b": {
+        "c": null
+      }
+    }
+    """
+    if not isinstance(value, Mapping) or not value:
+        return json.dumps(value, ensure_ascii=False)
+    deeper = f"{indent}  "
+    fields = [f"{deeper}{json.dumps(key, ensure_ascii=False)}: {_json(field, deeper)}" for key, field in value.items()]
+    return "{\n" + ",\n".join(fields) + f"\n{indent}}}"
