@@ -211,7 +211,8 @@ def test_the_package_network_on_published_digits_and_a_run_that_finds_it(root):
     assert fields["knowledge"] == {"digest": knowledge.digest, **knowledge.spec}
 
 
-def test_a_run_without_knowledge_names_the_command_that_makes_it(root):
+def test_a_run_without_knowledge_names_the_command_that_makes_it(root, monkeypatch):
+    monkeypatch.setattr("tribe.source.SHIPPED", root / "nothing")  # the package brings some for this network
     small = ("--data", root, "--scenario", "ptta", "--set", "dataset.corruptions=('stripe',)", "--no-chart")
     result = command("run", *small, "--methods", "eata")
     assert result.exit_code == 2

@@ -143,9 +143,9 @@ def known(method: "Method", net: Backbone) -> dict[str, Tensor]:
 
 
 def find(method: str, model: str, dataset: str, root: str | PathLike[str]) -> Path | None:
-    """Where the source knowledge of a method lies: in the package, or where `tribe source` puts it; None: nowhere."""
+    """Where the source knowledge of a method lies: where `tribe source` puts it, or in the package; None: nowhere."""
     own = place(method, model, dataset, root)
-    return next((path for path in (SHIPPED / own.name, own) if path.is_file()), None)
+    return next((path for path in (own, SHIPPED / own.name) if path.is_file()), None)
 
 
 def place(method: str, model: str, dataset: str, root: str | PathLike[str]) -> Path:

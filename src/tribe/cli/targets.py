@@ -22,7 +22,7 @@ def load_target(target: str) -> nn.Module:
     if file is not None and not file.is_file():
         fail(f"no file at {file}")
     try:
-        module = _from_package(place) if file is None else _from_file(file)
+        module = from_package(place) if file is None else from_file(file)
     except (Exception, SystemExit) as error:  # importing runs code that may raise anything
         fail(f"importing {place} failed: {told(error)}")
     try:
@@ -39,7 +39,8 @@ def load_target(target: str) -> nn.Module:
     return found
 
 
-def _from_file(path: Path) -> ModuleType:
+def from_file(path: Path) -> ModuleType:
+    """Run a file as a module."""
     sys.path.insert(0, str(path.resolve().parent))  # a script sees its neighbours, as when Python runs it
     name = "tribe_target"  # not the file's own: it may be called like a module that is loaded already
     spec = importlib.util.spec_from_file_location(name, path)
@@ -50,7 +51,8 @@ def _from_file(path: Path) -> ModuleType:
     return module
 
 
-def _from_package(name: str) -> ModuleType:
+def from_package(name: str) -> ModuleType:
+    """Import a module by its name, as a script in the working directory would."""
     sys.path.insert(0, "")  # the working directory, which an installed command does not see by itself
     return importlib.import_module(name)
 

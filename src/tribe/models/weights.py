@@ -26,17 +26,17 @@ class WeightsError(ValueError):
 
 
 def find(model: str, dataset: str, root: str | PathLike[str]) -> Path:
-    """Where the weights of a named network, trained on a data set, lie: in the package, or under ``root``/weights.
+    """Where the weights of a named network, trained on a data set, lie: under ``root``/weights, or in the package.
 
     >>> find("compact", "mnist", "anywhere").name
     'compact_mnist.safetensors'
     """
     name = f"{model}_{dataset}.safetensors"
-    places = [SHIPPED / name, Path(root) / "weights" / name, Path(root) / "weights" / f"{model}.safetensors"]
-    for place in places:
+    places = [Path(root) / "weights" / name, Path(root) / "weights" / f"{model}.safetensors"]
+    for place in (*places, SHIPPED / name):
         if place.is_file():
             return place
-    looked = " or ".join(str(place) for place in places[1:])
+    looked = " or ".join(str(place) for place in places)
     raise FileNotFoundError(
         f"no weights of {model} for {dataset}: looked for {looked}. Place them there, or make them: "
         f"tribe train {dataset} --model {model} --data {root}"

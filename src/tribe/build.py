@@ -1,0 +1,113 @@
+"""Components by name: data sets, scenarios, networks and methods, each with the fields it is asked for.
+
+What the command line and experiments share. What cannot be built is a ValueError (or TypeError, OSError) in words.
+"""
+
+import dataclasses
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from tribe import datasets, methods, models, scenarios, source
+from tribe.backbone import Backbone
+from tribe.datasets import Dataset
+from tribe.datasets.files import data_root
+from tribe.methods import Method
+from tribe.scenarios import Scenario
+
+PLACES = ("data", "root")  # fields of a data set that say where it lies, which is no part of what it is
+
+
+class Asked(NamedTuple):
+    """What was asked for, in its own words."""
+
+    dataset: str
+    model: str
+    weights: Path | None = None
+    data: Path | None = None
+
+    @property
+    def root(self) -> Path:
+        """The root of all data, which ``data`` is unless the data set is a folder of one's own."""
+        of_all = self.data is not None and "data" in _fields(self.dataset)
+        return data_root(str(self.data) if of_all else None)
+
+
+def dataset(name: str, data: Path | None, fields: Mapping[str, Any]) -> Dataset:
+    """A data set by name; ``data`` is the root of all of them, or of a folder of one's own."""
+    place = {} if data is None else {"data" if "data" in _fields(name) else "root": str(data)}
+    return datasets.create(name, **{**place, **fields})
+
+
+def scenario(name: str, imbalance: float | None, fields: Mapping[str, Any]) -> Scenario:
+    """A protocol by name."""
+    given = {"imbalance": imbalance} if imbalance is not None else {}
+    return scenarios.create(name, **{**given, **fields})
+
+
+def model(asked: Asked, data: Dataset, fields: Mapping[str, Any]) -> torch.nn.Module:
+    """A network, with weights: named ones where they lie, others as they come."""
+    weights = asked.weights
+    if weights is None and asked.model.startswith(("timm/", "torchvision/")):
+        return models.create(asked.model, pretrained=True, **fields)
+    if weights is None:
+        root = data_root(None if asked.data is None else str(asked.data))
+        weights = models.find(asked.model, trained_on(data, asked.dataset), root)
+    return models.load(asked.model, weights, **fields)
+
+
+def method(name: str, net: Backbone, data: Dataset, asked: Asked, fields: Mapping[str, Any]) -> Method:
+    """A method, ready: with what was published for the data set, and with its source knowledge where it lies."""
+    if methods.get(name).needs is None:
+        return plain_method(name, net, data, asked.dataset, fields)
+    learned = trained_on(data, asked.dataset)
+    found = {"knowledge": source.find(name, asked.model, learned, asked.root)} if "knowledge" not in fields else {}
+    try:
+        built = plain_method(name, net, data, asked.dataset, {**found, **fields})
+        built.init(net)  # what is missing, or belongs to another network, is refused here
+    except source.KnowledgeError as error:
+        raise source.KnowledgeError(f"{error}. Here: {_source_command(name, learned, asked)}") from error
+    return built
+
+
+def _source_command(method: str, learned: str, asked: Asked) -> str:
+    """The command that makes a method's source knowledge, where `method` will look for it."""
+    words = ["tribe", "source", method, "--model", asked.model]
+    if learned in datasets.names() and learned != "folder":
+        words += ["--dataset", learned, *([] if asked.data is None else ["--data", str(asked.data)])]
+    else:
+        place = source.place(method, asked.model, learned, asked.root)
+        words += ["--dataset", "folder", "--data", "TRAINING_IMAGES", "--out", str(place)]
+    return shlex.join(words + ([] if asked.weights is None else ["--weights", str(asked.weights)]))
+
+
+def plain_method(name: str, net: Backbone, data: Dataset, dataset: str, fields: Mapping[str, Any]) -> Method:
+    """A method with what was published for the data set, where something was."""
+    known, outputs = len(data.classes), net.classes
+    if known and outputs and known != outputs:
+        raise ValueError(f"the network tells {outputs} classes apart, but {dataset} has {known}")
+    published = methods.get(name).presets.get(trained_on(data, dataset), {})
+    return methods.create(name, **{**published, "classes": outputs or known, **fields})
+
+
+def trained_on(data: Dataset, name: str) -> str:
+    """The clean data set behind a corrupted one: what a source network was trained on."""
+    return str(getattr(data, "source", name))
+
+
+def described(name: str, component: Any) -> dict[str, Any]:
+    """A component in plain data; where files lie is no part of it."""
+    told = [field.name for field in dataclasses.fields(component) if field.name not in PLACES]
+    return {"name": name, "fields": {field: _told(getattr(component, field)) for field in told}}
+
+
+def _told(value: Any) -> Any:
+    """Source knowledge by its hash and how it was made; everything else as it is."""
+    return {"digest": value.digest, **value.spec} if isinstance(value, source.Knowledge) else value
+
+
+def _fields(name: str) -> set[str]:
+    return {field.name for field in dataclasses.fields(datasets.get(name))}  # type: ignore[arg-type]

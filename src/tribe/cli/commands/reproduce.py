@@ -1,0 +1,351 @@
+"""``tribe reproduce``: any table or figure of the paper again, ours next to its own; what was run before is kept."""
+
+import contextlib
+import dataclasses
+import io
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table as Grid
+
+from tribe import paper, plots, reproduce
+from tribe.atomic import write_atomically
+from tribe.cli import build
+from tribe.cli.app import app, emit, fail
+from tribe.environment import PRECISIONS
+from tribe.experiment import Bench, Experiment, Result, finished
+from tribe.registry import nearest
+from tribe.reproduce import Comparison, Judged, Plan, Wishes
+from tribe.reproduce.chart import chart
+from tribe.reproduce.plans import artifacts
+from tribe.reproduce.render import FORMATS, WORDS, claims_json, claims_markdown, number, ours
+
+WIDE = 240  # columns of a table that goes to a file
+CLAIMS = "claims"  # every sentence of the paper about its tables, judged on what was run before
+
+
+@app.command("reproduce")
+def reproduce_artifact(
+    artifact: Annotated[
+        str, typer.Argument(help="A name of `--list`, a label such as tab:component_ablation, or `claims`.")
+    ] = "",
+    show_list: Annotated[bool, typer.Option("--list", help="List what can be reproduced.")] = False,
+    runs: Annotated[Path, typer.Option(help="Folder of results: what lies there is not run again.")] = Path("runs"),
+    methods: Annotated[
+        str | None,
+        typer.Option(help="Rows to keep, comma-separated; +NAME or +file.py:Class adds a method.", show_default="all"),
+    ] = None,
+    rows: Annotated[
+        str | None, typer.Option(help="Only rows of these patterns: '100 *' or 'CIFAR10-C*'.", show_default="all")
+    ] = None,
+    columns: Annotated[
+        str | None, typer.Option(help="Only columns of these patterns: 'F 100 *,V 100 *'.", show_default="all")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the first stream.")] = 0,
+    seeds: Annotated[int, typer.Option(help="How many streams: one a seed, side by side on one network.")] = 1,
+    dataset: Annotated[
+        str | None, typer.Option(help="Play this in place of the paper's: live-mnist-c needs no download.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Use this in place of the paper's: compact comes with the package.")
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="Root of the data sets.", show_default="$TRIBE_DATA or the cache directory")
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Any field: dataset.corruptions=('fog',), scenario.draw=paper, tribe.h0=0.1."),
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")] = "auto",
+    precision: Annotated[str, typer.Option(help="What float32 means on a GPU: tf32, or float32 for IEEE's.")] = "tf32",
+    threads: Annotated[
+        int | None,
+        typer.Option(help="Threads of a run on the CPU, a part of what it is. With 1, start one process a core."),
+    ] = None,
+    no_run: Annotated[
+        bool, typer.Option("--no-run", help="Compare what lies in --runs, wherever it was made; needs no weights.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="List the runs, which are done, and what others take.")
+    ] = False,
+    style: Annotated[str, typer.Option("--format", help="table, markdown, latex, csv or json.")] = "table",
+    out: Annotated[Path | None, typer.Option(help="Write it here and not to the terminal.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw it here: .svg, .png or .pdf.")] = None,
+) -> None:
+    """Reproduce a table or a figure of the paper: run what is missing, then compare.
+
+    What is in --runs is never computed twice. Several processes that are started with the same words share the work.
+    """
+    if show_list:
+        _list(style)
+        return
+    try:
+        _check(style, precision, seeds, out, plot)
+        wanted = Wishes(dataset, model, seeds=range(seed, seed + seeds), precision=precision)
+        bench = Bench(data, device, threads=threads)
+        if artifact == CLAIMS:
+            _claims(reproduce.judged(_planning(wanted, bench, runs, no_run), runs), style)
+            return
+        table = _asked(artifact)
+        wishes = _with_rows(wanted, table, methods, rows, columns, settings)
+        plan = reproduce.gather(table, wishes, runs, bench) if no_run else reproduce.plan(table, wishes, bench)
+        if dry_run:
+            _dry_run(plan, runs, style, Console())
+            return
+        if not no_run:
+            runs.mkdir(parents=True, exist_ok=True)
+            with _told(Console(stderr=True)) as console:
+                plan = _run(plan, runs, console)
+        comparison = reproduce.compare(plan, runs)
+        others = _planning(wishes.of_any_table, bench, runs, no_run)
+        judgements = reproduce.judged(others, runs, [comparison], table.name)
+        _show(comparison, judgements, style, out)
+        if plot is not None:
+            plots.save(chart(comparison), plot)
+    except (ValueError, TypeError, OSError, ModuleNotFoundError) as error:
+        fail(str(error))
+    if plan.problems:
+        _complain(plan)
+        raise typer.Exit(1)
+
+
+# -- what was asked ---------------------------------------------------------------------------------------------------
+
+
+def _asked(artifact: str) -> paper.Table:
+    if not artifact:
+        raise ValueError(f"say what to reproduce: {', '.join(paper.names())}; `tribe reproduce --list` tells more")
+    return paper.get(artifact)
+
+
+def _check(style: str, precision: str, seeds: int, out: Path | None, plot: Path | None) -> None:
+    """Refuse before the work what would fail after it."""
+    if style not in ("table", *FORMATS):
+        raise ValueError(f"--format {style!r} is unknown: {nearest(style, ['table', *FORMATS])}")
+    if precision not in PRECISIONS:
+        raise ValueError(f"--precision is {' or '.join(PRECISIONS)}; got {precision!r}")
+    if seeds < 1:
+        raise ValueError(f"--seeds is how many streams, at least 1; got {seeds}")
+    for target in (out, plot):
+        if target is not None and not target.parent.is_dir():
+            raise ValueError(f"there is no folder {target.parent} to write {target.name} into")
+    if plot is not None and plot.suffix.lower() not in plots.FORMATS:
+        raise ValueError(f"a chart ends in {', '.join(plots.FORMATS)}; got {plot}")
+
+
+def _with_rows(
+    wishes: Wishes,
+    table: paper.Table,
+    methods: str | None,
+    rows: str | None,
+    columns: str | None,
+    settings: list[str] | None,
+) -> Wishes:
+    """The rows and columns that are wanted, and the fields that are set."""
+    given = _listed(methods)
+    added = [word[1:] for word in given if word.startswith("+")]
+    added = [build.own_method(word) if ":" in word else word for word in added]
+    known = {str(m) for row in table.rows if (m := row.get("method") or table.common.get("method"))}
+    told = build.settings(settings or [], ("dataset", "model", "scenario", *sorted(known), *added))
+    return dataclasses.replace(
+        wishes,
+        only=[word for word in given if not word.startswith("+")],
+        added=added,
+        rows=_listed(rows),
+        columns=_listed(columns),
+        settings={owner: fields for owner, fields in told.items() if fields},
+    )
+
+
+def _planning(wishes: Wishes, bench: Bench, runs: Path, no_run: bool) -> Callable[[paper.Table], Plan]:
+    """How tables that a claim needs beside the one that was asked for are looked up."""
+    if no_run:
+        return lambda table: reproduce.gather(table, wishes, runs, bench)
+
+    def plan(table: paper.Table) -> Plan:
+        fetched = any("/" in str(part.get("model", "")) for part in (table.common, *table.rows))
+        if fetched and wishes.model is None:  # another library's network: a sentence is not worth a download
+            return reproduce.gather(table, wishes, runs, bench)
+        return reproduce.plan(table, wishes, bench)
+
+    return plan
+
+
+def _listed(text: str | None) -> list[str]:
+    return [word for word in (text or "").split(",") if word]
+
+
+# -- what is run ------------------------------------------------------------------------------------------------------
+
+
+def _run(plan: Plan, runs: Path, console: Console) -> Plan:
+    """Run with a bar for all experiments and one for the present."""
+    if not plan.experiments:
+        return plan
+    words, bar = TextColumn("{task.description}"), BarColumn()
+    with Progress(words, bar, TimeElapsedColumn(), TimeRemainingColumn(), console=console) as progress:
+        whole = progress.add_task(f"{plan.table.name}: 0 of {len(plan.experiments)} runs", total=len(plan.experiments))
+        present = progress.add_task("", total=1)
+
+        def follow(experiment: Experiment) -> Callable[[int, int, float | None], None]:
+            name = f"{experiment.method.name}, {_stream_words(experiment)}"
+            progress.reset(present, description=name, total=1)
+
+            def show(done: int, of: int, wrong: float | None) -> None:
+                told = "" if wrong is None else f": error {100 * wrong:.1f} %"
+                progress.update(present, completed=done, total=of, description=name + told)
+
+            return show
+
+        def done(experiment: Experiment, result: Result | str) -> None:
+            progress.advance(whole)
+            count = f"{int(progress.tasks[0].completed)} of {len(plan.experiments)} runs"
+            progress.update(whole, description=f"{plan.table.name}: {count}")
+
+        return reproduce.run(plan, runs, plan.bench, follow, done)
+
+
+def _stream_words(experiment: Experiment) -> str:
+    fields = experiment.scenario.fields
+    told = [f"{name} {fields[name]:g}" for name in ("imbalance", "sigma") if fields.get(name) is not None]
+    return f"{experiment.dataset.name} {experiment.scenario.name} {' '.join(told)}"
+
+
+@contextlib.contextmanager
+def _told(console: Console) -> Iterator[Console]:
+    """Say warnings in a line each, as what was damaged and set aside."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", UserWarning)
+        warnings.showwarning = lambda message, *_: console.print(f"warning: {message}", style="yellow", markup=False)
+        yield console
+
+
+def _dry_run(plan: Plan, runs: Path, style: str, console: Console) -> None:
+    known = reproduce.history(finished(runs))
+    rows: list[dict[str, Any]] = []
+    for experiment in plan.experiments:
+        images = plan.bench.images(experiment)
+        seconds, measured = known.estimate(experiment, images)
+        rows.append(
+            {
+                "id": experiment.id,
+                "method": experiment.method.name,
+                "model": experiment.model.name,
+                "stream": _stream_words(experiment),
+                "images": images,
+                "done": experiment.found(runs) is not None,
+                "minutes": seconds / 60,
+                "measured": measured,
+            }
+        )
+    left = sum(row["minutes"] for row in rows if not row["done"])
+    if style == "json":
+        missing = [{"reason": reason, "cells": cells} for reason, cells in plan.problems.items()]
+        emit({"artifact": plan.table.name, "runs": rows, "minutes_left": left, "missing": missing})
+        return
+    grid = Grid("id", "method", "network", "stream", "images", "minutes", "")
+    for row in rows:
+        minutes = f"{row['minutes']:.1f}" + ("" if row["measured"] else " ?")
+        state = "done" if row["done"] else ""
+        grid.add_row(row["id"], row["method"], row["model"], row["stream"], f"{row['images']:,}", minutes, state)
+    console.print(grid)
+    done = sum(row["done"] for row in rows)
+    console.print(
+        f"{len(rows)} runs, {done} done; the others take about {left:.0f} minutes (?: guessed, never measured here)"
+    )
+    if plan.problems:
+        _complain(plan)
+
+
+# -- what came out ----------------------------------------------------------------------------------------------------
+
+
+def _list(style: str) -> None:
+    if style == "json":
+        emit(
+            [
+                {"name": t.name, "label": t.label, "kind": t.kind, "where": t.where, "title": t.title}
+                for t in artifacts()
+            ]
+        )
+        return
+    grid = Grid("name", "in the paper", "", "what")
+    for column in grid.columns[:3]:
+        column.no_wrap = True
+    for table in artifacts():
+        grid.add_row(table.name, table.label, table.where, table.title)
+    Console().print(grid)
+
+
+def _claims(judgements: list[Judged], style: str) -> None:
+    if style == "json":
+        emit(claims_json(judgements))
+    elif style == "markdown":
+        typer.echo("\n".join(claims_markdown(judgements)))
+    elif style == "table":
+        Console().print(_claims_grid(judgements))
+    else:
+        raise ValueError(f"claims come as table, markdown or json; got --format {style}")
+
+
+def _show(comparison: Comparison, judgements: list[Judged], style: str, out: Path | None) -> None:
+    if style != "table":
+        text = FORMATS[style](comparison, judgements)
+    else:
+        console = Console() if out is None else Console(width=WIDE, record=True, file=io.StringIO())
+        if out is None and not console.is_terminal:
+            console = Console(width=WIDE)
+        _print(comparison, judgements, console)
+        if out is None:
+            return
+        text = console.export_text()
+    if out is None:
+        typer.echo(text, nl=False)
+    else:
+        write_atomically(out, text.encode())
+
+
+def _print(comparison: Comparison, judgements: list[Judged], console: Console) -> None:
+    console.print(f"[bold]{escape(comparison.title)}[/] ({comparison.label}): ours, [dim]the paper's[/], difference")
+    grid = Grid("", *comparison.columns, padding=(0, 1))
+    for column in grid.columns[1:]:
+        column.justify = "right"
+    for row in comparison.rows:
+        grid.add_row(row, *(_cell(comparison, row, column) for column in comparison.columns))
+    console.print(grid)
+    for note in comparison.notes:
+        console.print(f"  {note}", markup=False, highlight=False, soft_wrap=True)
+    if judgements:
+        console.print(_claims_grid(judgements))
+
+
+def _claims_grid(judgements: list[Judged]) -> Grid:
+    grid = Grid("the paper says", "on its own numbers", "on ours")
+    for claim, own, mine in judgements:
+        verdicts = (escape(f"{WORDS[verdict.holds]}: {verdict.why}") for verdict in (own, mine))
+        grid.add_row(escape(claim.says), *verdicts)
+    return grid
+
+
+def _cell(comparison: Comparison, row: str, column: str) -> str:
+    entry = comparison.entries[row, column]
+    told = escape(ours(entry))
+    lines = [f"[bold]{told}[/]" if comparison.is_best(row, column) else told]
+    if entry.paper is not None:
+        lines.append(f"[dim]{escape(number(entry.paper, entry.unit))}[/]")
+    if entry.difference is not None:
+        lines.append(number(entry.difference, entry.unit, signed=True))
+    return "\n".join(lines)
+
+
+def _complain(plan: Plan) -> None:
+    console = Console(stderr=True)
+    for reason, cells in plan.problems.items():
+        some = "; ".join(cells[:3]) + (f" and {len(cells) - 3} more" if len(cells) > 3 else "")
+        console.print(f"missing: {some}: {reason}", style="yellow", markup=False, soft_wrap=True)

@@ -1,0 +1,35 @@
+"""The paper's tables and figures again: plan the experiments behind them, run what is missing, and compare.
+
+    bench = tribe.experiment.Bench()
+    plan = tribe.reproduce.plan(tribe.paper.get("mnist"), Wishes(dataset="live-mnist-c", model="compact"), bench)
+    tribe.reproduce.run(plan, "runs", bench)
+    print(tribe.reproduce.markdown(tribe.reproduce.compare(plan, "runs")))
+
+On the command line: ``tribe reproduce mnist --dataset live-mnist-c --model compact``.
+"""
+
+from tribe.reproduce.comparison import Comparison, Entry, Judged, compare, judged
+from tribe.reproduce.costs import History, history
+from tribe.reproduce.gathering import gather
+from tribe.reproduce.plans import Plan, Planned, Wishes, plan, run
+from tribe.reproduce.render import as_csv, as_json, latex, markdown
+
+__all__ = [
+    "Comparison",
+    "Entry",
+    "History",
+    "Judged",
+    "Plan",
+    "Planned",
+    "Wishes",
+    "as_csv",
+    "as_json",
+    "compare",
+    "gather",
+    "history",
+    "judged",
+    "latex",
+    "markdown",
+    "plan",
+    "run",
+]

@@ -1,0 +1,512 @@
+"""`tribe reproduce` on the images and the network of the package: what it runs, keeps, compares, and cannot do."""
+
+import csv
+import dataclasses
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+
+from typer.testing import CliRunner
+
+import tribe
+from tribe import paper, reproduce
+from tribe.cli.commands import app
+from tribe.experiment import Bench, Experiment, MixedResults, finished
+from tribe.paper.claims import claims
+from tribe.reproduce import Comparison, Entry, Wishes
+from tribe.reproduce.plans import artifacts
+
+EMBEDDED = ("--dataset", "live-mnist-c", "--model", "compact", "--device", "cpu")
+SMALL = (*EMBEDDED, "--set", "dataset.corruptions=('impulse_noise',)")  # a domain of 1,000 to 10,000 images
+
+pytestmark = pytest.mark.filterwarnings("ignore:an imbalance of")
+
+
+def call(*arguments):
+    result = CliRunner().invoke(app, ["reproduce", *map(str, arguments)])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def said(result):
+    return " ".join(result.stderr.split())
+
+
+@pytest.fixture(autouse=True)
+def nowhere(tmp_path, monkeypatch):
+    """No data but what the package brings, and an empty folder to write into."""
+    monkeypatch.setenv("TRIBE_DATA", str(tmp_path / "nothing"))
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory):
+    """Wall clock: imbalance 100, three rows, two seeds."""
+    runs = tmp_path_factory.mktemp("runs")
+    options = ("wall-clock", *SMALL, "--methods", "source,BN,+pl", "--seeds", 2, "--runs", runs)
+    result = call(*options, "--format", "json")
+    assert result.exit_code == 0, result.output
+    return options, runs, json.loads(result.stdout)
+
+
+# -- what comes out ---------------------------------------------------------------------------------------------------
+
+
+def test_ours_is_what_lies_in_runs_and_the_papers_stands_beside_it(played):
+    _, runs, told = played
+    by_method = {result.experiment.method.name: result for result in finished(runs)}
+    assert by_method.keys() == {"source", "bn", "pl"}
+    cells = {(cell["row"], cell["column"]): cell for cell in told["cells"]}
+    assert [row for row, column in cells if column == "error"] == ["TEST", "BN", "pl"]
+    for row, method, says in (("TEST", "source", 41.71), ("BN", "bn", 70.0), ("pl", "pl", None)):
+        cell, result = cells[row, "error"], by_method[method]
+        values = result.values("instance_error")
+        assert cell["ours"] == pytest.approx(100 * sum(values) / 2)
+        assert cell["deviation"] == pytest.approx(100 * abs(values[0] - values[1]) / 2**0.5)
+        assert cell["paper"] == says
+        assert cell["experiment"] == result.experiment.id
+        assert cell["difference"] == (None if says is None else pytest.approx(cell["ours"] - says))
+        seconds = result.values("seconds_per_image")
+        assert cells[row, "seconds"]["ours"] == pytest.approx(sum(seconds) / 2)
+    assert any(
+        re.match(r"gli-f \(imbalance 100, sigma 0.1\): TEST against \w+: .* points better", n) for n in told["notes"]
+    )
+    assert any("the paper's is cifar10-c, wrn28_10" in note for note in told["notes"])
+    assert "Ours departs from the paper: dataset.corruptions=('impulse_noise',)." in told["notes"]
+    assert told["title"].endswith("(ours: live-mnist-c, compact)")
+    verdicts = {claim["name"]: claim for claim in told["claims"]}
+    assert verdicts["wall-clock-best-error"]["paper"]["holds"] is True
+    assert verdicts["wall-clock-best-error"]["ours"]["holds"] is None, "TRIBE was not run"
+
+
+def test_what_was_run_is_kept(played):
+    options, runs, told = played
+    before = {path: path.stat().st_mtime_ns for path in runs.rglob("*")}
+    result = call(*options, "--format", "json")
+    assert json.loads(result.stdout) == told
+    assert {path: path.stat().st_mtime_ns for path in runs.rglob("*")} == before
+
+
+def test_formats(played):
+    options, _, told = played
+    cells = {(cell["row"], cell["column"]): cell for cell in told["cells"]}
+    ours, spread = cells["BN", "error"]["ours"], cells["BN", "error"]["deviation"]
+    beside = f"{ours:.2f} ± {spread:.2f} (70.00, {ours - 70:+.2f})"
+    markdown = call(*options, "--format", "markdown").stdout
+    assert f"| BN | {beside} |" in markdown
+    assert f"| TEST | **{cells['TEST', 'error']['ours']:.2f} ±" in markdown
+    latex = call(*options, "--format", "latex").stdout
+    assert "BN & " + beside.replace("±", r"$\pm$") + " &" in latex
+    assert r"\textbf{" in latex
+    rows = list(csv.DictReader(io.StringIO(call(*options, "--format", "csv").stdout)))
+    assert [(r["row"], r["column"]) for r in rows] == list(cells)
+    assert float(rows[2]["ours"]) == ours
+    assert rows[4]["paper"] == ""
+    table = call(*options).stdout
+    for word in ("TEST", f"{ours:.2f}", "70.00", f"{ours - 70:+.2f}", "the paper says", "tab:wall_clock"):
+        assert word in table
+    assert call(*options, "--format", "markdown", "--out", "out.md").stdout == ""
+    assert Path("out.md").read_text() == markdown
+    call(*options, "--out", "out.txt")
+    assert f"{ours:.2f}" in Path("out.txt").read_text()
+
+
+@pytest.mark.parametrize("ending", [".svg", ".png"])
+def test_a_picture(played, ending):
+    pytest.importorskip("matplotlib")
+    options, _, _ = played
+    assert call(*options, "--plot", f"chart{ending}").exit_code == 0
+    content = Path(f"chart{ending}").read_bytes()
+    assert content.startswith(b"\x89PNG") if ending == ".png" else (b"pl</text>" in content and b"paper" in content)
+
+
+def test_json_results_without_records_are_enough(played, tmp_path):
+    options, runs, told = played
+    for path in runs.rglob("*.json"):
+        target = tmp_path / "kept" / path.relative_to(runs)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(path.read_bytes())
+    again = [word if word != runs else tmp_path / "kept" for word in options]
+    kept = json.loads(call(*again, "--format", "json").stdout)
+    assert kept["cells"] == told["cells"]
+    assert [note for note in told["notes"] if note not in kept["notes"]] == [told["notes"][-1]], "who beats whom"
+    assert not list(tmp_path.rglob("*.npz")), "nothing was run"
+
+
+def test_a_table_is_made_of_results_alone(played, tmp_path):
+    """Where neither weights nor the device are at hand."""
+    options, runs, told = played
+    elsewhere = tmp_path / "elsewhere"
+    for result in finished(runs):
+        spec = result.experiment.json()
+        spec["model"]["name"], spec["device"], spec["threads"] = "wrn28_10", "cuda", None
+        rename(result, spec, elsewhere)
+    foreign = [{runs: elsewhere, "compact": "wrn28_10"}.get(word, word) for word in options]
+    result = call(*foreign, "--no-run", "--format", "json")
+    assert result.exit_code == 0, result.output
+    kept = json.loads(result.stdout)
+    assert [(c["row"], c["ours"]) for c in kept["cells"]] == [(c["row"], c["ours"]) for c in told["cells"]]
+    more = [{"source,BN,+pl": "source,TENT"}.get(word, word) for word in foreign]
+    lacking = call(*more, "--no-run", "--format", "json")
+    assert lacking.exit_code == 1
+    assert "missing: TENT, error; TENT, seconds: no result fits" in said(lacking)
+
+
+@pytest.mark.parametrize("name", paper.names())
+def test_a_table_without_results_says_so_and_opens_no_file(name):
+    result = call(name, "--no-run", "--format", "json")
+    told = json.loads(result.stdout)
+    if name in ("classes-cifar10", "classes-cifar100"):
+        assert "not found" in told["missing"][0]["reason"], "labels are needed"
+    else:
+        assert [m["reason"] for m in told["missing"]] == ([] if name == "protocols" else ["no result fits"])
+    assert result.exit_code == (name != "protocols")
+
+
+@pytest.mark.parametrize("beside", [True, False])
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [({"seeds": [7, 8]}, "seeds"), ({"weights": "0" * 32}, "weights"), ({"device": "cuda", "threads": None}, "device")],
+)
+def test_a_table_is_never_made_of_different_specs(played, tmp_path, change, field, beside):
+    """Two that fit one cell, or cells that do not fit together."""
+    options, runs, _ = played
+    mixed = tmp_path / "mixed"
+    for result in finished(runs):
+        other = result.experiment.method.name == "bn"
+        if not other or beside:
+            rename(result, result.experiment.json(), mixed)
+        if other:
+            rename(result, result.experiment.json() | change, mixed)
+    result = call(*[mixed if word == runs else word for word in options], "--no-run")
+    assert result.exit_code == 2, result.output
+    assert re.search(rf"{field} is .* and ", said(result)), said(result)
+    assert ("both fit" if beside else "do not belong into one table") in said(result)
+
+
+def rename(result, spec, root):
+    """Results as if they were of another experiment."""
+    experiment = Experiment.from_json(spec)
+    seeds = [str(seed) for seed in experiment.seeds]
+    metrics, environment = (json.loads((result.folder / f"{n}.json").read_text()) for n in ("metrics", "environment"))
+    metrics["seeds"] = dict(zip(seeds, metrics["seeds"].values(), strict=True))
+    environment["seconds_per_image"] = dict(zip(seeds, environment["seconds_per_image"].values(), strict=True))
+    told = {"format": "tribe-experiment", "schema": 1, "spec": spec}
+    folder = root / experiment.id
+    folder.mkdir(parents=True)
+    for name, content in (("metrics", metrics), ("environment", environment), ("spec", told)):
+        (folder / f"{name}.json").write_text(json.dumps(content | {"id": experiment.id}))
+
+
+def test_columns_of_domains_are_those_of_the_stand_in(played):
+    _, runs, _ = played
+    options = ("domains", *SMALL, "--seeds", 2, "--runs", runs, "--methods", "TEST,bn", "--format", "json")
+    told = json.loads(call(*options).stdout)
+    assert {cell["column"] for cell in told["cells"]} == {"impulse_noise"}
+    errors = {r.experiment.method.name: r.values("domain_error", "impulse_noise") for r in finished(runs)}
+    assert told["cells"][1]["ours"] == pytest.approx(100 * sum(errors["bn"]) / 2)
+    assert told["cells"][1]["paper"] is None
+    assert len(list(finished(runs))) == 3, "all of it was there"
+
+
+def test_means_over_data_sets_and_swept_fields():
+    bench = Bench(device="cpu")
+    corruption = {"dataset": {"corruptions": ["impulse_noise"]}}
+    wishes = Wishes("live-mnist-c", "compact", settings=corruption)
+    plan = reproduce.plan(paper.get("eta"), wishes, bench)
+    fields = [plan.cells["CIFAR10-C", column].experiment.method.fields["eta"] for column in plan.table.column_keys]
+    assert fields == pytest.approx([5e-4, 0.01, 5e-2, 0.1]), "times 10 classes; the second is the release's"
+    plan = reproduce.plan(paper.get("learning-rate"), wishes, bench)
+    rates = [plan.cells["NOTE x 0.1", column].experiment.method.fields["lr"] for column in plan.table.column_keys]
+    assert rates == pytest.approx([5e-4, 1e-4, 5e-5, 1e-5, 1e-6])
+    ablation = dataclasses.replace(wishes, only=("TEST",))
+    plan = reproduce.run(reproduce.plan(paper.get("ablation"), ablation, bench), "runs", bench)
+    entries = reproduce.compare(plan, "runs").entries
+    mean = (entries["TEST", "CIFAR10-C cat"].ours + entries["TEST", "CIFAR100-C cat"].ours) / 2
+    assert entries["TEST", "Avg. cat"].ours == pytest.approx(mean)
+    assert entries["TEST", "Avg. cat"].paper == 44.77
+
+
+def test_the_best_is_the_best_of_its_stream():
+    """Of the methods at one imbalance, not of all rows; and rows that are not methods do not compete."""
+    for name, winners in (("cifar10-fixed", ["10 TRIBE", "100 TRIBE", "200 TRIBE"]), ("gamma", [])):
+        table = paper.get(name)
+        entries = {
+            (row, column): Entry(table.value(row, column), None, None, "%")
+            for row in table.row_keys
+            for column in table.column_keys
+        }
+        groups = {row["key"]: str(row.get("group")) for row in table.rows if row.get("method")}
+        told = Comparison(name, "", "", table.row_keys, table.column_keys, entries, (), {}, groups)
+        column = table.column_keys[-2]
+        assert [row for row in table.row_keys if told.is_best(row, column)] == winners
+
+
+def test_protocols_are_as_the_paper_says():
+    told = json.loads(call("protocols", "--format", "json").stdout)
+    assert len(told["cells"]) == 18
+    for cell in told["cells"]:
+        assert cell["ours"] == cell["paper"]
+
+
+def test_class_distributions_need_no_run(tmp_path):
+    told = json.loads(call("classes-cifar10", *EMBEDDED, "--format", "json").stdout)
+    by_column = [[c["ours"] for c in told["cells"] if c["column"] == column] for column in ("1", "10", "100", "200")]
+    assert by_column[2] == [980.0, 599.0, 359.0, 215.0, 129.0, 77.0, 46.0, 27.0, 16.0, 10.0]
+    assert not list(tmp_path.glob("runs/*"))
+    missing = call("fig:ClassDistCurve_C100")
+    assert missing.exit_code == 1
+    assert "CIFAR-100-C" in said(missing)
+
+
+def test_all_claims_are_judged_on_what_was_run(played):
+    _, runs, _ = played
+    told = {c["name"]: c for c in json.loads(call("claims", *EMBEDDED, "--runs", runs, "--format", "json").stdout)}
+    assert told["few-beat-test"]["paper"]["holds"] is False
+    assert told["few-beat-test"]["ours"]["holds"] is None
+    assert len(told) == len(claims())
+    assert "TTAC is not below TEST" in call("claims", "--format", "markdown").stdout
+    assert "on its own" in call("claims").stdout
+    assert call("claims", "--format", "latex").exit_code == 2
+
+
+def test_a_claim_is_judged_on_our_numbers():
+    """Balanced BN against Robust BN, both run here."""
+    bench = Bench(device="cpu")
+    small = {"dataset": {"corruptions": ["impulse_noise"]}, "scenario": {"imbalance": 1_000_000}}
+    wishes = Wishes("live-mnist-c", "compact", settings=small)
+    rows = ("Robust BN", "Balanced BN")
+    plan = reproduce.plan(paper.get("ablation"), dataclasses.replace(wishes, only=rows), bench)
+    comparison = reproduce.compare(reproduce.run(plan, "runs", bench), "runs")
+    columns = [c for c in comparison.columns if not c.startswith("Avg.")]
+    better = all(comparison.entries[rows[1], c].ours < comparison.entries[rows[0], c].ours for c in columns)
+    for known in ([comparison], []):  # once more from the files alone, with all rows planned
+        judged = reproduce.judged(lambda table: reproduce.plan(table, wishes, bench), "runs", known, "ablation")
+        verdicts = {claim.name: ours.holds for claim, _, ours in judged}
+        assert verdicts.pop("balanced-beats-robust") is better
+        assert set(verdicts.values()) == {None}, "nothing else was run"
+
+
+# -- rows -------------------------------------------------------------------------------------------------------------
+
+MINE = """
+from dataclasses import dataclass
+from tribe.methods.bn import BN
+
+@dataclass(frozen=True)
+class Mine(BN):
+    '''Batch statistics again.'''
+    broken: bool = False
+
+    def init(self, net, streams=1, seed=0):
+        if self.broken:
+            raise ValueError("mine is broken")
+        return super().init(net, streams, seed)
+"""
+
+
+@pytest.fixture
+def mine():
+    Path("mine.py").write_text(MINE)
+    yield "+mine.py:Mine"
+    tribe.methods.registry._classes.pop("mine", None)
+
+
+def test_a_method_of_ones_own_is_a_row(played, mine):
+    _, runs, _ = played
+    options = (*SMALL, "--seeds", 2, "--runs", runs, "--format", "json")
+    result = call("wall-clock", *options, "--methods", f"BN,{mine}")
+    assert result.exit_code == 0, result.output
+    cells = {(c["row"], c["column"]): c for c in json.loads(result.stdout)["cells"]}
+    assert cells["mine", "error"]["ours"] == cells["BN", "error"]["ours"]
+    assert cells["mine", "error"]["paper"] is None
+    assert cells["mine", "error"]["experiment"] != cells["BN", "error"]["experiment"]
+
+
+def test_what_fails_leaves_the_others(played, mine):
+    _, runs, _ = played
+    options = (*SMALL, "--seeds", 2, "--runs", runs, "--format", "json", "--set", "mine.broken=True")
+    result = call("wall-clock", *options, "--methods", f"BN,{mine}")
+    assert result.exit_code == 1
+    assert "missing: mine, error; mine, seconds: mine is broken" in said(result)
+    cells = {(c["row"], c["column"]): c["ours"] for c in json.loads(result.stdout)["cells"]}
+    assert cells["mine", "error"] is None
+    assert cells["BN", "error"] > 0
+
+
+def test_a_row_is_added_to_every_group():
+    plan = reproduce.plan(paper.get("cifar10-fixed"), Wishes("live-mnist-c", "compact", ("TENT",), ("sar",)), Bench())
+    assert plan.table.row_keys == ["10 TENT", "100 TENT", "200 TENT", "10 sar", "100 sar", "200 sar"]
+    cell = plan.cells["200 sar", "Inst.Avg."]
+    assert cell.experiment.method.name == "sar"
+    assert cell.experiment.scenario.fields["imbalance"] == 200
+
+
+def test_rows_and_columns_are_chosen_by_pattern():
+    def keys(name, **wishes):
+        table = reproduce.plan(paper.get(name), Wishes("live-mnist-c", "compact", **wishes), bench).table
+        return table.row_keys, table.column_keys, table
+
+    bench = Bench(device="cpu")
+    rows, columns, table = keys("cifar10", only=("cotta", "PETAL"), columns=("F 100 *", "V 100 inst"))
+    assert rows == ["CoTTA", "PETAL"]
+    assert columns == ["F 100 inst", "F 100 cat", "V 100 inst"]
+    assert table.values == [[71.32, 56.44, 73.83], [71.14, 56.11, 72.71]]
+    assert keys("gamma", rows=("CIFAR10-C *",))[0] == ["CIFAR10-C inst", "CIFAR10-C cat"]
+    assert keys("ablation", columns=("CIFAR10-C *", "Avg.*"))[1] == ["CIFAR10-C inst", "CIFAR10-C cat"], "a mean of two"
+    assert keys("cifar10-fixed", rows=("100 *",), added=("sar",))[0][-1] == "100 sar"
+
+
+# -- before it is run -------------------------------------------------------------------------------------------------
+
+
+def test_dry_run_lists_what_is_done_and_what_the_rest_takes(played):
+    options, runs, _ = played
+    before = sorted(runs.rglob("*"))
+    extended = [word if word != "source,BN,+pl" else "source,BN,TENT,+pl" for word in options]
+    result = call(*extended, "--dry-run", "--format", "json")
+    told = json.loads(result.stdout)
+    rows = {row["method"]: row for row in told["runs"]}
+    assert {name: row["done"] for name, row in rows.items()} == {"source": True, "bn": True, "tent": False, "pl": True}
+    assert {name for name, row in rows.items() if row["measured"]} == {"source", "bn", "pl"}
+    images, seconds = rows["bn"]["images"], [r for r in finished(runs) if r.experiment.method.name == "bn"]
+    assert rows["bn"]["minutes"] == pytest.approx(images * sum(seconds[0].values("seconds_per_image")) / 2 / 60)
+    assert told["minutes_left"] == rows["tent"]["minutes"] > 0
+    assert sorted(runs.rglob("*")) == before, "nothing was run"
+    text = call(*extended, "--dry-run").stdout
+    assert "4 runs, 3 done" in text
+    assert "done" in text
+
+
+def test_list_names_everything():
+    told = json.loads(call("--list", "--format", "json").stdout)
+    assert sorted(t["name"] for t in told) == paper.names()
+    assert [t.name for t in artifacts()] == [t["name"] for t in told]
+    assert "tab:component_ablation" in call("--list").stdout
+
+
+@pytest.mark.parametrize("name", paper.names())
+def test_everything_can_be_tried_offline(name):
+    result = call(name, *EMBEDDED, "--dry-run", "--format", "json")
+    assert result.exit_code == 0, result.output
+    told = json.loads(result.stdout)
+    assert told["missing"] == []
+    assert bool(told["runs"]) == (name not in ("protocols", "classes-cifar10", "classes-cifar100"))
+
+
+def test_missing_weights_and_data_are_named_with_their_cells():
+    result = call("norms")
+    assert result.exit_code == 1
+    assert "missing: TEST, 1; TEST, 10; TEST, 100 and 17 more: no weights of wrn28_10 for cifar10" in said(result)
+    assert "43.51" in result.stdout, "the paper's numbers are shown all the same"
+    told = json.loads(call("norms", "--format", "json").stdout)
+    assert len(told["missing"][0]["cells"]) == 20
+    assert "- Missing, 20 cells from TEST, 1: no weights" in call("norms", "--format", "markdown").stdout
+    dry = json.loads(call("norms", "--model", "compact", "--dry-run", "--format", "json").stdout)
+    assert dry["runs"] == []
+    assert len(dry["missing"][0]["cells"]) == 20
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], ["say what to reproduce", "cifar10"]),
+        (["cifar11"], ["no table or figure 'cifar11'", "cifar10"]),
+        (["norms", "--methods", "tribe"], ["no row 'tribe'", "+tribe"]),
+        (["norms", "--methods", "+trbe"], ["unknown method 'trbe'", "tribe"]),
+        (["norms", "--methods", "+absent.py:Mine"], ["no file at absent.py"]),
+        (["norms", "--methods", "+bad.py:Mine"], ["importing bad.py:Mine failed", "ZeroDivisionError"]),
+        (["norms", "--methods", "+no.py:Mine"], ["no.py:Mine is no method"]),
+        (["gamma", "--methods", "tent"], ["rows of gamma are not methods"]),
+        (["learning-rate", "--methods", "+sar"], ["set lr"]),
+        (["norms", "--columns", "300"], ["no column '300'", "100"]),
+        (["gamma", "--rows", "CIFAR11*"], ["no row 'CIFAR11*'", "CIFAR10-C inst"]),
+        (["norms", "--format", "html"], ["--format 'html'", "markdown"]),
+        (["norms", "--plot", "chart.txt"], [".svg"]),
+        (["norms", "--out", "absent/table.txt"], ["no folder absent"]),
+        (["norms", "--seeds", "0"], ["at least 1"]),
+        (["norms", "--precision", "half"], ["float32 or tf32"]),
+        (["norms", "--device", "cuda:x"], ["unknown device"]),
+        (["norms", "--set", "tent.lr=1"], ["takes no part"]),
+        (["norms", "--dataset", "cifar10-d"], ["unknown data set", "cifar10-c"]),
+        (["norms", *EMBEDDED, "--runs", "file"], ["file"]),
+    ],
+)
+def test_what_cannot_be_done_is_said_in_a_paragraph(arguments, words):
+    Path("file").write_text("in the way")
+    Path("bad.py").write_text("1 / 0")
+    Path("no.py").write_text("Mine = 3")
+    result = call(*arguments)
+    if "--dataset" in arguments and "cifar10-d" in arguments:
+        assert result.exit_code == 1, "cells cannot be made; said like missing data"
+    else:
+        assert result.exit_code == 2, result.output
+    for word in words:
+        assert word in said(result), said(result)
+
+
+def test_results_that_do_not_fit_are_refused(played):
+    """A plan whose experiments differ in more than the table is about, as only a mistake could make one."""
+    bench = Bench(device="cpu")
+    wishes = Wishes("live-mnist-c", "compact", ("source", "BN"), settings={"dataset": {"corruptions": ["fog"]}})
+    one = reproduce.plan(paper.get("wall-clock"), wishes, bench)
+    other = reproduce.plan(paper.get("wall-clock"), dataclasses.replace(wishes, seeds=(1,)), bench)
+    mixed = dataclasses.replace(one, cells={**one.cells, ("BN", "error"): other.cells["BN", "error"]})
+    with pytest.raises(MixedResults, match=r"seeds is \[0\] and \[1\]"):
+        reproduce.compare(mixed, "runs")
+
+
+def test_a_damaged_record_is_told_and_computed_again(played):
+    options, runs, told = played
+    (result,) = [r for r in finished(runs) if r.experiment.method.name == "bn"]
+    (result.folder / "record-0.npz").write_bytes(b"torn")
+    again = call(*options, "--format", "json")
+    assert "record-0.npz.damaged-1" in said(again)
+    cells = [{k: v for k, v in c.items() if c["column"] == "error"} for c in json.loads(again.stdout)["cells"]]
+    assert cells == [{k: v for k, v in c.items() if c["column"] == "error"} for c in told["cells"]]
+
+
+def test_what_another_process_computes_is_left_for_the_end():
+    bench = Bench(device="cpu")
+    wishes = Wishes("live-mnist-c", "compact", ("TEST", "BN"), settings={"dataset": {"corruptions": ["impulse_noise"]}})
+    plan = reproduce.plan(paper.get("wall-clock"), wishes, bench)
+    first, second = plan.experiments
+    folder = Path("runs") / first.id
+    folder.mkdir(parents=True)
+    hold = (
+        "import fcntl, sys\nfile = open(sys.argv[1], 'wb')\nfcntl.flock(file, fcntl.LOCK_EX)\n"
+        "print('held', flush=True)\nsys.stdin.read()"
+    )
+    command = [sys.executable, "-c", hold, str(folder / ".lock")]
+    order = []
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "held\n"
+
+        def done(experiment, result):
+            order.append(experiment)
+            if experiment == second:
+                other.stdin.close()  # lets go of the first
+
+        reproduce.run(plan, "runs", bench, done=done)
+    assert order == [second, first]
+    assert len(list(finished("runs"))) == 2
+
+
+def test_it_runs_as_a_process_with_nothing_on_stdout_but_the_table(tmp_path, played):
+    options, _, told = played
+    command = [sys.executable, "-m", "tribe.cli", "reproduce", *map(str, options), "--format", "json"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    errors = [[c["ours"] for c in t["cells"] if c["column"] == "error"] for t in (json.loads(done.stdout), told)]
+    assert errors[0] == errors[1]
