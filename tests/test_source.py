@@ -390,3 +390,14 @@ def test_unreadable_pictures_are_left_out(root):
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["spec"]["images"] == 15
     assert np.isfinite(Knowledge.load("k.safetensors").tensors["weight"].numpy()).all()
+
+
+def test_a_run_refuses_knowledge_of_another_data_set(root, tmp_path):
+    """The same network, but told to have been studied on other images."""
+    shipped = Knowledge.load(source.SHIPPED / "eata_compact_mnist.safetensors")
+    dataclasses.replace(shipped, spec={**shipped.spec, "dataset": "cifar10"}).save(tmp_path / "other.safetensors")
+    small = ("--data", root, "--scenario", "ptta", "--set", "dataset.corruptions=('stripe',)", "--no-chart")
+    result = command("run", *small, "--methods", "eata", "--set", f"eata.knowledge={tmp_path / 'other.safetensors'}")
+    assert result.exit_code == 2
+    assert "was taken from cifar10, not from mnist" in said(result)
+    assert "tribe source eata --model compact --dataset mnist" in said(result)

@@ -68,9 +68,18 @@ def method(name: str, net: Backbone, data: Dataset, asked: Asked, fields: Mappin
     try:
         built = plain_method(name, net, data, asked.dataset, {**found, **fields})
         built.init(net)  # what is missing, or belongs to another network, is refused here
+        _same_data(built, learned)
     except source.KnowledgeError as error:
         raise source.KnowledgeError(f"{error}. Here: {_source_command(name, learned, asked)}") from error
     return built
+
+
+def _same_data(method: Method, learned: str) -> None:
+    """Refuse knowledge of other images than the network of this data set was trained on."""
+    knowledge = getattr(method, "knowledge", None)
+    of = knowledge.spec.get("dataset") if isinstance(knowledge, source.Knowledge) else None
+    if of is not None and of not in (learned, "folder"):
+        raise source.KnowledgeError(f"{knowledge!r} was taken from {of}, not from {learned}")
 
 
 def _source_command(method: str, learned: str, asked: Asked) -> str:

@@ -275,11 +275,10 @@ def _list(style: str) -> None:
             ]
         )
         return
-    grid = Grid("name", "in the paper", "", "what")
-    for column in grid.columns[:3]:
-        column.no_wrap = True
+    grid = Grid("name", "what", "in the paper")
+    grid.columns[0].no_wrap = True
     for table in artifacts():
-        grid.add_row(table.name, table.label, table.where, table.title)
+        grid.add_row(table.name, table.title, f"{table.where}, {table.label}")
     Console().print(grid)
 
 
