@@ -17,6 +17,7 @@ BATCH = {  # images on a CPU and on a GPU, where --batch does not say
     "resnet50": (8, 64),
 }
 ELSE = (16, 64)
+METHODS = "default: source, tent, tribe and, for one stream, released: TRIBE as one would first write it"
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -25,6 +26,8 @@ def main(argv: list[str] | None = None) -> None:
         parser().error("torch sees no CUDA device here")
     if options.precision == "tf32" and options.device != "cuda":
         parser().error("tf32 is a format of NVIDIA GPUs: --device cuda")
+    if step.RELEASED in (options.method or []) and (options.streams > 1 or options.growth):
+        parser().error(f"{step.RELEASED} is a yardstick for one stream, not for --growth")
     if options.growth and (options.growth < growth.WINDOWS or options.precision == "bf16"):
         parser().error(f"--growth takes at least {growth.WINDOWS} steps, in float32 or tf32")
     if options.threads:
@@ -50,8 +53,11 @@ def compare(options: argparse.Namespace, network: str) -> dict[str, object]:
         options.device,
         options.precision,
         options.repeats,
+        options.graphs,
+        options.kernels,
     )
-    rows = step.compare(setting, options.method or ["source", "tent", "tribe"])
+    default = ["source", "tent", "tribe", *([step.RELEASED] if options.streams == 1 else [])]
+    rows = step.compare(setting, options.method or default)
     print(step.show(setting, rows), end="\n\n", flush=True)
     ratios = step.class_ratios(setting, rows)
     return {"setting": asdict(setting), "rows": [asdict(row) for row in rows], "class_ratios": ratios}
@@ -97,13 +103,15 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser("python -m benchmarks", description="What adapting costs, against plain inference.")
     p.add_argument("--device", choices=("cpu", "cuda"), default=found, help="default here: %(default)s")
     p.add_argument("--network", type=network, action="append", help="resnet20, wrn16_4, wrn28_10, resnet50; repeatable")
-    p.add_argument("--method", choices=tribe.methods.names(), action="append", help="default: source, tent and tribe")
+    p.add_argument("--method", choices=[*tribe.methods.names(), step.RELEASED], action="append", help=METHODS)
     p.add_argument("--batch", type=positive, help="images a stream and step; default: by network and device")
     p.add_argument("--streams", type=positive, default=1)
     p.add_argument("--classes", type=numbers, default=(10,), help="such as 10, or 10,1000 to compare")
     p.add_argument("--repeats", type=positive, default=15, help="rounds, of which the median counts")
     p.add_argument("--threads", type=positive, help="of torch on the CPU")
     p.add_argument("--precision", choices=("float32", "tf32", "bf16"), default="float32", help="float32 is IEEE's")
+    p.add_argument("--graphs", action="store_true", help="capture steps in CUDA graphs, where they can be")
+    p.add_argument("--kernels", action="store_true", help="use the Triton kernels, on CUDA")
     p.add_argument("--growth", type=positive, nargs="?", const=2000, metavar="STEPS", help="watch a long run instead")
     p.add_argument("--json", metavar="FILE", help="write the numbers here as well")
     return p

@@ -20,7 +20,7 @@ def check(name: str) -> None:
 
 
 def build(name: str, classes: int = 10, device: str | torch.device = "cpu") -> nn.Module:
-    """A network by name (resnet20 and other 6n + 2, wrn28_10 and other 6n + 4, resnet50), in evaluation mode.
+    """A network by name (resnet20 and other 6n + 2, wrn28_10 and other 6n + 4, resnext29, resnet50), evaluating.
 
     Its head is called ``fc`` whatever the network calls it, so that a head with more classes can take its place.
     """
@@ -36,9 +36,11 @@ def build(name: str, classes: int = 10, device: str | torch.device = "cpu") -> n
 def _design(name: str, classes: int) -> models.Architecture:
     if name != "resnet50" and (found := re.fullmatch(r"resnet(\d+)", name)) and int(found[1]) % 6 == 2:
         return models.architecture("resnet_cifar", depth=int(found[1]), classes=classes)
-    if name == "resnet50" or re.fullmatch(r"wrn\d+_\d+", name):
+    if name in ("resnet50", "resnext29") or re.fullmatch(r"wrn\d+_\d+", name):
         return models.architecture(name, classes=classes)
-    raise ValueError(f"unknown network {name!r}: known are resnet50, resnet20 (any 6n + 2), wrn28_10 (any 6n + 4)")
+    raise ValueError(
+        f"unknown network {name!r}: known are resnet50, resnext29, resnet20 (any 6n + 2), wrn28_10 (any 6n + 4)"
+    )
 
 
 @torch.no_grad()

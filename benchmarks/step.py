@@ -1,7 +1,7 @@
 """What a step costs: every method against plain inference of the same network, in one process, in turn."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,8 +10,11 @@ from torch import nn
 import tribe
 from benchmarks import networks
 from benchmarks.measure import Call, Precision, megabytes, peak_memory, race, summary, table
+from benchmarks.released import Released
+from tribe import kernels
 
 PLAIN, CHANNELS_LAST = "plain", "channels-last"
+RELEASED = "released"  # TRIBE in the structure of the released code: one stream, one launch at a time
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,8 @@ class Setting:
     device: str
     precision: Precision
     repeats: int
+    graphs: bool = False  # steps captured in CUDA graphs, where they can be
+    kernels: bool = False  # Triton kernels, on CUDA
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,11 @@ class Row:
 
 def compare(setting: Setting, methods: Sequence[str]) -> list[Row]:
     """Race the methods and plain inference, for every number of classes, all in turn."""
+    with kernels.using("auto" if setting.kernels else "off"):
+        return _compare(setting, methods)
+
+
+def _compare(setting: Setting, methods: Sequence[str]) -> list[Row]:
     device, size = torch.device(setting.device), networks.image_size(setting.network)
     first = networks.build(setting.network, setting.classes[0], device)
     x = torch.rand(setting.streams, setting.batch, 3, size, size, device=device)
@@ -61,7 +71,12 @@ def compare(setting: Setting, methods: Sequence[str]) -> list[Row]:
             setting,
         )
         for method in methods:
-            adapter = tribe.adapt(net, method, streams=setting.streams)
+            if method == RELEASED:
+                yardstick = Released(net, tribe.methods.create("tribe", classes=classes))
+                calls[classes, method] = _autocast(yardstick, images, setting)
+                states[classes, method] = yardstick.nbytes()
+                continue
+            adapter = tribe.adapt(net, method, streams=setting.streams, graphs="auto" if setting.graphs else False)
             calls[classes, method] = _autocast(adapter, x if setting.streams > 1 else x[0], setting)
             states[classes, method] = sum(t.nbytes for t in adapter.adapted.buffers())
     times = {key: summary(t) for key, t in race(calls, setting.repeats, device).items()}
@@ -86,7 +101,7 @@ def _inference(net: nn.Module, x: torch.Tensor, setting: Setting) -> Call:
     return torch.no_grad()(_autocast(net, x, setting))
 
 
-def _autocast(net: nn.Module, x: torch.Tensor, setting: Setting) -> Call:
+def _autocast(net: Callable[[torch.Tensor], object], x: torch.Tensor, setting: Setting) -> Call:
     def call() -> object:
         with torch.autocast(setting.device, torch.bfloat16, enabled=setting.precision == "bf16"):
             return net(x)

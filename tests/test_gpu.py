@@ -8,6 +8,8 @@ import torch
 
 import tribe
 from test_goldens import CASES, RECORDED, SHARED, TOLERANCE, replay
+from tribe import kernels
+from tribe.environment import float32_precision
 from tribe.state import leaves
 from tribe.testing import CLASSES, images, ready, small_network
 
@@ -21,10 +23,8 @@ DATA = Path(__file__).resolve().parent / "data"
 @pytest.fixture(autouse=True)
 def ieee_float32():
     """cuDNN takes TF32 for float32 by default; conformance is about float32."""
-    before = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
-    yield
-    torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = before
+    with float32_precision("float32"), kernels.using("off"):
+        yield
 
 
 @pytest.mark.parametrize(("file", "name"), CASES)
@@ -83,8 +83,37 @@ def test_autocast_keeps_statistics_in_float32(dtype):
     assert all(t.dtype in (torch.float32, torch.int64) for t in leaves(adapter.state).values())
 
 
-def test_class_sums_do_not_pass_through_tf32():
-    torch.backends.cuda.matmul.allow_tf32 = True
+@pytest.mark.parametrize(("file", "name"), [case for case in CASES if case[1].startswith("tribe")])
+def test_tf32_stays_near_the_recording(file, name):
+    with np.load(DATA / f"{file}.npz") as data, kernels.using("auto"), float32_precision("tf32"):
+        logits, _ = replay(dict(data), name, *RECORDED[file][name], device="cuda")
+        golden = torch.from_numpy(data[f"logits/{name}"])[:8]
+    logits = logits[0, :8].cpu()
+    assert (logits - golden).abs().max() <= 2e-2
+    assert (logits.argmax(-1) == golden.argmax(-1)).float().mean() >= 0.99
+
+
+@pytest.mark.parametrize("mode", ["off", "auto"])
+def test_class_statistics_do_not_drift_in_five_thousand_steps(mode):
+    """Against float64, at the settings of ImageNet."""
+    norm = tribe.norms.create("balanced", classes=1000, eta=0.5, gamma=0.5)
+    generator = torch.Generator("cuda").manual_seed(0)
+    exact = tribe.Stats(*(torch.ones(1, 1000, 16, dtype=torch.float64, device="cuda") for _ in range(2)))
+    kept, valid = tribe.Stats(*(t.float() for t in exact)), torch.ones(1, 64, dtype=torch.bool, device="cuda")
+    with kernels.using(mode):
+        for _ in range(5000):
+            mean, var = torch.rand(2, 1, 64, 16, generator=generator, device="cuda")
+            labels = torch.randint(1000, (1, 64), generator=generator, device="cuda")
+            *_, kept = norm(mean, var, 9, kept, labels, valid, 1e-5)
+            *_, exact = norm(mean.double(), var.double(), 9, exact, labels, valid, 1e-5)
+    for a, b in zip(kept, exact, strict=True):
+        assert (a - b).abs().max() <= 1e-5 * b.abs().max()
+
+
+@pytest.mark.parametrize("mode", ["off", "auto"])
+def test_class_sums_do_not_pass_through_tf32(mode):
+    kernels.use(mode)
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
     norm = tribe.norms.create("balanced", classes=3, eta=0.5)
     generator = torch.Generator().manual_seed(0)
     mean, var = (torch.rand(1, 64, 8, generator=generator) + 100 for _ in range(2))
@@ -96,10 +125,13 @@ def test_class_sums_do_not_pass_through_tf32():
         assert torch.allclose(a, b.cpu(), rtol=1e-6)
 
 
-def test_a_step_does_not_wait_for_the_host():
+@pytest.mark.parametrize("mode", ["off", "auto"])
+@pytest.mark.parametrize("method", ["tribe", "tent", "bn", "source", "pl", "eata", "sar", "roid"])
+def test_a_step_does_not_wait_for_the_host(method, mode):
     """Values may be looked at for the first batch's range only: a step that reads them stalls the device."""
+    kernels.use(mode)
     net = tribe.Backbone(small_network().cuda())
-    method = tribe.methods.create("tribe", classes=CLASSES)
+    method = ready(method)
     state, x = method.init(net), images(1, 6).cuda()
     _, state = method.step(net, state, x)
     torch.cuda.set_sync_debug_mode("error")

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from tribe import files, methods
 from tribe.backbone import Backbone
+from tribe.graphs import Steps, Switch
 from tribe.methods import Method
 from tribe.norms.batch import Batch
 from tribe.norms.frozen import Frozen
@@ -49,6 +50,8 @@ def adapt(
     classes: int | None = None,
     streams: int = 1,
     seed: int = 0,
+    graphs: Switch = False,
+    deterministic: bool = False,
     **fields: Any,
 ) -> "Adapter":
     """Make a trained classifier adapt while it predicts.
@@ -60,6 +63,8 @@ def adapt(
         classes: the number of classes; read from the last Linear layer if not given.
         streams: how many independent streams (cameras) adapt on this one network.
         seed: seed of the first stream; stream i has seed + i.
+        graphs: True takes a step as one launch on a GPU (see `tribe.graphs`), "auto" does so where it is possible.
+        deterministic: the same bits every time on a GPU too, at some cost in speed.
         fields: the method's hyper-parameters.
 
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(288, 4))
@@ -73,23 +78,33 @@ def adapt(
     if isinstance(method, Method):
         if fields:
             raise TypeError(f"the method is built already: dataclasses.replace(method, ...) sets {', '.join(fields)}")
-        return Adapter(net, method, streams=streams, seed=seed, classes=classes)
+        return Adapter(
+            net, method, streams=streams, seed=seed, classes=classes, graphs=graphs, deterministic=deterministic
+        )
     methods.get(method)  # an unknown name is the first thing to say
     built = methods.create(method, classes=_count_classes(net, classes), **fields)
-    return Adapter(net, built, streams=streams, seed=seed)
+    return Adapter(net, built, streams=streams, seed=seed, graphs=graphs, deterministic=deterministic)
 
 
 @torch.inference_mode(False)  # what is built here must be able to carry gradients
-def load(path: str | PathLike[str], model: nn.Module | Backbone, **fields: Any) -> "Adapter":
+def load(
+    path: str | PathLike[str],
+    model: nn.Module | Backbone,
+    *,
+    graphs: Switch = False,
+    deterministic: bool = False,
+    **fields: Any,
+) -> "Adapter":
     """Resume from a file written by `Adapter.save`, on the model it was saved from.
 
-    What cannot be saved (a custom ``augment=``) is asked for again and given as a field.
+    What cannot be saved (a custom ``augment=``) is asked for again and given as a field. ``graphs`` and
+    ``deterministic`` are as for `adapt`: a file knows nothing of the machine it is used on.
     """
     saved = files.read(path)
     net = model if isinstance(model, Backbone) else Backbone(model)
     method = files.method_from_json(path, saved.method, saved.fields, fields)
     files.check_fingerprint(path, saved.fingerprint, net)
-    adapter = Adapter(net, method, streams=saved.streams, seed=0)
+    adapter = Adapter(net, method, streams=saved.streams, seed=0, graphs=graphs, deterministic=deterministic)
     files.check_tensors(path, saved.tensors, leaves(adapter.state))
     adapter.adapted.load_state_dict(saved.tensors)
     if saved.frozen:
@@ -106,7 +121,15 @@ class Adapter(nn.Module):
     """
 
     def __init__(
-        self, net: Backbone, method: Method, *, streams: int = 1, seed: int = 0, classes: int | None = None
+        self,
+        net: Backbone,
+        method: Method,
+        *,
+        streams: int = 1,
+        seed: int = 0,
+        classes: int | None = None,
+        graphs: Switch = False,
+        deterministic: bool = False,
     ) -> None:
         super().__init__()
         if not isinstance(streams, int) or streams < 1:
@@ -124,6 +147,7 @@ class Adapter(nn.Module):
         self._warned = False
         self._poisoned: Tensor | None = None  # (S, B), of the last batch
         self._retired: Any = None  # the state before this one
+        self._steps = Steps(method, net, graphs, deterministic)
         self.adapted = Store(method.init(net, streams, seed))
 
     # -- predicting and learning ------------------------------------------------------------------------------------
@@ -148,7 +172,7 @@ class Adapter(nn.Module):
                 logits = images.new_zeros(self.streams, 0, self.classes)
             elif learn:
                 old = self.state
-                logits, state = self.method.step(self.net, old, images, donate=self._retired or False)
+                logits, state = self._steps(old, images, donate=self._retired or False)
                 self._check_logits(logits)
                 self._put(state, ~images.isfinite().flatten(2).all(2))
                 self._retired = old  # its memory serves the step after next; a step that fails has touched no other
@@ -168,6 +192,11 @@ class Adapter(nn.Module):
     def state(self) -> Any:
         """The method's state, a named tuple of tensors, good until the next call; `snapshot` gives a copy to keep."""
         return self.adapted.get()
+
+    @property
+    def eager_because(self) -> str | None:
+        """Why steps are not captured in CUDA graphs; None: they are."""
+        return self._steps.eager_because
 
     @property
     def info(self) -> list[StreamInfo]:
@@ -270,6 +299,7 @@ class Adapter(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Adapter":
         self._retired = None  # of another device or precision, soon
+        self._steps.forget()
         return super()._apply(fn, recurse)  # type: ignore[no-any-return,no-untyped-call]
 
     def extra_repr(self) -> str:

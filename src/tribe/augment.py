@@ -15,13 +15,13 @@ torch.Size([2, 8, 3, 32, 32])
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tribe import rng
+from tribe import kernels, rng
 from tribe.rng import Key
 
 __all__ = ["Augment", "Params", "View", "check_view", "view"]
@@ -100,7 +100,7 @@ class Augment:
         colour = self.brightness, self.contrast, self.saturation, self.hue, self.gamma
         affine = self.rotation, *(_times(self.translation, _padded(size)) for size in (width, height)), self.scale
         ranges = (*colour, *affine, self.sigma, (0.0, 1.0))
-        u = rng.uniform(key, PARAMETERS, (batch if self.per == "image" else 1, 5 + len(ranges)))
+        u = _source(key).uniform(key, PARAMETERS, (batch if self.per == "image" else 1, 5 + len(ranges)))
         order = u[..., :5].argsort(stable=True, dim=-1)  # the ranks of five numbers: all 120 orders are as likely
         values = [v * (high - low) + low for v, (low, high) in zip(u[..., 5:].unbind(-1), ranges, strict=True)]
         *colour_and_rotation, dx, dy, scale, sigma, coin = values
@@ -126,7 +126,7 @@ class Augment:
         y = _move(y, rotation, dx, dy, scale, flip)
         y = _blur(_blur(y, sigma, -2), sigma, -1).reshape(x.shape)
         if self.noise:
-            y.add_(rng.normal(params.key, NOISE, x.shape[1:]).to(dtype), alpha=self.noise)
+            y.add_(_source(params.key).normal(params.key, NOISE, x.shape[1:]).to(dtype), alpha=self.noise)
         return y.clamp_(0, 1).to(x.dtype)
 
 
@@ -156,6 +156,8 @@ def check_view(augment: object) -> None:
 
 def _jitter(x: Tensor, order: Tensor, strength: Sequence[Tensor]) -> Tensor:
     """Apply the five operations, each set in its own order (G, 5). May overwrite x."""
+    if kernels.jitters(x):
+        return kernels.jitter(x, order, torch.stack(tuple(strength), 1))
     for place in order.unbind(1):
         for i in sorted(set(place.tolist())) if _readable(x) else range(5):
             x = _where(place == i, OPERATIONS[i], x, strength[i].view(-1, 1, 1, 1, 1))
@@ -277,6 +279,11 @@ def _blur(x: Tensor, sigma: Tensor, dim: int) -> Tensor:
 
 def _padded(size: int) -> int:
     return size + 2 * (size // 2)
+
+
+def _source(key: Key) -> Any:
+    """Who draws: the same numbers either way."""
+    return kernels if kernels.draws(key.seed) else rng
 
 
 def _times(bounds: Range, size: int) -> Range:

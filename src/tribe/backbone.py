@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from tribe.moments import wide
+from tribe.moments import fold, wide
 from tribe.norms import Norm
 from tribe.slots import NORMS, AffineSlot, Pass, Slot, StatisticsSlot, channels_of, desk, on_desk, why_not
 from tribe.state import Affine, Stats, Store, hash_tensors
@@ -67,6 +67,7 @@ class Backbone(nn.Module):
         self.model._apply(_channels_last)
         self.origin = Store(_source(self.slots, device))
         self._split = [slot.channels for slot in self.slots]
+        self._eps = _common_eps(self.slots)
         self._candidates = self._classifiers(classifier)
         for layer in self._candidates.values():
             layer.register_forward_pre_hook(_note_features)
@@ -223,6 +224,9 @@ class Backbone(nn.Module):
             labels,
             valid,
         )
+        if self._eps is not None and not norm.observes:  # one fold for the whole network
+            both = fold(*current.stats, *affine, self._eps)
+            current.folded = tuple(zip(*(t.split(self._split, 2) for t in both), strict=True))
         images = x.flatten(0, 1).to(self.dtype)
         if images.dim() == 4:
             images = images.contiguous(memory_format=torch.channels_last)
@@ -344,6 +348,14 @@ def _source(slots: list[Slot], device: torch.device) -> Source:
     affine = Affine(row("weight", 1.0)[None], row("bias", 0.0)[None])
     stats = Stats(row("running_mean", None)[None, None], row("running_var", None)[None, None])
     return Source(affine, stats)
+
+
+def _common_eps(slots: list[Slot]) -> float | None:
+    """The eps of all layers, if they are BatchNorm with statistics and parameters throughout and agree on it."""
+    parts = ("running_mean", "weight", "bias")
+    whole = all(getattr(slot.layer, part, None) is not None for slot in slots for part in parts)
+    found = {slot.layer_eps for slot in slots}
+    return found.pop() if whole and len(found) == 1 else None
 
 
 def _overlap(a: Stats, b: Stats) -> bool:

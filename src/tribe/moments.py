@@ -8,6 +8,8 @@ added up; here they make one pass together:
     dx = g * scale + x * a + b,    a = 2 dvar / L,    b = dmean / L - a * mean
 
 where dmean and dvar are what autograd brought back through the rule.
+
+Every function here has its kernel in `tribe.kernels`, which is asked first.
 """
 
 from collections.abc import Callable
@@ -16,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from tribe import kernels
 
 # Per-sample mean and var (R, B, C) -> scale and shift (R, 1|B, C).
 Rule = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -28,10 +32,12 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 def observe(x: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and (biased) variance of each sample and channel over its pixels: (R, B, C, ...) -> (R, B, C) twice."""
+    if kernels.laid_out(x):
+        return kernels.observe(x)
     x, pixels = x.to(wide(x.dtype)), tuple(range(3, x.dim()))
     if not pixels:
         return x.clone(), torch.zeros_like(x)
-    if x.is_cuda:
+    if x.device.type != "cpu":
         var, mean = torch.var_mean(x, pixels, correction=0)
         return mean, var
     # On the CPU var_mean is many times slower than these two plain sums. Centred first: E[x^2] - E[x]^2 would cancel.
@@ -40,35 +46,50 @@ def observe(x: Tensor) -> tuple[Tensor, Tensor]:
     return mean, centred.mul_(centred).mean(pixels)
 
 
-def normalise(x: Tensor, rule: Rule) -> Tensor:
-    """Scale and shift (R, B, C, ...) by what ``rule`` makes of its per-sample moments; gradients flow through both."""
+def normalise(x: Tensor, rule: Rule, relu: bool = False) -> Tensor:
+    """Scale and shift (R, B, C, ...) by what ``rule`` makes of its per-sample moments; gradients flow through both.
+
+    ``relu`` sets to zero what is negative afterwards, on the way.
+    """
     if not torch.is_grad_enabled():
-        return _apply(x, *rule(*observe(x)))
+        return _apply(x, *rule(*observe(x)), relu)
     joint = _Joint()
     seen, mean, var = _Observe.apply(x, joint)  # type: ignore[no-untyped-call]
-    return _Apply.apply(seen, *rule(mean, var), joint)  # type: ignore[no-any-return,no-untyped-call]
+    return _Apply.apply(seen, *rule(mean, var), joint, relu)  # type: ignore[no-any-return,no-untyped-call]
 
 
-def scale_and_shift(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+def scale_and_shift(x: Tensor, scale: Tensor, shift: Tensor, relu: bool = False) -> Tensor:
     """x * scale + shift for (R, B, C, ...) and (R, 1|B, C), where scale and shift do not depend on x."""
     if not torch.is_grad_enabled():
-        return _apply(x, scale, shift)
-    return _Apply.apply(x, scale, shift, None)  # type: ignore[no-any-return,no-untyped-call]
+        return _apply(x, scale, shift, relu)
+    return _Apply.apply(x, scale, shift, None, relu)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def fold(mean: Tensor, var: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Statistics (R, 1|B, C) and affine parameters (R, C) as a scale and a shift, (R, 1|B, C)."""
+    if kernels.ready(mean) and mean.dtype == weight.dtype == torch.float32:
+        return _Fold.apply(mean, var, weight, bias, eps)  # type: ignore[no-any-return,no-untyped-call]
+    scale = weight.unsqueeze(1) * torch.rsqrt(var + eps)
+    return scale, bias.unsqueeze(1) - mean * scale
 
 
 def _over_pixels(t: Tensor, x: Tensor) -> Tensor:
     return t.view(*t.shape, *[1] * (x.dim() - t.dim()))
 
 
-def _apply(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-    y = torch.addcmul(_over_pixels(shift, x), x.to(shift.dtype), _over_pixels(scale, x))
-    return y.to(x.dtype)
+def _apply(x: Tensor, scale: Tensor, shift: Tensor, relu: bool = False) -> Tensor:
+    if kernels.laid_out(x):
+        return kernels.apply(x, scale, shift, relu)
+    y = torch.addcmul(_over_pixels(shift, x), x.to(shift.dtype), _over_pixels(scale, x)).to(x.dtype)
+    return y.relu_() if relu else y
 
 
 class _Joint:
     """The private line between the two halves: `_Apply` hands g and its scale back instead of their product."""
 
     scale: Tensor
+    shift: Tensor
+    relu: bool
 
 
 class _Observe(torch.autograd.Function):
@@ -83,6 +104,10 @@ class _Observe(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, g: Tensor, dmean: Tensor, dvar: Tensor) -> tuple[Tensor, None]:
         x, mean = ctx.saved_tensors
+        if kernels.laid_out(x):
+            joint = ctx.joint
+            moments = mean, dmean, dvar
+            return kernels.joint(kernels.alike(g, x), x, joint.scale, joint.shift, moments, joint.relu), None
         count = max(x[0, 0, 0].numel(), 1)
         a = dvar * (2 / count)
         b = dmean / count - a * mean
@@ -92,21 +117,42 @@ class _Observe(torch.autograd.Function):
 
 class _Apply(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: Tensor, shift: Tensor, joint: _Joint | None) -> Tensor:
-        ctx.save_for_backward(x, scale)
-        ctx.joint = joint
-        return _apply(x, scale, shift)
+    def forward(ctx: Any, x: Tensor, scale: Tensor, shift: Tensor, joint: _Joint | None, relu: bool) -> Tensor:
+        ctx.save_for_backward(x, scale, shift)
+        ctx.joint, ctx.relu = joint, relu
+        return _apply(x, scale, shift, relu)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        x, scale = ctx.saved_tensors
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        x, scale, shift = ctx.saved_tensors
+        if ctx.joint is not None:  # without their graph: they would hold the node that holds them, for ever
+            ctx.joint.scale, ctx.joint.shift, ctx.joint.relu = scale.detach(), shift.detach(), ctx.relu
+        if kernels.laid_out(x):
+            g = kernels.alike(g, x)
+            slopes = kernels.slopes(g, x, scale, shift, ctx.relu)
+            dx = g if ctx.joint is not None else kernels.joint(g, x, scale, shift, None, ctx.relu)
+            return dx, *slopes, None, None
+        if ctx.relu:  # worked out anew: cheaper than another tensor as large as the activations
+            g = torch.where(_apply(x, scale, shift) > 0, g, 0)
         pixels = tuple(range(3, x.dim())) + ((1,) if scale.shape[1] != x.shape[1] else ())
         wide_g = g.to(scale.dtype)
         dshift, dscale = wide_g, wide_g * x
         if pixels:
             dshift, dscale = (t.sum(pixels).view_as(scale) for t in (dshift, dscale))
-        if ctx.joint is None:
-            return (wide_g * _over_pixels(scale, x)).to(x.dtype), dscale, dshift, None
-        ctx.joint.scale = scale.detach()  # with its graph it would hold the node that holds it, for ever
-        return g, dscale, dshift, None
+        dx = g if ctx.joint is not None else (wide_g * _over_pixels(scale, x)).to(x.dtype)
+        return dx, dscale, dshift, None, None
+
+
+class _Fold(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, mean: Tensor, var: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(mean, var, weight)
+        ctx.eps = eps
+        return kernels.fold(mean, var, weight, bias, eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dscale: Tensor, dshift: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None]:
+        mean, var, weight = ctx.saved_tensors
+        return *kernels.fold_backward(dscale, dshift, mean, var, weight, ctx.eps), None

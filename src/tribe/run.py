@@ -15,6 +15,7 @@ from torch import Tensor
 from tribe.atomic import write_atomically
 from tribe.backbone import Backbone
 from tribe.files import StateFileError, method_to_json
+from tribe.graphs import Steps, Switch
 from tribe.methods import Method
 from tribe.record import Record
 from tribe.state import clone, digest, leaves, rebuild, select
@@ -33,6 +34,8 @@ def run(
     checkpoint: str | PathLike[str] | None = None,
     every: int = 50,
     progress: Progress | None = None,
+    graphs: Switch = False,
+    deterministic: bool = False,
 ) -> list[Record]:
     """Predict every stream, adapting on the way: a record each.
 
@@ -45,13 +48,15 @@ def run(
         checkpoint: a file to go on from if it exists, and to write every ``every`` batches; removed at the end.
         every: batches between checkpoints.
         progress: called after every batch.
+        graphs: True takes a step as one launch on a GPU (see `tribe.graphs`), "auto" does so where it is possible.
+        deterministic: the same bits every time on a GPU too, so that a resumed run equals one that never stopped.
     """
     streams = len(stream.seeds)
     source = method.init(net, streams, seed)
     words = {"method": method.name, **(spec or {})}
     identity = _identity(net, method, stream, seed, words) if checkpoint is not None else ""
     state, columns, start = clone(source), _nothing(streams), 0
-    retired: Any = False
+    steps, retired = Steps(method, net, graphs, deterministic), False
     if checkpoint is not None and Path(checkpoint).exists():
         state, columns, start = _resume(checkpoint, source, identity)
     wrong, judged = _tally((column["label"][0], column["prediction"][0]) for column in columns)
@@ -61,7 +66,7 @@ def run(
         x, valid, reset = (t.to(net.device, non_blocking=pin) for t in (batch.x, batch.valid, batch.reset))
         if batch.reset.any():
             state, retired = select(reset, clone(source), state), False  # a copy: its memory will be reused
-        old, (output, state) = state, method.step(net, state, x, valid, donate=retired)
+        old, (output, state) = state, steps(state, x, valid, donate=retired)
         retired = old  # its memory serves the step after next
         p = output if method.output == "probabilities" else output.float().softmax(-1)
         confidence, prediction = (t.cpu() for t in p.max(-1))  # waits for the device, so that the time is the whole

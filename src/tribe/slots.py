@@ -8,7 +8,7 @@ slots take them from there. That is the only dynamic scope in the library.
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from tribe.moments import normalise, scale_and_shift
+from tribe.moments import fold, normalise, scale_and_shift
 from tribe.norms import Norm
 from tribe.norms.batch import Batch
 from tribe.state import Stats
@@ -42,6 +42,7 @@ class Pass:
     labels: Tensor | None
     valid: Tensor
     kept: dict[int, Stats] = dataclasses.field(default_factory=dict)  # what each slot's rule left, (R, K, c)
+    folded: tuple[tuple[Tensor, Tensor], ...] | None = None  # per slot scale and shift, where no batch changes them
     features: Tensor | None = None
 
 
@@ -69,7 +70,9 @@ class Slot(nn.Module, ABC):
         # torch's fused transformer layer would read .weight past the slot; it steps aside when two eps differ, and a
         # NaN differs from everything.
         self.eps = float("nan")
-        self.after = nn.Sequential(*_after(layer))
+        after = [m for m in _after(layer) if not isinstance(m, nn.Identity)]
+        self.relu = len(after) == 1 and type(after[0]) is nn.ReLU and isinstance(layer, _BatchNorm)  # done on the way
+        self.after = nn.Sequential(*([] if self.relu else after))
         self.tokens_first = False  # whether tokens may come before samples, (T, N, C)
         self._template = (layer,)  # in a tuple: the source's layer is a template for export, not part of the network
 
@@ -149,19 +152,20 @@ class StatisticsSlot(Slot):
         folded = self.unfold(x, current)  # (R, B, C, ...)
         count = folded.shape[3:].numel()
 
-        def scale_shift(mean: Tensor, var: Tensor) -> tuple[Tensor, Tensor]:
-            scale = weight.unsqueeze(1) * torch.rsqrt(var + self.layer_eps)
-            return scale, bias.unsqueeze(1) - mean * scale  # (R, 1|B, C)
-
         def rule(mean: Tensor, var: Tensor) -> tuple[Tensor, Tensor]:
             mean, var, kept = norm(mean, var, count, stats, current.labels, current.valid, self.layer_eps)
             if tracked:
                 current.kept[self.index] = Stats(kept.mean.detach(), kept.var.detach())
-            return scale_shift(mean, var)
+            return fold(mean, var, weight, bias, self.layer_eps)
 
         # Statistics and the few numbers around them stay in full precision, whatever autocast does to the network.
-        with torch.autocast(x.device.type, enabled=False):
-            y = normalise(folded, rule) if norm.observes else scale_and_shift(folded, *scale_shift(*stats))
+        with _full_precision(x.device.type):
+            if norm.observes:
+                y = normalise(folded, rule, self.relu)
+            elif current.folded is not None:
+                y = scale_and_shift(folded, *current.folded[self.index], self.relu)
+            else:
+                y = scale_and_shift(folded, *fold(*stats, weight, bias, self.layer_eps), self.relu)
         if folded.dim() > x.dim() + 1:  # what `unfold` made pixels goes back into N
             return y.movedim(3, 2).reshape(x.shape)
         return y.flatten(0, 1)
@@ -192,6 +196,12 @@ class AffineSlot(Slot):
         weight, bias = (t.view(current.rows, 1, *shape) for t in (weight, bias))
         y = torch.addcmul(bias, y.to(bias.dtype), weight).to(x.dtype)
         return y.movedim(0, axis).flatten(axis, axis + 1)
+
+
+def _full_precision(device: str) -> Any:
+    """Keep autocast away, where there is any."""
+    known = torch.amp.is_autocast_available(device)
+    return torch.autocast(device, enabled=False) if known and torch.is_autocast_enabled(device) else nullcontext()
 
 
 def channels_of(layer: nn.Module) -> int:

@@ -50,6 +50,8 @@ class AveragedTeacher(Method):
     chunk: int | None = None  # views in one pass; None: 16, and 4 on a CPU, for its caches. It changes rounding alone
     augment: View = Augment()  # noqa: RUF009  makes a view; a callable gets (B, ...)
 
+    eager_only = "the host looks whether any stream needs the averaged views"
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.p_th is None:

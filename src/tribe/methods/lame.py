@@ -43,6 +43,7 @@ class Lame(Source):
     rounds: int = 100  # at most
     settled: float = 1e-8  # relative change of E at which a stream stops
 
+    eager_only = "the host looks whether the assignments have settled"
     paper = "Boudiaf et al., Parameter-free online test-time adaptation, CVPR 2022"
     output = "probabilities"
     does_not_adapt = "it keeps nothing from one batch to the next"

@@ -49,6 +49,7 @@ class Note(Method):
     size: int = 64  # images in memory
     room: int = ROOM  # values of an image, channels x height x width at most: the memory's size is settled beforehand
 
+    eager_only = "the host decides which images enter its memory"
     paper = "Gong et al., NOTE: robust continual test-time adaptation against temporal correlation, NeurIPS 2022"
     presets = {  # noqa: RUF012
         "mnist": {"classes": 10},

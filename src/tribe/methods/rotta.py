@@ -60,6 +60,7 @@ class Rotta(Method):
     room: int = ROOM  # values of an image, channels x height x width at most: the memory's size is settled beforehand
     augment: View = Augment()  # noqa: RUF009  what the student sees; a callable gets (B, ...)
 
+    eager_only = "the host decides which images enter its memory, and when it is time to learn"
     paper = "Yuan et al., Robust test-time adaptation in dynamic scenarios, CVPR 2023"
     presets = {  # noqa: RUF012
         "mnist": {"classes": 10},

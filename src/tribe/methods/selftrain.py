@@ -95,6 +95,7 @@ class SelfTraining(Tribe):
             raise ValueError(f"teacher is 'shared' or 'ema' and nu lies in [0, 1]; got {self.teacher!r}, {self.nu}")
         if self.memory != 0:
             check_size(self.memory, self.room)
+            object.__setattr__(self, "eager_only", "the host decides which images enter its memory")
         if self.teacher == "ema" and self.lambda_anc:
             raise ValueError(
                 "the anchored loss moves the teacher's own parameters, and a moving average has none to move: "

@@ -71,6 +71,7 @@ class Ttac(Method):
     statistics: Literal["batch", "frozen"] = "batch"
     knowledge: source.Given = None
 
+    eager_only = "the host looks which classes are present: covariances of the others are not made"
     paper = "Su et al., Revisiting realistic test-time training: anchored clustering, NeurIPS 2022"
     needs = "the mean and covariance of source features, of each class and of all"
     presets = {  # noqa: RUF012

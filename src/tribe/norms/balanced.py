@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from tribe import kernels
 from tribe.norms import register
 from tribe.state import Stats
 
@@ -39,11 +40,14 @@ class Groups(NamedTuple):
     """Who shares a class in this batch: the same for every layer of a pass, so a pass works it out once."""
 
     labels: Tensor  # (R, B)
+    code: Tensor  # (R, B) the same, but -1 for samples that do not count
     same: Tensor  # (R, B, B) float64, 1 where two valid samples share a class
     lead: Tensor  # (R, B, 1), 1 for the first valid sample of each class
     rate: Tensor  # (R, B, 1), how much one sample of this class counts
     weight: Tensor  # (R, B, 1), rate * n_k: how much this class moves
     over: Tensor  # (R, 1, 1), how many classes share the class-agnostic update
+    shrink: Tensor  # (R, 1, 1), how much every class forgets for that update
+    present: Tensor  # (R, K), which classes are in the batch
 
 
 @register("balanced")
@@ -94,7 +98,12 @@ class Balanced:
             over = torch.full_like(over, self.classes)
         # In float64 where there is one: class sums are small, and neither TF32 nor autocast reaches them there.
         exact = dtype if labels.device.type == "mps" else torch.float64
-        return Groups(labels, same.to(exact), lead, rate, rate * n, over)
+        weight = rate * n
+        shrink = self.gamma * (lead * weight).sum(1, keepdim=True) / over
+        code = torch.where(valid, labels, -1)
+        present = torch.zeros(len(labels), self.classes + 1, dtype=torch.bool, device=labels.device)
+        present = present.scatter_(1, code + 1, True)[:, 1:].contiguous()
+        return Groups(labels, code, same.to(exact), lead, rate, weight, over, shrink, present)
 
     def __call__(
         self,
@@ -110,10 +119,9 @@ class Balanced:
         if labels is None:
             return *self.pool(stats), stats
         groups = labels if isinstance(labels, Groups) else self.group(labels, valid, mean.dtype)
-        pooled_mean, pooled_var, *kept = _Update.apply(mean, var, *stats, groups, self)  # type: ignore[no-untyped-call]
-        # NOTE: the clamp is in no equation. Without the rate cap (as printed) a class with n_k > 1 / eta can drive its
-        # variance below 0.
-        return pooled_mean, pooled_var.clamp_min(0), Stats(*kept)
+        update = _Kernel if kernels.updates(mean) else _Update
+        pooled_mean, pooled_var, *kept = update.apply(mean, var, *stats, groups, self)  # type: ignore[no-untyped-call]
+        return pooled_mean, pooled_var, Stats(*kept)
 
 
 class _Update(torch.autograd.Function):
@@ -123,7 +131,7 @@ class _Update(torch.autograd.Function):
     def forward(
         ctx: Any, mean: Tensor, var: Tensor, past_mean: Tensor, past_var: Tensor, groups: Groups, norm: Balanced
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        labels, same, lead, rate, weight, over = groups
+        labels, _, same, lead, rate, weight, over, shrink, _ = groups
         classes, gamma = norm.classes, norm.gamma
         own = labels.unsqueeze(2).expand(mean.shape)  # (R, B, C)
         mu, sigma2 = past_mean.gather(1, own), past_var.gather(1, own)  # of each sample's class, before this batch
@@ -132,51 +140,87 @@ class _Update(torch.autograd.Function):
         d = mean - mu
         seen = same @ torch.cat((d, torch.addcmul(var, d, d)), 2).to(same.dtype)  # (R, B, 2 C): sums over a class
         delta, square = (rate * seen.to(mean.dtype)).chunk(2, 2)  # delta_k, and eta sum_b (1/HW) sum_hw (F - mu_k)^2
-        fresh = square - delta.square()
-        step, growth = (1 - gamma) * delta, (1 - gamma) * (fresh - weight * sigma2)
+        fresh = torch.addcmul(square, delta, delta, value=-1)
 
         def total(t: Tensor) -> Tensor:  # over the classes present: (R, B, C) -> (R, 1, C)
             return (lead * t).sum(1, keepdim=True)
 
+        # A class's own part, which its first sample speaks for.
+        step, growth = lead * delta, lead * torch.addcmul(fresh, weight, sigma2, value=-1)
+        if gamma:
+            step, growth = (1 - gamma) * step, (1 - gamma) * growth
+            if norm.gamma_over == "present":  # released: the shared part shrinks what the class's own part added, too
+                growth = growth * (1 - shrink)
+
         # Eq. 2, from the past's pooled moments and this batch's increments.
         centre, within, between = _over_classes(Stats(past_mean, past_var))
-        move = total(step) / classes
-        spread = total(step * (2 * (mu - centre) + step)) - classes * move.square()
-        pooled_mean, pooled_growth = centre + move, total(growth) / classes
+        off_centre = mu - centre
+        move = step.sum(1, keepdim=True) / classes
+        spread = (step * (2 * off_centre + step)).sum(1, keepdim=True) - classes * move.square()
+        pooled_mean = centre + move
 
         # Eqs. 3 and 4: a share gamma goes to all classes alike.
-        shrink = gamma * total(weight) / over  # (R, 1, 1)
         if gamma:
             shared_step, shared_square = gamma * total(delta) / over, gamma * total(fresh) / over
-            if norm.gamma_over == "present":  # released: the shared part shrinks what the class's own part added, too
-                growth, pooled_growth = growth * (1 - shrink), pooled_growth * (1 - shrink)
             pooled_mean, within = pooled_mean + shared_step, torch.addcmul(shared_square, within, 1 - shrink)
             kept_mean, kept_var = past_mean + shared_step, torch.addcmul(shared_square, past_var, 1 - shrink)
         else:
             kept_mean, kept_var = past_mean.clone(), past_var.clone()
-        kept_mean.scatter_add_(1, own, lead * step)
-        kept_var.scatter_add_(1, own, lead * growth)
+        kept_mean.scatter_add_(1, own, step)
+        kept_var.scatter_add_(1, own, growth)
 
-        ctx.save_for_backward(d, delta, mu - centre, move, shrink)
-        ctx.groups, ctx.norm = groups, norm
-        ctx.mark_non_differentiable(kept_mean, kept_var)
-        ctx.set_materialize_grads(False)  # or autograd makes zeros as large as the class statistics
-        pooled_var = within + pooled_growth + (between + spread) / norm.freedom
-        return pooled_mean, pooled_var, kept_mean, kept_var
+        pooled_var = within + growth.sum(1, keepdim=True) / classes + (between + spread) / norm.freedom
+        ctx.save_for_backward(d, delta, off_centre, move, pooled_var)
+        _remember(ctx, groups, norm, kept_mean, kept_var)
+        # NOTE: the clamp is in no equation. Without the rate cap (as printed) a class with n_k > 1 / eta can drive its
+        # variance below 0.
+        return pooled_mean, pooled_var.clamp_min(0), kept_mean, kept_var
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g_mean: Tensor | None, g_var: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         """Each sample moves its class's delta by rate, and its class's square by rate * (1, 2 d)."""
-        d, delta, off_centre, move, shrink = ctx.saved_tensors
-        g_mean, g_var = (torch.zeros_like(move) if g is None else g for g in (g_mean, g_var))
+        d, delta, off_centre, move, pooled_var = ctx.saved_tensors
+        groups: Groups = ctx.groups
         norm: Balanced = ctx.norm
-        own, shared = (1 - norm.gamma) / norm.classes, norm.gamma / ctx.groups.over
-        by_fresh = g_var * (own * ((1 - shrink) if norm.gamma_over == "present" else 1) + shared)  # (R, 1, C)
+        g_mean, g_var = (torch.zeros_like(move) if g is None else g for g in (g_mean, g_var))
+        g_var = torch.where(pooled_var >= 0, g_var, 0)
+        own, shared = (1 - norm.gamma) / norm.classes, norm.gamma / groups.over
+        by_fresh = g_var * (own * ((1 - groups.shrink) if norm.gamma_over == "present" else 1) + shared)  # (R, 1, C)
         by_spread = g_var * (2 * (1 - norm.gamma) / norm.freedom)
         by_delta = g_mean * (own + shared) + by_spread * (off_centre + (1 - norm.gamma) * delta - move)
-        rate = ctx.groups.rate
-        return rate * (by_delta + 2 * by_fresh * (d - delta)), rate * by_fresh, None, None, None, None
+        by_mean = groups.rate * (by_delta + 2 * by_fresh * (d - delta))
+        return by_mean, groups.rate * by_fresh, None, None, None, None
+
+
+class _Kernel(torch.autograd.Function):
+    """`_Update` in one launch each way."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, mean: Tensor, var: Tensor, past_mean: Tensor, past_var: Tensor, groups: Groups, norm: Balanced
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        *results, sums = kernels.update(mean, var, (past_mean, past_var), groups, *_settings(norm))
+        ctx.save_for_backward(*sums)
+        _remember(ctx, groups, norm, *results[2:])
+        return tuple(results)  # type: ignore[return-value]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g_mean: Tensor | None, g_var: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+        sums = kernels.Sums(*ctx.saved_tensors)
+        g_mean, g_var = (torch.zeros_like(sums.move) if g is None else g for g in (g_mean, g_var))
+        return *kernels.update_backward(g_mean, g_var, sums, ctx.groups, *_settings(ctx.norm)), None, None, None, None
+
+
+def _remember(ctx: Any, groups: Groups, norm: Balanced, *kept: Tensor) -> None:
+    ctx.groups, ctx.norm = groups, norm
+    ctx.mark_non_differentiable(*kept)
+    ctx.set_materialize_grads(False)  # or autograd makes zeros as large as the class statistics
+
+
+def _settings(norm: Balanced) -> tuple[int, float, int, bool]:
+    return norm.classes, norm.gamma, norm.freedom, norm.gamma_over == "present"
 
 
 def _over_classes(stats: Stats) -> tuple[Tensor, Tensor, Tensor]:

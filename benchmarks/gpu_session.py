@@ -1,0 +1,318 @@
+"""Everything there is to measure on a GPU, in one call: tests, then times, a short table last.
+
+``PYTHONPATH=src:.:carry/pytest python3 -m benchmarks.gpu_session``, where ``pip install --target carry/pytest pytest``
+has put pytest for a machine that has none: it is pure Python. Every
+section runs in a process of its own, under a time limit, and hands over each number as soon as it has it, so that a
+section that fails or hangs costs only its own rest. All numbers go to ``$OUT/gpu_session.json``.
+"""
+
+import argparse
+import contextlib
+import copy
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import tribe
+from benchmarks import networks
+from benchmarks.measure import table
+from benchmarks.released import Released
+from tribe import kernels
+from tribe.environment import float32_precision, machine
+
+TESTS = {  # side by side: most of their time is compilation
+    "gpu": ["tests/test_gpu.py"],
+    "graphs": ["tests/test_graphs.py"],
+    "kernels": ["tests/test_kernels.py", "-k", "not passes"],
+    "passes-float32": ["tests/test_kernels.py", "-k", "passes and dtype0"],
+    "passes-bfloat16": ["tests/test_kernels.py", "-k", "passes and dtype1"],
+    "passes-float16": ["tests/test_kernels.py", "-k", "passes and dtype2"],
+}
+MARK = "result "  # begins a line that carries a number
+LIMITS = {"wrn": 45, "bf16": 35, "resnext": 35, "streams": 25, "resnet50": 45, "profile": 25, "compiled": 60}
+ROUNDS, SECONDS = 7, 0.12  # of a measurement; the median counts
+
+
+# -- sections: each measures a few contenders --------------------------------------------------------------------------
+
+
+def wrn() -> None:
+    """WRN-28-10, batch 64, TF32: where the time goes, one change at a time."""
+    with float32_precision("tf32"):
+        ceilings()
+        net, x = network("wrn28_10", 10), pictures(1, 64, 32)
+        inference(net, x, "wrn tf32")
+        for method, label, graphs, mode in (
+            ("tribe", "eager", False, "off"),
+            ("tribe", "graphs", True, "off"),
+            ("tribe", "kernels", False, "auto"),
+            ("tribe", "kernels+graphs", True, "auto"),
+            ("tent", "kernels+graphs", True, "auto"),
+            ("source", "kernels+graphs", True, "auto"),
+            ("rotta", "kernels", False, "auto"),
+            ("rotta", "eager", False, "off"),
+        ):
+            adapting(net, method, x, f"wrn tf32 {method} {label}", graphs, mode)
+        with tuned():
+            adapting(net, "tribe", x, "wrn tf32 tribe kernels+graphs, cudnn.benchmark", True, "auto")
+        released = Released(net, tribe.methods.create("tribe", classes=10))
+        report("wrn tf32 released structure", measure(lambda: released(x[0]), 64))
+
+
+def bf16() -> None:
+    """WRN-28-10, batch 64, bf16: by autocast, and with weights in bf16 (no weight is cast again in every pass)."""
+    with float32_precision("tf32"):
+        net, x = network("wrn28_10", 10), pictures(1, 64, 32)
+        with torch.autocast("cuda", torch.bfloat16):
+            inference(net, x, "wrn bf16 autocast")
+            adapting(net, "tribe", x, "wrn bf16 autocast tribe graphs", True, "off")
+            adapting(net, "tribe", x, "wrn bf16 autocast tribe kernels+graphs", True, "auto")
+        half = tribe.Backbone(net).to(torch.bfloat16)
+        adapting(half, "tribe", x, "wrn bf16 weights tribe kernels+graphs", True, "auto")
+        with tuned():
+            adapting(half, "tribe", x, "wrn bf16 weights tribe kernels+graphs, cudnn.benchmark", True, "auto")
+
+
+def resnext() -> None:
+    """ResNeXt-29, CIFAR-100, batch 64."""
+    with float32_precision("tf32"):
+        net, x = network("resnext29", 100), pictures(1, 64, 32)
+        inference(net, x, "resnext tf32")
+        adapting(net, "tribe", x, "resnext tf32 tribe eager", False, "off")
+        adapting(net, "tribe", x, "resnext tf32 tribe kernels+graphs", True, "auto")
+        half = tribe.Backbone(net).to(torch.bfloat16)
+        adapting(half, "tribe", x, "resnext bf16 weights tribe kernels+graphs", True, "auto")
+        with tuned():
+            adapting(net, "tribe", x, "resnext tf32 tribe kernels+graphs, cudnn.benchmark", True, "auto")
+
+
+def streams() -> None:
+    """Many streams of small batches in one step, against as many steps."""
+    with float32_precision("tf32"):
+        net = network("wrn28_10", 10)
+        for count, batch in ((1, 1), (16, 1), (1, 8), (8, 8), (4, 64)):
+            x = pictures(count, batch, 32)
+            adapting(net, "tribe", x, f"streams {count} x {batch} tribe kernels+graphs", True, "auto")
+
+
+def resnet50() -> None:
+    """ResNet-50, K = 1000, batch 64: time and peak memory."""
+    with float32_precision("tf32"):
+        net, x = network("resnet50", 1000), pictures(1, 64, 224)
+        inference(net, x, "resnet50 tf32")
+        adapting(net, "tent", x, "resnet50 tf32 tent kernels", False, "auto")
+        adapting(net, "tribe", x, "resnet50 tf32 tribe kernels", False, "auto")
+        adapting(net, "tribe", x, "resnet50 tf32 tribe kernels+graphs", True, "auto")
+
+
+def profile() -> None:
+    """Which launches a TRIBE step with kernels spends its time on."""
+    for precision in ("tf32", "bf16"):
+        with float32_precision("tf32"), kernels.using("auto"):
+            net = tribe.Backbone(network("wrn28_10", 10))
+            net = net.to(torch.bfloat16) if precision == "bf16" else net
+            adapter, x = tribe.adapt(net, "tribe"), pictures(1, 64, 32)[0]
+            for _ in range(5):
+                adapter(x)
+            torch.cuda.synchronize()
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+                for _ in range(3):
+                    adapter(x)
+                torch.cuda.synchronize()
+        rows = [(e.key[:90], e.count // 3, e.self_device_time_total / 3e3) for e in seen.key_averages()]
+        rows.sort(key=lambda row: -row[2])
+        total, launches = sum(ms for *_, ms in rows), sum(n for _, n, _ in rows)
+        note(f"profile {precision}", {"launches": launches, "device ms a step": total, "rows": rows[:60]})
+        print(f"profile {precision}: {launches} launches, {total:.2f} ms on the device a step")
+        print(table(("", "calls", "ms"), [(name[:70], str(n), f"{ms:.3f}") for name, n, ms in rows[:16]]), flush=True)
+
+
+def compiled() -> None:
+    """Compiled channels-last inference, the hardest thing to be measured against."""
+    with float32_precision("tf32"), torch.no_grad():
+        for dtype, label in ((torch.float32, "tf32"), (torch.bfloat16, "bf16")):
+            net = network("wrn28_10", 10).to(dtype=dtype, memory_format=torch.channels_last)
+            x = pictures(1, 64, 32)[0].to(dtype).to(memory_format=torch.channels_last)
+            run = torch.compile(net, mode="reduce-overhead")
+            report(f"wrn {label} inference, compiled, channels-last", measure(lambda run=run, x=x: run(x), 64))
+
+
+SECTIONS: Mapping[str, Callable[[], None]] = {
+    f.__name__: f for f in (wrn, bf16, resnext, streams, resnet50, profile, compiled)
+}
+
+
+# -- contenders --------------------------------------------------------------------------------------------------------
+
+
+def ceilings() -> None:
+    """What the machine can do: matrix products and copies."""
+    found = {}
+    for name, dtype in (("tf32", torch.float32), ("bf16", torch.bfloat16)):
+        a, b = (torch.randn(8192, 8192, device="cuda", dtype=dtype) for _ in range(2))
+        found[f"matmul {name} TFLOP/s"] = 2 * 8192**3 / measure(lambda a=a, b=b: a @ b, 1) / 1e9
+    source = torch.rand(2**29, device="cuda")
+    target = torch.empty_like(source)
+    found["copy TB/s"] = 2 * source.nbytes / measure(lambda: target.copy_(source), 1) / 1e9
+    note("ceilings", found)
+    print(", ".join(f"{name} {value:.2f}" for name, value in found.items()), flush=True)
+
+
+def network(name: str, classes: int) -> torch.nn.Module:
+    return networks.build(name, classes, "cuda")
+
+
+def pictures(streams: int, batch: int, size: int) -> torch.Tensor:
+    return torch.rand(streams, batch, 3, size, size, device="cuda")
+
+
+def inference(net: torch.nn.Module, x: torch.Tensor, label: str) -> None:
+    """Plain inference as a user has it, and in the layout that suits convolutions."""
+    there, last = (t.to(memory_format=torch.channels_last) for t in (copy.deepcopy(net), x[0]))
+    with torch.no_grad():
+        report(f"{label} inference, plain eager", measure(lambda: net(x[0]), x.shape[1]))
+        report(f"{label} inference, channels-last eager", measure(lambda: there(last), x.shape[1]))
+
+
+def adapting(net: Any, method: str, x: torch.Tensor, label: str, graphs: bool, mode: Any) -> None:
+    """A method's steps; a failure is a result, too."""
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    try:
+        with kernels.using(mode):
+            adapter = tribe.adapt(net, method, streams=len(x), graphs=graphs)
+            images = x if len(x) > 1 else x[0]
+            ms = measure(lambda: adapter(images), len(x) * x.shape[1])
+    except (RuntimeError, ValueError) as error:
+        note(label, {"failed": f"{type(error).__name__}: {error}"[:600]})
+        print(f"{label}: FAILED {error}", flush=True)
+        return
+    report(label, ms, peak=torch.cuda.max_memory_allocated() - before)
+
+
+@contextlib.contextmanager
+def tuned() -> Iterator[None]:
+    """Let cuDNN try its algorithms and take the fastest."""
+    torch.backends.cudnn.benchmark = True
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = False
+
+
+def measure(call: Callable[[], object], images: int) -> float:
+    """Median milliseconds an image, by events on the device around blocks of calls."""
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
+    begun = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    block = max(1, min(50, round(SECONDS / max(time.perf_counter() - begun, 1e-5))))
+    times = []
+    for _ in range(ROUNDS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(block):
+            call()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / block / images)
+    return statistics.median(times)
+
+
+def report(label: str, ms: float, peak: int | None = None) -> None:
+    note(label, {"ms an image": ms, "peak MB": None if peak is None else peak / 2**20})
+    print(f"{label}: {ms:.4f} ms an image", flush=True)
+
+
+def note(label: str, values: Mapping[str, Any]) -> None:
+    print(MARK + json.dumps({"label": label, **values}), flush=True)
+
+
+# -- the whole ---------------------------------------------------------------------------------------------------------
+
+
+def main(argv: list[str] | None = None) -> None:
+    p = argparse.ArgumentParser("python -m benchmarks.gpu_session", description=__doc__.partition("\n")[0])
+    p.add_argument("--section", choices=SECTIONS, help="one section, in this process")
+    p.add_argument("--only", help="sections, such as wrn,bf16; default: all")
+    p.add_argument("--no-tests", action="store_true")
+    p.add_argument("--tests-limit", type=int, default=110, help="seconds")
+    p.add_argument("--seconds", type=int, default=240, help="no section begins after this")
+    o = p.parse_args(argv)
+    if o.section:
+        SECTIONS[o.section]()
+        return
+    begun, out = time.monotonic(), Path(os.environ.get("OUT", "."))
+    results: list[dict[str, Any]] = []
+    words = [] if o.no_tests else run_tests(out, o.tests_limit)
+    for name in o.only.split(",") if o.only else SECTIONS:
+        if time.monotonic() - begun > o.seconds:
+            words.append(f"{name}: not begun, out of time")
+            continue
+        found, word = run_section(name, out)
+        results += found
+        words += [word] if word else []
+        save = {"machine": machine(torch.device("cuda")), "words": words, "results": results}
+        (out / "gpu_session.json").write_text(json.dumps(save, indent=1))
+    cells = [
+        (r["label"], f"{r['ms an image']:.4f}", "" if r["peak MB"] is None else f"{r['peak MB']:,.0f}")
+        for r in results
+        if "ms an image" in r
+    ]
+    print("\n".join(words))
+    print(f"\n{table(('', 'ms/image', 'peak MB'), cells)}\n\n{time.monotonic() - begun:.0f} s in all")
+
+
+def run_tests(out: Path, limit: int) -> list[str]:
+    """The last line of each part, and what failed."""
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--tb=short", "--maxfail=8"]
+    logs = {name: out / f"tests-{name}.log" for name in TESTS}
+    jobs = {}
+    for name, log in logs.items():
+        with log.open("w") as file:
+            jobs[name] = subprocess.Popen([*command, *TESTS[name]], stdout=file, stderr=subprocess.STDOUT)
+    end = time.monotonic() + limit
+    words = []
+    for name, job in jobs.items():
+        try:
+            job.wait(max(end - time.monotonic(), 1))
+        except subprocess.TimeoutExpired:
+            job.kill()
+            words.append(f"{name}: stopped after {limit} s")
+        lines = logs[name].read_text().splitlines()
+        words += [f"{name}: {line}" for line in lines if line.startswith(("FAILED", "ERROR", "E  "))][:12]
+        words += [f"{name}: {line}" for line in lines[-1:]]
+    return words
+
+
+def run_section(name: str, out: Path) -> tuple[list[dict[str, Any]], str | None]:
+    """A section's numbers, as far as it got, and a word on how it ended if that was not well."""
+    command = [sys.executable, "-m", "benchmarks.gpu_session", "--section", name]
+    log, word = out / f"{name}.log", None
+    with log.open("w") as file:
+        try:
+            code = subprocess.run(
+                command, stdout=file, stderr=subprocess.STDOUT, timeout=LIMITS[name], check=False
+            ).returncode
+            word = f"{name}: ended with {code}: {log.read_text()[-600:]}" if code else None
+        except subprocess.TimeoutExpired:
+            word = f"{name}: stopped after {LIMITS[name]} s"
+    lines = log.read_text().splitlines()
+    found = [json.loads(line.removeprefix(MARK)) for line in lines if line.startswith(MARK)]
+    print("\n".join(line for line in lines if not line.startswith(MARK)), flush=True)
+    return found, word
+
+
+if __name__ == "__main__":
+    main()

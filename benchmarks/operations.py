@@ -1,0 +1,78 @@
+"""How many operations a step launches: a GPU waits for each of them, so fewer and larger ones are faster.
+
+Counted on torch's meta device, where tensors have shapes and no values: nothing is computed, and a step that looked at
+a value would fail. ``python -m benchmarks.operations --network wrn28_10`` prints a table.
+"""
+
+import argparse
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import tribe
+from benchmarks import networks
+from benchmarks.measure import table
+from tribe.state import tree_map
+
+FREE = {
+    "promote_types",
+    "scalar_tensor",
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+    "detach",
+    "alias",
+    "_unsafe_view",
+}
+
+
+class Count(TorchDispatchMode):
+    """Counts what reaches the device: views and allocations do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name = func.overloadpacket.__name__
+        if not func.is_view and name not in FREE:
+            self.operations[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def count(network: str, method: str, classes: int, batch: int, streams: int = 1) -> Counter[str]:
+    """The operations of one step, by name."""
+    size = networks.image_size(network)
+    net = tribe.Backbone(networks.build(network, classes)).to("meta")
+    rule = tribe.methods.create(method, classes=classes)
+    state = tree_map(lambda t: t.to("meta"), rule.init(net, streams))
+    x = torch.empty(streams, batch, 3, size, size, device="meta")
+    with Count() as seen:
+        rule.step(net, state, x, donate=tree_map(torch.empty_like, state))
+    return seen.operations
+
+
+def main(argv: list[str] | None = None) -> None:
+    p = argparse.ArgumentParser("python -m benchmarks.operations", description=__doc__.partition("\n")[0])
+    p.add_argument("--network", default="wrn28_10")
+    p.add_argument("--method", action="append", help="default: source, tent and tribe")
+    p.add_argument("--classes", type=int, default=10)
+    p.add_argument("--batch", type=int, default=64)
+    p.add_argument("--streams", type=int, default=1)
+    p.add_argument("--top", type=int, default=12, help="operations to name")
+    o = p.parse_args(argv)
+    for method in o.method or ["source", "tent", "tribe"]:
+        seen = count(o.network, method, o.classes, o.batch, o.streams)
+        cells = [(name, str(n)) for name, n in seen.most_common(o.top)]
+        print(f"{o.network}, {method}: {seen.total()} operations a step\n\n{table(('', 'calls'), cells)}\n")
+
+
+if __name__ == "__main__":
+    main()

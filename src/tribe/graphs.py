@@ -1,0 +1,212 @@
+"""A method's whole step as one launch: recorded in CUDA graphs for one shape of batch, then replayed.
+
+A step is thousands of small launches, and a fast GPU waits for most of them. A CUDA graph replays them all at once, but
+always on the memory it was recorded with. So there are two states in static memory and two graphs in ping-pong: one
+reads state 0 and writes state 1, the other the reverse. Nothing large is copied between steps; the class statistics of
+K = 1000 classes are written where they belong. Images go into static memory, too; a batch smaller than the recorded one
+is padded with images that are not `valid`, which weigh nothing.
+
+A recording is made with steps whose results are thrown away (a step is pure), so that it disturbs no stream.
+"""
+
+import contextlib
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from tribe import kernels
+from tribe.augment import Augment
+from tribe.backbone import Backbone
+from tribe.methods import Method
+from tribe.state import clone, leaves
+
+Switch = bool | Literal["auto"]  # capture steps; "auto": where that is possible
+Work = Callable[[], None]
+Record = Callable[[Work], Work]  # makes of a piece of work, on static memory, something that repeats it
+
+WARM_UP = 3  # eager rounds before a recording: libraries choose algorithms and allocate, kernels are compiled
+
+
+def refusal(method: Method, device: torch.device) -> str | None:
+    """Why the steps of a method cannot be captured, or None."""
+    if device.type != "cuda":
+        return f"CUDA graphs need a CUDA device; the network is on {device.type}"
+    if method.eager_only is not None:
+        return f"{method.name} cannot be captured in a CUDA graph: {method.eager_only}"
+    if not isinstance(getattr(method, "augment", Augment()), Augment):
+        return f"{method.name} has an augment= of its own, which may look at values; only tribe.Augment is captured"
+    return None
+
+
+class Steps:
+    """Takes a method's steps on a network, captured where that is asked for and possible.
+
+    Args:
+        method: what adapts.
+        net: the network, which must not be changed afterwards: a recording knows its weights by their place in memory.
+        graphs: True captures, or says why it cannot; "auto" captures where it can; False never does.
+        deterministic: choose algorithms that give the same bits every time, see `deterministic`.
+    """
+
+    def __init__(self, method: Method, net: Backbone, graphs: Switch = False, deterministic: bool = False) -> None:
+        if graphs not in (True, False, "auto"):
+            raise ValueError(f"graphs is True, False or 'auto'; got {graphs!r}")
+        if graphs is True and (reason := refusal(method, net.device)):
+            raise ValueError(f"{reason}. graphs='auto' would take its steps one launch at a time")
+        self.method, self.net, self.graphs, self.deterministic = method, net, graphs, deterministic
+        self.failed: str | None = None  # what went wrong with a recording
+        self._captured: Captured | None = None
+
+    @property
+    def eager_because(self) -> str | None:
+        """Why steps are taken one launch at a time; None: they are captured."""
+        if self.graphs is False:
+            return "graphs=False"
+        return self.failed or refusal(self.method, self.net.device)
+
+    def __call__(
+        self, state: Any, x: Tensor, valid: Tensor | None = None, *, donate: Any = False
+    ) -> tuple[Tensor, Any]:
+        """As `Method.step`. What a captured step returns as state is good until the step after the next."""
+        with deterministic() if self.deterministic else contextlib.nullcontext():
+            if self.eager_because is None and x.shape[1]:
+                try:
+                    self._captured = self._captured or Captured(self.method, self.net)
+                    return self._captured.step(state, x, valid)
+                except RuntimeError as error:
+                    if self.graphs is True or isinstance(error, torch.OutOfMemoryError):
+                        raise
+                    self.failed, self._captured = f"the step could not be captured in a CUDA graph ({error})", None
+                    warnings.warn(f"{self.failed}; it is taken one launch at a time", RuntimeWarning, stacklevel=2)
+            return self.method.step(self.net, state, x, valid, donate=donate)
+
+    def forget(self) -> None:
+        """Drop what was recorded: the network moves."""
+        self._captured = self.failed = None
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.method, self.net, self.graphs, self.deterministic)  # recordings are made anew
+
+
+class Captured:
+    """A method's steps in two graphs over two static states, for the shape of batch it has seen last.
+
+    ``record`` makes something that can be repeated of a piece of work; CUDA graphs, unless told otherwise.
+    """
+
+    def __init__(self, method: Method, net: Backbone, record: Callable[[], Record] | None = None) -> None:
+        self.method, self.net = method, net
+        self._record = record or cuda_graphs
+        self._setting: Any = None  # what the recording depends on
+        self._states: tuple[Any, Any]
+        self._x: Tensor
+        self._valid: Tensor
+        self._logits: Tensor | None = None
+        self._replay: list[Work] = []
+
+    @torch.no_grad()
+    def step(self, state: Any, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Any]:
+        """As `Method.step`; ``state`` is copied into static memory, unless it is what the last step returned."""
+        batch = x.shape[1]
+        if self._setting != _setting(x) or batch > self._x.shape[1]:
+            with torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext():
+                self._capture(state, x)
+        turn = next((i for i in (0, 1) if _same(self._states[i], state)), None)
+        if turn is None:
+            turn = 0
+            _copy(state, self._states[0])
+        self._x[:, :batch].copy_(x)
+        self._valid[:, batch:].fill_(False)
+        self._valid[:, :batch].copy_(valid) if valid is not None else self._valid[:, :batch].fill_(True)
+        self._replay[turn]()
+        assert self._logits is not None
+        return self._logits[:, :batch].clone(), self._states[1 - turn]
+
+    def _capture(self, state: Any, x: Tensor) -> None:
+        """Record both directions for batches of this shape."""
+        self._setting = None  # not done yet
+        self._states, self._x = (clone(state), clone(state)), x.clone()
+        self._valid = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
+        self._logits, self._replay = None, []
+        record = self._record()
+        self._replay = [record(lambda: self._work(0)), record(lambda: self._work(1))]
+        self._setting = _setting(x)
+
+    def _work(self, turn: int) -> None:
+        old, spare = self._states[turn], self._states[1 - turn]
+        logits, new = self.method.step(self.net, old, self._x, self._valid, donate=spare)
+        if self._logits is None:
+            self._logits = torch.empty_like(logits)
+        self._logits.copy_(logits)
+        _copy(new, spare)
+
+
+def cuda_graphs() -> Record:
+    """Record work as CUDA graphs that share their memory, as they never run at the same time."""
+    pool = torch.cuda.graph_pool_handle()
+
+    def record(work: Work) -> Work:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(WARM_UP):
+                work()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        # Of this thread only: others may pin memory for the next batch meanwhile.
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            work()
+        return graph.replay
+
+    return record
+
+
+@contextlib.contextmanager
+def deterministic() -> Iterator[None]:
+    """Let a step give the same bits every time on a GPU too, so that a resumed run equals one that never stopped."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    memory: Any = torch.utils.deterministic
+    tuned, filling = torch.backends.cudnn.benchmark, memory.fill_uninitialized_memory
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch asks for it
+    try:
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False  # what is fastest now may not be the next time
+        memory.fill_uninitialized_memory = False  # nothing is read that was not written
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.backends.cudnn.benchmark, memory.fill_uninitialized_memory = tuned, filling
+
+
+def _setting(x: Tensor) -> tuple[Any, ...]:
+    """All that a recording is tied to, apart from the number of images."""
+    kind = x.device.type
+    autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    backends: Any = torch.backends
+    return (
+        x.device,
+        x.dtype,
+        len(x),
+        x.shape[2:],
+        autocast and torch.get_autocast_dtype(kind),
+        backends.cuda.matmul.fp32_precision,
+        backends.cudnn.conv.fp32_precision,
+        backends.cudnn.benchmark,
+        torch.are_deterministic_algorithms_enabled(),
+        kernels.mode(),
+    )
+
+
+def _same(a: Any, b: Any) -> bool:
+    return all(s is t for s, t in zip(leaves(a).values(), leaves(b).values(), strict=True))
+
+
+def _copy(source: Any, target: Any) -> None:
+    """Copy every tensor of a state that is not in its place already."""
+    for s, t in zip(leaves(source).values(), leaves(target).values(), strict=True):
+        if s.data_ptr() != t.data_ptr():
+            t.copy_(s)
