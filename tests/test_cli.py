@@ -296,3 +296,16 @@ def test_a_pickle_is_never_opened(call, tmp_path, suffix):
     assert result.exit_code == 2
     assert "pickle" in result.stderr
     assert "safetensors.torch.save_file" in result.stderr
+
+
+def test_two_files_are_two_modules(folder):
+    """Else a class of the first would be looked up in the second, and its source taken for the other's."""
+    import inspect
+
+    from tribe.cli.targets import from_file
+
+    for name in ("one", "two"):
+        (folder / f"{name}.py").write_text(f"class Mine:\n    word = '{name}'\n")
+    one, two = (from_file(folder / f"{name}.py") for name in ("one", "two"))
+    assert (one.Mine.word, two.Mine.word) == ("one", "two")
+    assert inspect.getfile(one.Mine) == str(folder / "one.py")

@@ -287,7 +287,6 @@ class Experiment:
                 bench.stream(self),
                 seed=self.seeds[0],
                 spec=self._words(),
-                graphs="auto",
                 deterministic=bench.device.type == "cuda",  # a resumed stream must end with the same bits there, too
             )
             try:

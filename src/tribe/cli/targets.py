@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 import operator
 import sys
+import zlib
 from pathlib import Path
 from types import ModuleType
 
@@ -42,7 +43,8 @@ def load_target(target: str) -> nn.Module:
 def from_file(path: Path) -> ModuleType:
     """Run a file as a module."""
     sys.path.insert(0, str(path.resolve().parent))  # a script sees its neighbours, as when Python runs it
-    name = "tribe_target"  # not the file's own: it may be called like a module that is loaded already
+    # Not the file's own name, which a loaded module may have; one for each file, so that a class finds its own.
+    name = f"tribe_target_{zlib.crc32(str(path.resolve()).encode()):08x}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None

@@ -11,13 +11,14 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table as Grid
 
 from tribe import paper, plots, reproduce
 from tribe.atomic import write_atomically
 from tribe.cli import build
 from tribe.cli.app import app, emit, fail
+from tribe.distributed import Failure, run_all
 from tribe.environment import PRECISIONS
 from tribe.experiment import Bench, Experiment, Result, finished
 from tribe.registry import nearest
@@ -68,6 +69,15 @@ def reproduce_artifact(
         int | None,
         typer.Option(help="Threads of a run on the CPU, a part of what it is. With 1, start one process a core."),
     ] = None,
+    ray: Annotated[
+        bool, typer.Option("--ray", help="Run side by side on Ray: on the cluster there is, or all cores; --threads 1.")
+    ] = False,
+    ray_address: Annotated[
+        str | None, typer.Option(help="Run on this cluster of Ray.", show_default="$RAY_ADDRESS")
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="Run on a new cluster of Ray, with as many cores of this machine.")
+    ] = None,
     no_run: Annotated[
         bool, typer.Option("--no-run", help="Compare what lies in --runs, wherever it was made; needs no weights.")
     ] = False,
@@ -101,7 +111,8 @@ def reproduce_artifact(
         if not no_run:
             runs.mkdir(parents=True, exist_ok=True)
             with _told(Console(stderr=True)) as console:
-                plan = _run(plan, runs, console)
+                cluster = ray_address or ("auto" if ray or workers is not None else None)
+                plan = _run(plan, runs, console, cluster, workers)
         comparison = reproduce.compare(plan, runs)
         others = _planning(wishes.of_any_table, bench, runs, no_run)
         judgements = reproduce.judged(others, runs, [comparison], table.name)
@@ -184,31 +195,40 @@ def _listed(text: str | None) -> list[str]:
 # -- what is run ------------------------------------------------------------------------------------------------------
 
 
-def _run(plan: Plan, runs: Path, console: Console) -> Plan:
-    """Run with a bar for all experiments and one for the present."""
+def _run(plan: Plan, runs: Path, console: Console, ray: str | None, workers: int | None) -> Plan:
+    """Run with a bar for all experiments and one for each that is under way."""
     if not plan.experiments:
         return plan
     words, bar = TextColumn("{task.description}"), BarColumn()
     with Progress(words, bar, TimeElapsedColumn(), TimeRemainingColumn(), console=console) as progress:
         whole = progress.add_task(f"{plan.table.name}: 0 of {len(plan.experiments)} runs", total=len(plan.experiments))
-        present = progress.add_task("", total=1)
+        present: dict[Experiment, TaskID] = {}
 
-        def follow(experiment: Experiment) -> Callable[[int, int, float | None], None]:
+        def follow(experiment: Experiment, done: int, of: int, wrong: float | None) -> None:
             name = f"{experiment.method.name}, {_stream_words(experiment)}"
-            progress.reset(present, description=name, total=1)
+            told = "" if wrong is None else f": error {100 * wrong:.1f} %"
+            if experiment not in present:
+                present[experiment] = progress.add_task(name)
+            progress.update(present[experiment], completed=done, total=of, description=name + told)
 
-            def show(done: int, of: int, wrong: float | None) -> None:
-                told = "" if wrong is None else f": error {100 * wrong:.1f} %"
-                progress.update(present, completed=done, total=of, description=name + told)
-
-            return show
-
-        def done(experiment: Experiment, result: Result | str) -> None:
+        def done(experiment: Experiment, outcome: Result | Failure) -> None:
+            if experiment in present:
+                progress.remove_task(present.pop(experiment))
             progress.advance(whole)
             count = f"{int(progress.tasks[0].completed)} of {len(plan.experiments)} runs"
             progress.update(whole, description=f"{plan.table.name}: {count}")
 
-        return reproduce.run(plan, runs, plan.bench, follow, done)
+        outcomes = run_all(
+            plan.experiments,
+            runs,
+            ray=ray,
+            workers=workers,
+            bench=plan.bench,
+            retries=0 if ray is None else 2,  # another worker may have what one lacks; this process has not
+            progress=follow,
+            done=done,
+        )
+    return plan.without({failed.experiment.id: failed.reason for failed in outcomes if isinstance(failed, Failure)})
 
 
 def _stream_words(experiment: Experiment) -> str:
