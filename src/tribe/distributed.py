@@ -16,14 +16,12 @@ import contextlib
 import functools
 import hashlib
 import importlib
-import importlib.util
 import inspect
 import json
 import operator
 import os
 import platform
 import socket
-import sys
 import tempfile
 import time
 import warnings
@@ -41,6 +39,7 @@ import tribe
 from tribe import methods
 from tribe.atomic import write_atomically
 from tribe.experiment import EVERY, Bench, Busy, Experiment, Result
+from tribe.modules import from_file
 from tribe.run import Progress
 
 Follow = Callable[[Experiment, int, int, float | None], None]  # batches done, in all, error so far
@@ -254,15 +253,8 @@ class Foreign(NamedTuple):
             path = Path(_folder().name) / hashlib.sha256(self.source).hexdigest() / path.name
             path.parent.mkdir(exist_ok=True)
             path.write_bytes(self.source)
-        sys.path.insert(0, str(path.parent))  # a script sees its neighbours, as when Python runs it
         # Named by its place, so that a file that was changed takes the place of its older self in the registry.
-        name = f"tribe_method_{hashlib.sha256(self.file.encode()).hexdigest()[:16]}"
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None
-        assert spec.loader is not None
-        module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up there
-        spec.loader.exec_module(module)
-        return module
+        return from_file(path, f"tribe_method_{hashlib.sha256(self.file.encode()).hexdigest()[:16]}")
 
 
 def _bytes_of(cls: type) -> bytes | None:

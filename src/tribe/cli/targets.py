@@ -1,7 +1,6 @@
 """A model named on the command line: ``package.module:attribute`` or ``path/to/file.py:attribute``."""
 
 import importlib
-import importlib.util
 import operator
 import sys
 import zlib
@@ -10,6 +9,7 @@ from types import ModuleType
 
 from torch import nn
 
+from tribe import modules
 from tribe.cli.app import fail
 from tribe.registry import nearest
 
@@ -42,15 +42,8 @@ def load_target(target: str) -> nn.Module:
 
 def from_file(path: Path) -> ModuleType:
     """Run a file as a module."""
-    sys.path.insert(0, str(path.resolve().parent))  # a script sees its neighbours, as when Python runs it
-    # Not the file's own name, which a loaded module may have; one for each file, so that a class finds its own.
-    name = f"tribe_target_{zlib.crc32(str(path.resolve()).encode()):08x}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up there
-    spec.loader.exec_module(module)
-    return module
+    # A name for each file, so that a class finds its own.
+    return modules.from_file(path, f"tribe_target_{zlib.crc32(str(path.resolve()).encode()):08x}")
 
 
 def from_package(name: str) -> ModuleType:

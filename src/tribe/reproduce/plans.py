@@ -10,10 +10,10 @@ from typing import Any
 
 from tribe import methods, paper
 from tribe.datasets import Dataset
-from tribe.experiment import Bench, Busy, Experiment, Named, Result
+from tribe.distributed import Failure, Follow, run_all
+from tribe.experiment import Bench, Experiment, Named, Result
 from tribe.paper import Cell, Table
 from tribe.registry import nearest
-from tribe.run import Progress
 from tribe.stream import Stream
 
 FAILURES = (
@@ -118,35 +118,28 @@ def run(
     plan: Plan,
     root: str | PathLike[str],
     bench: Bench,
-    progress: Callable[[Experiment], Progress | None] | None = None,
-    done: Callable[[Experiment, Result | str], None] | None = None,
+    *,
+    ray: str | None = None,
+    workers: int | None = None,
+    progress: Follow | None = None,
+    done: Callable[[Experiment, Result | Failure], None] | None = None,
 ) -> Plan:
     """Run what is missing; what fails is noted in the plan that comes back, and the rest goes on.
-
-    What another process is computing is left for the end, so that two of them share the work.
 
     Args:
         plan: of a table.
         root: the folder of results.
         bench: where they are computed.
-        progress: what follows an experiment, batch by batch.
+        ray: None runs them here; see `tribe.distributed.run_all` for this and the others.
+        workers: cores of a cluster that is started here.
+        progress: follows the experiments, batch by batch.
         done: called after each, with its result or with why there is none.
     """
-    failed: dict[str, str] = {}
-    later: list[Experiment] = []
-    for queue, wait in ((plan.experiments, False), (later, True)):
-        for experiment in queue:
-            try:
-                follow = None if progress is None else progress(experiment)
-                result: Result | str = experiment.run(root, bench=bench, progress=follow, wait=wait)
-            except Busy:
-                later.append(experiment)
-                continue
-            except Exception as error:  # a method may be anyone's, and raise anything; the others go on
-                result = failed[experiment.id] = _told(error)
-            if done is not None:
-                done(experiment, result)
-    return plan.without(failed)
+    retries = 0 if ray is None else 2  # another worker may have what one lacks; this process has not
+    outcomes = run_all(
+        plan.experiments, root, ray=ray, workers=workers, bench=bench, retries=retries, progress=progress, done=done
+    )
+    return plan.without({failed.experiment.id: failed.reason for failed in outcomes if isinstance(failed, Failure)})
 
 
 # -- rows and columns -------------------------------------------------------------------------------------------------

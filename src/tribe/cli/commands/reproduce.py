@@ -18,7 +18,7 @@ from tribe import paper, plots, reproduce
 from tribe.atomic import write_atomically
 from tribe.cli import build
 from tribe.cli.app import app, emit, fail
-from tribe.distributed import Failure, run_all
+from tribe.distributed import Failure
 from tribe.environment import PRECISIONS
 from tribe.experiment import Bench, Experiment, Result, finished
 from tribe.registry import nearest
@@ -218,17 +218,7 @@ def _run(plan: Plan, runs: Path, console: Console, ray: str | None, workers: int
             count = f"{int(progress.tasks[0].completed)} of {len(plan.experiments)} runs"
             progress.update(whole, description=f"{plan.table.name}: {count}")
 
-        outcomes = run_all(
-            plan.experiments,
-            runs,
-            ray=ray,
-            workers=workers,
-            bench=plan.bench,
-            retries=0 if ray is None else 2,  # another worker may have what one lacks; this process has not
-            progress=follow,
-            done=done,
-        )
-    return plan.without({failed.experiment.id: failed.reason for failed in outcomes if isinstance(failed, Failure)})
+        return reproduce.run(plan, runs, plan.bench, ray=ray, workers=workers, progress=follow, done=done)
 
 
 def _stream_words(experiment: Experiment) -> str:

@@ -1,0 +1,17 @@
+"""Run a file that belongs to no package as a module."""
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+
+def from_file(path: Path, name: str) -> ModuleType:
+    """Run a file as the module ``name``; not the file's own name, which a loaded module may have."""
+    sys.path.insert(0, str(path.resolve().parent))  # a script sees its neighbours, as when Python runs it
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up there
+    spec.loader.exec_module(module)
+    return module
