@@ -11,14 +11,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-pytest.importorskip("typer")
-pytest.importorskip("rich")
-
-from typer.testing import CliRunner
-
 import tribe
+from commands import said, tribe_command
 from tribe import scenarios
-from tribe.cli.commands import app
 from tribe.datasets.embedded import mnist_test
 
 SHORT = (
@@ -29,16 +24,8 @@ SHORT = (
 )  # two domains
 
 
-def tribe_run(*arguments, cwd=None):
-    result = CliRunner().invoke(app, ["run", *map(str, arguments)])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
-
-
-def said(result):
-    """What an error paragraph says, without line breaks."""
-    return " ".join(result.stderr.split())
+def tribe_run(*arguments):
+    return tribe_command("run", *arguments)
 
 
 @pytest.fixture(autouse=True)
@@ -207,7 +194,7 @@ def test_the_command_runs_as_a_process_with_nothing_on_stdout_but_json(tmp_path)
 
 class TestSchedule:
     def run(self, *arguments):
-        return CliRunner().invoke(app, ["schedule", *map(str, arguments)])
+        return tribe_command("schedule", *arguments)
 
     def test_it_is_the_stream_that_run_plays(self, played):
         result = self.run("gli-f", *SHORT, "--seed", 1, "--json", "--out", "plan.npz")

@@ -12,14 +12,9 @@ from html.parser import HTMLParser
 import pytest
 import torch
 
-pytest.importorskip("typer")
-pytest.importorskip("rich")
-
-from typer.testing import CliRunner
-
 import tribe
+from commands import tribe_command
 from tribe import metrics, report, scenarios
-from tribe.cli.commands import app
 from tribe.experiment import Experiment, Named
 from tribe.report import markup
 
@@ -56,10 +51,7 @@ def keep(folder, **records):
 
 
 def tribe_report(*arguments):
-    result = CliRunner().invoke(app, ["report", *map(str, arguments)])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
+    return tribe_command("report", *arguments)
 
 
 class Page(HTMLParser):
@@ -259,12 +251,12 @@ def test_the_command_on_the_page_makes_the_same_records_again(tmp_path, monkeypa
     monkeypatch.setenv("TRIBE_DATA", str(tmp_path / "nothing"))
     asked = ["run", *SHORT, "--methods", "source,tent", "--set", "tent.lr=0.01", "--set", "scenario.sigma=0.05"]
     asked += ["--seed", "3", "--seeds", "2", "--out", "runs", "--scenario", "gli-v", "--batch", "50"]
-    assert CliRunner().invoke(app, asked).exit_code == 0
+    assert tribe_command(*asked).exit_code == 0
     page_of(tmp_path / "runs")
     commands = said_commands(tmp_path / "runs")
     assert len(commands) == 2
     for command in commands:
-        assert CliRunner().invoke(app, shlex.split(command)[1:]).exit_code == 0, command
+        assert tribe_command(*shlex.split(command)[1:]).exit_code == 0, command
     for name in ("source-seed3", "source-seed4", "tent-seed3", "tent-seed4"):
         ours, again = (tribe.Record.load(tmp_path / f / f"{name}.npz") for f in ("runs", "again"))
         assert ours.spec == again.spec
@@ -284,7 +276,7 @@ def test_an_experiment_is_reported_with_its_machine_and_a_command_of_the_same_nu
     command = next(c for c in said_commands(tmp_path / "runs") if "--methods bn" in c)
     words = shlex.split(command)
     assert words[0] == f"OMP_NUM_THREADS={torch.get_num_threads()}"
-    assert CliRunner().invoke(app, words[2:]).exit_code == 0, command
+    assert tribe_command(*words[2:]).exit_code == 0, command
     again = tribe.Record.load("again/bn-seed1.npz")
     (ours,) = (r for p in tmp_path.glob("runs/*/record-1.npz") if (r := tribe.Record.load(p)).spec["method"] == "bn")
     assert torch.equal(ours.prediction, again.prediction)

@@ -12,14 +12,9 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("typer")
-pytest.importorskip("rich")
-
-from typer.testing import CliRunner
-
 import tribe
+from commands import said, tribe_command
 from tribe import paper, reproduce
-from tribe.cli.commands import app
 from tribe.experiment import Bench, Experiment, MixedResults, finished
 from tribe.paper.claims import claims
 from tribe.reproduce import Comparison, Entry, Wishes
@@ -32,14 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:an imbalance of")
 
 
 def call(*arguments):
-    result = CliRunner().invoke(app, ["reproduce", *map(str, arguments)])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
-
-
-def said(result):
-    return " ".join(result.stderr.split())
+    return tribe_command("reproduce", *arguments)
 
 
 @pytest.fixture(autouse=True)

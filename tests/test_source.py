@@ -14,18 +14,13 @@ from safetensors.torch import load_file, save_file
 
 import layouts
 import tribe
+from commands import said
+from commands import tribe_command as command
 from tribe import methods, source
 from tribe.backbone import Backbone
 from tribe.source import Knowledge, KnowledgeError
 from tribe.state import digest
 from tribe.testing import images, informed, small_network
-
-pytest.importorskip("typer")
-pytest.importorskip("rich")
-
-from typer.testing import CliRunner
-
-from tribe.cli.commands import app
 
 
 @pytest.fixture
@@ -133,17 +128,6 @@ def test_where_knowledge_lies(tmp_path):
 
 
 # -- tribe source -----------------------------------------------------------------------------------------------------
-
-
-def command(*arguments):
-    result = CliRunner().invoke(app, [str(a) for a in arguments])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
-
-
-def said(result):
-    return " ".join(result.stderr.split())
 
 
 @pytest.fixture

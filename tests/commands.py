@@ -1,0 +1,23 @@
+"""The `tribe` command called in this process, for tests."""
+
+import pytest
+
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+
+from typer.testing import CliRunner
+
+from tribe.cli.commands import app
+
+
+def tribe_command(*arguments):
+    """Call it; what it did not turn into words is raised here."""
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def said(result):
+    """What an error paragraph says, without line breaks."""
+    return " ".join(result.stderr.split())
