@@ -5,6 +5,7 @@
 """
 
 import dataclasses
+import functools
 from pathlib import Path
 
 import numpy as np
@@ -115,8 +116,8 @@ class NoteAsRecorded(methods.get("note")):
     held: torch.Tensor | None = None  # (T, M), their positions in the memory at each update, -1 padded
 
     def remember(self, memory, x, labels, valid, key):
-        held = self.held[int(key.clock[0])]
-        pictures = self.stream[held.clamp_min(0)].flatten(1)
+        held = self.held[int(key.clock[0])].to(x.device)
+        pictures = self.stream.to(x.device)[held.clamp_min(0)].flatten(1)
         image = torch.zeros_like(memory.image)
         image[:, :, : pictures.shape[1]] = pictures
         return memory._replace(image=image, held=held.ge(0).sum().expand_as(memory.held))
@@ -146,10 +147,15 @@ def drifting(data):
     return DriftingRotta(classes=classes, lr=1e-2, augment=recorded_augmentation)
 
 
-def replay(data, name, method, fields, streams=1, dtype=torch.float32, device="cpu"):
+def eagerly(method, net):
+    return functools.partial(method.step, net)
+
+
+def replay(data, name, method, fields, streams=1, dtype=torch.float32, device="cpu", stepping=eagerly):
     """Play the recorded stream (in each of `streams` rows) and return all logits and the final state.
 
-    `fields` are the method's settings, or a function (recording, network) that makes them, or the method.
+    `fields` are the method's settings, or a function (recording, network) that makes them, or the method. `stepping`
+    makes the step of a method and a network.
     """
     net = Backbone(Net(part(data, "net")).to(device, dtype))
     if callable(fields):
@@ -161,9 +167,9 @@ def replay(data, name, method, fields, streams=1, dtype=torch.float32, device="c
         method = fields
     else:
         method = methods.create(method, classes=data[f"logits/{name}"].shape[-1], **fields)
-    state, outputs = method.init(net, streams), []
+    state, outputs, step = method.init(net, streams), [], stepping(method, net)
     for x in torch.from_numpy(data["x"][: len(data[f"logits/{name}"])]).to(device, dtype):
-        logits, state = method.step(net, state, x.expand(streams, *x.shape))
+        logits, state = step(state, x.expand(streams, *x.shape))
         outputs.append(logits)
     return torch.stack(outputs, 1), state  # (S, T, B, K)
 

@@ -27,10 +27,11 @@ def ieee_float32():
         yield
 
 
+@pytest.mark.parametrize("mode", ["off", "auto"])
 @pytest.mark.parametrize(("file", "name"), CASES)
-def test_the_recording_holds_on_the_gpu(file, name):
+def test_the_recording_holds_on_the_gpu(file, name, mode):
     path = SHARED / f"{file}_open.npz" if SHARED.is_dir() else DATA / f"{file}.npz"
-    with np.load(path) as data:
+    with np.load(path) as data, kernels.using(mode):
         logits, _ = replay(dict(data), name, *RECORDED[file][name], device="cuda")
         golden = torch.from_numpy(data[f"logits/{name}"])
     assert (logits[0].cpu() - golden).abs().max() <= TOLERANCE.get(name, 5e-5)

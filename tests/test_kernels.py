@@ -67,14 +67,14 @@ def near(a: torch.Tensor, b: torch.Tensor, tolerance: float = 1e-5) -> bool:
 # -- without Triton, or without a GPU ----------------------------------------------------------------------------------
 
 
-def test_nothing_is_launched_unless_asked_for_and_where_it_cannot_be():
+def test_nothing_is_launched_where_it_cannot_be_or_when_told():
     x = torch.rand(1, 2, 3, 4)
-    assert not kernels.ready(x)
-    with kernels.using("auto"):
-        assert kernels.ready(x) == kernels.INTERPRETED
-        assert not kernels.ready(x.double())
-        assert not kernels.ready(x[:, :0])
-    assert not kernels.ready(x)
+    assert kernels.ready(x) == kernels.INTERPRETED
+    assert not kernels.ready(x.double())
+    assert not kernels.ready(x[:, :0])
+    with kernels.using("off"):
+        assert not kernels.ready(x)
+    assert kernels.mode() == "auto"
 
 
 def test_an_unknown_mode_is_refused():

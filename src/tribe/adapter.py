@@ -50,7 +50,7 @@ def adapt(
     classes: int | None = None,
     streams: int = 1,
     seed: int = 0,
-    graphs: Switch = False,
+    graphs: Switch = "auto",
     deterministic: bool = False,
     **fields: Any,
 ) -> "Adapter":
@@ -63,7 +63,8 @@ def adapt(
         classes: the number of classes; read from the last Linear layer if not given.
         streams: how many independent streams (cameras) adapt on this one network.
         seed: seed of the first stream; stream i has seed + i.
-        graphs: True takes a step as one launch on a GPU (see `tribe.graphs`), "auto" does so where it is possible.
+        graphs: "auto" takes a step as one launch on a GPU where it can (see `tribe.graphs`: the first batch of a shape
+            takes as long as eight); True insists on it, False takes one launch at a time.
         deterministic: the same bits every time on a GPU too, at some cost in speed.
         fields: the method's hyper-parameters.
 
@@ -91,7 +92,7 @@ def load(
     path: str | PathLike[str],
     model: nn.Module | Backbone,
     *,
-    graphs: Switch = False,
+    graphs: Switch = "auto",
     deterministic: bool = False,
     **fields: Any,
 ) -> "Adapter":
@@ -128,7 +129,7 @@ class Adapter(nn.Module):
         streams: int = 1,
         seed: int = 0,
         classes: int | None = None,
-        graphs: Switch = False,
+        graphs: Switch = "auto",
         deterministic: bool = False,
     ) -> None:
         super().__init__()

@@ -6,6 +6,9 @@ reads state 0 and writes state 1, the other the reverse. Nothing large is copied
 K = 1000 classes are written where they belong. Images go into static memory, too; a batch smaller than the recorded one
 is padded with images that are not `valid`, which weigh nothing.
 
+A step in the middle of which the host decides something is captured in parts (`tribe.parts`): one launch each, their
+arguments copied into static memory and their results out of it.
+
 A recording is made with steps whose results are thrown away (a step is pure), so that it disturbs no stream.
 """
 
@@ -16,18 +19,20 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tribe import kernels
 from tribe.augment import Augment
 from tribe.backbone import Backbone
 from tribe.methods import Method
+from tribe.parts import flat, mapped, performed_by
 from tribe.state import clone, leaves
 
 Switch = bool | Literal["auto"]  # capture steps; "auto": where that is possible
 Work = Callable[[], None]
 Record = Callable[[Work], Work]  # makes of a piece of work, on static memory, something that repeats it
 
+SHAPES = 8  # recordings of an adapter's steps before "auto" gives up: images that change their shape all the time
 WARM_UP = 3  # eager rounds before a recording: libraries choose algorithms and allocate, kernels are compiled
 
 
@@ -35,7 +40,7 @@ def refusal(method: Method, device: torch.device) -> str | None:
     """Why the steps of a method cannot be captured, or None."""
     if device.type != "cuda":
         return f"CUDA graphs need a CUDA device; the network is on {device.type}"
-    if method.eager_only is not None:
+    if method.eager_only is not None and not method.in_parts:
         return f"{method.name} cannot be captured in a CUDA graph: {method.eager_only}"
     if not isinstance(getattr(method, "augment", Augment()), Augment):
         return f"{method.name} has an augment= of its own, which may look at values; only tribe.Augment is captured"
@@ -48,22 +53,22 @@ class Steps:
     Args:
         method: what adapts.
         net: the network, which must not be changed afterwards: a recording knows its weights by their place in memory.
-        graphs: True captures, or says why it cannot; "auto" captures where it can; False never does.
+        graphs: True captures, or says why it cannot; "auto" captures where it can and shapes last; False never does.
         deterministic: choose algorithms that give the same bits every time, see `deterministic`.
     """
 
-    def __init__(self, method: Method, net: Backbone, graphs: Switch = False, deterministic: bool = False) -> None:
+    def __init__(self, method: Method, net: Backbone, graphs: Switch = "auto", deterministic: bool = False) -> None:
         if graphs not in (True, False, "auto"):
             raise ValueError(f"graphs is True, False or 'auto'; got {graphs!r}")
         if graphs is True and (reason := refusal(method, net.device)):
             raise ValueError(f"{reason}. graphs='auto' would take its steps one launch at a time")
         self.method, self.net, self.graphs, self.deterministic = method, net, graphs, deterministic
         self.failed: str | None = None  # what went wrong with a recording
-        self._captured: Captured | None = None
+        self._captured: Captured | InParts | None = None
 
     @property
     def eager_because(self) -> str | None:
-        """Why steps are taken one launch at a time; None: they are captured."""
+        """Why steps are taken one launch at a time; None: they are captured, whole or in parts."""
         if self.graphs is False:
             return "graphs=False"
         return self.failed or refusal(self.method, self.net.device)
@@ -75,8 +80,14 @@ class Steps:
         with deterministic() if self.deterministic else contextlib.nullcontext():
             if self.eager_because is None and x.shape[1]:
                 try:
-                    self._captured = self._captured or Captured(self.method, self.net)
-                    return self._captured.step(state, x, valid)
+                    if self._captured is None:
+                        whole = self.method.eager_only is None
+                        self._captured = (Captured if whole else InParts)(self.method, self.net)
+                    result = self._captured.step(state, x, valid)
+                    if self._captured.recorded > SHAPES and self.graphs == "auto":
+                        self.failed = f"batches came in more than {SHAPES} shapes, each of which is recorded anew"
+                        self._captured = None
+                    return result
                 except RuntimeError as error:
                     if self.graphs is True or isinstance(error, torch.OutOfMemoryError):
                         raise
@@ -101,6 +112,7 @@ class Captured:
     def __init__(self, method: Method, net: Backbone, record: Callable[[], Record] | None = None) -> None:
         self.method, self.net = method, net
         self._record = record or cuda_graphs
+        self.recorded = 0  # shapes of batches so far
         self._setting: Any = None  # what the recording depends on
         self._states: tuple[Any, Any]
         self._x: Tensor
@@ -135,6 +147,7 @@ class Captured:
         record = self._record()
         self._replay = [record(lambda: self._work(0)), record(lambda: self._work(1))]
         self._setting = _setting(x)
+        self.recorded += 1
 
     def _work(self, turn: int) -> None:
         old, spare = self._states[turn], self._states[1 - turn]
@@ -143,6 +156,65 @@ class Captured:
             self._logits = torch.empty_like(logits)
         self._logits.copy_(logits)
         _copy(new, spare)
+
+
+class InParts:
+    """A method's steps with each of their parts recorded, for the shape of batch it has seen last."""
+
+    def __init__(self, method: Method, net: Backbone, record: Callable[[], Record] | None = None) -> None:
+        self.method, self.net = method, net
+        self._record = record or cuda_graphs
+        self.recorded = 0  # shapes of batches so far
+        self._setting: Any = None  # what the recordings depend on
+        self._batch = 0
+        self._recordings: Callable[..., Any]
+
+    @torch.no_grad()
+    def step(self, state: Any, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Any]:
+        """As `Method.step`; nothing it returns is static memory."""
+        batch = x.shape[1]
+        if self._setting != _setting(x) or batch > self._batch:
+            self._recordings, self._setting, self._batch = Recordings(self._record()), _setting(x), batch
+            self.recorded += 1
+        valid = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if valid is None else valid
+        if short := self._batch - batch:
+            x, valid = (nn.functional.pad(t, [0, 0] * (t.dim() - 2) + [0, short]) for t in (x, valid))
+        with torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext(), performed_by(self._recordings):
+            logits, state = self.method.step(self.net, state, x, valid)
+        return logits[:, :batch], state
+
+
+class Recordings:
+    """Work on tensors in static memory, recorded at the first call with arguments of a kind and repeated since."""
+
+    def __init__(self, record: Record) -> None:
+        self._record = record
+        self._known: dict[Any, tuple[Any, list[Any], Work]] = {}  # arguments and results, in static memory
+
+    def __call__(self, work: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """``work(*args)``."""
+        kind = work.__qualname__, *(_kind(value) for value in flat(args))
+        if kind not in self._known:
+            self._known[kind] = self._recorded(work, args)
+        static, results, replay = self._known[kind]
+        for place, value in zip(flat(static), flat(args), strict=True):
+            if isinstance(place, Tensor):
+                place.copy_(value)
+        replay()
+        return mapped(Tensor.clone, results[0])
+
+    def _recorded(self, work: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, list[Any], Work]:
+        static: Any = mapped(Tensor.clone, args)
+        results: list[Any] = []
+
+        def go() -> None:
+            done = work(*static)
+            results[:] = results or [mapped(torch.empty_like, done)]
+            for place, value in zip(flat(results[0]), flat(done), strict=True):
+                if isinstance(place, Tensor):
+                    place.copy_(value)
+
+        return static, results, self._record(go)
 
 
 def cuda_graphs() -> Record:
@@ -199,6 +271,11 @@ def _setting(x: Tensor) -> tuple[Any, ...]:
         torch.are_deterministic_algorithms_enabled(),
         kernels.mode(),
     )
+
+
+def _kind(value: Any) -> Any:
+    """All of an argument that a recording is tied to: of tensors not their values."""
+    return (value.shape, value.dtype, value.device) if isinstance(value, Tensor) else value
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -5,9 +5,9 @@ launches, forward and backward, and reads its activations many times; here it is
 numbers are the same up to rounding: sums are in float32, centred before they are squared, and in a fixed order, so that
 a run repeats bit by bit.
 
-Off unless asked for: ``kernels.use("auto")``, or TRIBE_KERNELS=auto in the environment. "auto" is for tensors on CUDA;
-elsewhere, in float64, and where Triton is missing, the tensor operations are used. (Triton's interpreter,
-TRITON_INTERPRET=1, runs the kernels on the CPU, for tests.)
+They are used for tensors on CUDA; elsewhere, in float64, where Triton is missing, and after ``kernels.use("off")`` or
+with TRIBE_KERNELS=off in the environment, the tensor operations are. (Triton's interpreter, TRITON_INTERPRET=1, runs
+the kernels on the CPU, for tests.)
 
 Activations are N = R x B samples of C channels and L pixels, wherever these lie in memory; channels-last suits best.
 """
@@ -46,7 +46,7 @@ LINE = 256  # bytes of channels that a program reads at a stretch; also how many
 SAMPLES = 128  # the most samples a row for which `update` holds the sums over classes on the chip
 
 Mode = Literal["auto", "off"]
-_mode: Mode = "auto" if os.environ.get("TRIBE_KERNELS") == "auto" else "off"
+_mode: Mode = "off" if os.environ.get("TRIBE_KERNELS") == "off" else "auto"
 
 
 def use(mode: Mode) -> None:

@@ -21,6 +21,8 @@ from tribe.record import Record
 from tribe.state import clone, digest, leaves, rebuild, select
 from tribe.stream import Stream
 
+SLOW = 0.5  # seconds for a checkpoint that are too many to spend whenever they are due
+
 Progress = Callable[[int, int, float | None], None]  # batches done, in all, error so far (None without labels)
 
 
@@ -34,7 +36,7 @@ def run(
     checkpoint: str | PathLike[str] | None = None,
     every: int = 50,
     progress: Progress | None = None,
-    graphs: Switch = False,
+    graphs: Switch = "auto",
     deterministic: bool = False,
 ) -> list[Record]:
     """Predict every stream, adapting on the way: a record each.
@@ -46,9 +48,10 @@ def run(
         seed: seed of the first stream's augmentation; stream i has seed + i.
         spec: words about how this was made, kept in the records.
         checkpoint: a file to go on from if it exists, and to write every ``every`` batches; removed at the end.
-        every: batches between checkpoints.
+        every: batches between checkpoints; more where writing one takes over half a second (methods that adapt all
+            weights of a large network keep a gigabyte), so that it never costs a tenth of the time.
         progress: called after every batch.
-        graphs: True takes a step as one launch on a GPU (see `tribe.graphs`), "auto" does so where it is possible.
+        graphs: "auto" takes a step as one launch on a GPU where it can (see `tribe.graphs`); True insists on it.
         deterministic: the same bits every time on a GPU too, so that a resumed run equals one that never stopped.
     """
     streams = len(stream.seeds)
@@ -60,6 +63,7 @@ def run(
     if checkpoint is not None and Path(checkpoint).exists():
         state, columns, start = _resume(checkpoint, source, identity)
     wrong, judged = _tally((column["label"][0], column["prediction"][0]) for column in columns)
+    due = 0.0  # no checkpoint before this time
     pin = net.device.type == "cuda"  # from pinned memory the copy does not hold up the host
     for step, batch in enumerate(stream.starting_at(start, pin=pin), start):
         begun = time.perf_counter()
@@ -80,8 +84,11 @@ def run(
             tally = _tally([(batch.y[batch.valid], prediction[batch.valid])])
             wrong, judged = wrong + tally[0], judged + tally[1]
             progress(step + 1, len(stream), wrong / judged if judged else None)
-        if checkpoint is not None and (step + 1) % every == 0:
+        if checkpoint is not None and (step + 1) % every == 0 and time.perf_counter() >= due:
+            asked = time.perf_counter()
             _save(checkpoint, state, columns, step + 1, identity)
+            took = time.perf_counter() - asked
+            due = time.perf_counter() + 10 * took if took > SLOW else 0.0
     if checkpoint is not None:
         Path(checkpoint).unlink(missing_ok=True)
     domains, classes = stream.domains, len(stream.dataset.classes)

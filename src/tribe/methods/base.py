@@ -72,7 +72,8 @@ class Method(ABC):
     does_not_adapt: ClassVar[str | None] = None  # a reason, for methods whose predictions never change
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}  # fields by data set
     variants: ClassVar[Mapping[str, Mapping[str, Any]]] = {}  # settings with a name of their own
-    eager_only: ClassVar[str | None] = None  # why a step cannot be captured in a CUDA graph; see tribe.graphs
+    eager_only: ClassVar[str | None] = None  # why a step cannot be captured in one CUDA graph; see tribe.graphs
+    in_parts: ClassVar[bool] = False  # but then in several, see tribe.parts
     needs: ClassVar[str | None] = None  # what it must know of the source data, in words; see tribe.source
 
     def __post_init__(self) -> None:

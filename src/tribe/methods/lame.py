@@ -18,6 +18,7 @@ from tribe.backbone import Backbone
 from tribe.methods.base import finish, register, screen
 from tribe.methods.source import Source, SourceState
 from tribe.moments import wide
+from tribe.parts import part
 
 LOOK_EVERY = 8  # rounds between two looks at whether every stream has settled: each makes the host wait for the device
 
@@ -34,6 +35,14 @@ class Neighbours(NamedTuple):
         return (y[streams, self.who] * self.valid.unsqueeze(-1)).sum(2)
 
 
+class Settling(NamedTuple):
+    """Where the rounds stand."""
+
+    scores: Tensor  # (S, B, K)
+    energy: Tensor  # (S,)
+    moving: Tensor  # (S,) bool, the streams that have not settled
+
+
 @register("lame")
 @dataclass(frozen=True)
 class Lame(Source):
@@ -43,7 +52,7 @@ class Lame(Source):
     rounds: int = 100  # at most
     settled: float = 1e-8  # relative change of E at which a stream stops
 
-    eager_only = "the host looks whether the assignments have settled"
+    eager_only, in_parts = "the host looks whether the assignments have settled", True
     paper = "Boudiaf et al., Parameter-free online test-time adaptation, CVPR 2022"
     output = "probabilities"
     does_not_adapt = "it keeps nothing from one batch to the next"
@@ -77,30 +86,44 @@ class Lame(Source):
     @torch.no_grad()
     def _corrected(self, net: Backbone, state: SourceState, x: Tensor, valid: Tensor) -> Tensor:
         """Logits (S, B, K) of the assignments."""
+        unary, near = part(self._compare, net, state, x, valid)
+        return self._settle(unary, near, valid)
+
+    def _compare(self, net: Backbone, state: SourceState, x: Tensor, valid: Tensor) -> tuple[Tensor, Neighbours]:
+        """What the source says of each image, -log p (S, B, K), and whom it lies near."""
         affine, stats, norm = self.deployed(net, state)
         logits, features, _ = net(x, affine, stats, norm, valid=valid)
         if features is None:
             raise ValueError(NO_FEATURES)
         unary = -(logits.to(wide(logits.dtype)).softmax(-1) + 1e-10).log()  # (S, B, K)
-        return self._settle(unary, nearest(features, valid, self.neighbours), valid)
+        return unary, nearest(features, valid, self.neighbours)
 
     def _settle(self, unary: Tensor, near: Neighbours, valid: Tensor) -> Tensor:
         """Iterate each stream until its energy stands still; a stream that has settled stays."""
-        scores = -unary
         energy = torch.full_like(unary[:, 0, 0], torch.inf)  # (S,)
-        moving = torch.ones_like(energy, dtype=torch.bool)
-        for i in range(self.rounds):
+        now = Settling(-unary, energy, torch.ones_like(energy, dtype=torch.bool))
+        for first in range(0, self.rounds, LOOK_EVERY):
+            some = min(LOOK_EVERY, self.rounds - first)
+            now = part(self._pull, now, unary, near, valid, some, first == 0)
+            if not bool(now.moving.any()):
+                break
+        return now.scores
+
+    def _pull(
+        self, now: Settling, unary: Tensor, near: Neighbours, valid: Tensor, rounds: int, beginning: bool
+    ) -> Settling:
+        """Some rounds."""
+        scores, energy, moving = now
+        for i in range(rounds):
             pull = near.sum(scores.softmax(-1))  # W Y
             scores = torch.where(moving.view(-1, 1, 1), pull - unary, scores)
             y = scores.softmax(-1)
             terms = unary * y - pull * y + y * y.clamp_min(1e-20).log()
-            now = torch.where(valid.unsqueeze(-1), terms, 0).sum((1, 2))
-            if i > 1:  # NOTE: the first two rounds never end it, as released
-                moving &= (now - energy).abs() > self.settled * energy.abs()
-            energy = now
-            if i % LOOK_EVERY == LOOK_EVERY - 1 and not bool(moving.any()):
-                break
-        return scores
+            new = torch.where(valid.unsqueeze(-1), terms, 0).sum((1, 2))
+            if i > 1 or not beginning:  # NOTE: the first two rounds never end it, as released
+                moving = moving & ((new - energy).abs() > self.settled * energy.abs())
+            energy = new
+        return Settling(scores, energy, moving)
 
 
 def nearest(features: Tensor, valid: Tensor, count: int) -> Neighbours:

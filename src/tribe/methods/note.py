@@ -20,6 +20,7 @@ from tribe.losses import entropy, mean_over
 from tribe.memory import ROOM, Reservoir, admit_reservoir, check_size, fit, hold, images, predictions_after, reservoir
 from tribe.methods.base import Deployed, Method, finish, new_info, new_key, register, screen
 from tribe.norms.instance import Instance
+from tribe.parts import part
 from tribe.rng import Key
 from tribe.state import Affine, Info, Stats
 
@@ -49,7 +50,7 @@ class Note(Method):
     size: int = 64  # images in memory
     room: int = ROOM  # values of an image, channels x height x width at most: the memory's size is settled beforehand
 
-    eager_only = "the host decides which images enter its memory"
+    eager_only, in_parts = "the host decides which images enter its memory", True
     paper = "Gong et al., NOTE: robust continual test-time adaptation against temporal correlation, NeurIPS 2022"
     presets = {  # noqa: RUF012
         "mnist": {"classes": 10},
@@ -85,10 +86,10 @@ class Note(Method):
         """Let a batch (S, B, ...) with its predicted labels arrive in memory."""
         memory = fit(memory, x)
         # In parts no larger than the memory: what a part costs grows with its square.
-        for part, label, counted in zip(*(t.split(self.size, 1) for t in (x, labels, valid)), strict=True):
+        for some, label, counted in zip(*(t.split(self.size, 1) for t in (x, labels, valid)), strict=True):
             turnover = admit_reservoir(memory, label, counted, key.seed)
             whole = torch.full_like(memory.held, label.shape[1])
-            memory = hold(memory, {"image": part, "label": label}, turnover, counted, whole)
+            memory = hold(memory, {"image": some, "label": label}, turnover, counted, whole)
             memory = predictions_after(memory, label, counted)
         return memory
 
@@ -97,16 +98,20 @@ class Note(Method):
     ) -> tuple[Tensor, NoteState]:
         """Predict, remember, then take one Adam step down the entropy of the memory."""
         x, valid, rejected = screen(x, valid)
-        prediction = self.predict(net, state, x, valid)
+        prediction = part(self.predict, net, state, x, valid)
         memory = self.remember(state.memory, x, prediction.argmax(-1), valid, state.key)
 
-        counts = memory.filled & valid.any(1, keepdim=True)  # (S, M): a stream that saw nothing does nothing
+        new = part(self._learn, net, state._replace(memory=memory), x.shape[2:], valid.any(1))
+        return finish(net, state, new, prediction, valid, rejected, affine=new.affine)
+
+    def _learn(self, net: Backbone, state: NoteState, shape: tuple[int, ...], due: Tensor) -> NoteState:
+        """One step down the entropy of the memory."""
+        counts = state.memory.filled & due.unsqueeze(1)  # (S, M): a stream that saw nothing does nothing
         with torch.enable_grad():
             affine = Affine(*(t.detach().requires_grad_() for t in state.affine))
             norm = self._norm(observing=True)
-            logits, _, stats = net(images(memory, x.shape[2:]), affine, state.stats, norm, valid=counts)
+            logits, _, stats = net(images(state.memory, shape), affine, state.stats, norm, valid=counts)
             loss = mean_over(entropy(logits), counts)  # (S,)
             grads = Affine(*torch.autograd.grad(loss.sum(), affine))
         moved, moments = adam.step(state.affine, grads, state.adam, self.lr)
-        new = state._replace(affine=moved, stats=stats, adam=moments, memory=memory)
-        return finish(net, state, new, prediction, valid, rejected, affine=moved)
+        return state._replace(affine=moved, stats=stats, adam=moments)

@@ -25,6 +25,7 @@ from tribe.methods.base import Deployed, Method, finish, new_info, new_key, regi
 from tribe.moments import wide
 from tribe.norms.frozen import Frozen
 from tribe.norms.robust import Robust
+from tribe.parts import part
 from tribe.rng import Key
 from tribe.state import Affine, Info, Stats, select
 
@@ -60,7 +61,7 @@ class Rotta(Method):
     room: int = ROOM  # values of an image, channels x height x width at most: the memory's size is settled beforehand
     augment: View = Augment()  # noqa: RUF009  what the student sees; a callable gets (B, ...)
 
-    eager_only = "the host decides which images enter its memory, and when it is time to learn"
+    eager_only, in_parts = "the host decides which images enter its memory, and when it is time to learn", True
     paper = "Yuan et al., Robust test-time adaptation in dynamic scenarios, CVPR 2023"
     presets = {  # noqa: RUF012
         "mnist": {"classes": 10},
@@ -104,15 +105,18 @@ class Rotta(Method):
     ) -> tuple[Tensor, RottaState]:
         """Predict with the teacher, remember, and learn from the memory whenever another 64 images have passed."""
         x, valid, rejected = screen(x, valid)
-        prediction = self.predict(net, state, x, valid)
-        p = prediction.to(wide(prediction.dtype)).softmax(-1)
-        labels, uncertainty = p.argmax(-1), -(p * (p + 1e-6).log()).sum(-1)  # (S, B)
-
+        prediction, labels, uncertainty = part(self._look, net, state, x, valid)
         new = state._replace(memory=fit(state.memory, x))
         # A part of no more images than there are between updates holds one update at most.
-        for part in zip(*(t.split(self.every, 1) for t in (x, labels, uncertainty, valid)), strict=True):
-            new = self._remember(net, new, *part)
+        for some in zip(*(t.split(self.every, 1) for t in (x, labels, uncertainty, valid)), strict=True):
+            new = self._remember(net, new, *some)
         return finish(net, state, new, prediction, valid, rejected, affine=new.student.affine)
+
+    def _look(self, net: Backbone, state: RottaState, x: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The teacher's logits (S, B, K), the class it sees and how unsure it is (S, B)."""
+        prediction = self.predict(net, state, x, valid)
+        p = prediction.to(wide(prediction.dtype)).softmax(-1)
+        return prediction, p.argmax(-1), -(p * (p + 1e-6).log()).sum(-1)
 
     def _remember(
         self, net: Backbone, state: RottaState, x: Tensor, labels: Tensor, uncertainty: Tensor, valid: Tensor
@@ -126,7 +130,8 @@ class Rotta(Method):
         due = valid.sum(1) >= wanted
         if bool(due.any()):
             passed = (valid.cumsum(1) < wanted.unsqueeze(1)).sum(1) + 1
-            state = self._update(net, state, hold(memory, columns, turnover, valid, passed), x.shape[2:], due)
+            then = hold(memory, columns, turnover, valid, passed)
+            state = part(self._update, net, state, then, x.shape[2:], due)
         whole = torch.full_like(wanted, x.shape[1])
         return state._replace(memory=hold(memory, columns, turnover, valid, whole))
 

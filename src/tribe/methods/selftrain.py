@@ -25,6 +25,7 @@ from tribe.norms.batch import Batch
 from tribe.norms.frozen import Frozen
 from tribe.norms.instance import Instance
 from tribe.norms.robust import Robust
+from tribe.parts import part
 from tribe.rng import Key
 from tribe.state import Affine, Info, Stats, clone
 
@@ -96,6 +97,7 @@ class SelfTraining(Tribe):
         if self.memory != 0:
             check_size(self.memory, self.room)
             object.__setattr__(self, "eager_only", "the host decides which images enter its memory")
+            object.__setattr__(self, "in_parts", True)
         if self.teacher == "ema" and self.lambda_anc:
             raise ValueError(
                 "the anchored loss moves the teacher's own parameters, and a moving average has none to move: "
@@ -137,16 +139,22 @@ class SelfTraining(Tribe):
     ) -> tuple[Tensor, SelfTrainingState]:
         """Predict with the teacher; then the branches see the batch, or the memory, and the student learns from it."""
         x, valid, rejected = screen(x, valid)
-        prediction = self.predict(net, state, x, valid)
+        prediction = part(self.predict, net, state, x, valid)
         labels, seen, counted, memory = prediction.argmax(-1), x, valid, state.memory
         if self.memory:
             memory = self._remember(state.memory, x, prediction, labels, valid)
             labels, seen = memory.label, images(memory, x.shape[2:])
             counted = memory.filled & valid.any(1, keepdim=True)
-        if not self.learning:
-            new = state._replace(memory=memory, pair=self._observe(net, state, seen, labels, counted))
-            return finish(net, state, new, prediction, valid, rejected, affine=state.affine)
+        new, share = part(self._follow, net, state._replace(memory=memory), seen, labels, counted)
+        trusted = None if share is None else share.unsqueeze(1).expand_as(valid)
+        return finish(net, state, new, prediction, valid, rejected, trusted, new.affine)
 
+    def _follow(
+        self, net: Backbone, state: SelfTrainingState, seen: Tensor, labels: Tensor, counted: Tensor
+    ) -> tuple[SelfTrainingState, Tensor | None]:
+        """Let statistics, and parameters if they learn, follow what is seen; also the share (S,) that was trusted."""
+        if not self.learning:
+            return state._replace(pair=self._observe(net, state, seen, labels, counted)), None
         anchor, anchor_stats = self._anchor(net, state, seen, labels, counted, None)  # type: ignore[arg-type]
         with torch.enable_grad():
             affine = Affine(*(t.detach().requires_grad_() for t in state.affine))
@@ -167,9 +175,8 @@ class SelfTraining(Tribe):
         followed = clone(moved)
         if self.teacher == "ema":
             followed = Affine(*(torch.lerp(t, s, self.nu) for t, s in zip(state.teacher, moved, strict=True)))
-        new = SelfTrainingState(moved, followed, pair_stats, anchor_stats, memory, moments, state.key, state.info)
-        share = mean_over(trusted.float(), counted).unsqueeze(1).expand_as(valid)
-        return finish(net, state, new, prediction, valid, rejected, share, moved)
+        new = state._replace(affine=moved, teacher=followed, pair=pair_stats, anchor=anchor_stats, adam=moments)
+        return new, mean_over(trusted.float(), counted)
 
     def _observe(self, net: Backbone, state: SelfTrainingState, x: Tensor, labels: Tensor, valid: Tensor) -> Stats:
         """Let the teacher's statistics follow; those of a student that does not learn stay."""
