@@ -140,3 +140,16 @@ def test_a_step_does_not_wait_for_the_host(method, mode):
         method.step(net, state, x)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("mode", ["off", "auto"])
+@pytest.mark.parametrize("method", tribe.methods.names())
+def test_deterministic_steps_give_the_same_bits(method, mode):
+    """Of every method, captured where it can be: nothing it uses lacks a deterministic algorithm."""
+    kernels.use(mode)
+    net = small_network().cuda()
+    first, second = (tribe.adapt(net, ready(method), streams=2, deterministic=True) for _ in range(2))
+    for seed in range(12):  # RoTTA learns at the 64th image
+        x = images(2, 6, seed).cuda()
+        assert torch.equal(first(x), second(x))
+    assert first.digest() == second.digest()

@@ -18,6 +18,7 @@ from tribe.backbone import Backbone
 from tribe.environment import float32_precision
 from tribe.graphs import Captured
 from tribe.norms.balanced import Balanced
+from tribe.norms.batch import pool_batch
 from tribe.state import Affine, Stats, leaves
 from tribe.testing import CLASSES, images, small_network
 
@@ -173,6 +174,25 @@ def test_statistics_and_parameters_fold_into_scale_and_shift(batch):
         results.append((scale, shift, *grads))
     for a, b in zip(*results, strict=True):
         assert near(b, a)
+
+
+@runs
+@pytest.mark.parametrize("batch", [1, 5, 64, 150])
+def test_moments_pool_over_valid_samples(batch):
+    """The means lie far from zero, and rows have all, some and no valid samples."""
+    mean, var = drawn(3, batch, 21) + 100, drawn(3, batch, 21, seed=1).abs()
+    valid = torch.stack((torch.ones(batch).bool(), torch.arange(batch) % 3 == 0, torch.zeros(batch).bool()))
+    by = drawn(3, 1, 21, seed=2).to(DEVICE)
+    results = []
+    for mode in ("off", "auto"):
+        given = [t.to(DEVICE).requires_grad_() for t in (mean.clone(), var.clone())]
+        with kernels.using(mode):
+            pooled = pool_batch(*given, valid.to(DEVICE))
+            slopes = torch.autograd.grad((pooled[0] * by + pooled[1] * by.sin()).sum(), given)
+        results.append((*pooled, *slopes))
+    for a, b in zip(*results, strict=True):
+        assert near(b, a)
+    assert (results[1][0][2] == 0).all()
 
 
 # -- whole layers ------------------------------------------------------------------------------------------------------

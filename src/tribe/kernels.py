@@ -323,6 +323,72 @@ def fold_backward(
     return dmean, dvar, dweight, dbias
 
 
+def pools(mean: Tensor) -> bool:
+    """Whether the kernels are to pool moments (R, B, C)."""
+    return ready(mean) and mean.dtype == torch.float32
+
+
+def pool(mean: Tensor, var: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean and biased variance (R, 1, C) over the valid (R, B) samples of a row, and how many these are (R,)."""
+    mean, var, valid = mean.contiguous(), var.contiguous(), valid.contiguous()
+    rows, batch, channels = mean.shape
+    centre, spread = mean.new_empty((2, rows, 1, channels))
+    count = mean.new_empty(rows)
+    many, wide = min(max(triton.next_power_of_2(batch), 16), 64), 16
+    _pool[rows, triton.cdiv(channels, wide)](mean, var, valid, centre, spread, count, batch, channels, many, wide)
+    return centre, spread, count
+
+
+def pool_backward(
+    by_centre: Tensor, by_spread: Tensor, mean: Tensor, valid: Tensor, centre: Tensor, count: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of the per-sample moments (R, B, C)."""
+    rows, batch, channels = mean.shape
+    dmean, dvar = mean.new_empty((2, rows, batch, channels))
+    _pool_backward[rows * batch, triton.cdiv(channels, LINE)](
+        by_centre.contiguous(), by_spread.contiguous(), mean.contiguous(), valid.contiguous(), centre, count,
+        dmean, dvar, batch, channels, LINE,
+    )  # fmt: skip
+    return dmean, dvar
+
+
+@triton.jit
+def _pool(
+    mean, var, valid, centre, spread, count, B, C, MANY: tl.constexpr, WIDE: tl.constexpr
+):  # fmt: skip
+    r, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * WIDE + tl.arange(0, WIDE)
+    total, number = tl.zeros([WIDE], tl.float32), 0.0
+    for start in range(0, B, MANY):
+        b = start + tl.arange(0, MANY)
+        weight = tl.load(valid + r * B + b, b < B, 0).to(tl.float32)
+        at = (r * B + b)[:, None] * C + c[None, :]
+        t = tl.load(mean + at, (b < B)[:, None] & (c < C)[None, :], 0)
+        total += tl.sum(weight[:, None] * t, 0)
+        number += tl.sum(weight, 0)
+    many = tl.maximum(number, 1.0)
+    own, square = total / many, tl.zeros([WIDE], tl.float32)
+    for start in range(0, B, MANY):
+        b = start + tl.arange(0, MANY)
+        weight = tl.load(valid + r * B + b, b < B, 0).to(tl.float32)
+        at, inside = (r * B + b)[:, None] * C + c[None, :], (b < B)[:, None] & (c < C)[None, :]
+        off = tl.load(mean + at, inside, 0) - own[None, :]
+        square += tl.sum(weight[:, None] * (tl.load(var + at, inside, 0) + off * off), 0)
+    tl.store(centre + r * C + c, own, c < C)
+    tl.store(spread + r * C + c, square / many, c < C)
+    tl.store(count + r, many)
+
+
+@triton.jit
+def _pool_backward(by_centre, by_spread, mean, valid, centre, count, dmean, dvar, B, C, LINE: tl.constexpr):
+    n, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * LINE + tl.arange(0, LINE)
+    r, at = n // B, n * C + c
+    share = tl.load(valid + n).to(tl.float32) / tl.load(count + r)
+    by_var = share * tl.load(by_spread + r * C + c, c < C, 0)
+    off = tl.load(mean + at, c < C, 0) - tl.load(centre + r * C + c, c < C, 0)
+    tl.store(dmean + at, share * tl.load(by_centre + r * C + c, c < C, 0) + 2 * by_var * off, c < C)
+    tl.store(dvar + at, by_var, c < C)
+
+
 @triton.jit
 def _fold(mean, var, weight, bias, scale, shift, B, C, weight_row, bias_row, eps, LINE: tl.constexpr):
     n, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * LINE + tl.arange(0, LINE)
