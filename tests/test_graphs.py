@@ -1,6 +1,7 @@
 """Captured steps: what may be captured, and that a step from static memory is the step itself."""
 
 import copy
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -449,3 +450,28 @@ def test_autocast_is_captured_with_the_rest():
         with torch.autocast("cuda", torch.bfloat16, enabled=seed != 1):
             assert (adapter(x).float() - plain(x).float()).abs().max() <= 0.2
     assert all(t.dtype in (torch.float32, torch.int64) for t in leaves(adapter.state).values())
+
+
+@dataclasses.dataclass(frozen=True)
+class Looking(tribe.methods.get("tent")):
+    """Somebody's method that looks at a value and does not say so."""
+
+    def step(self, net, state, x, valid=None, *, donate=False):
+        return super().step(net, state, x if x.sum() > 0 else x + 1, valid, donate=donate)
+
+
+@gpu
+@pytest.mark.gpu
+def test_a_step_that_cannot_be_recorded_is_taken_all_the_same():
+    net = small_network().cuda()
+    adapter, plain = tribe.adapt(net, Looking()), tribe.adapt(net, Looking(), graphs=False)
+    with pytest.warns(RuntimeWarning, match="could not be captured"):
+        first = adapter(images(1, 6)[0].cuda())
+    assert (first - plain(images(1, 6)[0].cuda())).abs().max() <= 1e-4
+    for seed in range(1, 4):  # the device has come to no harm
+        x = images(1, 6, seed)[0].cuda()
+        assert (adapter(x) - plain(x)).abs().max() <= 1e-4
+    assert "could not be captured" in adapter.eager_because
+    with pytest.raises(RuntimeError):
+        tribe.adapt(net, Looking(), graphs=True)(x)
+    assert tribe.adapt(net, "tent", graphs=True)(x).shape == (6, CLASSES)
