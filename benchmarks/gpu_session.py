@@ -11,7 +11,7 @@ import contextlib
 import copy
 import json
 import os
-import statistics
+import re
 import subprocess
 import sys
 import time
@@ -22,11 +22,14 @@ from typing import Any
 import torch
 
 import tribe
-from benchmarks import networks
-from benchmarks.measure import table
+from benchmarks import growth
 from benchmarks.released import Released
 from tribe import kernels
+from tribe.bench.clock import peak_memory, race, summary, warm_up
+from tribe.bench.networks import build, noise
+from tribe.bench.text import table
 from tribe.environment import float32_precision, machine
+from tribe.graphs import Switch
 
 TESTS = {  # side by side: most of their time is compilation
     "gpu": ["tests/test_gpu.py"],
@@ -37,8 +40,20 @@ TESTS = {  # side by side: most of their time is compilation
     "passes-float16": ["tests/test_kernels.py", "-k", "passes and dtype2"],
 }
 MARK = "result "  # begins a line that carries a number
-LIMITS = {"wrn": 75, "bf16": 60, "resnext": 60, "streams": 45, "resnet50": 60, "profile": 35, "compiled": 60}
+LIMITS = {"wrn": 60, "others": 60, "bf16": 60, "resnext": 60, "streams": 45, "apart": 45, "resnet50": 60}  # seconds
+LIMITS |= {"long": 45, "profile": 35, "compiled": 60}
 ROUNDS, SECONDS = 7, 0.12  # of a measurement; the median counts
+LONG, WITHIN = 2000, 18.0  # steps of the long run, and seconds after which it is long enough
+CUDA = torch.device("cuda")
+PARTS = {  # of a step, by the names of kernels
+    "dgrad": "convolutions, backward",
+    "fprop|convolve_common": "convolutions, forward",
+    "^_(moments|slopes)": "statistics",
+    "^_(apply|joint)": "normalisation",
+    "^_(update|fold)": "class update",
+    "CUDAFunctor_add|launch_clamp|threshold|BinaryFunctor<(float|c10::BFloat16)": "ReLU and additions",
+}
+REST = "the rest"
 
 
 # -- sections: each measures a few contenders --------------------------------------------------------------------------
@@ -48,8 +63,9 @@ def wrn() -> None:
     """WRN-28-10, batch 64, TF32: where the time goes, one change at a time."""
     with float32_precision("tf32"):
         ceilings()
-        net, x = network("wrn28_10", 10), pictures(1, 64, 32)
+        net, x = build("wrn28_10", 10, CUDA), pictures(1, 64, 32)
         inference(net, x, "wrn tf32")
+        shared = tribe.Backbone(net)
         for method, label, graphs, mode in (
             ("tribe", "eager", False, "off"),
             ("tribe", "graphs", True, "off"),
@@ -57,24 +73,35 @@ def wrn() -> None:
             ("tribe", "kernels+graphs", True, "auto"),
             ("tent", "kernels+graphs", True, "auto"),
             ("source", "kernels+graphs", True, "auto"),
-            ("rotta", "kernels", False, "auto"),
-            ("rotta", "eager", False, "off"),
         ):
-            adapting(net, method, x, f"wrn tf32 {method} {label}", graphs, mode)
+            adapting(shared, method, x, f"wrn tf32 {method} {label}", graphs, mode)
         with tuned():
-            adapting(net, "tribe", x, "wrn tf32 tribe kernels+graphs, cudnn.benchmark", True, "auto")
+            adapting(shared, "tribe", x, "wrn tf32 tribe kernels+graphs, cudnn.benchmark", True, "auto")
         released = Released(net, tribe.methods.create("tribe", classes=10))
         report("wrn tf32 released structure", measure(lambda: released(x[0]), 64))
+
+
+def others() -> None:
+    """WRN-28-10, batch 64, TF32: methods in whose steps the host decides something, and TRIBE bit for bit."""
+    with float32_precision("tf32"):
+        shared, x = tribe.Backbone(build("wrn28_10", 10, CUDA)), pictures(1, 64, 32)
+        for method in ("rotta", "note", "lame"):
+            adapting(shared, method, x, f"wrn tf32 {method} kernels+graphs", "auto", "auto")
+        adapting(shared, "rotta", x, "wrn tf32 rotta kernels", False, "auto")
+        adapting(shared, "rotta", x, "wrn tf32 rotta eager", False, "off")
+        label = "wrn tf32 tribe kernels+graphs, deterministic"
+        adapting(shared, "tribe", x, label, True, "auto", deterministic=True)
 
 
 def bf16() -> None:
     """WRN-28-10, batch 64, bf16: by autocast, and with weights in bf16 (no weight is cast again in every pass)."""
     with float32_precision("tf32"):
-        net, x = network("wrn28_10", 10), pictures(1, 64, 32)
+        net, x = build("wrn28_10", 10, CUDA), pictures(1, 64, 32)
         with torch.autocast("cuda", torch.bfloat16):
             inference(net, x, "wrn bf16 autocast")
-            adapting(net, "tribe", x, "wrn bf16 autocast tribe graphs", True, "off")
-            adapting(net, "tribe", x, "wrn bf16 autocast tribe kernels+graphs", True, "auto")
+            shared = tribe.Backbone(net)
+            adapting(shared, "tribe", x, "wrn bf16 autocast tribe graphs", True, "off")
+            adapting(shared, "tribe", x, "wrn bf16 autocast tribe kernels+graphs", True, "auto")
         half = tribe.Backbone(net).to(torch.bfloat16)
         adapting(half, "tribe", x, "wrn bf16 weights tribe kernels+graphs", True, "auto")
         with tuned():
@@ -84,42 +111,72 @@ def bf16() -> None:
 def resnext() -> None:
     """ResNeXt-29, CIFAR-100, batch 64."""
     with float32_precision("tf32"):
-        net, x = network("resnext29", 100), pictures(1, 64, 32)
+        net, x = build("resnext29", 100, CUDA), pictures(1, 64, 32)
         inference(net, x, "resnext tf32")
-        adapting(net, "tribe", x, "resnext tf32 tribe eager", False, "off")
-        adapting(net, "tribe", x, "resnext tf32 tribe kernels+graphs", True, "auto")
+        shared = tribe.Backbone(net)
+        adapting(shared, "tribe", x, "resnext tf32 tribe eager", False, "off")
+        adapting(shared, "tribe", x, "resnext tf32 tribe kernels+graphs", True, "auto")
         half = tribe.Backbone(net).to(torch.bfloat16)
         adapting(half, "tribe", x, "resnext bf16 weights tribe kernels+graphs", True, "auto")
         with tuned():
-            adapting(net, "tribe", x, "resnext tf32 tribe kernels+graphs, cudnn.benchmark", True, "auto")
+            adapting(shared, "tribe", x, "resnext tf32 tribe kernels+graphs, cudnn.benchmark", True, "auto")
 
 
 def streams() -> None:
-    """Many streams of small batches in one step, against as many steps."""
+    """Many streams of small batches in one step."""
     with float32_precision("tf32"):
-        net = network("wrn28_10", 10)
+        shared = tribe.Backbone(build("wrn28_10", 10, CUDA))
         for count, batch in ((1, 1), (16, 1), (1, 8), (8, 8), (4, 64)):
             x = pictures(count, batch, 32)
-            adapting(net, "tribe", x, f"streams {count} x {batch} tribe kernels+graphs", True, "auto")
+            adapting(shared, "tribe", x, f"streams {count} x {batch} tribe kernels+graphs", True, "auto")
+
+
+def apart() -> None:
+    """16 streams of batch 1 in one step, against 16 adapters that are called in turn; all captured, one network."""
+    with float32_precision("tf32"), kernels.using("auto"):
+        shared, x = tribe.Backbone(build("wrn28_10", 10, CUDA)), pictures(16, 1, 32)
+        together = tribe.adapt(shared, "tribe", streams=16, graphs=True)
+        alone = [tribe.adapt(shared, "tribe", seed=i, graphs=True) for i in range(16)]
+
+        def in_turn() -> None:
+            for adapter, images in zip(alone, x, strict=True):
+                adapter(images)
+
+        calls = {"streams 16 x 1 in one step": lambda: together(x), "streams 16 x 1, an adapter each": in_turn}
+        for call in calls.values():
+            warm_up(call, CUDA)
+        for label, times in race(calls, ROUNDS, CUDA, block=SECONDS).items():
+            report(label, 1e3 * summary(times)[0] / 16)
+
+
+def long() -> None:
+    """Whether a step takes as long at the end of a long run as at its beginning."""
+    with float32_precision("tf32"), kernels.using("auto"):
+        windows = growth.watch("wrn28_10", "tribe", 10, 64, 1, LONG, str(CUDA), WITHIN)
+    first, last = windows[0], windows[-1]
+    found = {"steps": last.steps, "first ms a step": first.ms_per_step, "last ms a step": last.ms_per_step}
+    note("long wrn tf32 tribe kernels+graphs", found)
+    print(f"a tenth of {LONG} steps at a time:\n{growth.show(windows)}", flush=True)
 
 
 def resnet50() -> None:
     """ResNet-50, K = 1000, batch 64: time and peak memory."""
     with float32_precision("tf32"):
-        net, x = network("resnet50", 1000), pictures(1, 64, 224)
+        net, x = build("resnet50", 1000, CUDA), pictures(1, 64, 224)
         inference(net, x, "resnet50 tf32")
-        adapting(net, "tent", x, "resnet50 tf32 tent kernels", False, "auto")
-        adapting(net, "tribe", x, "resnet50 tf32 tribe kernels", False, "auto")
-        adapting(net, "tribe", x, "resnet50 tf32 tribe kernels+graphs", True, "auto")
+        shared = tribe.Backbone(net)
+        for method in ("tent", "tribe"):
+            adapting(shared, method, x, f"resnet50 tf32 {method} kernels", False, "auto")
+            adapting(shared, method, x, f"resnet50 tf32 {method} kernels+graphs", True, "auto")
 
 
 def profile() -> None:
     """Which launches a TRIBE step with kernels spends its time on."""
     for precision in ("tf32", "bf16"):
         with float32_precision("tf32"), kernels.using("auto"):
-            net = tribe.Backbone(network("wrn28_10", 10))
+            net = tribe.Backbone(build("wrn28_10", 10, CUDA))
             net = net.to(torch.bfloat16) if precision == "bf16" else net
-            adapter, x = tribe.adapt(net, "tribe"), pictures(1, 64, 32)[0]
+            adapter, x = tribe.adapt(net, "tribe", graphs=False), pictures(1, 64, 32)[0]
             for _ in range(5):
                 adapter(x)
             torch.cuda.synchronize()
@@ -127,26 +184,39 @@ def profile() -> None:
                 for _ in range(3):
                     adapter(x)
                 torch.cuda.synchronize()
-        rows = [(e.key[:90], e.count // 3, e.self_device_time_total / 3e3) for e in seen.key_averages()]
+        work = [e for e in seen.key_averages() if e.self_device_time_total > 0]  # not the calls of the host
+        rows = [(e.key, e.count // 3, e.self_device_time_total / 3e3) for e in work]
         rows.sort(key=lambda row: -row[2])
         total, launches = sum(ms for *_, ms in rows), sum(n for _, n, _ in rows)
-        note(f"profile {precision}", {"launches": launches, "device ms a step": total, "rows": rows[:60]})
+        parts = grouped(rows)
+        top = [(name[:90], n, ms) for name, n, ms in rows[:60]]
+        note(f"profile {precision}", {"launches": launches, "device ms a step": total, "parts": parts, "rows": top})
         print(f"profile {precision}: {launches} launches, {total:.2f} ms on the device a step")
-        print(table(("", "calls", "ms"), [(name[:70], str(n), f"{ms:.3f}") for name, n, ms in rows[:16]]), flush=True)
+        cells = [(name, str(n), f"{ms:.2f}", f"{ms / total:.0%}") for name, (n, ms) in parts.items()]
+        print(table(("", "launches", "ms", "share"), cells), flush=True)
+
+
+def grouped(rows: list[tuple[str, int, float]]) -> dict[str, tuple[int, float]]:
+    """Launches and milliseconds by what they are for; see docs/performance.md."""
+    found = dict.fromkeys([*PARTS.values(), REST], (0, 0.0))
+    for name, n, ms in rows:
+        part = next((part for pattern, part in PARTS.items() if re.search(pattern, name)), REST)
+        found[part] = found[part][0] + n, found[part][1] + ms
+    return found
 
 
 def compiled() -> None:
     """Compiled channels-last inference, the hardest thing to be measured against."""
     with float32_precision("tf32"), torch.no_grad():
         for dtype, label in ((torch.float32, "tf32"), (torch.bfloat16, "bf16")):
-            net = network("wrn28_10", 10).to(dtype=dtype, memory_format=torch.channels_last)
+            net = build("wrn28_10", 10, CUDA).to(dtype=dtype, memory_format=torch.channels_last)
             x = pictures(1, 64, 32)[0].to(dtype).to(memory_format=torch.channels_last)
             run = torch.compile(net, mode="reduce-overhead")
             report(f"wrn {label} inference, compiled, channels-last", measure(lambda run=run, x=x: run(x), 64))
 
 
 SECTIONS: Mapping[str, Callable[[], None]] = {
-    f.__name__: f for f in (wrn, bf16, resnext, streams, resnet50, profile, compiled)
+    f.__name__: f for f in (wrn, others, bf16, resnext, streams, apart, resnet50, profile, compiled, long)
 }
 
 
@@ -166,12 +236,8 @@ def ceilings() -> None:
     print(", ".join(f"{name} {value:.2f}" for name, value in found.items()), flush=True)
 
 
-def network(name: str, classes: int) -> torch.nn.Module:
-    return networks.build(name, classes, "cuda")
-
-
 def pictures(streams: int, batch: int, size: int) -> torch.Tensor:
-    return torch.rand(streams, batch, 3, size, size, device="cuda")
+    return noise((streams, batch, 3, size, size), CUDA)
 
 
 def inference(net: torch.nn.Module, x: torch.Tensor, label: str) -> None:
@@ -182,21 +248,20 @@ def inference(net: torch.nn.Module, x: torch.Tensor, label: str) -> None:
         report(f"{label} inference, channels-last eager", measure(lambda: there(last), x.shape[1]))
 
 
-def adapting(net: Any, method: str, x: torch.Tensor, label: str, graphs: bool, mode: Any) -> None:
+def adapting(
+    net: tribe.Backbone, method: str, x: torch.Tensor, label: str, graphs: Switch, mode: kernels.Mode, **options: Any
+) -> None:
     """A method's steps; a failure is a result, too."""
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
     try:
-        with kernels.using(mode):
-            adapter = tribe.adapt(net, method, streams=len(x), graphs=graphs)
+        with kernels.using(mode), peak_memory(CUDA) as peak:
+            adapter = tribe.adapt(net, method, streams=len(x), graphs=graphs, **options)
             images = x if len(x) > 1 else x[0]
             ms = measure(lambda: adapter(images), len(x) * x.shape[1])
     except (RuntimeError, ValueError) as error:
         note(label, {"failed": f"{type(error).__name__}: {error}"[:600]})
         print(f"{label}: FAILED {error}", flush=True)
         return
-    report(label, ms, peak=torch.cuda.max_memory_allocated() - before)
+    report(label, ms, peak.bytes, adapter.eager_because if graphs else None)
 
 
 @contextlib.contextmanager
@@ -210,29 +275,15 @@ def tuned() -> Iterator[None]:
 
 
 def measure(call: Callable[[], object], images: int) -> float:
-    """Median milliseconds an image, by events on the device around blocks of calls."""
-    for _ in range(3):
-        call()
-    torch.cuda.synchronize()
-    begun = time.perf_counter()
-    call()
-    torch.cuda.synchronize()
-    block = max(1, min(50, round(SECONDS / max(time.perf_counter() - begun, 1e-5))))
-    times = []
-    for _ in range(ROUNDS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(block):
-            call()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / block / images)
-    return statistics.median(times)
+    """Median milliseconds an image."""
+    warm_up(call, CUDA)
+    return 1e3 * summary(race({"": call}, ROUNDS, CUDA, block=SECONDS)[""])[0] / images
 
 
-def report(label: str, ms: float, peak: int | None = None) -> None:
-    note(label, {"ms an image": ms, "peak MB": None if peak is None else peak / 2**20})
-    print(f"{label}: {ms:.4f} ms an image", flush=True)
+def report(label: str, ms: float, peak: int | None = None, eager_because: str | None = None) -> None:
+    found = {"ms an image": ms, "peak MB": None if peak is None else peak / 2**20}
+    note(label, found | ({"not captured": eager_because} if eager_because else {}))
+    print(f"{label}: {ms:.4f} ms an image{f', not captured: {eager_because}' * bool(eager_because)}", flush=True)
 
 
 def note(label: str, values: Mapping[str, Any]) -> None:

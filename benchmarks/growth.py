@@ -1,6 +1,11 @@
-"""Whether a long stream costs more as it goes on: step time and memory over many steps, in ten windows."""
+"""Whether a long stream costs more as it goes on: step time and memory over many steps, in ten windows.
 
+``python -m benchmarks.growth --steps 5000``
+"""
+
+import argparse
 import statistics
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -8,8 +13,11 @@ from functools import partial
 import torch
 
 import tribe
-from benchmarks import networks
-from benchmarks.measure import WARM_UP, megabytes, memory, seconds, table
+from tribe import kernels
+from tribe.bench.clock import memory, seconds, warm_up
+from tribe.bench.networks import build, noise
+from tribe.bench.text import size, table
+from tribe.environment import float32_precision
 
 WINDOWS = 10
 BATCHES = 8  # distinct ones, over and over: new images every step would time the generator
@@ -24,16 +32,27 @@ class Window:
     memory_bytes: int | None  # in use at its end
 
 
-def watch(network: str, method: str, classes: int, batch: int, streams: int, steps: int, device: str) -> list[Window]:
-    """Adapt for many steps."""
-    place, size = torch.device(device), networks.image_size(network)
-    adapter = tribe.adapt(networks.build(network, classes, place), method, streams=streams)
-    x = torch.rand(BATCHES, streams, batch, 3, size, size, device=place)
+def watch(
+    model: str,
+    method: str,
+    classes: int,
+    batch: int,
+    streams: int,
+    steps: int,
+    device: str,
+    within: float = float("inf"),
+) -> list[Window]:
+    """Adapt for many steps; no window begins later than ``within`` seconds."""
+    place = torch.device(device)
+    adapter = tribe.adapt(build(model, classes, place), method, streams=streams, graphs="auto")
+    x = noise((BATCHES, streams, batch, *tribe.models.architecture(model).shape), place)
     batches = x if streams > 1 else x[:, 0]
-    for images in batches[:WARM_UP]:
-        adapter(images)
-    windows = []
+    warm_up(partial(adapter, batches[0]), place)
+    windows: list[Window] = []
+    begun = time.monotonic()
     for window in range(WINDOWS):
+        if time.monotonic() - begun > within:
+            break
         first, end = steps * window // WINDOWS, steps * (window + 1) // WINDOWS
         times = [seconds(partial(adapter, batches[i % BATCHES]), 1, place) for i in range(first, end)]
         windows.append(Window(end, 1e3 * statistics.median(times), memory(place)))
@@ -41,13 +60,31 @@ def watch(network: str, method: str, classes: int, batch: int, streams: int, ste
 
 
 def show(windows: Sequence[Window]) -> str:
-    """The windows as text, and the second half of the run against the first."""
-    cells = [(str(w.steps), f"{w.ms_per_step:.3f}", megabytes(w.memory_bytes)) for w in windows]
-    early, late = (
-        statistics.median(w.ms_per_step for w in half) for half in (windows[: WINDOWS // 2], windows[WINDOWS // 2 :])
-    )
-    verdict = f"time, second half against the first: x {late / early:.3f}"
-    first, last = windows[0].memory_bytes, windows[-1].memory_bytes
-    if first is not None and last is not None:
-        verdict += f"; memory, last window against the first: {(last - first) / 2**20:+.1f} MB"
-    return f"{table(('steps', 'ms/step', 'in use MB'), cells)}\n\n{verdict}"
+    """The windows as text, and the last against the first."""
+    cells = [(str(w.steps), f"{w.ms_per_step:.3f}", size(w.memory_bytes)) for w in windows]
+    first, last = windows[0], windows[-1]
+    verdict = f"last window against the first: time x {last.ms_per_step / first.ms_per_step:.3f}"
+    if first.memory_bytes is not None and last.memory_bytes is not None:
+        verdict += f", memory {(last.memory_bytes - first.memory_bytes) / 1e6:+.1f} MB"
+    return f"{table(('steps', 'ms/step', 'in use'), cells)}\n\n{verdict}"
+
+
+def main(argv: list[str] | None = None) -> None:
+    p = argparse.ArgumentParser("python -m benchmarks.growth", description=__doc__.partition("\n")[0])
+    p.add_argument("--model", default="resnet8")
+    p.add_argument("--method", default="tribe")
+    p.add_argument("--classes", type=int, default=10)
+    p.add_argument("--batch", type=int, default=8)
+    p.add_argument("--streams", type=int, default=1)
+    p.add_argument("--steps", type=int, default=2000)
+    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    o = p.parse_args(argv)
+    if o.steps < WINDOWS:
+        p.error(f"--steps is at least {WINDOWS}")
+    print(", ".join(f"{name} {value}" for name, value in vars(o).items()), end="\n\n", flush=True)
+    with float32_precision("tf32"), kernels.using("auto"):
+        print(show(watch(**vars(o))))
+
+
+if __name__ == "__main__":
+    main()

@@ -4,7 +4,6 @@ What adapts and what is kept is read from the states; passes are counted on a sm
 sizes are those of the states that `init` makes.
 """
 
-import dataclasses
 import functools
 import sys
 from collections import Counter
@@ -13,8 +12,8 @@ from typing import Any
 import torch
 
 import tribe
+from tribe.bench.contenders import informed as studied
 from tribe.methods import Method
-from tribe.source import Knowledge
 from tribe.state import leaves
 from tribe.testing import CLASSES, images, informed, small_network
 
@@ -101,8 +100,8 @@ def megabytes(name: str, model: str, classes: int, dataset: str) -> str:
     net = network(model, classes)
     cls = tribe.methods.get(name)
     method: Method = cls(**{"classes": classes, **cls.presets.get(dataset, {})})
-    if method.needs is not None:
-        method = dataclasses.replace(method, knowledge=blank(method, net))  # type: ignore[call-arg]
+    channels = tribe.models.architecture(model, classes=classes).channels
+    method = studied(method, net, (channels, 28, 28) if channels == 1 else (channels, 32, 32))
     size = sum(t.numel() * t.element_size() for t in leaves(method.init(net)).values())
     return f"{size} bytes" if size < 1000 else f"{size / 1e3:,.0f} kB" if size < 1e6 else f"{size / 1e6:,.1f} MB"
 
@@ -111,13 +110,6 @@ def megabytes(name: str, model: str, classes: int, dataset: str) -> str:
 def network(model: str, classes: int) -> tribe.Backbone:
     """One of the networks of the table."""
     return tribe.Backbone(tribe.models.create(model, classes=classes))
-
-
-def blank(method: Method, net: tribe.Backbone) -> Knowledge:
-    """Source knowledge of the right shape: a state's size does not depend on what it says."""
-    side = 28 if next(net.model.parameters()).shape[1] == 1 else 32
-    x = torch.rand(8, next(net.model.parameters()).shape[1], side, side)
-    return method.study(net, [(x, torch.zeros(8, dtype=torch.int64))] * 2)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """How many operations a step launches: a GPU waits for each of them, so fewer and larger ones are faster.
 
 Counted on torch's meta device, where tensors have shapes and no values: nothing is computed, and a step that looked at
-a value would fail. ``python -m benchmarks.operations --network wrn28_10`` prints a table.
+a value would fail. ``python -m benchmarks.operations --model wrn28_10`` prints a table.
 """
 
 import argparse
@@ -13,8 +13,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tribe
-from benchmarks import networks
-from benchmarks.measure import table
+from tribe.bench.networks import build
+from tribe.bench.text import table
 from tribe.state import tree_map
 
 FREE = {
@@ -49,11 +49,10 @@ class Count(TorchDispatchMode):
 
 def count(network: str, method: str, classes: int, batch: int, streams: int = 1) -> Counter[str]:
     """The operations of one step, by name."""
-    size = networks.image_size(network)
-    net = tribe.Backbone(networks.build(network, classes)).to("meta")
+    net = tribe.Backbone(build(network, classes)).to("meta")
     rule = tribe.methods.create(method, classes=classes)
     state = tree_map(lambda t: t.to("meta"), rule.init(net, streams))
-    x = torch.empty(streams, batch, 3, size, size, device="meta")
+    x = torch.empty(streams, batch, *tribe.models.architecture(network).shape, device="meta")
     with Count() as seen:
         rule.step(net, state, x, donate=tree_map(torch.empty_like, state))
     return seen.operations
@@ -61,7 +60,7 @@ def count(network: str, method: str, classes: int, batch: int, streams: int = 1)
 
 def main(argv: list[str] | None = None) -> None:
     p = argparse.ArgumentParser("python -m benchmarks.operations", description=__doc__.partition("\n")[0])
-    p.add_argument("--network", default="wrn28_10")
+    p.add_argument("--model", default="wrn28_10")
     p.add_argument("--method", action="append", help="default: source, tent and tribe")
     p.add_argument("--classes", type=int, default=10)
     p.add_argument("--batch", type=int, default=64)
@@ -69,9 +68,9 @@ def main(argv: list[str] | None = None) -> None:
     p.add_argument("--top", type=int, default=12, help="operations to name")
     o = p.parse_args(argv)
     for method in o.method or ["source", "tent", "tribe"]:
-        seen = count(o.network, method, o.classes, o.batch, o.streams)
+        seen = count(o.model, method, o.classes, o.batch, o.streams)
         cells = [(name, str(n)) for name, n in seen.most_common(o.top)]
-        print(f"{o.network}, {method}: {seen.total()} operations a step\n\n{table(('', 'calls'), cells)}\n")
+        print(f"{o.model}, {method}: {seen.total()} operations a step\n\n{table(('', 'calls'), cells)}\n")
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ class ClassNorm(nn.Module):
         self.eta, self.gamma = float(method.eta or 0), float(method.gamma or 0)
         self.register_buffer("mean", layer.running_mean.expand(method.classes, -1).clone())  # (K, C)
         self.register_buffer("var", layer.running_var.expand(method.classes, -1).clone())
+        self.act = getattr(layer, "act", nn.Identity())  # of a layer that activates, too
         self.label: Tensor | None = None  # (B,)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -36,7 +37,7 @@ class ClassNorm(nn.Module):
         pooled_mean, pooled_var = mean.mean(0), var.mean(0) + mean.var(0, correction=1)  # Eq. 2
         over = (1, -1, *[1] * (x.dim() - 2))
         y = (x - pooled_mean.view(over)) / (pooled_var.view(over) + self.eps).sqrt()
-        return y * self.weight.view(over) + self.bias.view(over)
+        return self.act(y * self.weight.view(over) + self.bias.view(over))  # type: ignore[no-any-return]
 
     def updated(self, x: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
         """Eqs. 1, 3 and 4: the class statistics with this batch in them."""

@@ -19,6 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 import reference
 from tribe import norms
 from tribe.backbone import Backbone, Output
+from tribe.models.base import BatchNormReLU
 from tribe.norms import Norm
 from tribe.norms.balanced import Balanced
 from tribe.slots import Slot
@@ -108,6 +109,11 @@ class BatchNormAct2d(nn.BatchNorm2d):
         return self.act(self.drop(x))
 
 
+def activated() -> nn.Sequential:
+    """The same two convolutions with layers that normalise and activate, as our own networks have them."""
+    return nn.Sequential(*(m for m in small(BatchNormReLU) if not isinstance(m, nn.ReLU)))
+
+
 class Doubled(nn.BatchNorm2d):
     """A BatchNorm with a forward that nobody can know."""
 
@@ -193,6 +199,7 @@ ZOO: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "TransformerEncoder, tokens first": (partial(Encoder, batch_first=False), (5, 6)),
     "dropout": (lambda: nn.Sequential(nn.Dropout(0.5), small()), IMAGE),
     "BatchNormAct2d": (partial(small, BatchNormAct2d), IMAGE),
+    "BatchNormReLU": (activated, IMAGE),
     "video": (Video, (3, 3, 6, 6)),
     "video by frame": (ByFrame, (3, 3, 6, 6)),
     ".logits": (partial(Wrapped, lambda y: SimpleNamespace(logits=y, loss=None)), IMAGE),

@@ -1,5 +1,6 @@
 """Source networks: published names and sizes, weights that load, and errors that say what is wrong."""
 
+import copy
 import pickle
 import sys
 from pathlib import Path
@@ -13,7 +14,8 @@ from torch import nn
 
 import tribe
 from tribe import models
-from tribe.models.base import HALF, IMAGENET
+from tribe.backbone import Backbone
+from tribe.models.base import HALF, IMAGENET, BatchNormReLU
 from tribe.models.external import Normalized
 from tribe.normalize import Normalize
 
@@ -187,6 +189,89 @@ def test_a_few_steps_of_training_fit_a_batch(name):
         loss.backward()
         optimizer.step()
     assert loss < 0.5
+
+
+# -- normalise and activate as one layer ------------------------------------------------------------------------------
+
+
+def separate(net):
+    """The same network with each ReLU behind its BatchNorm as a layer of its own; it shares the parameters."""
+    net = copy.deepcopy(net)
+    for name, layer in list(net.named_modules()):
+        if isinstance(layer, BatchNormReLU):
+            bare = nn.BatchNorm2d(layer.num_features).to(layer.weight.dtype)
+            bare.load_state_dict(layer.state_dict())
+            parent, _, child = name.rpartition(".")
+            setattr(net.get_submodule(parent), child, nn.Sequential(bare.train(layer.training), nn.ReLU()))
+    return net
+
+
+def values(net):
+    """Parameters and statistics, whatever the layers are called."""
+    return [*net.parameters(), *net.buffers()]
+
+
+# name -> normalisation layers, and those that a ReLU follows at once
+LAYERS = {
+    "compact": (6, 6),
+    "resnet8": (7, 4),
+    "wrn10_1": (7, 7),
+    "resnext29": (31, 19),
+    "resnet18": (20, 9),
+    "resnet50": (53, 33),
+}
+
+
+@pytest.mark.parametrize(("name", "counts"), LAYERS.items())
+def test_every_relu_that_follows_a_batch_norm_is_done_on_the_way(name, counts):
+    slots = Backbone(on_meta(name)).slots
+    assert (len(slots), sum(slot.relu for slot in slots)) == counts
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", SMALL)
+def test_one_layer_trains_and_predicts_as_two_do_to_the_bit(name, dtype):
+    torch.manual_seed(0)
+    one = models.create(name, classes=4).to(dtype)
+    two, x, y = separate(one), images(name, 8).to(dtype), torch.arange(8) % 4
+    for _ in range(3):
+        for net in (one, two):
+            net.zero_grad()
+            nn.functional.cross_entropy(net(x), y).backward()
+            with torch.no_grad():
+                for p in net.parameters():
+                    p.sub_(p.grad, alpha=0.05)
+    assert all(torch.equal(a, b) for a, b in zip(values(one), values(two), strict=True))
+    before, same = one.eval()(x), two.eval()(x)
+    assert torch.equal(before, same)
+    assert torch.equal(copy.deepcopy(one)(x), before)
+    assert not torch.equal(one.train()(x), before)  # evaluation and training are told apart
+
+
+@pytest.mark.parametrize("method", ["tribe", "tent", "bn", "cotta"])
+@pytest.mark.parametrize("name", SMALL)
+def test_one_layer_adapts_as_two_do(name, method):
+    torch.manual_seed(0)
+    one = models.create(name, classes=4)
+    with torch.no_grad():
+        one(images(name, 16))  # statistics that fit
+    two = separate(one.eval())
+    adapters = [tribe.adapt(net, method) for net in (one, two)]
+    for seed in range(3):
+        x = images(name, 6, seed)
+        a, b = (adapter(x) for adapter in adapters)
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
+    exported = [adapter.export() for adapter in adapters]
+    torch.testing.assert_close(exported[0](x), exported[1](x), atol=1e-6, rtol=1e-5)
+    assert [type(m) for m in exported[0].modules()] == [type(m) for m in one.modules()]
+    assert exported[0].state_dict().keys() <= one.state_dict().keys()  # bn keeps no statistics
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_network_compiles_in_one_piece(name):
+    net, x = models.create(name).eval(), images(name)
+    with torch.no_grad():
+        assert torch.equal(torch.compile(net, backend="eager", fullgraph=True)(x), net(x))
 
 
 # -- input normalisation is part of the model -----------------------------------------------------------------------

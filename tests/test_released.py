@@ -5,6 +5,7 @@ import torch
 from benchmarks.released import Released
 
 import tribe
+from tribe import bench
 from tribe.testing import CLASSES, images, small_network
 
 
@@ -21,6 +22,16 @@ def test_three_networks_and_the_rows_of_one_give_the_same_logits(fields):
         assert (adapter(x) - yardstick(x)).abs().max() <= 5e-5
     moved = torch.cat([p.flatten() for p in yardstick.adam.param_groups[0]["params"][::2]])
     assert torch.allclose(adapter.state.affine.weight[0], moved, atol=1e-5)
+
+
+def test_a_network_of_the_package_gives_the_same_logits():
+    """Some of their layers normalise and activate at once."""
+    model, method = bench.build("resnet8"), tribe.methods.create("tribe", classes=10, h0=0.9)
+    adapter, yardstick = tribe.adapt(model, method), Released(model, method)
+    for seed in range(3):
+        x = torch.rand(8, 3, 32, 32, generator=torch.Generator().manual_seed(seed))
+        expected = yardstick(x)
+        assert (adapter(x) - expected).abs().max() <= 1e-4 * expected.abs().max().clamp_min(1)
 
 
 def test_the_caller_s_model_stays():

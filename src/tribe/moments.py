@@ -97,14 +97,14 @@ class _Observe(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, joint: _Joint) -> tuple[Tensor, Tensor, Tensor]:
         mean, var = observe(x)
         ctx.save_for_backward(x, mean)
-        ctx.joint = joint
+        ctx.joint, ctx.launches = joint, kernels.laid_out(x)
         return x.view_as(x), mean, var
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor, dmean: Tensor, dvar: Tensor) -> tuple[Tensor, None]:
         x, mean = ctx.saved_tensors
-        if kernels.laid_out(x):
+        if ctx.launches:
             joint = ctx.joint
             moments = mean, dmean, dvar
             return kernels.joint(kernels.alike(g, x), x, joint.scale, joint.shift, moments, joint.relu), None
@@ -118,23 +118,25 @@ class _Observe(torch.autograd.Function):
 class _Apply(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor, shift: Tensor, joint: _Joint | None, relu: bool) -> Tensor:
-        ctx.save_for_backward(x, scale, shift)
-        ctx.joint, ctx.relu = joint, relu
-        return _apply(x, scale, shift, relu)
+        y = _apply(x, scale, shift, relu)
+        ctx.joint, ctx.relu, ctx.launches = joint, relu, kernels.laid_out(x)
+        # The output tells where ReLU was active, and the next layer keeps it anyway; kernels find out on the way.
+        ctx.save_for_backward(x, scale, shift, y if relu and not ctx.launches else None)
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        x, scale, shift = ctx.saved_tensors
+        x, scale, shift, y = ctx.saved_tensors
         if ctx.joint is not None:  # without their graph: they would hold the node that holds them, for ever
             ctx.joint.scale, ctx.joint.shift, ctx.joint.relu = scale.detach(), shift.detach(), ctx.relu
-        if kernels.laid_out(x):
+        if ctx.launches:
             g = kernels.alike(g, x)
             slopes = kernels.slopes(g, x, scale, shift, ctx.relu)
             dx = g if ctx.joint is not None else kernels.joint(g, x, scale, shift, None, ctx.relu)
             return dx, *slopes, None, None
-        if ctx.relu:  # worked out anew: cheaper than another tensor as large as the activations
-            g = torch.where(_apply(x, scale, shift) > 0, g, 0)
+        if ctx.relu:
+            g = torch.ops.aten.threshold_backward(g, y, 0)
         pixels = tuple(range(3, x.dim())) + ((1,) if scale.shape[1] != x.shape[1] else ())
         wide_g = g.to(scale.dtype)
         dshift, dscale = wide_g, wide_g * x

@@ -71,6 +71,22 @@ def input_layer(normalize: Normalization | None) -> nn.Module:
     return nn.Identity() if normalize is None else InputNormalize(normalize)
 
 
+class BatchNormReLU(nn.BatchNorm2d):
+    """Normalise and activate as one layer, named as the BatchNorm alone would be: adapting it is one pass, not two.
+
+    What replaces BatchNorm layers by others, as `nn.SyncBatchNorm.convert_sync_batchnorm` does, has to put the ``act``
+    behind the new one.
+    """
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels)
+        self.act = nn.ReLU(inplace=True)  # timm's name for it; nobody else sees what is overwritten
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, channels, H, W) -> the same, nowhere negative."""
+        return self.act(super().forward(x))  # type: ignore[no-any-return]
+
+
 def global_pool(x: Tensor) -> Tensor:
     """The mean over all pixels, (N, C, H, W) -> (N, C)."""
     return x.mean((2, 3))

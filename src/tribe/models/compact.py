@@ -1,12 +1,13 @@
 """Small enough to ship: six convolutions with BatchNorm for grey digits of 28x28, 51,706 parameters."""
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from tribe.models.base import Architecture, Normalization, global_pool, input_layer, register
+from tribe.models.base import Architecture, BatchNormReLU, Normalization, global_pool, input_layer, register
 
 LAYERS = ((16, 1), (16, 2), (32, 1), (32, 1), (48, 2), (48, 1))  # channels and stride; 28, 14, 14, 14, 7, 7 pixels
 
@@ -17,11 +18,12 @@ class Compact(nn.Module):
     def __init__(self, classes: int, channels: int = 1, normalize: Normalization | None = None) -> None:
         super().__init__()
         self.normalize = input_layer(normalize)
-        layers: list[nn.Module] = []
-        for width, stride in LAYERS:
-            layers += [nn.Conv2d(channels, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
+        layers: OrderedDict[str, nn.Module] = OrderedDict()
+        for i, (width, stride) in enumerate(LAYERS):  # three numbers each: files of weights count the ReLU
+            layers[f"{3 * i}"] = nn.Conv2d(channels, width, 3, stride, 1, bias=False)
+            layers[f"{3 * i + 1}"] = BatchNormReLU(width)
             channels = width
-        self.layers = nn.Sequential(*layers)
+        self.layers = nn.Sequential(layers)
         self.fc = nn.Linear(channels, classes)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tribe.models.base import IMAGENET, Architecture, Normalization, global_pool, input_layer, register
+from tribe.models.base import IMAGENET, Architecture, BatchNormReLU, Normalization, global_pool, input_layer, register
 
 
 def shortcut(inputs: int, outputs: int, stride: int) -> nn.Sequential | None:
@@ -25,16 +25,16 @@ class BasicBlock(nn.Module):
     def __init__(self, inputs: int, width: int, stride: int) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(inputs, width, 3, stride, 1, bias=False)
-        self.bn1 = nn.BatchNorm2d(width)
+        self.bn1 = BatchNormReLU(width)
         self.conv2 = nn.Conv2d(width, width, 3, 1, 1, bias=False)
         self.bn2 = nn.BatchNorm2d(width)
         self.downsample = shortcut(inputs, width, stride)
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, inputs, H, W) -> (N, width, H / stride, W / stride)."""
-        y = F.relu(self.bn1(self.conv1(x)))
+        y = self.bn1(self.conv1(x))
         y = self.bn2(self.conv2(y))
-        return F.relu(y + (x if self.downsample is None else self.downsample(x)))
+        return F.relu(y + (x if self.downsample is None else self.downsample(x)), inplace=True)
 
 
 class Bottleneck(nn.Module):
@@ -46,19 +46,19 @@ class Bottleneck(nn.Module):
         super().__init__()
         outputs = self.expansion * width
         self.conv1 = nn.Conv2d(inputs, width, 1, bias=False)
-        self.bn1 = nn.BatchNorm2d(width)
+        self.bn1 = BatchNormReLU(width)
         self.conv2 = nn.Conv2d(width, width, 3, stride, 1, bias=False)
-        self.bn2 = nn.BatchNorm2d(width)
+        self.bn2 = BatchNormReLU(width)
         self.conv3 = nn.Conv2d(width, outputs, 1, bias=False)
         self.bn3 = nn.BatchNorm2d(outputs)
         self.downsample = shortcut(inputs, outputs, stride)
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, inputs, H, W) -> (N, 4 width, H / stride, W / stride)."""
-        y = F.relu(self.bn1(self.conv1(x)))
-        y = F.relu(self.bn2(self.conv2(y)))
+        y = self.bn1(self.conv1(x))
+        y = self.bn2(self.conv2(y))
         y = self.bn3(self.conv3(y))
-        return F.relu(y + (x if self.downsample is None else self.downsample(x)))
+        return F.relu(y + (x if self.downsample is None else self.downsample(x)), inplace=True)
 
 
 LAYOUTS: Mapping[int, tuple[type[BasicBlock] | type[Bottleneck], tuple[int, int, int, int]]] = {
@@ -78,7 +78,7 @@ class ResNet(nn.Module):
         block, (first, second, third, fourth) = LAYOUTS[depth]
         self.normalize = input_layer(normalize)
         self.conv1 = nn.Conv2d(channels, 64, 7, 2, 3, bias=False)
-        self.bn1 = nn.BatchNorm2d(64)
+        self.bn1 = BatchNormReLU(64)
         self.layer1 = stage(block, 64, 64, 1, first)
         self.layer2 = stage(block, 64 * block.expansion, 128, 2, second)
         self.layer3 = stage(block, 128 * block.expansion, 256, 2, third)
@@ -87,7 +87,7 @@ class ResNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Images in [0, 1] -> logits."""
-        x = F.relu(self.bn1(self.conv1(self.normalize(x))))
+        x = self.bn1(self.conv1(self.normalize(x)))
         x = F.max_pool2d(x, 3, 2, 1)
         x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
         return self.fc(global_pool(x))  # type: ignore[no-any-return]

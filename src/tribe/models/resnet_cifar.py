@@ -10,7 +10,16 @@ from typing import Any, ClassVar
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tribe.models.base import IMAGENET, Architecture, Normalization, check_count, global_pool, input_layer, register
+from tribe.models.base import (
+    IMAGENET,
+    Architecture,
+    BatchNormReLU,
+    Normalization,
+    check_count,
+    global_pool,
+    input_layer,
+    register,
+)
 
 
 class Block(nn.Module):
@@ -19,18 +28,18 @@ class Block(nn.Module):
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
-        self.bn1 = nn.BatchNorm2d(outputs)
+        self.bn1 = BatchNormReLU(outputs)
         self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
         self.bn2 = nn.BatchNorm2d(outputs)
         self.stride, self.padding = stride, (outputs - inputs) // 2
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, inputs, H, W) -> (N, outputs, H / stride, W / stride)."""
-        y = F.relu(self.bn1(self.conv1(x)))
+        y = self.bn1(self.conv1(x))
         y = self.bn2(self.conv2(y))
         if self.padding:
             x = F.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, self.padding, self.padding))
-        return F.relu(x + y)
+        return F.relu(x + y, inplace=True)
 
 
 class SmallResNet(nn.Module):
@@ -41,7 +50,7 @@ class SmallResNet(nn.Module):
         blocks = (depth - 2) // 6
         self.normalize = input_layer(normalize)
         self.conv1 = nn.Conv2d(channels, 16, 3, 1, 1, bias=False)
-        self.bn1 = nn.BatchNorm2d(16)
+        self.bn1 = BatchNormReLU(16)
         self.layer1 = stage(16, 16, 1, blocks)
         self.layer2 = stage(16, 32, 2, blocks)
         self.layer3 = stage(32, 64, 2, blocks)
@@ -49,7 +58,7 @@ class SmallResNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Images in [0, 1] -> logits."""
-        x = F.relu(self.bn1(self.conv1(self.normalize(x))))
+        x = self.bn1(self.conv1(self.normalize(x)))
         x = self.layer3(self.layer2(self.layer1(x)))
         return self.linear(global_pool(x))  # type: ignore[no-any-return]
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tribe.models.base import HALF, Architecture, Normalization, global_pool, input_layer, register
+from tribe.models.base import HALF, Architecture, BatchNormReLU, Normalization, global_pool, input_layer, register
 
 GROUPS = 4  # "4x": paths through each block
 EXPANSION = 2  # channels that leave a block, for each inside it
@@ -23,9 +23,9 @@ class Block(nn.Module):
         super().__init__()
         outputs = EXPANSION * inside
         self.conv_reduce = nn.Conv2d(inputs, inside, 1, bias=False)
-        self.bn_reduce = nn.BatchNorm2d(inside)
+        self.bn_reduce = BatchNormReLU(inside)
         self.conv_conv = nn.Conv2d(inside, inside, 3, stride, 1, groups=GROUPS, bias=False)
-        self.bn = nn.BatchNorm2d(inside)
+        self.bn = BatchNormReLU(inside)
         self.conv_expand = nn.Conv2d(inside, outputs, 1, bias=False)
         self.bn_expand = nn.BatchNorm2d(outputs)
         self.downsample = None
@@ -34,10 +34,10 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, inputs, H, W) -> (N, 2 inside, H / stride, W / stride)."""
-        y = F.relu(self.bn_reduce(self.conv_reduce(x)))
-        y = F.relu(self.bn(self.conv_conv(y)))
+        y = self.bn_reduce(self.conv_reduce(x))
+        y = self.bn(self.conv_conv(y))
         y = self.bn_expand(self.conv_expand(y))
-        return F.relu(y + (x if self.downsample is None else self.downsample(x)))
+        return F.relu(y + (x if self.downsample is None else self.downsample(x)), inplace=True)
 
 
 def stage(inputs: int, inside: int, stride: int, blocks: int = 3) -> nn.Sequential:
@@ -53,7 +53,7 @@ class ResNeXt29(nn.Module):
         super().__init__()
         self.normalize = input_layer(normalize)
         self.conv_1_3x3 = nn.Conv2d(channels, 64, 3, 1, 1, bias=False)
-        self.bn_1 = nn.BatchNorm2d(64)
+        self.bn_1 = BatchNormReLU(64)
         self.stage_1 = stage(64, 128, 1)
         self.stage_2 = stage(256, 256, 2)
         self.stage_3 = stage(512, 512, 2)
@@ -61,7 +61,7 @@ class ResNeXt29(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Images in [0, 1] -> logits."""
-        x = F.relu(self.bn_1(self.conv_1_3x3(self.normalize(x))))
+        x = self.bn_1(self.conv_1_3x3(self.normalize(x)))
         x = self.stage_3(self.stage_2(self.stage_1(x)))
         return self.classifier(global_pool(x))  # type: ignore[no-any-return]
 

@@ -8,10 +8,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tribe.models.base import HALF, Architecture, Normalization, check_count, global_pool, input_layer, register
+from tribe.models.base import (
+    HALF,
+    Architecture,
+    BatchNormReLU,
+    Normalization,
+    check_count,
+    global_pool,
+    input_layer,
+    register,
+)
 
 
 class Block(nn.Module):
@@ -19,17 +27,17 @@ class Block(nn.Module):
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
-        self.bn1 = nn.BatchNorm2d(inputs)
+        self.bn1 = BatchNormReLU(inputs)
         self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
-        self.bn2 = nn.BatchNorm2d(outputs)
+        self.bn2 = BatchNormReLU(outputs)
         self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
         self.convShortcut = None if inputs == outputs else nn.Conv2d(inputs, outputs, 1, stride, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, inputs, H, W) -> (N, outputs, H / stride, W / stride)."""
-        y = F.relu(self.bn1(x))
+        y = self.bn1(x)
         shortcut = x if self.convShortcut is None else self.convShortcut(y)
-        y = self.conv2(F.relu(self.bn2(self.conv1(y))))
+        y = self.conv2(self.bn2(self.conv1(y)))
         return shortcut + y  # type: ignore[no-any-return]
 
 
@@ -59,14 +67,14 @@ class WideResNet(nn.Module):
         self.block1 = Stage(blocks, 16, 16 * width, 1)
         self.block2 = Stage(blocks, 16 * width, 32 * width, 2)
         self.block3 = Stage(blocks, 32 * width, 64 * width, 2)
-        self.bn1 = nn.BatchNorm2d(64 * width)
+        self.bn1 = BatchNormReLU(64 * width)
         self.fc = nn.Linear(64 * width, classes)
 
     def forward(self, x: Tensor) -> Tensor:
         """Images in [0, 1] -> logits."""
         x = self.conv1(self.normalize(x))
         x = self.block3(self.block2(self.block1(x)))
-        return self.fc(global_pool(F.relu(self.bn1(x))))  # type: ignore[no-any-return]
+        return self.fc(global_pool(self.bn1(x)))  # type: ignore[no-any-return]
 
 
 @register("wrn")

@@ -1,0 +1,96 @@
+"""Results as files, and what changed between two of them."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tribe.atomic import write_atomically
+from tribe.bench.contest import Result, Row, Setting
+
+SCHEMA = 1
+KIND = "tribe bench"
+
+
+class Change(NamedTuple):
+    """One contender then and now; None where it took no part."""
+
+    name: str
+    old: Row | None
+    new: Row | None
+
+    @property
+    def ratio(self) -> float | None:
+        """How many times as long it takes now."""
+        return None if self.old is None or self.new is None else self.new.ms_per_image / self.old.ms_per_image
+
+
+def to_data(result: Result) -> dict[str, Any]:
+    """A result in plain data, as it stands in a file."""
+    return {"kind": KIND, "schema": SCHEMA, **dataclasses.asdict(result)}
+
+
+def write(path: str | PathLike[str], data: Mapping[str, Any]) -> None:
+    """Write what `to_data` gave, with whatever was added to it, atomically."""
+    write_atomically(path, json.dumps(data, indent=1, allow_nan=False).encode())
+
+
+def read(path: str | PathLike[str]) -> Result:
+    """A result from a file that `write` wrote, on this machine or another."""
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"there is no result at {path}; `tribe bench --json {path}` writes one")
+    try:
+        data = json.loads(Path(path).read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON, or was cut short: {error}") from error
+    if not isinstance(data, dict) or data.get("kind") != KIND:
+        raise ValueError(f"{path} is no result of `tribe bench --json`")
+    if data.get("schema") != SCHEMA:
+        raise ValueError(f"{path} has format {data.get('schema')!r}; this version reads format {SCHEMA}: measure anew")
+    try:
+        return _result(data)
+    except KeyError as error:
+        raise ValueError(f"{path} is a damaged result: it lacks {error}") from error
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"{path} is a damaged result: {error}") from error
+
+
+def _result(data: Mapping[str, Any]) -> Result:
+    setting = _fields(Setting, data["setting"])
+    rows = tuple(Row(**_fields(Row, row)) for row in data["rows"])
+    for row in rows:
+        numbers = (row.ms_per_image, row.spread, *row.times.values())
+        if not all(isinstance(n, int | float) and math.isfinite(n) for n in numbers) or row.ms_per_image <= 0:
+            raise ValueError(f"{row.name} has a time that is none")
+    whole = Setting(**{**setting, "shape": tuple(setting["shape"])})
+    return Result(whole, dict(data["machine"]), data["repeats"], data["matmul_tflops"], rows)
+
+
+def _fields(cls: Any, data: Mapping[str, Any]) -> dict[str, Any]:
+    return {field.name: data[field.name] for field in dataclasses.fields(cls)}
+
+
+def check_comparable(old: Setting, new: Setting) -> None:
+    """Refuse to compare what was measured under different loads, naming what differs."""
+    then, now = dataclasses.asdict(old), dataclasses.asdict(new)
+    then["device"], now["device"] = (d["device"].partition(":")[0] for d in (then, now))  # cuda:1 is cuda
+    differ = [f"{name} {then[name]} then, {now[name]} now" for name in then if then[name] != now[name]]
+    if differ:
+        raise ValueError(f"the settings differ, so that times cannot be compared: {'; '.join(differ)}")
+
+
+def surroundings(old: Result, new: Result) -> list[str]:
+    """What else differs: versions, the machine, and how often was measured."""
+    then, now = ({**result.machine, "repeats": result.repeats} for result in (old, new))
+    differ = [name for name in {**then, **now} if then.get(name) != now.get(name)]
+    return [f"{name} {then.get(name)} -> {now.get(name)}" for name in differ]
+
+
+def compare(old: Result, new: Result) -> list[Change]:
+    """What changed, a contender each, in the order of the new result."""
+    check_comparable(old.setting, new.setting)
+    then, now = ({row.name: row for row in result.rows} for result in (old, new))
+    return [Change(name, then.get(name), now.get(name)) for name in {**now, **then}]
