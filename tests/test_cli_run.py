@@ -43,6 +43,18 @@ def played(tmp_path_factory):
     return folder, json.loads(result.stdout)
 
 
+def test_a_network_of_bfloat16(played, tmp_path):
+    result = tribe_run(*SHORT, "--methods", "source,eata", "--precision", "bf16", "--out", tmp_path, "--json", "-")
+    assert result.exit_code == 0, result.output
+    report, (_, whole) = json.loads(result.stdout), played
+    assert report["spec"]["precision"] == "bf16"
+    assert whole["spec"]["precision"] == "float32", "a CPU has no TF32"
+    assert report["spec"]["model"] == whole["spec"]["model"], "the fingerprint is that of the float32 network"
+    row, exact = report["results"][0], whole["results"][0]
+    assert row["calibration_error"] != exact["calibration_error"]
+    assert row["instance_error"] == pytest.approx(exact["instance_error"], abs=0.02)
+
+
 def test_the_summary_holds_the_errors_of_the_records(played):
     folder, report = played
     assert json.loads((folder / "summary.json").read_text()) == report
@@ -127,7 +139,7 @@ def test_own_network_from_a_file():
         (["--dataset", "cifar10-c"], ["CIFAR-10-C", "tribe corrupt cifar10"]),
         (["--dataset", "live-cifar10-c"], ["cifar-10-batches-bin"]),
         (["--device", "cuda:x"], ["unknown device"]),
-        (["--precision", "half"], ["float32 or tf32"]),
+        (["--precision", "half"], ["float32, tf32 or bf16"]),
         (["--seeds", "0"], ["at least 1"]),
         (["--batch", "0"], ["at least 1"]),
         (["--seed", "-1"], ["seed"]),

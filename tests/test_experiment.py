@@ -24,6 +24,7 @@ from tribe.experiment import (
     NewerResults,
     difference,
     finished,
+    keep,
     load,
     refuse_mixture,
 )
@@ -116,7 +117,7 @@ def test_weights_and_threads_are_part_of_it(bench, tmp_path):
         ({"sedes": [0]}, ["no field 'sedes'", "seeds"]),
         ({"seeds": []}, ["seeds are consecutive"]),
         ({"seeds": [0, 2]}, ["seeds are consecutive", "[0, 2]"]),
-        ({"precision": "half"}, ["precision is float32 or tf32"]),
+        ({"precision": "half"}, ["precision is float32, tf32 or bf16"]),
         ({"method": {"nom": "tribe"}}, ["no experiment"]),
     ],
 )
@@ -336,6 +337,92 @@ def test_a_folder_under_another_name_is_refused(result, tmp_path):
     folder = again(result, tmp_path).rename(tmp_path / "mine")
     with pytest.raises(ValueError, match="give the folder its name back"):
         load(folder)
+
+
+# -- in bfloat16 ------------------------------------------------------------------------------------------------------
+
+
+def test_bf16_is_a_network_of_bfloat16_and_a_precision_of_its_own(bench, tmp_path):
+    experiment = small(bench, "tent", precision="bf16")
+    whole = small(bench, "tent")
+    assert difference(experiment, whole) == ["precision is 'bf16' and 'float32'"], "the weights are those of float32"
+    (record,) = experiment.run(tmp_path, bench=bench).records()
+    net = tribe.models.load("compact", tribe.models.find("compact", "mnist", "nowhere"))
+    rounded, method = tribe.Backbone(net).to(torch.bfloat16), tribe.methods.create("tent", classes=10)
+    (expected,) = tribe.run(rounded, method, bench.stream(experiment))
+    assert torch.equal(record.prediction, expected.prediction)
+    assert torch.equal(record.confidence, expected.confidence)
+    (plain,) = whole.run(tmp_path, bench=bench).records()
+    assert not torch.equal(record.confidence, plain.confidence)
+    assert metrics.instance_error(record).item() == pytest.approx(metrics.instance_error(plain).item(), abs=0.02)
+
+
+def test_tf32_on_a_cpu_is_float32(bench):
+    assert small(bench, precision="tf32") == small(bench)
+
+
+@pytest.mark.parametrize("method", ["eata", "ttac", "petal"])
+def test_source_knowledge_of_a_network_serves_its_bf16_self(bench, tmp_path, method):
+    experiment = Experiment.of(
+        DATA, "compact", Named("gli-f", {"imbalance": 1e9, "sigma": 1.0}), method, precision="bf16", bench=bench
+    )
+    calls = []
+
+    def stop(done, of, wrong):
+        calls.append(done)
+        raise Stopped
+
+    with pytest.raises(Stopped):  # after a step: all its parts were there
+        experiment.run(tmp_path, bench=bench, progress=stop)
+    assert calls == [1]
+
+
+def test_a_bf16_run_goes_on_from_its_checkpoint(bench, tmp_path):
+    experiment = small(bench, "tribe", precision="bf16")
+    never_stopped = experiment.run(tmp_path / "whole", bench=bench)
+
+    def stop(done, of, wrong):
+        if done == 7:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        experiment.run(tmp_path / "cut", bench=bench, progress=stop, every=3)
+    resumed = experiment.run(tmp_path / "cut", bench=bench, every=3)
+    (one,), (other,) = never_stopped.records(), resumed.records()
+    assert torch.equal(one.confidence, other.confidence)
+
+
+# -- what is kept -----------------------------------------------------------------------------------------------------
+
+
+def test_the_json_is_kept_elsewhere_and_is_enough(result, bench, tmp_path):
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    folder = again(result, runs)
+    (runs / "unfinished").mkdir()
+    (runs / "unfinished" / "spec.json").write_text("{}")
+    (kept,) = keep(runs, tmp_path / "kept")
+    assert {path.name for path in kept.folder.iterdir()} == {"spec.json", "metrics.json", "environment.json"}
+    assert kept.metrics == result.metrics
+    for name in ("spec.json", "metrics.json", "environment.json"):
+        assert (kept.folder / name).read_bytes() == (folder / name).read_bytes()
+    stamp = {path: path.stat().st_mtime_ns for path in kept.folder.iterdir()}
+    keep(runs, tmp_path / "kept")
+    assert {path: path.stat().st_mtime_ns for path in kept.folder.iterdir()} == stamp, "results do not change"
+    (kept.folder / "metrics.json").write_text("{")
+    (mended,) = keep(runs, tmp_path / "kept")
+    assert mended.metrics == result.metrics
+    found = result.experiment.run(tmp_path / "kept", bench=bench, progress=never)
+    assert found.metrics == result.metrics
+
+
+def test_a_method_is_built_once_for_all_streams(bench):
+    """To read and check what a method knows of the source takes seconds with a large network."""
+    streams = [Named("gli-f", {"imbalance": factor}) for factor in (10, 100)]
+    first, second = (bench.prepare(DATA, Named("compact"), stream, Named("petal")).method for stream in streams)
+    assert first is second
+    other = bench.prepare(DATA, Named("compact"), streams[0], Named("petal", {"spw": 0.0})).method
+    assert other != first
 
 
 # -- one writer -------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import pytest
 
 from tribe import datasets, methods, models, paper, scenarios
 from tribe.paper.claims import OF_THE_PAPER, PREDICATES, Claim, claims, judge, of_paper
+from tribe.reproduce import released
 
 TEX = Path(__file__).parents[2] / "shared" / "paper.tex"
 TABLES = [paper.get(name) for name in paper.names()]
@@ -15,6 +16,29 @@ NUMBERED = [table for table in TABLES if table.kind == "table" and table.name !=
 
 def names(tables):
     return [table.name for table in tables]
+
+
+# -- against what was measured with the released code -----------------------------------------------------------------
+
+
+def test_the_released_numbers_are_those_that_were_measured():
+    path = TEX.with_name("REFERENCE.md")
+    if not path.is_file():
+        pytest.skip("REFERENCE.md does not lie beside the clone")
+    told, seen = released(), 0
+    rows = [
+        line.strip("|").split("|") for line in path.read_text().splitlines() if re.match(r"\| [A-Z]\w+[^|]*\|", line)
+    ]
+    for name, *cells in rows:
+        found = [re.fullmatch(r"([\d.]+) / ([\d.]+), \**([\d.]+)\**", cell.strip()) for cell in cells]
+        key = {"EATA (alpha 0, d .05)": "EATA (alpha 0)"}.get(name.strip(), name.strip().partition(" (")[0])
+        for dataset, match in zip(("CIFAR10-C", "CIFAR100-C", "MNIST-C"), found, strict=False):
+            if match is not None:
+                errors = [told.table.value(key, f"{dataset} {kind}") for kind in ("inst", "cat")]
+                assert [*errors, told.ms[dataset][key]] == [float(match[1]), float(match[2]), match[3]], (key, dataset)
+                seen += 1
+    assert seen == sum(value is not None for row in told.table.values for value in row[::2])
+    assert set(told.held) <= set(told.table.row_keys)
 
 
 # -- against the paper's source ---------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 What the command line and experiments share. What cannot be built is a ValueError (or TypeError, OSError) in words.
 """
 
+import copy
 import dataclasses
 import shlex
 from collections.abc import Mapping
@@ -72,6 +73,22 @@ def method(name: str, net: Backbone, data: Dataset, asked: Asked, fields: Mappin
     except source.KnowledgeError as error:
         raise source.KnowledgeError(f"{error}. Here: {_source_command(name, learned, asked)}") from error
     return built
+
+
+def in_precision(net: Backbone, method: Method, precision: str) -> tuple[Backbone, Method]:
+    """A network, and a method that was built for it, in a precision: for bf16 a copy of the network with such weights.
+
+    Statistics and the affine parameters of norm layers stay float32. Source knowledge describes the network before it
+    was rounded, and goes over to the copy.
+    """
+    if precision != "bf16":
+        return net, method
+    rounded = copy.deepcopy(net).to(torch.bfloat16)
+    knowledge = getattr(method, "knowledge", None)
+    if isinstance(knowledge, source.Knowledge):
+        own = dataclasses.replace(knowledge, network=rounded.fingerprint(exact=False))
+        method = dataclasses.replace(method, knowledge=own)  # type: ignore[call-arg]
+    return rounded, method
 
 
 def _same_data(method: Method, learned: str) -> None:

@@ -1,4 +1,4 @@
-"""What a number depends on beside the code: the machine, its versions, and what float32 means there."""
+"""What a number depends on beside the code: the machine, its versions, and the precision it is computed in."""
 
 import contextlib
 import os
@@ -11,7 +11,9 @@ import torch
 
 import tribe
 
-PRECISIONS = ("float32", "tf32")  # what float32 may mean on CUDA
+# float32 and tf32: what float32 means on CUDA. bf16: the network's weights and activations are bfloat16, and what stays
+# float32 (statistics, affine parameters of norm layers, losses) uses TF32 there.
+PRECISIONS = ("float32", "tf32", "bf16")
 
 
 def choose_device(name: str = "auto") -> torch.device:
@@ -31,17 +33,32 @@ def choose_device(name: str = "auto") -> torch.device:
     return device
 
 
+def check_precision(precision: str) -> None:
+    """Refuse what is none of `PRECISIONS`."""
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision is {', '.join(PRECISIONS[:-1])} or {PRECISIONS[-1]}; got {precision!r}")
+
+
+def precision_on(device: torch.device, precision: str) -> str:
+    """What a precision comes to on a device: a CPU has no TF32 and computes in float32; bf16 is bf16 everywhere.
+
+    >>> precision_on(torch.device("cpu"), "tf32"), precision_on(torch.device("cpu"), "bf16")
+    ('float32', 'bf16')
+    """
+    check_precision(precision)
+    return "float32" if precision == "tf32" and device.type != "cuda" else precision
+
+
 @contextlib.contextmanager
 def float32_precision(precision: str) -> Iterator[None]:
-    """Decide whether float32 on CUDA means IEEE arithmetic ("float32") or "tf32", and put things back afterwards."""
-    if precision not in PRECISIONS:
-        raise ValueError(f"precision is {' or '.join(PRECISIONS)}; got {precision!r}")
+    """Decide whether float32 on CUDA means IEEE arithmetic ("float32") or TF32, and put things back afterwards."""
+    check_precision(precision)
     backends: Any = torch.backends
     switches = backends.cuda.matmul, backends.cudnn.conv
     before = [switch.fp32_precision for switch in switches]
     try:
         for switch in switches:
-            switch.fp32_precision = "tf32" if precision == "tf32" else "ieee"
+            switch.fp32_precision = "ieee" if precision == "float32" else "tf32"
         yield
     finally:
         for switch, value in zip(switches, before, strict=True):

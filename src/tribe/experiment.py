@@ -21,7 +21,7 @@ Layout of ``runs/<id>/``, where ``<id>`` is `Experiment.id`, 16 hexadecimal digi
 
 Every file is written whole or not at all, the records after environment.json, and metrics.json, which can be made from
 them, last. ``runs/<id>/.lock`` is held by the one process that writes there. The three JSON files are small and tell a
-result without its records: keep them alone where space matters.
+result without its records: `keep` copies them alone.
 """
 
 import contextlib
@@ -35,19 +35,19 @@ import sys
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
-from tribe import build, metrics, scenarios
+from tribe import build, methods, metrics, scenarios
 from tribe.atomic import write_atomically
 from tribe.augment import Augment
 from tribe.backbone import Backbone
 from tribe.datasets import Dataset
-from tribe.environment import PRECISIONS, choose_device, float32_precision, machine
+from tribe.environment import check_precision, choose_device, float32_precision, machine, precision_on
 from tribe.files import StateFileError, method_to_json
 from tribe.methods import Method
 from tribe.record import Record
@@ -104,12 +104,12 @@ class Experiment:
 
     dataset: Named
     model: Named
-    weights: str  # Backbone.fingerprint of the network
+    weights: str  # Backbone.fingerprint of the network, before it is rounded to a lower precision
     scenario: Named
     method: Named
     seeds: tuple[int, ...]  # one stream each, side by side
     batch: int
-    precision: str  # what float32 means
+    precision: str  # of tribe.environment.PRECISIONS
     device: str  # "cpu" or "cuda"
     threads: int | None
 
@@ -128,19 +128,19 @@ class Experiment:
         """The experiment that these names mean here: with the bench's data, weights, device and threads."""
         bench = bench or Bench()
         parts = bench.prepare(Named.of(dataset), Named.of(model), Named.of(scenario), Named.of(method))
-        device = bench.device.type
-        return parts.described(seeds, batch, precision if device == "cuda" else "float32", device, bench.threads)
+        settled = precision_on(bench.device, precision)
+        return parts.described(seeds, batch, settled, bench.device.type, bench.threads)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "seeds", tuple(self.seeds))
         if not self.seeds or list(self.seeds) != list(range(self.seeds[0], self.seeds[0] + len(self.seeds))):
             raise ValueError(f"seeds are consecutive numbers, at least one, such as 0, 1, 2; got {list(self.seeds)}")
-        if self.precision not in PRECISIONS:
-            raise ValueError(f"precision is {' or '.join(PRECISIONS)}; got {self.precision!r}")
+        check_precision(self.precision)
 
     def json(self) -> dict[str, Any]:
         """The experiment as plain data."""
-        parts = {name: value.json() if isinstance(value, Named) else value for name, value in vars(self).items()}
+        told = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        parts = {name: value.json() if isinstance(value, Named) else value for name, value in told.items()}
         plain: dict[str, Any] = json.loads(_canonical(parts))
         return plain
 
@@ -157,7 +157,7 @@ class Experiment:
         except (KeyError, TypeError) as error:
             raise ValueError(f"this is no experiment ({error}); expected what Experiment.json gives") from error
 
-    @property
+    @cached_property
     def id(self) -> str:
         """Its name: a hash of all of it."""
         return hashlib.sha256(_canonical(self.json()).encode()).hexdigest()[:16]
@@ -279,11 +279,12 @@ class Experiment:
             told = "; ".join(difference(self, here))
             raise ValueError(f"experiment {self.id} cannot be computed here, where something differs: {told}")
         checkpoint = folder / "checkpoint.safetensors"
+        net, method = build.in_precision(parts.net, parts.method, self.precision)
         with float32_precision(self.precision), _threads(self.threads):
             play = partial(
                 run,
-                parts.net,
-                parts.method,
+                net,
+                method,
                 bench.stream(self),
                 seed=self.seeds[0],
                 spec=self._words(),
@@ -362,11 +363,31 @@ def load(folder: str | PathLike[str]) -> Result:
     return Result(experiment, folder, scores, told["environment"])
 
 
-def finished(root: str | PathLike[str]) -> Iterator[Result]:
+def finished(root: str | PathLike[str], *, damaged: Literal["refuse", "skip"] = "refuse") -> Iterator[Result]:
     """All results in a folder that are finished, in the order of their names; what is not is passed over."""
     for folder in sorted(Path(root).iterdir()) if Path(root).is_dir() else ():
         if (folder / "metrics.json").is_file():
-            yield load(folder)
+            try:
+                result = load(folder)
+            except (OSError, ValueError):
+                if damaged == "refuse":
+                    raise
+                continue
+            yield result
+
+
+def keep(root: str | PathLike[str], target: str | PathLike[str]) -> list[Result]:
+    """Copy the JSON files of all finished results to another folder, for where space matters, and give what is there.
+
+    What the folder already has of the same experiment stays if it is whole: results do not change.
+    """
+    for result in finished(root):
+        folder = Path(target) / result.folder.name
+        if result.experiment.found(target) is None:
+            folder.mkdir(parents=True, exist_ok=True)
+            for name in ("spec.json", "environment.json", "metrics.json"):  # the last one says "whole"
+                write_atomically(folder / name, (result.folder / name).read_bytes())
+    return list(finished(target))
 
 
 def difference(one: Experiment, other: Experiment) -> list[str]:
@@ -449,6 +470,7 @@ class Bench:
         self.weights = {name: Path(path) for name, path in (weights or {}).items()}
         self._datasets: dict[str, Dataset] = {}
         self._nets: dict[str, tuple[Backbone, str]] = {}
+        self._methods: dict[tuple[object, ...], Method] = {}
         self._streams: dict[str, Stream] = {}
 
     def prepare(self, dataset: Named, model: Named, scenario: Named, method: Named) -> Parts:
@@ -459,15 +481,8 @@ class Bench:
             net, weights = self.net(asked, data, model)
             protocol = build.scenario(scenario.name, None, revived(scenario.fields))
             protocol = protocol if protocol.domains is not None else protocol.on(data.domains)
-            fields = {k: v for k, v in revived(method.fields).items() if not isinstance(v, _Digest)}
-            return Parts(
-                data,
-                net,
-                protocol,
-                build.method(method.name, net, data, asked, fields),
-                weights,
-                (dataset.name, model, scenario.name, method.name),
-            )
+            names = dataset.name, model, scenario.name, method.name
+            return Parts(data, net, protocol, self.method(asked, data, net, model, method), weights, names)
         except TypeError as error:  # a field that a component does not have
             raise ValueError(str(error)) from error
 
@@ -485,6 +500,15 @@ class Bench:
             net = Backbone(build.model(asked, data, revived(named.fields)).to(self.device))
             self._nets[key] = net, net.fingerprint()
         return self._nets[key]
+
+    def method(self, asked: build.Asked, data: Dataset, net: Backbone, model: Named, named: Named) -> Method:
+        """A method, built once: to read what it knows of the source, and whether that fits the network, takes long."""
+        fields = {k: v for k, v in revived(named.fields).items() if not isinstance(v, _Digest)}
+        told = {k: v for k, v in named.fields.items() if k in fields}
+        key = asked.dataset, _canonical(model.json()), methods.get(named.name), _canonical([named.name, told])
+        if key not in self._methods:
+            self._methods[key] = build.method(named.name, net, data, asked, fields)
+        return self._methods[key]
 
     def stream(self, experiment: Experiment) -> Stream:
         """The streams of an experiment."""

@@ -10,7 +10,7 @@ import torch
 
 import tribe
 from tribe import build
-from tribe.build import Asked, described, method, plain_method, scenario, trained_on
+from tribe.build import Asked, described, in_precision, method, plain_method, scenario, trained_on
 from tribe.cli.targets import from_file, from_package, load_target, told
 from tribe.datasets import Dataset
 from tribe.methods import Method, registry
@@ -84,6 +84,7 @@ __all__ = [
     "Settings",
     "dataset",
     "described",
+    "in_precision",
     "method",
     "model",
     "own_method",

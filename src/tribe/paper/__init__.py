@@ -60,6 +60,7 @@ class Table:
     columns: Sequence[Mapping[str, Any]]  # with a "key", perhaps a "group", and fields of Cell
     rows: Sequence[Mapping[str, Any]]
     values: Sequence[Sequence[Value]]
+    theirs: str = "paper"  # whose numbers they are
 
     @property
     def row_keys(self) -> list[str]:

@@ -5,13 +5,16 @@
     tribe.reproduce.run(plan, "runs", bench)
     print(tribe.reproduce.markdown(tribe.reproduce.compare(plan, "runs")))
 
-On the command line: ``tribe reproduce mnist --dataset live-mnist-c --model compact``.
+On the command line: ``tribe reproduce mnist --dataset live-mnist-c --model compact``. What was run is kept as small
+JSON (``--keep results``), from which `document` writes ``docs/reproduction.md``.
 """
 
+from tribe.reproduce.beside import released
 from tribe.reproduce.comparison import Comparison, Entry, Judged, compare, judged
 from tribe.reproduce.costs import History, history
 from tribe.reproduce.gathering import gather
-from tribe.reproduce.plans import Plan, Planned, Wishes, plan, run
+from tribe.reproduce.page import document
+from tribe.reproduce.plans import Plan, Planned, Wishes, longest_first, plan, run
 from tribe.reproduce.render import as_csv, as_json, latex, markdown
 
 __all__ = [
@@ -25,11 +28,14 @@ __all__ = [
     "as_csv",
     "as_json",
     "compare",
+    "document",
     "gather",
     "history",
     "judged",
     "latex",
+    "longest_first",
     "markdown",
     "plan",
+    "released",
     "run",
 ]

@@ -44,6 +44,7 @@ class Comparison:
     notes: Sequence[str]
     missing: Mapping[str, Sequence[str]]  # why there is nothing in some cells, and in which
     groups: Mapping[str, str]  # of rows that are methods: those that met the same streams
+    theirs: str = "paper"  # whose numbers stand beside ours
 
     def is_best(self, row: str, column: str) -> bool:
         """Whether ours is the lowest number of the methods that met the same stream."""
@@ -91,7 +92,16 @@ def compare(plan: Plan, root: str | PathLike[str]) -> Comparison:
     groups = {row["key"]: str(row.get("group")) for row in table.rows if row.get("method")}
     title = table.title + (f" (ours: {played})" if played else "")
     return Comparison(
-        table.name, table.label, title, table.row_keys, table.column_keys, entries, notes, plan.problems, groups
+        table.name,
+        table.label,
+        title,
+        table.row_keys,
+        table.column_keys,
+        entries,
+        notes,
+        plan.problems,
+        groups,
+        table.theirs,
     )
 
 

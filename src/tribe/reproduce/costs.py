@@ -18,30 +18,41 @@ PASS = {
 }
 OTHER_PASS = {"cuda": 6e-5, "cpu": 2e-2}
 PASSES = {  # a step in units of a pass, learning included
-    **{"source": 1, "bn": 1, "lame": 1, "pl": 2.5, "tent": 2.5, "eata": 2.5, "sar": 5, "roid": 5, "note": 4, "ttac": 3},
+    **{
+        "source": 1,
+        "bn": 1,
+        "lame": 1,
+        "pl": 2.5,
+        "tent": 2.5,
+        "eata": 2.5,
+        "sar": 5,
+        "roid": 5,
+        "note": 4,
+        "ttac": 15,
+    },
     **{"rotta": 4, "tribe": 6, "selftrain": 6, "cotta": 40, "petal": 40},
 }
 OTHER_PASSES = 6.0
 
 
 class History(NamedTuple):
-    """Seconds an image, by method, network and device, of what was run before."""
+    """Seconds an image, by method, network, device and precision, of what was run before."""
 
-    seconds: dict[tuple[str, str, str], float]
+    seconds: dict[tuple[str, str, str, str], float]
 
     def estimate(self, experiment: Experiment, images: int) -> tuple[float, bool]:
         """Seconds that an experiment of so many images will take, and whether that is known rather than guessed."""
         kind = _kind(experiment)
         if kind in self.seconds:
             return images * self.seconds[kind], True
-        method, model, device = kind
+        method, model, device, _ = kind
         one = PASS.get(device, {}).get(model, OTHER_PASS.get(device, OTHER_PASS["cpu"]))
         return images * one * PASSES.get(method, PASSES.get(method.partition("/")[0], OTHER_PASSES)), False
 
 
 def history(results: Iterable[Result]) -> History:
     """What is known from results; the latest of a kind says it, since it ran on what there is now."""
-    latest: dict[tuple[str, str, str], tuple[str, float]] = {}
+    latest: dict[tuple[str, str, str, str], tuple[str, float]] = {}
     for result in results:
         values = result.values("seconds_per_image")
         told = str(result.environment.get("finished", "")), sum(values) / len(values)
@@ -50,5 +61,5 @@ def history(results: Iterable[Result]) -> History:
     return History({kind: seconds for kind, (_, seconds) in latest.items()})
 
 
-def _kind(experiment: Experiment) -> tuple[str, str, str]:
-    return experiment.method.name, experiment.model.name, experiment.device
+def _kind(experiment: Experiment) -> tuple[str, str, str, str]:
+    return experiment.method.name, experiment.model.name, experiment.device, experiment.precision

@@ -30,11 +30,16 @@ MADE = "knowledge"  # a method's field that depends on the network
 
 def gather(table: Table, wishes: Wishes, root: str | PathLike[str], bench: Bench) -> Plan:
     """Plan a table with what lies in ``root``; where two results fit a cell, refuse, naming where they differ."""
-    experiments = [result.experiment for result in finished(root)]
-    return planned_by(table, wishes, bench, lambda cell: _gathered(cell, wishes, experiments, bench))
+    return gather_from(table, wishes, [result.experiment for result in finished(root)], bench)
 
 
-def _gathered(cell: Cell, wishes: Wishes, experiments: Sequence[Experiment], bench: Bench) -> Planned:
+def gather_from(table: Table, wishes: Wishes, experiments: Sequence[Experiment], bench: Bench) -> Plan:
+    """Plan a table with some finished experiments."""
+    told = [(experiment, _told(experiment)) for experiment in experiments]
+    return planned_by(table, wishes, bench, lambda cell: _gathered(cell, wishes, told, bench))
+
+
+def _gathered(cell: Cell, wishes: Wishes, told: Sequence[tuple[Experiment, dict[str, Any]]], bench: Bench) -> Planned:
     if cell.mean_of or (cell.method is None and cell.dataset is None):
         return Planned(cell)
     try:
@@ -44,12 +49,12 @@ def _gathered(cell: Cell, wishes: Wishes, experiments: Sequence[Experiment], ben
         expected = _expected(cell, wishes, bench)
     except FAILURES as error:
         return Planned(cell, problem=" ".join(str(error).split()))
-    fitting = [experiment for experiment in experiments if _told(experiment) == expected]
+    fitting = [experiment for experiment, words in told if words == expected]
     if len(fitting) > 1:
-        told = "; ".join(difference(*fitting[:2]))
+        apart = "; ".join(difference(*fitting[:2]))
         raise MixedResults(
-            f"{fitting[0].id} and {fitting[1].id} both fit a cell of {cell.method}: {told}. A table holds one of them: "
-            "keep others in a folder of their own"
+            f"{fitting[0].id} and {fitting[1].id} both fit a cell of {cell.method}: {apart}. A table holds one of "
+            "them: keep others in a folder of their own"
         )
     return Planned(cell, fitting[0]) if fitting else Planned(cell, problem="no result fits")
 

@@ -11,9 +11,10 @@ from typing import Any
 from tribe import methods, paper
 from tribe.datasets import Dataset
 from tribe.distributed import Failure, Follow, run_all
-from tribe.experiment import Bench, Experiment, Named, Result
+from tribe.experiment import Bench, Experiment, Named, Result, finished
 from tribe.paper import Cell, Table
 from tribe.registry import nearest
+from tribe.reproduce.costs import history
 from tribe.stream import Stream
 
 FAILURES = (
@@ -124,7 +125,7 @@ def run(
     progress: Follow | None = None,
     done: Callable[[Experiment, Result | Failure], None] | None = None,
 ) -> Plan:
-    """Run what is missing; what fails is noted in the plan that comes back, and the rest goes on.
+    """Run what is missing, the longest first; what fails is noted in the plan that comes back, and the rest goes on.
 
     Args:
         plan: of a table.
@@ -136,10 +137,17 @@ def run(
         done: called after each, with its result or with why there is none.
     """
     retries = 0 if ray is None else 2  # another worker may have what one lacks; this process has not
+    order = longest_first(plan.experiments, root, bench)
     outcomes = run_all(
-        plan.experiments, root, ray=ray, workers=workers, bench=bench, retries=retries, progress=progress, done=done
+        order, root, ray=ray, workers=workers, bench=bench, retries=retries, progress=progress, done=done
     )
     return plan.without({failed.experiment.id: failed.reason for failed in outcomes if isinstance(failed, Failure)})
+
+
+def longest_first(experiments: Sequence[Experiment], root: str | PathLike[str], bench: Bench) -> list[Experiment]:
+    """In the order in which several that share the work are done soonest: none begins a long one when others end."""
+    known = history(finished(root, damaged="skip"))
+    return sorted(experiments, key=lambda e: -known.estimate(e, bench.images(e))[0])
 
 
 # -- rows and columns -------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ def number(value: float | str | None, unit: str, signed: bool = False) -> str:
         return "–"
     if isinstance(value, str):
         return value
-    places = {"s": 5, "images": 0}.get(unit, 2)
+    places = {"s": 5, "ms": 3, "images": 0}.get(unit, 2)
     return f"{value:+.{places}f}" if signed else f"{value:.{places}f}"
 
 
@@ -32,13 +32,14 @@ def ours(entry: Entry) -> str:
     return told if entry.deviation is None else f"{told} ± {number(entry.deviation, entry.unit)}"
 
 
-def markdown(comparison: Comparison, judgements: Sequence[Judged] = ()) -> str:
+def markdown(comparison: Comparison, judgements: Sequence[Judged] = (), level: int = 2) -> str:
     """Ours, the paper's in brackets, and the difference; our lowest number of a column in bold."""
-    lines = [f"## {comparison.title}", "", f"`{comparison.label}`: ours (paper's, difference)", ""]
-    lines += [_row(["", *comparison.columns]), _row(["---", *["---:"] * len(comparison.columns)])]
+    head = f"`{comparison.label}`: ours ({comparison.theirs}'s, difference)"
+    lines = [f"{'#' * level} {comparison.title}", "", head, ""]
+    lines += [table_row(["", *comparison.columns]), table_row(["---", *["---:"] * len(comparison.columns)])]
     for row in comparison.rows:
         cells = [_marked(comparison, row, column, "**{}**") for column in comparison.columns]
-        lines.append(_row([row, *cells]))
+        lines.append(table_row([row, *cells]))
     lines += ["", *(f"- {note}" for note in comparison.notes)]
     lines += [
         f"- Missing, {len(cells)} cells from {cells[0]}: {reason}" for reason, cells in comparison.missing.items()
@@ -52,7 +53,7 @@ def claims_markdown(judgements: Sequence[Judged]) -> list[str]:
         return []
     lines = ["| the paper says | on its own numbers | on ours |", "| --- | --- | --- |"]
     for claim, own, mine in judgements:
-        lines.append(_row([claim.says, f"{WORDS[own.holds]}: {own.why}", f"{WORDS[mine.holds]}: {mine.why}"]))
+        lines.append(table_row([claim.says, f"{WORDS[own.holds]}: {own.why}", f"{WORDS[mine.holds]}: {mine.why}"]))
     return lines
 
 
@@ -75,7 +76,7 @@ def latex(comparison: Comparison, judgements: Sequence[Judged] = ()) -> str:
     """A tabular of booktabs."""
     head = " & ".join(["", *map(_tex, comparison.columns)])
     lines = [
-        f"% {comparison.label}: ours (paper's, difference)",
+        f"% {comparison.label}: ours ({comparison.theirs}'s, difference)",
         rf"\begin{{tabular}}{{l{'r' * len(comparison.columns)}}}",
     ]
     lines += [r"\toprule", head + r" \\", r"\midrule"]
@@ -131,7 +132,8 @@ def _marked(comparison: Comparison, row: str, column: str, best: str) -> str:
     return f"{told} ({beside})"
 
 
-def _row(cells: Sequence[str]) -> str:
+def table_row(cells: Sequence[str]) -> str:
+    """A row of a table in Markdown."""
     return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
 
 

@@ -18,23 +18,32 @@ from tribe import paper, plots, reproduce
 from tribe.atomic import write_atomically
 from tribe.cli import build
 from tribe.cli.app import app, emit, fail
+from tribe.datasets.files import data_root
+from tribe.datasets.made import FILE as MADE
 from tribe.distributed import Failure
-from tribe.environment import PRECISIONS
-from tribe.experiment import Bench, Experiment, Result, finished
+from tribe.environment import check_precision
+from tribe.experiment import Bench, Experiment, Result, finished, keep
 from tribe.registry import nearest
-from tribe.reproduce import Comparison, Judged, Plan, Wishes
+from tribe.reproduce import Comparison, Judged, Plan, Wishes, released
 from tribe.reproduce.chart import chart
+from tribe.reproduce.page import DATA
 from tribe.reproduce.plans import artifacts
 from tribe.reproduce.render import FORMATS, WORDS, claims_json, claims_markdown, number, ours
 
 WIDE = 240  # columns of a table that goes to a file
 CLAIMS = "claims"  # every sentence of the paper about its tables, judged on what was run before
+DOCUMENT = "document"  # all of what was run before, as a page
+RELEASED = "released"  # the table of the released code
 
 
 @app.command("reproduce")
 def reproduce_artifact(
     artifact: Annotated[
-        str, typer.Argument(help="A name of `--list`, a label such as tab:component_ablation, or `claims`.")
+        str,
+        typer.Argument(
+            help="A name of `--list`, or a label such as tab:component_ablation; `released`: next to the released "
+            "code; of what was run before: `claims`, or `document`, a page of all of it."
+        ),
     ] = "",
     show_list: Annotated[bool, typer.Option("--list", help="List what can be reproduced.")] = False,
     runs: Annotated[Path, typer.Option(help="Folder of results: what lies there is not run again.")] = Path("runs"),
@@ -64,7 +73,9 @@ def reproduce_artifact(
         typer.Option("--set", help="Any field: dataset.corruptions=('fog',), scenario.draw=paper, tribe.h0=0.1."),
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")] = "auto",
-    precision: Annotated[str, typer.Option(help="What float32 means on a GPU: tf32, or float32 for IEEE's.")] = "tf32",
+    precision: Annotated[
+        str, typer.Option(help="tf32 (on a CPU float32), float32 for IEEE's, or bf16: a network of bfloat16.")
+    ] = "tf32",
     threads: Annotated[
         int | None,
         typer.Option(help="Threads of a run on the CPU, a part of what it is. With 1, start one process a core."),
@@ -87,6 +98,10 @@ def reproduce_artifact(
     style: Annotated[str, typer.Option("--format", help="table, markdown, latex, csv or json.")] = "table",
     out: Annotated[Path | None, typer.Option(help="Write it here and not to the terminal.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw it here: .svg, .png or .pdf.")] = None,
+    kept: Annotated[
+        Path | None,
+        typer.Option("--keep", help="Copy the JSON of all finished runs here, without their records; runs nothing."),
+    ] = None,
 ) -> None:
     """Reproduce a table or a figure of the paper: run what is missing, then compare.
 
@@ -98,6 +113,14 @@ def reproduce_artifact(
     try:
         _check(style, precision, seeds, out, plot)
         wanted = Wishes(dataset, model, seeds=range(seed, seed + seeds), precision=precision)
+        if kept is not None:
+            _keep(runs, kept, data_root(None if data is None else str(data)))
+            return
+        if artifact == DOCUMENT:
+            if not runs.is_dir():
+                raise ValueError(f"there is no folder {runs} of results: --runs names it")
+            _write(reproduce.document(runs), out)
+            return
         bench = Bench(data, device, threads=threads)
         if artifact == CLAIMS:
             _claims(reproduce.judged(_planning(wanted, bench, runs, no_run), runs), style)
@@ -132,15 +155,14 @@ def reproduce_artifact(
 def _asked(artifact: str) -> paper.Table:
     if not artifact:
         raise ValueError(f"say what to reproduce: {', '.join(paper.names())}; `tribe reproduce --list` tells more")
-    return paper.get(artifact)
+    return released().table if artifact == RELEASED else paper.get(artifact)
 
 
 def _check(style: str, precision: str, seeds: int, out: Path | None, plot: Path | None) -> None:
     """Refuse before the work what would fail after it."""
     if style not in ("table", *FORMATS):
         raise ValueError(f"--format {style!r} is unknown: {nearest(style, ['table', *FORMATS])}")
-    if precision not in PRECISIONS:
-        raise ValueError(f"--precision is {' or '.join(PRECISIONS)}; got {precision!r}")
+    check_precision(precision)
     if seeds < 1:
         raise ValueError(f"--seeds is how many streams, at least 1; got {seeds}")
     for target in (out, plot):
@@ -237,7 +259,7 @@ def _told(console: Console) -> Iterator[Console]:
 
 
 def _dry_run(plan: Plan, runs: Path, style: str, console: Console) -> None:
-    known = reproduce.history(finished(runs))
+    known = reproduce.history(finished(runs, damaged="skip"))
     rows: list[dict[str, Any]] = []
     for experiment in plan.experiments:
         images = plan.bench.images(experiment)
@@ -271,6 +293,17 @@ def _dry_run(plan: Plan, runs: Path, style: str, console: Console) -> None:
     )
     if plan.problems:
         _complain(plan)
+
+
+def _keep(runs: Path, target: Path, root: Path) -> None:
+    """Leave records behind; what is known of the making of corrupted images goes along."""
+    known = keep(runs, target)
+    for made in sorted(root.glob(f"*/{MADE}")):
+        place = target / DATA / made.parent.name
+        place.mkdir(parents=True, exist_ok=True)
+        write_atomically(place / made.name, made.read_bytes())
+    size = sum(path.stat().st_size for path in target.rglob("*.json"))
+    typer.echo(f"{target}: {len(known)} results, {size / 1e3:,.0f} kB of JSON")
 
 
 # -- what came out ----------------------------------------------------------------------------------------------------
@@ -314,6 +347,10 @@ def _show(comparison: Comparison, judgements: list[Judged], style: str, out: Pat
         if out is None:
             return
         text = console.export_text()
+    _write(text, out)
+
+
+def _write(text: str, out: Path | None) -> None:
     if out is None:
         typer.echo(text, nl=False)
     else:
@@ -321,7 +358,9 @@ def _show(comparison: Comparison, judgements: list[Judged], style: str, out: Pat
 
 
 def _print(comparison: Comparison, judgements: list[Judged], console: Console) -> None:
-    console.print(f"[bold]{escape(comparison.title)}[/] ({comparison.label}): ours, [dim]the paper's[/], difference")
+    console.print(
+        f"[bold]{escape(comparison.title)}[/] ({comparison.label}): ours, [dim]the {comparison.theirs}'s[/], difference"
+    )
     grid = Grid("", *comparison.columns, padding=(0, 1))
     for column in grid.columns[1:]:
         column.justify = "right"

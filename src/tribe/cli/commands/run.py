@@ -16,7 +16,7 @@ from tribe import metrics, plots
 from tribe.atomic import write_atomically
 from tribe.cli import build
 from tribe.cli.app import app, emit, fail, plain
-from tribe.environment import PRECISIONS, choose_device, float32_precision, machine
+from tribe.environment import choose_device, float32_precision, machine, precision_on
 from tribe.record import Record
 
 DEFAULT_METHODS = "source,bn,tent,tribe"
@@ -57,7 +57,9 @@ def run(
         Path | None, typer.Option(help="Root of the data sets.", show_default="$TRIBE_DATA or the cache directory")
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")] = "auto",
-    precision: Annotated[str, typer.Option(help="What float32 means on a GPU: tf32, or float32 for IEEE's.")] = "tf32",
+    precision: Annotated[
+        str, typer.Option(help="tf32 (on a CPU float32), float32 for IEEE's, or bf16: a network of bfloat16.")
+    ] = "tf32",
     out: Annotated[
         Path | None,
         typer.Option(help="Folder for records, summary and chart.", show_default="runs/DATASET-MODEL-SCENARIO"),
@@ -77,8 +79,7 @@ def run(
     folder = out or Path("runs") / _file_name(f"{dataset}-{model}-{scenario}")
     try:
         where = choose_device(device)
-        if precision not in PRECISIONS:
-            raise ValueError(f"--precision is {' or '.join(PRECISIONS)}; got {precision!r}")
+        precision = precision_on(where, precision)
         if seeds < 1:
             raise ValueError(f"--seeds is how many streams, at least 1; got {seeds}")
         wanted = build.settings(settings or [], ("dataset", "scenario", "model", *chosen))
@@ -96,7 +97,7 @@ def run(
         "model": {"name": model, "fields": wanted["model"], "fingerprint": net.fingerprint()},
         "scenario": build.described(scenario, stream.scenario),
         "batch": batch,
-        "precision": precision if where.type == "cuda" else "float32",
+        "precision": precision,
     }
     shape = f"{seeds} stream{'s' * (seeds > 1)} of {len(stream.schedules[0].index):,} images"
     console.print(f"[bold]{dataset}[/], {model}, {scenario}: {shape}, batch {batch}, on {machine(where)['device']}")
@@ -106,7 +107,8 @@ def run(
             for name, method in built.items():
                 show = _shown(progress, name, len(stream))
                 words = plain(spec | {"fields": build.described(name, method)["fields"]})
-                records[name] = tribe.run(net, method, stream, seed=seed, spec=words, progress=show)
+                rounded, ready = build.in_precision(net, method, precision)
+                records[name] = tribe.run(rounded, ready, stream, seed=seed, spec=words, progress=show)
                 for record in records[name]:  # now: a later method may fail, or be stopped
                     record.save(folder / f"{_file_name(name)}-seed{record.spec['seed']}.npz")
     except (ValueError, OSError) as error:

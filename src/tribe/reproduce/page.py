@@ -1,0 +1,259 @@
+"""What was reproduced, as a page that is written from results alone: it says no more than they do.
+
+Results that were computed alike (seeds, batch, precision, device) are a series, and a table is of one series. Beside
+the results, their folder may hold
+
+    bench/*.json              what `tribe bench --json` measured, with nothing else running
+    data/<folder>/made.json   how corrupted images were made, as `tribe corrupt` recorded it
+"""
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import NamedTuple
+
+from tribe import bench, datasets, methods, paper
+from tribe.datasets.made import read_made
+from tribe.experiment import Bench, Experiment, Result, finished
+from tribe.paper import Cell, Table
+from tribe.reproduce.beside import Times, beside, released
+from tribe.reproduce.comparison import Comparison, compare, judged
+from tribe.reproduce.findings import differences, in_every_cell, judged_claims
+from tribe.reproduce.gathering import gather_from
+from tribe.reproduce.plans import Plan, Wishes, artifacts
+from tribe.reproduce.render import markdown, table_row
+
+COMMAND = "tribe reproduce document --runs results --out docs/reproduction.md"
+BENCH, DATA = "bench", "data"
+WITH_LATER = ("mnist", "cifar10", "cifar100")  # tables of all methods: those that came later are rows of them, too
+IN_EVERY_CELL = "cifar10"  # the table in which TRIBE is to be best throughout
+
+
+class Series(NamedTuple):
+    """Results that were computed alike."""
+
+    results: Sequence[Result]
+    root: Path
+    bench: Bench
+
+    @property
+    def first(self) -> Experiment:
+        """One of its experiments, for what all of them share."""
+        return self.results[0].experiment
+
+    @property
+    def title(self) -> str:
+        """How they were computed."""
+        e = self.first
+        threads = "" if e.threads is None else f", {e.threads} thread{'s' * (e.threads > 1)}"
+        seeds = f"seed {e.seeds[0]}" if len(e.seeds) == 1 else f"seeds {e.seeds[0]} to {e.seeds[-1]}"
+        return f"{_machines(self.results, 'device')}{threads}, {e.precision}, {seeds}, batch {e.batch}"
+
+    @property
+    def is_of_released(self) -> bool:
+        """Whether they met the stream that the released code was measured on."""
+        return self.first.seeds == (released().seed,)
+
+    def plan(self, table: Table, wishes: Wishes | None = None) -> Plan:
+        """A table with what is here."""
+        return gather_from(table, wishes or Wishes(), [result.experiment for result in self.results], self.bench)
+
+    def compare(self, table: Table, wishes: Wishes | None = None) -> Comparison | None:
+        """A table, ours and the paper's, without rows and columns that are empty; None if nothing of it was run."""
+        plan = self.plan(table, wishes)
+        return _filled(compare(plan, self.root)) if plan.experiments else None
+
+
+def document(root: str | PathLike[str]) -> str:
+    """The page, in Markdown."""
+    root, here = Path(root), Bench(device="cpu")
+    series = [Series(results, root, here) for results in _alike(finished(root))]
+    lines = [
+        "# Reproduction",
+        "",
+        "The paper's tables and figures, computed with this library, next to the paper's own.",
+    ]
+    lines += [f"Written by `{COMMAND}` from the results in that folder, not by hand.", ""]
+    lines += _what_was_run(series)
+    done: dict[str, int] = {}  # cells, by table
+    for one in series:
+        own, others = _compared(one)
+        for c in own:
+            rows = paper.get(c.name).row_keys
+            there = sum(entry.ours is not None for (row, _), entry in c.entries.items() if row in rows)
+            done[c.name] = max(done.get(c.name, 0), there)
+        lines += [f"## {one.title}", "", *_findings(one, own), *(markdown(c, level=3) for c in (*own, *others))]
+        lines += _left_over(one, (*own, *others))
+    return "\n".join([*lines, *_not_run(done)]).rstrip() + "\n"
+
+
+def _alike(results: Iterable[Result]) -> list[list[Result]]:
+    """Series, the largest first."""
+    found: dict[str, list[Result]] = {}
+    for result in results:
+        e = result.experiment
+        found.setdefault(repr((e.device, e.precision, e.seeds, e.batch, e.threads)), []).append(result)
+    return sorted(found.values(), key=lambda alike: -len(alike))
+
+
+def _compared(series: Series) -> tuple[list[Comparison], list[Comparison]]:
+    """Tables on the paper's own data and network, and on others that stand in for them."""
+    own, others = [], []
+    for table in artifacts():
+        if (comparison := series.compare(table, Wishes(added=_later(series, table)))) is not None:
+            own.append(comparison)
+        for dataset, model in _stand_ins(series, table):
+            wishes = Wishes(dataset, model, added=_later(series, table))
+            if (comparison := series.compare(table, wishes)) is not None:
+                others.append(comparison)
+    return own, others
+
+
+def _later(series: Series, table: Table) -> list[str]:
+    """Methods with results that are not among the paper's."""
+    if table.name not in WITH_LATER:
+        return []
+    rows = {row.get("method") for row in table.rows}
+    run = {result.experiment.method.name for result in series.results}
+    return sorted(name for name in run - rows if name in methods.names() and not methods.get(name).variants)
+
+
+def _stand_ins(series: Series, table: Table) -> list[tuple[str, str]]:
+    """Data sets of the same clean images, with networks, that were played in place of a table's."""
+    meant = {(cell.dataset, cell.model) for cell in _cells(table) if cell.method is not None}
+    if len(meant) != 1:
+        return []
+    ((dataset, model),) = meant
+    played = {(r.experiment.dataset.name, r.experiment.model.name) for r in series.results} - {(dataset, model)}
+    return sorted(pair for pair in played if _of(pair[0], "source") == _of(dataset or "", "source"))
+
+
+def _of(dataset: str, name: str) -> str:
+    """What a data set says of itself: the clean one it is made from, the folder it lies in."""
+    return str(getattr(datasets.get(dataset), name, dataset))
+
+
+def _cells(table: Table) -> Iterator[Cell]:
+    return (table.cell(row, column) for row in table.row_keys for column in table.column_keys)
+
+
+def _left_over(series: Series, comparisons: Iterable[Comparison]) -> list[str]:
+    """Results that are in none of the tables, so that none is passed over in silence."""
+    beside_it = series.compare(released().table) if series.is_of_released else None
+    shown = {e.experiment for c in (*comparisons, *([beside_it] if beside_it else [])) for e in c.entries.values()}
+    rest = [r.experiment for r in series.results if r.experiment.id not in shown]
+    told = ", ".join(f"{e.method.name} ({e.id})" for e in rest)
+    return [f"In none of these tables: {told}.", ""] if rest else []
+
+
+def _filled(comparison: Comparison) -> Comparison:
+    """Without rows and columns of which nothing was run."""
+    there = {place for place, entry in comparison.entries.items() if entry.ours is not None}
+    return dataclasses.replace(
+        comparison,
+        rows=[row for row in comparison.rows if any(row == r for r, _ in there)],
+        columns=[column for column in comparison.columns if any(column == c for _, c in there)],
+    )
+
+
+# -- what was found ---------------------------------------------------------------------------------------------------
+
+
+def _findings(series: Series, own: Sequence[Comparison]) -> list[str]:
+    if not own:
+        return []
+    judgements = judged(series.plan, series.root, own)
+    lines = [line for c in own if c.name == IN_EVERY_CELL for line in in_every_cell(c)]
+    if series.is_of_released and (comparison := series.compare(released().table)) is not None:
+        lines += beside(comparison, _times(series, comparison))
+    return [*lines, *differences(own, judgements), *judged_claims(judgements)]
+
+
+def _times(series: Series, comparison: Comparison) -> dict[str, Times]:
+    """What the methods took, by data set."""
+    seconds = {r.experiment.id: sum(v := r.values("seconds_per_image")) / len(v) for r in series.results}
+    table, times = released().table, {}
+    for column in table.columns:
+        used = {row: comparison.entries[row, column["key"]].experiment for row in comparison.rows}
+        known, how = _measured(series, str(column["model"]))
+        times[str(column["group"])] = Times(
+            {row: 1e3 * seconds[name] for row, name in used.items() if name is not None},
+            {str(row["key"]): known[row["method"]] for row in table.rows if row["method"] in known},
+            how,
+        )
+    return times
+
+
+def _measured(series: Series, model: str) -> tuple[dict[str, float], str]:
+    """Milliseconds an image of methods on a network, measured alone in the way of this series, and how."""
+    e, found, words = series.first, dict[str, float](), list[str]()
+    for path in sorted((series.root / BENCH).glob("*.json")):
+        told = bench.read(path)
+        here = told.setting.model, told.setting.precision, told.setting.device.partition(":")[0], told.setting.batch
+        if here == (model, e.precision, e.device, e.batch) and told.setting.streams == 1:
+            found |= {row.name: row.ms_per_image for row in told.rows}
+            words.append(f"`tribe bench`, nothing else running, {told.machine.get('device', 'unknown')}, {e.precision}")
+    return found, " and ".join(dict.fromkeys(words))
+
+
+# -- what was run -----------------------------------------------------------------------------------------------------
+
+
+def _what_was_run(series: Sequence[Series]) -> list[str]:
+    lines = ["## What was run", ""]
+    if not series:
+        return [*lines, "Nothing yet.", ""]
+    lines += [table_row(["computed on", "experiments", "images", "hours", "torch", "tribe", "finished"])]
+    lines += [table_row(["---", *["---:"] * 3, *["---"] * 3])]
+    for one in series:
+        images = sum(scores["images"] for result in one.results for scores in result.metrics.values())
+        hours = sum(float(result.environment.get("seconds", 0)) for result in one.results) / 3600
+        days = sorted({str(result.environment.get("finished", ""))[:10] for result in one.results})
+        versions = [_machines(one.results, name) for name in ("torch", "tribe")]
+        span = " to ".join(dict.fromkeys((days[0], days[-1])))
+        lines.append(table_row([one.title, str(len(one.results)), f"{images:,}", f"{hours:.2f}", *versions, span]))
+    lines += ["", "Hours add up those of all experiments, several of which may have shared a device.", ""]
+    return [*lines, *_data(series), *_weights(series), ""]
+
+
+def _machines(results: Sequence[Result], name: str) -> str:
+    told = {str(result.environment.get("machine", {}).get(name, "unknown")) for result in results}
+    return " and ".join(sorted(told))
+
+
+def _data(series: Sequence[Series]) -> Iterator[str]:
+    """Which images were played, and what is known of their making."""
+    root = series[0].root
+    for name in sorted({r.experiment.dataset.name for one in series for r in one.results}):
+        folder = _of(name, "folder")
+        if name.startswith("live-"):
+            yield f"- Data `{name}`: the clean test images, corrupted by `tribe.corruptions` as they are read."
+        elif (made := read_made(root / DATA / folder)) is not None:
+            places = sorted({f"{block.device} with torch {block.torch}" for block in made.blocks.values()})
+            yield (
+                f"- Data `{name}`: not the published archive but our corruptions of the {made.images:,} clean test "
+                f"images of {made.dataset} (sha256 {made.clean}), made by `tribe corrupt` with seed {made.seed} on "
+                f"{' and '.join(places)}. The sha256 of each of its {len(made.blocks)} parts is in "
+                f"`{root.name}/{DATA}/{folder}/made.json`."
+            )
+        else:
+            yield f"- Data `{name}`: how its images were made is not recorded beside the results."
+
+
+def _weights(series: Sequence[Series]) -> list[str]:
+    found = {(e.model.name, e.weights) for one in series for e in (r.experiment for r in one.results)}
+    return [f"- Network `{model}`: the weights with fingerprint {weights}." for model, weights in sorted(found)]
+
+
+def _not_run(done: Mapping[str, int]) -> list[str]:
+    """Tables that are not full, with the command that runs them; those that need no run are told apart."""
+    free = [table for table in artifacts() if all(cell.method is None for cell in _cells(table))]
+    lines = ["## Not run", ""]
+    for table in (t for t in artifacts() if t not in free):
+        there, cells = done.get(table.name, 0), len(table.row_keys) * len(table.column_keys)
+        some = f", {there} of {cells} cells are there" if there else ""
+        if there < cells:
+            lines.append(f"- {table.title} (`{table.label}`): `tribe reproduce {table.name} --seed 425`{some}")
+    lines += ["", "These follow from labels and definitions, and need no results:", ""]
+    return [*lines, *(f"- {table.title} (`{table.label}`): `tribe reproduce {table.name}`" for table in free)]
