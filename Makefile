@@ -31,7 +31,8 @@ lint: $(INSTALLED)
 check: lint test  ## ruff, mypy, tests
 
 bench: $(INSTALLED)  ## speed and memory of the methods, as ratios to plain inference in one run
-	$(BIN)/python -m benchmarks
+	$(BIN)/python -m benchmarks --model resnet20
+	$(BIN)/python -m benchmarks --model wrn16_4 --batch 16
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache
