@@ -77,7 +77,8 @@ class Steps:
         self, state: Any, x: Tensor, valid: Tensor | None = None, *, donate: Any = False
     ) -> tuple[Tensor, Any]:
         """As `Method.step`. What a captured step returns as state is good until the step after the next."""
-        with deterministic() if self.deterministic else contextlib.nullcontext():
+        on_its_device = torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()  # where kernels launch
+        with on_its_device, deterministic() if self.deterministic else contextlib.nullcontext():
             if self.eager_because is None and x.shape[1]:
                 try:
                     if self._captured is None:
@@ -125,8 +126,7 @@ class Captured:
         """As `Method.step`; ``state`` is copied into static memory, unless it is what the last step returned."""
         batch = x.shape[1]
         if self._setting != _setting(x) or batch > self._x.shape[1]:
-            with torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext():
-                self._capture(state, x)
+            self._capture(state, x)
         turn = next((i for i in (0, 1) if _same(self._states[i], state)), None)
         if turn is None:
             turn = 0
@@ -179,7 +179,7 @@ class InParts:
         valid = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if valid is None else valid
         if short := self._batch - batch:
             x, valid = (nn.functional.pad(t, [0, 0] * (t.dim() - 2) + [0, short]) for t in (x, valid))
-        with torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext(), performed_by(self._recordings):
+        with performed_by(self._recordings):
             logits, state = self.method.step(self.net, state, x, valid)
         return logits[:, :batch], state
 

@@ -1,0 +1,66 @@
+"""TENT as one writes it first, BatchNorm in training mode and torch.optim, beside ours over a whole stream of images.
+
+``python -m benchmarks.textbook --model wrn28_10 --device cuda --noise 0,1,2``: where a method collapses, errors of
+whole streams are chaotic, and say little about whether two implementations are the same; two beside each other do.
+"""
+
+import argparse
+import copy
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import tribe
+from tribe import build, metrics
+from tribe.environment import PRECISIONS, choose_device, float32_precision
+
+
+def textbook(net: nn.Module, stream: tribe.Stream, device: torch.device, lr: float = 1e-3) -> float:
+    """The instance error, in per cent."""
+    net = copy.deepcopy(net).to(device).train().requires_grad_(False)
+    affine: list[nn.Parameter] = []
+    for layer in net.modules():
+        if isinstance(layer, nn.BatchNorm2d):
+            layer.track_running_stats, layer.running_mean, layer.running_var = False, None, None
+            affine += [layer.weight.requires_grad_(), layer.bias.requires_grad_()]
+    adam = torch.optim.Adam(affine, lr=lr)
+    wrong = seen = 0
+    for batch in stream:
+        real = batch.valid[0]
+        logits = net(batch.x[0][real].to(device))
+        adam.zero_grad()
+        entropy = -(logits.softmax(1) * logits.log_softmax(1)).sum(1).mean()
+        entropy.backward()
+        adam.step()
+        wrong += int((logits.argmax(1).cpu() != batch.y[0][real]).sum())
+        seen += len(logits)
+    return 100 * wrong / seen
+
+
+def main(argv: list[str] | None = None) -> None:
+    p = argparse.ArgumentParser("python -m benchmarks.textbook", description=__doc__.partition("\n")[0])
+    p.add_argument("--dataset", default="live-cifar10-c")
+    p.add_argument("--model", default="resnet20")
+    p.add_argument("--data", type=Path, help="root of the data sets and of weights")
+    p.add_argument("--noise", default="0", help="seeds of the corruptions' noise, such as 0,1,2")
+    p.add_argument("--imbalance", type=float, default=100)
+    p.add_argument("--seed", type=int, default=425)
+    p.add_argument("--device", default="auto")
+    p.add_argument("--precision", default="tf32", choices=PRECISIONS[:2])
+    o = p.parse_args(argv)
+    device = choose_device(o.device)
+    scenario = tribe.scenarios.create("gli-f", imbalance=o.imbalance)
+    with float32_precision(o.precision):
+        for seed in map(int, o.noise.split(",")):
+            data = build.dataset(o.dataset, o.data, {"seed": seed})
+            net = build.model(build.Asked(o.dataset, o.model, data=o.data), data, {})
+            stream = tribe.Stream(data, scenario, seeds=(o.seed,))
+            method = tribe.methods.create("tent", classes=len(data.classes))
+            (record,) = tribe.run(tribe.Backbone(net).to(device), method, stream)
+            ours, theirs = 100 * metrics.instance_error(record), textbook(net, stream, device)
+            print(f"noise {seed}: tribe {ours:.2f}, torch.optim {theirs:.2f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
