@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -76,6 +77,36 @@ def test_nothing_is_launched_where_it_cannot_be_or_when_told():
     with kernels.using("off"):
         assert not kernels.ready(x)
     assert kernels.mode() == "auto"
+
+
+@pytest.mark.parametrize("failing", ["a compiler", "an old GPU"])
+def test_where_kernels_cannot_be_built_that_is_said_once_and_nothing_breaks(failing, monkeypatch):
+    """No machine here fails so: what torch and Triton would say is put into their mouths."""
+
+    class Broken:
+        def __getitem__(self, grid):
+            raise OSError("no C compiler was found")
+
+    capability = (7, 5) if failing == "an old GPU" else (9, 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(kernels, "_try", Broken())
+    monkeypatch.setattr(torch, "zeros", lambda *shape, device: None)
+    kernels.works.cache_clear()
+    try:
+        said = r"\(7, 5\)" if failing == "an old GPU" else "no C compiler"
+        with pytest.warns(RuntimeWarning, match=f"cannot be used on cuda:0.*{said}"):
+            assert not kernels.works(0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert not kernels.works(0)
+    finally:
+        kernels.works.cache_clear()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_kernels_work_here():
+    assert kernels.works(0)
 
 
 def test_an_unknown_mode_is_refused():

@@ -15,8 +15,10 @@ Activations are N = R x B samples of C channels and L pixels, wherever these lie
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, import-not-found, import-untyped"
 
 import contextlib
+import functools
 import math
 import os
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -43,6 +45,7 @@ else:
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LINE = 256  # bytes of channels that a program reads at a stretch; also how many of the few numbers one takes
+NEEDED = (8, 0)  # compute capability: Ampere, whose TF32 products one kernel uses
 SAMPLES = 128  # the most samples a row for which `update` holds the sums over classes on the chip
 
 Mode = Literal["auto", "off"]
@@ -83,7 +86,34 @@ def _reachable(x: Tensor) -> bool:
         return False
     if INTERPRETED:
         return x.device.type == "cpu"
-    return x.is_cuda and x.device.index == torch.cuda.current_device()  # where Triton launches
+    # Triton launches on the current device.
+    return x.is_cuda and x.device.index == torch.cuda.current_device() and works(x.device.index)
+
+
+@functools.cache
+def works(device: int) -> bool:
+    """Whether kernels can be built and launched on a GPU: Triton also needs a compiler of C, and the GPU to be recent.
+
+    Where they cannot, that is said once, and the tensor operations serve.
+    """
+    try:
+        if (capability := torch.cuda.get_device_capability(device)) < NEEDED:
+            raise RuntimeError(f"a GPU of compute capability {NEEDED} or more is needed, this one has {capability}")
+        _try[(1,)](torch.zeros(1, device=f"cuda:{device}"))
+    except Exception as error:  # whatever a compiler raises
+        warnings.warn(
+            f"Triton's kernels cannot be used on cuda:{device} ({type(error).__name__}: {error}): steps take several "
+            "times as long. TRIBE_KERNELS=off says nothing of it",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return False
+    return True
+
+
+@triton.jit
+def _try(x):
+    tl.store(x, 1.0)
 
 
 # -- passes over activations -----------------------------------------------------------------------------------------

@@ -89,12 +89,12 @@ def document(root: str | PathLike[str]) -> str:
 
 
 def _alike(results: Iterable[Result]) -> list[list[Result]]:
-    """Series, the largest first."""
+    """Series, those from a GPU first, where the paper's networks run, then the largest."""
     found: dict[str, list[Result]] = {}
     for result in results:
         e = result.experiment
         found.setdefault(repr((e.device, e.precision, e.seeds, e.batch, e.threads)), []).append(result)
-    return sorted(found.values(), key=lambda alike: -len(alike))
+    return sorted(found.values(), key=lambda alike: (alike[0].experiment.device != "cuda", -len(alike)))
 
 
 def _compared(series: Series) -> tuple[list[Comparison], list[Comparison]]:
