@@ -252,6 +252,7 @@ def test_an_interrupted_driver_stops_its_workers(address, trouble, bench, tmp_pa
     made, log = trouble
     hanging = made("hang")
     ray.init(address=address, log_to_driver=False, logging_level="error")  # the caller's: it outlives the call
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     try:
         with pytest.raises(KeyboardInterrupt):
             run_all(
@@ -273,6 +274,7 @@ def test_an_interrupted_driver_stops_its_workers(address, trouble, bench, tmp_pa
             else:
                 pytest.fail("the worker goes on")
     finally:
+        signal.signal(signal.SIGINT, before)
         ray.shutdown()
     log.write_text("0 5\n")  # so that it does not hang
     same(hanging.run(tmp_path / "there", bench=bench), hanging.run(tmp_path / "here", bench=bench))
