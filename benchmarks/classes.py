@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 import tribe
-from tribe import kernels
 from tribe.bench.clock import Call, race, summary, warm_up
 from tribe.bench.networks import build, noise
 from tribe.bench.text import milliseconds, table
@@ -29,7 +28,7 @@ def contenders(model: str, methods: list[str], counts: list[int], batch: int, pl
         width = net.get_submodule(design.head).in_features
         setattr(net.get_submodule(parent), child, nn.Linear(width, count, device=place))
         for method in methods:
-            calls[f"{method}, {count} classes"] = partial(tribe.adapt(net, method, graphs="auto"), x)
+            calls[f"{method}, {count} classes"] = partial(tribe.adapt(net, method), x)
     return calls
 
 
@@ -43,7 +42,7 @@ def main(argv: list[str] | None = None) -> None:
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     o = p.parse_args(argv)
     place, methods = torch.device(o.device), o.methods.split(",")
-    with float32_precision("tf32"), kernels.using("auto"):
+    with float32_precision("tf32"):
         calls = contenders(o.model, methods, [int(n) for n in o.classes.split(",")], o.batch, place)
         for call in calls.values():
             warm_up(call, place)

@@ -1,16 +1,14 @@
 """Everything there is to measure on a GPU, in one call: tests, then times, a short table last.
 
-``PYTHONPATH=src:.:carry/pytest python3 -m benchmarks.gpu_session``, where ``pip install --target carry/pytest pytest``
-has put pytest for a machine that has none: it is pure Python. Every
-section runs in a process of its own, under a time limit, and hands over each number as soon as it has it, so that a
-section that fails or hangs costs only its own rest. All numbers go to ``$OUT/gpu_session.json``.
+``PYTHONPATH=src:. python3 -m benchmarks.gpu_session --out FOLDER``, on a machine with pytest. Every section runs in a
+process of its own, under a time limit, and hands over each number as soon as it has it, so that a section that fails or
+hangs costs only its own rest. All numbers go to ``gpu_session.json`` in that folder.
 """
 
 import argparse
 import contextlib
 import copy
 import json
-import os
 import re
 import subprocess
 import sys
@@ -298,13 +296,14 @@ def main(argv: list[str] | None = None) -> None:
     p.add_argument("--section", choices=SECTIONS, help="one section, in this process")
     p.add_argument("--only", help="sections, such as wrn,bf16; default: all")
     p.add_argument("--no-tests", action="store_true")
+    p.add_argument("--out", type=Path, default=Path(), help="folder for numbers and logs; default: this one")
     p.add_argument("--tests-limit", type=int, default=110, help="seconds")
     p.add_argument("--seconds", type=int, default=420, help="no section begins after this")
     o = p.parse_args(argv)
     if o.section:
         SECTIONS[o.section]()
         return
-    begun, out = time.monotonic(), Path(os.environ.get("OUT", "."))
+    begun, out = time.monotonic(), o.out
     results: list[dict[str, Any]] = []
     words = [] if o.no_tests else run_tests(out, o.tests_limit)
     for name in o.only.split(",") if o.only else SECTIONS:

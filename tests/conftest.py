@@ -1,5 +1,13 @@
-"""One thread: the networks here are so small that a second one only waits for the first."""
+"""What all tests share. One thread: the networks here are so small that a second one only waits for the first."""
 
+import pytest
 import torch
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture
+def nowhere(tmp_path, monkeypatch):
+    """No data but what the package brings, and an empty folder to write into."""
+    monkeypatch.setenv("TRIBE_DATA", str(tmp_path / "nothing"))
+    monkeypatch.chdir(tmp_path)

@@ -24,15 +24,11 @@ SHORT = (
 )  # two domains
 
 
+pytestmark = pytest.mark.usefixtures("nowhere")
+
+
 def tribe_run(*arguments):
     return tribe_command("run", *arguments)
-
-
-@pytest.fixture(autouse=True)
-def nowhere(tmp_path, monkeypatch):
-    """No data but what the package brings, and an empty folder to write into."""
-    monkeypatch.setenv("TRIBE_DATA", str(tmp_path / "nothing"))
-    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture(scope="module")

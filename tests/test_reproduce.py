@@ -25,18 +25,11 @@ ROOT = Path(__file__).resolve().parents[1]
 EMBEDDED = ("--dataset", "live-mnist-c", "--model", "compact", "--device", "cpu")
 SMALL = (*EMBEDDED, "--set", "dataset.corruptions=('impulse_noise',)")  # a domain of 1,000 to 10,000 images
 
-pytestmark = pytest.mark.filterwarnings("ignore:an imbalance of")
+pytestmark = [pytest.mark.usefixtures("nowhere"), pytest.mark.filterwarnings("ignore:an imbalance of")]
 
 
 def call(*arguments):
     return tribe_command("reproduce", *arguments)
-
-
-@pytest.fixture(autouse=True)
-def nowhere(tmp_path, monkeypatch):
-    """No data but what the package brings, and an empty folder to write into."""
-    monkeypatch.setenv("TRIBE_DATA", str(tmp_path / "nothing"))
-    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ import tribe.bench
 from tribe.bench import REPEATS
 from tribe.bench.contest import Watch
 from tribe.cli.app import app, emit, fail
+from tribe.cli.options import Device, Precision
 from tribe.cli.targets import load_target
 from tribe.environment import choose_device, precision_on
 
@@ -41,10 +42,8 @@ def bench(
     methods: Annotated[str, typer.Option(help="Methods to measure, comma-separated.")] = ",".join(tribe.bench.METHODS),
     batch: Annotated[int, typer.Option(help="Images a stream and step.")] = 64,
     streams: Annotated[int, typer.Option(help="Independent streams in one step.")] = 1,
-    precision: Annotated[
-        str, typer.Option(help="tf32 (on a CPU float32), float32 for IEEE's, or bf16: a network of bfloat16.")
-    ] = "tf32",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")] = "auto",
+    precision: Precision = "tf32",
+    device: Device = "auto",
     threads: Annotated[int | None, typer.Option(help="Of torch on the CPU.", show_default="as torch decides")] = None,
     graphs: Annotated[bool, typer.Option(help="Capture steps in CUDA graphs, where they can be.")] = True,
     kernels: Annotated[bool, typer.Option(help="Use the Triton kernels, on CUDA.")] = True,

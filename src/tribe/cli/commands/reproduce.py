@@ -18,6 +18,7 @@ from tribe import paper, plots, reproduce
 from tribe.atomic import write_atomically
 from tribe.cli import build
 from tribe.cli.app import app, emit, fail
+from tribe.cli.options import Device, Precision
 from tribe.datasets.files import data_root
 from tribe.datasets.made import FILE as MADE
 from tribe.distributed import Failure
@@ -72,10 +73,8 @@ def reproduce_artifact(
         list[str] | None,
         typer.Option("--set", help="Any field: dataset.corruptions=('fog',), scenario.draw=paper, tribe.h0=0.1."),
     ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")] = "auto",
-    precision: Annotated[
-        str, typer.Option(help="tf32 (on a CPU float32), float32 for IEEE's, or bf16: a network of bfloat16.")
-    ] = "tf32",
+    device: Device = "auto",
+    precision: Precision = "tf32",
     threads: Annotated[
         int | None,
         typer.Option(help="Threads of a run on the CPU, a part of what it is. With 1, start one process a core."),

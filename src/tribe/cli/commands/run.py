@@ -16,6 +16,7 @@ from tribe import metrics, plots
 from tribe.atomic import write_atomically
 from tribe.cli import build
 from tribe.cli.app import app, emit, fail, plain
+from tribe.cli.options import Device, Precision
 from tribe.environment import choose_device, float32_precision, machine, precision_on
 from tribe.record import Record
 
@@ -56,10 +57,8 @@ def run(
     data: Annotated[
         Path | None, typer.Option(help="Root of the data sets.", show_default="$TRIBE_DATA or the cache directory")
     ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")] = "auto",
-    precision: Annotated[
-        str, typer.Option(help="tf32 (on a CPU float32), float32 for IEEE's, or bf16: a network of bfloat16.")
-    ] = "tf32",
+    device: Device = "auto",
+    precision: Precision = "tf32",
     out: Annotated[
         Path | None,
         typer.Option(help="Folder for records, summary and chart.", show_default="runs/DATASET-MODEL-SCENARIO"),

@@ -14,6 +14,7 @@ from torch import Tensor
 import tribe
 from tribe.cli import build
 from tribe.cli.app import app, emit, fail
+from tribe.cli.options import Device
 from tribe.datasets import Dataset
 from tribe.environment import choose_device, float32_precision
 from tribe.source import Knowledge, place
@@ -49,7 +50,7 @@ def source(
         list[str] | None,
         typer.Option("--set", help="Any field of a component: dataset.size=224, eata.alpha=1. Repeatable."),
     ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")] = "auto",
+    device: Device = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print what was written, for programs.")] = False,
 ) -> None:
     """Take from source images what a method needs to know; `tribe run` finds the file by itself."""

@@ -12,6 +12,7 @@ from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
 
 from tribe.cli.app import app, emit, fail
+from tribe.cli.options import Device
 from tribe.datasets.files import data_root
 from tribe.train import DEFAULT, AugMix, Progress, Trained, TrainingError, change, preset
 from tribe.train import train as train_network
@@ -41,7 +42,7 @@ def train(
     cutout: Annotated[int | None, typer.Option(help="Side of a square that is blacked out, in pixels.")] = None,
     augmix: Annotated[bool, typer.Option("--augmix", help="AugMix and its consistency loss.")] = False,
     seed: Annotated[int, typer.Option(help="Of initial weights, order and augmentation.")] = 0,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")] = "auto",
+    device: Device = "auto",
     precision: Annotated[str, typer.Option(help="auto, float32, tf32, bf16 or fp16.")] = "auto",
     channels_last: Annotated[
         bool | None, typer.Option("--channels-last/--no-channels-last", help="Memory layout.", show_default="on GPUs")
