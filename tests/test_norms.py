@@ -124,14 +124,18 @@ each_rule = pytest.mark.parametrize("norm", every_rule(), ids=str)
 # -- the recorded numbers -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(("path", "case"), [(path, case) for path, cases in GOLDENS.items() for case in cases])
-def test_released_convention_reproduces_the_recorded_calls(path: Path, case: str) -> None:
-    """Output, statistics and gradients over successive calls, through a slot."""
+def test_released_convention_reproduces_the_recorded_calls(path: Path, case: str, device: str) -> None:
+    """Output, statistics and gradients over successive calls, through a slot; on a GPU by the kernels."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
     with np.load(path) as file:
-        golden = {k.removeprefix(f"{case}/"): torch.from_numpy(file[k]) for k in file.files if k.startswith(f"{case}/")}
+        mine = (key for key in file.files if key.startswith(f"{case}/"))
+        golden = {key.removeprefix(f"{case}/"): torch.from_numpy(file[key]).to(device) for key in mine}
     classes, eta, gamma, eps = golden["cfg"].tolist()
     norm = Balanced(int(classes), eta, gamma)
-    net = Backbone(Bare(len(golden["weight"]), eps))
+    net = Backbone(Bare(len(golden["weight"]), eps)).to(device)
     stats = Stats(*(golden[k].expand(1, norm.classes, -1) for k in ("init_mean", "init_var")))
     calls = sum(key.endswith("/x") for key in golden)
     assert calls >= 2  # the second call starts from the first one's statistics
