@@ -1,11 +1,14 @@
 """TENT as one writes it first, BatchNorm in training mode and torch.optim, beside ours over a whole stream of images.
 
-``python -m benchmarks.textbook --model wrn28_10 --device cuda --noise 0,1,2``: where a method collapses, errors of
-whole streams are chaotic, and say little about whether two implementations are the same; two beside each other do.
+``python -m benchmarks.textbook --model wrn28_10 --device cuda --noise 0,1,2 --json results/draws/tent.json``: where a
+method collapses, errors of whole streams are chaotic, and one says little about whether two implementations are the
+same; many draws of the corruptions' noise do. ``tribe reproduce document`` shows what lies in ``results/draws``.
 """
 
 import argparse
 import copy
+import json
+import statistics
 from pathlib import Path
 
 import torch
@@ -13,7 +16,10 @@ from torch import nn
 
 import tribe
 from tribe import build, metrics
-from tribe.environment import PRECISIONS, choose_device, float32_precision
+from tribe.atomic import write_atomically
+from tribe.environment import PRECISIONS, choose_device, float32_precision, machine
+
+BATCH = 64
 
 
 def textbook(net: nn.Module, stream: tribe.Stream, device: torch.device, lr: float = 1e-3) -> float:
@@ -48,18 +54,31 @@ def main(argv: list[str] | None = None) -> None:
     p.add_argument("--seed", type=int, default=425)
     p.add_argument("--device", default="auto")
     p.add_argument("--precision", default="tf32", choices=PRECISIONS[:2])
+    p.add_argument("--json", type=Path, help="write the numbers here, too, after every draw")
     o = p.parse_args(argv)
     device = choose_device(o.device)
     scenario = tribe.scenarios.create("gli-f", imbalance=o.imbalance)
+    told = {name: getattr(o, name) for name in ("dataset", "model", "imbalance", "seed", "precision")}
+    told |= {"method": "tent", "device": device.type, "machine": machine(device), "batch": BATCH}
+    noise: list[int] = []
+    errors: dict[str, list[float]] = {"ours": [], "textbook": []}
     with float32_precision(o.precision):
         for seed in map(int, o.noise.split(",")):
             data = build.dataset(o.dataset, o.data, {"seed": seed})
             net = build.model(build.Asked(o.dataset, o.model, data=o.data), data, {})
-            stream = tribe.Stream(data, scenario, seeds=(o.seed,))
+            stream = tribe.Stream(data, scenario, seeds=(o.seed,), batch=BATCH)
             method = tribe.methods.create("tent", classes=len(data.classes))
             (record,) = tribe.run(tribe.Backbone(net).to(device), method, stream)
             ours, theirs = 100 * metrics.instance_error(record), textbook(net, stream, device)
             print(f"noise {seed}: tribe {ours:.2f}, torch.optim {theirs:.2f}", flush=True)
+            noise.append(seed)
+            errors["ours"].append(round(ours, 4))
+            errors["textbook"].append(round(theirs, 4))
+            if o.json is not None:
+                write_atomically(o.json, json.dumps({**told, "noise": noise, **errors}, indent=1).encode() + b"\n")
+    if len(noise) > 1:
+        for name, values in errors.items():
+            print(f"{name}: {statistics.mean(values):.2f}, standard deviation {statistics.stdev(values):.2f}")
 
 
 if __name__ == "__main__":

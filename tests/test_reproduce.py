@@ -671,6 +671,26 @@ def test_the_page_sets_ours_beside_the_released_code():
     assert how.startswith("- ms: `tribe bench`, nothing else running, a GPU, tf32.")
 
 
+def test_the_page_tells_how_far_one_stream_is_to_be_trusted():
+    """Draws of the noise that were measured in the way of a series stand below the method's row; others do not."""
+    fabricate((83.0, 63.0), "results", method="tent")
+    Path("results/draws").mkdir()
+    drawn = {"method": "tent", "dataset": "live-cifar10-c", "model": "wrn28_10", "imbalance": 100.0, "seed": 425}
+    drawn |= {"device": "cuda", "batch": 64, "ours": [75.0, 81.0, 78.0], "textbook": [76.0, 79.0, 79.0]}
+    for precision in ("tf32", "float32"):
+        more = {"precision": precision} | ({"ours": [0.0, 0.0, 0.0]} if precision == "float32" else {})
+        Path(f"results/draws/{precision}.json").write_text(json.dumps(drawn | more))
+    told = lines_of(reproduce.document("results"), "Next to the released code")
+    assert any(line.startswith("| TENT | 83.00 | 77.01 | +5.99 ") and "| **no** |" in line for line in told)
+    assert any(
+        line.startswith("| TENT, mean of 3 draws | 78.00 | 77.01 | +0.99 ") and "| yes |" in line for line in told
+    )
+    (spread,) = (line for line in told if line.startswith("- TENT over 3 draws"))
+    assert "75.00 to 81.00, 78.00 ± 3.00;" in spread
+    assert "76.00 to 79.00, 78.00 ± 1.73." in spread
+    assert "+0.00, standard error 1.00" in spread
+
+
 def test_the_page_keeps_series_apart():
     """Other seeds, precisions or devices are other tables; a stand-in is a table of its own, and no finding."""
     fabricate((16.0, 16.0), "results", method="tribe")

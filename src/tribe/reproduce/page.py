@@ -4,10 +4,12 @@ Results that were computed alike (seeds, batch, precision, device) are a series,
 the results, their folder may hold
 
     bench/*.json              what `tribe bench --json` measured, with nothing else running
+    draws/*.json              what `python -m benchmarks.textbook --json` measured: other draws of the noise
     data/<folder>/made.json   how corrupted images were made, as `tribe corrupt` recorded it
 """
 
 import dataclasses
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
@@ -17,7 +19,7 @@ from tribe import bench, datasets, methods, paper
 from tribe.datasets.made import read_made
 from tribe.experiment import Bench, Experiment, Result, finished
 from tribe.paper import Cell, Table
-from tribe.reproduce.beside import Times, beside, released
+from tribe.reproduce.beside import Draws, Times, beside, released
 from tribe.reproduce.comparison import Comparison, compare, judged
 from tribe.reproduce.findings import differences, in_every_cell, judged_claims
 from tribe.reproduce.gathering import gather_from
@@ -25,7 +27,7 @@ from tribe.reproduce.plans import Plan, Wishes, artifacts
 from tribe.reproduce.render import markdown, table_row
 
 COMMAND = "tribe reproduce document --runs results --out docs/reproduction.md"
-BENCH, DATA = "bench", "data"
+BENCH, DATA, DRAWS = "bench", "data", "draws"
 WITH_LATER = ("mnist", "cifar10", "cifar100")  # tables of all methods: those that came later are rows of them, too
 IN_EVERY_CELL = "cifar10"  # the table in which TRIBE is to be best throughout
 
@@ -166,7 +168,7 @@ def _findings(series: Series, own: Sequence[Comparison]) -> list[str]:
     judgements = judged(series.plan, series.root, own)
     lines = [line for c in own if c.name == IN_EVERY_CELL for line in in_every_cell(c)]
     if series.is_of_released and (comparison := series.compare(released().table)) is not None:
-        lines += beside(comparison, _times(series, comparison))
+        lines += beside(comparison, _times(series, comparison), _draws(series))
     return [*lines, *differences(own, judgements), *judged_claims(judgements)]
 
 
@@ -195,6 +197,24 @@ def _measured(series: Series, model: str) -> tuple[dict[str, float], str]:
             found |= {row.name: row.ms_per_image for row in told.rows}
             words.append(f"`tribe bench`, nothing else running, {told.machine.get('device', 'unknown')}, {e.precision}")
     return found, " and ".join(dict.fromkeys(words))
+
+
+def _draws(series: Series) -> dict[tuple[str, str], Draws]:
+    """Methods that met other draws of the noise in the way of this series, by data set and row."""
+    e, table = series.first, released().table
+    imbalance = table.common["scenario_fields"]["imbalance"]
+    found = {}
+    for path in sorted((series.root / DRAWS).glob("*.json")):
+        told = json.loads(path.read_text())
+        alike = told["device"], told["precision"], (told["seed"],), told["batch"], told["imbalance"]
+        if alike != (e.device, e.precision, e.seeds, e.batch, imbalance):
+            continue
+        for column in table.columns:
+            if (_of(told["dataset"], "source"), told["model"]) == (_of(column["dataset"], "source"), column["model"]):
+                for row in table.rows:
+                    if row["method"] == told["method"]:
+                        found[str(column["group"]), str(row["key"])] = Draws(told["ours"], told["textbook"])
+    return found
 
 
 # -- what was run -----------------------------------------------------------------------------------------------------
