@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> None:
             stream = tribe.Stream(data, scenario, seeds=(o.seed,), batch=BATCH)
             method = tribe.methods.create("tent", classes=len(data.classes))
             (record,) = tribe.run(tribe.Backbone(net).to(device), method, stream)
-            ours, theirs = 100 * metrics.instance_error(record), textbook(net, stream, device)
+            ours, theirs = 100 * float(metrics.instance_error(record)), textbook(net, stream, device)
             print(f"noise {seed}: tribe {ours:.2f}, torch.optim {theirs:.2f}", flush=True)
             noise.append(seed)
             errors["ours"].append(round(ours, 4))

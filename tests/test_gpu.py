@@ -142,6 +142,7 @@ def test_a_step_does_not_wait_for_the_host(method, mode):
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.filterwarnings("error:.*deterministic implementation")
 @pytest.mark.parametrize("mode", ["off", "auto"])
 @pytest.mark.parametrize("method", tribe.methods.names())
 def test_deterministic_steps_give_the_same_bits(method, mode):

@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 import torch
 from benchmarks.operations import count
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tribe
 from test_goldens import CASES, RECORDED, SHARED, TOLERANCE, replay
 from tribe import graphs, kernels
 from tribe.backbone import Backbone
-from tribe.environment import float32_precision
+from tribe.environment import deterministic, float32_precision
 from tribe.graphs import Captured, InParts, Steps
 from tribe.parts import mapped, performed_by
 from tribe.state import clone, digest, leaves, select, tree_map
@@ -297,7 +298,7 @@ def test_methods_that_cannot_be_captured_say_why():
 
 def test_deterministic_is_a_scope_and_adapts_as_before():
     before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
-    with graphs.deterministic():
+    with deterministic():
         assert torch.are_deterministic_algorithms_enabled()
         assert not torch.backends.cudnn.benchmark
     assert (torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark) == before
@@ -306,6 +307,24 @@ def test_deterministic_is_a_scope_and_adapts_as_before():
         x = images(1, 6, seed)[0]
         assert torch.equal(careful(x), plain(x))
     assert (torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark) == before
+
+
+class Unpooling(nn.Module):
+    """With an operation for which torch has no deterministic algorithm on any device."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.pool, self.unpool = nn.BatchNorm2d(3), nn.MaxPool2d(2, return_indices=True), nn.MaxUnpool2d(2)
+        self.fc = nn.Linear(192, CLASSES)
+
+    def forward(self, x):
+        return self.fc(self.unpool(*self.pool(self.norm(x))).flatten(1))
+
+
+def test_deterministic_warns_of_an_operation_that_cannot_be():
+    adapter = tribe.adapt(Unpooling(), "tent", deterministic=True)
+    with pytest.warns(UserWarning, match="unpool.* does not have a deterministic implementation"):
+        assert adapter(torch.rand(6, 3, 8, 8)).shape == (6, CLASSES)
 
 
 def test_an_adapter_with_the_switch_can_be_copied():

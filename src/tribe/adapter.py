@@ -65,7 +65,8 @@ def adapt(
         seed: seed of the first stream; stream i has seed + i.
         graphs: "auto" takes a step as one launch on a GPU where it can (see `tribe.graphs`: the first batch of a shape
             takes as long as eight); True insists on it, False takes one launch at a time.
-        deterministic: the same bits every time on a GPU too, at some cost in speed.
+        deterministic: the same bits every time on a GPU too, at some cost in speed; torch warns of an operation of the
+            network for which it has no such algorithm.
         fields: the method's hyper-parameters.
 
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(288, 4))

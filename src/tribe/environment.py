@@ -65,6 +65,26 @@ def float32_precision(precision: str) -> Iterator[None]:
             switch.fp32_precision = value
 
 
+@contextlib.contextmanager
+def deterministic() -> Iterator[None]:
+    """The same bits every time on a GPU too, so that a resumed run equals one that never stopped.
+
+    Where torch has no such algorithm for an operation of the network, it warns, and names it.
+    """
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    memory: Any = torch.utils.deterministic
+    tuned, filling = torch.backends.cudnn.benchmark, memory.fill_uninitialized_memory
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch asks for it
+    try:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.backends.cudnn.benchmark = False  # what is fastest now may not be the next time
+        memory.fill_uninitialized_memory = False  # nothing is read that was not written
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.backends.cudnn.benchmark, memory.fill_uninitialized_memory = tuned, filling
+
+
 def machine(device: torch.device) -> dict[str, Any]:
     """The machine and the versions, for the record."""
     processor = platform.processor() or platform.machine()

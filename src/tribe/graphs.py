@@ -13,9 +13,8 @@ A recording is made with steps whose results are thrown away (a step is pure), s
 """
 
 import contextlib
-import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 from tribe import kernels
 from tribe.augment import Augment
 from tribe.backbone import Backbone
+from tribe.environment import deterministic
 from tribe.methods import Method
 from tribe.parts import flat, mapped, performed_by
 from tribe.state import clone, leaves
@@ -54,7 +54,7 @@ class Steps:
         method: what adapts.
         net: the network, which must not be changed afterwards: a recording knows its weights by their place in memory.
         graphs: True captures, or says why it cannot; "auto" captures where it can and shapes last; False never does.
-        deterministic: choose algorithms that give the same bits every time, see `deterministic`.
+        deterministic: choose algorithms that give the same bits every time, see `tribe.environment.deterministic`.
     """
 
     def __init__(self, method: Method, net: Backbone, graphs: Switch = "auto", deterministic: bool = False) -> None:
@@ -235,23 +235,6 @@ def cuda_graphs() -> Record:
         return graph.replay
 
     return record
-
-
-@contextlib.contextmanager
-def deterministic() -> Iterator[None]:
-    """Let a step give the same bits every time on a GPU too, so that a resumed run equals one that never stopped."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    memory: Any = torch.utils.deterministic
-    tuned, filling = torch.backends.cudnn.benchmark, memory.fill_uninitialized_memory
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch asks for it
-    try:
-        torch.use_deterministic_algorithms(True)
-        torch.backends.cudnn.benchmark = False  # what is fastest now may not be the next time
-        memory.fill_uninitialized_memory = False  # nothing is read that was not written
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        torch.backends.cudnn.benchmark, memory.fill_uninitialized_memory = tuned, filling
 
 
 def _setting(x: Tensor) -> tuple[Any, ...]:

@@ -16,7 +16,7 @@ from tribe.cli import build
 from tribe.cli.app import app, emit, fail
 from tribe.cli.options import Device
 from tribe.datasets import Dataset
-from tribe.environment import choose_device, float32_precision
+from tribe.environment import choose_device, deterministic, float32_precision
 from tribe.source import Knowledge, place
 
 SHOWN = 6  # tensors that are named; a network has hundreds of weights
@@ -69,7 +69,7 @@ def source(
             target.parent.mkdir(parents=True, exist_ok=True)
         elif not target.parent.is_dir():  # before the work, not after it
             raise ValueError(f"there is no folder {target.parent} to write {target.name} into")
-        with float32_precision("float32"):
+        with float32_precision("float32"), deterministic():  # the same images make the same file, and experiment
             knowledge = student.study(net, batches)
         told = {"model": model, "dataset": dataset, "images": batches.images, "batch": batch, "seed": seed}
         knowledge = dataclasses.replace(knowledge, spec={**told, **knowledge.spec})
