@@ -602,7 +602,10 @@ def test_the_page_names_every_cell_where_tribe_is_not_as_good_as_it_should_be():
     ):
         for method, error in (("tribe", tribes), ("rotta", rottas)):
             fabricate((error, 25.0), "results", method=method, scenario=scenario, imbalance=imbalance)
-    told = lines_of(reproduce.document("results"), "TRIBE's instance error in every cell")
+    page = reproduce.document("results")
+    told, short = lines_of(page, "TRIBE's instance error in every cell"), lines_of(page, "In short")
+    assert "in 4 of 6 cells of `tab:global_imbalance_cifar10` (not at F 10, F 100), and the lowest" in short[2]
+    assert short[2].endswith("of all methods that were run in 4.")
     assert "| F 1 | 16.10 | 16.14 | yes | RoTTA | 25.00 | lowest |" in told
     assert "| V 10 | 20.92 | 20.92 | yes | RoTTA | 27.00 | lowest |" in told
     failures = told[told.index("It does not hold, or was not shown, in these:") + 1 :]
@@ -630,6 +633,13 @@ def test_the_page_says_that_it_holds_where_it_does():
     page = reproduce.document("results")
     told = lines_of(page, "TRIBE's instance error in every cell")
     assert told[-1] == "It holds in every cell, against every method."
+    first, *_, last = lines_of(page, "In short")[2:]
+    assert first.endswith(
+        "in 7 of 7 cells of `tab:global_imbalance_cifar10`, and the lowest of all methods that were run in 7."
+    )
+    assert re.search(r"^- Of (\d+) errors of whole streams, (\d+) lie within 1.5", last)
+    many, near = map(int, re.findall(r"\d+", last)[:2])
+    assert (many - near, many > 100) == (1, True)
     differences = [line for line in lines_of(page, "Where ours differs") if "(`tab:global_imbalance_cifar10`)" in line]
     place = lines_of(page, "Where ours differs").index(differences[0])
     assert lines_of(page, "Where ours differs")[place + 1 : place + 3] == [
@@ -685,6 +695,8 @@ def test_the_page_tells_how_far_one_stream_is_to_be_trusted():
     assert any(
         line.startswith("| TENT, mean of 3 draws | 78.00 | 77.01 | +0.99 ") and "| yes |" in line for line in told
     )
+    page = reproduce.document("results")
+    assert "0 of 1 methods on CIFAR10-C (not TENT, whose mean over 3 draws is)." in lines_of(page, "In short")[1]
     (spread,) = (line for line in told if line.startswith("- TENT over 3 draws"))
     assert "75.00 to 81.00, 78.00 ± 3.00;" in spread
     assert "76.00 to 79.00, 78.00 ± 1.73." in spread

@@ -64,10 +64,14 @@ def beside(
     """
     told = released()
     lines = ["### Next to the released code", "", f"The {told.source}. Ours: the same streams, our images.", ""]
-    for dataset in dict.fromkeys(column.rpartition(" ")[0] for column in comparison.columns):
+    for dataset in _datasets(comparison):
         mine = {row: drawn for (group, row), drawn in (draws or {}).items() if group == dataset}
         lines += [*_of_dataset(comparison, dataset, times[dataset], mine), ""]
     return lines
+
+
+def _datasets(comparison: Comparison) -> list[str]:
+    return list(dict.fromkeys(column.rpartition(" ")[0] for column in comparison.columns))
 
 
 def _of_dataset(comparison: Comparison, dataset: str, times: Times, draws: Mapping[str, Draws]) -> list[str]:
@@ -75,15 +79,10 @@ def _of_dataset(comparison: Comparison, dataset: str, times: Times, draws: Mappi
     errors = [word for kind in KINDS.values() for word in (f"{kind} error", "released", "Δ", "paper", "Δ")]
     head = [dataset, *errors, f"within {told.points:g}", "ms", "ms, side by side", "ms, released"]
     lines = [table_row(head), table_row(["---", *["---:"] * len(errors), "---", *["---:"] * 3])]
-    held = [row for row in told.held if told.table.value(row, f"{dataset} inst") is not None]
-    apart, slow = [], []
-    for row in comparison.rows:
+    held, distances, slow = _held(dataset), _distances(comparison, dataset), []
+    for row, far in distances.items():
         entries = {kind: comparison.entries[row, f"{dataset} {kind}"] for kind in KINDS}
-        if not all(isinstance(entry.ours, float) for entry in entries.values()):
-            continue
-        far = max((abs(e.difference) for e in entries.values() if e.difference is not None), default=0.0)
         verdict = "" if row not in held else "yes" if far <= told.points else "**no**"
-        apart += [f"{row} by {far:.2f}"] * (verdict == "**no**")
         alone, limit = times.alone.get(row), told.limits.get(dataset, {}).get(row)
         slow += [f"{row} {alone:.3f} ms"] if alone and limit and alone > limit else []
         cells = [cell for kind, entry in entries.items() for cell in _errors(dataset, row, kind, entry)]
@@ -91,13 +90,14 @@ def _of_dataset(comparison: Comparison, dataset: str, times: Times, draws: Mappi
         lines.append(table_row([row, *cells, verdict, number(alone, "ms"), running, _released_ms(dataset, row)]))
         if row in draws:
             mean = entries["inst"]._replace(ours=statistics.mean(draws[row].ours))
-            far = 0.0 if mean.difference is None else abs(mean.difference)
-            verdict = "" if row not in held else "yes" if far <= told.points else "**no**"
+            near = mean.difference is not None and abs(mean.difference) <= told.points
+            verdict = "" if row not in held else "yes" if near else "**no**"
             cells = list(_errors(dataset, row, "inst", mean))
             cells += [number(None, "%")] * (len(errors) - len(cells))
             name = f"{row}, mean of {len(draws[row].ours)} draws"
             lines.append(table_row([name, *cells, verdict, *[number(None, "ms")] * 3]))
-    lacking = [row for row in held if not any(line.startswith(f"| {row} |") for line in lines)]
+    lacking = [row for row in held if row not in distances]
+    apart = [f"{row} by {distances[row]:.2f}" for row in _apart(comparison, dataset)]
     close = f"Within {told.points:g} points of the released code ({', '.join(held)})"
     lines += ["", *_verdict(close, apart, lacking)]
     lines += [_spread(row, drawn) for row, drawn in draws.items() if row in comparison.rows]
@@ -106,6 +106,44 @@ def _of_dataset(comparison: Comparison, dataset: str, times: Times, draws: Mappi
         lines += _verdict(f"Time an image ({words})", slow, [row for row in limits if row not in times.alone])
     how = times.how or "not measured yet"
     return [*lines, f"- ms: {how}. Side by side: in the experiments, which may have shared the device: it says little."]
+
+
+def _held(dataset: str) -> list[str]:
+    """The rows that are to be as near, as far as the released code was measured there."""
+    told = released()
+    return [row for row in told.held if told.table.value(row, f"{dataset} inst") is not None]
+
+
+def _distances(comparison: Comparison, dataset: str) -> dict[str, float]:
+    """How far ours are from the released code's errors, in points, by row; 0 where that was not measured."""
+    found = {}
+    for row in comparison.rows:
+        entries = [comparison.entries[row, f"{dataset} {kind}"] for kind in KINDS]
+        if all(isinstance(entry.ours, float) for entry in entries):
+            found[row] = max((abs(e.difference) for e in entries if e.difference is not None), default=0.0)
+    return found
+
+
+def _apart(comparison: Comparison, dataset: str) -> list[str]:
+    """The rows that are not as near as they are to be."""
+    distances = _distances(comparison, dataset)
+    return [row for row in _held(dataset) if distances.get(row, 0.0) > released().points]
+
+
+def near_the_released(comparison: Comparison, draws: Mapping[tuple[str, str], Draws]) -> str:
+    """How near all of it is, in a sentence."""
+    told, words = released(), []
+    for dataset in _datasets(comparison):
+        run, apart = [row for row in _held(dataset) if row in _distances(comparison, dataset)], []
+        for row in _apart(comparison, dataset):
+            mean = statistics.mean(draws[dataset, row].ours) if (dataset, row) in draws else None
+            theirs = told.table.value(row, f"{dataset} inst")
+            assert isinstance(theirs, float)
+            near = mean is not None and abs(mean - theirs) <= told.points
+            apart.append(f"{row}, whose mean over {len(draws[dataset, row].ours)} draws is" if near else row)
+        no = f" (not {'; not '.join(apart)})" if apart else ""
+        words.append(f"{len(run) - len(apart)} of {len(run)} methods on {dataset}{no}")
+    return f"- Within {told.points:g} points of the released code, both errors: {', '.join(words)}."
 
 
 def _spread(row: str, drawn: Draws) -> str:

@@ -1,6 +1,7 @@
 """Where our findings are not the paper's, said plainly: TRIBE's place, the side of TEST, the best, and single cells."""
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from tribe import paper
 from tribe.reproduce.comparison import Comparison, Entry, Judged
@@ -15,29 +16,58 @@ SAME_STREAM = {"V 1 inst": "F 1 inst"}  # columns that repeat another
 # -- TRIBE in every cell ----------------------------------------------------------------------------------------------
 
 
+class Standing(NamedTuple):
+    """TRIBE's instance error in one cell of a table."""
+
+    cell: str  # such as F 100
+    ours: float | None
+    limit: float
+    others: dict[str, float]  # what other methods have there
+
+    @property
+    def best(self) -> str | None:
+        """The lowest of the others."""
+        return min(self.others, key=lambda row: self.others[row], default=None)
+
+    @property
+    def within(self) -> bool:
+        """Whether it is at most what it is to be."""
+        return self.ours is not None and self.ours <= self.limit
+
+    @property
+    def lowest(self) -> bool:
+        """Whether it is lower than all others."""
+        return self.ours is not None and all(self.ours < other for other in self.others.values())
+
+
+def standings(comparison: Comparison) -> Iterator[Standing]:
+    """Every cell of a table."""
+    table = paper.get(comparison.name)
+    for column in table.column_keys:
+        if column.endswith(" inst") and column not in SAME_STREAM:
+            said = table.value(OURS, column)
+            assert isinstance(said, float)
+            ours, others = _numbers(comparison, column)
+            yield Standing(column.removesuffix(" inst"), ours, min(said, BAR.get(column, said)), others)
+
+
 def in_every_cell(comparison: Comparison) -> list[str]:
     """Whether TRIBE's instance error is at most the paper's, and lower than all others', in each cell of a table."""
     table, failures, without = paper.get(comparison.name), list[str](), dict[str, list[str]]()
     lines = [f"### {OURS}'s instance error in every cell of `{table.label}`", ""]
     lines += [table_row(["", "ours", "at most", "", "next", "", ""])]
     lines += [table_row(["---", "---:", "---:", "---", "---", "---:", "---"])]
-    for column in table.column_keys:
-        if not column.endswith(" inst") or column in SAME_STREAM:
-            continue
-        cell, (ours, others) = column.removesuffix(" inst"), _standing(comparison, column)
-        said = table.value(OURS, column)
-        assert isinstance(said, float)
-        limit = min(said, BAR.get(column, said))
+    for one in standings(comparison):
+        cell, ours, limit, others = one
         if ours is None:
             failures.append(f"{cell} was not run")
             lines.append(table_row([cell, "–", f"{limit:.2f}", "not run", "", "", ""]))
             continue
-        best = min(others, key=lambda row: others[row], default=None)
-        within, lowest = ours <= limit, best is None or ours < others[best]
-        words = ["–", "–", "alone"] if best is None else [best, f"{others[best]:.2f}", _mark(lowest, "lowest")]
-        lines.append(table_row([cell, f"{ours:.2f}", f"{limit:.2f}", _mark(within, "yes"), *words]))
-        failures += [] if within else [f"{cell}: {ours:.2f} is more than {limit:.2f}"]
-        failures += [] if lowest else [f"{cell}: {best} has {others[best or '']:.2f}, {OURS} {ours:.2f}"]
+        best = one.best
+        words = ["–", "–", "alone"] if best is None else [best, f"{others[best]:.2f}", _mark(one.lowest, "lowest")]
+        lines.append(table_row([cell, f"{ours:.2f}", f"{limit:.2f}", _mark(one.within, "yes"), *words]))
+        failures += [] if one.within else [f"{cell}: {ours:.2f} is more than {limit:.2f}"]
+        failures += [] if one.lowest else [f"{cell}: {best} has {others[best or '']:.2f}, {OURS} {ours:.2f}"]
         if lacking := ", ".join(row for row in table.row_keys if row not in others and row != OURS):
             without.setdefault(lacking, []).append(cell)
     failures += [f"{rows} not run at {', '.join(cells)}" for rows, cells in without.items()]
@@ -45,7 +75,7 @@ def in_every_cell(comparison: Comparison) -> list[str]:
     return [*lines, *(_said(failures) if failures else ["It holds in every cell, against every method."]), ""]
 
 
-def _standing(comparison: Comparison, column: str) -> tuple[float | None, dict[str, float]]:
+def _numbers(comparison: Comparison, column: str) -> tuple[float | None, dict[str, float]]:
     """TRIBE's number, and those of the others."""
     numbers = {
         row: value
@@ -61,6 +91,46 @@ def _said(failures: Sequence[str]) -> list[str]:
 
 def _mark(holds: bool, word: str) -> str:
     return word if holds else f"**not {word}**" if word != "yes" else "**no**"
+
+
+# -- in a few sentences -----------------------------------------------------------------------------------------------
+
+
+def in_short(comparisons: Sequence[Comparison], judgements: Sequence[Judged], table: str) -> list[str]:
+    """What a reader should know first.
+
+    Args:
+        comparisons: all tables of a series.
+        judgements: of all claims on these.
+        table: the one in which TRIBE is to be best throughout.
+    """
+    lines = []
+    for comparison in comparisons:
+        if comparison.name == table and (run := [one for one in standings(comparison) if one.ours is not None]):
+            above = ", ".join(one.cell for one in run if not one.within)
+            but = f" (not at {above})" if above else ""
+            lines.append(
+                f"- {OURS}'s instance error is at most the paper's (at F 100 18.0) in {sum(one.within for one in run)} "
+                f"of {len(run)} cells of `{comparison.label}`{but}, and the lowest of all methods that were run in "
+                f"{sum(one.lowest for one in run)}."
+            )
+    judged = [j.ours.holds for j in judgements]
+    fallen = sum(j.paper.holds is False for j in judgements)
+    lines.append(
+        f"- Of {len(judged)} sentences of the paper about its tables, {judged.count(True)} hold on our numbers, "
+        f"{judged.count(False)} do not, and {judged.count(None)} are not judged on ours; {fallen} do not hold on the "
+        "paper's own numbers."
+    )
+    single = {c["key"] for name in paper.names() for c in paper.get(name).columns if "domain" in c}
+    cells = {  # a number may stand in several tables
+        (entry.experiment, entry.ours, entry.paper): abs(entry.difference)
+        for comparison in comparisons
+        for (_, column), entry in comparison.entries.items()
+        if entry.difference is not None and entry.experiment and entry.unit == "%" and column not in single
+    }
+    near = sum(apart <= APART for apart in cells.values())
+    lines.append(f"- Of {len(cells)} errors of whole streams, {near} lie within {APART} points of the paper's number.")
+    return lines
 
 
 # -- all tables -------------------------------------------------------------------------------------------------------

@@ -19,9 +19,9 @@ from tribe import bench, datasets, methods, paper
 from tribe.datasets.made import read_made
 from tribe.experiment import Bench, Experiment, Result, finished
 from tribe.paper import Cell, Table
-from tribe.reproduce.beside import Draws, Times, beside, released
+from tribe.reproduce.beside import Draws, Times, beside, near_the_released, released
 from tribe.reproduce.comparison import Comparison, compare, judged
-from tribe.reproduce.findings import differences, in_every_cell, judged_claims
+from tribe.reproduce.findings import differences, in_every_cell, in_short, judged_claims
 from tribe.reproduce.gathering import gather_from
 from tribe.reproduce.plans import Plan, Wishes, artifacts
 from tribe.reproduce.render import markdown, table_row
@@ -77,17 +77,20 @@ def document(root: str | PathLike[str]) -> str:
         "The paper's tables and figures, computed with this library, next to the paper's own.",
     ]
     lines += [f"Written by `{COMMAND}` from the results in that folder, not by hand.", ""]
-    lines += _what_was_run(series)
     done: dict[str, int] = {}  # cells, by table
+    short, body = list[str](), list[str]()
     for one in series:
         own, others = _compared(one)
         for c in own:
             rows = paper.get(c.name).row_keys
             there = sum(entry.ours is not None for (row, _), entry in c.entries.items() if row in rows)
             done[c.name] = max(done.get(c.name, 0), there)
-        lines += [f"## {one.title}", "", *_findings(one, own), *(markdown(c, level=3) for c in (*own, *others))]
-        lines += _left_over(one, (*own, *others))
-    return "\n".join([*lines, *_not_run(done)]).rstrip() + "\n"
+        first, findings = _findings(one, own)
+        short = short or ([f"On {one.title}:", "", *first, ""] if first else [])
+        body += [f"## {one.title}", "", *findings, *(markdown(c, level=3) for c in (*own, *others))]
+        body += _left_over(one, (*own, *others))
+    lines += ["## In short", "", *short] if short else []
+    return "\n".join([*lines, *_what_was_run(series), *body, *_not_run(done)]).rstrip() + "\n"
 
 
 def _alike(results: Iterable[Result]) -> list[list[Result]]:
@@ -162,14 +165,18 @@ def _filled(comparison: Comparison) -> Comparison:
 # -- what was found ---------------------------------------------------------------------------------------------------
 
 
-def _findings(series: Series, own: Sequence[Comparison]) -> list[str]:
+def _findings(series: Series, own: Sequence[Comparison]) -> tuple[list[str], list[str]]:
+    """In a few sentences, and in full."""
     if not own:
-        return []
+        return [], []
     judgements = judged(series.plan, series.root, own)
+    short = in_short(own, judgements, IN_EVERY_CELL)
     lines = [line for c in own if c.name == IN_EVERY_CELL for line in in_every_cell(c)]
     if series.is_of_released and (comparison := series.compare(released().table)) is not None:
-        lines += beside(comparison, _times(series, comparison), _draws(series))
-    return [*lines, *differences(own, judgements), *judged_claims(judgements)]
+        draws = _draws(series)
+        short.insert(0, near_the_released(comparison, draws))
+        lines += beside(comparison, _times(series, comparison), draws)
+    return short, [*lines, *differences(own, judgements), *judged_claims(judgements)]
 
 
 def _times(series: Series, comparison: Comparison) -> dict[str, Times]:
