@@ -8,6 +8,7 @@ import shlex
 import shutil
 from collections import Counter
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from commands import tribe_command
 from tribe import metrics, report, scenarios
 from tribe.experiment import Experiment, Named
 from tribe.report import markup
+
+ROOT = Path(__file__).resolve().parents[1]
 
 VOID = {"br", "hr", "input", "link", "meta"}
 
@@ -445,6 +448,7 @@ def test_a_record_of_a_newer_version_is_named(tmp_path, monkeypatch):
     [
         (lambda runs: None, "report.html", "there is no folder"),
         (lambda runs: runs.mkdir(), "report.html", "there is no record under"),
+        (lambda runs: shutil.copytree(ROOT / "results", runs), "report.html", "holds results without their records"),
         (lambda runs: keep(runs, r=record()), "nowhere/report.html", "there is no folder"),
         (lambda runs: keep(runs, r=record()), "runs/r.npz", "a report ends in .html"),
     ],

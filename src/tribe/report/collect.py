@@ -109,6 +109,12 @@ def collect(folder: str | PathLike[str]) -> Runs:
         except UNREADABLE as error:
             damaged.append((path, f"{error}".replace(str(file), "the file") or type(error).__name__))
     if not found and not damaged:
+        if any(root.rglob("metrics.json")):
+            raise FileNotFoundError(
+                f"{folder} holds results without their records, as `tribe reproduce --keep` copies them; a report "
+                f"draws records: give it the folder they were run in, or make a page of the numbers with `tribe "
+                f"reproduce document --runs {folder}`"
+            )
         raise FileNotFoundError(
             f"there is no record under {folder}; expected *.npz of tribe.Record.save: make some with `tribe run --out "
             f"{folder}`"
