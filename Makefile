@@ -20,7 +20,8 @@ run: $(INSTALLED)  ## the main job: real digits, corrupted in 15 ways, four meth
 test: $(INSTALLED)  ## the test suite, without the slow tests
 	$(BIN)/python -m pytest -m "not slow"
 
-test-slow: $(INSTALLED)  ## the slow tests only
+test-slow: $(INSTALLED)  ## the slow tests only, those on Ray among them
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,ray]'
 	$(BIN)/python -m pytest -m slow
 
 lint: $(INSTALLED)

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
+pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install '.[dev]'")
 
 from playwright import sync_api
 
