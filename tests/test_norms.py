@@ -436,6 +436,9 @@ def test_without_a_cap_the_variance_used_is_never_negative() -> None:
     assert stats.var.min() < 0
     assert moments_used(norm, case)[1].min() == 0
     assert y.isfinite().all()
+    predicted, kept = normalised(norm, case._replace(stats=stats), labelled=False)
+    assert norm.pool(kept).var.min() == 0
+    assert predicted.isfinite().all()
 
 
 # -- precision ------------------------------------------------------------------------------------------------------

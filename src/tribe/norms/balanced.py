@@ -83,7 +83,7 @@ class Balanced:
     def pool(self, stats: Stats) -> Stats:
         """Eq. 2: the statistics of a population in which every class is equally frequent. (R, K, C) -> (R, 1, C)."""
         centre, within, between = _over_classes(stats)
-        return Stats(centre, within + between / self.freedom)
+        return Stats(centre, (within + between / self.freedom).clamp_min(0))  # see the NOTE in `_Update`
 
     def group(self, labels: Tensor, valid: Tensor, dtype: torch.dtype) -> Groups:
         """Work out who shares a class, (R, B) labels and valid marks."""
