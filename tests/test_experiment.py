@@ -111,6 +111,33 @@ def test_weights_and_threads_are_part_of_it(bench, tmp_path):
         Bench(threads=0)
 
 
+def made(root, seed):
+    """Corrupted digits on the disk: the same names whatever the seed."""
+    command = ["corrupt", "mnist", "--corruptions", "impulse_noise", "--seed", str(seed), "--out", str(root)]
+    subprocess.run([sys.executable, "-m", "tribe.cli", *command], check=True, capture_output=True)
+    return Bench(root, device="cpu")
+
+
+def test_the_images_are_part_of_it(tmp_path):
+    """Files of one name may hold other images; results of one are never taken for the other's."""
+    data = Named("mnist-c", {"corruptions": ["impulse_noise"]})
+    one, other = (
+        Experiment.of(data, "compact", STREAM, "source", bench=made(tmp_path / str(seed), seed)) for seed in (0, 1)
+    )
+    (told,) = difference(one, other)
+    assert told.startswith("images is ")
+    errors = [
+        e.run(tmp_path / "runs", bench=Bench(tmp_path / str(i), "cpu")).error() for i, e in enumerate((one, other))
+    ]
+    assert errors[0] != errors[1]
+    with pytest.raises(ValueError, match="cannot be computed here, where something differs: images is"):
+        one.run(tmp_path / "elsewhere", bench=Bench(tmp_path / "1", "cpu"))
+    (tmp_path / "0/mnist_c/made.json").unlink()  # as a published archive comes: looked at, not trusted by its name
+    (tmp_path / "1/mnist_c/made.json").unlink()
+    looked = [Bench(tmp_path / str(seed), "cpu").fingerprint(data) for seed in (0, 1)]
+    assert len({*looked, one.images, other.images}) == 4
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -323,7 +350,7 @@ def test_a_damaged_spec_is_set_aside(result, bench, tmp_path):
 
 def test_results_of_a_newer_version_are_refused_and_left_alone(result, bench, tmp_path):
     folder = again(result, tmp_path)
-    told = json.loads((folder / "spec.json").read_text()) | {"schema": 2, "new": True}
+    told = json.loads((folder / "spec.json").read_text()) | {"schema": 3, "new": True}
     (folder / "spec.json").write_text(json.dumps(told))
     (folder / "record-0.npz").unlink()
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
@@ -331,6 +358,14 @@ def test_results_of_a_newer_version_are_refused_and_left_alone(result, bench, tm
         with pytest.raises(NewerResults, match="newer version of tribe"):
             use()
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_results_of_an_older_version_say_what_to_do(result, tmp_path):
+    folder = again(result, tmp_path)
+    told = json.loads((folder / "spec.json").read_text())
+    (folder / "spec.json").write_text(json.dumps(told | {"schema": 1}))
+    with pytest.raises(ValueError, match=r"older version of tribe .* did not say on which images: move it"):
+        load(folder)
 
 
 def test_a_folder_under_another_name_is_refused(result, tmp_path):

@@ -6,14 +6,14 @@
 
 Layout of ``runs/<id>/``, where ``<id>`` is `Experiment.id`, 16 hexadecimal digits of the hash of its canonical JSON:
 
-    spec.json               {"format": "tribe-experiment", "schema": 1, "id": ..., "spec": Experiment.json()}
+    spec.json               {"format": "tribe-experiment", "schema": 2, "id": ..., "spec": Experiment.json()}
     record-<seed>.npz       a `tribe.Record` a seed; its ``spec`` says what `tribe run` says of its records (dataset,
                               model, scenario, batch, precision, method, fields, seed), and "experiment", the id
-    metrics.json            {"schema": 1, "id": ..., "seeds": {"<seed>": {...}}}, a function of the records alone:
+    metrics.json            {"schema": 2, "id": ..., "seeds": {"<seed>": {...}}}, a function of the records alone:
                               images, instance_error, category_error, category_error_absent_correct,
                               calibration_error (shares; null without labels), domain_error {domain: share or null},
                               class_counts {domain: [images of each class]}
-    environment.json        {"schema": 1, "id": ..., "machine": tribe.environment.machine(), "seconds": all streams
+    environment.json        {"schema": 2, "id": ..., "machine": tribe.environment.machine(), "seconds": all streams
                               together, "seconds_per_image": {"<seed>": ...}, "finished": ISO time}: what differs from
                               one computation of the same experiment to the next
     checkpoint.safetensors  while it runs: where to go on
@@ -47,6 +47,7 @@ from tribe.atomic import write_atomically
 from tribe.augment import Augment
 from tribe.backbone import Backbone
 from tribe.datasets import Dataset
+from tribe.datasets.fingerprint import fingerprint
 from tribe.environment import check_precision, choose_device, float32_precision, machine, precision_on
 from tribe.files import StateFileError, method_to_json
 from tribe.methods import Method
@@ -57,7 +58,7 @@ from tribe.scenarios import Scenario
 from tribe.source import Knowledge
 from tribe.stream import Stream
 
-FORMAT, SCHEMA = "tribe-experiment", 1
+FORMAT, SCHEMA = "tribe-experiment", 2  # 1 did not say which images
 EVERY = 50  # batches between checkpoints
 INCIDENTAL = ("workers",)  # fields of data sets that no number depends on
 
@@ -103,6 +104,7 @@ class Experiment:
     """
 
     dataset: Named
+    images: str  # fingerprint of what lay on the disk under that name
     model: Named
     weights: str  # Backbone.fingerprint of the network, before it is rounded to a lower precision
     scenario: Named
@@ -268,9 +270,11 @@ class Experiment:
     def _words(self) -> dict[str, Any]:
         """What its records say of themselves, in the words of `tribe run`."""
         told = self.json()
-        model = {**told["model"], "fingerprint": self.weights}
-        same = {name: told[name] for name in ("dataset", "scenario", "batch", "precision", "device", "threads")}
-        return {**same, "experiment": self.id, "model": model, "method": self.method.name, "fields": self.method.fields}
+        named = {"dataset": self.images, "model": self.weights}
+        marked = {name: {**told[name], "fingerprint": mark} for name, mark in named.items()}
+        same = {name: told[name] for name in ("scenario", "batch", "precision", "device", "threads")}
+        method = {"method": self.method.name, "fields": self.method.fields}
+        return {**marked, **same, "experiment": self.id, **method}
 
     def _play(self, folder: Path, bench: "Bench", progress: Progress | None, every: int) -> list[Record]:
         parts = bench.prepare(self.dataset, self.model, self.scenario, self.method)
@@ -423,7 +427,8 @@ class Parts(NamedTuple):
     net: Backbone
     scenario: Scenario
     method: Method
-    weights: str  # the network's fingerprint
+    images: str  # the data set's fingerprint
+    weights: str  # the network's
     names: tuple[str, Named, str, str]  # as they were asked for
 
     def described(
@@ -433,6 +438,7 @@ class Parts(NamedTuple):
         dataset, model, scenario, method = self.names
         return Experiment(
             dataset=named(dataset, self.dataset),
+            images=self.images,
             model=model,
             weights=self.weights,
             scenario=named(scenario, self.scenario),
@@ -469,6 +475,7 @@ class Bench:
         self.threads = threads or torch.get_num_threads()
         self.weights = {name: Path(path) for name, path in (weights or {}).items()}
         self._datasets: dict[str, Dataset] = {}
+        self._images: dict[str, str] = {}
         self._nets: dict[str, tuple[Backbone, str]] = {}
         self._methods: dict[tuple[object, ...], Method] = {}
         self._streams: dict[str, Stream] = {}
@@ -482,7 +489,8 @@ class Bench:
             protocol = build.scenario(scenario.name, None, revived(scenario.fields))
             protocol = protocol if protocol.domains is not None else protocol.on(data.domains)
             names = dataset.name, model, scenario.name, method.name
-            return Parts(data, net, protocol, self.method(asked, data, net, model, method), weights, names)
+            built = self.method(asked, data, net, model, method)
+            return Parts(data, net, protocol, built, self.fingerprint(dataset), weights, names)
         except TypeError as error:  # a field that a component does not have
             raise ValueError(str(error)) from error
 
@@ -492,6 +500,13 @@ class Bench:
         if key not in self._datasets:
             self._datasets[key] = build.dataset(named.name, self.data, revived(named.fields))
         return self._datasets[key]
+
+    def fingerprint(self, named: Named) -> str:
+        """Which images a data set holds, looked at once."""
+        key = _canonical([named.name, named.fields])
+        if key not in self._images:
+            self._images[key] = fingerprint(self.dataset(named))
+        return self._images[key]
 
     def net(self, asked: build.Asked, data: Dataset, named: Named) -> tuple[Backbone, str]:
         """A network on the device, read once, and its fingerprint, which takes a while."""
@@ -611,6 +626,11 @@ def _spec(path: Path) -> Experiment:
         raise NewerResults(
             f"{path.parent} was written by a newer version of tribe (schema {told.get('schema')}; this one knows "
             f"{SCHEMA}): upgrade tribe, or use another folder for results"
+        )
+    if told["schema"] < SCHEMA:
+        raise ValueError(
+            f"{path.parent} was written by an older version of tribe (schema {told['schema']}; this one writes "
+            f"{SCHEMA}), which did not say on which images: move it out of the folder, and compute it again"
         )
     experiment = Experiment.from_json(told["spec"])
     if experiment.id != told.get("id"):

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tribe.atomic import write_atomically
 from tribe.backbone import Backbone
+from tribe.datasets.fingerprint import fingerprint
 from tribe.files import StateFileError, method_to_json
 from tribe.graphs import Steps, Switch
 from tribe.methods import Method
@@ -123,6 +124,7 @@ def _identity(net: Backbone, method: Method, stream: Stream, seed: int, words: M
         "seed": seed,
         "batch": stream.batch,
         "schedules": [digest(schedule) for schedule in stream.schedules],
+        "images": fingerprint(stream.dataset),
         "network": net.fingerprint(),
     }
     return json.dumps(facts, sort_keys=True)

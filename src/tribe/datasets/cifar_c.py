@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tribe.datasets import register
 from tribe.datasets.files import data_root, find, open_labels, positions, to_images, unpack
-from tribe.datasets.made import check_made, command, damaged, open_whole, remedy
+from tribe.datasets.made import check_made, command, damaged, open_whole, recorded, remedy
 from tribe.registry import nearest
 from tribe.scenarios.orders import CIFAR_C
 
@@ -88,6 +88,11 @@ class CifarC:
                 self._arrays[name] = open_whole(path, (len(self._labels), 32, 32, 3))
         rows = positions(index, block.stop - block.start, domain) + block.start
         return to_images(self._arrays[name][rows])
+
+    def digest(self, domain: str) -> str | None:
+        """Which images they are, see `tribe.datasets.fingerprint`."""
+        self._block(domain)
+        return recorded(self._folder, domain)
 
     def _block(self, domain: str) -> tuple[str, slice]:
         if domain not in self.domains:

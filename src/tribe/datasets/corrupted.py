@@ -84,6 +84,11 @@ class Live:
             if severity not in corruptions.SEVERITIES:
                 raise ValueError(f"a severity is 1, 2, 3, 4 or 5; got {severity!r}")
 
+    @property
+    def clean(self) -> Dataset:
+        """The clean data set."""
+        return self._corrupted.clean
+
     @cached_property
     def _corrupted(self) -> Corrupted:
         return Corrupted(create(self.source, data=self.data), self.corruptions, self.severities, self.seed)

@@ -103,6 +103,12 @@ def check_made(folder: Path, domain: str, again: str) -> None:
         raise MissingData(f"{domain} was not made in {folder}; there: {there}. Make it with `{again}`")
 
 
+def recorded(folder: Path, domain: str) -> str | None:
+    """The sha256 of a block, as its making recorded it; None for a published archive."""
+    made = read_made(folder)
+    return None if made is None else made.blocks[domain].sha256
+
+
 @contextlib.contextmanager
 def damaged(folder: Path, again: str) -> Iterator[None]:
     """What is said of a file that cannot be used ends with what to do about it."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tribe.datasets import register
 from tribe.datasets.files import data_root, find, open_labels, positions, to_images
-from tribe.datasets.made import check_made, command, damaged, open_whole, remedy
+from tribe.datasets.made import check_made, command, damaged, open_whole, recorded, remedy
 from tribe.registry import nearest
 from tribe.scenarios.orders import MNIST_C
 
@@ -62,6 +62,11 @@ class MnistC:
         """Read some images of a corruption."""
         array, labels = self._open(domain)
         return to_images(array[positions(index, len(labels), domain)])
+
+    def digest(self, domain: str) -> str | None:
+        """Which images they are, see `tribe.datasets.fingerprint`."""
+        self._open(domain)
+        return recorded(self._folder, f"{domain}@{STRENGTH}")
 
     def _open(self, domain: str) -> tuple[NDArray[Any], Tensor]:
         if domain not in self.domains:

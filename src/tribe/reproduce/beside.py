@@ -63,7 +63,8 @@ def beside(
         draws: by data set and row, where a method was run more than once.
     """
     told = released()
-    lines = ["### Next to the released code", "", f"The {told.source}. Ours: the same streams, our images.", ""]
+    lines = ["### Next to the released code", "", f"The {told.source}. Ours: the same streams, our images."]
+    lines += ["How near the errors and how short the times are to be are aims of this project.", ""]
     for dataset in _datasets(comparison):
         mine = {row: drawn for (group, row), drawn in (draws or {}).items() if group == dataset}
         lines += [*_of_dataset(comparison, dataset, times[dataset], mine), ""]

@@ -21,7 +21,7 @@ from tribe.experiment import Bench, Experiment, Result, finished
 from tribe.paper import Cell, Table
 from tribe.reproduce.beside import Draws, Times, beside, near_the_released, released
 from tribe.reproduce.comparison import Comparison, compare, judged
-from tribe.reproduce.findings import differences, in_every_cell, in_short, judged_claims
+from tribe.reproduce.findings import differences, in_every_cell, in_short, judged_claims, other_than_the_paper
 from tribe.reproduce.gathering import gather_from
 from tribe.reproduce.plans import Plan, Wishes, artifacts
 from tribe.reproduce.render import markdown, table_row
@@ -87,7 +87,9 @@ def document(root: str | PathLike[str]) -> str:
             done[c.name] = max(done.get(c.name, 0), there)
         first, findings = _findings(one, own)
         short = short or ([f"On {one.title}:", "", *first, ""] if first else [])
-        body += [f"## {one.title}", "", *findings, *(markdown(c, level=3) for c in (*own, *others))]
+        body += [f"## {one.title}", "", *findings, *(markdown(c, level=3) for c in own)]
+        for comparison in others:
+            body += [markdown(comparison, level=3), *other_than_the_paper(comparison)]
         body += _left_over(one, (*own, *others))
     lines += ["## In short", "", *short] if short else []
     return "\n".join([*lines, *_what_was_run(series), *body, *_not_run(done)]).rstrip() + "\n"
@@ -254,18 +256,20 @@ def _data(series: Sequence[Series]) -> Iterator[str]:
     root = series[0].root
     for name in sorted({r.experiment.dataset.name for one in series for r in one.results}):
         folder = _of(name, "folder")
+        marks = {e.images for one in series for e in (r.experiment for r in one.results) if e.dataset.name == name}
+        words = f"- Data `{name}`, fingerprint {' and '.join(sorted(marks))}"
         if name.startswith("live-"):
-            yield f"- Data `{name}`: the clean test images, corrupted by `tribe.corruptions` as they are read."
+            yield f"{words} of the clean test images, corrupted by `tribe.corruptions` as they are read."
         elif (made := read_made(root / DATA / folder)) is not None:
             places = sorted({f"{block.device} with torch {block.torch}" for block in made.blocks.values()})
             yield (
-                f"- Data `{name}`: not the published archive but our corruptions of the {made.images:,} clean test "
+                f"{words}: not the published archive but our corruptions of the {made.images:,} clean test "
                 f"images of {made.dataset} (sha256 {made.clean}), made by `tribe corrupt` with seed {made.seed} on "
                 f"{' and '.join(places)}. The sha256 of each of its {len(made.blocks)} parts is in "
                 f"`{root.name}/{DATA}/{folder}/made.json`."
             )
         else:
-            yield f"- Data `{name}`: how its images were made is not recorded beside the results."
+            yield f"{words}: how its images were made is not recorded beside the results."
 
 
 def _weights(series: Sequence[Series]) -> list[str]:
@@ -276,7 +280,7 @@ def _weights(series: Sequence[Series]) -> list[str]:
 def _not_run(done: Mapping[str, int]) -> list[str]:
     """Tables that are not full, with the command that runs them; those that need no run are told apart."""
     free = [table for table in artifacts() if all(cell.method is None for cell in _cells(table))]
-    lines = ["## Not run", ""]
+    lines = ["## Not run, or not in full", ""]
     for table in (t for t in artifacts() if t not in free):
         there, cells = done.get(table.name, 0), len(table.row_keys) * len(table.column_keys)
         some = f", {there} of {cells} cells are there" if there else ""
