@@ -1,9 +1,12 @@
 """How sure numbers are, on streams whose truth is known."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
 
+from tribe import metrics
 from tribe.record import Record
 from tribe.statistics import duel, spread
 
@@ -40,9 +43,33 @@ def test_a_clear_winner_and_its_margin():
     assert told.p < 0.001
     back = duel([b], [a])
     assert back.difference == -told.difference
-    assert back.p > 0.99
-    assert "better" in str(told)
-    assert "worse" in str(back)
+    assert back.p == told.p, "each for the side that it states"
+    assert re.fullmatch(r"(\d+\.\d\d points) better \(95 %: (\d+\.\d\d to \d+\.\d\d), p < 0\.001\)", str(told))
+    assert str(back) == str(told).replace("better", "worse")
+
+
+def test_p_is_of_the_side_that_was_found():
+    """Catches a p of A's being better that is printed for the loser."""
+    rng = np.random.default_rng(5)
+    a, b = record(rng.random(900) < 0.30), record(rng.random(900) < 0.34)
+    for told in (duel([a], [b]), duel([b], [a])):
+        assert 0.001 < told.p < 0.2
+    assert duel([a], [b]).p == duel([b], [a]).p
+
+
+def test_no_difference_is_called_so():
+    a = record([1, 0, 0, 0] * 25)
+    assert str(duel([a], [a])) == "no difference"
+    assert duel([a], [a])[:4] == (0.0, 0.0, 0.0, 1.0)
+    told = duel([a], [record([0, 1, 0, 0] * 20 + [1] * 5 + [0] * 15)])
+    assert told.difference == 0
+    assert told.p == 1
+    assert re.fullmatch(r"no difference, not sure: -\d+\.\d\d to \+\d+\.\d\d", str(told))
+
+
+def test_a_level_is_told_in_full():
+    told = duel([record(torch.zeros(100))], [record(torch.ones(100))], level=0.999)
+    assert str(told) == "100.00 points better (99.9 %: 100.00 to 100.00, p < 0.001)"
 
 
 def test_pairs_cancel_what_is_hard_for_both():
@@ -113,3 +140,10 @@ def test_no_labels_at_all():
     blind = record(torch.zeros(10), torch.full((10,), -1))
     with pytest.raises(ValueError, match="no labels"):
         duel([blind], [blind])
+
+
+def test_curves_and_bins_of_nothing_are_refused():
+    with pytest.raises(ValueError, match="window is a number of images, at least 1; got 0"):
+        metrics.online_error(record(torch.zeros(10)), window=0)
+    with pytest.raises(ValueError, match="bins is a number of bins, at least 1; got 0"):
+        metrics.calibration_error(record(torch.zeros(10)), bins=0)

@@ -12,45 +12,46 @@ from tribe.record import Record
 Metric = Callable[[Record], Tensor]
 
 
-def _scored(record: Record) -> Tensor:
-    """Which rows have a label to be judged by."""
+def scored(record: Record) -> Tensor:
+    """(T,) which images have a label to be judged by; a record without any is refused."""
     known = record.label >= 0
     if not known.any():
         raise ValueError("the record holds no labels, so there is no error to compute")
     return known
 
 
-def _wrong(record: Record) -> Tensor:
+def wrong(record: Record) -> Tensor:
+    """(T,) 1 where the prediction is not the label, else 0; it says nothing of images that are not `scored`."""
     return (record.prediction != record.label).double()
 
 
-def _share(wrong: Tensor, chosen: Tensor) -> Tensor:
-    """Mean of ``wrong`` over the chosen rows; NaN where there are none."""
-    return wrong[chosen].mean() if chosen.any() else torch.tensor(float("nan"), dtype=torch.float64)
+def _share(missed: Tensor, chosen: Tensor) -> Tensor:
+    """Mean of ``missed`` over the chosen rows; NaN where there are none."""
+    return missed[chosen].mean() if chosen.any() else torch.tensor(float("nan"), dtype=torch.float64)
 
 
 def instance_error(record: Record) -> Tensor:
     """The share of images that were misclassified."""
-    return _share(_wrong(record), _scored(record))
+    return _share(wrong(record), scored(record))
 
 
 def domain_error(record: Record) -> Tensor:
     """Instance error per domain, (D,); NaN for domains the stream never visits."""
-    known, wrong = _scored(record), _wrong(record)
-    return torch.stack([_share(wrong, known & (record.domain == d)) for d in range(len(record.domains))])
+    known, missed = scored(record), wrong(record)
+    return torch.stack([_share(missed, known & (record.domain == d)) for d in range(len(record.domains))])
 
 
 def class_error(record: Record) -> Tensor:
     """Error per domain and class, (D, K); NaN where a class is absent."""
-    known, wrong, count = _scored(record), _wrong(record), class_counts(record)
+    known, count = scored(record), class_counts(record)
     cell = (record.domain * record.classes + record.label)[known]
-    missed = torch.zeros(count.numel(), dtype=torch.float64).index_add_(0, cell, wrong[known])
+    missed = torch.zeros(count.numel(), dtype=torch.float64).index_add_(0, cell, wrong(record)[known])
     return missed.view_as(count) / count
 
 
 def class_counts(record: Record) -> Tensor:
     """How many images of each class each domain played, (D, K)."""
-    known = _scored(record)
+    known = scored(record)
     cell = (record.domain * record.classes + record.label)[known]
     return torch.bincount(cell, minlength=len(record.domains) * record.classes).view(-1, record.classes)
 
@@ -69,17 +70,21 @@ def category_error(record: Record, absent: Literal["skip", "correct"] = "skip") 
 
 def online_error(record: Record, window: int = 500) -> Tensor:
     """The prequential curve, (T,): error over the last ``window`` images with a label."""
-    wrong = _wrong(record)[_scored(record)]
-    total = torch.cat((torch.zeros(1, dtype=torch.float64), wrong.cumsum(0)))
-    end = torch.arange(1, len(wrong) + 1)
+    if window < 1:
+        raise ValueError(f"window is a number of images, at least 1; got {window}")
+    missed = wrong(record)[scored(record)]
+    total = torch.cat((torch.zeros(1, dtype=torch.float64), missed.cumsum(0)))
+    end = torch.arange(1, len(missed) + 1)
     start = (end - window).clamp_min(0)
     return (total[end] - total[start]) / (end - start)
 
 
 def calibration_error(record: Record, bins: int = 15) -> Tensor:
     """Expected calibration error: the mean gap between confidence and accuracy over equal bins of confidence."""
-    known = _scored(record)
-    right, confidence = 1 - _wrong(record)[known], record.confidence[known].double()
+    if bins < 1:
+        raise ValueError(f"bins is a number of bins, at least 1; got {bins}")
+    known = scored(record)
+    right, confidence = 1 - wrong(record)[known], record.confidence[known].double()
     bucket = (confidence * bins).long().clamp(0, bins - 1)
     gap = torch.zeros(bins, dtype=torch.float64).index_add_(0, bucket, right - confidence)
     return gap.abs().sum() / len(right)

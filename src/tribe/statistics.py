@@ -14,8 +14,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
+from tribe.metrics import scored, wrong
 from tribe.record import Record
 
 DRAWS = 2000
@@ -45,21 +45,30 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 class Duel(NamedTuple):
-    """Error of A minus error of B, in shares: negative where A is better."""
+    """Error of A minus error of B, in shares: negative where A is better.
+
+    ``p`` is one-sided, for the direction that was found: about how often chance alone, with A and B equally good, takes
+    the difference as far to that side. It is estimated by how often a stream that is drawn anew shows no difference, or
+    one to the other side; it is the same for A against B as for B against A, and 1 where there is no difference. Twice
+    that is a two-sided p, for who did not expect that side beforehand.
+    """
 
     difference: float
     low: float  # of the interval
     high: float
-    p: float  # of a difference at least this far below 0 if A were no better than B
+    p: float
     level: float  # of the interval
     block: int  # images that were drawn together
 
     def __str__(self) -> str:
+        around = f"{100 * self.low:+.2f} to {100 * self.high:+.2f}"
+        if self.difference == 0:
+            return "no difference" if self.low == self.high else f"no difference, not sure: {around}"
         word = "better" if self.difference < 0 else "worse"
         gap, low, high = (100 * abs(x) for x in (self.difference, *sorted((self.low, self.high), key=abs)))
         if self.low < 0 < self.high:
-            return f"{gap:.2f} points {word}, not sure: {100 * self.low:+.2f} to {100 * self.high:+.2f}"
-        return f"{gap:.2f} points {word} ({100 * self.level:.0f} %: {low:.2f} to {high:.2f}, p {_told(self.p)})"
+            return f"{gap:.2f} points {word}, not sure: {around}"
+        return f"{gap:.2f} points {word} ({100 * self.level:g} %: {low:.2f} to {high:.2f}, p {_told(self.p)})"
 
 
 def duel(
@@ -71,7 +80,7 @@ def duel(
     level: float = 0.95,
     seed: int = 0,
 ) -> Duel:
-    """Whether A's instance error is below B's on the same streams.
+    """How A's instance error differs from B's on the same streams, and how sure that is.
 
     Args:
         a: records of A, one a seed.
@@ -96,7 +105,8 @@ def duel(
     drawn = np.sum([_block_sums(gap, block, draws, rng) for gap in gaps], axis=0) / total
     observed = float(sum(gap.sum() for gap in gaps)) / total
     low, high = np.quantile(drawn, [(1 - level) / 2, (1 + level) / 2])
-    p = (1 + int((drawn >= 0).sum())) / (1 + draws)
+    other_side = drawn * np.sign(observed) <= 0  # everywhere if there is no difference
+    p = (1 + int(other_side.sum())) / (1 + draws)
     return Duel(observed, float(low), float(high), p, level, block)
 
 
@@ -107,15 +117,7 @@ def _gap(a: Record, b: Record) -> NDArray[np.float64]:
         raise ValueError(
             "the records are of different streams: A and B must have met the same images in the same order"
         )
-    known = a.label >= 0
-    if not bool(known.any()):
-        raise ValueError("the records hold no labels, so there is no error to compare")
-    wrong_a, wrong_b = (_wrong(record)[known] for record in (a, b))
-    return (wrong_a - wrong_b).numpy()
-
-
-def _wrong(record: Record) -> Tensor:
-    return (record.prediction != record.label).double()
+    return (wrong(a) - wrong(b))[scored(a)].numpy()
 
 
 def _block_sums(gap: NDArray[np.float64], block: int, draws: int, rng: np.random.Generator) -> NDArray[np.float64]:

@@ -1,15 +1,19 @@
 """What the paper's sentences assert of its tables, as predicates: judged on its own numbers, or on ours.
 
-A claim (``claims.json``) names a predicate and its arguments. A predicate looks numbers up and says whether the
-sentence holds, with the cells that decide; where a number is missing nothing can be said. Thresholds for words such as
-"robust" are our reading, and stand in the claim.
+A claim (``claims.json``) names a predicate and its arguments. A predicate looks numbers up and makes of the sentence
+checks, each with what would speak against it. A number that is missing may be any: a check whose answer depends on it
+stays open, the others are decided all the same. One counterexample refutes a claim about all cells, however many are
+missing; one example is enough for a claim that there is one.
+
+A sentence that our numbers surpass holds on them: exact counts and margins are asked of the paper's own numbers alone,
+of ours that they are at least reached. Thresholds for words such as "robust" are our reading, and stand in the claim;
+a word has the same one throughout.
 """
 
 import fnmatch
 import json
 import math
-import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -34,14 +38,10 @@ class Claim:
 
 
 class Verdict(NamedTuple):
-    """Whether a claim holds (None: numbers are missing), and the numbers that say so."""
+    """Whether a claim holds (None: it depends on numbers that are missing), and the numbers that say so."""
 
     holds: bool | None
     why: str
-
-
-class Missing(Exception):
-    """A number that a claim needs is not there."""
 
 
 @cache
@@ -57,40 +57,125 @@ def of_paper(table: str, row: str, column: str) -> float | None:
 
 
 def judge(claim: Claim, numbers: Numbers) -> Verdict:
-    """Judge a claim on some numbers."""
+    """Judge a claim on some numbers, of which some may be missing."""
     if claim.predicate in OF_THE_PAPER and numbers is not of_paper:
         return Verdict(None, "it repeats numbers of the paper")
-    try:
-        findings = [PREDICATES[claim.predicate](View(table, numbers), **claim.arguments) for table in claim.tables]
-    except Missing as missing:
-        return Verdict(None, f"{missing} is missing")
-    within = [f"{table}: " if len(findings) > 1 else "" for table in claim.tables]
-    against = [f"{table}{text}" for table, found in zip(within, findings, strict=True) for text in found.against]
+    views = [View(table, numbers) for table in claim.tables]
+    findings = [PREDICATES[claim.predicate](view, **claim.arguments) for view in views]
+    within = [f"{table}: " if len(views) > 1 else "" for table in claim.tables]
+    told = list(zip(within, findings, strict=True))
+    missing = [cell for view in views for cell in view.missing]
+    against = [f"{table}{check.against}" for table, found in told for check in found.checks if check.holds is False]
     if against:
         more = f" and {len(against) - SHOWN} more" if len(against) > SHOWN else ""
-        return Verdict(False, "; ".join(against[:SHOWN]) + more)
-    return Verdict(True, "; ".join(f"{table}{found.says}" for table, found in zip(within, findings, strict=True)))
+        lacking = f"; {_are_missing(missing)}" if missing else ""
+        return Verdict(False, "; ".join(against[:SHOWN]) + more + lacking)
+    if any(check.holds is None for found in findings for check in found.checks):
+        return Verdict(None, _are_missing(missing))
+    return Verdict(True, "; ".join(f"{table}{found.says}" for table, found in told))
+
+
+def _are_missing(cells: Sequence[str]) -> str:
+    return f"{cells[0]} is missing" if len(cells) == 1 else f"{cells[0]} and {len(cells) - 1} more are missing"
+
+
+# -- what can be said though numbers are missing ----------------------------------------------------------------------
+
+Answer = bool | None  # None: it depends on what is missing
+
+
+def _not(answer: Answer) -> Answer:
+    return None if answer is None else not answer
+
+
+def _all(answers: Sequence[Answer]) -> Answer:
+    """One that does not hold is enough to deny it, whatever is open."""
+    return False if False in answers else None if None in answers else True
+
+
+def _any(answers: Iterable[Answer]) -> Answer:
+    return _not(_all([_not(answer) for answer in answers]))
+
+
+@dataclass(frozen=True)
+class Range:
+    """Where a number lies, as far as is known: at one place if it is there, anywhere if it is missing."""
+
+    low: float = -math.inf
+    high: float = math.inf
+
+    @classmethod
+    def at(cls, value: float) -> "Range":
+        """A number that is known."""
+        return cls(value, value)
+
+    @classmethod
+    def at_least(cls, value: float, exactly: bool) -> "Range":
+        """A number that is known, or one that what is missing can only raise."""
+        return cls(value, value if exactly else math.inf)
+
+    @classmethod
+    def lowest(cls, values: Sequence["Range"]) -> "Range":
+        """The lowest of several."""
+        return cls(min(v.low for v in values), min(v.high for v in values))
+
+    @classmethod
+    def highest(cls, values: Sequence["Range"]) -> "Range":
+        """The highest of several."""
+        return cls(max(v.low for v in values), max(v.high for v in values))
+
+    @property
+    def known(self) -> bool:
+        """Whether it is at one place."""
+        return self.low == self.high
+
+    def __sub__(self, other: "Range") -> "Range":
+        return Range(self.low - other.high, self.high - other.low)
+
+    def below(self, other: "Range") -> Answer:
+        """Whether it is lower than another, which comes from other cells."""
+        return True if self.high < other.low else False if self.low >= other.high else None
+
+    def within(self, least: float, most: float) -> Answer:
+        """Whether it lies between two numbers, or on them."""
+        return _all([_not(self.below(Range.at(least))), _not(Range.at(most).below(self))])
+
+    def __format__(self, spec: str) -> str:
+        low, high = (format(end, spec) if math.isfinite(end) else "" for end in (self.low, self.high))
+        if self.known:
+            return low
+        return f"{low} to {high}" if low and high else f"at least {low}" if low else f"at most {high}" if high else "?"
+
+
+class Check(NamedTuple):
+    """A part of a claim: whether it holds, and what is said if it does not."""
+
+    holds: Answer
+    against: str
 
 
 class Finding(NamedTuple):
-    """What a predicate saw in one table: a summary, and all that speaks against the claim."""
+    """What a predicate saw in one table: a summary if the claim holds, and what it depends on."""
 
     says: str
-    against: list[str]
+    checks: list[Check]
 
 
 class View:
-    """The numbers of one table."""
+    """The numbers of one table, and which of those that were asked for are missing."""
 
     def __init__(self, table: str, numbers: Numbers) -> None:
         self.table, self._numbers = paper.get(table), numbers
+        self.exact = numbers is of_paper  # whether to be surpassed contradicts the sentence
+        self.missing = dict[str, None]()  # in order
 
-    def __call__(self, row: str, column: str) -> float:
-        """A number, or `Missing`."""
+    def __call__(self, row: str, column: str) -> Range:
+        """A number."""
         value = self._numbers(self.table.name, row, column)
         if value is None or math.isnan(value):
-            raise Missing(f"{self.table.name}, {row}, {column}")
-        return value
+            self.missing[f"{self.table.name}, {row}, {column}"] = None
+            return Range()
+        return Range.at(value)
 
     def rows(self, patterns: str | Sequence[str], but: Sequence[str] = ()) -> list[str]:
         """The rows that a pattern, or one of several, means: "*", "100 *"."""
@@ -100,15 +185,34 @@ class View:
         """The columns likewise."""
         return _match(patterns, self.table.column_keys)
 
-    def span(self, row: str, columns: Sequence[str]) -> float:
-        """How much a row moves between its best column and its worst."""
-        values = [self(row, column) for column in columns]
-        return max(values) - min(values)
+    def best(self, column: str, but: str, rows: str | Sequence[str] = "*") -> Range:
+        """The lowest number of a column, without one row."""
+        return Range.lowest([self(row, column) for row in self.rows(rows, but=[but])])
+
+    def span(self, row: str, columns: Sequence[str]) -> Range:
+        """How much a row moves between its best column and its worst; what is missing can only widen it."""
+        known = self._known(row, columns)
+        return Range.at_least(max(known) - min(known) if known else 0.0, exactly=len(known) == len(columns))
+
+    def deviation(self, row: str, columns: Sequence[str]) -> Range:
+        """The standard deviation of a row; what is missing adds least where it equals the mean of the rest."""
+        known = self._known(row, columns)
+        mean = sum(known) / len(known) if known else 0.0
+        low = math.sqrt(sum((value - mean) ** 2 for value in known) / len(columns))
+        return Range.at_least(low, exactly=len(known) == len(columns))
+
+    def _known(self, row: str, columns: Sequence[str]) -> list[float]:
+        """The numbers of a row that are there."""
+        return [value.low for value in [self(row, column) for column in columns] if value.known]
 
 
 def _match(patterns: str | Sequence[str], keys: Sequence[str]) -> list[str]:
     wanted = [patterns] if isinstance(patterns, str) else patterns
     return [key for key in keys if any(key == p or fnmatch.fnmatchcase(key, p) for p in wanted)]
+
+
+def _many(count: int, word: str) -> str:
+    return f"{count} {word}{'s' * (count != 1)}"
 
 
 # -- predicates -------------------------------------------------------------------------------------------------------
@@ -117,144 +221,152 @@ def _match(patterns: str | Sequence[str], keys: Sequence[str]) -> list[str]:
 def lower(
     view: View, row: str, than: str | list[str] = "*", columns: str | list[str] = "*", by: float = 0.0
 ) -> Finding:
-    """A row is below others (all but itself) in every column, by at least some points."""
-    against, checked = [], 0
+    """A row is below others (all but itself) in every column, by more than some points."""
+    checks = []
     for column in view.columns(columns):
         for other in view.rows(than, but=[row]):
             mine, theirs = view(row, column), view(other, column)
-            checked += 1
-            if not theirs - mine > by:
-                against.append(f"{column}: {row} {mine:g}, {other} {theirs:g}")
-    return Finding(f"{row} is lower in {checked} comparisons", against)
+            checks.append(Check(Range.at(by).below(theirs - mine), f"{column}: {row} {mine:g}, {other} {theirs:g}"))
+    return Finding(f"{row} is lower in {_many(len(checks), 'comparison')}", checks)
 
 
 def higher(view: View, rows: list[str], than: str, columns: str | list[str] = "*") -> Finding:
     """Rows are above another in every column."""
-    pairs = [(row, column) for row in rows for column in view.columns(columns)]
-    against = [
-        f"{column}: {row} {view(row, column):g}, {than} {view(than, column):g}"
-        for row, column in pairs
-        if not view(row, column) > view(than, column)
-    ]
-    return Finding(f"{', '.join(rows)} above {than} in {len(pairs)} cells", against)
+    checks = []
+    for row in rows:
+        for column in view.columns(columns):
+            mine, theirs = view(row, column), view(than, column)
+            checks.append(Check(theirs.below(mine), f"{column}: {row} {mine:g}, {than} {theirs:g}"))
+    return Finding(f"{', '.join(rows)} above {than} in {_many(len(checks), 'cell')}", checks)
 
 
 def some_higher(view: View, than: str, columns: str | list[str] = "*") -> Finding:
     """At least one row is above another in every column."""
-    worse = [
-        row
+    above = {
+        row: _all([view(than, column).below(view(row, column)) for column in view.columns(columns)])
         for row in view.rows("*", but=[than])
-        if all(view(row, column) > view(than, column) for column in view.columns(columns))
-    ]
-    return Finding(f"above {than}: {', '.join(worse)}", [] if worse else [f"no row is above {than}"])
+    }
+    worse = [row for row, is_above in above.items() if is_above]
+    return Finding(f"above {than}: {', '.join(worse)}", [Check(_any(above.values()), f"no row is above {than}")])
 
 
 def consistently_lower(view: View, rows: list[str], than: str, columns: str | list[str] = "*") -> Finding:
     """Each of these rows is below one row in every column."""
-    against = [
-        f"{row} is not below {than} at {column} ({view(row, column):g}, {view(than, column):g})"
-        for row in rows
-        for column in view.columns(columns)
-        if not view(row, column) < view(than, column)
-    ]
-    return Finding(f"{', '.join(rows)} are below {than} throughout", against)
+    checks = []
+    for row in rows:
+        for column in view.columns(columns):
+            mine, theirs = view(row, column), view(than, column)
+            against = f"{row} is not below {than} at {column} ({mine:g}, {theirs:g})"
+            checks.append(Check(mine.below(theirs), against))
+    return Finding(f"{', '.join(rows)} are below {than} throughout", checks)
 
 
 def not_consistently_lower(view: View, rows: list[str], than: str, columns: str | list[str] = "*") -> Finding:
-    """Each of these rows is above one row in some column."""
-    better = [r for r in rows if all(view(r, c) < view(than, c) for c in view.columns(columns))]
-    return Finding(f"none of {', '.join(rows)} is below {than} throughout", [f"{r} is below {than}" for r in better])
+    """Each of these rows is not below one row in some column."""
+    checks = [
+        Check(_any([_not(view(r, c).below(view(than, c))) for c in view.columns(columns)]), f"{r} is below {than}")
+        for r in rows
+    ]
+    return Finding(f"none of {', '.join(rows)} is below {than} throughout", checks)
 
 
 def rises(
     view: View, rows: str | list[str], start: str, end: str, by: float = 0.0, but: list[str] | None = None
 ) -> Finding:
-    """Rows are higher in one column than in another, by at least some points."""
-    chosen = view.rows(rows, but=but or [])
-    moves = {row: (view(row, start), view(row, end)) for row in chosen}
-    against = [f"{row} {a:g} at {start}, {b:g} at {end}" for row, (a, b) in moves.items() if not b - a > by]
-    told = ", ".join(f"{row} {a:g} to {b:g}" for row, (a, b) in moves.items())
-    return Finding(told, against)
+    """Rows are higher in one column than in another, by more than some points."""
+    moves = {row: (view(row, start), view(row, end)) for row in view.rows(rows, but=but or [])}
+    checks = [
+        Check(Range.at(by).below(b - a), f"{row} {a:g} at {start}, {b:g} at {end}") for row, (a, b) in moves.items()
+    ]
+    return Finding(", ".join(f"{row} {a:g} to {b:g}" for row, (a, b) in moves.items()), checks)
 
 
 def rises_less(view: View, row: str, than: str | list[str], start: str, end: str) -> Finding:
     """A row rises less from one column to another than others do."""
     mine = view(row, end) - view(row, start)
     rest = {other: view(other, end) - view(other, start) for other in view.rows(than, but=[row])}
-    against = [f"{row} {mine:+.2f}, {other} {move:+.2f}" for other, move in rest.items() if not mine < move]
-    return Finding(f"{row} {mine:+.2f} from {start} to {end}", against)
+    checks = [Check(mine.below(move), f"{row} {mine:+.2f}, {other} {move:+.2f}") for other, move in rest.items()]
+    return Finding(f"{row} {mine:+.2f} from {start} to {end}", checks)
 
 
 def steadier(view: View, row: str, than: str | list[str], columns: str | list[str] = "*") -> Finding:
     """A row moves less between columns than others do."""
     chosen = view.columns(columns)
     mine, rest = view.span(row, chosen), {r: view.span(r, chosen) for r in view.rows(than, but=[row])}
-    against = [f"{row} moves by {mine:.2f}, {other} by {span:.2f}" for other, span in rest.items() if not mine < span]
-    return Finding(f"{row} moves by {mine:.2f}", against)
+    checks = [
+        Check(mine.below(span), f"{row} moves by {mine:.2f}, {other} by {span:.2f}") for other, span in rest.items()
+    ]
+    return Finding(f"{row} moves by {mine:.2f}, the others by {Range.lowest([*rest.values()]).low:.2f} or more", checks)
 
 
 def less_varied(view: View, row: str, columns: str | list[str] = "*", but: list[str] | None = None) -> Finding:
     """A row's standard deviation over columns is the lowest."""
     chosen = view.columns(columns)
-    spread = {r: statistics.pstdev(view(r, c) for c in chosen) for r in view.rows("*", but=but or [])}
-    against = [f"{row} {spread[row]:.2f}, {r} {s:.2f}" for r, s in spread.items() if r != row and s <= spread[row]]
-    return Finding(f"the deviation of {row} is {spread[row]:.2f}", against)
+    mine = view.deviation(row, chosen)
+    rest = {other: view.deviation(other, chosen) for other in view.rows("*", but=[row, *(but or [])])}
+    checks = [Check(mine.below(theirs), f"{row} {mine:.2f}, {other} {theirs:.2f}") for other, theirs in rest.items()]
+    return Finding(f"the deviation of {row} is {mine:.2f}", checks)
 
 
 def stays_within(view: View, rows: str | list[str], points: float, columns: str | list[str] = "*") -> Finding:
     """Rows move by no more than some points between columns."""
     spans = {row: view.span(row, view.columns(columns)) for row in view.rows(rows)}
-    against = [f"{row} moves by {span:.2f}" for row, span in spans.items() if span > points]
-    return Finding(", ".join(f"{row} moves by {span:.2f}" for row, span in spans.items()), against)
+    told = {row: f"{row} moves by {span:.2f}" for row, span in spans.items()}
+    return Finding(", ".join(told.values()), [Check(spans[row].within(0, points), told[row]) for row in spans])
 
 
 def margin(view: View, row: str, over: str, column: str, least: float, most: float = math.inf) -> Finding:
-    """A row is below another by between so many points; "*" is the best of the others."""
-    best = min(view(other, column) for other in view.rows(over, but=[row]))
-    gap = best - view(row, column)
-    told = f"{row} is {gap:.4g} below {'the best of the others' if over == '*' else over} at {column}"
-    return Finding(told, [] if least <= gap <= most else [told])
+    """A row is below another by so many points; "*" is the best of the others."""
+    gap = view.best(column, but=row, rows=over) - view(row, column)
+    size, side = (Range.at(0) - gap, "above") if gap.high < 0 else (gap, "below")
+    told = f"{row} is {size:.4g} {side} {'the best of the others' if over == '*' else over} at {column}"
+    return Finding(told, [Check(gap.within(least, most if view.exact else math.inf), told)])
 
 
 def margins_span(view: View, row: str, columns: str | list[str], least: float, most: float, within: float) -> Finding:
     """The margins of a row over the best of the others run from one number to another."""
-    gaps = [min(view(o, c) for o in view.rows("*", but=[row])) - view(row, c) for c in view.columns(columns)]
-    told = f"the margins run from {min(gaps):.2f} to {max(gaps):.2f}"
-    fine = abs(min(gaps) - least) <= within and abs(max(gaps) - most) <= within
-    return Finding(told, [] if fine else [f"{told}, not from {least} to {most}"])
+    gaps = [view.best(c, but=row) - view(row, c) for c in view.columns(columns)]
+    ends = Range.lowest(gaps), Range.highest(gaps)
+    told = f"the margins run from {ends[0]:.2f} to {ends[1]:.2f}"
+    fine = [end.within(number - within, number + within) for end, number in zip(ends, (least, most), strict=True)]
+    return Finding(told, [Check(_all(fine), f"{told}, not from {least} to {most}")])
 
 
 def widest_margin(view: View, row: str, column: str) -> Finding:
     """The margin over the best of the others is the widest in one column."""
-    gaps = {c: min(view(o, c) for o in view.rows("*", but=[row])) - view(row, c) for c in view.columns("*")}
-    told = ", ".join(f"{gap:.2f} at {c}" for c, gap in gaps.items())
-    return Finding(told, [] if max(gaps, key=lambda c: gaps[c]) == column else [told])
+    gaps = {c: view.best(c, but=row) - view(row, c) for c in view.columns("*")}
+    here = gaps[column]
+    checks = [
+        Check(gap.below(here), f"{gap:.2f} at {c}, {here:.2f} at {column}") for c, gap in gaps.items() if c != column
+    ]
+    return Finding(", ".join(f"{gap:.2f} at {c}" for c, gap in gaps.items()), checks)
 
 
 def wins(view: View, row: str, columns: str | list[str], count: int) -> Finding:
     """A row is the lowest in so many columns."""
-    won = [c for c in view.columns(columns) if all(view(row, c) <= view(o, c) for o in view.rows("*", but=[row]))]
-    told = f"{row} is lowest in {len(won)} of {len(view.columns(columns))}"
-    return Finding(told, [] if len(won) == count else [told])
+    won = [_not(view.best(c, but=row).below(view(row, c))) for c in view.columns(columns)]
+    number = Range(won.count(True), len(won) - won.count(False))
+    told = f"{row} is lowest in {number:g} of {len(won)}"
+    return Finding(told, [Check(number.within(count, count if view.exact else math.inf), told)])
 
 
 def quoted(view: View, cells: list[list[Any]], within: float = 0.05) -> Finding:
     """Numbers that the text repeats, [row, column, number] each, are those of the table."""
-    against = [
-        f"{r}, {c} is {view(r, c):g}, not {number:g}" for r, c, number in cells if abs(view(r, c) - number) > within
+    told = {(row, column): f"{row}, {column} is {view(row, column):g}" for row, column, _ in cells}
+    checks = [
+        Check(view(r, c).within(number - within, number + within), f"{told[r, c]}, not {number:g}")
+        for r, c, number in cells
     ]
-    return Finding("; ".join(f"{r}, {c} is {view(r, c):g}" for r, c, _ in cells), against)
+    return Finding("; ".join(told.values()), checks)
 
 
 def helps_less(view: View, added_to: list[str], than_to: list[str], columns: str | list[str] = "*") -> Finding:
     """A part improves one row [without, with] less than it improves another."""
-    against, told = [], []
+    checks = []
     for column in view.columns(columns):
         here, there = (view(pair[0], column) - view(pair[1], column) for pair in (added_to, than_to))
-        told.append(f"{column}: {here:+.2f} against {there:+.2f}")
-        if not here < there:
-            against.append(told[-1])
-    return Finding("; ".join(told), against)
+        checks.append(Check(here.below(there), f"{column}: {here:+.2f} against {there:+.2f}"))
+    return Finding("; ".join(check.against for check in checks), checks)
 
 
 PREDICATES: dict[str, Callable[..., Finding]] = {

@@ -13,6 +13,8 @@ from tribe.reproduce.plans import Plan, played
 from tribe.scenarios import Scenario, class_counts
 from tribe.scenarios.sampling import LongTail, Natural, Shuffled
 
+TRIBE = "tribe"  # the method that added ones are measured against
+
 
 class Entry(NamedTuple):
     """A cell: ours, the paper's, and where ours comes from. Numbers are in the cell's unit."""
@@ -110,7 +112,10 @@ def check(plan: Plan) -> None:
     experiments = {
         f"{row}, {column}": p.experiment for (row, column), p in plan.cells.items() if p.experiment is not None
     }
-    refuse_mixture(experiments, varying=("method", "scenario", "dataset", "model", "weights"))
+    refuse_mixture(experiments, varying=("method", "scenario", "dataset", "images", "model", "weights"))
+    for dataset in dict.fromkeys(repr(e.dataset) for e in experiments.values()):
+        alike = {place: e for place, e in experiments.items() if repr(e.dataset) == dataset}
+        refuse_mixture(alike, varying=("method", "scenario", "model", "weights"))
     for group in _groups(plan):
         refuse_mixture(group, varying=("method",))
 
@@ -182,25 +187,36 @@ def _groups(plan: Plan) -> Iterator[dict[str, Experiment]]:
 
 
 def _duels(plan: Plan, results: Mapping[str, Result]) -> list[str]:
-    """Whether the best of each stream beats the next for sure."""
+    """Whether the best of each stream beats the next for sure, and whether the methods that were added beat TRIBE."""
     notes, seen = [], set()
     for group in _groups(plan):
-        there = {row: results[e.id] for row, e in group.items() if e.id in results}
-        ranked = sorted(there, key=lambda row: there[row].error())
-        stream = frozenset(result.experiment.id for result in there.values())
-        if len(stream) < 2 or stream in seen:
+        row_of = {e.id: row for row, e in reversed(group.items()) if e.id in results}  # once, if two rows are the same
+        there = {row_of[name]: results[name] for name in reversed(row_of)}
+        if len(there) < 2 or frozenset(row_of) in seen:
             continue
-        seen.add(stream)
-        best, second = ranked[:2]
-        if there[best].experiment == there[second].experiment or not all(there[row].has_records for row in ranked[:2]):
-            continue
-        told = statistics.duel(there[best].records(), there[second].records())
-        scenario = there[best].experiment.scenario
-        words = ", ".join(
-            f"{k} {scenario.fields[k]:g}" for k in ("imbalance", "sigma") if scenario.fields.get(k) is not None
-        )
-        notes.append(f"{scenario.name} ({words}): {best} against {second}: {told}")
+        seen.add(frozenset(row_of))
+        for a, b in _opponents(plan, there):
+            one, other = there[a], there[b]
+            if one.has_records and other.has_records:
+                told = statistics.duel(one.records(), other.records())
+                notes.append(f"{_stream(one.experiment)}: {a} against {b}: {told}")
     return notes
+
+
+def _opponents(plan: Plan, there: Mapping[str, Result]) -> list[tuple[str, str]]:
+    """The rows of a stream that are to be told apart, each pair once."""
+    best, second = sorted(there, key=lambda row: there[row].error())[:2]
+    method_of = {row["key"]: row.get("method") for row in plan.table.rows}
+    added = [row for row in there if method_of[row] in plan.wishes.added and method_of[row] != TRIBE]
+    against = [(row, other) for row in added for other in there if method_of[other] == TRIBE]
+    return [(best, second), *(pair for pair in against if set(pair) != {best, second})]
+
+
+def _stream(experiment: Experiment) -> str:
+    scenario = experiment.scenario
+    fields = {name: scenario.fields.get(name) for name in ("imbalance", "sigma")}
+    words = ", ".join(f"{name} {value:g}" for name, value in fields.items() if value is not None)
+    return f"{scenario.name} ({words})" if words else scenario.name
 
 
 def _class_counts(plan: Plan) -> dict[str, dict[int | None, int]]:
