@@ -479,12 +479,12 @@ def test_covariances_too_large_to_keep_are_refused():
 
 def test_a_network_without_a_classifier_layer_is_refused():
     net = Backbone(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.AdaptiveAvgPool2d(1), nn.Flatten()))
-    with pytest.raises(ValueError, match=r"no classifier was found.*classifier=\.\.\."):
+    with pytest.raises(ValueError, match=r"no classifier layer was found.*classifier=\.\.\."):
         methods.create("ttac", classes=4).study(net, [(images(1, 6)[0], None)])
     tensors = {"class_mean": torch.zeros(4, 4), "class_cov": torch.zeros(4, 4, 4), "mean": torch.zeros(4)}
     known = tribe.source.Knowledge("ttac", tensors | {"cov": torch.eye(4)}, net.fingerprint(exact=False))
     method = methods.create("ttac", classes=4, knowledge=known)
-    with pytest.raises(ValueError, match="no classifier was found"):
+    with pytest.raises(ValueError, match="no classifier layer was found"):
         method.step(net, method.init(net), images(1, 6))
 
 

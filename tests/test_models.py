@@ -261,6 +261,8 @@ def test_one_layer_adapts_as_two_do(name, method):
         x = images(name, 6, seed)
         a, b = (adapter(x) for adapter in adapters)
         torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
+    if method == "cotta":
+        return  # it averages views, which is not exported
     exported = [adapter.export() for adapter in adapters]
     torch.testing.assert_close(exported[0](x), exported[1](x), atol=1e-6, rtol=1e-5)
     assert [type(m) for m in exported[0].modules()] == [type(m) for m in one.modules()]

@@ -1,22 +1,28 @@
 """The contract under test: each mutant carries one bug of the field, and a check must die of it."""
 
+import dataclasses
+import random
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 
 from tribe import adam, testing
 from tribe.losses import entropy
-from tribe.methods.base import finish, screen
+from tribe.methods.base import Deployed, finish, screen
+from tribe.methods.cotta import Cotta
+from tribe.methods.lame import Lame
 from tribe.methods.source import Source
 from tribe.methods.tent import Tent, _statistics
 from tribe.methods.tribe import Tribe
 from tribe.norms.balanced import Balanced
 from tribe.norms.batch import Batch
 from tribe.norms.robust import Robust
+from tribe.rng import Key
 from tribe.scenarios.replay import Replay
-from tribe.state import Affine, Stats
+from tribe.state import Affine, Info, Stats
 
 K = testing.CLASSES
 
@@ -150,6 +156,56 @@ class GlobalRandom(TentWith):
         return super().loss(logits + 0.1 * torch.randn_like(logits), valid)
 
 
+class SeedsNumpy(TentWith):
+    """Draws from numpy's generator, the same numbers in every step."""
+
+    def loss(self, logits, valid):
+        np.random.seed(0)
+        return super().loss(logits, valid) * (1 + 0.1 * np.random.random())
+
+
+class SeedsPython(TentWith):
+    """Seeds Python's generator, as the last of two equal runs did."""
+
+    def step(self, net, state, x, valid=None, *, donate=False):
+        random.seed(2)
+        return super().step(net, state, x, valid)
+
+
+class PredictionSeeds(TentWith):
+    """Seeds torch's generator where nothing is learned."""
+
+    more_than_a_pass = None
+
+    def predict(self, net, state, x, valid=None):
+        torch.manual_seed(0)
+        return super().predict(net, state, x, valid)
+
+
+class StandingClock(Tribe):
+    """Every step draws the augmentation of the first."""
+
+    def step(self, net, state, x, valid=None, *, donate=False):
+        y, new = super().step(net, state, x, valid)
+        return y, new._replace(key=state.key)
+
+
+class LeapingClock(Tribe):
+    """Counts images, where batches are reported."""
+
+    def step(self, net, state, x, valid=None, *, donate=False):
+        y, new = super().step(net, state, x, valid)
+        return y, new._replace(key=state.key._replace(clock=new.info.images))
+
+
+class OneSeed(Tribe):
+    """Every stream draws what the first draws, once it has begun."""
+
+    def step(self, net, state, x, valid=None, *, donate=False):
+        y, new = super().step(net, state, x, valid)
+        return y, new._replace(key=new.key._replace(seed=new.key.seed[:1].expand_as(new.key.seed).clone()))
+
+
 class EmptyMean(TentWith):
     """A mean over the confident samples, also when there is none."""
 
@@ -215,6 +271,43 @@ class MovesOnNothing(TentWith):
         return y, new._replace(affine=moved, adam=moments)
 
 
+class RawStep(TentWith):
+    """A prediction of the black image that took the place of one that is not finite."""
+
+    def step(self, net, state, x, valid=None, *, donate=False):
+        y, new = super().step(net, state, x, valid)
+        x, valid, _ = screen(x, valid)
+        return torch.where(valid.unsqueeze(-1), y, self.deployed(net, state).logits(net, x, valid)), new
+
+
+class RawPredict(TentWith):
+    """The same without learning."""
+
+    more_than_a_pass = None
+
+    def predict(self, net, state, x, valid=None):
+        x, valid, _ = screen(x, valid)
+        return self.deployed(net, state).logits(net, x, valid)
+
+
+class RawPadding(TentWith):
+    """Silent about images that are not finite; padding it predicts."""
+
+    def step(self, net, state, x, valid=None, *, donate=False):
+        y, new = super().step(net, state, x, valid)
+        x, finite, _ = screen(x, None)
+        return torch.where(finite.unsqueeze(-1), self.deployed(net, state).logits(net, x, finite), y), new
+
+
+class RawProbabilities(Lame):
+    """Probabilities that prefer a class for an image that is not finite."""
+
+    def step(self, net, state, x, valid=None, *, donate=False):
+        y, new = super().step(net, state, x, valid)
+        counts = screen(x, valid)[1].unsqueeze(-1)
+        return torch.where(counts, y, torch.eye(K)[0]), new
+
+
 class ReusesTheState(TentWith):
     """Another state was donated, and the one in use is overwritten."""
 
@@ -233,13 +326,90 @@ class PredictsLast(TentWith):
         return self.predict(net, new, x, valid), new
 
 
-class Growing(TentWith):
-    """A state that keeps every gradient."""
+class DeploysNothing(TentWith):
+    """Predicts as it should; the network that would be exported has zeros for parameters."""
+
+    more_than_a_pass = None
+
+    def deployed(self, net, state):
+        return Deployed(Affine(*map(torch.zeros_like, state.affine)), _statistics(net, state), Batch())
+
+    def predict(self, net, state, x, valid=None):
+        return Tent.deployed(self, net, state).logits(net, *screen(x, valid)[:2])
+
+
+class DeploysZeroWeights(Cotta):
+    """A teacher that predicts, and zeros for its weights that would be exported."""
+
+    def deployed(self, net, state):
+        teacher = super().deployed(net, state)
+        return dataclasses.replace(
+            teacher, weights=[{name: 0 * t for name, t in own.items()} for own in teacher.weights]
+        )
+
+
+class DeploysTheSource(DeploysNothing):
+    """What would be exported has not adapted."""
+
+    def deployed(self, net, state):
+        return Deployed(*net.source(len(state.key.seed)), Batch())
+
+
+class Corrected(TentWith):
+    """TENT with a prior that corrects the network's predictions, and says so: healthy."""
+
+    more_than_a_pass = "a prior corrects the network's predictions"
+    prior: ClassVar = torch.linspace(0, 1, K)
 
     def step(self, net, state, x, valid=None, *, donate=False):
         y, new = super().step(net, state, x, valid)
-        longer = torch.cat((new.adam.first.weight, new.adam.first.weight[:, :1]), 1)
-        return y, new._replace(adam=new.adam._replace(first=new.adam.first._replace(weight=longer)))
+        return self._correct(y, x, valid), new
+
+    def predict(self, net, state, x, valid=None):
+        return self._correct(super().predict(net, state, x, valid), x, valid)
+
+    def _correct(self, logits, x, valid):
+        return torch.where(screen(x, valid)[1].unsqueeze(-1), logits + self.prior, 0)
+
+
+class CorrectedUnsaid(Corrected):
+    """The same, and says that it is a plain pass."""
+
+    more_than_a_pass = None
+
+
+class SaysItCorrects(TentWith):
+    """Says so, and does not."""
+
+    more_than_a_pass = "it says so"
+
+
+class GrowingState(NamedTuple):
+    affine: Affine
+    adam: adam.Adam
+    key: Key
+    info: Info
+    past: torch.Tensor  # (S, steps + 1, C)
+
+
+class Growing(TentWith):
+    """A state that keeps where every step led."""
+
+    def init(self, net, streams=1, seed=0):
+        start = super().init(net, streams, seed)
+        return GrowingState(*start, past=start.affine.weight.unsqueeze(1))
+
+    def step(self, net, state, x, valid=None, *, donate=False):
+        y, new = super().step(net, state, x, valid)
+        return y, new._replace(past=torch.cat((new.past, new.affine.weight.unsqueeze(1)), 1))
+
+
+class Widening(TentWith):
+    """A report that is of another type from the first batch on."""
+
+    def step(self, net, state, x, valid=None, *, donate=False):
+        y, new = super().step(net, state, x, valid)
+        return y, new._replace(info=new.info._replace(entropy=new.info.entropy.double()))
 
 
 class SeesLabels(TentWith):
@@ -263,6 +433,12 @@ class FirstSize(TentWith):
 
 
 class Undocumented(TentWith):
+    paper = "a paper"
+
+
+class FromNowhere(TentWith):
+    """Has an idea and no paper."""
+
     paper = ""
 
 
@@ -288,19 +464,36 @@ METHOD_MUTANTS = [
     (MemoryOnTheObject(), "saves_and_resumes"),
     (GlobalRandom(), "is_deterministic"),
     (GlobalRandom(), "leaves_global_random_state_alone"),
+    (SeedsNumpy(), "leaves_global_random_state_alone"),
+    (SeedsPython(), "leaves_global_random_state_alone"),
+    (PredictionSeeds(), "leaves_global_random_state_alone"),
+    (StandingClock(classes=K), "its_clock_ticks"),
+    (LeapingClock(classes=K), "its_clock_ticks"),
+    (OneSeed(classes=K), "its_clock_ticks"),
     (EmptyMean(), "stays_finite"),
     (TrainedBackbone(), "mutates_nothing"),
     (KeepsGraph(), "keeps_no_graph"),
     (IgnoresPadding(), "padding_weighs_nothing"),
     (NoScreen(), "stays_finite"),
     (MovesOnNothing(), "a_poisoned_batch_touches_nothing"),
+    (RawStep(), "says_nothing_of_what_does_not_count"),
+    (RawPredict(), "says_nothing_of_what_does_not_count"),
+    (RawPadding(), "says_nothing_of_what_does_not_count"),
+    (RawProbabilities(), "says_nothing_of_what_does_not_count"),
     (ReusesTheState(), "donating_changes_no_number"),
     (PredictsLast(), "prediction_comes_before_learning"),
+    (DeploysNothing(), "predicts_with_what_it_deploys"),
+    (DeploysZeroWeights(p_th=0.0), "predicts_with_what_it_deploys"),
+    (DeploysTheSource(), "predicts_with_what_it_deploys"),
+    (CorrectedUnsaid(), "predicts_with_what_it_deploys"),
+    (SaysItCorrects(), "predicts_with_what_it_deploys"),
     (Growing(), "cost_does_not_grow"),
+    (Widening(), "cost_does_not_grow"),
     (SeesLabels(), "never_sees_labels"),
     (Idle(lr=0.0), "adapts"),
     (FirstSize(), "batch_size_may_change"),
     (Undocumented(), "is_documented"),
+    (FromNowhere(), "is_documented"),
     (SecretlyAdapting(), "adapts"),
     (SharedThreshold(classes=K), "streams_are_independent"),
 ]
@@ -524,7 +717,7 @@ def test_a_scenario_that_draws_although_it_says_it_does_not_dies():
 
 
 def _kills(mutant, check):
-    with pytest.raises((AssertionError, RuntimeError, ValueError, IndexError)):
+    with pytest.raises((AssertionError, IndexError)):  # an error of the mutant's own is a failure, too
         getattr(testing, check)(mutant)
 
 
@@ -543,7 +736,24 @@ def test_method_mutant_dies(mutant, check):
 def test_the_hook_itself_is_healthy():
     """The mutants' common base passes everything, so each dies of its own bug."""
     testing.check_method(TentWith())
+    testing.check_method(Corrected())
+    testing.check_method(Cotta(p_th=0.0))
     testing.check_dataset(Healthy())
+
+
+def test_a_method_with_its_own_predict_says_what_it_does_besides():
+    with pytest.raises(
+        TypeError, match=r"Unsaid overrides predict .* set more_than_a_pass = None if so, and otherwise"
+    ):
+
+        class Unsaid(Tent):
+            def predict(self, net, state, x, valid=None):
+                return super().predict(net, state, x, valid)
+
+
+def test_what_grew_is_named_with_its_shape_and_type():
+    with pytest.raises(AssertionError, match=r"past .* \(1, 1, 14\) of torch.float32 .* \(1, 7, 14\) of"):
+        testing.cost_does_not_grow(Growing())
 
 
 def test_every_check_kills_something():

@@ -392,8 +392,10 @@ def test_summaries_by_hand():
     assert scenarios.played_labels(stream, labels).tolist() == [2, 1, 0, 0, 1, 1, 1]
     assert scenarios.class_counts(stream, labels).tolist() == [[2, 1, 1], [0, 3, 0]]
     assert scenarios.class_counts(stream, labels, classes=4).shape == (2, 4)
-    first = (0.5 * math.log(2) + 0.5 * math.log(4)) / math.log(3)
-    assert scenarios.local_balance(stream, labels, window=4).tolist() == pytest.approx([first, 0.0])
+    assert scenarios.local_balance(stream, labels, window=4).tolist() == pytest.approx([1.0, 0.0])  # 2, 1, 1 of three
+    mine, most = (sum(n / 7 * math.log(7 / n) for n in counts) for counts in ((2, 4, 1), (2, 3, 2)))
+    assert scenarios.local_balance(stream, labels, window=7).tolist() == pytest.approx([mine / most])
+    assert scenarios.local_balance(stream, labels, window=3).tolist()[-1] == 0.0  # one sample is of one class
     assert scenarios.local_balance(stream, labels, window=2).tolist() == pytest.approx([1.0, 0.0, 0.0, 0.0])
     with pytest.raises(ValueError, match="at least 2"):
         scenarios.local_balance(stream, labels, window=1)
@@ -401,6 +403,13 @@ def test_summaries_by_hand():
         scenarios.class_counts(stream, labels[:1])
     with pytest.raises(ValueError, match="beyond the labels"):
         scenarios.class_counts(stream, [labels[0][:2], labels[1]])
+
+
+@pytest.mark.parametrize("classes", [2, 10, 64, 100])
+def test_a_window_as_even_as_can_be_is_balanced(classes):
+    labels = [torch.arange(64) % classes]
+    stream = Schedule(torch.zeros(64, dtype=torch.int64), torch.arange(64), torch.zeros(64, dtype=torch.bool))
+    assert scenarios.local_balance(stream, labels, classes=classes).tolist() == pytest.approx([1.0], abs=1e-12)
 
 
 # -- bad input ---------------------------------------------------------------------------------------------------------

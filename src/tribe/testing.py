@@ -11,7 +11,8 @@ import copy
 import dataclasses
 import inspect
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import numpy as np
@@ -103,6 +104,27 @@ def _adapted(state: Any) -> dict[str, Tensor]:
     return {name: t for name, t in leaves(state).items() if not name.startswith(("key.", "info."))}
 
 
+@contextmanager
+def _generators_stay() -> Iterator[None]:
+    """Fail if a generator that the whole program shares is drawn from, or seeded, in between."""
+    torch.rand(1)  # each moves on first: seeding one that was just seeded alike would not show
+    np.random.random()
+    random.random()
+    before = _generators()
+    yield
+    for (whose, was), now in zip(before.items(), _generators().values(), strict=True):
+        assert was == now, f"{whose} global generator moved"
+
+
+def _generators() -> dict[str, Any]:
+    """Where the shared generators stand."""
+    return {
+        "torch's": torch.get_rng_state().tolist(),
+        "numpy's": [np.asarray(part).tolist() for part in np.random.get_state()],
+        "Python's": random.getstate(),
+    }
+
+
 def _finite(state: Any) -> bool:
     return all(bool(t.isfinite().all()) for t in leaves(state).values())
 
@@ -122,6 +144,7 @@ def is_deterministic(method: Method) -> None:
     runs = []
     for seed in (1, 2):
         torch.manual_seed(seed)
+        np.random.seed(seed)
         random.seed(seed)
         outputs, state = _play(method, net, method.init(net, 2, seed=5), batches)
         runs.append((outputs, digest(state)))
@@ -131,11 +154,25 @@ def is_deterministic(method: Method) -> None:
 
 
 def leaves_global_random_state_alone(method: Method) -> None:
-    """Catches a step that draws from torch's generator and so changes what its host program draws next."""
+    """Catches a step that draws from torch's, numpy's or Python's generator, or seeds it: so does its host."""
     net = _network()
-    before = torch.get_rng_state()
-    _play(method, net, method.init(net), _stream_of(1, steps=2))
-    assert torch.equal(before, torch.get_rng_state()), "the global generator moved"
+    with _generators_stay():
+        _, state = _play(method, net, method.init(net), _stream_of(1, steps=2))
+        method.predict(net, state, images(1, 6))
+
+
+def its_clock_ticks(method: Method) -> None:
+    """Catches a clock that stands still, with which every step would draw the same numbers, and a seed that changes.
+
+    Asked of methods that draw nothing, too: the clock is also how many batches a stream reports to have learned from.
+    """
+    net = _network()
+    state, clocks = method.init(net, 2, seed=5), []
+    for x in _stream_of(2, steps=3):
+        _, state = method.step(net, state, x)
+        clocks.append(state.key.clock.tolist())
+    assert clocks == [[1, 1], [2, 2], [3, 3]], f"after each of three steps the clocks of two streams stand at {clocks}"
+    assert state.key.seed.tolist() == [5, 6], f"streams of the seeds 5 and 6 end with {state.key.seed.tolist()}"
 
 
 def mutates_nothing(method: Method) -> None:
@@ -271,6 +308,25 @@ def a_poisoned_batch_touches_nothing(method: Method) -> None:
     assert int(after.info.images[1]) == int(state.info.images[1]) + 6, "the healthy stream was held back"
 
 
+def says_nothing_of_what_does_not_count(method: Method) -> None:
+    """Catches raw predictions of padding, or of images that are not finite: theirs is the same for every class."""
+    net = _network()
+    _, state = _play(method, net, method.init(net, 2), _stream_of(2, steps=2))
+    x = images(2, 6, seed=5)
+    x[0, 2, 0, 3, 3], x[1] = float("nan"), float("inf")
+    real = torch.arange(6).lt(5).expand(2, 6)
+    for valid in (None, real):
+        silent = ~x.isfinite().flatten(2).all(2) | (~real if valid is not None else False)
+        for what, y in (
+            ("step", method.step(net, state, x, valid)[0]),
+            ("predict", method.predict(net, state, x, valid)),
+        ):
+            assert bool((y.amax(-1) == y.amin(-1))[silent].all()), (
+                f"{what} prefers a class for an image that is not finite, or padding; expected equal predictions, see "
+                "`quiet` in tribe.methods.base"
+            )
+
+
 def batch_size_may_change(method: Method) -> None:
     """Catches shapes remembered from the first batch."""
     net = _network()
@@ -286,9 +342,11 @@ def cost_does_not_grow(method: Method) -> None:
         net = Backbone(small_network(dtype=dtype))
         start = method.init(net)
         _, end = _play(method, net, start, [images(1, 6, seed, dtype) for seed in range(6)])
-        before = {name: (t.shape, t.dtype) for name, t in leaves(start).items()}
-        after = {name: (t.shape, t.dtype) for name, t in leaves(end).items()}
-        assert before == after, "the state changed its shape or type"
+        before, after = leaves(start), leaves(end)
+        assert before.keys() == after.keys(), f"the state lost or gained {sorted(before.keys() ^ after.keys())}"
+        for name, t in before.items():
+            was, became = (f"{tuple(u.shape)} of {u.dtype}" for u in (t, after[name]))
+            assert was == became, f"{name} of the state was {was} and after six batches is {became}"
 
 
 def adapts(method: Method) -> None:
@@ -313,6 +371,27 @@ def prediction_comes_before_learning(method: Method) -> None:
     assert torch.allclose(y, method.predict(net, state, x), rtol=0, atol=1e-5), "step and predict disagree"
 
 
+def predicts_with_what_it_deploys(method: Method) -> None:
+    """Catches a `deployed` other than the network that predicts, and a correction of its predictions that goes unsaid.
+
+    What is exported is the network `deployed` describes.
+    """
+    net = Backbone(small_network(dtype=torch.float64))
+    learned = [images(2, 24, seed, torch.float64) for seed in range(4)]  # enough to learn from once in 64 images
+    _, state = _play(method, net, method.init(net, 2), learned)
+    x = images(2, 6, 8, torch.float64)
+    passed = method.deployed(net, state).logits(net, x, torch.ones(2, 6, dtype=torch.bool))
+    predicted = method.predict(net, state, x)
+    gap = (passed - predicted).abs().max().item()
+    if method.more_than_a_pass is None:
+        assert gap <= 1e-9, (
+            f"a pass of the network that deployed describes is up to {gap:.2g} away from what predict predicts. If "
+            "predict is meant to do more, more_than_a_pass says what"
+        )
+    else:
+        assert gap > 1e-9, f"it says {method.more_than_a_pass!r}, but a pass of deployed predicts the same"
+
+
 def is_documented(method: Method) -> None:
     """Catches a method without an idea, a paper or a name."""
     cls = type(method)
@@ -327,6 +406,7 @@ METHOD_CHECKS: tuple[Callable[[Method], None], ...] = (
     never_sees_labels,
     is_deterministic,
     leaves_global_random_state_alone,
+    its_clock_ticks,
     mutates_nothing,
     donating_changes_no_number,
     streams_are_independent,
@@ -335,10 +415,12 @@ METHOD_CHECKS: tuple[Callable[[Method], None], ...] = (
     stays_finite,
     padding_weighs_nothing,
     a_poisoned_batch_touches_nothing,
+    says_nothing_of_what_does_not_count,
     batch_size_may_change,
     cost_does_not_grow,
     adapts,
     prediction_comes_before_learning,
+    predicts_with_what_it_deploys,
     is_documented,
 )
 
@@ -506,16 +588,14 @@ def counts_match_the_profile(scenario: Scenario) -> None:
 def same_seed_same_schedule(scenario: Scenario) -> None:
     """Catches the global random generators, used or moved, anything kept on the object, and a seed without effect."""
     for each, schedule in _draws(scenario):
-        numpy_state, torch_state = np.random.get_state(legacy=False), torch.get_rng_state()
-        again = copy.deepcopy(each).schedule(label_sets(each), seed=5)
+        with _generators_stay():
+            again = copy.deepcopy(each).schedule(label_sets(each), seed=5)
+            another = digest(each.schedule(label_sets(each), seed=6))
         assert digest(schedule) == digest(again), "equal seeds make different streams"
-        another = digest(each.schedule(label_sets(each), seed=6))
         if each.same_for_all_seeds is None:
             assert digest(schedule) != another, "the seed changes nothing"
         else:
             assert digest(schedule) == another, f"it says {each.same_for_all_seeds!r}, but the seed changes the stream"
-        assert repr(numpy_state) == repr(np.random.get_state(legacy=False)), "numpy's global generator moved"
-        assert torch.equal(torch_state, torch.get_rng_state()), "torch's global generator moved"
 
 
 def leaves_labels_alone(scenario: Scenario) -> None:
@@ -610,10 +690,9 @@ def reading_again_gives_the_same(dataset: Dataset) -> None:
         for seed in (1, 2):
             torch.manual_seed(seed)
             np.random.seed(seed)
-            before = torch.get_rng_state(), repr(np.random.get_state(legacy=False))
-            x = dataset.images(domain, index)
-            assert torch.equal(before[0], torch.get_rng_state()), "torch's global generator moved"
-            assert before[1] == repr(np.random.get_state(legacy=False)), "numpy's global generator moved"
+            random.seed(seed)
+            with _generators_stay():
+                x = dataset.images(domain, index)
             assert torch.equal(index, kept), "the index was changed"
             copies.append(x.clone())
             x.fill_(0.5)  # whoever gets images may write into them

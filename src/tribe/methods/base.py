@@ -1,20 +1,24 @@
 """What every method shares: the protocol of a pure step, and the care for images that must not count."""
 
+import dataclasses
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol, Self
+from numbers import Integral, Real
+from types import NoneType
+from typing import Any, ClassVar, Literal, Protocol, Self, get_args
 
 import torch
 from torch import Tensor
 
 from tribe import source
-from tribe.backbone import Backbone
+from tribe.backbone import Backbone, Output
 from tribe.losses import entropy, mean_over
 from tribe.norms import Norm
 from tribe.registry import Registry, nearest
 from tribe.rng import Key
+from tribe.screening import sound
 from tribe.state import Affine, Info, Stats, select
 
 registry: Registry["Method"] = Registry("method")
@@ -75,10 +79,21 @@ class Method(ABC):
     eager_only: ClassVar[str | None] = None  # why a step cannot be captured in one CUDA graph; see tribe.graphs
     in_parts: ClassVar[bool] = False  # but then in several, see tribe.parts
     needs: ClassVar[str | None] = None  # what it must know of the source data, in words; see tribe.source
+    more_than_a_pass: ClassVar[str | None] = None  # how `predict` goes beyond the network `deployed` describes
+
+    def __init_subclass__(cls, **given: Any) -> None:
+        super().__init_subclass__(**given)
+        if "predict" in vars(cls) and "more_than_a_pass" not in vars(cls):
+            raise TypeError(
+                f"{cls.__name__} overrides predict and does not say whether it still predicts what the network that "
+                "deployed describes does, which is the one that is exported. Beside predict set more_than_a_pass = "
+                "None if so, and otherwise to what it does besides, in words: then it is not exported"
+            )
 
     def __post_init__(self) -> None:
         source.settle(self)
-        if self.classes is not None and (not isinstance(self.classes, int) or self.classes < 2):
+        _settle_numbers(self)
+        if self.classes is not None and self.classes < 2:
             raise ValueError(f"classes is the number of classes, at least 2; got {self.classes!r}")
 
     @classmethod
@@ -112,10 +127,25 @@ class Method(ABC):
         """The network this state predicts with."""
 
     def predict(self, net: Backbone, state: Any, x: Tensor, valid: Tensor | None = None) -> Tensor:
-        """Predict without adapting."""
+        """Predict without adapting: a pass of `deployed`. A class that overrides it declares `more_than_a_pass`."""
         x, valid, _ = screen(x, valid)
         with torch.no_grad():
             return quiet(self.deployed(net, state).logits(net, x, valid), valid)
+
+
+def _settle_numbers(method: Method) -> None:
+    """Refuse what is no number in a field that is one, and turn numpy's numbers into plain ones, which files hold."""
+    for field in dataclasses.fields(method):
+        kinds = set(get_args(field.type) or [field.type])
+        value = getattr(method, field.name)
+        if not kinds & {int, float} or not kinds <= {int, float, NoneType} or (value is None and NoneType in kinds):
+            continue
+        expected, meant = (Real, "a number") if float in kinds else (Integral, "a whole number")
+        if not isinstance(value, expected) or isinstance(value, bool) or value != value:
+            raise ValueError(f"{field.name} of {method.name} is {meant}; got {value!r}")
+        if not isinstance(value, int | float):
+            plain = int(value) if isinstance(value, Integral) else float(value)
+            object.__setattr__(method, field.name, plain)
 
 
 def new_key(net: Backbone, streams: int, seed: int) -> Key:
@@ -132,20 +162,33 @@ def new_info(net: Backbone, streams: int) -> Info:
 
 
 def screen(x: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Replace padding and images that are not finite before the first layer sees them.
+    """Replace padding and bad images (see `tribe.screening`) before the first layer sees them.
 
-    Returns the images, which of them count (S, B), and how many were rejected (S,): real, but not finite.
+    Returns the images, which of them count (S, B), and how many were rejected (S,): real, but bad.
     """
-    finite = x.isfinite().flatten(2).all(2)  # (S, B)
-    offered = torch.ones_like(finite) if valid is None else valid
-    valid = finite & offered
+    good = sound(x)  # (S, B)
+    offered = torch.ones_like(good) if valid is None else valid
+    valid = good & offered
     mask = valid.view(*valid.shape, *[1] * (x.dim() - 2))
-    return torch.where(mask, x, 0), valid, (offered & ~finite).sum(1)
+    return torch.where(mask, x, 0), valid, (offered & ~good).sum(1)
 
 
 def quiet(logits: Tensor, valid: Tensor) -> Tensor:
     """Say nothing about images that were screened out: equal logits, the uniform prediction."""
     return torch.where(valid.unsqueeze(-1), logits, 0)
+
+
+def features_of(method: Method, output: Output) -> Tensor:
+    """What the network's classifier was given, (S, B, F)."""
+    if output.features is None:
+        raise ValueError(NO_FEATURES.format(method.name))
+    return output.features
+
+
+NO_FEATURES = (
+    "{} looks at the features of images, the input of the network's classifier, and no classifier layer was found that "
+    "sees each image once: name it with tribe.Backbone(model, classifier=...)"
+)
 
 
 def finish(

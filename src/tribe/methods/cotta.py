@@ -51,6 +51,7 @@ class AveragedTeacher(Method):
     augment: View = Augment()  # noqa: RUF009  makes a view; a callable gets (B, ...)
 
     eager_only = "the host looks whether any stream needs the averaged views"
+    more_than_a_pass = "where the source model is unsure, passes over several views are averaged"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -65,6 +66,8 @@ class AveragedTeacher(Method):
         if self.n < 1 or (self.chunk is not None and self.chunk < 1):
             raise ValueError(f"n, the views, and chunk, those in one pass, are at least 1; got {self.n}, {self.chunk}")
         check_view(self.augment)
+        if self.p_th <= 0:  # type: ignore[operator]  # a confidence is never below: no view is averaged
+            object.__setattr__(self, "more_than_a_pass", None)
 
     def init(self, net: Backbone, streams: int = 1, seed: int = 0) -> CottaState:
         """Student and teacher start at the source."""

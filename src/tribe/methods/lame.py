@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tribe.backbone import Backbone
-from tribe.methods.base import finish, register, screen
+from tribe.methods.base import NO_FEATURES, features_of, finish, register, screen
 from tribe.methods.source import Source, SourceState
 from tribe.moments import wide
 from tribe.parts import part
@@ -56,6 +56,7 @@ class Lame(Source):
     paper = "Boudiaf et al., Parameter-free online test-time adaptation, CVPR 2022"
     output = "probabilities"
     does_not_adapt = "it keeps nothing from one batch to the next"
+    more_than_a_pass = "neighbours in a batch correct each other's predictions"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -68,7 +69,7 @@ class Lame(Source):
     def init(self, net: Backbone, streams: int = 1, seed: int = 0) -> SourceState:
         """Clocks only."""
         if net.classifier is None:
-            raise ValueError(NO_FEATURES)
+            raise ValueError(NO_FEATURES.format(self.name))
         return super().init(net, streams, seed)
 
     def step(
@@ -92,11 +93,9 @@ class Lame(Source):
     def _compare(self, net: Backbone, state: SourceState, x: Tensor, valid: Tensor) -> tuple[Tensor, Neighbours]:
         """What the source says of each image, -log p (S, B, K), and whom it lies near."""
         affine, stats, norm = self.deployed(net, state)
-        logits, features, _ = net(x, affine, stats, norm, valid=valid)
-        if features is None:
-            raise ValueError(NO_FEATURES)
-        unary = -(logits.to(wide(logits.dtype)).softmax(-1) + 1e-10).log()  # (S, B, K)
-        return unary, nearest(features, valid, self.neighbours)
+        output = net(x, affine, stats, norm, valid=valid)
+        p = output.logits.to(wide(output.logits.dtype)).softmax(-1)
+        return -(p + 1e-10).log(), nearest(features_of(self, output), valid, self.neighbours)
 
     def _settle(self, unary: Tensor, near: Neighbours, valid: Tensor) -> Tensor:
         """Iterate each stream until its energy stands still; a stream that has settled stays."""
@@ -135,9 +134,3 @@ def nearest(features: Tensor, valid: Tensor, count: int) -> Neighbours:
     allowed = valid.unsqueeze(1) & valid.unsqueeze(2) & ~itself
     who = distance.masked_fill(~allowed, torch.inf).argsort(dim=-1, stable=True)[..., :count]
     return Neighbours(who, allowed.gather(-1, who))
-
-
-NO_FEATURES = (
-    "LAME compares the features of images, the input of the network's classifier, and no classifier layer was found "
-    "that sees each image once: Backbone(model, classifier='name of the layer') says which it is"
-)

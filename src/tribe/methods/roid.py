@@ -55,7 +55,8 @@ class Roid(Method):
     # NOTE: the paper derives the correction for posteriors; the code behind its numbers multiplies logits.
     paper = "Marsden et al., Universal test-time adaptation through weight ensembling, diversity weighting, and prior \
 correction, WACV 2024"
-    output = "probabilities"  # the network's own are corrected batch by batch
+    output = "probabilities"
+    more_than_a_pass = "the prior of each batch corrects its predictions"
     presets = {  # noqa: RUF012
         "mnist": {"classes": 10},
         "cifar10": {"classes": 10},

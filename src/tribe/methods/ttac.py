@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tribe import adam, source
 from tribe.backbone import Backbone
-from tribe.methods.base import Deployed, Method, finish, new_info, new_key, register, screen
+from tribe.methods.base import Deployed, Method, features_of, finish, new_info, new_key, register, screen
 from tribe.moments import wide
 from tribe.norms import Norm
 from tribe.norms.batch import Batch
@@ -28,10 +28,6 @@ LIMIT = 2**30  # numbers in the class covariances of one stream: 4 GB in float32
 TOO_LARGE = (
     "TTAC keeps a covariance of {f} x {f} features for each of {k} classes: {n:.1f} GB a stream, more than "
     "{limit:.0f}. class_aware=False aligns all features together, without classes"
-)
-NO_FEATURES = (
-    "TTAC aligns features, the input of the network's classifier, and no classifier was found among its layers: name "
-    "the layer with tribe.Backbone(model, classifier=...)"
 )
 
 
@@ -159,10 +155,8 @@ class Ttac(Method):
             with torch.enable_grad():
                 mine = leaf(params.stream(i))
                 output = forward(layout, mine, x[row], self.norm, valid[row])
-                if output.features is None:
-                    raise ValueError(NO_FEATURES)
                 classes, every = (Gaussians(*(t[i] for t in g)) for g in (state.clusters, state.whole))
-                seen = output.logits[0], output.features[0], valid[i]
+                seen = output.logits[0], features_of(self, output)[0], valid[i]
                 with torch.autocast(x.device.type, enabled=False):  # covariances need every digit
                     loss, classes, every = self._align(*seen, classes, every, known)
                 grads.append(slopes(loss, mine))
@@ -216,11 +210,10 @@ class Ttac(Method):
         images = 0
         for x, _ in batches:
             valid = torch.ones(1, len(x), dtype=torch.bool, device=net.device)
-            logits, features, _ = net(x[None].to(net.device), *net.source(), self.norm, valid=valid)
-            if features is None:
-                raise ValueError(NO_FEATURES)
-            sums = sums or Sums(logits.shape[-1] if self.class_aware else 0, features[0])
-            sums.add(features[0], logits[0].argmax(-1))
+            output = net(x[None].to(net.device), *net.source(), self.norm, valid=valid)
+            logits, features = output.logits[0], features_of(self, output)[0]
+            sums = sums or Sums(logits.shape[-1] if self.class_aware else 0, features)
+            sums.add(features, logits.argmax(-1))
             images += len(x)
         if sums is None or images < 2:
             raise ValueError(f"the Gaussians of source features need two images at least; got {images}")

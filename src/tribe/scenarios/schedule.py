@@ -88,7 +88,8 @@ def local_balance(schedule: Schedule, labels: Sequence[Tensor], window: int = 64
     """(ceil(T / window),) evenness of the classes in each window of the stream, over time.
 
     The entropy of their shares, relative to the most that so many samples of K classes can have: 1 where they are as
-    even as can be, 0 where there is one class only, NaN where no sample has a label.
+    even as can be (no class has two samples more than another), 0 where there is one class only, NaN where no sample
+    has a label.
     """
     if window < 2:
         raise ValueError(f"window is a number of samples, at least 2; got {window}")
@@ -98,10 +99,9 @@ def local_balance(schedule: Schedule, labels: Sequence[Tensor], window: int = 64
     cell = (rows * classes + y)[y >= 0]
     counts = torch.bincount(cell, minlength=windows * classes).reshape(windows, classes)
     size = counts.sum(1)
-    share = counts / size[:, None]
-    most = size.clamp(max=classes).double().log().clamp(min=math.log(2))
-    entropy: Tensor = torch.special.entr(share.double()).sum(1)
-    return (entropy / most).where(size > 0, math.nan)
+    even = size[:, None] // classes + (torch.arange(classes) < size[:, None] % classes)
+    entropy, most = (torch.special.entr(n.double() / size[:, None]).sum(1) for n in (counts, even))
+    return torch.where(most > 0, entropy / most, 0.0).where(size > 0, math.nan)
 
 
 __all__ = ["Schedule", "ScheduleFileError", "class_counts", "digest", "load", "local_balance", "played_labels", "save"]
