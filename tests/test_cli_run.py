@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from safetensors.torch import save_file
 import tribe
 from commands import said, tribe_command
 from tribe import scenarios
+from tribe.cli.folders import departures, folder_name
 from tribe.datasets.embedded import mnist_test
 
 SHORT = (
@@ -22,6 +24,7 @@ SHORT = (
     "--imbalance",
     "300",
 )  # two domains
+TINY = ("--set", "dataset.corruptions=('impulse_noise',)", "--imbalance", "300")  # one of about 2,000 images
 
 
 pytestmark = pytest.mark.usefixtures("nowhere")
@@ -97,9 +100,9 @@ def test_a_table_is_printed_and_the_folder_is_named_after_the_run():
     assert result.exit_code == 0, result.output
     assert "instance error" in result.stdout
     assert "source" in result.stdout
-    assert sorted(p.name for p in Path("runs/live-mnist-c-compact-gli-f").iterdir()) == [
-        *("source-seed0.npz", "summary.json")
-    ]
+    (folder,) = Path("runs").iterdir()
+    assert folder.name == "live-mnist-c-compact-gli-f-dataset.corruptions=impulse_noise,motion_blur-imbalance=300"
+    assert sorted(path.name for path in folder.iterdir()) == ["source-seed0.npz", "summary.json"]
     assert json.loads(Path("out.json").read_text())["results"][0]["method"] == "source"
 
 
@@ -107,7 +110,9 @@ def test_fields_of_any_component_can_be_set():
     settings = ("tribe.gamma=0.25", "scenario.sigma=10.0", "scenario.draw=paper", "dataset.seed=3")
     result = tribe_run(*SHORT, "--methods", "tribe", "--json", "-", *(w for s in settings for w in ("--set", s)))
     assert result.exit_code == 0, result.output
-    spec = tribe.Record.load("runs/live-mnist-c-compact-gli-f/tribe-seed0.npz").spec
+    (path,) = Path("runs").glob("*/tribe-seed0.npz")
+    assert re.fullmatch("live-mnist-c-compact-gli-f-[0-9a-f]{8}", path.parent.name), "too much for a name is a hash"
+    spec = tribe.Record.load(path).spec
     assert spec["fields"]["gamma"] == 0.25
     assert spec["scenario"]["fields"]["sigma"] == 10.0
     assert spec["scenario"]["fields"]["draw"] == "paper"
@@ -124,12 +129,131 @@ def test_own_network_from_a_file():
     assert errors[0] == errors[1]
 
 
+OWN_METHOD = """
+from dataclasses import dataclass
+from tribe.methods.bn import BN
+
+@dataclass(frozen=True)
+class Mine(BN):
+    '''Batch statistics again.'''
+    rate: float = 0.5
+"""
+
+
+@pytest.mark.parametrize("lead", ["", "+"])
+def test_own_method_from_a_file(lead):
+    Path("mine.py").write_text(OWN_METHOD)
+    try:
+        methods = f"bn, {lead}mine.py:Mine"
+        result = tribe_run(*TINY, "--methods", methods, "--set", "mine.rate=0.25", "--json", "-", "--out", "out")
+    finally:
+        tribe.methods.registry._classes.pop("mine", None)
+    assert result.exit_code == 0, result.output
+    errors = {row["method"]: row["instance_error"] for row in json.loads(result.stdout)["results"]}
+    assert errors.keys() == {"bn", "mine"}
+    assert errors["mine"] == errors["bn"]
+    assert tribe.Record.load("out/mine-seed0.npz").spec["fields"]["rate"] == 0.25
+
+
+def test_own_method_is_measured():
+    Path("mine.py").write_text(OWN_METHOD)
+    try:
+        result = tribe_command(
+            "bench", "--model", "compact", "--methods", "mine.py:Mine", "--repeats", 1, "--json", "-"
+        )
+    finally:
+        tribe.methods.registry._classes.pop("mine", None)
+    assert result.exit_code == 0, result.output
+    assert "mine" in [row["name"] for row in json.loads(result.stdout)["rows"]]
+
+
+# -- what lies in the folder ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", scenarios.names())
+def test_a_folder_of_defaults_has_a_short_name(name):
+    parts = {"dataset": tribe.datasets.create("live-mnist-c"), "scenario": scenarios.create(name)}
+    told = departures(parts, {"model": {}, "tribe": {}})
+    assert folder_name(f"live-mnist-c-compact-{name}", told) == f"live-mnist-c-compact-{name}"
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+
+
+def test_other_settings_are_another_folder_and_the_same_go_on():
+    def play(*options):
+        result = tribe_run(*TINY, "--no-chart", *options)
+        assert result.exit_code == 0, result.output
+        return re.search(r"records and summary in (\S+)(?: \(beside (.*) of before\))?", result.stdout).groups()
+
+    first, _ = play("--methods", "source,bn")
+    before = contents(first)
+    other, _ = play("--methods", "source", "--imbalance", 10)
+    names = {first, other}
+    for options in (("--seed", 1), ("--seeds", 2), ("--batch", 32), ("--precision", "bf16"), ("--severity", 3)):
+        names.add(play("--methods", "source", *options)[0])
+    names.add(play("--methods", "source,tent", "--set", "tent.lr=0.5")[0])
+    names.add(play("--methods", "source", "--weights", tribe.models.find("compact", "mnist", "nowhere"))[0])
+    assert len(names) == 9
+    assert contents(first) == before, "nothing was touched"
+    assert play("--methods", "tent", "--imbalance", 300, "--seed", 0, "--precision", "float32") == (first, "bn, source")
+    after = contents(first)
+    assert all(after[name] == before[name] for name in before if name != "summary.json")
+    told = json.loads(after["summary.json"])
+    assert [row["method"] for row in told["results"]] == ["tent", "bn", "source"]
+    assert told["results"][1:] == json.loads(before["summary.json"])["results"][::-1]
+
+
+def test_a_folder_of_other_settings_is_refused_and_left_alone():
+    def play(*options):
+        return tribe_run(*TINY, "--no-chart", "--out", "out", *options)
+
+    assert play("--methods", "source,tent").exit_code == 0
+    before = contents("out")
+    for options, words in (
+        (["--methods", "bn", "--imbalance", "10"], "scenario.fields.imbalance is 300.0 there and 10.0 here"),
+        (["--methods", "bn", "--severity", "3"], "dataset.fields.severities is [5] there and [3] here"),
+        (["--methods", "bn", "--batch", "32"], "batch is 64 there and 32 here"),
+        (["--methods", "bn", "--precision", "bf16"], "precision is 'float32' there and 'bf16' here"),
+        (["--methods", "tent", "--set", "tent.lr=0.5"], "fields.lr is "),
+        (["--methods", "tent", "--set", "tent.lr=0.5", "--seed", "1"], "fields.lr is "),
+    ):
+        result = play(*options)
+        assert result.exit_code == 2, result.output
+        assert words in said(result), said(result)
+        assert "--out ANOTHER" in said(result)
+    assert contents("out") == before
+    assert play("--methods", "source", "--seed", "1").exit_code == 0, "seeds are added"
+    rows = json.loads(Path("out/summary.json").read_text())["results"]
+    assert [(row["method"], row["seed"]) for row in rows] == [("source", 0), ("source", 1), ("tent", 0)]
+    torn = Path("out/tent-seed0.npz").read_bytes()[:-100]
+    Path("out/tent-seed0.npz").write_bytes(torn)
+    result = play("--methods", "tent")
+    assert result.exit_code == 2
+    assert "out/tent-seed0.npz is not a record, or it is damaged" in said(result)
+    assert Path("out/tent-seed0.npz").read_bytes() == torn
+    assert play("--methods", "bn").exit_code == 0, "it is in nobody's way"
+
+
+def test_variants_of_a_method_lie_side_by_side():
+    """All are called selftrain in their records; the names of the files tell them apart."""
+    for variant in ("robust-bn", "balanced-bn"):
+        result = tribe_run(*TINY, "--no-chart", "--out", "out", "--methods", f"selftrain/{variant}")
+        assert result.exit_code == 0, result.output
+    rows = json.loads(Path("out/summary.json").read_text())["results"]
+    assert [row["method"] for row in rows] == ["selftrain/balanced-bn", "selftrain/robust-bn"]
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         (["--dataset", "cifar10-d"], ["unknown data set", "cifar10-c"]),
         (["--scenario", "gli"], ["unknown scenario", "gli-f"]),
         (["--methods", "tribe,trent"], ["unknown method", "tent"]),
+        (["--methods", " ,"], ["names no method", "tribe"]),
+        (["--methods", "absent.py:Mine"], ["no file at absent.py"]),
+        (["--methods", "wide.py:net"], ["wide.py:net is no method"]),
         (["--model", "wrn28_10"], ["no weights of wrn28_10 for mnist", "tribe train mnist --model wrn28_10"]),
         (["--model", "wrn28"], ["no weights", "wrn28"]),
         (["--dataset", "cifar10-c"], ["CIFAR-10-C", "tribe corrupt cifar10"]),
@@ -261,6 +385,26 @@ net = Grey()
         record = tribe.Record.load("out/source-seed0.npz")
         assert record.domain.tolist() == [0] * 20 + [1] * 10
         assert (record.prediction == torch.as_tensor(mnist_test()[1][:30].astype(int))).double().mean() > 0.9
+
+    def test_other_pictures_are_another_folder(self):
+        """Of the same name, number and labels."""
+        for day in ("one", "two"):
+            for path in Path("pictures").rglob("*.png"):
+                target = Path(day) / path
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_bytes(path.read_bytes())
+        a, b = Path("two/pictures/monday/00.png"), Path("two/pictures/monday/01.png")
+        swapped = a.read_bytes(), b.read_bytes()
+        b.write_bytes(swapped[0])
+        a.write_bytes(swapped[1])
+        options = ("--dataset", "folder", "--model", "mine.py:net", "--methods", "source", "--scenario", "replay")
+        for place in ("one/pictures", "two/pictures", "pictures"):
+            assert tribe_run(*options, "--data", place).exit_code == 0
+        assert len(list(Path("runs").iterdir())) == 2
+        assert tribe_run(*options, "--data", "one/pictures", "--out", "out").exit_code == 0
+        refused = tribe_run(*options, "--data", "two/pictures", "--out", "out")
+        assert refused.exit_code == 2
+        assert "dataset.fingerprint is " in said(refused)
 
     def test_a_scenario_that_draws_by_class_says_what_plays_them(self):
         result = tribe_run(*self.OPTIONS, "--scenario", "gli-f")

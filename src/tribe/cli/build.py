@@ -57,6 +57,21 @@ def model(
     return own if weights is None else tribe.models.load(own, weights)
 
 
+def methods(text: str) -> list[str]:
+    """The methods of a comma-separated list: names, `all`, `ablations`, or one's own, ``file.py:Class``; + may lead."""
+    words = [word.strip().removeprefix("+") for word in text.split(",")]
+    return list(dict.fromkeys(name for word in words if word for name in _methods(word)))
+
+
+def _methods(word: str) -> list[str]:
+    if word == "ablations":
+        return tribe.methods.variants()
+    if word == "all":  # a method with variants is there for these; the source model opens the list
+        names = [name for name in registry.names() if not registry.get(name).variants]
+        return sorted(names, key=lambda name: (name != "source", name))
+    return [own_method(word) if ":" in word else word]
+
+
 def own_method(target: str) -> str:
     """The name of the method class that ``package.module:Class`` or ``file.py:Class`` is; registered if it is not."""
     place, _, attribute = target.rpartition(":")
@@ -86,6 +101,7 @@ __all__ = [
     "described",
     "in_precision",
     "method",
+    "methods",
     "model",
     "own_method",
     "plain_method",

@@ -1,15 +1,20 @@
 """A table from results alone: no data, no weights, no device. What fits a cell by its specification is its number.
 
-So that results can be looked at where they were not made. Seeds, device, weights and the like may be any, as long as
-all cells share them: a table is never made of results that differ in more than it is about.
+So that results can be looked at where they were not made. Seeds, device, weights and the like may be any, or those of
+an `Origin`, as long as all cells share them: a table is never made of results that differ in more than it is about.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
+import torch
+
 from tribe import build, methods, scenarios
-from tribe.experiment import Bench, Experiment, MixedResults, difference, finished, method_fields, named, revived
+from tribe.environment import precision_on
+from tribe.experiment import Bench, Experiment, MixedResults, difference, finished, load, method_fields, named, revived
 from tribe.paper import Cell, Table
 from tribe.reproduce.plans import (
     FAILURES,
@@ -28,18 +33,63 @@ UNTOLD = ("domains", "classes")  # fields of a scenario that the data set decide
 MADE = "knowledge"  # a method's field that depends on the network
 
 
-def gather(table: Table, wishes: Wishes, root: str | PathLike[str], bench: Bench) -> Plan:
-    """Plan a table with what lies in ``root``; where two results fit a cell, refuse, naming where they differ."""
-    return gather_from(table, wishes, [result.experiment for result in finished(root)], bench)
+@dataclass(frozen=True)
+class Origin:
+    """How results must have been made to be taken; None: in any way, as long as all share it."""
+
+    seed: int | None = None  # the first
+    seeds: int | None = None  # how many
+    precision: str | None = None  # as it comes to on the device of the result
+    device: str | None = None
+    threads: int | None = None  # of results from a CPU
+
+    def otherwise(self, experiment: Experiment) -> list[str]:
+        """In what an experiment was made otherwise."""
+        on_cpu = experiment.device == "cpu"
+        precision = self.precision and precision_on(torch.device(experiment.device), self.precision)
+        made: list[tuple[str, Any, Any]] = [
+            ("its first seed", experiment.seeds[0], self.seed),
+            ("the number of its seeds", len(experiment.seeds), self.seeds),
+            ("its precision", experiment.precision, precision),
+            ("its device", experiment.device, self.device),
+            ("the number of its threads", experiment.threads, self.threads if on_cpu else None),
+        ]
+        return [f"{what} is {has}, not {wanted}" for what, has, wanted in made if wanted not in (None, has)]
 
 
-def gather_from(table: Table, wishes: Wishes, experiments: Sequence[Experiment], bench: Bench) -> Plan:
+def gather(table: Table, wishes: Wishes, root: str | PathLike[str], bench: Bench, origin: Origin | None = None) -> Plan:
+    """Plan a table with what lies in ``root``; where two results fit a cell, refuse, naming where they differ.
+
+    A result whose records are damaged is no result: that stands in its cells.
+    """
+    plan = gather_from(table, wishes, [result.experiment for result in finished(root)], bench, origin)
+    return plan.without({e.id: why for e in plan.experiments if (why := damage(e, root)) is not None})
+
+
+def damage(experiment: Experiment, root: str | PathLike[str]) -> str | None:
+    """Why what a finished experiment left in ``root`` cannot be used, naming the file; None: it can."""
+    if experiment.found(root) is not None:
+        return None
+    folder = Path(root) / experiment.id
+    try:
+        load(folder).records()
+        why = f"the records in {folder} are not those that its metrics.json is of"
+    except (OSError, ValueError) as error:
+        why = " ".join(str(error).split())
+    return f"{why}. Where it can be run, `tribe reproduce` without --no-run computes it again"
+
+
+def gather_from(
+    table: Table, wishes: Wishes, experiments: Sequence[Experiment], bench: Bench, origin: Origin | None = None
+) -> Plan:
     """Plan a table with some finished experiments."""
     told = [(experiment, _told(experiment)) for experiment in experiments]
-    return planned_by(table, wishes, bench, lambda cell: _gathered(cell, wishes, told, bench))
+    return planned_by(table, wishes, bench, lambda cell: _gathered(cell, wishes, told, bench, origin or Origin()))
 
 
-def _gathered(cell: Cell, wishes: Wishes, told: Sequence[tuple[Experiment, dict[str, Any]]], bench: Bench) -> Planned:
+def _gathered(
+    cell: Cell, wishes: Wishes, told: Sequence[tuple[Experiment, dict[str, Any]]], bench: Bench, origin: Origin
+) -> Planned:
     if cell.mean_of or (cell.method is None and cell.dataset is None):
         return Planned(cell)
     try:
@@ -49,13 +99,16 @@ def _gathered(cell: Cell, wishes: Wishes, told: Sequence[tuple[Experiment, dict[
         expected = _expected(cell, wishes, bench)
     except FAILURES as error:
         return Planned(cell, problem=" ".join(str(error).split()))
-    fitting = [experiment for experiment, words in told if words == expected]
+    there = [experiment for experiment, words in told if words == expected]
+    fitting = [experiment for experiment in there if not origin.otherwise(experiment)]
     if len(fitting) > 1:
         apart = "; ".join(difference(*fitting[:2]))
         raise MixedResults(
             f"{fitting[0].id} and {fitting[1].id} both fit a cell of {cell.method}: {apart}. A table holds one of "
-            "them: keep others in a folder of their own"
+            "them: keep others in a folder of their own; by --seed, --seeds, --precision and --threads it can be chosen"
         )
+    if there and not fitting:
+        return Planned(cell, problem=f"no result fits: {'; '.join(origin.otherwise(there[0]))}")
     return Planned(cell, fitting[0]) if fitting else Planned(cell, problem="no result fits")
 
 

@@ -17,6 +17,7 @@ import tribe
 import tribe.bench
 from tribe.bench import REPEATS
 from tribe.bench.contest import Watch
+from tribe.cli import build
 from tribe.cli.app import app, emit, fail
 from tribe.cli.options import Device, Precision
 from tribe.cli.targets import load_target
@@ -39,7 +40,9 @@ def bench(
         str | None,
         typer.Option(help="Shape of an image, such as 3,32,32.", show_default="what a named network is made for"),
     ] = None,
-    methods: Annotated[str, typer.Option(help="Methods to measure, comma-separated.")] = ",".join(tribe.bench.METHODS),
+    methods: Annotated[
+        str, typer.Option(help="Methods to measure, comma-separated; file.py:Class is your own.")
+    ] = ",".join(tribe.bench.METHODS),
     batch: Annotated[int, typer.Option(help="Images a stream and step.")] = 64,
     streams: Annotated[int, typer.Option(help="Independent streams in one step.")] = 1,
     precision: Precision = "tf32",
@@ -66,8 +69,8 @@ def bench(
     network and the images, the state's included.
     """
     console = Console(stderr=json_file == "-")
-    names = [name.strip() for name in methods.split(",") if name.strip()]
     try:
+        names = build.methods(methods)
         where = choose_device(device)
         old = None if compare_file is None else tribe.bench.read(compare_file)
         _check_place(json_file)

@@ -3,8 +3,9 @@
 import contextlib
 import dataclasses
 import io
+import json
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,15 +18,15 @@ from rich.table import Table as Grid
 from tribe import paper, plots, reproduce
 from tribe.atomic import write_atomically
 from tribe.cli import build
-from tribe.cli.app import app, emit, fail
-from tribe.cli.options import Device, Precision
+from tribe.cli.app import app, fail, plain
+from tribe.cli.options import Device
 from tribe.datasets.files import data_root
 from tribe.datasets.made import FILE as MADE
 from tribe.distributed import Failure
 from tribe.environment import check_precision
 from tribe.experiment import Bench, Experiment, Result, finished, keep
 from tribe.registry import nearest
-from tribe.reproduce import Comparison, Judged, Plan, Wishes, released
+from tribe.reproduce import Comparison, Judged, Origin, Plan, Wishes, released
 from tribe.reproduce.chart import chart
 from tribe.reproduce.page import DATA
 from tribe.reproduce.plans import artifacts
@@ -35,6 +36,7 @@ WIDE = 240  # columns of a table that goes to a file
 CLAIMS = "claims"  # every sentence of the paper about its tables, judged on what was run before
 DOCUMENT = "document"  # all of what was run before, as a page
 RELEASED = "released"  # the table of the released code
+ANY = "; with --no-run any"  # that all results share
 
 
 @app.command("reproduce")
@@ -58,8 +60,11 @@ def reproduce_artifact(
     columns: Annotated[
         str | None, typer.Option(help="Only columns of these patterns: 'F 100 *,V 100 *'.", show_default="all")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the first stream.")] = 0,
-    seeds: Annotated[int, typer.Option(help="How many streams: one a seed, side by side on one network.")] = 1,
+    seed: Annotated[int | None, typer.Option(help="Seed of the first stream.", show_default=f"0{ANY}")] = None,
+    seeds: Annotated[
+        int | None,
+        typer.Option(help="How many streams: one a seed, side by side on one network.", show_default=f"1{ANY}"),
+    ] = None,
     dataset: Annotated[
         str | None, typer.Option(help="Play this in place of the paper's: live-mnist-c needs no download.")
     ] = None,
@@ -74,10 +79,19 @@ def reproduce_artifact(
         typer.Option("--set", help="Any field: dataset.corruptions=('fog',), scenario.draw=paper, tribe.h0=0.1."),
     ] = None,
     device: Device = "auto",
-    precision: Precision = "tf32",
+    precision: Annotated[
+        str | None,
+        typer.Option(
+            help="tf32 (on a CPU float32), float32 for IEEE's, or bf16: a network of bfloat16.",
+            show_default=f"tf32{ANY}",
+        ),
+    ] = None,
     threads: Annotated[
         int | None,
-        typer.Option(help="Threads of a run on the CPU, a part of what it is. With 1, start one process a core."),
+        typer.Option(
+            help="Threads of a run on the CPU, a part of what it is. With 1, start one process a core.",
+            show_default=f"as torch decides{ANY}",
+        ),
     ] = None,
     ray: Annotated[
         bool, typer.Option("--ray", help="Run side by side on Ray: on the cluster there is, or all cores; --threads 1.")
@@ -106,29 +120,35 @@ def reproduce_artifact(
 
     What is in --runs is never computed twice. Several processes that are started with the same words share the work.
     """
-    if show_list:
-        _list(style)
-        return
     try:
-        _check(style, precision, seeds, out, plot)
-        wanted = Wishes(dataset, model, seeds=range(seed, seed + seeds), precision=precision)
+        given = Origin(seed, seeds, precision, threads=threads)
+        first, count, precise = seed or 0, 1 if seeds is None else seeds, precision or "tf32"
+        _check(style, precise, count, out, plot)
+        if show_list:
+            _list(style, out)
+            return
+        wanted = Wishes(dataset, model, seeds=range(first, first + count), precision=precise)
         if kept is not None:
             _keep(runs, kept, data_root(None if data is None else str(data)))
             return
+        if artifact in (CLAIMS, DOCUMENT):
+            _refuse(artifact, methods=methods, rows=rows, columns=columns, plot=plot)
         if artifact == DOCUMENT:
-            if not runs.is_dir():
-                raise ValueError(f"there is no folder {runs} of results: --runs names it")
-            _write(reproduce.document(runs), out)
+            _document(runs, style, out)
             return
         bench = Bench(data, device, threads=threads)
         if artifact == CLAIMS:
-            _claims(reproduce.judged(_planning(wanted, bench, runs, no_run), runs), style)
+            told = build.settings(settings or [], ("dataset", "model", "scenario"))
+            wishes = dataclasses.replace(wanted, settings={owner: fields for owner, fields in told.items() if fields})
+            judgements = reproduce.judged(lambda table: reproduce.gather(table, wishes, runs, bench, given), runs)
+            _claims(judgements, style, out)
+            _tell_damage(runs)
             return
         table = _asked(artifact)
         wishes = _with_rows(wanted, table, methods, rows, columns, settings)
-        plan = reproduce.gather(table, wishes, runs, bench) if no_run else reproduce.plan(table, wishes, bench)
+        plan = reproduce.gather(table, wishes, runs, bench, given) if no_run else reproduce.plan(table, wishes, bench)
         if dry_run:
-            _dry_run(plan, runs, style, Console())
+            _dry_run(plan, runs, style, out)
             return
         if not no_run:
             runs.mkdir(parents=True, exist_ok=True)
@@ -136,7 +156,7 @@ def reproduce_artifact(
                 cluster = ray_address or ("auto" if ray or workers is not None else None)
                 plan = _run(plan, runs, console, cluster, workers)
         comparison = reproduce.compare(plan, runs)
-        others = _planning(wishes.of_any_table, bench, runs, no_run)
+        others = _planning(wishes.of_any_table, bench, runs, given if no_run else None)
         judgements = reproduce.judged(others, runs, [comparison], table.name)
         _show(comparison, judgements, style, out)
         if plot is not None:
@@ -144,7 +164,7 @@ def reproduce_artifact(
     except (ValueError, TypeError, OSError, ModuleNotFoundError) as error:
         fail(str(error))
     if plan.problems:
-        _complain(plan)
+        _complain(plan.problems)
         raise typer.Exit(1)
 
 
@@ -195,15 +215,23 @@ def _with_rows(
     )
 
 
-def _planning(wishes: Wishes, bench: Bench, runs: Path, no_run: bool) -> Callable[[paper.Table], Plan]:
-    """How tables that a claim needs beside the one that was asked for are looked up."""
-    if no_run:
-        return lambda table: reproduce.gather(table, wishes, runs, bench)
+def _refuse(artifact: str, **given: object) -> None:
+    """Refuse options that would be passed over in silence."""
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(f"{artifact} is of all tables: --{name} is for one, as in `tribe reproduce cifar10`")
+
+
+def _planning(wishes: Wishes, bench: Bench, runs: Path, gathered: Origin | None) -> Callable[[paper.Table], Plan]:
+    """How tables that a claim needs beside the one that was asked for are looked up: planned, or gathered alone."""
+    if gathered is not None:
+        return lambda table: reproduce.gather(table, wishes, runs, bench, gathered)
+    alike = Origin(wishes.seeds[0], len(wishes.seeds), wishes.precision, bench.device.type, bench.threads)
 
     def plan(table: paper.Table) -> Plan:
         fetched = any("/" in str(part.get("model", "")) for part in (table.common, *table.rows))
         if fetched and wishes.model is None:  # another library's network: a sentence is not worth a download
-            return reproduce.gather(table, wishes, runs, bench)
+            return reproduce.gather(table, wishes, runs, bench, alike)
         return reproduce.plan(table, wishes, bench)
 
     return plan
@@ -257,7 +285,7 @@ def _told(console: Console) -> Iterator[Console]:
         yield console
 
 
-def _dry_run(plan: Plan, runs: Path, style: str, console: Console) -> None:
+def _dry_run(plan: Plan, runs: Path, style: str, out: Path | None) -> None:
     known = reproduce.history(finished(runs, damaged="skip"))
     rows: list[dict[str, Any]] = []
     for experiment in plan.experiments:
@@ -278,20 +306,17 @@ def _dry_run(plan: Plan, runs: Path, style: str, console: Console) -> None:
     left = sum(row["minutes"] for row in rows if not row["done"])
     if style == "json":
         missing = [{"reason": reason, "cells": cells} for reason, cells in plan.problems.items()]
-        emit({"artifact": plan.table.name, "runs": rows, "minutes_left": left, "missing": missing})
+        _write(_json({"artifact": plan.table.name, "runs": rows, "minutes_left": left, "missing": missing}), out)
         return
     grid = Grid("id", "method", "network", "stream", "images", "minutes", "")
     for row in rows:
         minutes = f"{row['minutes']:.1f}" + ("" if row["measured"] else " ?")
         state = "done" if row["done"] else ""
         grid.add_row(row["id"], row["method"], row["model"], row["stream"], f"{row['images']:,}", minutes, state)
-    console.print(grid)
     done = sum(row["done"] for row in rows)
-    console.print(
-        f"{len(rows)} runs, {done} done; the others take about {left:.0f} minutes (?: guessed, never measured here)"
-    )
-    if plan.problems:
-        _complain(plan)
+    words = f"{len(rows)} runs, {done} done; the others take about {left:.0f} minutes (?: guessed, never measured here)"
+    _draw(lambda console: console.print(grid, words), out)
+    _complain(plan.problems)
 
 
 def _keep(runs: Path, target: Path, root: Path) -> None:
@@ -308,45 +333,58 @@ def _keep(runs: Path, target: Path, root: Path) -> None:
 # -- what came out ----------------------------------------------------------------------------------------------------
 
 
-def _list(style: str) -> None:
+def _list(style: str, out: Path | None) -> None:
     if style == "json":
-        emit(
-            [
-                {"name": t.name, "label": t.label, "kind": t.kind, "where": t.where, "title": t.title}
-                for t in artifacts()
-            ]
-        )
+        told = ("name", "label", "kind", "where", "title")
+        _write(_json([{name: getattr(table, name) for name in told} for table in artifacts()]), out)
         return
     grid = Grid("name", "what", "in the paper")
     grid.columns[0].no_wrap = True
     for table in artifacts():
         grid.add_row(table.name, table.title, f"{table.where}, {table.label}")
-    Console().print(grid)
+    _draw(lambda console: console.print(grid), out)
 
 
-def _claims(judgements: list[Judged], style: str) -> None:
+def _document(runs: Path, style: str, out: Path | None) -> None:
+    if not runs.is_dir():
+        raise ValueError(f"there is no folder {runs} of results: --runs names it")
+    if style not in ("table", "markdown"):  # the first is what nobody asked for
+        raise ValueError(f"the document comes as markdown; got --format {style}")
+    _write(reproduce.document(runs), out)
+    _tell_damage(runs)
+
+
+def _claims(judgements: list[Judged], style: str, out: Path | None) -> None:
     if style == "json":
-        emit(claims_json(judgements))
+        _write(_json(claims_json(judgements)), out)
     elif style == "markdown":
-        typer.echo("\n".join(claims_markdown(judgements)))
+        _write("\n".join(claims_markdown(judgements)) + "\n", out)
     elif style == "table":
-        Console().print(_claims_grid(judgements))
+        _draw(lambda console: console.print(_claims_grid(judgements)), out)
     else:
         raise ValueError(f"claims come as table, markdown or json; got --format {style}")
 
 
 def _show(comparison: Comparison, judgements: list[Judged], style: str, out: Path | None) -> None:
-    if style != "table":
-        text = FORMATS[style](comparison, judgements)
+    if style == "table":
+        _draw(lambda console: _print(comparison, judgements, console), out)
     else:
-        console = Console() if out is None else Console(width=WIDE, record=True, file=io.StringIO())
-        if out is None and not console.is_terminal:
-            console = Console(width=WIDE)
-        _print(comparison, judgements, console)
-        if out is None:
-            return
-        text = console.export_text()
-    _write(text, out)
+        _write(FORMATS[style](comparison, judgements), out)
+
+
+def _draw(draw: Callable[[Console], None], out: Path | None) -> None:
+    """A table in the terminal, or wide, where it goes elsewhere."""
+    if out is None:
+        console = Console()
+        draw(console if console.is_terminal else Console(width=WIDE))
+        return
+    console = Console(width=WIDE, record=True, file=io.StringIO())
+    draw(console)
+    _write(console.export_text(), out)
+
+
+def _json(data: Any) -> str:
+    return json.dumps(plain(data), indent=2, allow_nan=False) + "\n"
 
 
 def _write(text: str, out: Path | None) -> None:
@@ -391,8 +429,16 @@ def _cell(comparison: Comparison, row: str, column: str) -> str:
     return "\n".join(lines)
 
 
-def _complain(plan: Plan) -> None:
+def _tell_damage(runs: Path) -> None:
+    """Name results that no sentence or table could be made of."""
+    found = {why: [r.experiment.id] for r in finished(runs) if (why := reproduce.damage(r.experiment, runs))}
+    if found:
+        _complain(found)
+        raise typer.Exit(1)
+
+
+def _complain(problems: Mapping[str, Sequence[str]]) -> None:
     console = Console(stderr=True)
-    for reason, cells in plan.problems.items():
+    for reason, cells in problems.items():
         some = "; ".join(cells[:3]) + (f" and {len(cells) - 3} more" if len(cells) > 3 else "")
         console.print(f"missing: {some}: {reason}", style="yellow", markup=False, soft_wrap=True)

@@ -16,13 +16,14 @@ from tribe import metrics, plots
 from tribe.atomic import write_atomically
 from tribe.cli import build
 from tribe.cli.app import app, emit, fail, plain
+from tribe.cli.folders import Records, departures, earlier, folder_name, record_file, together
 from tribe.cli.options import Device, Precision
+from tribe.datasets.fingerprint import fingerprint
 from tribe.environment import choose_device, float32_precision, machine, precision_on
 from tribe.record import Record
+from tribe.registry import nearest
 
 DEFAULT_METHODS = "source,bn,tent,tribe"
-
-Records = dict[str, list[Record]]
 
 
 @app.command()
@@ -43,7 +44,10 @@ def run(
         str | None, typer.Option(help="Severities of the corruptions: 5, or 1,3,5.", show_default="5")
     ] = None,
     methods: Annotated[
-        str, typer.Option(help="Methods, comma-separated; `all`, or `ablations` for TRIBE's parts.")
+        str,
+        typer.Option(
+            help="Methods, comma-separated; `all`, `ablations` for TRIBE's parts, file.py:Class for one of your own."
+        ),
     ] = DEFAULT_METHODS,
     seed: Annotated[int, typer.Option(help="Seed of the first stream.")] = 0,
     seeds: Annotated[int, typer.Option(help="How many streams: one a seed, side by side on one network.")] = 1,
@@ -51,7 +55,9 @@ def run(
     settings: Annotated[
         list[str] | None,
         typer.Option(
-            "--set", help="Any field of a component: scenario.sigma=0.01, dataset.seed=1, tribe.gamma=0.1. Repeatable."
+            "--set",
+            help="Any field of a component: scenario.sigma=0.01, dataset.seed=1, tribe.gamma=0.1, mine.rate=0.1 of the "
+            "class Mine. Repeatable.",
         ),
     ] = None,
     data: Annotated[
@@ -61,7 +67,10 @@ def run(
     precision: Precision = "tf32",
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder for records, summary and chart.", show_default="runs/DATASET-MODEL-SCENARIO"),
+        typer.Option(
+            help="Folder for records, summary and chart; other methods and seeds are added to what lies there.",
+            show_default="runs/DATASET-MODEL-SCENARIO, and what else is not the default",
+        ),
     ] = None,
     json_file: Annotated[
         str | None, typer.Option("--json", metavar="FILE", help="Write the summary here too; - is stdout.")
@@ -73,14 +82,15 @@ def run(
     Without options it needs no network and no download: real digits, corrupted on the fly in 15 ways, classes in bursts
     and in a long tail, and a small network that was trained on the clean ones.
     """
-    chosen = _chosen(methods)
     console = Console(stderr=json_file == "-")
-    folder = out or Path("runs") / _file_name(f"{dataset}-{model}-{scenario}")
     try:
         where = choose_device(device)
         precision = precision_on(where, precision)
         if seeds < 1:
             raise ValueError(f"--seeds is how many streams, at least 1; got {seeds}")
+        chosen = build.methods(methods)
+        if not chosen:
+            raise ValueError(f"--methods {methods!r} names no method: {nearest('', tribe.methods.names())}")
         wanted = build.settings(settings or [], ("dataset", "scenario", "model", *chosen))
         source = build.dataset(dataset, data, severity, wanted["dataset"])
         protocol = build.scenario(scenario, imbalance, wanted["scenario"])
@@ -88,16 +98,30 @@ def run(
         net = tribe.Backbone(build.model(model, weights, source, dataset, data, wanted["model"]).to(where))
         asked = build.Asked(dataset, model, weights, data)
         built = {name: build.method(name, net, source, asked, wanted[name]) for name in chosen}
+        images, network = fingerprint(source), net.fingerprint()
+        spec = {
+            "dataset": {**build.described(dataset, source), "fingerprint": images},
+            "model": {"name": model, "fields": wanted["model"], "fingerprint": network},
+            "scenario": build.described(scenario, stream.scenario),
+            "batch": batch,
+            "precision": precision,
+        }
+        specs = {name: plain(spec | {"fields": build.described(name, m)["fields"]}) for name, m in built.items()}
+        options = (  # and what they are by default
+            ("pictures", f"{data.name}@{images[:8]}" if data is not None and dataset == "folder" else None, None),
+            ("weights", None if weights is None else network[:8], None),
+            ("batch", batch, 64),
+            ("seed", seed, 0),
+            ("seeds", seeds, 1),
+            ("precision", precision, precision_on(where, "tf32")),
+        )
+        told = departures({"dataset": source, "scenario": protocol}, {n: wanted[n] for n in ("model", *chosen)})
+        told += [f"{name}={value}" for name, value, usual in options if value != usual]
+        folder = out or Path("runs") / folder_name(f"{dataset}-{model}-{scenario}", told)
+        before = earlier(folder, specs, stream.seeds)
         folder.mkdir(parents=True, exist_ok=True)
     except (ValueError, TypeError, OSError, ModuleNotFoundError) as error:
         fail(str(error))
-    spec = {
-        "dataset": build.described(dataset, source),
-        "model": {"name": model, "fields": wanted["model"], "fingerprint": net.fingerprint()},
-        "scenario": build.described(scenario, stream.scenario),
-        "batch": batch,
-        "precision": precision,
-    }
     shape = f"{seeds} stream{'s' * (seeds > 1)} of {len(stream.schedules[0].index):,} images"
     console.print(f"[bold]{dataset}[/], {model}, {scenario}: {shape}, batch {batch}, on {machine(where)['device']}")
     records: Records = {}
@@ -105,25 +129,29 @@ def run(
         with float32_precision(precision), progress_bar() as progress:
             for name, method in built.items():
                 show = _shown(progress, name, len(stream))
-                words = plain(spec | {"fields": build.described(name, method)["fields"]})
                 rounded, ready = build.in_precision(net, method, precision)
-                records[name] = tribe.run(rounded, ready, stream, seed=seed, spec=words, progress=show)
+                records[name] = tribe.run(rounded, ready, stream, seed=seed, spec=specs[name], progress=show)
                 for record in records[name]:  # now: a later method may fail, or be stopped
-                    record.save(folder / f"{_file_name(name)}-seed{record.spec['seed']}.npz")
+                    record.save(record_file(folder, name, record.spec["seed"]))
     except (ValueError, OSError) as error:
         fail(f"{error}" + (f". What was finished before ({', '.join(records)}) is in {folder}" if records else ""))
     report = {"spec": spec, "machine": machine(where), "results": _results(records)}
     console.print(_table(records))
+    everything = together(before, records)  # a summary of this run alone would hide what lies beside it
     try:
-        write_atomically(folder / "summary.json", json.dumps(plain(report), indent=1).encode())
+        summary = report | {"results": _results(everything)}
+        write_atomically(folder / "summary.json", json.dumps(plain(summary), indent=1).encode())
         if json_file not in (None, "-"):
             write_atomically(str(json_file), json.dumps(plain(report), indent=1).encode())
-        picture = _chart(folder, records, f"{dataset}, {model}, {scenario}") if chart else None
+        picture = _chart(folder, everything, f"{dataset}, {model}, {scenario}") if chart else None
     except OSError as error:
         fail(f"the results above could not be written: {error}")
     if json_file == "-":
         emit(report)
-    console.print(f"records and summary in {folder}" + (f", chart in {picture}" if picture else ""), soft_wrap=True)
+    kept = [name for name in before if name not in records]
+    beside = f" (beside {', '.join(kept)} of before)" if kept else ""
+    told_chart = f", chart in {picture}" if picture else ""
+    console.print(f"records and summary in {folder}{beside}{told_chart}", soft_wrap=True, markup=False)
 
 
 def _shown(progress: Progress, name: str, total: int) -> Callable[[int, int, float | None], None]:
@@ -199,17 +227,3 @@ def _chart(folder: Path, records: Records, title: str) -> Path | None:
         return None
     plots.save(figure, folder / "chart.svg")
     return folder / "chart.svg"
-
-
-def _file_name(text: str) -> str:
-    return "".join(c if c.isalnum() or c in "-_.@" else "_" for c in text)
-
-
-def _chosen(methods: str) -> list[str]:
-    """The methods asked for, in order; the source model opens the list of all."""
-    if methods == "ablations":
-        return tribe.methods.variants()
-    if methods == "all":  # a method with variants is there for these
-        names = [name for name in tribe.methods.names() if not tribe.methods.get(name).variants]
-        return sorted(names, key=lambda name: (name != "source", name))
-    return [name.strip() for name in methods.split(",") if name.strip()]

@@ -17,6 +17,7 @@ from tribe.cli.app import app, emit, fail
 from tribe.cli.options import Device
 from tribe.datasets import Dataset
 from tribe.environment import choose_device, deterministic, float32_precision
+from tribe.screening import sound
 from tribe.source import Knowledge, place
 
 SHOWN = 6  # tensors that are named; a network has hundreds of weights
@@ -131,7 +132,7 @@ class Batches:
         for part in track(self._parts, self.title, console=Console(stderr=True)):
             x, y = zip(*(self._read(i, part) for i in self._domain[part].unique().tolist()), strict=True)
             images, labels = torch.cat(x), torch.cat(y)
-            readable = images.isfinite().flatten(1).all(1)
+            readable = sound(images, 1)
             if bool(readable.any()):
                 yield images[readable], labels[readable]
 
