@@ -3,8 +3,12 @@
 import json
 import os
 import re
+import shlex
+import signal
 import subprocess
 import sys
+import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -254,8 +258,17 @@ def test_variants_of_a_method_lie_side_by_side():
         (["--methods", " ,"], ["names no method", "tribe"]),
         (["--methods", "absent.py:Mine"], ["no file at absent.py"]),
         (["--methods", "wide.py:net"], ["wide.py:net is no method"]),
-        (["--model", "wrn28_10"], ["no weights of wrn28_10 for mnist", "tribe train mnist --model wrn28_10"]),
-        (["--model", "wrn28"], ["no weights", "wrn28"]),
+        (["--model", "wrn28"], ["unknown model", "did you mean", "wrn28_10"]),
+        (
+            ["--model", "wrn28_10"],
+            ["no weights of wrn28_10 for mnist", "--weights FILE", "train mnist --model wrn28_10"],
+        ),
+        (["--dataset", "folder"], ["--data FOLDER"]),
+        pytest.param(
+            ["--model", "torchvision/resnet18"],
+            ["needs torchvision", "tribe-tta[models]"],
+            marks=pytest.mark.skipif(find_spec("torchvision") is not None, reason="torchvision is here"),
+        ),
         (["--dataset", "cifar10-c"], ["CIFAR-10-C", "tribe corrupt cifar10"]),
         (["--dataset", "live-cifar10-c"], ["cifar-10-batches-bin"]),
         (["--device", "cuda:x"], ["unknown device"]),
@@ -287,6 +300,35 @@ def test_what_cannot_be_done_is_said_in_a_paragraph(options, words):
     for word in words:
         assert word in said(result), said(result)
     assert not Path("runs").exists(), "nothing was begun"
+
+
+def begun(*options, before=""):
+    """A real process, which a signal or a limit can meet; it says on stderr how far it is."""
+    words = shlex.join([sys.executable, "-m", "tribe.cli", "run", *options, "--no-chart", "--out", "out"])
+    return subprocess.Popen(
+        ["bash", "-c", f"{before} exec {words}"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def test_a_full_disk_is_told_and_nothing_is_claimed():
+    process = begun(*TINY, "--methods", "source", before="ulimit -f 2;")
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 2
+    assert "File too large" in errors
+    assert "finished before" not in errors
+    assert list(Path("out").iterdir()) == []
+
+
+def test_stopped_by_hand_it_says_what_is_there():
+    process = begun("--methods", "source,tribe")
+    while not list(Path("out").glob("source*.npz")):
+        assert process.poll() is None
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert "stopped. What was finished before (source) is in out" in errors
+    assert {path.suffix for path in Path("out").iterdir()} == {".npz"}
 
 
 def test_a_failure_half_way_keeps_what_was_finished(tmp_path):

@@ -40,6 +40,8 @@ class Asked(NamedTuple):
 def dataset(name: str, data: Path | None, fields: Mapping[str, Any]) -> Dataset:
     """A data set by name; ``data`` is the root of all of them, or of a folder of one's own."""
     place = {} if data is None else {"data" if "data" in _fields(name) else "root": str(data)}
+    if "root" in _fields(name) and "root" not in {**place, **fields}:
+        raise ValueError(f"data set {name} lies where you say: --data FOLDER, or root= among its fields")
     return datasets.create(name, **{**place, **fields})
 
 
@@ -55,8 +57,7 @@ def model(asked: Asked, data: Dataset, fields: Mapping[str, Any]) -> torch.nn.Mo
     if weights is None and asked.model.startswith(("timm/", "torchvision/")):
         return models.create(asked.model, pretrained=True, **fields)
     if weights is None:
-        root = data_root(None if asked.data is None else str(asked.data))
-        weights = models.find(asked.model, trained_on(data, asked.dataset), root)
+        weights = models.find(asked.model, trained_on(data, asked.dataset), asked.root)
     return models.load(asked.model, weights, **fields)
 
 

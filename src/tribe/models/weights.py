@@ -36,10 +36,11 @@ def find(model: str, dataset: str, root: str | PathLike[str]) -> Path:
     for place in (*places, SHIPPED / name):
         if place.is_file():
             return place
+    architecture(model)  # a wrong name is refused as that
     looked = " or ".join(str(place) for place in places)
     raise FileNotFoundError(
-        f"no weights of {model} for {dataset}: looked for {looked}. Place them there, or make them: "
-        f"tribe train {dataset} --model {model} --data {root}"
+        f"no weights of {model} for {dataset}: looked for {looked}. Place them there, name their file (--weights "
+        f"FILE), or make them: tribe train {dataset} --model {model} --data {root}"
     )
 
 

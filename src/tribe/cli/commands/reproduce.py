@@ -161,7 +161,7 @@ def reproduce_artifact(
         _show(comparison, judgements, style, out)
         if plot is not None:
             plots.save(chart(comparison), plot)
-    except (ValueError, TypeError, OSError, ModuleNotFoundError) as error:
+    except (ValueError, TypeError, OSError, ImportError) as error:
         fail(str(error))
     if plan.problems:
         _complain(plan.problems)

@@ -120,7 +120,7 @@ def run(
         folder = out or Path("runs") / folder_name(f"{dataset}-{model}-{scenario}", told)
         before = earlier(folder, specs, stream.seeds)
         folder.mkdir(parents=True, exist_ok=True)
-    except (ValueError, TypeError, OSError, ModuleNotFoundError) as error:
+    except (ValueError, TypeError, OSError, ImportError) as error:
         fail(str(error))
     shape = f"{seeds} stream{'s' * (seeds > 1)} of {len(stream.schedules[0].index):,} images"
     console.print(f"[bold]{dataset}[/], {model}, {scenario}: {shape}, batch {batch}, on {machine(where)['device']}")
@@ -130,11 +130,15 @@ def run(
             for name, method in built.items():
                 show = _shown(progress, name, len(stream))
                 rounded, ready = build.in_precision(net, method, precision)
-                records[name] = tribe.run(rounded, ready, stream, seed=seed, spec=specs[name], progress=show)
-                for record in records[name]:  # now: a later method may fail, or be stopped
+                played = tribe.run(rounded, ready, stream, seed=seed, spec=specs[name], progress=show)
+                for record in played:  # now: a later method may fail, or be stopped
                     record.save(record_file(folder, name, record.spec["seed"]))
-    except (ValueError, OSError) as error:
-        fail(f"{error}" + (f". What was finished before ({', '.join(records)}) is in {folder}" if records else ""))
+                records[name] = played
+    except (ValueError, OSError, ImportError) as error:
+        fail(f"{error}{_finished(records, folder)}")
+    except KeyboardInterrupt:
+        Console(stderr=True).print(f"stopped{_finished(records, folder)}", soft_wrap=True, markup=False)
+        raise typer.Exit(130) from None
     report = {"spec": spec, "machine": machine(where), "results": _results(records)}
     console.print(_table(records))
     everything = together(before, records)  # a summary of this run alone would hide what lies beside it
@@ -152,6 +156,11 @@ def run(
     beside = f" (beside {', '.join(kept)} of before)" if kept else ""
     told_chart = f", chart in {picture}" if picture else ""
     console.print(f"records and summary in {folder}{beside}{told_chart}", soft_wrap=True, markup=False)
+
+
+def _finished(records: Records, folder: Path) -> str:
+    """Where to find what is whole, when the rest will not be."""
+    return f". What was finished before ({', '.join(records)}) is in {folder}" if records else ""
 
 
 def _shown(progress: Progress, name: str, total: int) -> Callable[[int, int, float | None], None]:

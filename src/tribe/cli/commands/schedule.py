@@ -52,7 +52,7 @@ def schedule(
         labelled = all(bool((y >= 0).all()) for y in labels)
         counts = class_counts(plan, labels, classes) if labelled else None
         balance = local_balance(plan, labels, classes=classes).mean().item() if labelled else None
-    except (ValueError, TypeError, OSError, ModuleNotFoundError) as error:
+    except (ValueError, TypeError, OSError, ImportError) as error:
         fail(str(error))
     if as_json:
         emit(

@@ -75,7 +75,7 @@ def source(
         told = {"model": model, "dataset": dataset, "images": batches.images, "batch": batch, "seed": seed}
         knowledge = dataclasses.replace(knowledge, spec={**told, **knowledge.spec})
         knowledge.save(target)
-    except (ValueError, TypeError, OSError, ModuleNotFoundError) as error:
+    except (ValueError, TypeError, OSError, ImportError) as error:
         fail(str(error))
     if as_json:
         emit({**_described(knowledge), "path": str(target), "bytes": target.stat().st_size})
