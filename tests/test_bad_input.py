@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import tribe
+from tribe.screening import sound
 from tribe.testing import CLASSES, images, ready, small_network
 
 
@@ -98,7 +99,20 @@ MAKING = {
     ),
     "a network that does not tell its classes": (lambda: tribe.adapt(Headless()), ValueError, "pass classes="),
     "one class": (lambda: tribe.methods.create("tribe", classes=1), ValueError, "at least 2; got 1"),
-    "a fraction of a class": (lambda: tribe.methods.create("tribe", classes=2.5), ValueError, "number of classes.*2.5"),
+    "a fraction of a class": (
+        lambda: tribe.methods.create("tribe", classes=2.5),
+        ValueError,
+        "classes of tribe is a whole number; got 2.5",
+    ),
+    "text for a number": (lambda: tribe.adapt(small_network(), lr="x"), ValueError, "lr of tribe is a number; got 'x'"),
+    "nothing for a number": (lambda: tribe.adapt(small_network(), lr=None), ValueError, "lr .* is a number; got None"),
+    "no number at all": (lambda: tribe.adapt(small_network(), h0=float("nan")), ValueError, "h0 .* a number; got nan"),
+    "a truth for a number": (lambda: tribe.adapt(small_network(), eta=True), ValueError, "eta .* a number; got True"),
+    "a fraction of a neighbour": (
+        lambda: tribe.adapt(small_network(), "lame", neighbours=1.5),
+        ValueError,
+        "neighbours of lame is a whole number; got 1.5",
+    ),
     "tribe without classes": (lambda: tribe.methods.create("tribe"), ValueError, "needs their number: classes="),
     "no streams": (lambda: tribe.adapt(small_network(), streams=0), ValueError, "streams.*at least 1; got 0"),
     "a fraction of a stream": (lambda: tribe.adapt(small_network(), streams=1.5), ValueError, "streams.*got 1.5"),
@@ -139,6 +153,16 @@ def test_making(case):
     make, error, message = MAKING[case]
     with pytest.raises(error, match=message):
         make()
+
+
+def test_numpys_numbers_are_numbers(tmp_path):
+    given = {"streams": np.int64(2), "seed": np.int32(5), "classes": np.int64(CLASSES), "lr": np.float32(0.5)}
+    theirs, plain = tribe.adapt(small_network(), **given), tribe.adapt(small_network(), streams=2, seed=5, lr=0.5)
+    assert theirs.digest() == plain.digest()
+    assert theirs.method == plain.method
+    assert theirs.reset(stream=np.int64(-1)).digest() == plain.digest()
+    theirs.save(tmp_path / "a")
+    assert tribe.load(tmp_path / "a", small_network()).method == plain.method
 
 
 # -- images: each is refused and the state is what it was -----------------------------------------------------------
@@ -273,13 +297,53 @@ def test_poison_everywhere_touches_nothing():
     assert tribe.state.digest(after._replace(info=before.info)) == tribe.state.digest(before)
 
 
+@pytest.mark.parametrize("value", [float("nan"), 3e19, -2e6])
+@pytest.mark.parametrize("method", tribe.methods.names())
+def test_one_bad_image_does_not_kill_a_stream(method, value):
+    model = tribe.adapt(small_network(), ready(method))
+    x = batch()
+    x[2] = value
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # the others are in range: nothing to say about scaling
+        assert model(x).isfinite().all()
+    assert (model.info[0].skipped, model.info[0].poisoned) == (1, (2,))
+    for seed in range(3):
+        assert model(batch(seed)).isfinite().all()
+    assert all(t.isfinite().all() for t in tribe.state.leaves(model.state).values())
+
+
+@pytest.mark.filterwarnings("ignore:images reach")
+@pytest.mark.parametrize(("dtype", "largest"), [(torch.float32, 1e6), (torch.bfloat16, 1e6), (torch.float16, 255.0)])
+@pytest.mark.parametrize("method", ["tribe", "selftrain", "note", "tent", "rotta"])
+def test_a_large_image_that_counts_leaves_the_state_finite(method, dtype, largest):
+    model = tribe.adapt(small_network(dtype=dtype), ready(method))
+    x = batch().to(dtype)
+    x[0], x[1] = largest, -largest
+    x[2] = 1.02 * largest
+    for _ in range(3):
+        assert model(x).isfinite().all()
+    assert model.info[0].poisoned == (2,)
+    assert model(batch().to(dtype)).isfinite().all()
+    assert all(t.isfinite().all() for t in tribe.state.leaves(model.state).values())
+
+
+def test_the_limit_follows_the_precision_of_autocast():
+    x = torch.full((1, 1, 3, 8, 8), 1000.0)
+    assert sound(x).all()
+    with torch.autocast("cpu", torch.float16):
+        assert not sound(x).any()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert sound(x).all()
+
+
 # -- files -----------------------------------------------------------------------------------------------------------
 
 
 def _rewrite(path, **changes):
-    """The same file with another header or other tensors."""
+    """The same file with another header or other tensors; without a digest, as older versions wrote them."""
     with safe_open(path, "pt") as file:
         metadata, tensors = file.metadata(), {k: file.get_tensor(k) for k in file.keys()}  # noqa: SIM118
+    metadata.pop("digest")
     tensors.update(changes.pop("tensors", {}))
     for name in changes.pop("without", []):
         del tensors[name]
@@ -288,6 +352,17 @@ def _rewrite(path, **changes):
 
 FILES = {
     "missing": (lambda p: p.unlink(), FileNotFoundError, "no state file at"),
+    "a folder": (lambda p: (p.unlink(), p.mkdir()), IsADirectoryError, "is a folder; expected a state file"),
+    "with a wrong number": (
+        lambda p: _rewrite(p, digest="0", tensors={"affine.bias": torch.zeros(1, 14)}),
+        tribe.StateFileError,
+        "damaged: it does not hold what was saved",
+    ),
+    "with numbers that are not finite": (
+        lambda p: _rewrite(p, tensors={"affine.bias": torch.full((1, 14), -torch.inf)}),
+        tribe.StateFileError,
+        r"a state that is not finite \(affine.bias\).*earlier file",
+    ),
     "empty": (lambda p: p.write_bytes(b""), tribe.StateFileError, "not a tribe state file, or it was cut short"),
     "text": (lambda p: p.write_text("state\n" * 99), tribe.StateFileError, "not a tribe state file"),
     "a pickle": (lambda p: p.write_bytes(pickle.dumps({"a": 1})), tribe.StateFileError, "not a tribe state file"),
@@ -359,6 +434,27 @@ def test_saving_where_nothing_can_be_saved(tmp_path, where, error, message):
         adapter().save(tmp_path / where)
 
 
+def test_a_state_that_is_not_finite_is_not_saved_over_a_good_one(tmp_path):
+    def spoil(x):
+        return x.where(x == 0, torch.nan) if spoiled else x
+
+    spoiled = False
+    model = tribe.adapt(small_network(), streams=3, augment=spoil)
+    model(images(3, 6))
+    model.save(tmp_path / "a")
+    good, snapshot = (tmp_path / "a").read_bytes(), model.snapshot()
+    spoiled = True
+    x = images(3, 6)
+    x[1] = torch.nan  # replaced by zeros, which are not spoiled: this stream stays as it is
+    model(x)
+    with pytest.raises(tribe.StateFileError, match=r"of stream 0, 2 is not finite \(.*reset.*restore.*Nothing was"):
+        model.save(tmp_path / "a")
+    assert (tmp_path / "a").read_bytes() == good
+    model.reset(stream=0).reset(stream=2).save(tmp_path / "b")
+    model.restore(snapshot).save(tmp_path / "c")
+    assert tribe.load(tmp_path / "c", small_network(), augment=spoil).digest() == tribe.state.digest(snapshot.state)
+
+
 # -- life cycle ------------------------------------------------------------------------------------------------------
 
 LIFE = {
@@ -377,6 +473,11 @@ LIFE = {
         lambda a: a.restore(adapter(streams=3).snapshot()),
         ValueError,
         "another number of streams",
+    ),
+    "restore a snapshot of another network": (
+        lambda a: a.restore(tribe.adapt(small_network(seed=1), streams=2).snapshot()),
+        ValueError,
+        "taken on another network",
     ),
     "load the state dict of other streams": (
         lambda a: a.load_state_dict(adapter(streams=3).state_dict()),

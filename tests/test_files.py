@@ -10,6 +10,7 @@ import textwrap
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 
 import tribe
 from tribe.testing import images, ready, small_network
@@ -85,6 +86,57 @@ def test_a_custom_augmentation_is_asked_for_again(tmp_path):
         tribe.load(tmp_path / "a", small_network())
     resumed = tribe.load(tmp_path / "a", small_network(), augment=flip)
     assert torch.equal(resumed(images(1, 6, 9)[0]), adapter(images(1, 6, 9)[0]))
+
+
+def test_source_knowledge_may_move(tmp_path):
+    method = ready("eata")
+    old, new, other = (tmp_path / f"{name}.safetensors" for name in ("old", "new", "other"))
+    method.knowledge.save(old)
+    adapter = tribe.adapt(small_network(), dataclasses.replace(method, knowledge=old))
+    adapter(images(1, 6)[0])
+    adapter.save(tmp_path / "state")
+    os.rename(old, new)
+    with pytest.raises(tribe.StateFileError, match=r"no source knowledge at .*old.*moved.*knowledge=FILE"):
+        tribe.load(tmp_path / "state", small_network())
+    for given in (new, str(new), method.knowledge):
+        resumed = tribe.load(tmp_path / "state", small_network(), knowledge=given)
+        assert resumed.digest() == adapter.digest()
+        assert resumed.method == adapter.method
+    known = method.knowledge
+    changed = dataclasses.replace(known, tensors={name: 2 * t for name, t in known.tensors.items()})
+    changed.save(other)
+    both = f"{known.digest[:12]} from .*old.*other.* holds {changed.digest[:12]}"
+    with pytest.raises(tribe.StateFileError, match=both):
+        tribe.load(tmp_path / "state", small_network(), knowledge=other)
+    changed.save(old)
+    with pytest.raises(tribe.StateFileError, match=f"old.*old.* holds {changed.digest[:12]}"):
+        tribe.load(tmp_path / "state", small_network())
+
+
+def test_a_flipped_bit_anywhere_is_noticed(tmp_path):
+    adapter = played()
+    adapter.save(tmp_path / "a")
+    whole = (tmp_path / "a").read_bytes()
+    header = 8 + int.from_bytes(whole[:8], "little")
+    name = whole.index(b'"digest"')  # who breaks the name of the digest breaks nothing else
+    places = {*range(8, header, 11), *range(header, len(whole), 499)} - {*range(name, name + 8)}
+    net = tribe.Backbone(small_network())
+    for place in places:
+        damaged = bytearray(whole)
+        damaged[place] ^= 1
+        (tmp_path / "b").write_bytes(damaged)
+        with pytest.raises(tribe.StateFileError):
+            tribe.load(tmp_path / "b", net)
+
+
+def test_a_file_from_before_digests_loads(tmp_path):
+    adapter = played()
+    adapter.save(tmp_path / "a")
+    with safe_open(tmp_path / "a", "pt") as file:
+        header, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    del header["digest"]
+    save_file(tensors, tmp_path / "a", header)
+    assert tribe.load(tmp_path / "a", small_network()).digest() == adapter.digest()
 
 
 def test_the_file_says_what_it_is(tmp_path):

@@ -1,14 +1,18 @@
 """The thin stateful shell: ``model = tribe.adapt(net); y = model(x)``.
 
 Everything that computes lives in pure methods; the adapter holds the state, checks what comes in, and replaces the
-state, in one place, after a step has succeeded. So an error on the way leaves it as it was.
+state, in one place, after a step has succeeded. So an error on the way leaves it as it was. Threads take turns: each
+call finds the state as the one before it left it.
 """
 
+import operator
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Mapping
+from functools import wraps
 from os import PathLike
-from typing import Any, NamedTuple
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,16 +21,23 @@ from tribe import files, methods
 from tribe.backbone import Backbone
 from tribe.graphs import Steps, Switch
 from tribe.methods import Method
+from tribe.methods.base import screen
 from tribe.norms.batch import Batch
 from tribe.norms.frozen import Frozen
+from tribe.screening import sound
 from tribe.state import Store, clone, digest, leaves, select, tree_map
+
+NOT_EXPORTED = (
+    "{0} cannot be exported as an ordinary module that predicts what it predicts, because {0} {1}. Keep the adapter in "
+    "its place: freeze() stops it from adapting, save() and tribe.load() carry it elsewhere"
+)
 
 
 class StreamInfo(NamedTuple):
     """What one stream is doing, in plain numbers."""
 
     images: int  # images learned from so far
-    skipped: int  # images that were not finite: predicted uniformly, touched nothing
+    skipped: int  # bad images (not finite, or far too large): predicted uniformly, touched nothing
     poisoned: tuple[int, ...]  # their positions in the last batch
     trusted: float  # share of the last batch that drove the update
     entropy: float  # mean entropy of the last predictions, as a share of log K: 0 is sure, 1 is uniform
@@ -36,10 +47,12 @@ class StreamInfo(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    """A copy of an adapter's state, to go back to."""
+    """A copy of an adapter's state, to go back to, and whose it is."""
 
     method: Method
     state: Any
+    net: Backbone  # itself, not a copy: a hash of its weights for every snapshot would cost more than the state's copy
+    frozen: bool
 
 
 @torch.inference_mode(False)  # what is built here must be able to carry gradients
@@ -99,8 +112,9 @@ def load(
 ) -> "Adapter":
     """Resume from a file written by `Adapter.save`, on the model it was saved from.
 
-    What cannot be saved (a custom ``augment=``) is asked for again and given as a field. ``graphs`` and
-    ``deterministic`` are as for `adapt`: a file knows nothing of the machine it is used on.
+    What cannot be saved (a custom ``augment=``) is asked for again and given as a field; source knowledge whose file
+    has moved is given as ``knowledge=``. ``graphs`` and ``deterministic`` are as for `adapt`: a file knows nothing of
+    the machine it is used on.
     """
     saved = files.read(path)
     net = model if isinstance(model, Backbone) else Backbone(model)
@@ -114,12 +128,43 @@ def load(
     return adapter
 
 
+class _Turn:
+    """A lock that its holder may take again; a copy of it is another lock, so that what has one can be copied."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+
+    def __reduce__(self) -> Any:
+        return type(self), ()
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _in_turn(method: Callable[Concatenate["Adapter", P], R]) -> Callable[Concatenate["Adapter", P], R]:
+    """Let one thread at a time into the methods of an adapter that touch its state."""
+
+    @wraps(method)
+    def alone(self: "Adapter", /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with self._turn:
+            return method(self, *args, **kwargs)
+
+    return alone
+
+
 class Adapter(nn.Module):
     """A classifier that adapts while it predicts. Made by `adapt`.
 
     Calling it predicts, then adapts. Images are (B, ...) for one stream or (S, B, ...) for S; logits come back in the
-    same layout. An image that is not finite gets equal logits (the uniform prediction), is counted in `info` and
-    touches nothing.
+    same layout. A bad image (one that is not finite or far too large, see `tribe.screening`) gets equal logits (the
+    uniform prediction), is counted in `info` and touches nothing. Calls from several threads are taken one by one.
     """
 
     def __init__(
@@ -134,30 +179,34 @@ class Adapter(nn.Module):
         deterministic: bool = False,
     ) -> None:
         super().__init__()
-        if not isinstance(streams, int) or streams < 1:
+        self._turn = _Turn()
+        count, start = _whole(streams), _whole(seed)
+        if count is None or count < 1:
             raise ValueError(f"streams is how many independent streams adapt, at least 1; got {streams!r}")
-        if not isinstance(seed, int):
+        if start is None:
             raise TypeError(f"seed is an int; got {seed!r}")
         known = _count_classes(net, classes if classes is not None else method.classes)
         if method.classes is not None and method.classes != known:
             raise ValueError(f"the method was built for {method.classes} classes; the network has {known}")
         self.net = net
         self.method = method
-        self.streams = streams
+        self.streams = count
         self.classes = known
         self._frozen = False
         self._warned = False
         self._poisoned: Tensor | None = None  # (S, B), of the last batch
         self._retired: Any = None  # the state before this one
         self._steps = Steps(method, net, graphs, deterministic)
-        self.adapted = Store(method.init(net, streams, seed))
+        self.adapted = Store(method.init(net, count, start))
 
     # -- predicting and learning ------------------------------------------------------------------------------------
 
+    @_in_turn
     def forward(self, x: Tensor) -> Tensor:
         """Predict, then adapt (unless frozen)."""
         return self._run(x, learn=not self._frozen)
 
+    @_in_turn
     def predict(self, x: Tensor) -> Tensor:
         """Predict without adapting: nothing changes."""
         return self._run(x, learn=False)
@@ -176,7 +225,7 @@ class Adapter(nn.Module):
                 old = self.state
                 logits, state = self._steps(old, images, donate=self._retired or False)
                 self._check_logits(logits)
-                self._put(state, ~images.isfinite().flatten(2).all(2))
+                self._put(state, ~sound(images))
                 self._retired = old  # its memory serves the step after next; a step that fails has touched no other
             else:
                 logits = self.method.predict(self.net, self.state, images)
@@ -191,6 +240,7 @@ class Adapter(nn.Module):
     # -- life cycle ---------------------------------------------------------------------------------------------------
 
     @property
+    @_in_turn
     def state(self) -> Any:
         """The method's state, a named tuple of tensors, good until the next call; `snapshot` gives a copy to keep."""
         return self.adapted.get()
@@ -201,6 +251,7 @@ class Adapter(nn.Module):
         return self._steps.eager_because
 
     @property
+    @_in_turn
     def info(self) -> list[StreamInfo]:
         """What each stream is doing."""
         state = self.state
@@ -213,16 +264,19 @@ class Adapter(nn.Module):
             for i, (images, skipped, trusted, entropy, distance) in enumerate(zip(*columns, strict=True))
         ]
 
+    @_in_turn
     def freeze(self) -> "Adapter":
         """Predict only, from now on."""
         self._frozen = True
         return self
 
+    @_in_turn
     def unfreeze(self) -> "Adapter":
         """Adapt again."""
         self._frozen = False
         return self
 
+    @_in_turn
     @torch.inference_mode(False)
     def reset(self, stream: int | None = None) -> "Adapter":
         """Go back to the source: all streams, or one."""
@@ -233,30 +287,45 @@ class Adapter(nn.Module):
         self._put(fresh)
         return self
 
+    @_in_turn
     @torch.inference_mode(False)
     def snapshot(self) -> Snapshot:
         """A copy of the state, to `restore` later."""
-        return Snapshot(self.method, clone(self.state))
+        return Snapshot(self.method, clone(self.state), self.net, self._frozen)
 
+    @_in_turn
     @torch.inference_mode(False)
     def restore(self, snapshot: Snapshot) -> "Adapter":
-        """Go back to a snapshot of this adapter, or of another with the same method and network."""
+        """Go back to a snapshot of this adapter, or of another with the same method and network; frozen if it was."""
         if not isinstance(snapshot, Snapshot):
             raise TypeError(f"restore takes what snapshot() gave; got {type(snapshot).__name__}")
         if snapshot.method != self.method:
             raise ValueError(f"the snapshot was taken with {snapshot.method}; this adapter runs {self.method}")
-        here, there = leaves(self.state), leaves(snapshot.state)
-        if any(here[name].shape != there[name].shape for name in here):
-            raise ValueError("the snapshot is of another network or another number of streams")
+        if len(snapshot.state.key.seed) != self.streams:
+            raise ValueError(
+                f"the snapshot is of another number of streams: {len(snapshot.state.key.seed)}; this adapter has "
+                f"{self.streams}"
+            )
+        if snapshot.net is not self.net and snapshot.net.fingerprint() != self.net.fingerprint():
+            raise ValueError(
+                "the snapshot was taken on another network: its weights differ from this one's. Restore it to an "
+                "adapter of the network it was taken on, with the same weights and precision"
+            )
         self._put(tree_map(lambda t: t.clone().to(self.net.device), snapshot.state))
+        self._frozen = snapshot.frozen
         return self
 
+    @_in_turn
     def digest(self) -> str:
         """A hash of the state: equal digests, equal states."""
         return digest(self.state)
 
+    @_in_turn
     def save(self, path: str | PathLike[str]) -> None:
-        """Write the state, the method and a fingerprint of the source model to a safetensors file, atomically."""
+        """Write the state, the method and a fingerprint of the source model to a safetensors file, atomically.
+
+        A state that is not finite is refused, and a file that is there stays.
+        """
         files.write(
             path,
             leaves(self.state),
@@ -266,9 +335,18 @@ class Adapter(nn.Module):
             fingerprint=self.net.fingerprint(),
         )
 
+    @_in_turn
+    @torch.inference_mode(False)
+    def state_dict(self, /, *args: Any, prefix: str = "", **kwargs: Any) -> Any:
+        """As for any module, with a copy of the adapted state: its own memory is used again by later steps."""
+        named = super().state_dict(*args, prefix=prefix, **kwargs)
+        named |= {name: t.clone() for name, t in named.items() if name.startswith(f"{prefix}adapted.")}
+        return named
+
+    @_in_turn
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As for any module, except that a state dict that does not fit is refused before anything is copied."""
-        own = self.state_dict()
+        own = super().state_dict()
         wrong = sorted(own.keys() ^ state_dict.keys()) if strict else []
         wrong += [k for k in own.keys() & state_dict.keys() if own[k].shape != state_dict[k].shape]
         if wrong:
@@ -278,27 +356,30 @@ class Adapter(nn.Module):
             )
         return super().load_state_dict(state_dict, strict, assign)
 
+    @_in_turn
     def export(self, stream: int | None = None) -> nn.Module:
         """A plain module with ordinary normalisation layers that predicts what `predict` predicts for a stream.
 
-        Methods that normalise each batch with its own statistics (bn, tent) give BatchNorm layers that do the same. Of
-        methods that predict with several passes (cotta, petal) it is the network of the plain one. What no ordinary
-        layer can do (lame, note, roid) is refused.
+        Methods that normalise each batch with its own statistics (bn, tent) give BatchNorm layers that do the same.
+        Methods whose prediction is more than a pass of a network (cotta, lame, petal, roid) or that normalise as no
+        ordinary layer does (note) are refused.
         """
         if stream is None and self.streams > 1:
             raise ValueError(f"which of the {self.streams} streams? export(stream=0), say")
-        if self.method.output != "logits":
-            raise ValueError(f"{self.method.name} corrects predictions after the network: it cannot be exported as one")
+        if (more := self.method.more_than_a_pass) is not None:
+            raise ValueError(
+                NOT_EXPORTED.format(self.method.name, f"predicts with more than a pass of a network: {more}")
+            )
         index = self._stream(stream or 0)
         chosen = self.method.deployed(self.net, self.state).stream(index)
-        if not isinstance(chosen.norm, Frozen | Batch):
+        if type(chosen.norm) not in (Frozen, Batch):  # a rule made from one of them is another rule
             raise ValueError(
-                f"{self.method.name} normalises every image in its own way, which ordinary layers cannot: it cannot be "
-                "exported"
+                NOT_EXPORTED.format(self.method.name, f"normalises as no ordinary layer does: {chosen.norm}")
             )
         frozen = chosen.stats if isinstance(chosen.norm, Frozen) else None
         return self.net.plain(chosen.affine, frozen, chosen.weights[0] if chosen.weights else None)
 
+    @_in_turn
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Adapter":
         self._retired = None  # of another device or precision, soon
         self._steps.forget()
@@ -311,9 +392,10 @@ class Adapter(nn.Module):
     # -- checks -------------------------------------------------------------------------------------------------------
 
     def _stream(self, index: int) -> int:
-        if not isinstance(index, int) or not -self.streams <= index < self.streams:
+        place = _whole(index)
+        if place is None or not -self.streams <= place < self.streams:
             raise IndexError(f"stream {index!r}: this adapter has streams 0 to {self.streams - 1}")
-        return index % self.streams
+        return place % self.streams
 
     def _images(self, x: Tensor) -> tuple[Tensor, bool]:
         """Bring images into (S, B, ...), or say what is wrong with them."""
@@ -338,7 +420,7 @@ class Adapter(nn.Module):
         return x, one
 
     def _check_range(self, x: Tensor) -> None:
-        low, high = (v.item() for v in torch.where(x.isfinite(), x, 0.5).aminmax())
+        low, high = (v.item() for v in screen(x, None)[0].aminmax())
         if x.device.type != "cpu":
             self._warned = True  # a look at the values waits for the device: the first batch only
         if low < -1e-3 or high > 1 + 1e-3:
@@ -348,6 +430,14 @@ class Adapter(nn.Module):
     def _check_logits(self, logits: Tensor) -> None:
         if logits.shape[-1] != self.classes:
             raise ValueError(f"the network gives {logits.shape[-1]} classes; the adapter was made for {self.classes}")
+
+
+def _whole(number: Any) -> int | None:
+    """A whole number, numpy's too, as an int; None: it is none."""
+    try:
+        return operator.index(number)
+    except TypeError:
+        return None
 
 
 def _count_classes(net: Backbone, classes: int | None) -> int:

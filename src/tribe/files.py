@@ -1,9 +1,11 @@
 """State files: safetensors with a schema version, the method's fields and a fingerprint of the source model.
 
-Written atomically; never a pickle.
+Written atomically; never a pickle. A digest of all of it tells a damaged file from a good one, and a state that is not
+finite, which could predict nothing ever again, is neither written nor read.
 """
 
 import dataclasses
+import hashlib
 import json
 from collections.abc import Mapping
 from os import PathLike
@@ -19,7 +21,8 @@ from tribe.atomic import write_atomically
 from tribe.augment import Augment
 from tribe.backbone import Backbone
 from tribe.methods import Method
-from tribe.source import Knowledge
+from tribe.source import Knowledge, KnowledgeError
+from tribe.state import hash_tensors, per_stream
 
 FORMAT = "tribe-state"
 SCHEMA = 1
@@ -49,9 +52,17 @@ def write(
     frozen: bool,
     fingerprint: str,
 ) -> None:
-    """Write a state file."""
+    """Write a state file; a state that is not finite is refused."""
     from tribe import __version__
 
+    if lost := _not_finite(tensors):
+        rows = [per_stream(tensors[name], streams).isfinite().flatten(1).all(1) for name in lost]
+        which = ", ".join(str(i) for i in range(streams) if not all(row[i] for row in rows))
+        raise StateFileError(
+            f"the state of stream {which} is not finite ({', '.join(lost[:4])}), so it can predict nothing any more: "
+            f"reset(stream=...) starts it anew, restore(snapshot) goes back. Nothing was written to {path}"
+        )
+    placed = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
     metadata = {
         "format": FORMAT,
         "schema": str(SCHEMA),
@@ -62,11 +73,14 @@ def write(
         "frozen": json.dumps(frozen),
         "fingerprint": fingerprint,
     }
-    write_atomically(path, to_bytes({k: t.detach().cpu().contiguous() for k, t in tensors.items()}, metadata))
+    metadata["digest"] = _digest(metadata, placed)
+    write_atomically(path, to_bytes(placed, metadata))
 
 
 def read(path: str | PathLike[str]) -> Saved:
     """Read a state file, or say why it is not one."""
+    if Path(path).is_dir():
+        raise IsADirectoryError(f"{path} is a folder; expected a state file written by Adapter.save")
     if not Path(path).is_file():
         raise FileNotFoundError(f"no state file at {path}")
     try:
@@ -78,11 +92,28 @@ def read(path: str | PathLike[str]) -> Saved:
         raise StateFileError(
             f"{path} is not a tribe state file, or it was cut short ({error}); expected one written by Adapter.save"
         ) from error
+    if "digest" in metadata and metadata["digest"] != _digest(metadata, tensors):  # older files have none
+        raise StateFileError(
+            f"{path} is damaged: it does not hold what was saved. Use an earlier file, or start anew with tribe.adapt"
+        )
     try:
         fields, streams, frozen = (json.loads(metadata[name]) for name in ("fields", "streams", "frozen"))
         return Saved(metadata["method"], dict(fields), int(streams), bool(frozen), metadata["fingerprint"], tensors)
     except (KeyError, ValueError, TypeError) as error:
         raise StateFileError(f"{path}: the header cannot be read ({error}); the file is damaged") from error
+
+
+def _digest(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
+    """A hash of all that a file says, in whatever order it gives the tensors back."""
+    words = json.dumps({name: word for name, word in metadata.items() if name != "digest"}, sort_keys=True)
+    return hashlib.sha256((words + hash_tensors(dict(sorted(tensors.items())))).encode()).hexdigest()
+
+
+def _not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
+    """The tensors of a state that are lost; `info` only watches, and the next step writes it anew."""
+    numbers = {n: t for n, t in tensors.items() if t.is_floating_point() and t.numel() and not n.startswith("info.")}
+    # The extremes are NaN where anything is; they take one pass and no memory, which isfinite() of all would.
+    return [name for name, t in numbers.items() if not all(end.isfinite() for end in t.aminmax())]
 
 
 def _check_header(path: str | PathLike[str], metadata: Mapping[str, str]) -> None:
@@ -106,7 +137,7 @@ def check_fingerprint(path: str | PathLike[str], fingerprint: str, net: Backbone
 
 
 def check_tensors(path: str | PathLike[str], tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> None:
-    """Refuse a state whose tensors are not those the method keeps."""
+    """Refuse a state whose tensors are not those the method keeps, or not finite."""
     if wrong := sorted(tensors.keys() ^ like.keys()):
         raise StateFileError(f"{path} does not hold this method's state: {', '.join(wrong[:4])} missing or unexpected")
     for name, tensor in tensors.items():
@@ -115,6 +146,11 @@ def check_tensors(path: str | PathLike[str], tensors: Mapping[str, Tensor], like
                 f"{path}: {name} is {tuple(tensor.shape)} {tensor.dtype}; expected {tuple(like[name].shape)} "
                 f"{like[name].dtype}"
             )
+    if lost := _not_finite(tensors):
+        raise StateFileError(
+            f"{path} holds a state that is not finite ({', '.join(lost[:4])}), which can predict nothing. Use an "
+            "earlier file, or start anew with tribe.adapt"
+        )
 
 
 def method_to_json(method: Method) -> dict[str, Any]:
@@ -132,11 +168,22 @@ def _to_json(value: Any) -> Any:
     return value
 
 
-def _knowledge(path: str | PathLike[str], saved: Mapping[str, Any]) -> Knowledge:
-    knowledge = Knowledge.load(saved["knowledge"])
-    if knowledge.digest != saved["digest"]:
-        raise StateFileError(f"{path} was saved with other source knowledge than {saved['knowledge']} holds now")
-    return knowledge
+def _knowledge(path: str | PathLike[str], saved: Mapping[str, Any], given: Any) -> Knowledge:
+    """The source knowledge that a state was saved with, from where it lay then, or from what is given."""
+    where = saved["knowledge"] if given is None else given
+    moved = "If its file has moved or was renamed, say where it lies now: load(path, model, knowledge=FILE)"
+    try:
+        known = where if isinstance(where, Knowledge) else Knowledge.load(where)
+    except KnowledgeError as error:
+        raise StateFileError(
+            f"{path} was saved with source knowledge from {saved['knowledge']}: {error}. {moved}"
+        ) from error
+    if known.digest != saved["digest"]:
+        raise StateFileError(
+            f"{path} was saved with source knowledge {saved['digest'][:12]} from {saved['knowledge']}; {where} holds "
+            f"{known.digest[:12]}. {moved}"
+        )
+    return known
 
 
 def _from_json(value: Any) -> Any:
@@ -146,7 +193,10 @@ def _from_json(value: Any) -> Any:
 def method_from_json(
     path: str | PathLike[str], name: str, saved: Mapping[str, Any], given: Mapping[str, Any]
 ) -> Method:
-    """Build the saved method; a field that could not be saved must be among those given, and no other may be."""
+    """Build the saved method; a field that could not be saved must be among those given, and no other may be.
+
+    Source knowledge may: its file can move, and its digest tells whether it is the one.
+    """
     if name not in methods.names():
         raise StateFileError(f"{path} was saved with method {name!r}, unknown here: import what registers it")
     fields: dict[str, Any] = {}
@@ -158,10 +208,10 @@ def method_from_json(
                     f"load(path, model, {field}=...)"
                 )
             fields[field] = given[field]
+        elif isinstance(value, dict) and "knowledge" in value:
+            fields[field] = _knowledge(path, value, given.get(field))
         elif field in given:
             raise StateFileError(f"{path} holds {field}={value!r} already; only what could not be saved can be given")
-        elif isinstance(value, dict) and "knowledge" in value:
-            fields[field] = _knowledge(path, value)
         elif isinstance(value, dict) and "augment" in value:
             ranges: dict[str, Any] = {k: _from_json(v) for k, v in value["augment"].items()}
             fields[field] = Augment(**ranges)

@@ -38,7 +38,7 @@ class Info(NamedTuple):
     """What a stream's last step saw, kept in the state so that watching costs no second pass."""
 
     images: Tensor  # (S,) int64, images learned from so far
-    skipped: Tensor  # (S,) int64, images that were not finite and touched nothing, so far
+    skipped: Tensor  # (S,) int64, bad images (see `tribe.screening`), which touched nothing, so far
     trusted: Tensor  # (S,) share of the last batch that drove the update
     entropy: Tensor  # (S,) mean entropy of the last batch's predictions, as a share of log K
     distance: Tensor  # (S,) norm of the move of the affine parameters, relative to the source's
@@ -128,7 +128,8 @@ def hash_tensors(named: Mapping[str, Tensor]) -> str:
 class Store(nn.Module):
     """A state as the buffers of a module, so that ``.to(device)`` and ``state_dict()`` see it.
 
-    Statistics must not lose precision when a network is cast to half, so a change of dtype passes them by.
+    A state follows its network to another precision, as the moments that are taken of the network's activations do,
+    but never below float32: statistics must not lose what they know when a network is cast to half.
     """
 
     def __init__(self, state: tuple[Any, ...]) -> None:
@@ -155,6 +156,10 @@ class Store(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Store":
         def move(t: Tensor) -> Tensor:
             moved = fn(t)
-            return moved if moved.dtype == t.dtype else t.to(moved.device)  # not back from half: that would round
+            if moved.dtype == t.dtype:
+                return moved
+            if self._type is Info:  # for people, in float32 whatever the network
+                return t.to(moved.device)
+            return t.to(moved.device, torch.promote_types(moved.dtype, torch.float32))  # from t: half has rounded
 
         return super()._apply(move, recurse)  # type: ignore[no-any-return,no-untyped-call]

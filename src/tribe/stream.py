@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tribe.datasets import Dataset
 from tribe.scenarios import Scenario, Schedule
+from tribe.screening import sound
 
 AHEAD = 2  # batches read before they are asked for
 
@@ -88,7 +89,7 @@ class Stream:
             if len(images):
                 row[: len(images)] = images
         y, domain, valid = (torch.stack(column) for column in list(zip(*rows, strict=True))[1:])
-        valid &= x.isfinite().flatten(2).all(2)
+        valid &= sound(x)
         x[~valid] = 0
         starts = [
             bool(s.reset[c.start]) if c.stop > c.start else False for s, c in zip(self.schedules, cuts, strict=True)
