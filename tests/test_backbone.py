@@ -1,10 +1,14 @@
 """The backbone: the same network as the caller's, with the normalisation as an argument and nothing else changed."""
 
 import copy
+import pickle
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -15,15 +19,19 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils import parametrize
+from torch.utils.checkpoint import checkpoint
 
 import reference
+import tribe
 from tribe import norms
 from tribe.backbone import Backbone, Output
 from tribe.models.base import BatchNormReLU
 from tribe.norms import Norm
 from tribe.norms.balanced import Balanced
 from tribe.slots import Slot
-from tribe.state import Affine, Stats
+from tribe.state import Affine, Stats, leaves
+from tribe.weights import Layout
 
 FROZEN, BATCH = norms.create("frozen"), norms.create("batch")
 BALANCED = Balanced(classes=4, eta=0.1, gamma=0.2)
@@ -364,6 +372,49 @@ def test_plain_round_trip_is_an_ordinary_model(name: str) -> None:
     assert gap(logits(plain(x[0])), logits(model(x[0]))) <= 1e-5  # the first one stayed as it was
 
 
+class Exp(nn.Module):
+    """A parametrization: a scale that stays positive."""
+
+    def forward(self, w: Tensor) -> Tensor:
+        return w.exp()
+
+
+def tied(model: nn.Module) -> None:
+    model[1].weight = model[4].weight
+    model[1].running_var = model[4].running_var
+
+
+def parametrized(model: nn.Module) -> None:
+    parametrize.register_parametrization(model[1], "weight", Exp())
+    parametrize.register_parametrization(model[4], "bias", Exp())
+
+
+def remade(model: nn.Module) -> None:
+    """A hook makes the weight from something else at each call, as torch.nn.utils.prune does."""
+    layer = model[1]
+    half = 0.5 * layer.weight.detach()
+    del layer.weight
+    layer.weight = 2 * half
+    layer.register_forward_pre_hook(lambda layer, args: setattr(layer, "weight", 2 * half.to(layer.bias)))
+
+
+@pytest.mark.parametrize("change", [tied, parametrized, remade])
+def test_exported_layers_have_parameters_of_their_own(change: Callable[[nn.Module], None]) -> None:
+    """Catches a copy into what another layer holds too, or what is made anew at the next call."""
+    torch.manual_seed(0)
+    model, x = small(lambda _: nn.BatchNorm2d(6)), images("BatchNorm2d")
+    model[3], model[8] = nn.Conv2d(6, 6, 3), nn.Linear(6, 4)
+    change(model.eval())
+    net = Backbone(model)
+    assert net.left_alone == {}
+    assert gap(net(x, *net.source(), FROZEN).logits[0], model(x[0])) <= 1e-5
+    affine, stats, *_ = different_rows(net, FROZEN, 1)
+    for _ in range(2):
+        for kept, norm in ((stats, FROZEN), (None, BATCH)):
+            assert gap(net.plain(affine, kept)(x[0]), net(x, affine, stats, norm).logits[0]) <= 1e-5
+    assert gap(net(x, *net.source(), FROZEN).logits[0], model(x[0])) <= 1e-5  # nothing was taken from the caller's
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @each_model
 def test_precision_of_the_model_is_kept(name: str, dtype: torch.dtype) -> None:
@@ -490,6 +541,111 @@ def test_an_unknown_forward_is_left_alone_and_listed() -> None:
     assert gap(net(x, *net.source(), FROZEN).logits[0], model(x[0])) <= 1e-5
 
 
+class Gated(nn.BatchNorm2d):
+    """Has an activation, and another use for it."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels)
+        self.act = nn.Sigmoid()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y * self.act(y)
+
+
+class ActivatedFirst(Gated):
+    """As long as it is fresh, this is what activating afterwards gives."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels)
+        self.act = nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.BatchNorm2d.forward(self, self.act(x))
+
+
+class Noisy(Gated):
+    """Draws from the generator that everybody shares."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(F.dropout(nn.BatchNorm2d.forward(self, x)))
+
+
+class Counting(BatchNormAct2d):
+    """Keeps count of its calls."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("kind", [Gated, ActivatedFirst, Noisy])
+def test_a_layer_with_an_activation_that_does_something_else_is_left_alone(kind: type[nn.Module]) -> None:
+    """Catches a slot that guesses what a forward does from the attributes of the layer."""
+    torch.manual_seed(0)
+    model = small()
+    model[4] = kind(8)
+    before = torch.get_rng_state()
+    net, x = Backbone(model.eval()), images("BatchNorm2d")
+    assert torch.equal(torch.get_rng_state(), before)
+    assert net.left_alone == {"4": f"{kind.__name__} has a forward of its own"}
+    if kind is not Noisy:
+        assert gap(net(x, *net.source(), FROZEN).logits[0], model(x[0])) <= 1e-5
+
+
+def test_a_layer_that_is_tried_is_not_changed() -> None:
+    net = Backbone(small(Counting))
+    assert len(net.slots) == 2
+    assert [int(slot.layer.calls) for slot in net.slots] == [0, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_a_layer_is_tried_in_every_precision(dtype: torch.dtype) -> None:
+    assert Backbone(small(BatchNormAct2d).to(dtype)).left_alone == {}
+    assert set(Backbone(nn.Sequential(small(), Gated(4)).to(dtype)).left_alone) == {"1"}
+
+
+def test_a_forward_put_on_a_layer_itself_is_left_alone() -> None:
+    model = build("BatchNorm2d")
+    layer = model[4]
+    layer.forward = lambda x: 3 * F.batch_norm(x, layer.running_mean, layer.running_var)
+    net, x = Backbone(model), images("BatchNorm2d")
+    assert net.left_alone == {"4": "BatchNorm2d has a forward of its own"}
+    assert gap(net(x, *net.source(), FROZEN).logits[0], model(x[0])) <= 1e-5
+
+
+@pytest.mark.parametrize("name", ["BatchNorm2d", "GroupNorm", "SyncBatchNorm"])
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_a_layer_whose_hooks_change_what_it_gives_is_left_alone(name: str, where: str) -> None:
+    model, x = build(name), images(name)
+    if where == "before":
+        model[1].register_forward_pre_hook(lambda layer, args: (args[0] ** 2,))
+    else:
+        model[1].register_forward_hook(lambda layer, args, y: 3 * y)
+    net = Backbone(model)
+    assert net.left_alone == {"1": "its hooks change what it gives"}
+    assert gap(net(x, *net.source(), FROZEN).logits[0], model(x[0])) <= 1e-5
+
+
+def test_a_layer_with_a_hook_on_its_gradient_is_left_alone() -> None:
+    model = build("BatchNorm2d")
+    model[1].register_full_backward_hook(lambda layer, into, out: (into[0] * 0,))
+    assert Backbone(model).left_alone == {"1": "it has hooks on its gradient"}
+
+
+@pytest.mark.parametrize("name", ["BatchNorm2d", "BatchNorm1d (N, C)", "BatchNorm3d", "LayerNorm (C, H, W)"])
+def test_a_layer_whose_hooks_only_look_is_adapted(name: str) -> None:
+    model, x, seen = build(name), images(name), []
+    model[1].register_forward_hook(lambda layer, args, y: seen.append(y))
+    net = Backbone(model)
+    assert net.left_alone == {}
+    assert gap(net(x, *net.source(), FROZEN).logits[0], model(x[0])) <= 1e-5
+
+
 def test_a_norm_without_statistics_and_affine_is_left_alone_and_listed() -> None:
     assert Backbone(build("LayerNorms beside BatchNorm")).left_alone == {
         "2": "it has neither statistics nor affine parameters"
@@ -539,6 +695,29 @@ def test_casting_the_network_leaves_the_source_exact() -> None:
     )
 
 
+@pytest.mark.parametrize("first", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("then", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("method", ["tribe", "rotta"])
+def test_an_adapter_goes_on_in_another_precision(method: str, first: torch.dtype, then: torch.dtype) -> None:
+    """Catches statistics in another precision than the moments they meet, and layers exported in an old one."""
+    model, x = build("BatchNorm2d").to(first), images("BatchNorm2d")[0]
+    adapter = tribe.adapt(model, method)
+    adapter(x)
+    before = adapter.predict(x).float()
+    adapter.to(then)
+    assert gap(adapter.predict(x).float(), before) < 5e-2
+    adapter(x)
+    wide = torch.promote_types(then, torch.float32)
+    assert {t.dtype for t in (*adapter.net.source()[0], *adapter.net.source()[1])} == {wide}
+    kept = {name: t.dtype for name, t in leaves(adapter.state).items() if t.is_floating_point()}
+    fresh = leaves(tribe.adapt(copy.deepcopy(model).to(then), method).state)
+    for name, dtype in kept.items():  # an image that was remembered may stay in half
+        assert dtype in (fresh[name].dtype, torch.promote_types(fresh[name].dtype, torch.float32)), name
+    exported = adapter.export()
+    assert {p.dtype for p in exported.parameters()} == {then}
+    assert gap(exported(x.to(then)).float(), adapter.predict(x).float()) < (1e-5 if then == wide else 1e-2)
+
+
 # -- refusals -------------------------------------------------------------------------------------------------------
 
 
@@ -564,11 +743,77 @@ def test_lazy_layers_work_once_their_size_is_known() -> None:
         (nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4, elementwise_affine=False)), "neither statistics nor affine"),
         (lazy(), "size of layer '1' is not known yet: run the model once"),
         (nn.Sequential(nn.LazyConv2d(4, 3), nn.BatchNorm2d(4)), "size of layer '0' is not known yet"),
+        (torch.jit.script(small()), "the model was compiled by torch.jit .*: give the eager module"),
+        (torch.jit.trace(small(), torch.rand(2, 3, 8, 8)), "the model was compiled by torch.jit .*: give the eager"),
+        (Backbone(small()), "Backbone is or holds a tribe.Backbone.* tribe.adapt takes a Backbone as it is"),
+        (tribe.adapt(small()), r"Adapter is or holds a tribe.Backbone.* its .net .* its .export\(\)"),
     ],
 )
 def test_a_model_that_cannot_be_adapted_is_refused_in_words(model: nn.Module, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         Backbone(model)
+
+
+def test_a_compiled_part_that_learned_nothing_does_no_harm() -> None:
+    with pytest.raises(ValueError, match=r"layer '0' was compiled by torch.jit"):
+        Backbone(nn.Sequential(torch.jit.script(small()[:3]), small()[3:]))
+    model, x = nn.Sequential(torch.jit.script(nn.Softsign()), build("BatchNorm2d")).eval(), images("BatchNorm2d")
+    assert gap(run(model).logits[0], model(x[0])) <= 1e-5
+
+
+class Cut(nn.Module):
+    """Gives logits without a gradient, as networks do that are made for inference."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.inner, self.head, self.how = small()[:-1], small()[-1], how
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "detach":
+            return self.head(self.inner(x).detach())
+        with torch.inference_mode() if self.how == "inference_mode" else torch.no_grad():
+            return self.head(self.inner(x))
+
+
+@pytest.mark.parametrize("how", ["detach", "no_grad", "inference_mode"])
+def test_a_network_that_cuts_gradients_is_refused_in_words_where_one_is_needed(how: str) -> None:
+    adapter, x = tribe.adapt(Cut(how), "tent"), images("BatchNorm2d")[0]
+    before = adapter.digest()
+    with pytest.raises(ValueError, match=r"logits without a gradient.* torch.no_grad, torch.inference_mode or .detach"):
+        adapter(x)
+    assert adapter.digest() == before
+    assert tribe.adapt(Cut(how), "bn")(x).shape == (6, 4)
+
+
+class Reads(nn.Module):
+    """Asks a normalisation layer for something."""
+
+    def __init__(self, ask: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.inner, self.ask = small(), ask
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) + self.ask(self.inner[1], x)
+
+
+@pytest.mark.parametrize("what", ["weight", "running_mean", "_check_input_dim"])
+def test_reading_a_layer_past_its_call_is_refused_in_words(what: str) -> None:
+    def ask(layer: Any, x: Tensor) -> Tensor:
+        return 0 * getattr(layer, what).sum()
+
+    with pytest.raises(
+        AttributeError, match=rf"reads '{what}' of .* layer 'inner.1' .* call the layer, as in self.norm"
+    ):
+        run(Reads(ask))
+
+
+def test_settings_of_a_layer_may_be_read() -> None:
+    model = Reads(lambda layer, x: torch.full((), layer.num_features * layer.momentum))
+    model.inner.eval()
+    x = images("BatchNorm2d")
+    assert gap(run(model, x).logits[0], model(x[0])) <= 1e-5
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        run(Reads(lambda layer, x: layer.nonsense))
 
 
 def test_what_is_not_a_module_is_refused() -> None:
@@ -637,6 +882,75 @@ def test_a_slot_outside_a_pass_raises() -> None:
         Backbone(small()).model(torch.rand(2, *IMAGE))
 
 
+class Elsewhere(nn.Module):
+    """Runs a part of itself in some other way than by calling it."""
+
+    def __init__(self, run: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.inner, self.run = small(), run
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(self.inner, x)
+
+
+def in_a_thread(part: nn.Module, x: Tensor) -> Tensor:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(part, x).result()
+
+
+@pytest.mark.parametrize("run", [in_a_thread, partial(checkpoint, use_reentrant=False)])
+def test_parts_that_leave_the_pass_are_told_why(run: Callable[[nn.Module, Tensor], Tensor]) -> None:
+    net = Backbone(Elsewhere(run))
+    affine, stats = net.source()
+    affine = Affine(*(t.requires_grad_() for t in affine))
+    words = r"torch.utils.checkpoint,.* \(turn checkpointing off\), .* a thread of its own"
+    with pytest.raises((ValueError, RuntimeError), match=words):
+        net(images("BatchNorm2d"), affine, stats, BATCH).logits.sum().backward()
+
+
+class Listed(nn.Module):
+    """Calls its layers by references that are not modules of its own."""
+
+    def __init__(self, through: Callable[[nn.Module], Callable[[Tensor], Tensor]]) -> None:
+        super().__init__()
+        self.conv, self.norm, self.second, self.head = nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5), None, nn.Linear(5, 4)
+        self.steps = [self.conv, through(self.norm)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for step in self.steps:
+            x = step(x)
+        return self.head((x if self.second is None else self.second(x)).mean((2, 3)))
+
+
+def test_layers_in_a_list_are_adapted_and_exported() -> None:
+    """Catches a layer that is called past the slot that stands for it among the modules."""
+    torch.manual_seed(0)
+    model, x = Listed(lambda norm: norm).eval(), images("BatchNorm2d")
+    net = Backbone(model)
+    affine, stats, *_ = different_rows(net, FROZEN, 1)
+    for other in (net, copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        assert gap(other(x, *other.source(), FROZEN).logits[0], model(x[0])) <= 1e-5
+        y = other(x, affine, stats, FROZEN).logits
+        assert gap(y[0], model(x[0])) > 1e-3
+        assert gap(other.plain(affine, stats)(x[0]), y[0]) <= 1e-5
+        weights = {name: 1.1 * p for name, p in other.model.named_parameters()}
+        y = other(x, affine, stats, FROZEN, weights=weights).logits
+        assert gap(other.plain(affine, stats, weights)(x[0]), y[0]) <= 1e-5
+
+
+def test_layers_that_no_pass_calls_are_named_once() -> None:
+    model, x = Listed(lambda norm: norm.forward), images("BatchNorm2d")
+    with pytest.raises(ValueError, match=r"called none of its normalisation layers.*self.norm.forward"):
+        run(model)
+    model.second = nn.BatchNorm2d(5)
+    net = Backbone(model)
+    with pytest.warns(UserWarning, match=r"did not call do not adapt: norm\. .* auxiliary head"):
+        net(x, *net.source(), FROZEN)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        net(x, *net.source(), FROZEN)
+
+
 @pytest.mark.parametrize("error", [RuntimeError("late"), KeyError("late"), KeyboardInterrupt()])
 def test_the_desk_is_empty_after_an_error_in_a_pass(error: BaseException) -> None:
     """Catches a pass that outlives its forward, so that the next use of a slot takes another's arguments."""
@@ -683,6 +997,78 @@ def test_threads_with_one_backbone_do_not_meet() -> None:
         sys.setswitchinterval(interval)
     assert len(worst) == len(work)  # a thread that raised would be missing
     assert max(worst) < 1e-5
+
+
+@pytest.mark.parametrize("own", [(True, True), (True, False), (False, True), (False, False)], ids=str)
+def test_a_pass_with_weights_of_its_own_meets_no_other(own: tuple[bool, bool]) -> None:
+    """One thread stands in the middle of its pass while another makes a whole one, and looks around."""
+    meet: list[Callable[[], None]] = []
+
+    class Halfway(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if meet:
+                meet.pop()()
+            return x
+
+    torch.manual_seed(0)
+    net, x = Backbone(nn.Sequential(small()[:3], Halfway(), small()[3:])), images("BatchNorm2d")
+    mark, source = net.fingerprint(), Layout(net).source().weights
+    weights = [
+        {name: factor * p for name, p in net.model.named_parameters()} if its else None
+        for its, factor in zip(own, (2, 3), strict=True)
+    ]
+
+    def go(i: int) -> Tensor:
+        return net(x, *net.source(), FROZEN, weights=weights[i]).logits
+
+    alone = go(0), go(1)
+    assert (gap(*alone) > 1e-3) == any(own)
+    found: list[Any] = []
+
+    def visit() -> None:
+        with ThreadPoolExecutor(1) as pool:
+            found.append(pool.submit(go, 1).result(60))
+            found.append(pool.submit(net.fingerprint).result(60))
+            found.append(pool.submit(lambda: Layout(net).source().weights).result(60))
+
+    meet.append(visit)
+    assert torch.equal(go(0), alone[0])
+    assert torch.equal(found[0], alone[1])
+    assert found[1] == mark
+    assert torch.equal(found[2], source)
+
+
+def test_threads_with_methods_that_move_all_weights_do_not_meet() -> None:
+    model, methods = build("BatchNorm2d"), ["cotta", "tent", "cotta"]
+    alone = [tribe.adapt(model, name, seed=i) for i, name in enumerate(methods)]
+    net = Backbone(model)
+    threaded = [tribe.adapt(net, name, seed=i) for i, name in enumerate(methods)]
+
+    def drive(adapters: list[Any], i: int) -> None:
+        for seed in range(6):
+            adapters[i](images("BatchNorm2d", seed=10 * i + seed)[0])
+
+    for i in range(len(methods)):
+        drive(alone, i)
+    with ThreadPoolExecutor(len(methods)) as pool:
+        list(pool.map(partial(drive, threaded), range(len(methods))))
+    assert [a.digest() for a in threaded] == [a.digest() for a in alone]
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))])
+def test_a_copy_has_weights_of_its_own(again: Callable[[Backbone], Backbone]) -> None:
+    """Catches a double that outlives the network it was made of, or a cast of it."""
+    net, x = Backbone(build("BatchNorm2d")), images("BatchNorm2d")
+    some = {"0.weight": 2 * net.model[0].weight}
+    before = net(x, *net.source(), FROZEN, weights=some).logits
+    other = again(net)
+    with torch.no_grad():
+        net.model[8].weight.zero_()
+    assert torch.equal(other(x, *other.source(), FROZEN, weights=some).logits, before)
+    assert not torch.equal(net(x, *net.source(), FROZEN, weights=some).logits, before)
+    net.double()
+    y = net(x, *net.source(), FROZEN, weights={name: t.double() for name, t in some.items()}).logits
+    assert y.dtype == torch.float64
 
 
 # -- features -------------------------------------------------------------------------------------------------------
@@ -772,6 +1158,26 @@ def test_fingerprint_tells_models_apart_and_nothing_else() -> None:
         other = copy.deepcopy(model)
         other.state_dict()[key].view(-1)[0] += 1e-3
         assert Backbone(other).fingerprint() != mark, key
+
+
+def test_fingerprint_tells_eps_apart() -> None:
+    """And the usual one is not in it: marks that were taken before it counted must not change."""
+    model = build("BatchNorm2d")
+    model[4] = Doubled(8)  # left alone; it counts all the same
+    mark = Backbone(model).fingerprint()
+    for index, eps in ((1, 1e-3), (4, 1e-3), (1, 1e-6)):
+        other = copy.deepcopy(model)
+        other[index].eps = eps
+        assert Backbone(other).fingerprint() != mark
+        assert Backbone(other).fingerprint(exact=False) != Backbone(model).fingerprint(exact=False)
+
+
+def test_the_fingerprint_of_the_committed_network_is_the_one_in_the_results() -> None:
+    place = tribe.models.find("compact", "mnist", Path(__file__).parents[1])
+    if place is None:
+        pytest.skip("its weights are not here")
+    net = Backbone(tribe.models.load("compact", place))
+    assert net.fingerprint() == "939b0640950ccd5ac9bba7820258a128"
 
 
 @each_model

@@ -7,17 +7,29 @@ for normalisation (`tribe.slots`).
 
 import copy
 import itertools
-from collections.abc import Mapping
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from tribe.moments import fold, wide
+from tribe.moments import fold
 from tribe.norms import Norm
-from tribe.slots import NORMS, AffineSlot, Pass, Slot, StatisticsSlot, channels_of, desk, on_desk, why_not
+from tribe.slots import NORMS, Pass, Slot, Source, desk, on_desk, slot_for, source_of, why_not
 from tribe.state import Affine, Stats, Store, hash_tensors
+
+USUAL_EPS = 1e-5  # the default of every normalisation layer of torch
+NO_GRADIENT = (
+    "the network gives logits without a gradient, so its normalisation layers cannot learn: its forward cuts it, with "
+    "torch.no_grad, torch.inference_mode or .detach(). Give the network without that (tribe takes gradients only where "
+    "it needs them), or choose a method that needs none, such as bn"
+)
+UNCALLED = (
+    "It may reach them past their call: by a method kept from before (f = self.norm.forward), or with their tensors, "
+    "taken out before, in F.batch_norm and the like. Let its forward call them, as in self.norm(x)"
+)
 
 
 class Output(NamedTuple):
@@ -28,11 +40,25 @@ class Output(NamedTuple):
     stats: Stats  # (R, K, C), as the norm rule leaves them
 
 
-class Source(NamedTuple):
-    """The source model's own parameters and statistics, one row each."""
+class Doubles(threading.local):
+    """A thread's double of a network for passes with other weights, which are put into its modules for as long.
 
-    affine: Affine  # (1, C)
-    stats: Stats  # (1, 1, C)
+    The modules are its own, the tensors the network's: other threads, and whoever looks at the network meanwhile, see
+    the source's weights only. Doubles are made when they are needed, by copies and pickles anew.
+    """
+
+    model: nn.Module | None = None
+
+    def of(self, model: nn.Module) -> nn.Module:
+        """This thread's double of the model."""
+        if self.model is None:
+            layers = [slot.layer for slot in model.modules() if isinstance(slot, Slot)]
+            tensors = (t for m in (model, *layers) for t in itertools.chain(m.parameters(), m.buffers()))
+            self.model = copy.deepcopy(model, {id(t): t for t in tensors})
+        return self.model
+
+    def __reduce__(self) -> Any:
+        return type(self), ()
 
 
 class Backbone(nn.Module):
@@ -56,6 +82,8 @@ class Backbone(nn.Module):
         if not isinstance(model, nn.Module):
             raise TypeError(f"expected a torch.nn.Module; got {type(model).__name__}")
         model = _unwrap(model)
+        _refuse_adapters(model)
+        _refuse_scripts(model)
         _refuse_unknown_sizes(model)
         device = next((t.device for t in itertools.chain(model.parameters(), model.buffers())), torch.device("cpu"))
         self.model = _copy(model).eval().requires_grad_(False)
@@ -65,12 +93,15 @@ class Backbone(nn.Module):
         if not self.slots:
             raise ValueError(_nothing_to_adapt(self.model, self.left_alone))
         self.model._apply(_channels_last)
-        self.origin = Store(_source(self.slots, device))
+        self.origin = Store(source_of([slot.layer for slot in self.slots], device))
         self._split = [slot.channels for slot in self.slots]
         self._eps = _common_eps(self.slots)
         self._candidates = self._classifiers(classifier)
         for layer in self._candidates.values():
             layer.register_forward_pre_hook(_note_features)
+        self._learns = any(slot.layer.weight is not None for slot in self.slots)  # what a gradient could move
+        self._doubles = Doubles()
+        self._warned = False
 
     def _place_slots(self) -> None:
         placed: dict[int, Slot] = {}  # a layer reached by two names is one slot
@@ -84,11 +115,10 @@ class Backbone(nn.Module):
                 if reason := why_not(layer):
                     self.left_alone[name] = reason
                     continue
-                kind = StatisticsSlot if isinstance(layer, _BatchNorm) else AffineSlot
-                width = channels_of(layer) if getattr(layer, "running_mean", None) is not None else 0
-                placed[id(layer)] = slot = kind(name, layer, len(self.slots), slice(columns, columns + width))
+                placed[id(layer)] = slot = slot_for(layer, name, len(self.slots), columns)
                 slot.tokens_first = tokens_first
-                columns += width
+                slot.lead_here()
+                columns = slot.columns.stop
                 self.slots.append(slot)
             if not name:
                 self.model = placed[id(layer)]
@@ -168,6 +198,10 @@ class Backbone(nn.Module):
         """A hash of the source model: its weights, statistics and layer names; not ``exact``: as float32 holds them."""
         named = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}  # persistent or not
         named |= self.origin.state_dict()
+        # Only where it is not everyone's: marks of networks from before it counted stay as they are.
+        layers = ((name, m.layer if isinstance(m, Slot) else m) for name, m in self.model.named_modules())
+        eps = {f"{name}.eps": layer.eps for name, layer in layers if isinstance(layer, NORMS)}
+        named |= {name: torch.tensor(value, dtype=torch.float64) for name, value in eps.items() if value != USUAL_EPS}
         if not exact:
             named = {name: t.float() if t.is_floating_point() else t for name, t in named.items()}
         return hash_tensors(named)
@@ -196,8 +230,8 @@ class Backbone(nn.Module):
             norm: the rule.
             labels: (R, B) pseudo labels for rules that use them.
             valid: (R, B); False marks padding, which weighs nothing in any statistic.
-            weights: other weights by name instead of the frozen ones (`torch.func.functional_call`, which swaps them
-                on the shared module: threads are safe without it only).
+            weights: other weights by name instead of the frozen ones (`torch.func.functional_call`, on a double of
+                the network: see `Doubles`).
             spare: statistics nobody needs any more, whose memory may hold the new ones.
         """
         rows, batch = x.shape[:2]
@@ -235,7 +269,8 @@ class Backbone(nn.Module):
                 if weights is None:
                     result = self.model(images)
                 else:
-                    result = torch.func.functional_call(self.model, dict(weights), (images,))
+                    double = self._doubles.of(self.model)
+                    result = torch.func.functional_call(double, dict(weights), (images,))
         except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise  # the device's trouble, not the images'
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
@@ -244,12 +279,34 @@ class Backbone(nn.Module):
                 f"the network could not take images of shape {shape}: {error}{self._expected(shape)}"
             ) from error
         logits = _logits(result, len(images)).unflatten(0, (rows, batch))
+        if len(current.called) < len(self.slots):
+            self._tell_uncalled(current.called)
+        wanted = self._learns and torch.is_grad_enabled() and any(t.requires_grad for t in affine)
+        if wanted and not logits.requires_grad:
+            raise ValueError(NO_GRADIENT)
         features = current.features
         if features is not None:
             whole = features.shape[0] == len(images)  # not where frames or crops are classified one by one
             features = features.flatten(2).mean(2) if features.dim() == 4 else features.flatten(1)
             features = features.unflatten(0, (rows, batch)) if whole else None
         return Output(logits, features, self._collect(current, spare))
+
+    def _tell_uncalled(self, called: set[int]) -> None:
+        if not called:
+            raise ValueError(f"the network called none of its normalisation layers, so none can adapt. {UNCALLED}")
+        if not self._warned:
+            self._warned = True
+            names = [slot.name for slot in self.slots if slot.index not in called]
+            warnings.warn(
+                f"normalisation layers that the network did not call do not adapt: {_some(names)}. Where they serve "
+                f"training only, as in an auxiliary head, all is well. {UNCALLED}",
+                UserWarning,
+                stacklevel=2,
+            )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Backbone":
+        self._doubles = Doubles()  # of another device or precision, soon
+        return super()._apply(fn, recurse)  # type: ignore[no-any-return,no-untyped-call]
 
     def _collect(self, current: Pass, spare: Stats | None) -> Stats:
         """The statistics each slot's rule left, side by side; those of layers that were not called stay."""
@@ -301,6 +358,24 @@ def _unwrap(model: nn.Module) -> nn.Module:
             return model
 
 
+def _refuse_adapters(model: nn.Module) -> None:
+    if any(isinstance(m, Backbone) for m in model.modules()):
+        raise ValueError(
+            f"{type(model).__name__} is or holds a tribe.Backbone, whose normalisation is not in its layers any more. "
+            "tribe.adapt takes a Backbone as it is; of an adapter give its .net to start from the source again, or its "
+            ".export() to start from what it has learned"
+        )
+
+
+def _refuse_scripts(model: nn.Module) -> None:
+    for name, part in model.named_modules():
+        if isinstance(part, torch.jit.ScriptModule) and next(part.parameters(), None) is not None:
+            raise ValueError(
+                f"{f'layer {name!r}' if name else 'the model'} was compiled by torch.jit (script, trace, or a file of "
+                "either), and compiled code admits no other normalisation: give the eager module that it was made from"
+            )
+
+
 def _refuse_unknown_sizes(model: nn.Module) -> None:
     for name, layer in model.named_modules():
         if isinstance(layer, nn.modules.lazy.LazyModuleMixin) and layer.has_uninitialized_params():  # type: ignore[misc]
@@ -332,24 +407,6 @@ def _nothing_to_adapt(model: nn.Module, left_alone: Mapping[str, str]) -> str:
     )
 
 
-def _source(slots: list[Slot], device: torch.device) -> Source:
-    """Gather the source's parameters and statistics into one row."""
-
-    def row(name: str, default: float | None) -> Tensor:
-        parts = []
-        for slot in slots:
-            values: Tensor | None = getattr(slot.layer, name, None)
-            if values is not None:
-                parts.append(values.detach().flatten().to(wide(values.dtype), copy=True))
-            elif default is not None:
-                parts.append(torch.full((slot.channels,), default, device=device))
-        return torch.cat(parts) if parts else torch.empty(0, device=device)
-
-    affine = Affine(row("weight", 1.0)[None], row("bias", 0.0)[None])
-    stats = Stats(row("running_mean", None)[None, None], row("running_var", None)[None, None])
-    return Source(affine, stats)
-
-
 def _common_eps(slots: list[Slot]) -> float | None:
     """The eps of all layers, if they are BatchNorm with statistics and parameters throughout and agree on it."""
     parts = ("running_mean", "weight", "bias")
@@ -378,6 +435,6 @@ def _logits(result: Any, samples: int) -> Tensor:
     return logits
 
 
-def _some(names: Mapping[str, Any]) -> str:
+def _some(names: Iterable[str]) -> str:
     known = [name for name in names if name]
     return ", ".join(known[:12]) + (", ..." if len(known) > 12 else "")

@@ -1,6 +1,8 @@
 """Look at a model (and some images) before adapting: what can adapt, what looks wrong, which methods fit."""
 
 import math
+import warnings
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -13,7 +15,9 @@ from tribe.losses import entropy
 from tribe.moments import observe
 from tribe.norms.batch import pool_batch
 from tribe.norms.frozen import Frozen
-from tribe.slots import StatisticsSlot
+from tribe.screening import sound
+from tribe.slots import Slot, StatisticsSlot
+from tribe.state import Affine
 
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 OFF, FAR = 1.0, 4.0  # shifts at the first layer that another scaling may explain, and that need an explanation
@@ -75,11 +79,12 @@ class Report:
         return "\n".join(lines)
 
 
-def doctor(model: nn.Module, x: Tensor | None = None) -> Report:
+@torch.inference_mode(False)  # gradients are tried, too
+def doctor(model: nn.Module | Backbone, x: Tensor | None = None) -> Report:
     """Say what of a model can be adapted and whether its input looks right; changes nothing.
 
     Args:
-        model: the classifier.
+        model: the classifier, or a `Backbone` of it.
         x: a batch of images (B, ...) as they would be given to it, if at hand.
 
     >>> report = doctor(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(288, 4)))
@@ -87,7 +92,7 @@ def doctor(model: nn.Module, x: Tensor | None = None) -> Report:
     (True, 4, ['1'])
     """
     try:
-        net = Backbone(model)
+        net = model if isinstance(model, Backbone) else Backbone(model)
     except (ValueError, TypeError) as error:
         return Report(False, problems=[str(error)])
     layers = [
@@ -110,8 +115,11 @@ def doctor(model: nn.Module, x: Tensor | None = None) -> Report:
     }
     if net.classes is None:
         report["problems"].append("no classifier layer found: pass classes= to tribe.adapt")
+    if broken := list(_not_finite(net)):
+        more = f" and {len(broken) - 4} more" if len(broken) > 4 else ""
+        report["problems"].append(f"the network's own numbers are not finite: {', '.join(broken[:4])}{more}")
     if x is not None:
-        report.update(_examine(net, x, report["problems"]))
+        report.update(_examine(net, x, report))
     return Report(True, **report)
 
 
@@ -124,37 +132,101 @@ def _unfit(name: str, net: Backbone, layers: list[Layer]) -> str:
     return ""
 
 
-def _examine(net: Backbone, x: Tensor, problems: list[str]) -> dict[str, Any]:
+def _not_finite(net: Backbone) -> Iterator[str]:
+    """The parameters and statistics that hold NaN or infinity, by name."""
+    for place, module in net.model.named_modules():
+        layer = module.layer if isinstance(module, Slot) else module
+        for name, t in (*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)):
+            if t.is_floating_point() and not t.is_meta and not t.isfinite().all():
+                yield f"{place}.{name}" if place else name
+
+
+def _examine(net: Backbone, x: Tensor, report: dict[str, Any]) -> dict[str, Any]:
+    problems = report["problems"]
+    if not isinstance(x, Tensor):
+        problems.append(f"images are {type(x).__name__}; expected a tensor. For an array: torch.from_numpy(x)")
+        return {}
+    if x.dim() < 2 or not x.numel():
+        problems.append(f"there are no images in x, of shape {tuple(x.shape)}; expected a batch of them (B, ...)")
+        return {}
     if not x.is_floating_point():
         problems.append(f"images are {x.dtype}: divide by 255 to get floats in [0, 1]")
         x = x.float()
-    finite = x.isfinite()
-    if not finite.all():
-        problems.append(f"{int((~finite.flatten(1).all(1)).sum())} of {len(x)} images are not finite")
-        x = x.nan_to_num(0.0, 0.0, 0.0)
+    if x.dim() > 1 and not (good := sound(x, 1)).all():
+        problems.append(f"{int((~good).sum())} of {len(x)} images are not finite, or so large that they count as bad")
+        x = x[good] if good.any() else torch.zeros_like(x)
+    called: set[str] = set()
     try:
-        shift, logits, features = _first_shift(net, x)
-    except (ValueError, TypeError) as error:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "normalisation layers that the network did not call")  # reported below
+            shift, logits, features = _first_shift(net, x, called)
+    except (ValueError, TypeError, AttributeError) as error:
         problems.append(str(error))
         return {}
+    if any(layer.affine for layer in report["layers"]):
+        _try_gradients(net, x[:2], problems)
+    idle = {slot.name: "the network did not call it on these images" for slot in net.slots if slot.name not in called}
     if shift is not None:
         _suspect_scaling(net, x, shift, problems)
-    confidence = logits.softmax(-1).amax(-1).mean().item()
-    certain = 1 - (entropy(logits).mean() / math.log(logits.shape[-1])).item()
-    if certain < 0.02:
+    return {
+        "left_alone": report["left_alone"] | idle,
+        "shift": shift,
+        "confidence": _confidence(net, logits, problems),
+        "features": None if features is None else features.shape[-1],
+    }
+
+
+def _confidence(net: Backbone, logits: Tensor, problems: list[str]) -> float | None:
+    """The mean confidence, unless it means nothing; and what looks wrong about the predictions."""
+    finite = logits.isfinite().all(1)
+    if not finite.all():
+        problems.append(f"the network's logits are not finite for {int((~finite).sum())} of {len(logits)} images")
+        return None
+    classes = logits.shape[-1]
+    if net.classes not in (None, classes):
+        problems.append(f"the network gives {classes} classes, its layer {net.classifier!r} {net.classes}")
+    if classes < 2:
+        problems.append("the network gives one number an image: methods expect logits of two classes at least")
+        return None
+    if logits.min() >= 0 and (logits.sum(-1) - 1).abs().max() < 1e-2:  # bf16 sums up to no better
+        problems.append(
+            "the network gives probabilities, rows in [0, 1] that sum to 1: methods expect logits. Take off its Softmax"
+        )
+        logits = logits.clamp_min(torch.finfo(logits.dtype).tiny).log()
+    if 1 - (entropy(logits).mean() / math.log(classes)).item() < 0.02:
         problems.append("predictions are close to uniform: are the weights loaded?")
-    if net.classes not in (None, logits.shape[-1]):
-        problems.append(f"the network gives {logits.shape[-1]} classes, its layer {net.classifier!r} {net.classes}")
-    return {"shift": shift, "confidence": confidence, "features": None if features is None else features.shape[-1]}
+    return logits.softmax(-1).amax(-1).mean().item()
+
+
+def _try_gradients(net: Backbone, x: Tensor, problems: list[str]) -> None:
+    """Take one gradient, as methods that learn do."""
+    affine, stats = net.source()
+    affine = Affine(*(t.requires_grad_() for t in affine))
+    try:
+        with torch.enable_grad():
+            logits = net(x.to(net.device, copy=True).unsqueeze(0), affine, stats, Frozen()).logits
+            torch.autograd.grad(logits.float().square().sum(), affine, allow_unused=True)
+    except ValueError as error:
+        problems.append(str(error))
+    except RuntimeError as error:  # from the backward, so torch's
+        problems.append(f"no gradient can be taken through the network: {error}")
 
 
 @torch.no_grad()
-def _first_shift(net: Backbone, x: Tensor) -> tuple[float | None, Tensor, Tensor | None]:
-    """How far the batch is from the source at the first BatchNorm: mean off in deviations plus log ratio of those."""
+def _first_shift(
+    net: Backbone, x: Tensor, called: set[str] | None = None
+) -> tuple[float | None, Tensor, Tensor | None]:
+    """How far the batch is from the source at the first BatchNorm: mean off in deviations plus log ratio of those.
+
+    None where there is no BatchNorm, or no number to name. ``called`` takes the names of the layers that the network
+    calls.
+    """
     seen: list[float] = []
+    called = set() if called is None else called
     everything = torch.ones(1, len(x), dtype=torch.bool, device=net.device)
 
     def watch(slot: nn.Module, args: tuple[Tensor, ...]) -> None:
+        called.add(str(slot.name))
         if not seen and isinstance(slot, StatisticsSlot) and slot.layer.running_mean is not None:
             mean, var = pool_batch(*observe(args[0].unsqueeze(0)), everything)  # (1, 1, C)
             layer = slot.layer
@@ -169,7 +241,8 @@ def _first_shift(net: Backbone, x: Tensor) -> tuple[float | None, Tensor, Tensor
     finally:
         for handle in handles:
             handle.remove()
-    return (seen[0] if seen else None), logits[0].float(), None if features is None else features[0]
+    shift = seen[0] if seen and math.isfinite(seen[0]) else None
+    return shift, logits[0].float(), None if features is None else features[0]
 
 
 def _suspect_scaling(net: Backbone, x: Tensor, shift: float, problems: list[str]) -> None:
@@ -182,7 +255,8 @@ def _suspect_scaling(net: Backbone, x: Tensor, shift: float, problems: list[str]
         mean, std = (x.new_tensor(v).view(3, 1, 1) for v in IMAGENET)
         others["normalised with ImageNet's mean and std"] = (x - mean) / std
         others["un-normalised (times ImageNet's std plus its mean)"] = x * std + mean
-    scores = {name: _first_shift(net, other)[0] or 0.0 for name, other in others.items()}
+    found = {name: _first_shift(net, other)[0] for name, other in others.items()}
+    scores = {name: math.inf if there is None else there for name, there in found.items()}
     best = min(scores, key=scores.__getitem__)
     if shift > OFF and scores[best] < shift / 2:
         problems.append(

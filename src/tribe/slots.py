@@ -5,28 +5,39 @@ normalisation layer stood, lays the arguments of a pass on a private desk (a Con
 slots take them from there. That is the only dynamic scope in the library.
 """
 
+import copy
 import dataclasses
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils import parametrize
 
-from tribe.moments import fold, normalise, scale_and_shift
+from tribe.moments import fold, normalise, scale_and_shift, wide
 from tribe.norms import Norm
 from tribe.norms.batch import Batch
-from tribe.state import Stats
+from tribe.norms.frozen import Frozen
+from tribe.state import Affine, Stats
 
 NORMS = (_BatchNorm, nn.LayerNorm, nn.GroupNorm)
 _KNOWN_FORWARDS = {
     cls.forward
     for cls in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.LayerNorm, nn.GroupNorm)
 }
+
+
+class Source(NamedTuple):
+    """The source model's own parameters and statistics, one row each."""
+
+    affine: Affine  # (1, C)
+    stats: Stats  # (1, 1, C)
 
 
 @dataclasses.dataclass
@@ -41,6 +52,7 @@ class Pass:
     norm: Norm
     labels: Tensor | None
     valid: Tensor
+    called: set[int] = dataclasses.field(default_factory=set)  # slots, by their index
     kept: dict[int, Stats] = dataclasses.field(default_factory=dict)  # what each slot's rule left, (R, K, c)
     folded: tuple[tuple[Tensor, Tensor], ...] | None = None  # per slot scale and shift, where no batch changes them
     features: Tensor | None = None
@@ -86,14 +98,36 @@ class Slot(nn.Module, ABC):
         current = desk.get()
         if current is None:
             raise RuntimeError(
-                f"normalisation layer {self.name!r} was used outside a pass: call the Backbone, not the model inside it"
+                f"normalisation layer {self.name!r} was used outside a pass: call the Backbone, not the model inside "
+                "it. If you did, the model itself leaves the pass: with torch.utils.checkpoint, which runs a part of "
+                "it again during backward (turn checkpointing off), or by running a part in a thread of its own (run "
+                "it in the caller's)"
             )
+        current.called.add(self.index)
         weight, bias = current.weight[self.index], current.bias[self.index]  # (R, c)
         if self.layer.weight is None:
             weight = torch.ones_like(weight)
         if self.layer.bias is None:
             bias = torch.zeros_like(bias)
         return self.after(self.normalise(x, weight, bias, current))  # type: ignore[no-any-return]
+
+    def __getattr__(self, name: str) -> Any:
+        """What else a network may ask its layer for: settings, but no tensors, which each pass brings with it."""
+        layer = vars(self).get("_template", (None,))[0]
+        if name in vars(self).get("_modules", ()) or not hasattr(layer, name):
+            return super().__getattr__(name)
+        value = getattr(layer, name)
+        if value is None or isinstance(value, int | float | str | tuple):
+            return value
+        raise AttributeError(
+            f"the network reads {name!r} of its normalisation layer {self.name!r} past the layer's own call, and there "
+            "is no such thing here: while a network adapts, parameters and statistics of normalisation are arguments "
+            "of each pass. Let its forward call the layer, as in self.norm(x), in place of F.batch_norm and the like"
+        )
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "Slot":
+        self.layer._apply(fn)  # what is exported is where the network is, in its precision
+        return super()._apply(fn, recurse)  # type: ignore[no-any-return,no-untyped-call]
 
     @abstractmethod
     def normalise(self, x: Tensor, weight: Tensor, bias: Tensor, current: Pass) -> Tensor:
@@ -104,21 +138,27 @@ class Slot(nn.Module, ABC):
 
         Without statistics (None) a BatchNorm will normalise each batch with the batch's own.
         """
-        layer = self.layer.to(weight.device)
-        with torch.no_grad():
-            if layer.weight is not None:
-                layer.weight.copy_(weight.view_as(layer.weight))
-            if layer.bias is not None:
-                layer.bias.copy_(bias.view_as(layer.bias))
-            if getattr(layer, "running_mean", None) is None:
-                return layer  # type: ignore[no-any-return]
-            if stats is None:
-                layer.track_running_stats = False
-                layer.running_mean = layer.running_var = layer.num_batches_tracked = None
-            else:
-                layer.running_mean.copy_(stats.mean[0, 0, self.columns])
-                layer.running_var.copy_(stats.var[0, 0, self.columns])
+        layer = self.layer
+        vars(layer).pop("forward", None)  # see `lead_here`
+        for hooks in (layer._forward_hooks, layer._forward_pre_hooks):  # the slot called none, see `why_not`
+            hooks.clear()
+        _take_off_parametrizations(layer)
+        for name, row in (("weight", weight), ("bias", bias)):
+            if (old := getattr(layer, name)) is not None:  # which may be another layer's as well, or made by something
+                _give(layer, name, row.detach().view_as(old).to(old, copy=True))
+        if getattr(layer, "running_mean", None) is None:
+            return layer  # type: ignore[no-any-return]
+        if stats is None:
+            layer.track_running_stats = False
+            layer.running_mean = layer.running_var = layer.num_batches_tracked = None
+        else:
+            layer.running_mean = stats.mean[0, 0, self.columns].to(layer.running_mean, copy=True)
+            layer.running_var = stats.var[0, 0, self.columns].to(layer.running_var, copy=True)
         return layer  # type: ignore[no-any-return]
+
+    def lead_here(self) -> None:
+        """Let calls of the layer itself arrive here, too: a network may hold it outside its modules, say in a list."""
+        self.layer.forward = self.forward
 
     def unfold(self, x: Tensor, current: Pass) -> Any:
         """(N, C, ...) -> (R, B, C, ...); where a model folds time or patches into N they become pixels."""
@@ -204,6 +244,24 @@ def _full_precision(device: str) -> Any:
     return torch.autocast(device, enabled=False) if known and torch.is_autocast_enabled(device) else nullcontext()
 
 
+def source_of(layers: Sequence[nn.Module], device: torch.device) -> Source:
+    """Gather the parameters and statistics of layers into one row."""
+
+    def row(name: str, default: float | None) -> Tensor:
+        parts = []
+        for layer in layers:
+            values: Tensor | None = getattr(layer, name, None)
+            if values is not None:
+                parts.append(values.detach().flatten().to(wide(values.dtype), copy=True))
+            elif default is not None:
+                parts.append(torch.full((channels_of(layer),), default, device=device))
+        return torch.cat(parts) if parts else torch.empty(0, device=device)
+
+    affine = Affine(row("weight", 1.0)[None], row("bias", 0.0)[None])
+    stats = Stats(row("running_mean", None)[None, None], row("running_var", None)[None, None])
+    return Source(affine, stats)
+
+
 def channels_of(layer: nn.Module) -> int:
     """How many affine pairs a normalisation layer has, or would have."""
     if isinstance(layer, nn.LayerNorm):
@@ -220,10 +278,79 @@ def _after(layer: nn.Module) -> list[nn.Module]:
 
 def why_not(layer: nn.Module) -> str | None:
     """Why a normalisation layer has to stay as it is, if it has to."""
-    if type(layer).forward not in _KNOWN_FORWARDS and not (
-        isinstance(layer, _BatchNorm | nn.GroupNorm) and isinstance(getattr(layer, "act", None), nn.Module)
-    ):
+    own = type(layer).forward not in _KNOWN_FORWARDS
+    activates = isinstance(layer, _BatchNorm | nn.GroupNorm) and isinstance(getattr(layer, "act", None), nn.Module)
+    if "forward" in vars(layer) or (own and not (activates and _agrees(layer))):
         return f"{type(layer).__name__} has a forward of its own"
     if not isinstance(layer, _BatchNorm) and layer.weight is None:
         return "it has neither statistics nor affine parameters"
+    if layer._backward_hooks or layer._backward_pre_hooks:
+        return "it has hooks on its gradient"
+    if (layer._forward_hooks or layer._forward_pre_hooks) and not _agrees(layer):
+        return "its hooks change what it gives"
     return None
+
+
+def slot_for(layer: nn.Module, name: str = "", index: int = 0, column: int = 0) -> Slot:
+    """The slot that takes a layer's place; its statistics begin at ``column``."""
+    kind = StatisticsSlot if isinstance(layer, _BatchNorm) else AffineSlot
+    width = channels_of(layer) if getattr(layer, "running_mean", None) is not None else 0
+    return kind(name, layer, index, slice(column, column + width))
+
+
+@torch.no_grad()
+def _agrees(layer: nn.Module) -> bool:
+    """Whether a slot does what a layer with a forward or hooks of its own does, by a trial on random numbers.
+
+    It is made on copies, on the CPU and in float64: no rounding has to be allowed for, and nobody's state changes. They
+    get random parameters and statistics, too: with those of a fresh layer, 0 and 1, much looks the same that is not.
+    """
+    if any(t.is_meta for t in itertools.chain(layer.parameters(), layer.buffers())):
+        return True  # no values, nothing to compare
+    generator = torch.Generator().manual_seed(0)
+    try:
+        theirs = copy.deepcopy(layer).to("cpu", torch.float64)
+        for name in ("weight", "bias", "running_mean", "running_var"):
+            if (values := theirs._parameters.get(name, theirs._buffers.get(name))) is not None:
+                values.uniform_(0.5, 1.5, generator=generator)
+        ours = copy.deepcopy(theirs)
+    except Exception:  # what may be in a layer of somebody's own nobody knows
+        return False
+    slot, source = slot_for(ours), source_of([ours], torch.device("cpu"))
+    same = []
+    for shape in _trial_shapes(layer):
+        x = 3 * torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+        valid = torch.ones(1, len(x), dtype=torch.bool, device="cpu")
+        current = Pass(1, len(x), source.affine[:1], source.affine[1:], source.stats, Frozen(), None, valid)
+        with torch.random.fork_rng(devices=[]), on_desk(current):
+            try:
+                same.append(_close(theirs(x.clone()), slot(x)))
+            except Exception:
+                continue  # it takes no such shape
+    return bool(same) and all(same)
+
+
+def _trial_shapes(layer: nn.Module) -> list[tuple[int, ...]]:
+    if isinstance(layer, nn.LayerNorm):
+        return [(4, *layer.normalized_shape)]
+    return [(4, channels_of(layer), *pixels) for pixels in ((), (3,), (3, 3), (2, 2, 2))]
+
+
+def _close(a: Any, b: Tensor) -> bool:
+    return isinstance(a, Tensor) and a.shape == b.shape and torch.allclose(a.to(b), b, 1e-6, 1e-6, equal_nan=True)
+
+
+def _give(layer: nn.Module, name: str, value: Tensor) -> None:
+    """Give a layer a parameter of its own."""
+    vars(layer).pop(name, None)  # a tensor that a hook made
+    layer.register_parameter(name, nn.Parameter(value, requires_grad=False))
+
+
+def _take_off_parametrizations(layer: nn.Module) -> None:
+    """Keep what parametrizations made. Torch's own function would break every copy of a layer: they share a class."""
+    if parametrize.is_parametrized(layer):
+        made = {name: getattr(layer, name).detach() for name in layer.parametrizations}  # type: ignore[union-attr]
+        layer.__class__ = parametrize.type_before_parametrizations(layer)
+        del layer.parametrizations
+        for name, value in made.items():
+            _give(layer, name, value)

@@ -263,6 +263,7 @@ def stays_finite(method: Method) -> None:
         "one class only": normal[:, :1].expand_as(normal).clone(),
         "noise nothing is confident about": torch.full_like(normal, 0.5),
         "images with NaN and infinity": poison,
+        "a finite value whose square is not": torch.where(poison.isfinite(), normal, 3e19),
         "nothing but NaN": torch.full_like(normal, float("nan")),
     }
     for case, x in cases.items():
