@@ -6,7 +6,6 @@ import sys
 
 import pytest
 
-
 ROUNDS = """
 import resource
 import torch
