@@ -226,7 +226,7 @@ def lower(
     for column in view.columns(columns):
         for other in view.rows(than, but=[row]):
             mine, theirs = view(row, column), view(other, column)
-            checks.append(Check(Range.at(by).below(theirs - mine), f"{column}: {row} {mine:g}, {other} {theirs:g}"))
+            checks.append(Check(Range.at(by).below(theirs - mine), f"{column}: {row} {mine:.4g}, {other} {theirs:.4g}"))
     return Finding(f"{row} is lower in {_many(len(checks), 'comparison')}", checks)
 
 
@@ -236,7 +236,7 @@ def higher(view: View, rows: list[str], than: str, columns: str | list[str] = "*
     for row in rows:
         for column in view.columns(columns):
             mine, theirs = view(row, column), view(than, column)
-            checks.append(Check(theirs.below(mine), f"{column}: {row} {mine:g}, {than} {theirs:g}"))
+            checks.append(Check(theirs.below(mine), f"{column}: {row} {mine:.4g}, {than} {theirs:.4g}"))
     return Finding(f"{', '.join(rows)} above {than} in {_many(len(checks), 'cell')}", checks)
 
 
@@ -256,7 +256,7 @@ def consistently_lower(view: View, rows: list[str], than: str, columns: str | li
     for row in rows:
         for column in view.columns(columns):
             mine, theirs = view(row, column), view(than, column)
-            against = f"{row} is not below {than} at {column} ({mine:g}, {theirs:g})"
+            against = f"{row} is not below {than} at {column} ({mine:.4g}, {theirs:.4g})"
             checks.append(Check(mine.below(theirs), against))
     return Finding(f"{', '.join(rows)} are below {than} throughout", checks)
 
@@ -276,9 +276,9 @@ def rises(
     """Rows are higher in one column than in another, by more than some points."""
     moves = {row: (view(row, start), view(row, end)) for row in view.rows(rows, but=but or [])}
     checks = [
-        Check(Range.at(by).below(b - a), f"{row} {a:g} at {start}, {b:g} at {end}") for row, (a, b) in moves.items()
+        Check(Range.at(by).below(b - a), f"{row} {a:.4g} at {start}, {b:.4g} at {end}") for row, (a, b) in moves.items()
     ]
-    return Finding(", ".join(f"{row} {a:g} to {b:g}" for row, (a, b) in moves.items()), checks)
+    return Finding(", ".join(f"{row} {a:.4g} to {b:.4g}" for row, (a, b) in moves.items()), checks)
 
 
 def rises_less(view: View, row: str, than: str | list[str], start: str, end: str) -> Finding:
