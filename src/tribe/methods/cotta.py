@@ -111,7 +111,7 @@ class AveragedTeacher(Method):
         for i, averaged in enumerate(unsure.tolist()):  # N passes are worth a look at the device
             teacher, counts = state.teacher.stream(i), valid[i : i + 1]
             if averaged:
-                # More would leave a CPU's caches, and its fresh memory costs more than the arithmetic.
+                # On a CPU more would leave its caches, and ask the kernel for fresh memory.
                 chunk = self.chunk or (max(1, 128 // x.shape[1]) if x.device.type == "cpu" else 16)
                 numbers = (range(first, min(first + chunk, self.n)) for first in range(0, self.n, chunk))
                 views = (self.views(x, state.key, i, some) for some in numbers)
