@@ -1,6 +1,5 @@
 """Play a data set as a scenario says: batches of images for many streams at once, read ahead in the background."""
 
-from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
@@ -11,8 +10,6 @@ from torch import Tensor
 from tribe.datasets import Dataset
 from tribe.scenarios import Scenario, Schedule
 from tribe.screening import sound
-
-AHEAD = 2  # batches read before they are asked for
 
 
 class Batch(NamedTuple):
@@ -66,18 +63,25 @@ class Stream:
     def starting_at(self, step: int, *, pin: bool = False) -> Iterator[Batch]:
         """The batches from one on, as a run that is resumed needs them; ``pin``: in memory a GPU copies from by itself.
 
-        Whoever stops early waits for nothing: what was not begun is not read.
+        While one batch is used, the next is read. Whoever stops early waits for nothing: nothing more is begun.
+        """
+        ahead: Future[Batch] | None = None
+        for t in range(step, len(self)):
+            batch = (ahead or self._begin(t, pin)).result()
+            ahead = self._begin(t + 1, pin) if t + 1 < len(self) else None
+            yield batch
+
+    def _begin(self, step: int, pin: bool) -> "Future[Batch]":
+        """Read a batch in a thread of its own.
+
+        A thread that lives on would keep a team of OpenMP threads of its own; with more of them than cores, OpenMP puts
+        the main thread's team to sleep between any two operations, which costs small networks on a CPU a third.
         """
         reader = ThreadPoolExecutor(1, "tribe-reader")
         try:
-            waiting: deque[Future[Batch]] = deque()
-            for t in range(step, len(self) + AHEAD):
-                if t < len(self):
-                    waiting.append(reader.submit(self._read, t, pin))
-                if t >= step + AHEAD:
-                    yield waiting.popleft().result()
+            return reader.submit(self._read, step, pin)
         finally:
-            reader.shutdown(wait=False, cancel_futures=True)
+            reader.shutdown(wait=False)  # takes no more work: the thread ends when the batch is read
 
     def _read(self, step: int, pin: bool) -> Batch:
         cuts = [cut[step] if step < len(cut) else slice(0, 0) for cut in self._cuts]
