@@ -3,27 +3,32 @@
 ``python -m benchmarks.textbook --model wrn28_10 --device cuda --noise 0,1,2 --json results/draws/tent.json``: where a
 method collapses, errors of whole streams are chaotic, and one says little about whether two implementations are the
 same; many draws of the corruptions' noise do. ``tribe reproduce document`` shows what lies in ``results/draws``.
+``--deterministic`` computes as experiments do: the same bits every time.
 """
 
 import argparse
 import copy
 import json
 import statistics
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import tribe
 from tribe import build, metrics
 from tribe.atomic import write_atomically
-from tribe.environment import PRECISIONS, choose_device, float32_precision, machine
+from tribe.environment import PRECISIONS, choose_device, deterministic, float32_precision, machine
 
 BATCH = 64
 
 
-def textbook(net: nn.Module, stream: tribe.Stream, device: torch.device, lr: float = 1e-3) -> float:
-    """The instance error, in per cent."""
+ERRORS = {"inst": metrics.instance_error, "cat": metrics.category_error}
+
+
+def textbook(net: nn.Module, stream: tribe.Stream, device: torch.device, lr: float = 1e-3) -> Tensor:
+    """What is predicted, image by image."""
     net = copy.deepcopy(net).to(device).train().requires_grad_(False)
     affine: list[nn.Parameter] = []
     for layer in net.modules():
@@ -31,7 +36,7 @@ def textbook(net: nn.Module, stream: tribe.Stream, device: torch.device, lr: flo
             layer.track_running_stats, layer.running_mean, layer.running_var = False, None, None
             affine += [layer.weight.requires_grad_(), layer.bias.requires_grad_()]
     adam = torch.optim.Adam(affine, lr=lr)
-    wrong = seen = 0
+    predictions = []
     for batch in stream:
         real = batch.valid[0]
         logits = net(batch.x[0][real].to(device))
@@ -39,9 +44,8 @@ def textbook(net: nn.Module, stream: tribe.Stream, device: torch.device, lr: flo
         entropy = -(logits.softmax(1) * logits.log_softmax(1)).sum(1).mean()
         entropy.backward()
         adam.step()
-        wrong += int((logits.argmax(1).cpu() != batch.y[0][real]).sum())
-        seen += len(logits)
-    return 100 * wrong / seen
+        predictions.append(logits.detach().argmax(1).cpu())
+    return torch.cat(predictions)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -54,31 +58,39 @@ def main(argv: list[str] | None = None) -> None:
     p.add_argument("--seed", type=int, default=425)
     p.add_argument("--device", default="auto")
     p.add_argument("--precision", default="tf32", choices=PRECISIONS[:2])
+    p.add_argument("--deterministic", action="store_true", help="as experiments are: the same bits every time")
     p.add_argument("--json", type=Path, help="write the numbers here, too, after every draw")
     o = p.parse_args(argv)
     device = choose_device(o.device)
     scenario = tribe.scenarios.create("gli-f", imbalance=o.imbalance)
-    told = {name: getattr(o, name) for name in ("dataset", "model", "imbalance", "seed", "precision")}
+    told = {name: getattr(o, name) for name in ("dataset", "model", "imbalance", "seed", "precision", "deterministic")}
     told |= {"method": "tent", "device": device.type, "machine": machine(device), "batch": BATCH}
     noise: list[int] = []
-    errors: dict[str, list[float]] = {"ours": [], "textbook": []}
-    with float32_precision(o.precision):
+    errors: dict[str, dict[str, list[float]]] = {who: {kind: [] for kind in ERRORS} for who in ("ours", "textbook")}
+    with float32_precision(o.precision), ExitStack() as stack:
+        if o.deterministic:
+            stack.enter_context(deterministic())
         for seed in map(int, o.noise.split(",")):
             data = build.dataset(o.dataset, o.data, {"seed": seed})
             net = build.model(build.Asked(o.dataset, o.model, data=o.data), data, {})
             stream = tribe.Stream(data, scenario, seeds=(o.seed,), batch=BATCH)
             method = tribe.methods.create("tent", classes=len(data.classes))
             (record,) = tribe.run(tribe.Backbone(net).to(device), method, stream)
-            ours, theirs = 100 * float(metrics.instance_error(record)), textbook(net, stream, device)
-            print(f"noise {seed}: tribe {ours:.2f}, torch.optim {theirs:.2f}", flush=True)
+            theirs = record._replace(prediction=textbook(net, stream, device))
             noise.append(seed)
-            errors["ours"].append(round(ours, 4))
-            errors["textbook"].append(round(theirs, 4))
+            for who, played in (("ours", record), ("textbook", theirs)):
+                for kind, error in ERRORS.items():
+                    errors[who][kind].append(round(100 * float(error(played)), 4))
+            ends = {who: " / ".join(f"{values[-1]:.2f}" for values in of.values()) for who, of in errors.items()}
+            print(f"noise {seed}: tribe {ends['ours']}, torch.optim {ends['textbook']}", flush=True)
             if o.json is not None:
                 write_atomically(o.json, json.dumps({**told, "noise": noise, **errors}, indent=1).encode() + b"\n")
     if len(noise) > 1:
-        for name, values in errors.items():
-            print(f"{name}: {statistics.mean(values):.2f}, standard deviation {statistics.stdev(values):.2f}")
+        for who, of in errors.items():
+            spread = (
+                f"{k} {statistics.mean(v):.2f}, standard deviation {statistics.stdev(v):.2f}" for k, v in of.items()
+            )
+            print(f"{who}: {'; '.join(spread)}")
 
 
 if __name__ == "__main__":
