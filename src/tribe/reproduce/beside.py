@@ -2,7 +2,7 @@
 
 import json
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,17 +43,41 @@ class Times(NamedTuple):
 
 
 class Draws(NamedTuple):
-    """Instance errors of one method over several draws of the corruptions' noise, all else the same.
+    """Errors of one method in several draws, all else the same, by kind as in `KINDS`.
 
     Where a method collapses, when it does is chance, and one stream says little.
     """
 
-    ours: Sequence[float]
-    textbook: Sequence[float]  # the method as one writes it first, on the same images
+    what: str  # differs between them
+    ours: Mapping[str, Sequence[float]]
+    textbook: Mapping[str, Sequence[float]]  # the method as one writes it first, on the same images
+
+    @property
+    def times(self) -> int:
+        """How many draws."""
+        return len(self.ours["inst"])
+
+
+class _Nearness(NamedTuple):
+    """How near the errors on a data set are to the released code's."""
+
+    held: list[str]  # rows that are to be near, as far as the released code was measured there
+    distances: dict[str, float]  # the larger of both kinds, in points, of rows that were run; 0: nothing to compare
+
+    @property
+    def apart(self) -> list[str]:
+        """Rows that are not as near as they are to be."""
+        return [row for row in self.held if self.distances.get(row, 0.0) > released().points]
+
+    def word(self, row: str, distance: float) -> str:
+        """Whether a row that is held is near."""
+        return "" if row not in self.held else "yes" if distance <= released().points else "**no**"
 
 
 def beside(
-    comparison: Comparison, times: Mapping[str, Times], draws: Mapping[tuple[str, str], Draws] | None = None
+    comparison: Comparison,
+    times: Mapping[str, Times],
+    draws: Mapping[tuple[str, str], Sequence[Draws]] | None = None,
 ) -> list[str]:
     """Lines of Markdown: a table a data set, every method next to the released code and the paper.
 
@@ -71,96 +95,80 @@ def beside(
     return lines
 
 
+def near_the_released(comparison: Comparison, draws: Mapping[tuple[str, str], Sequence[Draws]]) -> str:
+    """How near all of it is, in a sentence."""
+    words = []
+    for dataset in _datasets(comparison):
+        near = _nearness(comparison, dataset)
+        run = [row for row in near.held if row in near.distances]
+        often = {row: ", of which one run says little: see below" for row in near.apart if (dataset, row) in draws}
+        no = f" (not {'; not '.join(row + often.get(row, '') for row in near.apart)})" if near.apart else ""
+        words.append(f"{len(run) - len(near.apart)} of {len(run)} methods on {dataset}{no}")
+    return f"- Within {released().points:g} points of the released code, both errors: {', '.join(words)}."
+
+
 def _datasets(comparison: Comparison) -> list[str]:
     return list(dict.fromkeys(column.rpartition(" ")[0] for column in comparison.columns))
 
 
-def _of_dataset(comparison: Comparison, dataset: str, times: Times, draws: Mapping[str, Draws]) -> list[str]:
-    told = released()
+def _nearness(comparison: Comparison, dataset: str) -> _Nearness:
+    told, distances = released(), {}
+    for row in comparison.rows:
+        entries = [comparison.entries[row, f"{dataset} {kind}"] for kind in KINDS]
+        if all(isinstance(entry.ours, float) for entry in entries):
+            distances[row] = _distance(entries)
+    held = [row for row in told.held if told.table.value(row, f"{dataset} inst") is not None]
+    return _Nearness(held, distances)
+
+
+def _distance(entries: Iterable[Entry]) -> float:
+    return max((abs(entry.difference) for entry in entries if entry.difference is not None), default=0.0)
+
+
+def _of_dataset(comparison: Comparison, dataset: str, times: Times, draws: Mapping[str, Sequence[Draws]]) -> list[str]:
+    told, near = released(), _nearness(comparison, dataset)
     errors = [word for kind in KINDS.values() for word in (f"{kind} error", "released", "Δ", "paper", "Δ")]
     head = [dataset, *errors, f"within {told.points:g}", "ms", "ms, side by side", "ms, released"]
-    lines = [table_row(head), table_row(["---", *["---:"] * len(errors), "---", *["---:"] * 3])]
-    held, distances, slow = _held(dataset), _distances(comparison, dataset), []
-    for row, far in distances.items():
+    lines, slow = [table_row(head), table_row(["---", *["---:"] * len(errors), "---", *["---:"] * 3])], []
+    for row, far in near.distances.items():
         entries = {kind: comparison.entries[row, f"{dataset} {kind}"] for kind in KINDS}
-        verdict = "" if row not in held else "yes" if far <= told.points else "**no**"
         alone, limit = times.alone.get(row), told.limits.get(dataset, {}).get(row)
         slow += [f"{row} {alone:.3f} ms"] if alone and limit and alone > limit else []
-        cells = [cell for kind, entry in entries.items() for cell in _errors(dataset, row, kind, entry)]
-        running = number(times.running.get(row), "ms")
-        lines.append(table_row([row, *cells, verdict, number(alone, "ms"), running, _released_ms(dataset, row)]))
-        if row in draws:
-            mean = entries["inst"]._replace(ours=statistics.mean(draws[row].ours))
-            near = mean.difference is not None and abs(mean.difference) <= told.points
-            verdict = "" if row not in held else "yes" if near else "**no**"
-            cells = list(_errors(dataset, row, "inst", mean))
-            cells += [number(None, "%")] * (len(errors) - len(cells))
-            name = f"{row}, mean of {len(draws[row].ours)} draws"
-            lines.append(table_row([name, *cells, verdict, *[number(None, "ms")] * 3]))
-    lacking = [row for row in held if row not in distances]
-    apart = [f"{row} by {distances[row]:.2f}" for row in _apart(comparison, dataset)]
-    close = f"Within {told.points:g} points of the released code ({', '.join(held)})"
-    lines += ["", *_verdict(close, apart, lacking)]
-    lines += [_spread(row, drawn) for row, drawn in draws.items() if row in comparison.rows]
+        took = [number(alone, "ms"), number(times.running.get(row), "ms"), _released_ms(dataset, row)]
+        lines.append(table_row([row, *_errors(dataset, row, entries), near.word(row, far), *took]))
+        for drawn in draws.get(row, ()):
+            means = {kind: e._replace(ours=statistics.mean(drawn.ours[kind])) for kind, e in entries.items()}
+            word, name = near.word(row, _distance(means.values())), f"{row}, mean of {drawn.times}: {drawn.what}"
+            lines.append(table_row([name, *_errors(dataset, row, means), word, *[number(None, "ms")] * 3]))
+    apart = [f"{row} by {near.distances[row]:.2f}" for row in near.apart]
+    close = f"Within {told.points:g} points of the released code ({', '.join(near.held)})"
+    lines += ["", *_verdict(close, apart, [row for row in near.held if row not in near.distances])]
     if limits := told.limits.get(dataset):
         words = ", ".join(f"{row} at most {limit:g} ms" for row, limit in limits.items())
         lines += _verdict(f"Time an image ({words})", slow, [row for row in limits if row not in times.alone])
     how = times.how or "not measured yet"
-    return [*lines, f"- ms: {how}. Side by side: in the experiments, which may have shared the device: it says little."]
+    lines += [f"- ms: {how}. Side by side: in the experiments, which may have shared the device: it says little."]
+    played = {row: several for row, several in draws.items() if row in near.distances}
+    return [*lines, "", *_spread(played)] if played else lines
 
 
-def _held(dataset: str) -> list[str]:
-    """The rows that are to be as near, as far as the released code was measured there."""
-    told = released()
-    return [row for row in told.held if told.table.value(row, f"{dataset} inst") is not None]
-
-
-def _distances(comparison: Comparison, dataset: str) -> dict[str, float]:
-    """How far ours are from the released code's errors, in points, by row; 0 where that was not measured."""
-    found = {}
-    for row in comparison.rows:
-        entries = [comparison.entries[row, f"{dataset} {kind}"] for kind in KINDS]
-        if all(isinstance(entry.ours, float) for entry in entries):
-            found[row] = max((abs(e.difference) for e in entries if e.difference is not None), default=0.0)
-    return found
-
-
-def _apart(comparison: Comparison, dataset: str) -> list[str]:
-    """The rows that are not as near as they are to be."""
-    distances = _distances(comparison, dataset)
-    return [row for row in _held(dataset) if distances.get(row, 0.0) > released().points]
-
-
-def near_the_released(comparison: Comparison, draws: Mapping[tuple[str, str], Draws]) -> str:
-    """How near all of it is, in a sentence."""
-    told, words = released(), []
-    for dataset in _datasets(comparison):
-        run, apart = [row for row in _held(dataset) if row in _distances(comparison, dataset)], []
-        for row in _apart(comparison, dataset):
-            mean = statistics.mean(draws[dataset, row].ours) if (dataset, row) in draws else None
-            theirs = told.table.value(row, f"{dataset} inst")
-            assert isinstance(theirs, float)
-            near = mean is not None and abs(mean - theirs) <= told.points
-            apart.append(f"{row}, whose mean over {len(draws[dataset, row].ours)} draws is" if near else row)
-        no = f" (not {'; not '.join(apart)})" if apart else ""
-        words.append(f"{len(run) - len(apart)} of {len(run)} methods on {dataset}{no}")
-    return f"- Within {told.points:g} points of the released code, both errors: {', '.join(words)}."
-
-
-def _spread(row: str, drawn: Draws) -> str:
+def _spread(draws: Mapping[str, Sequence[Draws]]) -> list[str]:
     """How far one stream is to be trusted."""
-    between = [ours - theirs for ours, theirs in zip(drawn.ours, drawn.textbook, strict=True)]
-    error = statistics.stdev(between) / len(between) ** 0.5
-    ours, theirs = (
-        f"{min(v):.2f} to {max(v):.2f}, {statistics.mean(v):.2f} ± {statistics.stdev(v):.2f}"
-        for v in (drawn.ours, drawn.textbook)
-    )
-    return (
-        f"- {row} over {len(between)} draws of the corruptions' noise, all else the same (mean ± standard deviation): "
-        f"{ours}; as one writes it first, with torch's BatchNorm and torch.optim, on the same images: {theirs}. "
-        f"Ours less the latter: {statistics.mean(between):+.2f}, standard error {error:.2f}. "
-        f"The row of {row} is one more run. (`python -m benchmarks.textbook`)"
-    )
+    lines = ["One method many times, mean ± standard deviation; as one writes it first: with torch's BatchNorm and"]
+    lines[0] += " torch.optim, on the same images (`python -m benchmarks.textbook`):"
+    head = [word for kind in KINDS.values() for word in (f"{kind} error", "as one writes it first", "difference")]
+    lines += ["", table_row(["", "times", *head]), table_row(["---", *["---:"] * (1 + len(head))])]
+    for row, several in draws.items():
+        for drawn in several:
+            cells = [f"{row}: {drawn.what}", str(drawn.times)]
+            for kind in KINDS:
+                both = drawn.ours[kind], drawn.textbook[kind]
+                between = [ours - theirs for ours, theirs in zip(*both, strict=True)]
+                error = statistics.stdev(between) / len(between) ** 0.5
+                cells += [f"{statistics.mean(v):.2f} ± {statistics.stdev(v):.2f}" for v in both]
+                cells.append(f"{statistics.mean(between):+.2f}, standard error {error:.2f}")
+            lines.append(table_row(cells))
+    return lines
 
 
 def _verdict(what: str, against: Sequence[str], lacking: Sequence[str]) -> list[str]:
@@ -168,14 +176,15 @@ def _verdict(what: str, against: Sequence[str], lacking: Sequence[str]) -> list[
     return [f"- {what}: {said}" + (f". Not measured: {', '.join(lacking)}." if lacking else ".")]
 
 
-def _errors(dataset: str, row: str, kind: str, entry: Entry) -> Iterator[str]:
-    """Ours; the released code's with the difference; the paper's with the difference."""
-    yield number(entry.ours, "%")
+def _errors(dataset: str, row: str, entries: Mapping[str, Entry]) -> Iterator[str]:
+    """Of both kinds: ours; the released code's with the difference; the paper's with the difference."""
     table = paper.get(dataset.lower().removesuffix("-c"))
-    said = table.value(row, f"F 100 {kind}") if row in table.row_keys else None
-    for theirs in (entry.paper, said):
-        yield number(theirs, "%")
-        yield number(entry._replace(paper=theirs).difference, "%", signed=True)
+    for kind, entry in entries.items():
+        yield number(entry.ours, "%")
+        said = table.value(row, f"F 100 {kind}") if row in table.row_keys else None
+        for theirs in (entry.paper, said):
+            yield number(theirs, "%")
+            yield number(entry._replace(paper=theirs).difference, "%", signed=True)
 
 
 def _released_ms(dataset: str, row: str) -> str:

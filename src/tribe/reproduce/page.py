@@ -4,7 +4,7 @@ Results that were computed alike (seeds, batch, precision, device) are a series,
 the results, their folder may hold
 
     bench/*.json              what `tribe bench --json` measured, with nothing else running
-    draws/*.json              what `python -m benchmarks.textbook --json` measured: other draws of the noise
+    draws/*.json              what `python -m benchmarks.textbook --json` measured: one method, many times
     data/<folder>/made.json   how corrupted images were made, as `tribe corrupt` recorded it
 """
 
@@ -208,21 +208,22 @@ def _measured(series: Series, model: str) -> tuple[dict[str, float], str]:
     return found, " and ".join(dict.fromkeys(words))
 
 
-def _draws(series: Series) -> dict[tuple[str, str], Draws]:
-    """Methods that met other draws of the noise in the way of this series, by data set and row."""
+def _draws(series: Series) -> dict[tuple[str, str], list[Draws]]:
+    """Methods that were run many times in the way of this series, by data set and row."""
     e, table = series.first, released().table
     imbalance = table.common["scenario_fields"]["imbalance"]
-    found = {}
+    found: dict[tuple[str, str], list[Draws]] = {}
     for path in sorted((series.root / DRAWS).glob("*.json")):
         told = json.loads(path.read_text())
         alike = told["device"], told["precision"], (told["seed"],), told["batch"], told["imbalance"]
         if alike != (e.device, e.precision, e.seeds, e.batch, imbalance):
             continue
-        for column in table.columns:
+        noise = told["dataset"].startswith("live-")
+        what = "other noise in the images" if noise else "these images, the last digits of the parameters moved"
+        for group, column in {str(column["group"]): column for column in table.columns}.items():
             if (_of(told["dataset"], "source"), told["model"]) == (_of(column["dataset"], "source"), column["model"]):
-                for row in table.rows:
-                    if row["method"] == told["method"]:
-                        found[str(column["group"]), str(row["key"])] = Draws(told["ours"], told["textbook"])
+                for row in (str(row["key"]) for row in table.rows if row["method"] == told["method"]):
+                    found.setdefault((group, row), []).append(Draws(what, told["ours"], told["textbook"]))
     return found
 
 
