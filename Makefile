@@ -18,7 +18,7 @@ run: $(INSTALLED)  ## the main job: real digits, corrupted in 15 ways, four meth
 	$(BIN)/tribe run
 
 test: $(INSTALLED)  ## the test suite, without the slow tests
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" -n auto --maxprocesses 8 --dist worksteal
 
 test-slow: $(INSTALLED)  ## the slow tests only, those on Ray among them
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,ray]'

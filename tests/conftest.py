@@ -1,9 +1,12 @@
 """What all tests share. One thread: the networks here are so small that a second one only waits for the first."""
 
+import os
+
 import pytest
 import torch
 
 torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start
 
 
 @pytest.fixture
