@@ -123,6 +123,23 @@ def test_fields_of_any_component_can_be_set():
     assert spec["dataset"]["fields"]["seed"] == 3
 
 
+def test_one_value_and_words_with_commas_are_sequences():
+    settings = (
+        "dataset.corruptions=impulse_noise, motion_blur",
+        "dataset.severities=4",
+        "scenario.domains=motion_blur@4",
+        "sar.frozen_tail=layers.13,layers.16",
+    )
+    options = ("--imbalance", 300, "--methods", "sar", "--out", "out", *(w for s in settings for w in ("--set", s)))
+    result = tribe_run(*options)
+    assert result.exit_code == 0, result.output
+    record = tribe.Record.load("out/sar-seed0.npz")
+    assert record.domains == ("motion_blur@4",)
+    assert record.spec["dataset"]["fields"]["corruptions"] == ["impulse_noise", "motion_blur"]
+    assert record.spec["dataset"]["fields"]["severities"] == [4]
+    assert record.spec["fields"]["frozen_tail"] == ["layers.13", "layers.16"]
+
+
 def test_own_network_from_a_file():
     Path("mine.py").write_text("import tribe\ndef net():\n    return tribe.models.create('compact')\n")
     weights = tribe.models.find("compact", "mnist", "nowhere")
@@ -228,7 +245,11 @@ def test_a_folder_of_other_settings_is_refused_and_left_alone():
         assert words in said(result), said(result)
         assert "--out ANOTHER" in said(result)
     assert contents("out") == before
-    assert play("--methods", "source", "--seed", "1").exit_code == 0, "seeds are added"
+    tent = tribe.Record.load("out/tent-seed0.npz")
+    tent._replace(spec={**tent.spec, "newer": 1}).save("out/tent-seed0.npz")
+    assert "newer is 1 there and None here" in said(play("--methods", "bn"))
+    tent._replace(spec={**tent.spec, "newer": None}).save("out/tent-seed0.npz")
+    assert play("--methods", "source", "--seed", "1").exit_code == 0, "seeds are added, and None is as good as nothing"
     rows = json.loads(Path("out/summary.json").read_text())["results"]
     assert [(row["method"], row["seed"]) for row in rows] == [("source", 0), ("source", 1), ("tent", 0)]
     torn = Path("out/tent-seed0.npz").read_bytes()[:-100]
@@ -285,6 +306,8 @@ def test_variants_of_a_method_lie_side_by_side():
         (["--set", "gamma=1"], ["COMPONENT.FIELD=VALUE"]),
         (["--set", "rotta.nu=1"], ["takes no part", "tribe"]),
         (["--set", "dataset.corruptions=('fgo',)"], ["unknown corruption 'fgo'", "fog"]),
+        (["--set", "dataset.corruptions=stripe,fgo"], ["unknown corruption 'fgo'", "fog"]),
+        (["--set", "dataset.severities=6"], ["a severity is 1, 2, 3, 4 or 5; got 6"]),
         (["--weights", "absent.safetensors"], ["no weights file at absent.safetensors"]),
         (["--weights", "wide.safetensors"], ["wide.safetensors"]),
         (["--out", "file"], ["file"]),

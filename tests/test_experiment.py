@@ -111,6 +111,19 @@ def test_weights_and_threads_are_part_of_it(bench, tmp_path):
         Bench(threads=0)
 
 
+def test_a_field_that_only_one_has_is_a_difference(bench):
+    """Even one that is None: it has an id of its own."""
+    told = small(bench, "ttac").json()
+    fields = told["method"]["fields"]
+    one, newer, other = (
+        Experiment.from_json({**told, "method": {"name": "ttac", "fields": {**fields, **change}}})
+        for change in ({}, {"newer": None}, {"knowledge": None})
+    )
+    assert difference(one, one) == []
+    assert difference(one, newer) == ["method.fields.newer is None and None"]
+    assert difference(one, other) == [f"method.fields.knowledge is {fields['knowledge']} and None"]
+
+
 def made(root, seed):
     """Corrupted digits on the disk: the same names whatever the seed."""
     command = ["corrupt", "mnist", "--corruptions", "impulse_noise", "--seed", str(seed), "--out", str(root)]

@@ -6,9 +6,10 @@ What the command line and experiments share. What cannot be built is a ValueErro
 import copy
 import dataclasses
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import UnionType
+from typing import Any, NamedTuple, Union, get_args, get_origin
 
 import torch
 
@@ -42,13 +43,13 @@ def dataset(name: str, data: Path | None, fields: Mapping[str, Any]) -> Dataset:
     place = {} if data is None else {"data" if "data" in _fields(name) else "root": str(data)}
     if "root" in _fields(name) and "root" not in {**place, **fields}:
         raise ValueError(f"data set {name} lies where you say: --data FOLDER, or root= among its fields")
-    return datasets.create(name, **{**place, **fields})
+    return datasets.create(name, **{**place, **_meant(datasets.get(name), fields)})
 
 
 def scenario(name: str, imbalance: float | None, fields: Mapping[str, Any]) -> Scenario:
     """A protocol by name."""
     given = {"imbalance": imbalance} if imbalance is not None else {}
-    return scenarios.create(name, **{**given, **fields})
+    return scenarios.create(name, **{**given, **_meant(scenarios.get(name), fields)})
 
 
 def model(asked: Asked, data: Dataset, fields: Mapping[str, Any]) -> torch.nn.Module:
@@ -117,7 +118,8 @@ def plain_method(name: str, net: Backbone, data: Dataset, dataset: str, fields: 
     if known and outputs and known != outputs:
         raise ValueError(f"the network tells {outputs} classes apart, but {dataset} has {known}")
     published = methods.get(name).presets.get(trained_on(data, dataset), {})
-    return methods.create(name, **{**published, "classes": outputs or known, **fields})
+    meant = _meant(methods.get(name), fields)
+    return methods.create(name, **{**published, "classes": outputs or known, **meant})
 
 
 def trained_on(data: Dataset, name: str) -> str:
@@ -134,6 +136,25 @@ def described(name: str, component: Any) -> dict[str, Any]:
 def _told(value: Any) -> Any:
     """Source knowledge by its hash and how it was made; everything else as it is."""
     return {"digest": value.digest, **value.spec} if isinstance(value, source.Knowledge) else value
+
+
+def _meant(component: type[Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields as a component takes them, from what people write: one value, or words with commas, for a sequence."""
+    types = {field.name: field.type for field in dataclasses.fields(component)}
+    return {name: _as_sequence(types.get(name), value) for name, value in fields.items()}
+
+
+def _as_sequence(wanted: Any, value: Any) -> Any:
+    """One value where several are wanted is a sequence of one; a word is taken apart at its commas.
+
+    >>> _as_sequence(Sequence[str] | None, "fog,snow"), _as_sequence(Sequence[int], 5), _as_sequence(str, "fog,snow")
+    (('fog', 'snow'), (5,), 'fog,snow')
+    """
+    kinds = get_args(wanted) if get_origin(wanted) in (Union, UnionType) else (wanted,)
+    several = [get_args(kind)[:1] for kind in kinds if get_origin(kind) in (Sequence, tuple)]
+    if type(value) in kinds or (type(value),) not in several:
+        return value
+    return tuple(word.strip() for word in value.split(",") if word.strip()) if isinstance(value, str) else (value,)
 
 
 def _fields(name: str) -> set[str]:

@@ -42,7 +42,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from tribe import build, methods, metrics, scenarios
+from tribe import build, methods, metrics
 from tribe.atomic import write_atomically
 from tribe.augment import Augment
 from tribe.backbone import Backbone
@@ -56,6 +56,7 @@ from tribe.registry import nearest
 from tribe.run import Progress, run
 from tribe.scenarios import Scenario
 from tribe.source import Knowledge
+from tribe.specs import differences
 from tribe.stream import Stream
 
 FORMAT, SCHEMA = "tribe-experiment", 2  # 1 did not say which images
@@ -396,10 +397,7 @@ def keep(root: str | PathLike[str], target: str | PathLike[str]) -> list[Result]
 
 def difference(one: Experiment, other: Experiment) -> list[str]:
     """The fields in which two experiments differ, with both values."""
-    a, b = _flat(one.json()), _flat(other.json())
-    absent = object()
-    names = [name for name in sorted(a.keys() | b.keys()) if a.get(name, absent) != b.get(name, absent)]
-    return [f"{name} is {a.get(name)!r} and {b.get(name)!r}" for name in names]
+    return [f"{place} is {a!r} and {b!r}" for place, a, b in differences(one.json(), other.json())]
 
 
 def refuse_mixture(experiments: Mapping[str, Experiment], varying: Collection[str] = ("method",)) -> None:
@@ -533,7 +531,7 @@ class Bench:
         """Streams of a data set, made once: experiments with the same data, protocol and seeds share them."""
         key = _canonical([dataset.json(), scenario.json(), list(seeds), batch])
         if key not in self._streams:
-            protocol = scenarios.create(scenario.name, **revived(scenario.fields))
+            protocol = build.scenario(scenario.name, None, revived(scenario.fields))
             self._streams[key] = Stream(self.dataset(dataset), protocol, seeds, batch)
         return self._streams[key]
 
@@ -713,11 +711,3 @@ def _of_domain(errors: Mapping[str, float | None], domain: str | None) -> float 
 
 def _number(value: float | None) -> float:
     return float("nan") if value is None else float(value)
-
-
-def _flat(data: Mapping[str, Any], place: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in data.items():
-        below = isinstance(value, dict) and value
-        flat |= _flat(value, f"{place}{name}.") if below else {f"{place}{name}": value}
-    return flat

@@ -5,13 +5,14 @@ What may differ within one is the method and the seed, which the names of its re
 
 import dataclasses
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import tribe
 from tribe.build import PLACES
 from tribe.record import Record
+from tribe.specs import differences
 
 LONG = 120  # letters of a name, beyond which a hash stands for what was set
 SHORT_NAMES = {"scenario.imbalance": "imbalance", "dataset.severities": "severity"}  # these have options of their own
@@ -91,21 +92,13 @@ def _refuse_others(path: Path, record: Record, specs: Mapping[str, Mapping[str, 
         {key: value for key, value in spec.items() if key not in free}
         for spec in (record.spec, specs.get(name) or next(iter(specs.values())))
     )
-    if apart := list(_apart(there, here)):
+    # A field that is None may be younger than the record.
+    if apart := [f"{place} is {a!r} there and {b!r} here" for place, a, b in differences(there, here) if a != b]:
         more = f", and {len(apart) - 3} more" if len(apart) > 3 else ""
         raise ValueError(
             f"{path} is of other settings, which must not be mixed with these: {'; '.join(apart[:3])}{more}. Say "
             f"--out ANOTHER to keep both, or move {path.parent} away"
         )
-
-
-def _apart(there: Any, here: Any, place: str = "") -> Iterator[str]:
-    """Where two specs differ."""
-    if isinstance(there, Mapping) and isinstance(here, Mapping):
-        for name in sorted(there.keys() | here.keys()):
-            yield from _apart(there.get(name), here.get(name), f"{place}.{name}" if place else name)
-    elif there != here:
-        yield f"{place} is {there!r} there and {here!r} here"
 
 
 def _value(value: Any) -> str:

@@ -24,12 +24,13 @@ import tribe
 from tribe.corruptions import SEVERITIES, apply
 from tribe.corruptions import names as known_corruptions
 from tribe.corruptions.base import CHUNK, ELSEWHERE
-from tribe.datasets import Dataset, create, imagenet_c, mnist_c
+from tribe.datasets import Dataset, create
 from tribe.datasets.cifar_c import Cifar10C, Cifar100C
 from tribe.datasets.corrupted import to_bytes
 from tribe.datasets.files import MissingData, data_root
+from tribe.datasets.imagenet_c import ImageNetC
 from tribe.datasets.made import FILE, Block, Made, is_published, read_made
-from tribe.datasets.mnist_c import STRENGTH
+from tribe.datasets.mnist_c import STRENGTH, MnistC
 from tribe.datasets.writing import CannotWrite, check_space, held, placing, replacing
 from tribe.registry import nearest
 from tribe.scenarios.orders import CIFAR_C, IMAGENET_C, MNIST_C
@@ -53,7 +54,7 @@ class Layout(NamedTuple):
 LAYOUTS = {
     "cifar10": Layout(Cifar10C.folder, CIFAR_C, tuple(SEVERITIES), "{}.npy", "labels.npy", np.uint8),
     "cifar100": Layout(Cifar100C.folder, CIFAR_C, tuple(SEVERITIES), "{}.npy", "labels.npy", np.uint8),
-    "mnist": Layout(mnist_c.FOLDER, MNIST_C, (STRENGTH,), "{}/test_images.npy", "{}/test_labels.npy", np.int64),
+    "mnist": Layout(MnistC.folder, MNIST_C, (STRENGTH,), "{}/test_images.npy", "{}/test_labels.npy", np.int64),
 }
 
 
@@ -270,7 +271,7 @@ def generate_pictures(
     n = sum(len(paths) for paths in classes.values())
     shape = (3, CROP, CROP)
     watch, begun = watch or Watch(), time.perf_counter()
-    with held(data_root(out) / imagenet_c.FOLDER) as folder, ThreadPoolExecutor() as pool:
+    with held(data_root(out) / ImageNetC.folder) as folder, ThreadPoolExecutor() as pool:
         fresh = Made("imagenet", n, _listing_sha256(classes), _seed(seed), "common", _rounding(shape))
         made = _agree(folder, fresh, force)
         asked = [(name, severity) for name in names for severity in levels]

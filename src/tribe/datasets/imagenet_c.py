@@ -21,7 +21,7 @@ from tribe.registry import nearest
 from tribe.scenarios.orders import IMAGENET_C
 from tribe.scenarios.sampling import is_count, refuse_unless
 
-FOLDER, SIZE = "ImageNet-C", (224, 224)
+SIZE = (224, 224)
 ARCHIVE = "https://zenodo.org/records/2235448/files/{}.tar"
 GROUPS = {  # the published archives, and the corruptions in each
     "noise": ("gaussian_noise", "shot_noise", "impulse_noise"),
@@ -55,6 +55,7 @@ class ImageNetC:
     workers: int = 4  # threads that decode
 
     source: ClassVar[str] = "imagenet"  # the clean data set it can be made from
+    folder: ClassVar[str] = "ImageNet-C"
 
     def __post_init__(self) -> None:
         for severity in self.severities:
@@ -138,13 +139,13 @@ class ImageNetC:
     def _folder(self, domain: str) -> Path:
         name, _, severity = domain.partition("@")
         groups = [group for group, members in GROUPS.items() if name in members] or list(GROUPS)
-        root = data_root(self.data) / FOLDER
+        root = data_root(self.data) / self.folder
         make = f"tribe corrupt imagenet --images VAL --severity {severity} --corruptions {name} --out {root.parent}"
         check_made(root, domain, make)
         published = unpack(ARCHIVE.format(groups[0] if len(groups) == 1 else "GROUP"), root)
         hint = f"To make it from the clean validation pictures VAL: {make}. {published}"
         places = [f"{name}/{severity}", *(f"{group}/{name}/{severity}" for group in groups)]
-        return find(root, *places, what=f"{FOLDER} {domain}", hint=hint)
+        return find(root, *places, what=f"{self.folder} {domain}", hint=hint)
 
 
 def _subfolders(folder: Path) -> tuple[str, ...]:

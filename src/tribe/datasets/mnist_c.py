@@ -18,7 +18,7 @@ from tribe.datasets.made import check_made, command, damaged, open_whole, record
 from tribe.registry import nearest
 from tribe.scenarios.orders import MNIST_C
 
-FOLDER, ARCHIVE = "mnist_c", "https://zenodo.org/records/3239543/files/mnist_c.zip"
+ARCHIVE = "https://zenodo.org/records/3239543/files/mnist_c.zip"
 STRENGTH = 5  # MNIST-C has a single strength; where a severity is asked for, it goes by this one
 
 
@@ -31,6 +31,7 @@ class MnistC:
     corruptions: Sequence[str] = MNIST_C
 
     source: ClassVar[str] = "mnist"  # the clean data set it can be made from
+    folder: ClassVar[str] = "mnist_c"
 
     @property
     def classes(self) -> Sequence[str]:
@@ -46,9 +47,9 @@ class MnistC:
     def _folder(self) -> Path:
         hint = (
             f"To make it from the clean set, run `{self._command(self.corruptions)}`. "
-            f"Or place the folder {FOLDER} of {ARCHIVE} there"
+            f"Or place the folder {self.folder} of {ARCHIVE} there"
         )
-        return find(data_root(self.data), FOLDER, "MNIST-C", what="MNIST-C", hint=hint)
+        return find(data_root(self.data), self.folder, "MNIST-C", what="MNIST-C", hint=hint)
 
     @cached_property
     def _opened(self) -> dict[str, tuple[NDArray[Any], Tensor]]:

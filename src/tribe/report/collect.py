@@ -18,6 +18,7 @@ import torch
 
 from tribe.record import Record
 from tribe.report.command import component, departures, is_known, method_of
+from tribe.specs import by_place
 
 OF_A_ROW = ("method", "fields", "seed", "experiment")  # what may differ within a group
 MOST_CLASSES = 2**16  # a record that claims more is damaged, and would only exhaust the memory
@@ -229,13 +230,13 @@ def _labels(specs: list[Mapping[str, Any]]) -> dict[str, str]:
     values: dict[str | None, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     for spec in specs:
         name, fields = method_of(spec)
-        for key, value in _flat(fields).items():
+        for key, value in by_place(fields).items():
             values[name][key].add(_canonical(value))
     labels = {}
     for spec in specs:
         name, fields = method_of(spec)
-        differing = {key: value for key, value in _flat(fields).items() if len(values[name][key]) > 1}
-        told = _flat(departures(spec)) if is_known(name) else differing
+        differing = {key: value for key, value in by_place(fields).items() if len(values[name][key]) > 1}
+        told = by_place(departures(spec)) if is_known(name) else differing
         labels[_canonical(spec)] = ", ".join(
             (name or "no method named", *(f"{k} {_short(v)}" for k, v in told.items()))
         )
@@ -250,7 +251,7 @@ def _facts(keys: list[str]) -> list[tuple[str, tuple[str, ...]]]:
         alike[_main_facts(words[key][0])].append(key)
     told = []
     for facts, same in alike.items():
-        flat = {key: _flat(words[key][0]) for key in same}
+        flat = {key: by_place(words[key][0]) for key in same}
         telling = _telling(flat)
         if not telling:  # only the tables themselves know
             flat = {key: {"domains": words[key][1], "classes": words[key][2]} for key in same}
@@ -273,14 +274,6 @@ def _main_facts(spec: Mapping[str, Any]) -> tuple[str, ...]:
     imbalance = fields.get("imbalance")
     rare = f"imbalance {_short(imbalance)}" if imbalance is not None else None
     return tuple(fact for fact in (data or "no data set named", scenario, rare, model) if fact)
-
-
-def _flat(fields: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested fields by dotted name."""
-    found: dict[str, Any] = {}
-    for key, value in fields.items():
-        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return found
 
 
 def _short(value: Any) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tribe import build, methods, scenarios
+from tribe import build, methods
 from tribe.environment import precision_on
 from tribe.experiment import Bench, Experiment, MixedResults, difference, finished, load, method_fields, named, revived
 from tribe.paper import Cell, Table
@@ -121,7 +121,7 @@ def _expected(cell: Cell, wishes: Wishes, bench: Bench) -> dict[str, Any]:
     known = methods.get("tribe").presets.get(learned, {})  # it has one for each of the paper's: no file need be opened
     classes = known["classes"] if known else len(data.classes)
     fields = {**published, "classes": classes, **method_settings(cell, wishes, lambda: classes)}
-    protocol = named(scenario.name, scenarios.create(scenario.name, **revived(scenario.fields)))
+    protocol = named(scenario.name, build.scenario(scenario.name, None, revived(scenario.fields)))
     return {
         "dataset": named(dataset.name, data).json(),
         "model": model.json(),

@@ -42,7 +42,8 @@ def markdown(comparison: Comparison, judgements: Sequence[Judged] = (), level: i
         lines.append(table_row([row, *cells]))
     lines += ["", *(f"- {note}" for note in comparison.notes)]
     lines += [
-        f"- Missing, {len(cells)} cells from {cells[0]}: {reason}" for reason, cells in comparison.missing.items()
+        f"- Missing, {len(cells)} cell{'s' * (len(cells) > 1)} from {cells[0]}: {reason}"
+        for reason, cells in comparison.missing.items()
     ]
     return "\n".join([*lines, *([""] if judgements else []), *claims_markdown(judgements)]) + "\n"
 

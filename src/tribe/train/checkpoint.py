@@ -14,6 +14,7 @@ from safetensors.torch import save as to_bytes
 from torch import Tensor, nn
 
 from tribe.atomic import write_atomically
+from tribe.specs import differences
 
 FORMAT = "tribe-training"
 WEIGHTS, MEMORY = "net.", "optimizer."  # what names of tensors begin with
@@ -70,20 +71,12 @@ def read(path: Path) -> Checkpoint:
 
 def check_identity(path: Path, saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     """Refuse the checkpoint of another training, naming what differs."""
-    ours, theirs = _flat(wanted), _flat(saved)
-    for field in sorted(ours.keys() | theirs.keys()):
-        if ours.get(field) != theirs.get(field):
+    for field, theirs, ours in differences(saved, wanted):
+        if theirs != ours:
             raise CheckpointError(
-                f"{path} is the checkpoint of another training: its {field} is {theirs.get(field)!r}, asked for is "
-                f"{ours.get(field)!r}. Ask for the same to go on, or start over with force (which replaces it)"
+                f"{path} is the checkpoint of another training: its {field} is {theirs!r}, asked for is {ours!r}. Ask "
+                "for the same to go on, or start over with force (which replaces it)"
             )
-
-
-def _flat(facts: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in facts.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
-    return flat
 
 
 def restore(saved: Checkpoint, net: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -76,7 +76,7 @@ def reproduce_artifact(
     ] = None,
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", help="Any field: dataset.corruptions=('fog',), scenario.draw=paper, tribe.h0=0.1."),
+        typer.Option("--set", help="Any field: dataset.corruptions=fog, scenario.draw=paper, tribe.h0=0.1."),
     ] = None,
     device: Device = "auto",
     precision: Annotated[
