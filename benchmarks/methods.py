@@ -75,7 +75,8 @@ def measured(name: str) -> tuple[float, float, str, str]:
 
 PARTS = {  # of states, and what they are
     "affine parameters": ("affine", "student.affine", "teacher.affine", "teacher.weight"),
-    "all weights": ("weights", "student.weights", "teacher.weights"),
+    "all weights": ("student.weights", "teacher.weights"),
+    "all weights but Linear layers'": ("weights",),  # TTAC's
     "statistics": ("stats", "pair", "anchor", "student.stats", "teacher.stats"),
     "optimiser": ("adam", "velocity"),
     "images": ("memory",),
@@ -89,9 +90,9 @@ def told(moved: set[str]) -> tuple[str, str]:
     found = [
         words for words, starts in PARTS.items() if any(f"{n}.".startswith(f"{s}.") for n in moved for s in starts)
     ]
-    if "all weights" in found:
+    if any(words.startswith("all weights") for words in found):
         found.remove("affine parameters")
-    adapts = [words for words in found if words in ("affine parameters", "all weights", "statistics")]
+    adapts = [words for words in found if words.startswith(("affine parameters", "all weights", "statistics"))]
     return ", ".join(adapts) or "nothing", ", ".join(w for w in found if w not in adapts) or "nothing"
 
 

@@ -1,4 +1,4 @@
-"""TENT as one writes it first, BatchNorm in training mode and torch.optim, beside ours over a whole stream of images.
+"""TENT in plain PyTorch, BatchNorm in training mode and torch.optim, beside ours over a whole stream of images.
 
 ``python -m benchmarks.textbook --model wrn28_10 --device cuda --seeds 16 --json results/draws/tent.json``: where a
 method collapses, errors of whole streams are chaotic, and one says little about whether two implementations are the
@@ -12,6 +12,7 @@ import copy
 import json
 import statistics
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,8 @@ from torch import Tensor, nn
 import tribe
 from tribe import build, metrics
 from tribe.atomic import write_atomically
+from tribe.datasets import Dataset
+from tribe.datasets.fingerprint import fingerprint
 from tribe.environment import PRECISIONS, choose_device, deterministic, float32_precision, machine
 
 BATCH = 64
@@ -59,7 +62,27 @@ def _norms(net: nn.Module) -> list[nn.BatchNorm2d]:
     return [layer for layer in net.modules() if isinstance(layer, nn.BatchNorm2d)]
 
 
-def main(argv: list[str] | None = None) -> None:
+def built(o: argparse.Namespace, seed: int) -> tuple[Dataset, nn.Module]:
+    """The data and the network of a draw, the latter as it was trained."""
+    data = build.dataset(o.dataset, o.data, {"seed": seed} if is_live(o) else {})
+    return data, build.model(build.Asked(o.dataset, o.model, data=o.data), data, {})
+
+
+def is_live(o: argparse.Namespace) -> bool:
+    """Whether images are corrupted as they are read."""
+    return bool(o.dataset.startswith("live-"))
+
+
+def setting(o: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """What all draws share, with the marks by which experiments know images and weights."""
+    data, net = built(o, o.first)
+    told = {name: getattr(o, name) for name in ("dataset", "model", "imbalance", "seed", "precision")}
+    told |= {"images": fingerprint(data), "weights": tribe.Backbone(net).fingerprint()}
+    return told | {"method": "tent", "device": device.type, "machine": machine(device), "batch": BATCH}
+
+
+def options(argv: list[str] | None = None) -> argparse.Namespace:
+    """What was asked for."""
     p = argparse.ArgumentParser("python -m benchmarks.textbook", description=__doc__.partition("\n")[0])
     p.add_argument("--dataset", default="live-cifar10-c", help="live-...: other noise; else: other last digits")
     p.add_argument("--model", default="resnet20")
@@ -71,18 +94,20 @@ def main(argv: list[str] | None = None) -> None:
     p.add_argument("--device", default="auto")
     p.add_argument("--precision", default="tf32", choices=PRECISIONS[:2])
     p.add_argument("--json", type=Path, help="write the numbers here, too, after every draw")
-    o = p.parse_args(argv)
-    device, live = choose_device(o.device), o.dataset.startswith("live-")
+    return p.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    o = options(argv)
+    device = choose_device(o.device)
     scenario = tribe.scenarios.create("gli-f", imbalance=o.imbalance)
-    told = {name: getattr(o, name) for name in ("dataset", "model", "imbalance", "seed", "precision")}
-    told |= {"method": "tent", "device": device.type, "machine": machine(device), "batch": BATCH}
+    told = setting(o, device)
     drawn: list[int] = []
     errors: dict[str, dict[str, list[float]]] = {who: {kind: [] for kind in ERRORS} for who in ("ours", "textbook")}
     with float32_precision(o.precision), deterministic():  # as experiments compute
         for seed in range(o.first, o.first + o.seeds):
-            data = build.dataset(o.dataset, o.data, {"seed": seed} if live else {})
-            net = build.model(build.Asked(o.dataset, o.model, data=o.data), data, {})
-            if not live:
+            data, net = built(o, seed)
+            if not is_live(o):
                 nudge(net, seed)
             stream = tribe.Stream(data, scenario, seeds=(o.seed,), batch=BATCH)
             method = tribe.methods.create("tent", classes=len(data.classes))

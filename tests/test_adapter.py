@@ -5,6 +5,7 @@ import dataclasses
 import gc
 import io
 import pickle
+import sys
 import threading
 
 import pytest
@@ -14,7 +15,7 @@ from torch import nn
 import tribe
 from tribe.methods.tent import Tent
 from tribe.norms.batch import Batch
-from tribe.state import leaves
+from tribe.state import Store, leaves
 from tribe.testing import CLASSES, images, ready, small_network
 
 METHODS = tribe.methods.names()
@@ -128,6 +129,56 @@ def test_a_snapshot_is_restored_on_the_same_weights_only():
     assert other.digest() == before
     assert twin.restore(adapter.snapshot()).digest() == adapter.digest(), "another object with equal weights will do"
     assert copy.deepcopy(adapter).reset().restore(adapter.snapshot()).digest() == adapter.digest()
+
+
+@pytest.mark.parametrize("method", ["tribe", "rotta", "cotta"])
+@pytest.mark.parametrize(("first", "then"), [("float", "double"), ("double", "float"), ("float", "bfloat16")])
+def test_a_snapshot_is_restored_in_the_precision_the_adapter_has_now(method, first, then):
+    adapter = getattr(played(method), first)()
+    snapshot, before = adapter.snapshot(), adapter.predict(batch(8))
+    getattr(adapter, then)()
+    kinds = {name: t.dtype for name, t in leaves(adapter.state).items()}
+    adapter(batch(7))
+    adapter.restore(snapshot)
+    assert {name: t.dtype for name, t in leaves(adapter.state).items()} == kinds
+    assert (adapter.predict(batch(8)).double() - before.double()).abs().max() < (0.1 if then == "bfloat16" else 1e-4)
+    adapter(batch(8))
+
+
+def test_an_interrupt_never_leaves_half_a_state():
+    """Interrupts a change of the state at every step of the interpreter that Ctrl-C could come at."""
+    adapter = played()
+    old, before = adapter.snapshot().state, adapter.digest()
+    adapter(batch(9))
+    new, after = adapter.snapshot().state, adapter.digest()
+
+    def put(state, interrupted_at=None):
+        steps = 0
+
+        def trace(frame, event, _):
+            nonlocal steps
+            if frame.f_globals.get("__name__") != Store.__module__:
+                return None
+            frame.f_trace_opcodes = True
+            steps += 1
+            if steps == interrupted_at:
+                raise KeyboardInterrupt
+            return trace
+
+        sys.settrace(trace)
+        try:
+            adapter.adapted.put(state)
+        finally:
+            sys.settrace(tracer)
+        return steps
+
+    tracer, seen = sys.gettrace(), set()
+    for step in range(1, put(new) + 1):
+        put(old)
+        with pytest.raises(KeyboardInterrupt):
+            put(new, step)
+        seen.add(adapter.digest())
+    assert seen == {before, after}
 
 
 def test_a_state_dict_stays_what_it_was():
@@ -251,6 +302,26 @@ def test_state_dict_round_trips_between_adapters():
     assert torch.equal(other(batch(9)), adapter(batch(9)))
 
 
+def test_a_state_dict_that_is_assigned_stays_the_callers():
+    given = played().double().state_dict()
+    kept = {name: t.clone() for name, t in given.items()}
+    with torch.inference_mode():
+        other = tribe.adapt(small_network().double())
+        other.load_state_dict(given, assign=True)
+    assert other.digest() == played().double().digest()
+    assert other.net.model[0].weight.data_ptr() == given["net.model.0.weight"].data_ptr(), "the network's are assigned"
+    for seed in range(5):
+        other(batch(seed))
+    assert all(torch.equal(kept[name], t) for name, t in given.items())
+
+
+def test_an_assigned_state_takes_the_precision_of_the_adapter():
+    adapter = tribe.adapt(small_network())
+    state = {k: t.double() if t.is_floating_point() else t for k, t in played().state_dict().items() if "adapted" in k}
+    adapter.load_state_dict(state, strict=False, assign=True)
+    assert adapter.digest() == played().digest()
+
+
 def test_moving_the_adapter_moves_everything_and_keeps_statistics_precise():
     adapter = played().to(torch.bfloat16)
     assert adapter.net.dtype == torch.bfloat16
@@ -369,6 +440,21 @@ def test_info_tells_what_happened():
         adapter(images(2, 6, seed))
     assert adapter.info[0].distance > 0
     assert adapter.info[1].poisoned == ()
+
+
+def test_info_locates_bad_images_in_the_last_batch_whether_it_was_learned_from_or_not():
+    adapter, bad = played(), batch()
+    bad[[2, 4]] = torch.inf
+    for call in (adapter.predict, adapter.freeze(), adapter.learn):
+        call(bad)
+        assert adapter.info[0].poisoned == (2, 4)
+        call(batch())
+        assert adapter.info[0].poisoned == ()
+    assert (adapter.info[0].skipped, adapter.digest()) == (0, played().digest()), "nothing was to be learned"
+    adapter.unfreeze()(bad)
+    assert (adapter.info[0].skipped, adapter.info[0].poisoned) == (2, (2, 4))
+    assert adapter.predict(bad[:0]).shape == (0, CLASSES)
+    assert adapter.info[0].poisoned == ()
 
 
 def test_clean_images_are_predicted_as_if_alone_with_each_other():

@@ -317,10 +317,12 @@ def test_gradients_reach_the_affine_parameters_of_every_layer(name: str) -> None
     net = Backbone(build(name).double())
     affine, stats = net.source(2)
     affine = Affine(*(t.requires_grad_() for t in affine))
-    y = net(images(name, 2, dtype=torch.float64), affine, stats, BATCH).logits
-    if not any(slot.layer.weight is not None for slot in net.slots):
-        assert not y.requires_grad
+    x = images(name, 2, dtype=torch.float64)
+    if not net.has_affine:
+        with pytest.raises(ValueError, match="no normalisation layer of the network has affine parameters to learn"):
+            net(x, affine, stats, BATCH)
         return
+    y = net(x, affine, stats, BATCH).logits
     grads = torch.autograd.grad(y.log_softmax(-1).square().sum(), affine)
     for slot in net.slots:
         columns = slice(start := sum(s.channels for s in net.slots[: slot.index]), start + slot.channels)
@@ -783,6 +785,21 @@ def test_a_network_that_cuts_gradients_is_refused_in_words_where_one_is_needed(h
         adapter(x)
     assert adapter.digest() == before
     assert tribe.adapt(Cut(how), "bn")(x).shape == (6, 4)
+
+
+@pytest.mark.parametrize("method", [name for name in tribe.methods.names() if name not in ("eata", "petal", "ttac")])
+def test_without_affine_parameters_methods_that_learn_nothing_else_are_refused_in_words(method: str) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, affine=False), nn.Flatten(), nn.Linear(144, 4))
+    net, x = Backbone(model), torch.rand(1, 64, 3, 8, 8)
+    if method in ("source", "bn", "lame", "cotta"):
+        assert tribe.adapt(net, method)(x).shape == (1, 64, 4)
+        return
+    words = r"no normalisation layer .* has affine parameters .*Choose one that needs none: bn, lame, cotta, petal"
+    with pytest.raises(ValueError, match=words):
+        tribe.adapt(net, method)
+    rule = tribe.methods.create(method, classes=4)
+    with pytest.raises(ValueError, match=words):  # a pass without a shell says it, too
+        rule.step(net, rule.init(net), x)
 
 
 class Reads(nn.Module):

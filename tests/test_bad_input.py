@@ -1,5 +1,6 @@
 """Bad input gets a clear error, and nothing is lost: what was wrong, what was expected, what to do."""
 
+import dataclasses
 import json
 import pickle
 import warnings
@@ -12,6 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import tribe
+from tribe.methods.base import check_classes
 from tribe.screening import sound
 from tribe.testing import CLASSES, images, ready, small_network
 
@@ -107,6 +109,26 @@ MAKING = {
     "text for a number": (lambda: tribe.adapt(small_network(), lr="x"), ValueError, "lr of tribe is a number; got 'x'"),
     "nothing for a number": (lambda: tribe.adapt(small_network(), lr=None), ValueError, "lr .* is a number; got None"),
     "no number at all": (lambda: tribe.adapt(small_network(), h0=float("nan")), ValueError, "h0 .* a number; got nan"),
+    "infinity for a number": (
+        lambda: tribe.adapt(small_network(), lr=float("inf")),
+        ValueError,
+        "lr of tribe is a finite number; got inf",
+    ),
+    "a word for a truth": (
+        lambda: tribe.adapt(small_network(), "roid", consistency="false"),
+        ValueError,
+        "consistency of roid is True or False; got 'false'",
+    ),
+    "a number for a truth that may be open": (
+        lambda: tribe.adapt(small_network(), rate_cap=0),
+        ValueError,
+        "rate_cap of tribe is True or False; got 0",
+    ),
+    "nothing for a truth": (
+        lambda: tribe.adapt(small_network(), "roid", consistency=None),
+        ValueError,
+        "consistency of roid is True or False; got None",
+    ),
     "a truth for a number": (lambda: tribe.adapt(small_network(), eta=True), ValueError, "eta .* a number; got True"),
     "a fraction of a neighbour": (
         lambda: tribe.adapt(small_network(), "lame", neighbours=1.5),
@@ -127,6 +149,11 @@ MAKING = {
         "lr.*not negative",
     ),
     "an unknown convention": (lambda: tribe.adapt(small_network(), convention="arxiv"), ValueError, "released, paper"),
+    "a convention with all that another had settled": (
+        lambda: dataclasses.replace(tribe.methods.create("tribe", classes=4), convention="paper"),
+        ValueError,
+        "convention is 'paper', and anchor_on, .* are all those of another one.*tribe.methods.create",
+    ),
     "an unknown anchor": (
         lambda: tribe.adapt(small_network(), anchor_on="labels"),
         ValueError,
@@ -155,9 +182,32 @@ def test_making(case):
         make()
 
 
+def test_the_classes_of_a_method_are_those_of_the_network():
+    single = tribe.Backbone(nn.Sequential(nn.Conv2d(3, 6, 1), nn.BatchNorm2d(6), nn.Flatten(), nn.Linear(384, 1)))
+    for net, classes, words in (
+        (tribe.Backbone(small_network()), 7, "classes=7, but the network's classifier '8' has 4 outputs"),
+        (single, None, r"classifier '3' has a single output.*2 at least.*\(0, z\)"),
+        (single, 1, "single output"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            check_classes(net, classes)
+    for net in (tribe.Backbone(small_network()), tribe.Backbone(Headless())):
+        check_classes(net, None)
+        check_classes(net, CLASSES)
+
+
 def test_numpys_numbers_are_numbers(tmp_path):
-    given = {"streams": np.int64(2), "seed": np.int32(5), "classes": np.int64(CLASSES), "lr": np.float32(0.5)}
-    theirs, plain = tribe.adapt(small_network(), **given), tribe.adapt(small_network(), streams=2, seed=5, lr=0.5)
+    given = {
+        "streams": np.int64(2),
+        "seed": np.int32(5),
+        "classes": np.int64(CLASSES),
+        "lr": np.float32(0.5),
+        "rate_cap": np.True_,
+    }
+    theirs, plain = (
+        tribe.adapt(small_network(), **given),
+        tribe.adapt(small_network(), streams=2, seed=5, lr=0.5, rate_cap=True),
+    )
     assert theirs.digest() == plain.digest()
     assert theirs.method == plain.method
     assert theirs.reset(stream=np.int64(-1)).digest() == plain.digest()
@@ -435,24 +485,17 @@ def test_saving_where_nothing_can_be_saved(tmp_path, where, error, message):
 
 
 def test_a_state_that_is_not_finite_is_not_saved_over_a_good_one(tmp_path):
-    def spoil(x):
-        return x.where(x == 0, torch.nan) if spoiled else x
-
-    spoiled = False
-    model = tribe.adapt(small_network(), streams=3, augment=spoil)
+    model = tribe.adapt(small_network(), streams=3)
     model(images(3, 6))
     model.save(tmp_path / "a")
     good, snapshot = (tmp_path / "a").read_bytes(), model.snapshot()
-    spoiled = True
-    x = images(3, 6)
-    x[1] = torch.nan  # replaced by zeros, which are not spoiled: this stream stays as it is
-    model(x)
+    model.state.affine.weight[[0, 2]] = torch.nan
     with pytest.raises(tribe.StateFileError, match=r"of stream 0, 2 is not finite \(.*reset.*restore.*Nothing was"):
         model.save(tmp_path / "a")
     assert (tmp_path / "a").read_bytes() == good
     model.reset(stream=0).reset(stream=2).save(tmp_path / "b")
     model.restore(snapshot).save(tmp_path / "c")
-    assert tribe.load(tmp_path / "c", small_network(), augment=spoil).digest() == tribe.state.digest(snapshot.state)
+    assert tribe.load(tmp_path / "c", small_network()).digest() == tribe.state.digest(snapshot.state)
 
 
 # -- life cycle ------------------------------------------------------------------------------------------------------
@@ -484,6 +527,16 @@ LIFE = {
         RuntimeError,
         "number of streams.*Nothing was loaded",
     ),
+    "load a state dict of lists": (
+        lambda a: a.load_state_dict({k: t.tolist() for k, t in a.state_dict().items()}, assign=True),
+        RuntimeError,
+        "no tensor. Nothing was loaded",
+    ),
+    "load a state dict that is not finite": (
+        lambda a: a.load_state_dict({k: t / 0 if "affine" in k else t for k, t in a.state_dict().items()}),
+        RuntimeError,
+        r"a state that is not finite \(affine.bias, affine.weight.* Nothing was loaded",
+    ),
     "load the state dict of another method": (
         lambda a: a.load_state_dict(tribe.adapt(small_network(), "tent", streams=2).state_dict()),
         RuntimeError,
@@ -500,6 +553,18 @@ def test_life_cycle(case):
     with pytest.raises(error, match=message):
         act(model)
     assert model.digest() == before
+
+
+def test_a_network_without_affine_parameters_is_refused_by_the_command(tmp_path, monkeypatch):
+    from commands import said, tribe_command  # skips without the command's extra
+
+    monkeypatch.chdir(tmp_path)
+    norm = "nn.BatchNorm2d(4, affine=False), nn.AdaptiveAvgPool2d(1)"
+    code = f"from torch import nn\nnet = nn.Sequential(nn.Conv2d(1, 4, 3), {norm}, nn.Flatten(), nn.Linear(4, 10))\n"
+    (tmp_path / "plain.py").write_text(code)
+    result = tribe_command("run", "--model", "plain.py:net", "--methods", "tribe")
+    assert result.exit_code == 2, result.output
+    assert "no normalisation layer of the network has affine parameters to learn" in said(result)
 
 
 def test_there_are_at_least_forty_cases():

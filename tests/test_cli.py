@@ -139,6 +139,8 @@ def test_listed_as_json_is_what_is_registered(call, kind):
         assert list(component["fields"]) == [f.name for f in dataclasses.fields(cls)]
         assert component["paper"] == getattr(cls, "paper", None)
         assert component["presets"] == getattr(cls, "presets", {})
+        assert component["needs"] == getattr(cls, "needs", None)
+        assert component["variants"] == getattr(cls, "variants", {})
 
 
 def test_fields_carry_defaults_and_types(call):
@@ -154,6 +156,12 @@ def test_listed_for_people(call):
     for name in tribe.methods.names():
         assert name in result.stdout
     assert "lambda_anc = 0.5" in result.stdout
+    cells = [[cell.strip() for cell in line.split("│")] for line in result.stdout.splitlines()]
+    ideas = "".join(cell[2] for cell in cells if len(cell) > 2)  # a narrow column breaks words anywhere
+    squeezed = "".join(ideas.split())
+    assert "needsthemeanandcovarianceofsourcefeatures" in squeezed
+    assert "tribesourcettac" in squeezed
+    assert "variants,asinselftrain/iabn:iabn,robust-bn,robust-bn-slow," in squeezed
 
 
 def test_unknown_kind(call):

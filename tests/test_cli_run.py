@@ -123,6 +123,16 @@ def test_fields_of_any_component_can_be_set():
     assert spec["dataset"]["fields"]["seed"] == 3
 
 
+@pytest.mark.parametrize(("word", "truth"), [("false", False), ("TRUE", True)])
+def test_truths_are_words_in_any_case(word, truth):
+    options = ("--methods", "roid", "--set", f"roid.consistency={word}", "--set", "roid.prior=none", "--out", "out")
+    result = tribe_run(*TINY, *options, "--no-chart")
+    assert result.exit_code == 0, result.output
+    fields = tribe.Record.load("out/roid-seed0.npz").spec["fields"]
+    assert fields["consistency"] is truth
+    assert fields["prior"] == "none", "a word of the field's own"
+
+
 def test_one_value_and_words_with_commas_are_sequences():
     settings = (
         "dataset.corruptions=impulse_noise, motion_blur",
@@ -146,6 +156,35 @@ def test_own_network_from_a_file():
     result = tribe_run(*SHORT, "--model", "mine.py:net", "--weights", weights, "--methods", "source", "--json", "-")
     assert result.exit_code == 0, result.output
     named = tribe_run(*SHORT, "--methods", "source", "--json", "-")
+    errors = [json.loads(r.stdout)["results"][0]["instance_error"] for r in (result, named)]
+    assert errors[0] == errors[1]
+
+
+HEADLESS = """
+import torch, tribe
+
+class Head(torch.nn.Module):
+    def __init__(self, linear):
+        super().__init__()
+        self.weight, self.bias = linear.weight, linear.bias
+    def forward(self, x):
+        return torch.nn.functional.linear(x, self.weight, self.bias)
+
+net = tribe.models.load("compact", tribe.models.find("compact", "mnist", "nowhere"))
+net.fc = Head(net.fc)
+told = tribe.Backbone(net, classifier="fc")
+"""
+
+
+def test_own_network_that_names_its_classifier():
+    """What the error of a network without one says to do."""
+    Path("mine.py").write_text(HEADLESS)
+    refused = tribe_run(*TINY, "--model", "mine.py:net", "--methods", "lame", "--out", "out")
+    assert refused.exit_code == 2
+    assert "tribe.Backbone(model, classifier=...)" in said(refused)
+    result = tribe_run(*TINY, "--model", "mine.py:told", "--methods", "lame", "--out", "out", "--json", "-")
+    assert result.exit_code == 0, result.output
+    named = tribe_run(*TINY, "--methods", "lame", "--out", "named", "--json", "-")
     errors = [json.loads(r.stdout)["results"][0]["instance_error"] for r in (result, named)]
     assert errors[0] == errors[1]
 
@@ -303,6 +342,7 @@ def test_variants_of_a_method_lie_side_by_side():
         (["--severity", "x"], ["--severity"]),
         (["--scenario", "ptta", "--imbalance", "10"], ["no field 'imbalance'"]),
         (["--set", "tribe.gama=1"], ["no field 'gama'", "gamma"]),
+        (["--set", "tribe.rate_cap=perhaps"], ["rate_cap of tribe is True or False; got 'perhaps'"]),
         (["--set", "gamma=1"], ["COMPONENT.FIELD=VALUE"]),
         (["--set", "rotta.nu=1"], ["takes no part", "tribe"]),
         (["--set", "dataset.corruptions=('fgo',)"], ["unknown corruption 'fgo'", "fog"]),
@@ -312,12 +352,14 @@ def test_variants_of_a_method_lie_side_by_side():
         (["--weights", "wide.safetensors"], ["wide.safetensors"]),
         (["--out", "file"], ["file"]),
         (["--model", "wide.py:net"], ["7 classes", "10"]),
+        (["--model", "wide.py:one"], ["classifier 'fc' has a single output", "(0, z)"]),
     ],
 )
 def test_what_cannot_be_done_is_said_in_a_paragraph(options, words):
     Path("file").write_text("in the way")
     save_file({"fc.weight": torch.zeros(10, 3)}, "wide.safetensors")
-    Path("wide.py").write_text("import tribe\nnet = tribe.models.create('compact', classes=7)\n")
+    own = (f"{name} = tribe.models.create('compact', classes={k})" for name, k in (("net", 7), ("one", 1)))
+    Path("wide.py").write_text("\n".join(("import tribe", *own)))
     result = tribe_run(*options)
     assert result.exit_code == 2, result.output
     for word in words:
@@ -378,6 +420,18 @@ def test_a_failure_half_way_keeps_what_was_finished(tmp_path):
     result = tribe_run(*good, "--methods", "source,tribe")
     assert result.exit_code == 2
     assert "stripe/test_images.npy" in said(result)
+
+
+def test_one_method_that_fails_does_not_end_the_others():
+    options = ("--methods", "note,source,tent", "--set", "note.room=5", "--out", "out", "--no-chart")
+    result = tribe_run(*TINY, *options, "--json", "-")
+    assert result.exit_code == 2
+    assert "error: note: images of shape (1, 28, 28) have 784 values each; the memory has room for 5" in said(result)
+    assert said(result).endswith("error: note could not be played to the end; the reasons are told above")
+    assert [row["method"] for row in json.loads(result.stdout)["results"]] == ["source", "tent"]
+    told = json.loads(Path("out/summary.json").read_text())
+    assert [row["method"] for row in told["results"]] == ["source", "tent"]
+    assert {path.name for path in Path("out").iterdir()} == {"source-seed0.npz", "tent-seed0.npz", "summary.json"}
 
 
 def test_the_command_runs_as_a_process_with_nothing_on_stdout_but_json(tmp_path):
@@ -470,6 +524,16 @@ net = Grey()
         refused = tribe_run(*options, "--data", "two/pictures", "--out", "out")
         assert refused.exit_code == 2
         assert "dataset.fingerprint is " in said(refused)
+
+    def test_memories_have_room_for_large_pictures(self):
+        image = pytest.importorskip("PIL.Image")
+        for path in Path("pictures").rglob("*.png"):
+            image.open(path).resize((64, 64)).save(path)
+        memories = "note,rotta,selftrain/balanced+memory+st+anchor"
+        result = tribe_run(*self.OPTIONS[:-1], memories, "--scenario", "replay", "--out", "out")
+        assert result.exit_code == 0, result.output
+        rooms = {tribe.Record.load(path).spec["fields"]["room"] for path in Path("out").glob("*.npz")}
+        assert rooms == {3 * 64 * 64}
 
     def test_a_scenario_that_draws_by_class_says_what_plays_them(self):
         result = tribe_run(*self.OPTIONS, "--scenario", "gli-f")

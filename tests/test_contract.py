@@ -4,13 +4,13 @@ import pytest
 
 import layouts
 from tribe import datasets, methods, norms, scenarios
-from tribe.testing import DATASET_CHECKS, METHOD_CHECKS, NORM_CHECKS, SCENARIO_CHECKS, ready
+from tribe.testing import DATASET_CHECKS, METHOD_CHECKS, NORM_CHECKS, SCENARIO_CHECKS, ready, small
 
 
 @pytest.mark.parametrize("check", METHOD_CHECKS, ids=lambda check: check.__name__)
 @pytest.mark.parametrize("name", [*methods.names(), *methods.variants()])
 def test_method(name, check):
-    check(ready(name))
+    check(small(ready(name)))
 
 
 @pytest.mark.parametrize("check", NORM_CHECKS, ids=lambda check: check.__name__)

@@ -17,7 +17,7 @@ from tribe.backbone import Backbone
 from tribe.methods import petal, ttac
 from tribe.rng import Key
 from tribe.source import KnowledgeError
-from tribe.state import leaves, stream
+from tribe.state import leaves, stream, tree_map
 from tribe.testing import CLASSES, images, informed, small_network
 from tribe.weights import Layout
 
@@ -249,6 +249,21 @@ def test_petal_forgets_exactly_the_weights_below_the_quantile():
         assert np.array_equal(back, small)
 
 
+def test_petals_quantile_is_over_weights_that_exist():
+    """Columns that stand for the scale and shift a BatchNorm does not have never get a gradient."""
+    bare = nn.Sequential(nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8, affine=False), nn.Conv2d(8, 6, 1), nn.GroupNorm(2, 6))
+    net = Backbone(nn.Sequential(*bare, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, CLASSES)))
+    method = informed(methods.create("petal", classes=CLASSES, p_th=NEVER, spw=1e-3, delta=0.1), net)
+    _, state = method.step(net, method.init(net), images(1, 6))
+    layout = Layout(net)
+    squared, after, origin = (
+        torch.cat([t.flatten() for t in layout.unpack(p).values()]).double()
+        for p in (tree_map(torch.square, state.adam.first), state.student, layout.source())
+    )
+    assert len(squared) == 24 + 8 + 48 + 6 + 12 + 6 * CLASSES + CLASSES
+    assert np.array_equal(after == origin, squared < np.quantile(squared, 0.1))
+
+
 def test_petals_loss_holds_the_student_to_the_posterior():
     """The gradient that Adam saw against autograd through the whole loss, on an ordinary module."""
     model = small_network(dtype=torch.float64)
@@ -292,7 +307,9 @@ def test_the_posterior_is_where_sgd_goes(every):
         path = torch.stack([s[name] for s in snapshots])
         assert torch.allclose(known.tensors[f"mean/{name}"], path.mean(0), rtol=0, atol=1e-10)
         assert torch.allclose(known.tensors[f"var/{name}"], path.var(0, correction=0), rtol=1e-6, atol=1e-12)
-    assert known.spec["snapshots"] == 6 // every
+    assert known.spec == {
+        **{"images": 48, "snapshots": 6 // every, "swag_lr": 0.05, "swag_momentum": 0.8, "swag_every": every},
+    }
 
 
 def test_a_posterior_needs_two_snapshots():
@@ -483,12 +500,34 @@ def test_a_network_without_a_classifier_layer_is_refused():
         methods.create("ttac", classes=4).study(net, [(images(1, 6)[0], None)])
     tensors = {"class_mean": torch.zeros(4, 4), "class_cov": torch.zeros(4, 4, 4), "mean": torch.zeros(4)}
     known = tribe.source.Knowledge("ttac", tensors | {"cov": torch.eye(4)}, net.fingerprint(exact=False))
-    method = methods.create("ttac", classes=4, knowledge=known)
     with pytest.raises(ValueError, match="no classifier layer was found"):
-        method.step(net, method.init(net), images(1, 6))
+        methods.create("ttac", classes=4, knowledge=known).init(net)
+
+
+def test_ttac_leaves_every_linear_layer_as_it_is():
+    """Hidden ones too, not the classifier alone."""
+    layers = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 8), nn.LayerNorm(8), nn.Linear(8, 4)
+    net = Backbone(nn.Sequential(*layers))
+    method = informed(methods.create("ttac", classes=CLASSES, lr=1e-2), net)
+    _, state = play(method, net, batches(2))
+    (mine,) = method.deployed(net, state).weights
+    assert mine.keys() == {"0.weight", "0.bias"}
+    assert not torch.equal(mine["0.weight"], net.model[0].weight)
 
 
 # -- all three ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("streams", "rows"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize("name", ALL)
+def test_as_many_rows_of_images_as_streams_are_asked_for(name, streams, rows):
+    net, method = Backbone(small_network()), create(name)
+    state, words = method.init(net, streams), f"x has {rows} rows and the state {streams} streams; expected a row"
+    with pytest.raises(ValueError, match=words):
+        method.step(net, state, images(rows, 6))
+    if name != "ttac":  # whose prediction is a plain pass
+        with pytest.raises(ValueError, match=words):
+            method.predict(net, state, images(rows, 6))
 
 
 @pytest.mark.parametrize("name", ALL)

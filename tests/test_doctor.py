@@ -1,8 +1,10 @@
 """The doctor: what is wrong with a network or with its images is named before anything adapts."""
 
+import dataclasses
 import json
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import tribe
+from tribe import methods
 from tribe.testing import CLASSES, images, small_network
 
 X = images(1, 6, 0)[0]
@@ -121,9 +124,12 @@ def test_layers_that_are_not_called_are_listed() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.inner(self.aux(x) if self.training else x)
 
+    net = tribe.Backbone(Auxiliary())
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # the report says it
-        report = tribe.doctor(Auxiliary(), X)
+        report = tribe.doctor(net, X)
+    with pytest.warns(UserWarning, match="did not call do not adapt: aux"):
+        tribe.adapt(net)(X)
     assert report.left_alone == {"aux": "the network did not call it on these images"}
     assert report.problems == []
     assert "left as it is: aux (the network did not call it" in str(report)
@@ -151,3 +157,105 @@ def test_a_compiled_model_is_told_what_to_give() -> None:
     report = tribe.doctor(torch.jit.script(small_network()), X)
     assert not report.adaptable
     assert "give the eager module" in report.problems[0]
+
+
+# -- which methods fit ------------------------------------------------------------------------------------------------
+
+
+def network(norm: nn.Module, *head: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 6, 3), norm, nn.ReLU(), *head, nn.AdaptiveAvgPool2d(1), nn.Flatten()).eval()
+
+
+class Frames(nn.Module):
+    """Classifies the rows of an image one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.fc = nn.BatchNorm2d(3), nn.Linear(24, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.norm(x).transpose(1, 2).flatten(0, 1).flatten(1)).unflatten(0, (len(x), -1)).mean(1)
+
+
+NETWORKS = {
+    "all there": lambda: small_network(),
+    "no affine parameters": lambda: network(nn.BatchNorm2d(6, affine=False), nn.Conv2d(6, CLASSES, 1)),
+    "no classifier": lambda: network(nn.BatchNorm2d(6), nn.Conv2d(6, CLASSES, 3)),
+    "a classifier of parts": Frames,
+    "no statistics": lambda: network(nn.GroupNorm(2, 6), nn.Conv2d(6, CLASSES, 1)),
+}
+
+
+def learns(net: tribe.Backbone, name: str) -> bool:
+    """Whether a method with all it must know takes a few batches, and is another than the source model then."""
+    method, x = methods.create(name, classes=CLASSES), images(1, 64, 0)[0]
+    try:
+        if method.needs:
+            method = dataclasses.replace(method, knowledge=method.study(net, [(x, torch.arange(64) % CLASSES)] * 2))
+        adapter = tribe.adapt(net, method)
+        adapter(x)
+        return name == "source" or not torch.equal(adapter(x), tribe.adapt(net, "source", classes=CLASSES)(x))
+    except ValueError:
+        return False
+
+
+@pytest.mark.parametrize("name", methods.names())
+@pytest.mark.parametrize("kind", NETWORKS)
+def test_the_doctor_is_right_about_every_method(kind: str, name: str) -> None:
+    net = tribe.Backbone(NETWORKS[kind]())
+    report = tribe.doctor(net, X)
+    if kind == "no statistics" and name != "bn":
+        assert report.methods[name] == ""  # though it moves little in two batches of which nothing is sure
+    else:
+        assert (report.methods[name] == "") == learns(net, name), report.methods[name]
+    if kind != "a classifier of parts":  # which a pass alone can tell
+        assert tribe.doctor(net).methods == report.methods
+
+
+def test_methods_that_must_know_the_source_data_are_told() -> None:
+    report = tribe.doctor(small_network())
+    assert report.needs == {name: methods.get(name).needs for name in ("eata", "petal", "ttac")}
+    assert "fit once they know the source data (tribe source): eata, petal, ttac" in str(report)
+    assert "eata" not in next(line for line in str(report).splitlines() if "methods that fit:" in line)
+    assert "eata" not in tribe.doctor(NETWORKS["no affine parameters"]()).needs
+
+
+def test_layers_of_one_kind_that_adapt_in_other_ways_are_told_apart() -> None:
+    net = network(nn.BatchNorm2d(6), nn.Conv2d(6, 5, 3), nn.BatchNorm2d(5, affine=False), nn.Conv2d(5, 4, 1))
+    report = str(tribe.doctor(net))
+    assert "1 x BatchNorm2d, 6 channels: statistics and affine parameters" in report
+    assert "1 x BatchNorm2d, 5 channels: statistics\n" in report
+
+
+# -- made-up and odd images -------------------------------------------------------------------------------------------
+
+
+def test_truths_are_not_divided() -> None:
+    assert "torch.bool: convert them: images.float()" in problems(small_network(), X > 0.5)
+    assert "torch.uint8: divide by 255" in problems(small_network(), (X * 255).byte())
+
+
+def test_noise_is_not_judged_but_what_the_network_does_with_it_is() -> None:
+    net = small_network()
+    net[1].running_mean += 100
+    net[8].weight.detach().zero_()
+    assert "deviations off" in problems(net)
+    assert "close to uniform" in problems(net)
+    assert tribe.doctor(net, X, noise=True).problems == []
+    assert "could not take images" in "\n".join(tribe.doctor(net, X[:, :1], noise=True).problems)
+    assert "gives probabilities" in "\n".join(tribe.doctor(nn.Sequential(net, nn.Softmax(-1)), X, noise=True).problems)
+
+
+@pytest.mark.usefixtures("nowhere")
+def test_the_command_does_not_judge_the_images_it_makes_up() -> None:
+    from commands import said, tribe_command  # skips without the command's extra
+
+    code = "import tribe\nnet = tribe.models.create('resnet8')\nnet.bn1.running_mean += 100\n"
+    Path("far.py").write_text(code)
+    result = tribe_command("doctor", "far.py:net", "--shape", "3,32,32")
+    assert result.exit_code == 0, result.output
+    for shape in ("3,1000000,1000000", f"3,8,{10**30}", f"1,{2**26 + 1}"):
+        result = tribe_command("doctor", "far.py:net", "--shape", shape)
+        assert result.exit_code == 2, result.output
+        assert "numbers; expected 67,108,864 at most" in said(result)

@@ -342,6 +342,44 @@ def test_a_lost_environment_is_no_reason_to_compute_again(result, bench, tmp_pat
     assert found.environment["machine"] == {}
 
 
+def test_records_that_cannot_be_written_do_not_cost_the_run(result, bench, tmp_path):
+    """A disk may be full at the last moment; here a folder is where a record belongs."""
+    folder, first, second = tmp_path / result.experiment.id, [], []
+    (folder / "record-1.npz").mkdir(parents=True)
+    with pytest.raises(IsADirectoryError):
+        result.experiment.run(tmp_path, bench=bench, every=3, progress=lambda done, *_: first.append(done))
+    (folder / "record-1.npz").rmdir()
+    written = result.experiment.run(tmp_path, bench=bench, every=3, progress=lambda done, *_: second.append(done))
+    assert second == first[len(first) // 3 * 3 :], "what came after the last checkpoint"
+    assert written.metrics == result.metrics
+    assert not (folder / "checkpoint.safetensors").exists()
+
+
+def test_a_kill_after_the_records_were_written_leaves_no_checkpoint_behind(result, bench, tmp_path):
+    folder = again(result, tmp_path)
+    (folder / "metrics.json").unlink()
+    (folder / "checkpoint.safetensors").write_bytes(b"of the same run")
+    assert result.experiment.run(tmp_path, bench=bench, progress=never).metrics == result.metrics
+    assert not (folder / "checkpoint.safetensors").exists()
+
+
+def test_a_flipped_bit_in_a_checkpoint_changes_no_number(result, bench, tmp_path):
+    def stop(done, of, wrong):
+        if done == 9:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        result.experiment.run(tmp_path, bench=bench, progress=stop, every=4)
+    path = tmp_path / result.experiment.id / "checkpoint.safetensors"
+    bad = bytearray(path.read_bytes())
+    bad[-5] ^= 0x40
+    path.write_bytes(bad)
+    with pytest.warns(UserWarning, match=r"damaged.*set aside as checkpoint.safetensors.damaged-1"):
+        computed = result.experiment.run(tmp_path, bench=bench)
+    assert computed.metrics == result.metrics
+    assert path.with_name(f"{path.name}.damaged-1").read_bytes() == bad, "nothing is lost"
+
+
 def test_a_damaged_checkpoint_is_set_aside(bench, tmp_path):
     experiment = small(bench)
     folder = tmp_path / experiment.id

@@ -529,6 +529,38 @@ def test_a_resumed_stream_begins_where_it_is_told():
     assert list(stream.starting_at(len(stream))) == []
 
 
+PROGRAM = """
+import threading, time, torch
+from tribe import scenarios
+from tribe.stream import Stream
+
+class Sorted:
+    classes, domains = tuple("abcd"), ("here",)
+    def labels(self, domain):
+        return torch.arange(40) % 4
+    def images(self, domain, index):
+        for _ in range(20):
+            x = torch.rand(len(index), 3, 64, 64).sort().values
+        return x
+
+def played():
+    while threading.main_thread().is_alive():
+        time.sleep(0.01)
+    print(sum(1 for _ in batches))
+
+batches = iter(Stream(Sorted(), scenarios.create("replay"), batch=4))
+"""
+
+
+@pytest.mark.parametrize(
+    ("ending", "printed"), [("threading.Thread(target=played).start()", "10\n"), ("next(batches)", "")]
+)
+def test_a_program_may_end_while_a_stream_is_read(ending, printed):
+    """A thread that plays on gets all batches; one that was left in the middle of torch does not abort the process."""
+    program = subprocess.run([sys.executable, "-c", PROGRAM + ending], capture_output=True, text=True)
+    assert (program.returncode, program.stdout, program.stderr) == (0, printed, "")
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_batches_are_pinned_for_the_gpu(unlabelled):

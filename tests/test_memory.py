@@ -177,7 +177,7 @@ def test_at_quota_only_the_own_class_makes_room() -> None:
 
 
 def test_below_quota_in_a_full_memory_the_largest_classes_make_room() -> None:
-    """Three places, two classes, quota 1.5. Class 0 holds two: of these the more doubtful one goes, not class 1's."""
+    """Five places, three classes, quota 5/3. Classes 0 and 1 hold two: of these the most doubtful goes, not 2's own."""
     assert held_after(3, 3, (0, 0.1), (1, 0.1), (2, 1.0), (2, 0.1)) == [0, 1, 3]  # at quota 1: its own
     assert held_after(5, 3, (0, 0.1), (0, 0.6), (1, 1.0), (1, 0.5), (2, 1.09), (2, 0.1)) == [0, 1, 3, 4, 5]
 

@@ -408,7 +408,11 @@ def written(path, data):
 
 
 BAD_FILES = {  # what is wrong: (how the file is made, exception, message)
-    "no file": (lambda net, d: d / "none.pt", FileNotFoundError, "no weights file at .*none.pt"),
+    "no file": (
+        lambda net, d: d / "none.pt",
+        FileNotFoundError,
+        "no weights file at .*none.pt: place it there, or name",
+    ),
     "a folder": (lambda net, d: d, IsADirectoryError, "is a folder"),
     "an unknown suffix": (lambda net, d: written(d / "net.onnx", b"x"), models.WeightsError, "safetensors.*got .onnx"),
     "text as safetensors": (
@@ -520,6 +524,16 @@ BAD_NAMES = {
         lambda: models.create("compact", normalize=((0.1,), (0.0,))),
         ValueError,
         "std above 0",
+    ),
+    "load a file that is not there": (
+        lambda: models.load("wrn28_10", "none.pt"),
+        FileNotFoundError,
+        "no weights file at none.pt: place it there, or tribe train DATASET --model wrn28_10 makes one",
+    ),
+    "find weights that are nowhere": (
+        lambda: models.find("wrn28_10", "cifar10", "here"),
+        FileNotFoundError,
+        "Place them there, or make them: tribe train cifar10 --model wrn28_10 .*Commands with --weights FILE",
     ),
     "load by a wrong name": (lambda: models.load("resnet21", "none.pt"), ValueError, "unknown model 'resnet21'"),
     "timm without a name": (lambda: models.create("timm"), ValueError, "say which of timm's networks"),

@@ -11,9 +11,12 @@ import torch
 
 from tribe import adam, testing
 from tribe.losses import entropy
+from tribe.memory import images
 from tribe.methods.base import Deployed, finish, screen
 from tribe.methods.cotta import Cotta
 from tribe.methods.lame import Lame
+from tribe.methods.note import Note
+from tribe.methods.rotta import Rotta
 from tribe.methods.source import Source
 from tribe.methods.tent import Tent, _statistics
 from tribe.methods.tribe import Tribe
@@ -457,6 +460,98 @@ class SharedThreshold(Tribe):
         return super().step(net, state, x * x.mean() * 2, valid)
 
 
+class SlowRotta(Rotta):
+    """RoTTA as published: no check but one plays it enough images to learn from."""
+
+    small: ClassVar = {"size": 8}
+
+
+class RoomyNote(Note):
+    """NOTE as published: no check plays it more images than it can hold."""
+
+    small: ClassVar = {}
+
+
+class UpdateFromOutside(Rotta):
+    """The memory is learned from with noise of torch's global generator."""
+
+    def _update(self, net, state, memory, shape, due):
+        noisy = memory._replace(image=memory.image + 0.1 * torch.rand_like(memory.image))
+        return super()._update(net, state, noisy, shape, due)
+
+
+class UpdateKeepsGraph(Rotta):
+    """The student that an update makes carries the graph it was made by."""
+
+    def _update(self, net, state, memory, shape, due):
+        new = super()._update(net, state, memory, shape, due)
+        weight = new.student.affine.weight.clone().requires_grad_() * 1
+        return new._replace(student=new.student._replace(affine=new.student.affine._replace(weight=weight)))
+
+
+class UpdateInPlace(Rotta):
+    """An optimiser that moves the old student, too."""
+
+    def _update(self, net, state, memory, shape, due):
+        new = super()._update(net, state, memory, shape, due)
+        state.student.affine.weight.copy_(new.student.affine.weight)
+        return new
+
+
+class UpdatePooled(Rotta):
+    """One teacher for all streams, from the first update on."""
+
+    def _update(self, net, state, memory, shape, due):
+        new = super()._update(net, state, memory, shape, due)
+        affine = new.teacher.affine
+        weight = affine.weight.mean(0, keepdim=True).expand_as(affine.weight).clone()
+        return new._replace(teacher=new.teacher._replace(affine=affine._replace(weight=weight)))
+
+
+class FreePlacesWeigh(Rotta):
+    """A memory that is not full is learned from as if it were."""
+
+    def _update(self, net, state, memory, shape, due):
+        full = memory._replace(held=torch.full_like(memory.held, self.size))
+        return super()._update(net, state, full, shape, due)
+
+
+class StandInsWeigh(Rotta):
+    """The same, with what stands in for the images that are not there."""
+
+    def _update(self, net, state, memory, shape, due):
+        full = memory._replace(image=images(memory, shape).flatten(2), held=torch.full_like(memory.held, self.size))
+        return super()._update(net, state, full, shape, due)
+
+
+class FreePlacesTeach(Note):
+    """Free places are left out of the statistics, and not of the loss."""
+
+    def _learn(self, net, state, shape, due):
+        with torch.enable_grad():
+            affine = Affine(*(t.detach().requires_grad_() for t in state.affine))
+            seen, counts = images(state.memory, shape), state.memory.filled & due.unsqueeze(1)
+            logits, _, stats = net(seen, affine, state.stats, self._norm(observing=True), valid=counts)
+            grads = Affine(*torch.autograd.grad(entropy(logits).mean(1).sum(), affine))
+        moved, moments = adam.step(state.affine, grads, state.adam, self.lr)
+        return state._replace(affine=moved, stats=stats, adam=moments)
+
+
+class OneLot(Note):
+    """What the reservoir lets go of is drawn once, for all streams."""
+
+    def remember(self, memory, x, labels, valid, key):
+        return super().remember(memory, x, labels, valid, key._replace(seed=key.seed[:1].expand_as(key.seed)))
+
+
+class LotsFromOutside(Note):
+    """The reservoir draws by a seed of numpy's global generator."""
+
+    def remember(self, memory, x, labels, valid, key):
+        seed = torch.from_numpy(np.random.randint(0, 2**31, key.seed.shape))
+        return super().remember(memory, x, labels, valid, key._replace(seed=seed))
+
+
 METHOD_MUTANTS = [
     (StreamsMeet(), "streams_are_independent"),
     (InPlaceOptimiser(), "mutates_nothing"),
@@ -496,6 +591,19 @@ METHOD_MUTANTS = [
     (FromNowhere(), "is_documented"),
     (SecretlyAdapting(), "adapts"),
     (SharedThreshold(classes=K), "streams_are_independent"),
+    (SlowRotta(classes=K), "a_few_images_are_enough"),
+    (RoomyNote(classes=K), "a_few_images_are_enough"),
+    (UpdateFromOutside(classes=K), "is_deterministic"),
+    (UpdateFromOutside(classes=K), "leaves_global_random_state_alone"),
+    (UpdateKeepsGraph(classes=K), "keeps_no_graph"),
+    (UpdateInPlace(classes=K), "mutates_nothing"),
+    (UpdateInPlace(classes=K), "donating_changes_no_number"),
+    (UpdatePooled(classes=K), "streams_are_independent"),
+    (FreePlacesWeigh(classes=K), "padding_weighs_nothing"),
+    (StandInsWeigh(classes=K), "padding_weighs_nothing"),
+    (FreePlacesTeach(classes=K), "padding_weighs_nothing"),
+    (OneLot(classes=K), "streams_are_independent"),
+    (LotsFromOutside(classes=K), "is_deterministic"),
 ]
 
 
@@ -730,7 +838,7 @@ def test_norm_mutant_dies(mutant, check):
     ("mutant", "check"), METHOD_MUTANTS, ids=lambda v: v if isinstance(v, str) else type(v).__name__
 )
 def test_method_mutant_dies(mutant, check):
-    _kills(mutant, check)
+    _kills(testing.small(mutant), check)
 
 
 def test_the_hook_itself_is_healthy():

@@ -18,12 +18,15 @@ from commands import said, tribe_command
 from tribe import bench, datasets, methods, paper, reproduce, scenarios
 from tribe.datasets.made import Block, Made
 from tribe.experiment import Bench, Experiment, MixedResults, Named, finished, method_fields, named
-from tribe.paper.claims import claims
-from tribe.reproduce import Comparison, Entry, Wishes
+from tribe.paper.claims import Verdict, claims
+from tribe.reproduce import Comparison, Entry, Judged, Wishes
+from tribe.reproduce.draws import read_draws
+from tribe.reproduce.findings import differences
 from tribe.reproduce.plans import artifacts
 
 ROOT = Path(__file__).resolve().parents[1]
 EMBEDDED = ("--dataset", "live-mnist-c", "--model", "compact", "--device", "cpu")
+ALL = {"severities": (1, 2, 3, 4, 5)}
 SMALL = (*EMBEDDED, "--set", "dataset.corruptions=('impulse_noise',)")  # a domain of 1,000 to 10,000 images
 
 pytestmark = [pytest.mark.usefixtures("nowhere"), pytest.mark.filterwarnings("ignore:an imbalance of")]
@@ -148,6 +151,7 @@ def test_a_table_is_made_of_results_alone(played, tmp_path):
 
 @pytest.mark.parametrize("name", paper.names())
 def test_a_table_without_results_says_so_and_opens_no_file(name):
+    Path("runs").mkdir()
     result = call(name, "--no-run", "--format", "json")
     told = json.loads(result.stdout)
     if name in ("classes-cifar10", "classes-cifar100"):
@@ -259,6 +263,7 @@ def test_all_claims_are_judged_on_what_was_run(played):
     assert told["few-beat-test"]["paper"]["holds"] is False
     assert told["few-beat-test"]["ours"]["holds"] is None
     assert len(told) == len(claims())
+    Path("runs").mkdir()
     markdown = call("claims", "--format", "markdown").stdout
     assert "TTAC is not below TEST" in markdown
     assert "on its own" in call("claims").stdout
@@ -343,7 +348,15 @@ def test_what_would_be_passed_over_is_refused():
             assert result.exit_code == 2
             assert option[0] in said(result)
     assert "comes as markdown" in said(call("document", "--runs", ".", "--format", "json"))
-    assert "takes no part" in said(call("claims", "--set", "tribe.h0=1"))
+    assert "takes no part" in said(call("claims", "--runs", ".", "--set", "tribe.h0=1"))
+
+
+@pytest.mark.parametrize("words", [("claims",), ("claims", "--no-run"), ("norms", "--no-run"), ("document",)])
+def test_results_in_no_folder_are_refused(words):
+    result = call(*words)
+    assert result.exit_code == 2
+    assert "there is no folder runs of results: --runs names it" in said(result)
+    assert result.stdout == ""
 
 
 def test_a_claim_is_judged_on_our_numbers():
@@ -623,24 +636,46 @@ def test_what_another_process_computes_is_left_for_the_end():
     assert len(list(finished("runs"))) == 2
 
 
+COUNTED = """
+import os, time
+from pathlib import Path
+from tribe.methods.source import Source
+
+class Counted(Source):
+    def init(self, net, streams=1, seed=0):
+        book, until = Path("computed.txt"), time.monotonic() + 120
+        with book.open("a") as file:
+            file.write(f"{self.name} {os.getpid()}\\n")
+        while len({line.split()[1] for line in book.read_text().splitlines()}) < 3:
+            assert time.monotonic() < until, "the others do not compute"
+            time.sleep(0.01)
+        return super().init(net, streams, seed)
+
+class One(Counted): pass
+class Two(Counted): pass
+class Three(Counted): pass
+class Four(Counted): pass
+class Five(Counted): pass
+"""
+
+
 def test_processes_that_are_started_together_share_the_work(tmp_path):
-    """Three, of six experiments: each is computed once, none waits while others are left, and all print the table."""
-    words = (
-        "norms",
-        *SMALL,
-        "--columns",
-        "200",
-        "--set",
-        "scenario.imbalance=1000000",
-        "--methods",
-        "TEST,IABN,+tribe",
-    )
-    words += ("--methods", "TEST,IABN,Balanced BN,+bn,+tent,+tribe", "--runs", "runs", "--format", "json")
+    """Three, of six experiments: each is computed once, none waits while others are left, and all print the table.
+
+    Five write down who computes them, and are not computed before all three processes compute one.
+    """
+    Path("counted.py").write_text(COUNTED)
+    own = ("One", "Two", "Three", "Four", "Five")
+    words = ("norms", *SMALL, "--columns", "200", "--set", "scenario.imbalance=1000000", "--threads", 1)
+    words += ("--methods", ",".join(["TEST", *(f"+counted.py:{name}" for name in own)]), "--format", "json")
     command = [sys.executable, "-m", "tribe.cli", "reproduce", *map(str, words)]
     how = {"cwd": tmp_path, "env": os.environ | {"OMP_NUM_THREADS": "1"}, "text": True, "stdout": subprocess.PIPE}
     processes = [subprocess.Popen(command, stderr=subprocess.PIPE, **how) for _ in range(3)]
     printed = [process.communicate() for process in processes]
     assert [process.returncode for process in processes] == [0, 0, 0], printed
+    computed = [line.split() for line in Path("computed.txt").read_text().splitlines()]
+    assert sorted(name for name, _ in computed) == sorted(name.lower() for name in own), "each once"
+    assert {int(process) for _, process in computed} == {process.pid for process in processes}
     tables = [json.loads(out) for out, _ in printed]
     assert tables[0]["cells"] == tables[1]["cells"] == tables[2]["cells"]
     assert len(tables[0]["cells"]) == 6
@@ -697,11 +732,12 @@ def fabricate(
     images="e" * 32,
     weights="f" * 32,
     played=("cifar10-c", "wrn28_10"),
+    **data_fields,
 ):
     """Results that nobody has computed, with these instance and category errors, in percent."""
     told = methods.create(method, **{**methods.get(method).presets.get("cifar10", {}), "classes": 10, **(fields or {})})
     stream = scenarios.create(scenario, **({} if imbalance is None else {"imbalance": imbalance}))
-    data = datasets.create(played[0])
+    data = datasets.create(played[0], **data_fields)
     experiment = Experiment(
         named(played[0], data),
         images,
@@ -800,43 +836,64 @@ def test_the_page_says_that_it_holds_where_it_does():
     assert any(line.endswith("`tribe reproduce gamma --seed 425`, 2 of 44 cells are there") for line in left)
 
 
+def measure(ms, precision="tf32"):
+    """What `tribe bench` says of methods, beside the results."""
+    setting = bench.Setting("wrn28_10", (3, 32, 32), 10, device="cuda", precision=precision)
+    rows = tuple(bench.Row(name, each, 0.0, {}, 1.0, 0.5, None, 0) for name, each in ms.items())
+    measured = bench.Result(setting, {"device": "a GPU"}, 5, 1.0, rows)
+    Path("results/bench").mkdir(exist_ok=True)
+    bench.write(f"results/bench/{precision}.json", bench.to_data(measured))
+
+
 def test_the_page_sets_ours_beside_the_released_code():
     fabricate((74.0, 52.6), "results", method="bn", seconds=0.0002)
     fabricate((76.0, 60.0), "results", method="pl")
     fabricate((74.5, 55.5), "results", method="eata", fields={"alpha": 0.0})
+    fabricate((74.5, 55.5), "results", method="eata")
+    fabricate((76.46, 53.0), "results", method="ttac")
     fabricate((30.0, 25.0), "results", method="rotta")
     fabricate((29.0, 26.6), "results", method="cotta")
-    Path("results/bench").mkdir()
-    for number, (precision, ms) in enumerate((("tf32", {"rotta": 0.7, "bn": 0.05}), ("bf16", {"rotta": 0.1}))):
-        setting = bench.Setting("wrn28_10", (3, 32, 32), 10, device="cuda", precision=precision)
-        rows = tuple(bench.Row(name, each, 0.0, {}, 1.0, 0.5, None, 0) for name, each in ms.items())
-        measured = bench.Result(setting, {"device": "a GPU"}, 5, 1.0, rows)
-        bench.write(f"results/bench/{number}.json", bench.to_data(measured))
+    for precision, ms in (("tf32", {"rotta": 0.7, "bn": 0.05, "eata": 0.06}), ("bf16", {"rotta": 0.1})):
+        measure(ms, precision)
     told = lines_of(reproduce.document("results"), "Next to the released code")
     assert (
         "| BN | 74.00 | 74.34 | -0.34 | 70.00 | +4.00 | 52.60 | 54.06 | -1.46 | 50.72 | +1.88 | yes | 0.050 | 0.200 "
         in ("\n".join(told))
     )
     assert any(line.startswith("| RoTTA | 30.00 | 30.99 ") and "| **no** | 0.700 |" in line for line in told)
-    verdict, times, how = told[-3:]
+    assert any(line.startswith("| EATA | 74.50 ") and "| 0.060 | 1.000 | – |" in line for line in told)
+    assert any(line.startswith("| EATA (alpha 0) | 74.50 ") and "| – | 1.000 | 0.075 |" in line for line in told), (
+        "with its default alpha it was measured, not with this one"
+    )
+    verdict, as_released, times, how = told[-4:]
+    assert as_released == (
+        "- Within 1.5 points of the released code, yet more than 1.5 from the paper, ours (released, paper): "
+        "BN instance 74.00 (74.34, 70.00), category 52.60 (54.06, 50.72); PL instance 76.00 (77.01, 70.09), "
+        "category 60.00 (60.04, 55.29); TTAC instance 76.46 (76.69, 43.40)."
+    )
     assert verdict.endswith("no: EATA (alpha 0) by 1.53; RoTTA by 1.63. Not measured: TENT, LAME, NOTE.")
     assert times.endswith("no: RoTTA 0.700 ms. Not measured: CoTTA.")
     assert how.startswith("- ms: `tribe bench`, nothing else running, a GPU, tf32.")
 
 
+def draw(name, errors, textbook=(76.0, 79.0, 79.0), **told):
+    """What `python -m benchmarks.textbook` says of instance errors, beside the results."""
+    drawn = {"dataset": "cifar10-c", "images": "e" * 32, "model": "wrn28_10", "weights": "f" * 32, "method": "tent"}
+    drawn |= {"imbalance": 100.0, "seed": 425, "batch": 64, "precision": "tf32", "device": "cuda"}
+    drawn["ours"] = {"inst": errors, "cat": [61.0] * len(errors)}
+    drawn["textbook"] = {"inst": textbook, "cat": [60.0, 61.0, 62.0][: len(textbook)]}
+    Path("results/draws").mkdir(exist_ok=True)
+    Path(f"results/draws/{name}.json").write_text(json.dumps(drawn | told))
+
+
 def test_the_page_tells_how_far_one_stream_is_to_be_trusted():
-    """Draws that were measured in the way of a series stand below the method's row; others do not."""
+    """Draws of the images and weights of a series, in its way, stand below the method's row; others do not."""
     fabricate((83.0, 63.0), "results", method="tent")
-    Path("results/draws").mkdir()
-    drawn = {"method": "tent", "model": "wrn28_10", "imbalance": 100.0, "seed": 425, "device": "cuda", "batch": 64}
-    drawn["textbook"] = {"inst": [76.0, 79.0, 79.0], "cat": [60.0, 61.0, 62.0]}
-    for name, dataset, precision, errors, category in (
-        ("noise", "live-cifar10-c", "tf32", [75.0, 81.0, 78.0], 61.0),
-        ("digits", "cifar10-c", "tf32", [82.0, 83.0, 84.0], 61.0),
-        ("other", "cifar10-c", "float32", [0.0, 0.0, 0.0], 0.0),
-    ):
-        more = {"dataset": dataset, "precision": precision, "ours": {"inst": errors, "cat": [category] * 3}}
-        Path(f"results/draws/{name}.json").write_text(json.dumps(drawn | more))
+    draw("noise", [75.0, 81.0, 78.0], dataset="live-cifar10-c", images="c" * 32)
+    draw("digits", [82.0, 83.0, 84.0])
+    for i, other in enumerate(({"precision": "float32"}, {"weights": "a" * 32}, {"images": "c" * 32}, {"seed": 1})):
+        draw(f"other {i}", [0.0, 0.0, 0.0], **other)
+    draw("other noise", [0.0, 0.0, 0.0], dataset="live-cifar10-c", images="c" * 32, weights="a" * 32)
     told = lines_of(reproduce.document("results"), "Next to the released code")
     assert any(line.startswith("| TENT | 83.00 | 77.01 | +5.99 ") and "| **no** |" in line for line in told)
     fixed, other = (line for line in told if line.startswith("| TENT, mean of 3: "))
@@ -848,10 +905,111 @@ def test_the_page_tells_how_far_one_stream_is_to_be_trusted():
     assert other.startswith("| TENT, mean of 3: other noise in the images | 78.00 | 77.01 | +0.99 |")
     assert "| yes |" in other
     short = lines_of(reproduce.document("results"), "In short")[1]
-    assert "0 of 1 methods on CIFAR10-C (not TENT, of which one run says little: see below)." in short
+    assert "0 of 1 methods on CIFAR10-C (not TENT: one run by 5.99, the means of 3 runs by 5.99 and 0.99; " in short
+    assert short.endswith("; plain PyTorch's TENT does not agree with ours)."), "83 against 78 in one of them"
+    Path("results/draws/digits.json").unlink()
+    short = lines_of(reproduce.document("results"), "In short")[1]
+    assert short.endswith("by 5.99, the mean of 3 runs by 0.99; plain PyTorch's TENT agrees with ours).")
     (spread,) = (line for line in told if line.startswith("| TENT: other noise in the images | 3 |"))
     assert "| 78.00 ± 3.00 | 78.00 ± 1.73 | +0.00, standard error 1.00 |" in spread
     assert spread.endswith("| 61.00 ± 0.00 | 61.00 ± 1.00 | +0.00, standard error 0.58 |")
+
+
+def test_of_a_single_draw_no_deviation_is_told():
+    fabricate((83.0, 63.0), "results", method="tent")
+    draw("one", [82.0], [76.0])
+    page = reproduce.document("results")
+    assert "| 1 | 82.00 | 76.00 | +6.00 | 61.00 | 60.00 | +1.00 |" in page
+    assert "(not TENT: one run by 5.99, the mean of 1 run by 4.99)." in page, "nothing is said of plain PyTorch"
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("{}", "lacks dataset, images, model"),
+        ("[]", "lacks dataset, images, model"),
+        ('{"dataset": "cifar', "is no JSON, or was cut short"),
+        ({"weights": None}, "lacks weights."),
+        ({"ours": {"inst": [80.0, 81.0]}}, "lacks a number for every draw in ours, inst and cat"),
+        ({"textbook": {"inst": [], "cat": []}}, "lacks a number for every draw in textbook"),
+        ({"textbook": {"inst": [float("nan")] * 2, "cat": [1.0] * 2}}, "lacks a number for every draw in textbook"),
+        ({"textbook": {"inst": [80.0], "cat": [60.0]}}, "has not as many draws of ours as of the textbook"),
+    ],
+)
+def test_draws_that_cannot_be_read_are_named_with_what_they_lack(content, words):
+    fabricate((83.0, 63.0), "results", method="tent")
+    draw("broken", [80.0, 81.0], [80.0, 82.0])
+    path = Path("results/draws/broken.json")
+    if isinstance(content, dict):
+        whole = json.loads(path.read_text()) | content
+        content = json.dumps({name: value for name, value in whole.items() if value is not None})
+    path.write_text(content)
+    result = call("document", "--runs", "results")
+    assert result.exit_code == 2
+    assert f"{path} {words}" in said(result)
+    assert "benchmarks.textbook --json" in said(result)
+
+
+def test_draws_know_images_and_weights_as_experiments_do():
+    textbook = pytest.importorskip("benchmarks.textbook")
+    words = ["--dataset", "live-mnist-c", "--model", "compact", "--device", "cpu", "--precision", "float32"]
+    setting = textbook.setting(textbook.options(words), tribe.environment.choose_device("cpu"))
+    errors = {"inst": [1.0], "cat": [2.0]}
+    Path("draws.json").write_text(json.dumps(setting | {"ours": errors, "textbook": errors}))
+    protocol = Named("gli-f", {"imbalance": 100})
+    how = {"seeds": (425,), "precision": "float32", "bench": Bench(device="cpu")}
+    experiment = Experiment.of("live-mnist-c", "compact", protocol, "tent", **how)
+    draws = read_draws(Path("draws.json"))
+    assert (draws.images, draws.weights) == (experiment.images, experiment.weights)
+    assert draws.are_of(experiment)
+    assert not dataclasses.replace(draws, weights="0" * 32).are_of(experiment)
+    assert not dataclasses.replace(draws, images="0" * 32).are_of(experiment)
+
+
+def test_a_sentence_about_time_is_judged_on_what_was_measured_alone():
+    """The seconds of experiments that shared a device are those of their neighbours, too."""
+    for method, seconds in (("rotta", 0.001), ("tribe", 0.009)):
+        fabricate((20.0, 20.0), "results", method=method, seconds=seconds)
+
+    def verdict():
+        told = json.loads(call("claims", "--runs", "results", "--format", "json").stdout)
+        (ours,) = (claim["ours"] for claim in told if claim["name"] == "wall-clock-1ms")
+        assert ours["why"] in reproduce.document("results") or ours["holds"] is None
+        return ours["holds"], ours["why"]
+
+    assert verdict() == (
+        None,
+        "wall-clock, RoTTA, seconds and 1 more are missing (of seconds those count that `tribe bench` measured with "
+        "nothing else running)",
+    )
+    measure({"rotta": 0.33, "tribe": 0.32})
+    assert verdict()[0] is True
+    measure({"rotta": 0.33, "tribe": 1.42})
+    assert verdict()[0] is False
+
+
+def test_only_what_fails_on_the_papers_own_numbers_is_said_to():
+    """Not what cannot be judged on them."""
+    told = [Judged(claims()[i], Verdict(own, ""), Verdict(False, "")) for i, own in enumerate((None, True, False))]
+    marked = [line for line in differences([], told) if "too)" in line]
+    assert marked == [f"- “{claims()[2].says}” (on the paper's own numbers, too): "]
+
+
+def test_what_is_missing_is_what_a_reader_misses():
+    """Rows and columns that are left out are not counted, nor named."""
+    for method, scenario in (("tribe", "gli-f"), ("rotta", "gli-f"), ("tribe", "gli-v"), ("sar", "gli-f")):
+        fabricate((16.0, 20.0), "results", method=method, scenario=scenario)
+    table = "\n".join(lines_of(reproduce.document("results"), "CIFAR10-C: fixed (F) and varying (V)"))
+    assert "| SAR | **16.00** | **20.00** | – | – |" in table, "by the same name in all tables"
+    assert table.count("| –") == 4, "RoTTA's and SAR's at V 100"
+    assert re.findall("- Missing.*", table) == ["- Missing, 4 cells from RoTTA, V 100 inst: no result fits"]
+
+
+def test_a_number_counts_once_however_the_paper_rounds_its_own():
+    """16.14 in one table and 16.1 in another."""
+    fabricate((16.0, 16.0), "results", method="tribe", scenario="ptta", imbalance=None)
+    last = lines_of(reproduce.document("results"), "In short")[-1]
+    assert last.startswith("- Of 1 errors of whole streams, 1 lie within")
 
 
 def test_the_page_keeps_series_apart():
@@ -883,7 +1041,10 @@ def test_the_page_tells_how_the_data_were_made():
     place = Path("results/data/CIFAR-10-C/made.json")
     place.parent.mkdir(parents=True)
     place.write_text(made.json())
+    fabricate((16.0, 16.0), "results", method="tribe", scenario="gradual", imbalance=None, images="b" * 32, **ALL)
     told = " ".join(reproduce.document("results").split())
+    marks = f"severities 1, 2, 3, 4, 5: fingerprint {'b' * 32}; severity 5: fingerprint {'e' * 32}"
+    assert f"- Data `cifar10-c` ({marks}): not the published archive but our" in told
     assert f"our corruptions of the 10,000 clean test images of cifar10 (sha256 {'a' * 64})" in told
     assert "each of its 2 parts is in `results/data/CIFAR-10-C/made.json`" in told
 

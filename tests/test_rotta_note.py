@@ -165,12 +165,20 @@ def test_padding_anywhere_in_a_batch_changes_nothing(make: Any) -> None:
 
 def test_rotta_learns_from_a_memory_that_is_not_full() -> None:
     """Free places are zeros and must weigh nothing: the same as a memory that has no free place."""
-    net, x = network(), shots(12)[:, :6]
-    roomy, tight = (play(rotta(size=size, every=6, nu=0.5), net, x, 6)[1] for size in (60, 6 * CLASSES))
-    for state in (roomy, tight):
-        assert int(state.adam.steps) == 1
-        assert int(state.memory.held) == 6
-    assert gap(roomy.teacher.stats, tight.teacher.stats) < 1e-9
+    net, x, method = network(), shots(6), rotta(size=60, every=6)
+    _, state = play(method, net, x, 6)
+    assert int(state.adam.steps) == 1
+    assert int(state.memory.held) == 6
+    assert gap(state.teacher.stats, net(x, *net.source(), method.norm).stats) < 1e-9
+
+
+def test_rotta_tells_how_far_the_network_it_predicts_with_has_moved() -> None:
+    net, method = network(), rotta(nu=0.25)
+    _, state = play(method, net, shots(40), 20)
+    origin, deployed = (torch.cat(affine, 1) for affine in (net.source()[0], method.deployed(net, state).affine))
+    expected = (deployed - origin).norm() / origin.norm()
+    assert expected > 1e-4
+    assert float(state.info.distance) == pytest.approx(float(expected), rel=1e-5)
 
 
 def test_rotta_teacher_and_student_keep_statistics_of_their_own() -> None:
@@ -212,8 +220,8 @@ def test_note_remembers_labels_that_it_predicted() -> None:
     assert int(state.memory.predicted.sum()) == 30
 
 
-def test_note_alone_on_its_norm_is_iabn() -> None:
-    """The ablation: running statistics as they stand, corrected for each image; the rule's defaults."""
+def test_instance_aware_bn_corrects_running_statistics_for_each_image() -> None:
+    """What NOTE predicts with, on the source's statistics: the rule's defaults."""
     net, x = network(), shots(5)
     plain = net(x, *net.source(), Frozen()).logits
     corrected = net(x, *net.source(), norms.create("instance")).logits
@@ -288,7 +296,7 @@ def test_presets_have_room_for_the_images_of_their_data_set(name: str, dataset: 
         ("rotta", {"classes": 1}, "classes is the number of classes, at least 2; got 1"),
         ("rotta", {"alpha": 1.5}, "alpha is the newest batch's share .* got 1.5"),
         ("rotta", {"nu": -0.1}, "nu is the student's share .* got -0.1"),
-        ("rotta", {"nu": float("nan")}, "nu of rotta is a number; got nan"),
+        ("rotta", {"nu": float("nan")}, "nu of rotta is a number.*; got nan"),
         ("rotta", {"lr": -1.0}, "lr, .* is not negative; got -1.0"),
         ("rotta", {"size": 0}, "size is how many images the memory holds.* got 0"),
         ("rotta", {"every": 0}, "every is how many images pass between updates, at least 1; got 0"),
@@ -297,7 +305,7 @@ def test_presets_have_room_for_the_images_of_their_data_set(name: str, dataset: 
         ("note", {"size": 0}, "size is how many images the memory holds.* got 0"),
         ("note", {"k": -1.0}, "k is the standard errors .* got -1.0"),
         ("note", {"m": 2.0}, "share of the statistics, 0 to 1; got 2.0"),
-        ("note", {"lr": float("nan")}, "lr of note is a number; got nan"),
+        ("note", {"lr": float("nan")}, "lr of note is a number.*; got nan"),
     ],
 )
 def test_bad_configurations_are_refused_in_words(name: str, fields: dict[str, Any], words: str) -> None:

@@ -166,6 +166,54 @@ def test_a_damaged_checkpoint_is_refused(tmp_path, damage):
         play("tribe", checkpoint=path, every=2)
 
 
+def test_whatever_bit_is_flipped_a_checkpoint_is_refused(tmp_path):
+    """Else wrong numbers would come out, of a state or a record that nobody computed."""
+    path = tmp_path / "run.safetensors"
+    with pytest.raises(ZeroDivisionError):
+        play("tent", checkpoint=path, every=2, progress=lambda done, *_: 1 // (3 - done))
+    whole = path.read_bytes()
+    end_of_header = 8 + int.from_bytes(whole[:8], "little")
+    for place in [*range(9, end_of_header, 97), *range(end_of_header, len(whole), 211), len(whole) - 1]:
+        flipped = bytearray(whole)
+        flipped[place] ^= 1 << place % 8
+        path.write_bytes(flipped)
+        with pytest.raises(StateFileError, match="damaged"):
+            play("tent", checkpoint=path)
+        assert path.read_bytes() == flipped, "it is left to whoever owns it"
+    path.write_bytes(whole)
+    play("tent", checkpoint=path)
+
+
+def test_a_checkpoint_may_be_kept_until_the_records_are_written(tmp_path):
+    path = tmp_path / "run.safetensors"
+    played = play("tribe", checkpoint=path, every=3, keep_checkpoint=True)
+    seen = []
+    again = play("tribe", checkpoint=path, progress=lambda done, *_: seen.append(done))
+    assert seen == [7], "after the checkpoint of batch 6"
+    assert all(torch.equal(a.confidence, b.confidence) for a, b in zip(played, again, strict=True))
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"every": 0}, ValueError, "at least 1; got 0"),
+        ({"every": -1}, ValueError, "at least 1; got -1"),
+        ({"spec": {"scenario": "gli-f", "a": {1, 2}}}, TypeError, r"cannot hold its 'a' \(Object of type set"),
+        ({"spec": {"a": {"b": object()}}}, TypeError, r"cannot hold its 'a' \(Object of type object"),
+        ({"spec": {"a": {1: "one", "two": 2}}}, TypeError, "cannot hold its 'a'"),
+    ],
+)
+@pytest.mark.parametrize("checkpoint", ["run.safetensors", None])
+def test_what_would_fail_later_is_refused_at_the_start(tmp_path, checkpoint, options, error, words):
+    data = Memory()
+    stream = Stream(data, Fixed(), (0,), batch=16)
+    where = None if checkpoint is None else tmp_path / checkpoint
+    with pytest.raises(error, match=words):
+        run(Backbone(small_network()), ready("source"), stream, checkpoint=where, **options)
+    assert not data.reads
+
+
 @pytest.mark.parametrize(("options", "words"), [({"batch": 0}, "at least 1"), ({"seeds": ()}, "at least one seed")])
 def test_bad_streams(options, words):
     with pytest.raises(ValueError, match=words):

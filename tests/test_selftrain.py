@@ -101,7 +101,7 @@ def test_the_anchor_follows_the_stream_where_it_is_asked_and_else_stands():
 
 
 def test_rows_with_a_memory_learn_from_it_in_place_of_the_batch():
-    """A stream of one image only: the memory holds it once for each quota, the batch as often as it comes."""
+    """The memory holds four images at most of the batch's six, and the teacher's statistics follow these."""
     method, net = variant("robust+memory+st", memory=4), Backbone(small_network())
     state = method.init(net)
     x = images(1, 6, 3)

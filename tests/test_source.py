@@ -75,8 +75,92 @@ def test_knowledge_serves_its_network_in_any_precision(eata, net):
 
 def test_knowledge_with_other_tensors_is_refused(eata, net):
     wrong = Knowledge("eata", {"weight": torch.zeros(3)}, net.fingerprint(exact=False))
-    with pytest.raises(KnowledgeError, match="expected weight and bias with 14 numbers"):
+    with pytest.raises(KnowledgeError, match=r"a tensor of shape \(3\) as weight; expected finite numbers, \(14\)"):
         dataclasses.replace(eata, knowledge=wrong).init(net)
+
+
+def damaged(method, net, change):
+    """The method, informed, with one tensor of its knowledge changed, or taken away."""
+    method = informed(method, net)
+    tensors = dict(method.knowledge.tensors)
+    name, value = change
+    tensors[name] = value(tensors[name])
+    return dataclasses.replace(
+        method,
+        knowledge=Knowledge(
+            method.name, {k: t for k, t in tensors.items() if t is not None}, net.fingerprint(exact=False)
+        ),
+    )
+
+
+NEEDY = {"eata": "bias", "petal": "var/0.weight", "ttac": "class_cov"}
+
+
+@pytest.mark.parametrize(("name", "tensor"), NEEDY.items())
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [
+        (lambda _: None, "nothing"),
+        (lambda t: t[:, None], r"a tensor of shape \(.*1.*\)"),
+        (lambda t: torch.cat((t, t), -1), "a tensor of shape"),
+        (lambda t: torch.full_like(t, torch.nan), "values that are not finite"),
+        (lambda t: t.double() + 1e300, "values that are not finite"),  # in the network's precision
+    ],
+    ids=["absent", "another axis", "larger", "nan", "too large"],
+)
+def test_what_knowledge_holds_is_checked_alike_for_all_methods(net, name, tensor, value, found):
+    method = damaged(methods.create(name, classes=4), net, (tensor, value))
+    with pytest.raises(KnowledgeError, match=f"holds {found}.* as {tensor}; expected finite.*tribe source {name}"):
+        method.init(net)
+
+
+@pytest.mark.parametrize("given", [3, b"eata.safetensors", {"weight": torch.zeros(14)}])
+def test_what_is_no_knowledge_is_told_what_was_expected(given):
+    with pytest.raises(KnowledgeError, match=r"is the path of a file that tribe source eata wrote.*; got"):
+        methods.create("eata", classes=4, knowledge=given)
+
+
+# -- the images it is taken from --------------------------------------------------------------------------------------
+
+
+def batch(seed, count=16):
+    return images(1, count, seed)[0], torch.arange(count) % 4
+
+
+@pytest.mark.parametrize("name", NEEDY)
+def test_bad_images_are_left_out_of_every_study(net, name):
+    """Alone in a batch, too."""
+    method, good = methods.create(name, classes=4), [batch(0), batch(1)]
+    bad = torch.full_like(good[0][0][:1], torch.nan)
+    mixed = torch.cat((good[0][0][:5], bad, good[0][0][5:])), torch.cat((good[0][1][:5], good[0][1][4:]))
+    clean, screened = method.study(net, good), method.study(net, [mixed, (bad, torch.tensor([1])), good[1]])
+    assert screened == clean
+    assert screened.spec == clean.spec
+    assert clean.spec["images"] == 32
+
+
+@pytest.mark.parametrize("name", NEEDY)
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda x, y: ((x * 255).to(torch.uint8), y), r"source images are torch.uint8.*images.float\(\) / 255"),
+        (lambda x, y: (x, y[:-1]), r"for each of 16 source images; got torch.int64 of shape \(15,\)"),
+        (lambda x, y: (x, y.float()), "got torch.float32"),
+        (lambda x, y: (x, y - 1), "class number, 0 or more.* -1 the smallest"),
+    ],
+    ids=["uint8", "fewer labels", "float labels", "negative labels"],
+)
+def test_batches_that_cannot_be_studied_are_refused_in_words(net, name, change, words):
+    with pytest.raises((ValueError, TypeError), match=words):
+        methods.create(name, classes=4).study(net, [batch(0), change(*batch(1))])
+
+
+@pytest.mark.parametrize(
+    ("labels", "words"), [(None, "came without labels"), (torch.full((16,), 7), "tells 4 classes apart.* is 7")]
+)
+def test_labels_that_are_learned_from_must_be_the_networks_classes(net, labels, words):
+    with pytest.raises(ValueError, match=words):
+        methods.create("petal", classes=4).study(net, [(batch(0)[0], labels)])
 
 
 def flipped(path):
@@ -207,6 +291,46 @@ def test_a_run_without_knowledge_names_the_command_that_makes_it(root, monkeypat
     assert command("run", *small, "--methods", "eata", "--set", "eata.alpha=0", "--out", "free").exit_code == 0
 
 
+def test_what_several_methods_lack_is_told_at_once(root, monkeypatch):
+    monkeypatch.setattr("tribe.source.SHIPPED", root / "nothing")
+    small = ("--data", root, "--scenario", "ptta", "--set", "dataset.corruptions=('stripe',)", "--no-chart")
+    result = command("run", *small, "--methods", "eata,source,ttac")
+    assert result.exit_code == 2
+    wanted = [f"tribe source {name} --model compact --dataset mnist --data {root}" for name in ("eata", "ttac")]
+    assert said(result).endswith(f"Here: {' && '.join(wanted)}")
+    assert not Path("runs").exists(), "nothing was begun"
+    for line in wanted:
+        assert command(*line.split()[1:], "--batch", 10).exit_code == 0
+    assert command("run", *small, "--methods", "eata,source,ttac").exit_code == 0
+
+
+def test_knowledge_of_other_settings_has_a_file_of_its_own_and_a_run_finds_it(root):
+    def play(*options):
+        small = ("--data", root, "--scenario", "ptta", "--set", "dataset.corruptions=('stripe',)", "--no-chart")
+        return command("run", *small, "--methods", "ttac", "--out", "out", *options)
+
+    def statistics():
+        return tribe.Record.load("out/ttac-seed0.npz").spec["fields"]["knowledge"]["statistics"]
+
+    usual = f"tribe source ttac --model compact --dataset mnist --data {root}"
+    assert command(*usual.split()[1:], "--batch", 10).exit_code == 0
+    before = (root / "source" / "ttac_compact_mnist.safetensors").read_bytes()
+    frozen = ("--set", "ttac.statistics=frozen", "--set", "ttac.lr=0.5")
+    result = play(*frozen)
+    assert result.exit_code == 2
+    advice = f"{usual} --set ttac.statistics=frozen --set ttac.lr=0.5"
+    assert said(result).endswith(advice)
+    assert command(*advice.split()[1:], "--batch", 10).exit_code == 0
+    made = {path.name: path.read_bytes() for path in (root / "source").iterdir()}
+    assert made.keys() == {"ttac_compact_mnist.safetensors", "ttac_compact_mnist+statistics=frozen.safetensors"}
+    assert made["ttac_compact_mnist.safetensors"] == before
+    for options, expected in ((frozen, "frozen"), (frozen[:2], "frozen"), ((), "batch"), (frozen[2:], "batch")):
+        Path("out/ttac-seed0.npz").unlink(missing_ok=True)
+        result = play(*options)
+        assert result.exit_code == 0, result.output
+        assert statistics() == expected
+
+
 def test_a_run_without_penalty_asks_for_nothing(root):
     small = ("--data", root, "--scenario", "ptta", "--set", "dataset.corruptions=('stripe',)", "--no-chart")
     assert command("run", *small, "--methods", "eata", "--set", "eata.alpha=0").exit_code == 0
@@ -306,6 +430,10 @@ def test_images_that_are_not_there_are_asked_for(root):
         (["eata", "--model", "compact", "--dataset", "mnist", "--set", "eata.dd=1"], "no field 'dd'"),
         (["eata", "--model", "compact", "--dataset", "mnist", "--device", "tpu9"], "device"),
         (["eata", "--model", "absent.py:net", "--dataset", "mnist"], "no file at absent.py"),
+        (
+            ["petal", "--model", "compact", "--dataset", "mnist", "--images", "5"],
+            "a smaller swag_every. Here: --images and --batch, which made 1 batch of 5",
+        ),
     ],
 )
 def test_what_cannot_be_done_is_said_in_words(root, arguments, words):

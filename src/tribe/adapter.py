@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from tribe import files, methods
-from tribe.backbone import Backbone
+from tribe.backbone import NO_AFFINE, Backbone
 from tribe.graphs import Steps, Switch
 from tribe.methods import Method
 from tribe.methods.base import screen
@@ -37,8 +37,8 @@ class StreamInfo(NamedTuple):
     """What one stream is doing, in plain numbers."""
 
     images: int  # images learned from so far
-    skipped: int  # bad images (not finite, or far too large): predicted uniformly, touched nothing
-    poisoned: tuple[int, ...]  # their positions in the last batch
+    skipped: int  # bad images (not finite, or far too large) among those to learn from: they touched nothing
+    poisoned: tuple[int, ...]  # positions of bad images in the last batch, learned from or only predicted
     trusted: float  # share of the last batch that drove the update
     entropy: float  # mean entropy of the last predictions, as a share of log K: 0 is sure, 1 is uniform
     distance: float  # how far the affine parameters have moved, relative to the source's norm
@@ -164,7 +164,8 @@ class Adapter(nn.Module):
 
     Calling it predicts, then adapts. Images are (B, ...) for one stream or (S, B, ...) for S; logits come back in the
     same layout. A bad image (one that is not finite or far too large, see `tribe.screening`) gets equal logits (the
-    uniform prediction), is counted in `info` and touches nothing. Calls from several threads are taken one by one.
+    uniform prediction) and touches nothing; `info` says where it was in the last batch and, while the adapter learns,
+    how many there were. Calls from several threads are taken one by one.
     """
 
     def __init__(
@@ -188,6 +189,8 @@ class Adapter(nn.Module):
         known = _count_classes(net, classes if classes is not None else method.classes)
         if method.classes is not None and method.classes != known:
             raise ValueError(f"the method was built for {method.classes} classes; the network has {known}")
+        if "affine" in method.works_on and not net.has_affine:
+            raise ValueError(NO_AFFINE)
         self.net = net
         self.method = method
         self.streams = count
@@ -208,7 +211,7 @@ class Adapter(nn.Module):
 
     @_in_turn
     def predict(self, x: Tensor) -> Tensor:
-        """Predict without adapting: nothing changes."""
+        """Predict without adapting: the state stays as it is."""
         return self._run(x, learn=False)
 
     def learn(self, x: Tensor) -> None:
@@ -219,23 +222,25 @@ class Adapter(nn.Module):
         # torch.inference_mode forbids the gradients that adaptation needs, even to code that asks for them.
         with torch.inference_mode(False), torch.no_grad():
             images, squeeze = self._images(x)
+            poisoned = ~sound(images)
             if images.shape[1] == 0:
                 logits = images.new_zeros(self.streams, 0, self.classes)
             elif learn:
                 old = self.state
                 logits, state = self._steps(old, images, donate=self._retired or False)
                 self._check_logits(logits)
-                self._put(state, ~sound(images))
+                self._put(state)
                 self._retired = old  # its memory serves the step after next; a step that fails has touched no other
             else:
                 logits = self.method.predict(self.net, self.state, images)
                 self._check_logits(logits)
+            self._poisoned = poisoned
             return logits[0] if squeeze else logits
 
-    def _put(self, state: Any, poisoned: Tensor | None = None) -> None:
+    def _put(self, state: Any) -> None:
         """Replace the state: the one place where an adapter changes."""
+        self._poisoned = self._retired = None  # first: a step may have written the state into the retired one's memory
         self.adapted.put(state)
-        self._poisoned, self._retired = poisoned, None
 
     # -- life cycle ---------------------------------------------------------------------------------------------------
 
@@ -311,7 +316,7 @@ class Adapter(nn.Module):
                 "the snapshot was taken on another network: its weights differ from this one's. Restore it to an "
                 "adapter of the network it was taken on, with the same weights and precision"
             )
-        self._put(tree_map(lambda t: t.clone().to(self.net.device), snapshot.state))
+        self._put(tree_map(_copy_like, snapshot.state, self.state))  # the adapter may have changed its precision since
         self._frozen = snapshot.frozen
         return self
 
@@ -344,17 +349,33 @@ class Adapter(nn.Module):
         return named
 
     @_in_turn
+    @torch.inference_mode(False)
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As for any module, except that a state dict that does not fit is refused before anything is copied."""
+        """As for any module, except that a state dict that does not fit is refused before anything is copied.
+
+        So is an adapted state that is not finite, as by `load`. It is copied even with ``assign``: its memory is used
+        again by later steps.
+        """
         own = super().state_dict()
         wrong = sorted(own.keys() ^ state_dict.keys()) if strict else []
-        wrong += [k for k in own.keys() & state_dict.keys() if own[k].shape != state_dict[k].shape]
+        shared = sorted(own.keys() & state_dict.keys())
+        wrong += [k for k in shared if not isinstance(t := state_dict[k], Tensor) or t.shape != own[k].shape]
         if wrong:
             raise RuntimeError(
                 f"the state dict is not of this network, method and number of streams: {', '.join(wrong[:4])} "
-                "missing, unexpected or of another shape. Nothing was loaded"
+                "missing, unexpected, of another shape or no tensor. Nothing was loaded"
             )
-        return super().load_state_dict(state_dict, strict, assign)
+        mine = "adapted."
+        if lost := files._not_finite({k.removeprefix(mine): state_dict[k] for k in shared if k.startswith(mine)}):
+            raise RuntimeError(
+                f"the state dict holds a state that is not finite ({', '.join(lost[:4])}), which can predict nothing. "
+                "Nothing was loaded"
+            )
+        before = self.state
+        told = super().load_state_dict(state_dict, strict, assign)
+        if assign:
+            self._put(tree_map(_copy_like, self.state, before))
+        return told
 
     @_in_turn
     def export(self, stream: int | None = None) -> nn.Module:
@@ -430,6 +451,11 @@ class Adapter(nn.Module):
     def _check_logits(self, logits: Tensor) -> None:
         if logits.shape[-1] != self.classes:
             raise ValueError(f"the network gives {logits.shape[-1]} classes; the adapter was made for {self.classes}")
+
+
+def _copy_like(t: Tensor, other: Tensor) -> Tensor:
+    """A copy with the precision of another tensor, where that lies."""
+    return t.detach().to(other, copy=True)
 
 
 def _whole(number: Any) -> int | None:

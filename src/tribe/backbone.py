@@ -26,6 +26,10 @@ NO_GRADIENT = (
     "torch.no_grad, torch.inference_mode or .detach(). Give the network without that (tribe takes gradients only where "
     "it needs them), or choose a method that needs none, such as bn"
 )
+NO_AFFINE = (
+    "no normalisation layer of the network has affine parameters to learn (they were made with affine=False), and this "
+    "method learns nothing else. Choose one that needs none: bn, lame, cotta, petal or ttac"
+)
 UNCALLED = (
     "It may reach them past their call: by a method kept from before (f = self.norm.forward), or with their tensors, "
     "taken out before, in F.batch_norm and the like. Let its forward call them, as in self.norm(x)"
@@ -99,7 +103,6 @@ class Backbone(nn.Module):
         self._candidates = self._classifiers(classifier)
         for layer in self._candidates.values():
             layer.register_forward_pre_hook(_note_features)
-        self._learns = any(slot.layer.weight is not None for slot in self.slots)  # what a gradient could move
         self._doubles = Doubles()
         self._warned = False
 
@@ -158,6 +161,11 @@ class Backbone(nn.Module):
     def has_statistics(self) -> bool:
         """Whether any layer keeps statistics that can adapt (BatchNorm); LayerNorm and GroupNorm keep none."""
         return self.origin.get().stats.mean.numel() > 0  # type: ignore[no-any-return]
+
+    @property
+    def has_affine(self) -> bool:
+        """Whether any normalisation layer has affine parameters, which gradients can move."""
+        return any(slot.layer.weight is not None for slot in self.slots)
 
     @property
     def rank(self) -> int | None:
@@ -281,9 +289,9 @@ class Backbone(nn.Module):
         logits = _logits(result, len(images)).unflatten(0, (rows, batch))
         if len(current.called) < len(self.slots):
             self._tell_uncalled(current.called)
-        wanted = self._learns and torch.is_grad_enabled() and any(t.requires_grad for t in affine)
+        wanted = torch.is_grad_enabled() and any(t.requires_grad for t in affine)
         if wanted and not logits.requires_grad:
-            raise ValueError(NO_GRADIENT)
+            raise ValueError(NO_GRADIENT if self.has_affine or weights is not None else NO_AFFINE)
         features = current.features
         if features is not None:
             whole = features.shape[0] == len(images)  # not where frames or crops are classified one by one

@@ -18,6 +18,7 @@ from tribe.backbone import Backbone
 from tribe.datasets import Dataset
 from tribe.datasets.files import data_root
 from tribe.methods import Method
+from tribe.methods.base import check_classes
 from tribe.scenarios import Scenario
 
 PLACES = ("data", "root")  # fields of a data set that say where it lies, which is no part of what it is
@@ -62,19 +63,51 @@ def model(asked: Asked, data: Dataset, fields: Mapping[str, Any]) -> torch.nn.Mo
     return models.load(asked.model, weights, **fields)
 
 
+class Unlearned(source.KnowledgeError):
+    """A method whose source knowledge is missing or cannot be used: why, and the command that makes it."""
+
+    def __init__(self, why: str, command: str) -> None:
+        super().__init__(f"{why}. Here: {command}")
+        self.why, self.command = why, command
+
+
+def ready(
+    names: Sequence[str], net: Backbone, data: Dataset, asked: Asked, fields: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Method]:
+    """Methods by name, each as `method` builds it; what several of them must know first is told together."""
+    built: dict[str, Method] = {}
+    missing: list[Unlearned] = []
+    for name in names:
+        try:
+            built[name] = method(name, net, data, asked, fields[name])
+        except Unlearned as error:
+            missing.append(error)
+    if missing:
+        raise Unlearned(". ".join(m.why for m in missing), " && ".join(m.command for m in missing))
+    return built
+
+
 def method(name: str, net: Backbone, data: Dataset, asked: Asked, fields: Mapping[str, Any]) -> Method:
     """A method, ready: with what was published for the data set, and with its source knowledge where it lies."""
     if methods.get(name).needs is None:
         return plain_method(name, net, data, asked.dataset, fields)
     learned = trained_on(data, asked.dataset)
-    found = {"knowledge": source.find(name, asked.model, learned, asked.root)} if "knowledge" not in fields else {}
+    told = departures(name, net, data, asked.dataset, fields)
+    found = source.find(name, asked.model, learned, asked.root, told)
     try:
-        built = plain_method(name, net, data, asked.dataset, {**found, **fields})
+        built = plain_method(name, net, data, asked.dataset, {"knowledge": found, **fields})
         built.init(net)  # what is missing, or belongs to another network, is refused here
         _same_data(built, learned)
     except source.KnowledgeError as error:
-        raise source.KnowledgeError(f"{error}. Here: {_source_command(name, learned, asked)}") from error
+        raise Unlearned(str(error), _source_command(name, learned, asked, told)) from error
     return built
+
+
+def departures(name: str, net: Backbone, data: Dataset, dataset: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that make a method another than the one that is played by default, but for its source knowledge."""
+    told = {field: value for field, value in fields.items() if field != "knowledge"}
+    usual, own = (plain_method(name, net, data, dataset, chosen) for chosen in ({}, told))
+    return {field: getattr(own, field) for field in told if getattr(own, field) != getattr(usual, field)}
 
 
 def in_precision(net: Backbone, method: Method, precision: str) -> tuple[Backbone, Method]:
@@ -101,25 +134,38 @@ def _same_data(method: Method, learned: str) -> None:
         raise source.KnowledgeError(f"{knowledge!r} was taken from {of}, not from {learned}")
 
 
-def _source_command(method: str, learned: str, asked: Asked) -> str:
-    """The command that makes a method's source knowledge, where `method` will look for it."""
+def _source_command(method: str, learned: str, asked: Asked, fields: Mapping[str, Any]) -> str:
+    """The command that makes the source knowledge of a method with these fields, where it will be looked for."""
     words = ["tribe", "source", method, "--model", asked.model]
     if learned in datasets.names() and learned != "folder":
         words += ["--dataset", learned, *([] if asked.data is None else ["--data", str(asked.data)])]
     else:
-        place = source.place(method, asked.model, learned, asked.root)
+        place = source.place(method, asked.model, learned, asked.root, fields)
         words += ["--dataset", "folder", "--data", "TRAINING_IMAGES", "--out", str(place)]
-    return shlex.join(words + ([] if asked.weights is None else ["--weights", str(asked.weights)]))
+    words += [] if asked.weights is None else ["--weights", str(asked.weights)]
+    return shlex.join(
+        words + [word for name, value in fields.items() for word in ("--set", f"{method}.{name}={value}")]
+    )
 
 
 def plain_method(name: str, net: Backbone, data: Dataset, dataset: str, fields: Mapping[str, Any]) -> Method:
     """A method with what was published for the data set, where something was."""
+    check_classes(net, None)
     known, outputs = len(data.classes), net.classes
     if known and outputs and known != outputs:
         raise ValueError(f"the network tells {outputs} classes apart, but {dataset} has {known}")
-    published = methods.get(name).presets.get(trained_on(data, dataset), {})
-    meant = _meant(methods.get(name), fields)
-    return methods.create(name, **{**published, "classes": outputs or known, **meant})
+    cls = methods.get(name)
+    published = cls.presets.get(trained_on(data, dataset), {})
+    given = {**published, "classes": outputs or known, **_meant(cls, fields)}
+    if "room" not in fields and (usual := published.get("room", getattr(cls, "room", None))) is not None:
+        given["room"] = max(usual, _values(data))  # what is usual is for small images
+    return methods.create(name, **given)
+
+
+def _values(data: Dataset) -> int:
+    """Of how many values an image of the data set consists: what a memory of images needs room for."""
+    domain = next((domain for domain in data.domains if len(data.labels(domain))), None)
+    return 0 if domain is None else data.images(domain, torch.tensor([0]))[0].numel()
 
 
 def trained_on(data: Dataset, name: str) -> str:
@@ -139,18 +185,23 @@ def _told(value: Any) -> Any:
 
 
 def _meant(component: type[Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields as a component takes them, from what people write: one value, or words with commas, for a sequence."""
+    """Fields as a component takes them, from what people write."""
     types = {field.name: field.type for field in dataclasses.fields(component)}
-    return {name: _as_sequence(types.get(name), value) for name, value in fields.items()}
+    return {name: _as_wanted(types.get(name), value) for name, value in fields.items()}
 
 
-def _as_sequence(wanted: Any, value: Any) -> Any:
-    """One value where several are wanted is a sequence of one; a word is taken apart at its commas.
+def _as_wanted(wanted: Any, value: Any) -> Any:
+    """A value of a field's type: true, false and none in any case, and for a sequence one value, or words with commas.
 
-    >>> _as_sequence(Sequence[str] | None, "fog,snow"), _as_sequence(Sequence[int], 5), _as_sequence(str, "fog,snow")
+    >>> _as_wanted(bool | None, "false"), _as_wanted(bool | None, "NONE"), _as_wanted(str, "none")
+    (False, None, 'none')
+    >>> _as_wanted(Sequence[str] | None, "fog,snow"), _as_wanted(Sequence[int], 5), _as_wanted(str, "fog,snow")
     (('fog', 'snow'), (5,), 'fog,snow')
     """
     kinds = get_args(wanted) if get_origin(wanted) in (Union, UnionType) else (wanted,)
+    constants = {str(constant).lower(): constant for constant in (True, False, None) if type(constant) in kinds}
+    if isinstance(value, str) and value.lower() in constants:
+        return constants[value.lower()]
     several = [get_args(kind)[:1] for kind in kinds if get_origin(kind) in (Sequence, tuple)]
     if type(value) in kinds or (type(value),) not in several:
         return value

@@ -174,10 +174,11 @@ def _attempt(
     except Busy as busy:
         return busy
     except Exception as error:  # a method may be anyone's, and raise anything; the others go on
-        return _told(error)
+        return in_words(error)
 
 
-def _told(error: BaseException) -> str:
+def in_words(error: BaseException) -> str:
+    """An error in a line."""
     words = " ".join(str(error).split())
     return words if isinstance(error, WORDS) and words else f"{type(error).__name__}: {words}"
 
@@ -307,7 +308,7 @@ def _serve(order: Order, board: Any) -> Reply:
         try:
             reply = _carry_out(order, board)
         except Exception as error:
-            reply = Reply(_told(error))
+            reply = Reply(in_words(error))
     if reply.failed is not None:
         reply = reply._replace(failed=f"on {platform.node()}: {reply.failed}")
     told = (str(warning.message) for warning in caught if issubclass(warning.category, UserWarning))
@@ -468,7 +469,7 @@ class Workers:
             )
             task = self._task.options(**self._needs(experiment)).remote(order, self._board)
         except WORDS as error:
-            self._ended.append((experiment, _told(error)))
+            self._ended.append((experiment, in_words(error)))
         else:
             self._waiting[task] = experiment
 
@@ -514,7 +515,7 @@ class Workers:
         try:
             reply: Reply = self._ray.get(task)
         except self._ray.exceptions.RayError as error:  # the worker died, or never came to life
-            return _told(getattr(error, "cause", None) or error)
+            return in_words(getattr(error, "cause", None) or error)
         for words in reply.warned:
             warnings.warn(words, stacklevel=2)
         if reply.busy:

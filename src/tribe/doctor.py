@@ -1,8 +1,9 @@
 """Look at a model (and some images) before adapting: what can adapt, what looks wrong, which methods fit."""
 
+import itertools
 import math
-import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -20,6 +21,11 @@ from tribe.slots import Slot, StatisticsSlot
 from tribe.state import Affine
 
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+WITHOUT = {  # what methods work on: why they are of no use to a network that has none
+    "affine": "no layer has affine parameters to learn",
+    "statistics": "the network has no BatchNorm: batch statistics change nothing",
+    "features": "no classifier layer was found that sees each image once: tribe.Backbone(model, classifier=...)",
+}
 OFF, FAR = 1.0, 4.0  # shifts at the first layer that another scaling may explain, and that need an explanation
 
 
@@ -45,6 +51,7 @@ class Report:
     classifier: str | None = None
     features: int | None = None
     methods: dict[str, str] = field(default_factory=dict)  # name -> "" if it fits, else why not
+    needs: dict[str, str] = field(default_factory=dict)  # of those that fit: what they must know of the source data
     shift: float | None = None  # how far the batch is from the source at the first layer, see `_first_shift`
     confidence: float | None = None
     problems: list[str] = field(default_factory=list)
@@ -54,16 +61,12 @@ class Report:
         return asdict(self)
 
     def __str__(self) -> str:
-        kinds: dict[str, list[Layer]] = {}
+        alike: dict[tuple[str, bool, bool], list[Layer]] = {}
         for layer in self.layers:
-            kinds.setdefault(layer.kind, []).append(layer)
+            alike.setdefault((layer.kind, layer.statistics, layer.affine), []).append(layer)
         lines = ["can be adapted" if self.adaptable else "cannot be adapted"]
-        for kind, group in kinds.items():
-            parts = " and ".join(
-                part
-                for part, has in (("statistics", group[0].statistics), ("affine parameters", group[0].affine))
-                if has
-            )
+        for (kind, *has), group in alike.items():
+            parts = " and ".join(itertools.compress(("statistics", "affine parameters"), has))
             lines.append(f"  {len(group)} x {kind}, {sum(g.channels for g in group)} channels: {parts or 'batch only'}")
         lines += [f"  left as it is: {name} ({reason})" for name, reason in self.left_alone.items()]
         if self.classifier is not None:
@@ -72,20 +75,23 @@ class Report:
             lines.append(f"  first layer: statistics of these images {self.shift:.2f} deviations from the source's")
         if self.confidence is not None:
             lines.append(f"  mean confidence on these images: {self.confidence:.0%}")
-        if fitting := [name for name, reason in self.methods.items() if not reason]:
+        if fitting := [name for name, reason in self.methods.items() if not reason and name not in self.needs]:
             lines.append(f"  methods that fit: {', '.join(fitting)}")
+        if self.needs:
+            lines.append(f"  methods that fit once they know the source data (tribe source): {', '.join(self.needs)}")
         lines += [f"  {name}: {reason}" for name, reason in self.methods.items() if reason]
         lines += [f"problem: {problem}" for problem in self.problems]
         return "\n".join(lines)
 
 
 @torch.inference_mode(False)  # gradients are tried, too
-def doctor(model: nn.Module | Backbone, x: Tensor | None = None) -> Report:
+def doctor(model: nn.Module | Backbone, x: Tensor | None = None, *, noise: bool = False) -> Report:
     """Say what of a model can be adapted and whether its input looks right; changes nothing.
 
     Args:
         model: the classifier, or a `Backbone` of it.
         x: a batch of images (B, ...) as they would be given to it, if at hand.
+        noise: ``x`` are made up, to see whether the network takes their shape: how they look to it is no problem.
 
     >>> report = doctor(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(288, 4)))
     >>> report.adaptable, report.classes, [layer.name for layer in report.layers]
@@ -110,7 +116,6 @@ def doctor(model: nn.Module | Backbone, x: Tensor | None = None) -> Report:
         "left_alone": dict(net.left_alone),
         "classes": net.classes,
         "classifier": net.classifier,
-        "methods": {name: _unfit(name, net, layers) for name in methods.names()},
         "problems": [],
     }
     if net.classes is None:
@@ -119,17 +124,24 @@ def doctor(model: nn.Module | Backbone, x: Tensor | None = None) -> Report:
         more = f" and {len(broken) - 4} more" if len(broken) > 4 else ""
         report["problems"].append(f"the network's own numbers are not finite: {', '.join(broken[:4])}{more}")
     if x is not None:
-        report.update(_examine(net, x, report))
-    return Report(True, **report)
+        with _untold(net):
+            report.update(_examine(net, x, report, noise))
+    features = report["features"] is not None if "features" in report else net.classifier is not None
+    there = {"affine": net.has_affine, "statistics": net.has_statistics, "features": features}
+    known = {name: methods.get(name) for name in methods.names()}
+    fit = {name: next((WITHOUT[p] for p in method.works_on if not there[p]), "") for name, method in known.items()}
+    needs = {name: method.needs for name, method in known.items() if method.needs and not fit[name]}
+    return Report(True, **report, methods=fit, needs=needs)
 
 
-def _unfit(name: str, net: Backbone, layers: list[Layer]) -> str:
-    """Why a method would do nothing useful for this network, if so."""
-    if name == "bn" and not net.has_statistics:
-        return "the network has no BatchNorm: batch statistics change nothing"
-    if not any(layer.affine for layer in layers) and name not in ("source", "bn"):
-        return "no layer has affine parameters to learn"
-    return ""
+@contextmanager
+def _untold(net: Backbone) -> Iterator[None]:
+    """Keep a network from warning of layers it does not call: the report names them, and later it still warns."""
+    warned, net._warned = net._warned, True
+    try:
+        yield
+    finally:
+        net._warned = warned
 
 
 def _not_finite(net: Backbone) -> Iterator[str]:
@@ -141,7 +153,7 @@ def _not_finite(net: Backbone) -> Iterator[str]:
                 yield f"{place}.{name}" if place else name
 
 
-def _examine(net: Backbone, x: Tensor, report: dict[str, Any]) -> dict[str, Any]:
+def _examine(net: Backbone, x: Tensor, report: dict[str, Any], noise: bool) -> dict[str, Any]:
     problems = report["problems"]
     if not isinstance(x, Tensor):
         problems.append(f"images are {type(x).__name__}; expected a tensor. For an array: torch.from_numpy(x)")
@@ -150,33 +162,32 @@ def _examine(net: Backbone, x: Tensor, report: dict[str, Any]) -> dict[str, Any]
         problems.append(f"there are no images in x, of shape {tuple(x.shape)}; expected a batch of them (B, ...)")
         return {}
     if not x.is_floating_point():
-        problems.append(f"images are {x.dtype}: divide by 255 to get floats in [0, 1]")
+        how = "convert them: images.float()" if x.dtype == torch.bool else "divide by 255 to get floats in [0, 1]"
+        problems.append(f"images are {x.dtype}: {how}")
         x = x.float()
-    if x.dim() > 1 and not (good := sound(x, 1)).all():
+    if not (good := sound(x, 1)).all():
         problems.append(f"{int((~good).sum())} of {len(x)} images are not finite, or so large that they count as bad")
         x = x[good] if good.any() else torch.zeros_like(x)
     called: set[str] = set()
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "normalisation layers that the network did not call")  # reported below
-            shift, logits, features = _first_shift(net, x, called)
+        shift, logits, features = _first_shift(net, x, called)
     except (ValueError, TypeError, AttributeError) as error:
         problems.append(str(error))
         return {}
-    if any(layer.affine for layer in report["layers"]):
+    if net.has_affine:
         _try_gradients(net, x[:2], problems)
     idle = {slot.name: "the network did not call it on these images" for slot in net.slots if slot.name not in called}
-    if shift is not None:
+    if shift is not None and not noise:
         _suspect_scaling(net, x, shift, problems)
     return {
         "left_alone": report["left_alone"] | idle,
         "shift": shift,
-        "confidence": _confidence(net, logits, problems),
+        "confidence": _confidence(net, logits, problems, noise),
         "features": None if features is None else features.shape[-1],
     }
 
 
-def _confidence(net: Backbone, logits: Tensor, problems: list[str]) -> float | None:
+def _confidence(net: Backbone, logits: Tensor, problems: list[str], noise: bool) -> float | None:
     """The mean confidence, unless it means nothing; and what looks wrong about the predictions."""
     finite = logits.isfinite().all(1)
     if not finite.all():
@@ -193,7 +204,7 @@ def _confidence(net: Backbone, logits: Tensor, problems: list[str]) -> float | N
             "the network gives probabilities, rows in [0, 1] that sum to 1: methods expect logits. Take off its Softmax"
         )
         logits = logits.clamp_min(torch.finfo(logits.dtype).tiny).log()
-    if 1 - (entropy(logits).mean() / math.log(classes)).item() < 0.02:
+    if not noise and 1 - (entropy(logits).mean() / math.log(classes)).item() < 0.02:
         problems.append("predictions are close to uniform: are the weights loaded?")
     return logits.softmax(-1).amax(-1).mean().item()
 

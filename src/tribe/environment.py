@@ -4,7 +4,8 @@ import contextlib
 import ctypes
 import os
 import platform
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,40 +51,86 @@ def precision_on(device: torch.device, precision: str) -> str:
     return "float32" if precision == "tf32" and device.type != "cuda" else precision
 
 
-@contextlib.contextmanager
-def float32_precision(precision: str) -> Iterator[None]:
-    """Decide whether float32 on CUDA means IEEE arithmetic ("float32") or TF32, and put things back afterwards."""
-    check_precision(precision)
+Setting = tuple[Any, ...]  # a value for each of some switches
+
+
+class _Switches:
+    """Switches that torch has once for all threads: the first one in saves them, the last one out puts them back."""
+
+    def __init__(self, what: str, read: Callable[[], Setting], write: Callable[[Setting], None]) -> None:
+        self._what, self._read, self._write = what, read, write
+        self._lock = threading.Lock()
+        self._inside: dict[object, tuple[int, Setting]] = {}  # the thread and the setting of each who is in
+        self._before: Setting = ()
+
+    @contextlib.contextmanager
+    def at(self, setting: Setting) -> Iterator[None]:
+        """Switch, unless another thread is inside and counts on another setting."""
+        entry, thread = object(), threading.get_ident()
+        with self._lock:
+            if apart := [held for other, held in self._inside.values() if other != thread and held != setting]:
+                raise RuntimeError(
+                    f"{self._what} is one for all threads, and another thread is computing with {apart[0]}; asked for "
+                    f"is {setting}: wait until it is done, or compute in another process"
+                )
+            if not self._inside:
+                self._before = self._read()
+            self._inside[entry] = thread, setting
+            self._write(setting)
+        try:
+            yield
+        finally:
+            with self._lock:
+                del self._inside[entry]
+                left = [setting for _, setting in self._inside.values()]
+                self._write(left[-1] if left else self._before)
+
+
+def _read_float32() -> Setting:
     backends: Any = torch.backends
-    switches = backends.cuda.matmul, backends.cudnn.conv
-    before = [switch.fp32_precision for switch in switches]
-    try:
-        for switch in switches:
-            switch.fp32_precision = "ieee" if precision == "float32" else "tf32"
-        yield
-    finally:
-        for switch, value in zip(switches, before, strict=True):
-            switch.fp32_precision = value
+    return backends.cuda.matmul.fp32_precision, backends.cudnn.conv.fp32_precision
 
 
-@contextlib.contextmanager
-def deterministic() -> Iterator[None]:
+def _write_float32(setting: Setting) -> None:
+    backends: Any = torch.backends
+    backends.cuda.matmul.fp32_precision, backends.cudnn.conv.fp32_precision = setting
+
+
+def _read_algorithms() -> Setting:
+    memory: Any = torch.utils.deterministic
+    chosen = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    return *chosen, torch.backends.cudnn.benchmark, memory.fill_uninitialized_memory
+
+
+def _write_algorithms(setting: Setting) -> None:
+    memory: Any = torch.utils.deterministic
+    mode, warn_only, torch.backends.cudnn.benchmark, memory.fill_uninitialized_memory = setting
+    torch.use_deterministic_algorithms(mode, warn_only=warn_only)
+
+
+_float32 = _Switches("what float32 means on CUDA", _read_float32, _write_float32)
+_algorithms = _Switches("the choice of algorithms", _read_algorithms, _write_algorithms)
+
+
+def float32_precision(precision: str) -> contextlib.AbstractContextManager[None]:
+    """Decide whether float32 on CUDA means IEEE arithmetic ("float32") or TF32, and put things back afterwards.
+
+    It is decided for all threads: while one is inside, another that asks for the other meaning is refused, with a
+    RuntimeError. Who is alone may change it inside, for a while.
+    """
+    check_precision(precision)
+    return _float32.at(("ieee",) * 2 if precision == "float32" else ("tf32",) * 2)
+
+
+def deterministic() -> contextlib.AbstractContextManager[None]:
     """The same bits every time on a GPU too, so that a resumed run equals one that never stopped.
 
-    Where torch has no such algorithm for an operation of the network, it warns, and names it.
+    Where torch has no such algorithm for an operation of the network, it warns, and names it. Torch decides it for all
+    threads: until the last one that is inside leaves, it holds for those outside, too.
     """
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    memory: Any = torch.utils.deterministic
-    tuned, filling = torch.backends.cudnn.benchmark, memory.fill_uninitialized_memory
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch asks for it
-    try:
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.backends.cudnn.benchmark = False  # what is fastest now may not be the next time
-        memory.fill_uninitialized_memory = False  # nothing is read that was not written
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        torch.backends.cudnn.benchmark, memory.fill_uninitialized_memory = tuned, filling
+    # What cuDNN finds fastest now may not be the next time; and memory need not be filled, as none is read unwritten.
+    return _algorithms.at((True, True, False, False))
 
 
 def keep_memory() -> bool:

@@ -16,7 +16,7 @@ Layout of ``runs/<id>/``, where ``<id>`` is `Experiment.id`, 16 hexadecimal digi
     environment.json        {"schema": 2, "id": ..., "machine": tribe.environment.machine(), "seconds": all streams
                               together, "seconds_per_image": {"<seed>": ...}, "finished": ISO time}: what differs from
                               one computation of the same experiment to the next
-    checkpoint.safetensors  while it runs: where to go on
+    checkpoint.safetensors  until the records are there: where to go on
     *.damaged-<n>           what was found damaged and set aside
 
 Every file is written whole or not at all, the records after environment.json, and metrics.json, which can be made from
@@ -61,6 +61,7 @@ from tribe.stream import Stream
 
 FORMAT, SCHEMA = "tribe-experiment", 2  # 1 did not say which images
 EVERY = 50  # batches between checkpoints
+CHECKPOINT = "checkpoint.safetensors"
 INCIDENTAL = ("workers",)  # fields of data sets that no number depends on
 
 
@@ -201,6 +202,7 @@ class Experiment:
             records = self._sound(folder)
             if records is None:
                 records = self._play(folder, bench or Bench(device=self.device), progress, every)
+            (folder / CHECKPOINT).unlink(missing_ok=True)  # not before the records are safe
             self._repair(folder, records)
             _write(folder / "metrics.json", {"schema": SCHEMA, "id": self.id, "seeds": _scores(records)})
             return load(folder)
@@ -283,7 +285,7 @@ class Experiment:
         if here != self:
             told = "; ".join(difference(self, here))
             raise ValueError(f"experiment {self.id} cannot be computed here, where something differs: {told}")
-        checkpoint = folder / "checkpoint.safetensors"
+        checkpoint = folder / CHECKPOINT
         net, method = build.in_precision(parts.net, parts.method, self.precision)
         with float32_precision(self.precision), _threads(self.threads):
             play = partial(
@@ -293,13 +295,17 @@ class Experiment:
                 bench.stream(self),
                 seed=self.seeds[0],
                 spec=self._words(),
+                checkpoint=checkpoint,
+                every=every,
+                keep_checkpoint=True,  # a disk that is full now must not cost the whole run
+                progress=progress,
                 deterministic=bench.device.type == "cuda",  # a resumed stream must end with the same bits there, too
             )
             try:
-                records = play(checkpoint=checkpoint, every=every, progress=progress)
+                records = play()
             except StateFileError as error:
                 _set_aside(checkpoint, str(error))
-                records = play(checkpoint=checkpoint, every=every, progress=progress)
+                records = play()
             computer = machine(bench.device)
         _write(folder / "environment.json", self._environment(records, computer))  # first: sound records have one
         for record in records:

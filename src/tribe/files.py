@@ -73,7 +73,7 @@ def write(
         "frozen": json.dumps(frozen),
         "fingerprint": fingerprint,
     }
-    metadata["digest"] = _digest(metadata, placed)
+    metadata["digest"] = file_digest(metadata, placed)
     write_atomically(path, to_bytes(placed, metadata))
 
 
@@ -92,7 +92,7 @@ def read(path: str | PathLike[str]) -> Saved:
         raise StateFileError(
             f"{path} is not a tribe state file, or it was cut short ({error}); expected one written by Adapter.save"
         ) from error
-    if "digest" in metadata and metadata["digest"] != _digest(metadata, tensors):  # older files have none
+    if "digest" in metadata and metadata["digest"] != file_digest(metadata, tensors):  # older files have none
         raise StateFileError(
             f"{path} is damaged: it does not hold what was saved. Use an earlier file, or start anew with tribe.adapt"
         )
@@ -103,7 +103,7 @@ def read(path: str | PathLike[str]) -> Saved:
         raise StateFileError(f"{path}: the header cannot be read ({error}); the file is damaged") from error
 
 
-def _digest(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
+def file_digest(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
     """A hash of all that a file says, in whatever order it gives the tensors back."""
     words = json.dumps({name: word for name, word in metadata.items() if name != "digest"}, sort_keys=True)
     return hashlib.sha256((words + hash_tensors(dict(sorted(tensors.items())))).encode()).hexdigest()

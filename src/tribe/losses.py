@@ -1,5 +1,6 @@
 """Losses over the last axis of logits, in float32 at least, and means over the samples that count."""
 
+import torch
 from torch import Tensor
 
 from tribe.moments import wide
@@ -48,8 +49,7 @@ def mean_over(values: Tensor, counts: Tensor) -> Tensor:
     >>> mean_over(torch.tensor([[1.0, 3.0], [5.0, 7.0]]), torch.tensor([[True, True], [False, False]]))
     tensor([2., 0.])
     """
-    weight = counts.to(values.dtype)
-    return (values * weight).sum(-1) / weight.sum(-1).clamp_min(1)
+    return torch.where(counts, values, 0).sum(-1) / counts.sum(-1).clamp_min(1)
 
 
 def _precise(logits: Tensor) -> Tensor:

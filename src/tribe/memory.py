@@ -127,9 +127,10 @@ def fit(memory: Memory, x: Tensor) -> Memory:
 
 
 def images(memory: Memory, shape: tuple[int, ...]) -> Tensor:
-    """The images held, (S, M, *shape), zeros where a place is free."""
+    """The images held, (S, M, *shape); where a place is free a copy of the first: see `tribe.methods.base.screen`."""
     streams, size, _ = memory.image.shape
-    return memory.image[..., : math.prod(shape)].reshape(streams, size, *shape)
+    seen = memory.image[..., : math.prod(shape)]
+    return torch.where(memory.filled.unsqueeze(-1), seen, seen[:, :1]).reshape(streams, size, *shape)
 
 
 def hold(memory: Memory, newcomers: Mapping[str, Tensor], turnover: Turnover, valid: Tensor, passed: Tensor) -> Memory:

@@ -15,7 +15,7 @@ from torch import Tensor
 from tribe.atomic import write_atomically
 from tribe.backbone import Backbone
 from tribe.datasets.fingerprint import fingerprint
-from tribe.files import StateFileError, method_to_json
+from tribe.files import StateFileError, file_digest, method_to_json
 from tribe.graphs import Steps, Switch
 from tribe.methods import Method
 from tribe.record import Record
@@ -36,6 +36,7 @@ def run(
     spec: Mapping[str, Any] | None = None,
     checkpoint: str | PathLike[str] | None = None,
     every: int = 50,
+    keep_checkpoint: bool = False,
     progress: Progress | None = None,
     graphs: Switch = "auto",
     deterministic: bool = False,
@@ -47,10 +48,11 @@ def run(
         method: what adapts.
         stream: the images; labels go from its batches straight to the record.
         seed: seed of the first stream's augmentation; stream i has seed + i.
-        spec: words about how this was made, kept in the records.
+        spec: words about how this was made, kept in the records: plain data, as JSON holds it.
         checkpoint: a file to go on from if it exists, and to write every ``every`` batches; removed at the end.
         every: batches between checkpoints; more where writing one takes over half a second (methods that adapt all
             weights of a large network keep a gigabyte), so that it never costs a tenth of the time.
+        keep_checkpoint: leave the last checkpoint there at the end, for who removes it once the records are written.
         progress: called after every batch.
         graphs: "auto" takes a step as one launch on a GPU where it can (see `tribe.graphs`); True insists on it.
         deterministic: the same bits every time on a GPU too, so that a resumed run equals one that never stopped.
@@ -58,9 +60,12 @@ def run(
     for given, kind, how in ((net, Backbone, "tribe.Backbone(net)"), (method, Method, 'tribe.methods.create("tribe")')):
         if not isinstance(given, kind):
             raise TypeError(f"tribe.run takes a {kind.__name__}, such as {how}; got {type(given).__name__}")
+    if every < 1:
+        raise ValueError(f"every is how many batches from one checkpoint to the next, at least 1; got {every}")
+    words = {"method": method.name, **(spec or {})}
+    _check_plain(words)
     streams = len(stream.seeds)
     source = method.init(net, streams, seed)
-    words = {"method": method.name, **(spec or {})}
     identity = _identity(net, method, stream, seed, words) if checkpoint is not None else ""
     state, columns, start = clone(source), _nothing(streams), 0
     steps, retired = Steps(method, net, graphs, deterministic), False
@@ -93,7 +98,7 @@ def run(
             _save(checkpoint, state, columns, step + 1, identity)
             took = time.perf_counter() - asked
             due = time.perf_counter() + 10 * took if took > SLOW else 0.0
-    if checkpoint is not None:
+    if checkpoint is not None and not keep_checkpoint:
         Path(checkpoint).unlink(missing_ok=True)
     domains, classes = stream.domains, len(stream.dataset.classes)
     return [
@@ -102,6 +107,18 @@ def run(
         )
         for column, s in zip(columns, stream.seeds, strict=True)
     ]
+
+
+def _check_plain(words: Mapping[str, Any]) -> None:
+    """Refuse before the work words that neither a record nor a checkpoint could be written with."""
+    for name, value in words.items():
+        try:
+            json.dumps({name: value}, sort_keys=True)
+        except (TypeError, ValueError) as error:
+            raise TypeError(
+                f"spec is kept in files as JSON, which cannot hold its {name!r} ({error}): give plain data, such as "
+                "words, numbers, lists and dicts"
+            ) from error
 
 
 def _tally(rows: Iterable[tuple[Tensor, Tensor]]) -> tuple[int, int]:
@@ -140,6 +157,7 @@ def _save(path: str | PathLike[str], state: Any, columns: Columns, step: int, id
             parts[:] = [torch.cat(parts)]
             tensors[f"record.{s}.{name}"] = parts[0]
     header = {"format": "tribe-run", "step": str(step), "run": identity}
+    header["digest"] = file_digest(header, tensors)
     write_atomically(path, to_bytes(tensors, header))
 
 
@@ -150,10 +168,13 @@ def _resume(path: str | PathLike[str], like: Any, identity: str) -> tuple[Any, C
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
         raise StateFileError(f"{path} is not a checkpoint of a run, or it is damaged ({error}); remove it") from error
-    if header.get("format") != "tribe-run" or header.get("run") != identity:
+    if header.get("format") != "tribe-run" or header.get("digest") != file_digest(header, tensors):
         raise StateFileError(
-            f"{path} is the checkpoint of another run ({header.get('run')}); remove it or name another"
+            f"{path} is not a checkpoint of a run, or it is damaged and does not hold what was saved; remove it or "
+            "name another"
         )
+    if header["run"] != identity:
+        raise StateFileError(f"{path} is the checkpoint of another run ({header['run']}); remove it or name another")
     named = {name: tensors[f"state.{name}"].to(t.device) for name, t in leaves(like).items()}
     streams = len(like.key.seed)
     columns = [{n: [tensors[f"record.{s}.{n}"]] for n in _nothing(1)[0]} for s in range(streams)]

@@ -10,7 +10,7 @@ that beforehand from labelled source images, and is handed the result:
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from os import PathLike
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from tribe.atomic import write_atomically
 from tribe.backbone import Backbone
+from tribe.screening import sound
 from tribe.state import hash_tensors
 
 if TYPE_CHECKING:
@@ -119,14 +120,25 @@ def settle(method: "Method") -> None:
     given: Given = getattr(method, "knowledge", None)
     if given is None:
         return
+    if not isinstance(given, (Knowledge, str, PathLike)):
+        raise KnowledgeError(
+            f"knowledge of {method.name} is the path of a file that tribe source {method.name} wrote, or what its "
+            f"study gives; got {given!r}"
+        )
     known = given if isinstance(given, Knowledge) else Knowledge.load(given)
     if known.method != method.name:
         raise KnowledgeError(f"{known!r} was made for {known.method}; {method.name} needs {method.needs}")
     object.__setattr__(method, "knowledge", known)
 
 
-def known(method: "Method", net: Backbone) -> dict[str, Tensor]:
-    """A method's source knowledge on the network's device; refused if it is missing or of another network."""
+def known(method: "Method", net: Backbone, shapes: Mapping[str, Sequence[int | str]]) -> dict[str, Tensor]:
+    """A method's source knowledge on the network's device; refused if it is missing or cannot serve this network.
+
+    Args:
+        method: whose field ``knowledge`` it is.
+        net: whose knowledge it must be.
+        shapes: the tensors it must hold. A letter in a shape stands for one size, the same wherever it is.
+    """
     knowledge = getattr(method, "knowledge", None)
     if not isinstance(knowledge, Knowledge):
         raise KnowledgeError(
@@ -139,19 +151,91 @@ def known(method: "Method", net: Backbone) -> dict[str, Tensor]:
             f"{knowledge!r} belongs to another network ({made or 'unnamed'}): its weights differ from this one's. Make "
             f"it anew with tribe source {method.name}"
         )
-    return knowledge.on(net)
+    tensors, sizes = knowledge.on(net), dict[str, int]()
+    for name, shape in shapes.items():
+        if wrong := _wrong(tensors.get(name), shape, sizes):
+            raise KnowledgeError(
+                f"{knowledge!r} holds {wrong} as {name}; expected finite numbers, {_shown(shape)}. Make it anew with "
+                f"tribe source {method.name}"
+            )
+    return tensors
 
 
-def find(method: str, model: str, dataset: str, root: str | PathLike[str]) -> Path | None:
-    """Where the source knowledge of a method lies: where `tribe source` puts it, or in the package; None: nowhere."""
-    own = place(method, model, dataset, root)
-    return next((path for path in (own, SHIPPED / own.name) if path.is_file()), None)
+def _wrong(t: Tensor | None, shape: Sequence[int | str], sizes: dict[str, int]) -> str | None:
+    """What is found instead of finite numbers of a shape; a letter takes its size from where it first stands."""
+    if t is None:
+        return "nothing"
+    wanted = [sizes.setdefault(n, has) if isinstance(n, str) else n for n, has in zip(shape, t.shape, strict=False)]
+    if len(shape) != t.dim() or wanted != list(t.shape):
+        return f"a tensor of shape {_shown(t.shape)}"
+    return None if bool(t.isfinite().all()) else "values that are not finite"
 
 
-def place(method: str, model: str, dataset: str, root: str | PathLike[str]) -> Path:
-    """Where `tribe source` puts a method's source knowledge.
+def _shown(shape: Sequence[int | str]) -> str:
+    return f"({', '.join(map(str, shape))})"
+
+
+def looked_at(net: Backbone, batches: Iterable[tuple[Tensor, Tensor | None]]) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Source images (1, B, ...) and their labels (1, B) where the network lives, for `study`; bad images are left out.
+
+    Labels may be None: most methods ask the network instead.
+    """
+    for x, y in batches:
+        if not x.is_floating_point():
+            hint = "images.float() / 255" if x.dtype == torch.uint8 else "images.float()"
+            raise TypeError(
+                f"source images are {x.dtype}; expected floating point, as the network was trained on: {hint}"
+            )
+        if y is not None and (y.shape != x.shape[:1] or y.is_floating_point() or bool((y < 0).any())):
+            raise ValueError(
+                f"labels are one class number, 0 or more, for each of {len(x)} source images; got {y.dtype} of shape "
+                f"{tuple(y.shape)}{f', {y.min().item()} the smallest' if y.numel() else ''}"
+            )
+        x = x.to(net.device, net.dtype)
+        good = sound(x, 1)
+        if bool(good.any()):
+            yield x[good].unsqueeze(0), None if y is None else y.to(net.device)[good].long().unsqueeze(0)
+
+
+def labels(y: Tensor | None, logits: Tensor) -> Tensor:
+    """The labels that logits (..., K) are to be held to; refused if there are none, or others than 0 to K - 1."""
+    if y is None:
+        raise ValueError("source images came without labels, and here they are needed: one class number for each image")
+    if bool((y >= logits.shape[-1]).any()):
+        raise ValueError(f"the network tells {logits.shape[-1]} classes apart; among the labels is {int(y.max())}")
+    return y
+
+
+def find(
+    method: str, model: str, dataset: str, root: str | PathLike[str], fields: Mapping[str, Any] | None = None
+) -> Path | None:
+    """Where the source knowledge of a method lies: where `tribe source` puts it, or in the package; None: nowhere.
+
+    Of several files, that which most of the method's fields shaped, and no others.
+    """
+    own, marks = place(method, model, dataset, root), set(_marks(fields or {}))
+    there = (path for folder in (own.parent, SHIPPED) for path in (folder / own.name, *folder.glob(f"{own.stem}+*")))
+    fitting = [path for path in there if path.is_file() and marks.issuperset(path.stem.split("+")[1:])]
+    return max(fitting, key=lambda path: path.stem.count("+"), default=None)
+
+
+def place(
+    method: str, model: str, dataset: str, root: str | PathLike[str], fields: Mapping[str, Any] | None = None
+) -> Path:
+    """Where `tribe source` puts a method's source knowledge; ``fields`` shaped it and are not what they usually are.
 
     >>> place("eata", "timm/resnet50", "imagenet", "data").as_posix()
     'data/source/eata_timm_resnet50_imagenet.safetensors'
+    >>> place("ttac", "compact", "mnist", "data", {"statistics": "frozen"}).name
+    'ttac_compact_mnist+statistics=frozen.safetensors'
     """
-    return Path(root) / "source" / (re.sub(r"[^\w.@-]+", "_", f"{method}_{model}_{dataset}") + ".safetensors")
+    name = "+".join((_plain(f"{method}_{model}_{dataset}"), *_marks(fields or {})))
+    return Path(root) / "source" / f"{name}.safetensors"
+
+
+def _marks(fields: Mapping[str, Any]) -> list[str]:
+    return [f"{name}={_plain(str(value))}" for name, value in sorted(fields.items())]
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"[^\w.@-]+", "_", text)

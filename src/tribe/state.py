@@ -11,7 +11,10 @@ state can be cloned, saved, sliced by stream, compared and hashed by the few fun
 """
 
 import hashlib
-from collections.abc import Callable, Mapping
+import operator
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from itertools import starmap
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -39,9 +42,9 @@ class Info(NamedTuple):
 
     images: Tensor  # (S,) int64, images learned from so far
     skipped: Tensor  # (S,) int64, bad images (see `tribe.screening`), which touched nothing, so far
-    trusted: Tensor  # (S,) share of the last batch that drove the update
+    trusted: Tensor  # (S,) share of the last batch that was trusted; 1 where a method does not choose, or not learn
     entropy: Tensor  # (S,) mean entropy of the last batch's predictions, as a share of log K
-    distance: Tensor  # (S,) norm of the move of the affine parameters, relative to the source's
+    distance: Tensor  # (S,) norm of the move of the affine parameters that predict, relative to the source's
 
 
 def tree_map(fn: Callable[..., Tensor], state: T, *others: T) -> T:
@@ -105,6 +108,21 @@ def select(chosen: Tensor, new: T, old: T) -> T:
     return tree_map(pick, new, old)
 
 
+def select_in_place(chosen: Tensor, new: T, old: T) -> T:
+    """As `select`, in the memory of ``new``: for what is large and nobody else's."""
+    streams = len(chosen)
+    if chosen.device.type == "cpu" and chosen.all():
+        return new
+
+    def pick(a: Tensor, b: Tensor) -> Tensor:
+        if a is not b:
+            rows, mask = per_stream(a.detach(), streams), chosen.view(-1, *[1] * a.dim())
+            torch.where(mask, rows, per_stream(b, streams), out=rows)
+        return a
+
+    return tree_map(pick, new, old)
+
+
 def digest(state: tuple[Any, ...]) -> str:
     """Hash every bit of a state: equal digests, equal states.
 
@@ -146,12 +164,18 @@ class Store(nn.Module):
         return self._type(*(v.get() if isinstance(v := getattr(self, n), Store) else v for n in self._type._fields))
 
     def put(self, state: tuple[Any, ...]) -> None:
-        """Store another state of the same kind."""
+        """Store another state of the same kind; whoever is interrupted here has the old one or the new, not half."""
+        places = list(self._places(state))
+        # Ctrl-C comes between two steps of the interpreter, and there are none in this loop.
+        deque(starmap(operator.setitem, places), maxlen=0)
+
+    def _places(self, state: tuple[Any, ...]) -> Iterator[tuple[dict[str, Tensor | None], str, Tensor]]:
+        """Where each tensor of a state goes: buffers, their name, the tensor."""
         for name, value in zip(self._type._fields, state, strict=True):
             if isinstance(value, Tensor):
-                self._buffers[name] = value
+                yield self._buffers, name, value
             else:
-                getattr(self, name).put(value)
+                yield from getattr(self, name)._places(value)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Store":
         def move(t: Tensor) -> Tensor:

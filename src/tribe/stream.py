@@ -1,7 +1,8 @@
 """Play a data set as a scenario says: batches of images for many streams at once, read ahead in the background."""
 
+import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import NamedTuple
 
 import torch
@@ -76,12 +77,21 @@ class Stream:
 
         A thread that lives on would keep a team of OpenMP threads of its own; with more of them than cores, OpenMP puts
         the main thread's team to sleep between any two operations, which costs small networks on a CPU a third.
+
+        A plain thread, since an executor takes no work once the main thread has ended, and others may play on. It is
+        no daemon, unless who plays is one: a program that ends waits for the batch that is being read, as a thread that
+        is cut off in the middle of torch aborts the process.
         """
-        reader = ThreadPoolExecutor(1, "tribe-reader")
-        try:
-            return reader.submit(self._read, step, pin)
-        finally:
-            reader.shutdown(wait=False)  # takes no more work: the thread ends when the batch is read
+        future: Future[Batch] = Future()
+
+        def read() -> None:
+            try:
+                future.set_result(self._read(step, pin))
+            except BaseException as error:  # whoever waits for the batch gets it
+                future.set_exception(error)
+
+        threading.Thread(target=read, name=f"tribe-reader-{step}").start()
+        return future
 
     def _read(self, step: int, pin: bool) -> Batch:
         cuts = [cut[step] if step < len(cut) else slice(0, 0) for cut in self._cuts]

@@ -34,6 +34,14 @@ class Parameters(NamedTuple):
         """One stream's row of each, (1, C) and (1, P): views."""
         return Parameters(Affine(*(t[index : index + 1] for t in self.affine)), self.weights[index : index + 1])
 
+    def streams(self, x: Tensor) -> range:
+        """The numbers of the streams whose images (S, B, ...) these are; refused where others have come."""
+        if len(x) != len(self.weights):
+            raise ValueError(
+                f"x has {len(x)} rows and the state {len(self.weights)} streams; expected a row for each stream"
+            )
+        return range(len(x))
+
 
 class Piece(NamedTuple):
     """One parameter's place in a row."""
@@ -107,6 +115,16 @@ class Layout:
                 if getattr(slot.layer, field) is not None:
                     named[f"{slot.name}.{field}"] = part.view(getattr(slot.layer, field).shape)
         return named
+
+    def own(self, row: Tensor) -> Tensor:
+        """Of a `flat` row those columns (S, n) that are weights: layers without a scale, or a shift, have others."""
+        places = [
+            (slot.channels, getattr(slot.layer, f) is not None) for f in Affine._fields for slot in self.net.slots
+        ]
+        if all(exists for _, exists in places):
+            return row
+        *parts, weights = row.split([*(width for width, _ in places), row.shape[1] - 2 * self.net.channels], 1)
+        return torch.cat([*(part for part, (_, exists) in zip(parts, places, strict=True) if exists), weights], 1)
 
     def names(self) -> dict[str, torch.Size]:
         """Every parameter, those of normalisation included, by the name it has in the model's state dict."""

@@ -10,7 +10,8 @@ import torch
 
 import tribe
 from tribe import build
-from tribe.build import Asked, described, in_precision, method, plain_method, scenario, trained_on
+from tribe.backbone import Backbone
+from tribe.build import Asked, departures, described, in_precision, plain_method, ready, scenario, trained_on
 from tribe.cli.targets import from_file, from_package, load_target, told
 from tribe.datasets import Dataset
 from tribe.methods import Method, registry
@@ -47,14 +48,23 @@ def dataset(name: str, data: Path | None, severity: str | None, fields: dict[str
     return build.dataset(name, data, given)
 
 
-def model(
-    name: str, weights: Path | None, data: Dataset, dataset: str, root: Path | None, fields: dict[str, Any]
-) -> torch.nn.Module:
-    """A network by name, or one's own by ``file.py:attribute``."""
+def network(
+    name: str,
+    weights: Path | None,
+    data: Dataset,
+    dataset: str,
+    root: Path | None,
+    fields: dict[str, Any],
+    where: torch.device,
+) -> Backbone:
+    """A network by name, or one's own by ``file.py:attribute``, which may be a `Backbone` that names its classifier."""
     if ":" not in name:
-        return build.model(Asked(dataset, name, weights, root), data, fields)
-    own = load_target(name)
-    return own if weights is None else tribe.models.load(own, weights)
+        built = build.model(Asked(dataset, name, weights, root), data, fields)
+    else:
+        built = load_target(name)
+        built = built if weights is None else tribe.models.load(built, weights)
+    built = built.to(where)
+    return built if isinstance(built, Backbone) else Backbone(built)
 
 
 def methods(text: str) -> list[str]:
@@ -98,13 +108,14 @@ __all__ = [
     "Asked",
     "Settings",
     "dataset",
+    "departures",
     "described",
     "in_precision",
-    "method",
     "methods",
-    "model",
+    "network",
     "own_method",
     "plain_method",
+    "ready",
     "scenario",
     "settings",
     "trained_on",

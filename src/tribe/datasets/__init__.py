@@ -29,7 +29,11 @@ class Dataset(Protocol):
         ...
 
     def images(self, domain: str, index: Tensor) -> Tensor:
-        """(len(index), C, H, W) float images in [0, 1]."""
+        """(len(index), C, H, W) float images in [0, 1].
+
+        It is called from another thread than the one that iterates over a stream, and two iterations may call it at
+        once.
+        """
         ...
 
 

@@ -9,6 +9,7 @@ from numbers import Integral, Real
 from types import NoneType
 from typing import Any, ClassVar, Literal, Protocol, Self, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,7 +20,7 @@ from tribe.norms import Norm
 from tribe.registry import Registry, nearest
 from tribe.rng import Key
 from tribe.screening import sound
-from tribe.state import Affine, Info, Stats, select
+from tribe.state import Affine, Info, Stats, leaves, select, select_in_place
 
 registry: Registry["Method"] = Registry("method")
 register = registry.register
@@ -56,6 +57,8 @@ class Deployed:
         """Pass images (S, B, ...); weights cannot be batched over streams, so those with their own go one by one."""
         if self.weights is None:
             return net(x, *self, valid=valid).logits  # type: ignore[no-any-return]
+        if len(x) != len(self.weights):
+            raise ValueError(f"x has {len(x)} rows and the state {len(self.weights)} streams; expected a row for each")
         rows = ((slice(i, i + 1), self.stream(i), own) for i, own in enumerate(self.weights))
         return torch.cat([net(x[row], *alone, valid=valid[row], weights=own).logits for row, alone, own in rows])
 
@@ -79,6 +82,7 @@ class Method(ABC):
     eager_only: ClassVar[str | None] = None  # why a step cannot be captured in one CUDA graph; see tribe.graphs
     in_parts: ClassVar[bool] = False  # but then in several, see tribe.parts
     needs: ClassVar[str | None] = None  # what it must know of the source data, in words; see tribe.source
+    works_on: ClassVar[tuple[Literal["affine", "statistics", "features"], ...]] = ()  # what a network must have for it
     more_than_a_pass: ClassVar[str | None] = None  # how `predict` goes beyond the network `deployed` describes
 
     def __init_subclass__(cls, **given: Any) -> None:
@@ -129,23 +133,53 @@ class Method(ABC):
     def predict(self, net: Backbone, state: Any, x: Tensor, valid: Tensor | None = None) -> Tensor:
         """Predict without adapting: a pass of `deployed`. A class that overrides it declares `more_than_a_pass`."""
         x, valid, _ = screen(x, valid)
-        with torch.no_grad():
-            return quiet(self.deployed(net, state).logits(net, x, valid), valid)
+        return quiet(*self.look(net, state, x, valid))
+
+    @torch.no_grad()
+    def look(self, net: Backbone, state: Any, x: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+        """What `deployed` says of images that were screened, and of which of them (S, B) it says something."""
+        logits = self.deployed(net, state).logits(net, x, valid)
+        return logits, valid & finite(logits)
 
 
 def _settle_numbers(method: Method) -> None:
-    """Refuse what is no number in a field that is one, and turn numpy's numbers into plain ones, which files hold."""
+    """Refuse what is no number, or no truth, in a field that is one; numpy's become plain ones, which files hold."""
     for field in dataclasses.fields(method):
         kinds = set(get_args(field.type) or [field.type])
         value = getattr(method, field.name)
-        if not kinds & {int, float} or not kinds <= {int, float, NoneType} or (value is None and NoneType in kinds):
+        if not kinds <= {bool, int, float, NoneType} or (value is None and NoneType in kinds):
             continue
-        expected, meant = (Real, "a number") if float in kinds else (Integral, "a whole number")
-        if not isinstance(value, expected) or isinstance(value, bool) or value != value:
+        expected, meant = _expected(kinds)
+        if not isinstance(value, expected) or (isinstance(value, bool) and bool not in kinds) or value != value:
             raise ValueError(f"{field.name} of {method.name} is {meant}; got {value!r}")
+        if abs(value) == math.inf:
+            raise ValueError(f"{field.name} of {method.name} is a finite number; got {value!r}")
         if not isinstance(value, int | float):
-            plain = int(value) if isinstance(value, Integral) else float(value)
-            object.__setattr__(method, field.name, plain)
+            plain = bool if isinstance(value, np.bool_) else int if isinstance(value, Integral) else float
+            object.__setattr__(method, field.name, plain(value))
+
+
+def _expected(kinds: set[Any]) -> tuple[Any, str]:
+    """What a value of these kinds is an instance of, and that in words."""
+    if float in kinds:
+        return Real, "a number"
+    return (Integral, "a whole number") if int in kinds else ((bool, np.bool_), "True or False")
+
+
+def check_classes(net: Backbone, classes: int | None) -> None:
+    """Refuse a network with one output, and a number of classes that is not that of the network's outputs."""
+    if (found := net.classes) is None:
+        return
+    if found < 2:
+        raise ValueError(
+            f"the network's classifier {net.classifier!r} has a single output; expected one a class, 2 at least. "
+            "Where z alone says yes or no, let the network give (0, z): torch.cat((torch.zeros_like(z), z), 1)"
+        )
+    if classes is not None and classes != found:
+        raise ValueError(
+            f"classes={classes}, but the network's classifier {net.classifier!r} has {found} outputs. If that is not "
+            "the classifier, name the one that is: tribe.Backbone(model, classifier=...)"
+        )
 
 
 def new_key(net: Backbone, streams: int, seed: int) -> Key:
@@ -164,18 +198,36 @@ def new_info(net: Backbone, streams: int) -> Info:
 def screen(x: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Replace padding and bad images (see `tribe.screening`) before the first layer sees them.
 
+    A copy of the stream's first good image stands in for them: what weighs nothing must yet be finite in every layer,
+    and of zeros a network that standardises each image makes 0 / 0.
+
     Returns the images, which of them count (S, B), and how many were rejected (S,): real, but bad.
     """
+    if not x.shape[1]:
+        raise ValueError(f"a step needs at least one image a stream; got a batch of shape {tuple(x.shape)}")
+    x = x.detach()
     good = sound(x)  # (S, B)
     offered = torch.ones_like(good) if valid is None else valid
     valid = good & offered
-    mask = valid.view(*valid.shape, *[1] * (x.dim() - 2))
-    return torch.where(mask, x, 0), valid, (offered & ~good).sum(1)
+    first = valid.byte().argmax(1)  # of every stream; a bad one, if none is good
+    spare = x[torch.arange(len(x), device=x.device), first].masked_fill(~_over(valid.any(1), x[:, 0]), 0)
+    return torch.where(_over(valid, x), x, spare.unsqueeze(1)), valid, (offered & ~good).sum(1)
 
 
-def quiet(logits: Tensor, valid: Tensor) -> Tensor:
-    """Say nothing about images that were screened out: equal logits, the uniform prediction."""
-    return torch.where(valid.unsqueeze(-1), logits, 0)
+def _over(mask: Tensor, x: Tensor) -> Tensor:
+    """A mask of the leading axes, to be used on x."""
+    return mask.view(*mask.shape, *[1] * (x.dim() - mask.dim()))
+
+
+def finite(t: Tensor) -> Tensor:
+    """Where the last axis holds nothing but finite numbers."""
+    largest: Tensor = torch.linalg.vector_norm(t, math.inf, dim=-1)
+    return largest < math.inf  # no comparison with NaN is true
+
+
+def quiet(logits: Tensor, seen: Tensor) -> Tensor:
+    """Say nothing of images that were screened out, or end in what is no number: equal logits, all classes alike."""
+    return torch.where(seen.unsqueeze(-1), logits, 0)
 
 
 def features_of(method: Method, output: Output) -> Tensor:
@@ -201,8 +253,14 @@ def finish(
     trusted: Tensor | None = None,
     affine: Affine | None = None,
 ) -> tuple[Tensor, Any]:
-    """Close a step: tick the clocks, note what was seen, and leave streams without a valid image as they were."""
+    """Close a step: tick the clocks, note what was seen, and leave streams without a valid image as they were.
+
+    So are streams left whose numbers are not finite now, in a prediction or in what was learned: a black frame may be
+    a sound image and yet have no features. Their images are counted as skipped.
+    """
     with torch.no_grad():
+        told = finite(logits)
+        sane = (told | ~valid).all(1) & _finite(new, old)  # (S,)
         share = entropy(logits).float() / math.log(logits.shape[-1])
         info = Info(
             images=old.info.images + valid.sum(1),
@@ -212,12 +270,21 @@ def finish(
             distance=old.info.distance if affine is None else _distance(net, affine),
         )
         moved = new._replace(key=old.key._replace(clock=old.key.clock + 1), info=info)
-        # Statistics need no choice: a norm rule leaves rows without a valid sample as they were.
+        chosen = valid.any(1) & sane
         stats = [name for name in new._fields if isinstance(getattr(new, name), Stats)]
-        kept = select(valid.any(1), moved._replace(**{name: getattr(old, name) for name in stats}), old)
-        kept = kept._replace(**{name: getattr(new, name) for name in stats})
-        kept = kept._replace(info=kept.info._replace(skipped=old.info.skipped + rejected))
-    return quiet(logits.detach(), valid), kept
+        kept = select(chosen, moved._replace(**{name: getattr(old, name) for name in stats}), old)
+        kept = kept._replace(**{n: select_in_place(chosen, getattr(new, n), getattr(old, n)) for n in stats})
+        skipped = old.info.skipped + rejected + torch.where(sane, 0, valid.sum(1))
+        kept = kept._replace(info=kept.info._replace(skipped=skipped))
+    return quiet(logits.detach(), valid & told), kept
+
+
+def _finite(new: Any, old: Any) -> Tensor:
+    """Which streams (S,) have finite numbers only, in all that a step changed."""
+    streams, before = len(old.key.seed), leaves(old)
+    changed = [t for name, t in leaves(new).items() if t is not before[name] and t.is_floating_point() and t.numel()]
+    sane = [finite(t.reshape(streams, -1)) for t in changed]
+    return torch.stack(sane).all(0) if sane else torch.ones_like(old.key.seed, dtype=torch.bool)
 
 
 def _distance(net: Backbone, affine: Affine) -> Tensor:

@@ -14,6 +14,7 @@ class BN(Source):
     """The source's parameters with each batch's own statistics."""
 
     paper = "Schneider et al., Improving robustness against common corruptions by covariate shift adaptation, 2020"
+    works_on = ("statistics",)
     does_not_adapt = "it keeps nothing from one batch to the next"
 
     def deployed(self, net: Backbone, state: SourceState) -> Deployed:

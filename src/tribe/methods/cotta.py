@@ -19,7 +19,7 @@ from tribe import adam
 from tribe.augment import Augment, View, check_view, view
 from tribe.backbone import Backbone
 from tribe.losses import mean_over, soft_cross_entropy
-from tribe.methods.base import Deployed, Method, finish, new_info, new_key, quiet, register, screen
+from tribe.methods.base import Deployed, Method, finish, finite, new_info, new_key, quiet, register, screen
 from tribe.moments import wide
 from tribe.norms.batch import Batch
 from tribe.rng import Key
@@ -48,6 +48,7 @@ class AveragedTeacher(Method):
     p_th: float | None = None  # mean confidence of the source model below which views are averaged; follows from K
     n: int = 32  # augmented views that are averaged, each normalised with its own statistics
     chunk: int | None = None  # views in one pass; None: 16, on a CPU 128 images' worth. It changes rounding alone
+    # NOTE: the released augmentation crops every view to 32 x 32; here a view has the size of its image.
     augment: View = Augment()  # noqa: RUF009  makes a view; a callable gets (B, ...)
 
     eager_only = "the host looks whether any stream needs the averaged views"
@@ -84,7 +85,8 @@ class AveragedTeacher(Method):
     def predict(self, net: Backbone, state: CottaState, x: Tensor, valid: Tensor | None = None) -> Tensor:
         """Predict as a step would: the views are drawn from the state's key."""
         x, valid, _ = screen(x, valid)
-        return quiet(self._teach(Layout(net), state, x, valid), valid)
+        said = self._teach(Layout(net), state, x, valid)
+        return quiet(said, valid & finite(said))
 
     def step(
         self, net: Backbone, state: CottaState, x: Tensor, valid: Tensor | None = None, *, donate: Any = False
@@ -108,9 +110,10 @@ class AveragedTeacher(Method):
         confidence = mean_over(source.to(wide(source.dtype)).softmax(-1).amax(-1), valid)  # (S,)
         unsure = (confidence < self.p_th) & valid.any(1)  # type: ignore[operator]
         logits = []
-        for i, averaged in enumerate(unsure.tolist()):  # N passes are worth a look at the device
+        averaging = unsure.tolist()  # N passes are worth a look at the device
+        for i in state.teacher.streams(x):
             teacher, counts = state.teacher.stream(i), valid[i : i + 1]
-            if averaged:
+            if averaging[i]:
                 # On a CPU more would leave its caches, and ask the kernel for fresh memory.
                 chunk = self.chunk or (max(1, 128 // x.shape[1]) if x.device.type == "cpu" else 16)
                 numbers = (range(first, min(first + chunk, self.n)) for first in range(0, self.n, chunk))
@@ -131,7 +134,7 @@ class AveragedTeacher(Method):
     def _learn(self, layout: Layout, state: CottaState, x: Tensor, valid: Tensor, target: Tensor) -> Parameters:
         """The gradient of the student's loss, one stream after another."""
         grads = []
-        for i in range(len(x)):
+        for i in state.student.streams(x):
             row = slice(i, i + 1)
             with torch.enable_grad():
                 student = leaf(state.student.stream(i))

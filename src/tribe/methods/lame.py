@@ -54,6 +54,7 @@ class Lame(Source):
 
     eager_only, in_parts = "the host looks whether the assignments have settled", True
     paper = "Boudiaf et al., Parameter-free online test-time adaptation, CVPR 2022"
+    works_on = ("features",)
     output = "probabilities"
     does_not_adapt = "it keeps nothing from one batch to the next"
     more_than_a_pass = "neighbours in a batch correct each other's predictions"

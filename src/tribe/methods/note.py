@@ -18,7 +18,7 @@ from tribe import adam
 from tribe.backbone import Backbone
 from tribe.losses import entropy, mean_over
 from tribe.memory import ROOM, Reservoir, admit_reservoir, check_size, fit, hold, images, predictions_after, reservoir
-from tribe.methods.base import Deployed, Method, finish, new_info, new_key, register, screen
+from tribe.methods.base import Deployed, Method, finish, new_info, new_key, quiet, register, screen
 from tribe.norms.instance import Instance
 from tribe.parts import part
 from tribe.rng import Key
@@ -51,7 +51,9 @@ class Note(Method):
     room: int = ROOM  # values of an image, channels x height x width at most: the memory's size is settled beforehand
 
     eager_only, in_parts = "the host decides which images enter its memory", True
+    small = {"size": 8}  # noqa: RUF012  for the contract, whose streams are a dozen images long
     paper = "Gong et al., NOTE: robust continual test-time adaptation against temporal correlation, NeurIPS 2022"
+    works_on = ("affine",)
     presets = {  # noqa: RUF012
         "mnist": {"classes": 10},
         "cifar10": {"classes": 10},
@@ -98,7 +100,9 @@ class Note(Method):
     ) -> tuple[Tensor, NoteState]:
         """Predict, remember, then take one Adam step down the entropy of the memory."""
         x, valid, rejected = screen(x, valid)
-        prediction = part(self.predict, net, state, x, valid)
+        said, seen = part(self.look, net, state, x, valid)
+        prediction = quiet(said, seen)
+        valid, rejected = seen, rejected + (valid & ~seen).sum(1)  # what has no features must not enter the memory
         memory = self.remember(state.memory, x, prediction.argmax(-1), valid, state.key)
 
         new = part(self._learn, net, state._replace(memory=memory), x.shape[2:], valid.any(1))

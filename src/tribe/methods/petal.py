@@ -57,7 +57,8 @@ class Petal(AveragedTeacher):
 
     def init(self, net: Backbone, streams: int = 1, seed: int = 0) -> CottaState:
         """Student and teacher start at the source."""
-        self._posterior(Layout(net), source.known(self, net))
+        names = Layout(net).names()
+        source.known(self, net, {f"{kind}/{name}": shape for kind in ("mean", "var") for name, shape in names.items()})
         return super().init(net, streams, seed)
 
     def regularised(self, layout: Layout, state: CottaState, grads: Parameters) -> Parameters:
@@ -73,7 +74,8 @@ class Petal(AveragedTeacher):
     def forget(self, layout: Layout, state: CottaState, student: Parameters, grads: Parameters) -> Parameters:
         """The weights whose squared gradient is strictly below the quantile over all of a stream's."""
         squared = flat(grads).square()
-        return restore(squared < quantile(squared, self.delta)[:, None], student, layout.source())
+        limit = quantile(layout.own(squared), self.delta)
+        return restore(squared < limit[:, None], student, layout.source())
 
     def study(self, net: Backbone, batches: Iterable[tuple[Tensor, Tensor]]) -> Knowledge:
         """Train on from the source with SGD at a constant rate, and take the mean and variance of where it goes.
@@ -84,15 +86,15 @@ class Petal(AveragedTeacher):
         theta = mean = layout.source()
         speed = spread = tree_map(torch.zeros_like, theta)
         images = snapshots = 0
-        for count, (x, y) in enumerate(batches, 1):
+        for count, (x, y) in enumerate(source.looked_at(net, batches), 1):
             with torch.enable_grad():
                 params = leaf(theta)
-                valid = torch.ones(1, len(x), dtype=torch.bool, device=net.device)
-                logits = forward(layout, params, x[None].to(net.device), Batch(), valid).logits
-                grads = slopes(cross_entropy(logits[0], y.to(net.device)).mean(), params)
+                valid = torch.ones(x.shape[:2], dtype=torch.bool, device=net.device)
+                logits = forward(layout, params, x, Batch(), valid).logits
+                grads = slopes(cross_entropy(logits, source.labels(y, logits)).mean(), params)
             speed = tree_map(lambda s, g: self.swag_momentum * s + g, speed, grads)
             theta = tree_map(lambda t, s: t - self.swag_lr * s, theta, speed)
-            images += len(x)
+            images += x.shape[1]
             if count % self.swag_every == 0:  # moments about the moving mean: those about zero would cancel
                 snapshots += 1
                 before, n = mean, snapshots
@@ -104,7 +106,8 @@ class Petal(AveragedTeacher):
                 f"{self.swag_every} batches. Give more batches, or a smaller swag_every"
             )
         var = tree_map(lambda v: v / snapshots, spread)
-        made = {"images": images, "snapshots": snapshots, "swag_lr": self.swag_lr, "swag_momentum": self.swag_momentum}
+        settings = {name: getattr(self, name) for name in ("swag_lr", "swag_momentum", "swag_every")}
+        made = {"images": images, "snapshots": snapshots, **settings}
         return Knowledge(self.name, named(layout.unpack(mean), layout.unpack(var)), net.fingerprint(exact=False), made)
 
     @staticmethod

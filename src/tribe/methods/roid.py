@@ -18,7 +18,7 @@ from tribe import adam, sgd
 from tribe.augment import Augment, View, check_view, view
 from tribe.backbone import Backbone
 from tribe.losses import entropy, mean_over, soft_likelihood_ratio, symmetric_cross_entropy
-from tribe.methods.base import Deployed, Method, finish, new_info, new_key, quiet, register, screen
+from tribe.methods.base import Deployed, Method, finish, finite, new_info, new_key, quiet, register, screen
 from tribe.moments import wide
 from tribe.norms.batch import Batch
 from tribe.rng import Key
@@ -55,6 +55,7 @@ class Roid(Method):
     # NOTE: the paper derives the correction for posteriors; the code behind its numbers multiplies logits.
     paper = "Marsden et al., Universal test-time adaptation through weight ensembling, diversity weighting, and prior \
 correction, WACV 2024"
+    works_on = ("affine",)
     output = "probabilities"
     more_than_a_pass = "the prior of each batch corrects its predictions"
     presets = {  # noqa: RUF012
@@ -94,7 +95,8 @@ correction, WACV 2024"
         with torch.no_grad():
             affine, stats, norm = self.deployed(net, state)
             logits = net(x, affine, stats, norm, valid=valid).logits
-            return quiet(self._corrected(logits, valid), valid).softmax(-1)
+            said = self._corrected(logits, valid)
+            return quiet(said, valid & finite(said)).softmax(-1)
 
     def step(
         self, net: Backbone, state: RoidState, x: Tensor, valid: Tensor | None = None, *, donate: Any = False

@@ -21,7 +21,7 @@ from tribe.augment import Augment, View, check_view, view
 from tribe.backbone import Backbone
 from tribe.losses import mean_over, soft_cross_entropy
 from tribe.memory import ROOM, Timely, admit_timely, check_size, fit, hold, images, numbered, timely
-from tribe.methods.base import Deployed, Method, finish, new_info, new_key, register, screen
+from tribe.methods.base import Deployed, Method, finish, new_info, new_key, quiet, register, screen
 from tribe.moments import wide
 from tribe.norms.frozen import Frozen
 from tribe.norms.robust import Robust
@@ -62,7 +62,9 @@ class Rotta(Method):
     augment: View = Augment()  # noqa: RUF009  what the student sees; a callable gets (B, ...)
 
     eager_only, in_parts = "the host decides which images enter its memory, and when it is time to learn", True
+    small = {"size": 8, "every": 4}  # noqa: RUF012  for the contract, whose streams are a dozen images long
     paper = "Yuan et al., Robust test-time adaptation in dynamic scenarios, CVPR 2023"
+    works_on = ("affine",)
     presets = {  # noqa: RUF012
         "mnist": {"classes": 10},
         "cifar10": {"classes": 10},
@@ -75,8 +77,8 @@ class Rotta(Method):
         if self.classes is None:
             raise ValueError("RoTTA shares its memory out among the classes and needs their number: classes=")
         check_size(self.size, self.room)
-        if not isinstance(self.every, int) or isinstance(self.every, bool) or self.every < 1:
-            raise ValueError(f"every is how many images pass between updates, at least 1; got {self.every!r}")
+        if self.every < 1:
+            raise ValueError(f"every is how many images pass between updates, at least 1; got {self.every}")
         if not 0 <= self.nu <= 1:
             raise ValueError(f"nu is the student's share in a step of the teacher, 0 to 1; got {self.nu}")
         if not self.lr >= 0:
@@ -105,18 +107,20 @@ class Rotta(Method):
     ) -> tuple[Tensor, RottaState]:
         """Predict with the teacher, remember, and learn from the memory whenever another 64 images have passed."""
         x, valid, rejected = screen(x, valid)
-        prediction, labels, uncertainty = part(self._look, net, state, x, valid)
+        prediction, seen, labels, uncertainty = part(self._look, net, state, x, valid)
+        valid, rejected = seen, rejected + (valid & ~seen).sum(1)  # what has no features must not enter the memory
         new = state._replace(memory=fit(state.memory, x))
         # A part of no more images than there are between updates holds one update at most.
         for some in zip(*(t.split(self.every, 1) for t in (x, labels, uncertainty, valid)), strict=True):
             new = self._remember(net, new, *some)
-        return finish(net, state, new, prediction, valid, rejected, affine=new.student.affine)
+        return finish(net, state, new, prediction, valid, rejected, affine=new.teacher.affine)
 
-    def _look(self, net: Backbone, state: RottaState, x: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The teacher's logits (S, B, K), the class it sees and how unsure it is (S, B)."""
-        prediction = self.predict(net, state, x, valid)
+    def _look(self, net: Backbone, state: RottaState, x: Tensor, valid: Tensor) -> tuple[Tensor, ...]:
+        """What the teacher says, and of which images (see `look`); the class it sees and how unsure it is (S, B)."""
+        said, seen = self.look(net, state, x, valid)
+        prediction = quiet(said, seen)
         p = prediction.to(wide(prediction.dtype)).softmax(-1)
-        return prediction, p.argmax(-1), -(p * (p + 1e-6).log()).sum(-1)
+        return prediction, seen, p.argmax(-1), -(p * (p + 1e-6).log()).sum(-1)
 
     def _remember(
         self, net: Backbone, state: RottaState, x: Tensor, labels: Tensor, uncertainty: Tensor, valid: Tensor

@@ -51,6 +51,7 @@ class Sar(Method):
     frozen_tail: float | tuple[str, ...] = 0.25  # layers that stay: a share of them, from the end, or their names
 
     paper = "Niu et al., Towards stable test-time adaptation in dynamic wild world, ICLR 2023"
+    works_on = ("affine",)
     presets = {  # noqa: RUF012  ImageNet's from the paper, CIFAR's from the comparison in ROID's repository
         "mnist": {"classes": 10, "lr": 1e-3},
         "cifar10": {"classes": 10, "lr": 1e-3},

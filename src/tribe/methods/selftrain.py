@@ -69,6 +69,8 @@ class SelfTraining(Tribe):
     paper = (
         "Su et al., Towards real-world TTA: tri-net self-training with balanced normalization, AAAI 2024 (ablations)"
     )
+    presets = {**Tribe.presets, "imagenet": {**Tribe.presets["imagenet"], "room": 3 * 224 * 224}}  # noqa: RUF012
+    small: ClassVar[Mapping[str, int]] = {"memory": 8}  # for the contract, whose streams are a dozen images long
     variants: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "iabn": {"rule": "instance", **ALONE},
         "robust-bn": {"rule": "robust", **ALONE},
@@ -147,7 +149,7 @@ class SelfTraining(Tribe):
             counted = memory.filled & valid.any(1, keepdim=True)
         new, share = part(self._follow, net, state._replace(memory=memory), seen, labels, counted)
         trusted = None if share is None else share.unsqueeze(1).expand_as(valid)
-        return finish(net, state, new, prediction, valid, rejected, trusted, new.affine)
+        return finish(net, state, new, prediction, valid, rejected, trusted, new.teacher)
 
     def _follow(
         self, net: Backbone, state: SelfTrainingState, seen: Tensor, labels: Tensor, counted: Tensor

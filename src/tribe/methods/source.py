@@ -40,4 +40,5 @@ class Source(Method):
     ) -> tuple[Tensor, SourceState]:
         """Predict."""
         x, valid, rejected = screen(x, valid)
-        return finish(net, state, state, self.predict(net, state, x, valid), valid, rejected)
+        logits, seen = self.look(net, state, x, valid)
+        return finish(net, state, state, logits, seen, rejected + (valid & ~seen).sum(1))

@@ -32,6 +32,7 @@ class Tent(Method):
     lr: float = 1e-3  # Adam's learning rate
 
     paper = "Wang et al., Tent: fully test-time adaptation by entropy minimization, ICLR 2021"
+    works_on = ("affine",)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -66,6 +66,7 @@ class Tribe(Method):
     gamma_over: Literal["present", "all"] | None = None
 
     paper = "Su et al., Towards real-world TTA: tri-net self-training with balanced normalization, AAAI 2024"
+    works_on = ("affine",)
     presets = {  # noqa: RUF012
         "mnist": {"classes": 10, "eta": 0.01, "gamma": 0.0, "h0": 0.05},
         "cifar10": {"classes": 10, "eta": 0.01, "gamma": 0.0, "h0": 0.05},
@@ -78,6 +79,12 @@ class Tribe(Method):
         if self.classes is None:
             raise ValueError("TRIBE keeps statistics per class and needs their number: classes=")
         settle(self, CONVENTIONS)
+        expected = CONVENTIONS[self.convention]
+        if all(getattr(self, field) != value for field, value in expected.items()):
+            raise ValueError(
+                f"convention is {self.convention!r}, and {', '.join(expected)} are all those of another one, as after "
+                "dataclasses.replace, which keeps what was settled. Build the method anew, with tribe.methods.create"
+            )
         h0, gamma = (0.05, 0.0) if self.classes <= 20 else (0.2, 0.1) if self.classes <= 300 else (0.4, 0.5)
         eta = 0.0005 * self.classes
         # NOTE: the paper's eta is 0.0005 K; the released settings never go below 0.01. Above K = 2000 it would pass 1.

@@ -1,8 +1,8 @@
 """Pull the clusters of test features onto the clusters of source features: TTAC (Su et al., NeurIPS 2022), no queue.
 
 The features of each class, and of all images together, are summed up by a Gaussian. The source's are known; those of
-the stream are followed batch by batch, from the samples the network is sure of. All layers but the classifier learn to
-make the two alike, as measured by the symmetric Kullback-Leibler divergence.
+the stream are followed batch by batch, from the samples the network is sure of. All layers but Linear ones, the
+classifier among them, learn to make the two alike, as measured by the symmetric Kullback-Leibler divergence.
 """
 
 from collections.abc import Iterable
@@ -14,7 +14,17 @@ from torch import Tensor, nn
 
 from tribe import adam, source
 from tribe.backbone import Backbone
-from tribe.methods.base import Deployed, Method, features_of, finish, new_info, new_key, register, screen
+from tribe.methods.base import (
+    NO_FEATURES,
+    Deployed,
+    Method,
+    features_of,
+    finish,
+    new_info,
+    new_key,
+    register,
+    screen,
+)
 from tribe.moments import wide
 from tribe.norms import Norm
 from tribe.norms.batch import Batch
@@ -29,6 +39,9 @@ TOO_LARGE = (
     "TTAC keeps a covariance of {f} x {f} features for each of {k} classes: {n:.1f} GB a stream, more than "
     "{limit:.0f}. class_aware=False aligns all features together, without classes"
 )
+
+# What TTAC must know; K is 0 where it was studied without classes.
+SHAPES = {"mean": "F", "cov": "FF", "class_mean": "KF", "class_cov": "KFF"}
 
 
 class Gaussians(NamedTuple):
@@ -58,7 +71,7 @@ class Ttac(Method):
 
     lr: float = 1e-5  # Adam's learning rate
     tau_pp: float = 0.9  # probability above which a sample counts for the class it is predicted as
-    n_clus: int | None = None  # samples a class's Gaussian remembers; 128 for ten classes, else 64
+    n_clus: int | None = None  # samples a class's Gaussian remembers; 128 for ten classes and fewer, else 64
     n_all: int = 1280  # samples the Gaussian of all remembers
     n_min: int = 16  # samples a class must have shown before it is aligned
     ridge: float = 1 / 30  # share of the largest source covariance that is added to every variance
@@ -69,6 +82,7 @@ class Ttac(Method):
 
     eager_only = "the host looks which classes are present: covariances of the others are not made"
     paper = "Su et al., Revisiting realistic test-time training: anchored clustering, NeurIPS 2022"
+    works_on = ("features",)
     needs = "the mean and covariance of source features, of each class and of all"
     presets = {  # noqa: RUF012
         "mnist": {"classes": 10, "n_clus": 128},
@@ -102,7 +116,9 @@ class Ttac(Method):
 
     def init(self, net: Backbone, streams: int = 1, seed: int = 0) -> TtacState:
         """The classes' clusters start as the source's, the one of all samples from nothing."""
-        known = source.known(self, net)
+        if net.classifier is None:
+            raise ValueError(NO_FEATURES.format(self.name))
+        known = source.known(self, net, SHAPES)
         self._check(known)
         classes, features = (self.classes or 0) if self.class_aware else 0, len(known["mean"])
         mean, cov = (
@@ -150,7 +166,7 @@ class Ttac(Method):
         x, valid, rejected = screen(x, valid)
         layout, known, params = Layout(net, without=nn.Linear), self.knowledge.on(net), Parameters(*state[:2])
         logits, grads, clusters, whole = [], [], [], []
-        for i in range(len(x)):
+        for i in params.streams(x):
             row = slice(i, i + 1)
             with torch.enable_grad():
                 mine = leaf(params.stream(i))
@@ -208,13 +224,12 @@ class Ttac(Method):
         """
         sums: Sums | None = None
         images = 0
-        for x, _ in batches:
-            valid = torch.ones(1, len(x), dtype=torch.bool, device=net.device)
-            output = net(x[None].to(net.device), *net.source(), self.norm, valid=valid)
+        for x, _ in source.looked_at(net, batches):
+            output = net(x, *net.source(), self.norm)
             logits, features = output.logits[0], features_of(self, output)[0]
             sums = sums or Sums(logits.shape[-1] if self.class_aware else 0, features)
             sums.add(features, logits.argmax(-1))
-            images += len(x)
+            images += x.shape[1]
         if sums is None or images < 2:
             raise ValueError(f"the Gaussians of source features need two images at least; got {images}")
         made = {"images": images, "statistics": self.statistics}
@@ -281,7 +296,7 @@ class Sums:
         count = self.count.clamp_min(1)[:, None]
         mean = self.first / count
         cov = self.second / count[..., None] - mean[:, :, None] * mean[:, None, :]
-        if not bool(cov[-1].max() > 0):
+        if bool(cov[-1].max() <= 0):
             raise ValueError("all source images have the same features: there is no covariance to align with")
         seen = self.count > 0
         mean, cov = torch.where(seen[:, None], mean, mean[-1]), torch.where(seen[:, None, None], cov, cov[-1])

@@ -39,8 +39,8 @@ def find(model: str, dataset: str, root: str | PathLike[str]) -> Path:
     architecture(model)  # a wrong name is refused as that
     looked = " or ".join(str(place) for place in places)
     raise FileNotFoundError(
-        f"no weights of {model} for {dataset}: looked for {looked}. Place them there, name their file (--weights "
-        f"FILE), or make them: tribe train {dataset} --model {model} --data {root}"
+        f"no weights of {model} for {dataset}: looked for {looked}. Place them there, or make them: tribe train "
+        f"{dataset} --model {model} --data {root}. Commands with --weights FILE take them from anywhere"
     )
 
 
@@ -56,7 +56,7 @@ def load(model: str | nn.Module, path: str | PathLike[str], **fields: Any) -> nn
     """
     if isinstance(model, str):
         design = architecture(model, **fields)  # a wrong name is refused before a large file is read
-        tensors = read(path)
+        tensors = read(path, f"tribe train DATASET --model {model} makes one (mnist, cifar10 or cifar100)")
         model = _as_told(design, tensors, fields).build()
     elif not isinstance(model, nn.Module):
         raise TypeError(f"expected a name or a torch.nn.Module; got {type(model).__name__}")
@@ -72,13 +72,13 @@ def load(model: str | nn.Module, path: str | PathLike[str], **fields: Any) -> nn
     return model.eval()
 
 
-def read(path: str | PathLike[str]) -> dict[str, Tensor]:
-    """The tensors of a weights file, by the names they have there."""
+def read(path: str | PathLike[str], otherwise: str = "name another") -> dict[str, Tensor]:
+    """The tensors of a weights file, by the names they have there; ``otherwise`` is what to do where there is none."""
     path = Path(path)
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a folder; expected a weights file")
     if not path.is_file():
-        raise FileNotFoundError(f"no weights file at {path}")
+        raise FileNotFoundError(f"no weights file at {path}: place it there, or {otherwise}")
     if path.suffix == ".safetensors":
         try:
             return load_file(path)

@@ -20,8 +20,9 @@ from tribe.state import Stats
 class Instance:
     """IABN. Variances are unbiased; where a channel has one pixel there is no instance variance and no correction.
 
-    It corrects the running statistics and leaves them (evaluation; alone it is the ablation "IABN"), or, ``observing``,
-    the batch's, which the running ones then follow (training). Gradients flow through instance and batch.
+    It corrects the running statistics and leaves them (evaluation), or, ``observing``, the batch's, which the running
+    ones then follow (training). The ablation "IABN" predicts with the one and follows with the other. Gradients flow
+    through instance and batch.
     """
 
     k: float = 4.0  # standard errors of an instance's deviation that are taken for chance

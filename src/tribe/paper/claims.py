@@ -178,12 +178,12 @@ class View:
         return Range.at(value)
 
     def rows(self, patterns: str | Sequence[str], but: Sequence[str] = ()) -> list[str]:
-        """The rows that a pattern, or one of several, means: "*", "100 *"."""
-        return [row for row in _match(patterns, self.table.row_keys) if row not in but]
+        """The rows that a pattern, or one of several, means."""
+        return [row for row in matching(patterns, self.table.row_keys) if row not in but]
 
     def columns(self, patterns: str | Sequence[str]) -> list[str]:
         """The columns likewise."""
-        return _match(patterns, self.table.column_keys)
+        return matching(patterns, self.table.column_keys)
 
     def best(self, column: str, but: str, rows: str | Sequence[str] = "*") -> Range:
         """The lowest number of a column, without one row."""
@@ -206,7 +206,8 @@ class View:
         return [value.low for value in [self(row, column) for column in columns] if value.known]
 
 
-def _match(patterns: str | Sequence[str], keys: Sequence[str]) -> list[str]:
+def matching(patterns: str | Sequence[str], keys: Sequence[str]) -> list[str]:
+    """The keys that a pattern, or one of several, means: "*", "100 *"."""
     wanted = [patterns] if isinstance(patterns, str) else patterns
     return [key for key in keys if any(key == p or fnmatch.fnmatchcase(key, p) for p in wanted)]
 
@@ -285,8 +286,8 @@ def rises_less(view: View, row: str, than: str | list[str], start: str, end: str
     """A row rises less from one column to another than others do."""
     mine = view(row, end) - view(row, start)
     rest = {other: view(other, end) - view(other, start) for other in view.rows(than, but=[row])}
-    checks = [Check(mine.below(move), f"{row} {mine:+.2f}, {other} {move:+.2f}") for other, move in rest.items()]
-    return Finding(f"{row} {mine:+.2f} from {start} to {end}", checks)
+    checks = [Check(mine.below(move), f"{row} {mine:+z.2f}, {other} {move:+z.2f}") for other, move in rest.items()]
+    return Finding(f"{row} {mine:+z.2f} from {start} to {end}", checks)
 
 
 def steadier(view: View, row: str, than: str | list[str], columns: str | list[str] = "*") -> Finding:
@@ -365,7 +366,7 @@ def helps_less(view: View, added_to: list[str], than_to: list[str], columns: str
     checks = []
     for column in view.columns(columns):
         here, there = (view(pair[0], column) - view(pair[1], column) for pair in (added_to, than_to))
-        checks.append(Check(here.below(there), f"{column}: {here:+.2f} against {there:+.2f}"))
+        checks.append(Check(here.below(there), f"{column}: {here:+z.2f} against {there:+z.2f}"))
     return Finding("; ".join(check.against for check in checks), checks)
 
 

@@ -1,18 +1,17 @@
 """What the released code of the paper's authors was measured to do, as data, and ours beside it."""
 
 import json
-import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tribe import paper
+from tribe import paper, statistics
 from tribe.paper import Table
 from tribe.reproduce.comparison import Comparison, Entry
+from tribe.reproduce.draws import KINDS, Draws
+from tribe.reproduce.findings import APART
 from tribe.reproduce.render import number, table_row
-
-KINDS = {"inst": "instance", "cat": "category"}
 
 
 class Released(NamedTuple):
@@ -40,22 +39,6 @@ class Times(NamedTuple):
     running: Mapping[str, float]
     alone: Mapping[str, float]
     how: str  # the latter were measured
-
-
-class Draws(NamedTuple):
-    """Errors of one method in several draws, all else the same, by kind as in `KINDS`.
-
-    Where a method collapses, when it does is chance, and one stream says little.
-    """
-
-    what: str  # differs between them
-    ours: Mapping[str, Sequence[float]]
-    textbook: Mapping[str, Sequence[float]]  # the method as one writes it first, on the same images
-
-    @property
-    def times(self) -> int:
-        """How many draws."""
-        return len(self.ours["inst"])
 
 
 class _Nearness(NamedTuple):
@@ -101,10 +84,28 @@ def near_the_released(comparison: Comparison, draws: Mapping[tuple[str, str], Se
     for dataset in _datasets(comparison):
         near = _nearness(comparison, dataset)
         run = [row for row in near.held if row in near.distances]
-        often = {row: ", of which one run says little: see below" for row in near.apart if (dataset, row) in draws}
-        no = f" (not {'; not '.join(row + often.get(row, '') for row in near.apart)})" if near.apart else ""
+        apart = [_apart(comparison, dataset, row, draws.get((dataset, row), ())) for row in near.apart]
+        no = f" (not {'; not '.join(apart)})" if apart else ""
         words.append(f"{len(run) - len(near.apart)} of {len(run)} methods on {dataset}{no}")
     return f"- Within {released().points:g} points of the released code, both errors: {', '.join(words)}."
+
+
+def _apart(comparison: Comparison, dataset: str, row: str, draws: Sequence[Draws]) -> str:
+    """A row that is not near: by how much, in one run and in means of many, and whether plain PyTorch does the same."""
+    entries = {kind: comparison.entries[row, f"{dataset} {kind}"] for kind in KINDS}
+    by = f"{row}: one run by {_distance(entries.values()):.2f}"
+    if draws:
+        times = " and ".join(dict.fromkeys(str(drawn.times) for drawn in draws))
+        means = " and ".join(f"{_distance(_means(entries, drawn).values()):.2f}" for drawn in draws)
+        by += f", the mean{'s' * (len(draws) > 1)} of {times} run{'s' * (times != '1')} by {means}"
+    known = [drawn.agree for drawn in draws if drawn.agree is not None]
+    word = "agrees" if all(known) else "does not agree"
+    return by + (f"; plain PyTorch's {row} {word} with ours" if known else "")
+
+
+def _means(entries: Mapping[str, Entry], draws: Draws) -> dict[str, Entry]:
+    """Errors with the mean of many draws in the place of one."""
+    return {kind: entry._replace(ours=draws.mean(kind)) for kind, entry in entries.items()}
 
 
 def _datasets(comparison: Comparison) -> list[str]:
@@ -137,12 +138,13 @@ def _of_dataset(comparison: Comparison, dataset: str, times: Times, draws: Mappi
         took = [number(alone, "ms"), number(times.running.get(row), "ms"), _released_ms(dataset, row)]
         lines.append(table_row([row, *_errors(dataset, row, entries), near.word(row, far), *took]))
         for drawn in draws.get(row, ()):
-            means = {kind: e._replace(ours=statistics.mean(drawn.ours[kind])) for kind, e in entries.items()}
+            means = _means(entries, drawn)
             word, name = near.word(row, _distance(means.values())), f"{row}, mean of {drawn.times}: {drawn.what}"
             lines.append(table_row([name, *_errors(dataset, row, means), word, *[number(None, "ms")] * 3]))
     apart = [f"{row} by {near.distances[row]:.2f}" for row in near.apart]
     close = f"Within {told.points:g} points of the released code ({', '.join(near.held)})"
     lines += ["", *_verdict(close, apart, [row for row in near.held if row not in near.distances])]
+    lines += _with_the_released(comparison, dataset)
     if limits := told.limits.get(dataset):
         words = ", ".join(f"{row} at most {limit:g} ms" for row, limit in limits.items())
         lines += _verdict(f"Time an image ({words})", slow, [row for row in limits if row not in times.alone])
@@ -152,21 +154,36 @@ def _of_dataset(comparison: Comparison, dataset: str, times: Times, draws: Mappi
     return [*lines, "", *_spread(played)] if played else lines
 
 
+def _with_the_released(comparison: Comparison, dataset: str) -> list[str]:
+    """Errors that are not the paper's, but are the released code's."""
+    rows: dict[str, list[str]] = {}
+    for row in comparison.rows:
+        for kind, word in KINDS.items():
+            entry, said = comparison.entries[row, f"{dataset} {kind}"], _said(dataset, row, kind)
+            near, far = entry.difference, entry._replace(paper=said).difference
+            if near is not None and far is not None and abs(near) <= released().points and abs(far) > APART:
+                numbers = ", ".join(number(value, "%") for value in (entry.paper, said))
+                rows.setdefault(row, []).append(f"{word} {number(entry.ours, '%')} ({numbers})")
+    told = "; ".join(f"{row} {', '.join(words)}" for row, words in rows.items())
+    what = f"Within {released().points:g} points of the released code, yet more than {APART:g} from the paper"
+    return [f"- {what}, ours (released, paper): {told}."] if told else []
+
+
 def _spread(draws: Mapping[str, Sequence[Draws]]) -> list[str]:
     """How far one stream is to be trusted."""
-    lines = ["One method many times, mean ± standard deviation; as one writes it first: with torch's BatchNorm and"]
-    lines[0] += " torch.optim, on the same images (`python -m benchmarks.textbook`):"
-    head = [word for kind in KINDS.values() for word in (f"{kind} error", "as one writes it first", "difference")]
+    lines = ["One method many times, mean ± standard deviation. Plain PyTorch: torch's BatchNorm and torch.optim,"]
+    lines[0] += " on the same images (`python -m benchmarks.textbook`):"
+    head = [word for kind in KINDS.values() for word in (f"{kind} error", "plain PyTorch", "difference")]
     lines += ["", table_row(["", "times", *head]), table_row(["---", *["---:"] * (1 + len(head))])]
     for row, several in draws.items():
         for drawn in several:
             cells = [f"{row}: {drawn.what}", str(drawn.times)]
             for kind in KINDS:
-                both = drawn.ours[kind], drawn.textbook[kind]
-                between = [ours - theirs for ours, theirs in zip(*both, strict=True)]
-                error = statistics.stdev(between) / len(between) ** 0.5
-                cells += [f"{statistics.mean(v):.2f} ± {statistics.stdev(v):.2f}" for v in both]
-                cells.append(f"{statistics.mean(between):+.2f}, standard error {error:.2f}")
+                mean, error = drawn.difference(kind)
+                cells += [str(statistics.spread(errors[kind])) for errors in (drawn.ours, drawn.textbook)]
+                cells.append(
+                    number(mean, "%", signed=True) + ("" if error is None else f", standard error {error:.2f}")
+                )
             lines.append(table_row(cells))
     return lines
 
@@ -178,13 +195,17 @@ def _verdict(what: str, against: Sequence[str], lacking: Sequence[str]) -> list[
 
 def _errors(dataset: str, row: str, entries: Mapping[str, Entry]) -> Iterator[str]:
     """Of both kinds: ours; the released code's with the difference; the paper's with the difference."""
-    table = paper.get(dataset.lower().removesuffix("-c"))
     for kind, entry in entries.items():
         yield number(entry.ours, "%")
-        said = table.value(row, f"F 100 {kind}") if row in table.row_keys else None
-        for theirs in (entry.paper, said):
+        for theirs in (entry.paper, _said(dataset, row, kind)):
             yield number(theirs, "%")
             yield number(entry._replace(paper=theirs).difference, "%", signed=True)
+
+
+def _said(dataset: str, row: str, kind: str) -> float | str | None:
+    """What the paper says of the same stream."""
+    table = paper.get(dataset.lower().removesuffix("-c"))
+    return table.value(row, f"F 100 {kind}") if row in table.row_keys else None
 
 
 def _released_ms(dataset: str, row: str) -> str:

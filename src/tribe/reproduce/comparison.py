@@ -3,16 +3,19 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
+from pathlib import Path
 from typing import NamedTuple
 
 from tribe import paper, scenarios, statistics
-from tribe.experiment import Experiment, Result, refuse_mixture
+from tribe.experiment import Experiment, Result, load, refuse_mixture
 from tribe.paper import Cell
 from tribe.paper.claims import Claim, Verdict, claims, judge, of_paper
+from tribe.reproduce.alone import measured_alone
 from tribe.reproduce.plans import Plan, played
 from tribe.scenarios import Scenario, class_counts
 from tribe.scenarios.sampling import LongTail, Natural, Shuffled
 
+ALONE = "of seconds those count that `tribe bench` measured with nothing else running"
 TRIBE = "tribe"  # the method that added ones are measured against
 
 
@@ -90,9 +93,9 @@ def compare(plan: Plan, root: str | PathLike[str]) -> Comparison:
             mean = sum(numbers) / len(numbers) if len(numbers) == len(parts) else None
             entries[row, column] = Entry(mean, None, table.value(row, column), planned.cell.unit)
     notes = [*table.notes, *_departures(plan), *_duels(plan, results)]
-    played = ", ".join(name for name in (plan.wishes.dataset, plan.wishes.model) if name)
+    instead = ", ".join(name for name in (plan.wishes.dataset, plan.wishes.model) if name)
     groups = {row["key"]: str(row.get("group")) for row in table.rows if row.get("method")}
-    title = table.title + (f" (ours: {played})" if played else "")
+    title = table.title + (f" (ours: {instead})" if instead else "")
     return Comparison(
         table.name,
         table.label,
@@ -140,10 +143,30 @@ def judged(
         if table not in compared:
             compared[table] = compare(planning(paper.get(table)), root)
         entry = compared[table].entries.get((row, column))
-        return entry.ours if entry is not None and isinstance(entry.ours, float) else None
+        if entry is None or not isinstance(entry.ours, float):
+            return None
+        return entry.ours if entry.unit != "s" else _alone(entry, root)
+
+    def judge_ours(claim: Claim) -> Verdict:
+        verdict = judge(claim, ours)
+        return verdict._replace(why=f"{verdict.why} ({ALONE})") if _is_of_time(claim) else verdict
 
     about = [claim for claim in claims() if table is None or table in claim.tables]
-    return [Judged(claim, judge(claim, of_paper), judge(claim, ours)) for claim in about]
+    return [Judged(claim, judge(claim, of_paper), judge_ours(claim)) for claim in about]
+
+
+def _is_of_time(claim: Claim) -> bool:
+    columns = (column for table in claim.tables for column in paper.get(table).columns)
+    return any(column["key"] == claim.arguments.get("column") and column.get("unit") == "s" for column in columns)
+
+
+def _alone(entry: Entry, root: str | PathLike[str]) -> float | None:
+    """Seconds an image of a method by itself; those of experiments that shared a device say little."""
+    if entry.experiment is None:
+        return None
+    experiment = load(Path(root) / entry.experiment).experiment
+    ms = measured_alone(root, experiment, experiment.model.name).ms.get(experiment.method.name)
+    return None if ms is None else ms / 1e3
 
 
 def _entry(result: Result, metric: str, domain: str | None, unit: str, said: float | str | None) -> Entry:

@@ -18,19 +18,21 @@ PASS = {
 }
 OTHER_PASS = {"cuda": 6e-5, "cpu": 2e-2}
 PASSES = {  # a step in units of a pass, learning included
-    **{
-        "source": 1,
-        "bn": 1,
-        "lame": 1,
-        "pl": 2.5,
-        "tent": 2.5,
-        "eata": 2.5,
-        "sar": 5,
-        "roid": 5,
-        "note": 4,
-        "ttac": 15,
-    },
-    **{"rotta": 4, "tribe": 6, "selftrain": 6, "cotta": 40, "petal": 40},
+    "source": 1,
+    "bn": 1,
+    "lame": 1,
+    "pl": 2.5,
+    "tent": 2.5,
+    "eata": 2.5,
+    "sar": 5,
+    "roid": 5,
+    "note": 4,
+    "rotta": 4,
+    "tribe": 6,
+    "selftrain": 6,
+    "ttac": 15,
+    "cotta": 40,
+    "petal": 40,
 }
 OTHER_PASSES = 6.0
 

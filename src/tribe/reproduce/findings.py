@@ -128,8 +128,8 @@ def in_short(comparisons: Sequence[Comparison], judgements: Sequence[Judged], ta
         "paper's own numbers."
     )
     single = {c["key"] for name in paper.names() for c in paper.get(name).columns if "domain" in c}
-    cells = {  # a number may stand in several tables
-        (entry.experiment, entry.ours, entry.paper): abs(entry.difference)
+    cells = {  # a number may stand in several tables, where the paper may round its own otherwise
+        (entry.experiment, entry.ours): abs(entry.difference)
         for comparison in comparisons
         for (_, column), entry in comparison.entries.items()
         if entry.difference is not None and entry.experiment and entry.unit == "%" and column not in single
@@ -148,7 +148,7 @@ def differences(comparisons: Sequence[Comparison], judgements: Sequence[Judged])
     fallen = [j for j in judgements if j.ours.holds is False]
     lines += ["Sentences of the paper that our numbers contradict:", ""] if fallen else []
     for claim, own, mine in fallen:
-        before = "" if own.holds else " (on the paper's own numbers, too)"
+        before = " (on the paper's own numbers, too)" if own.holds is False else ""
         lines.append(f"- “{claim.says}”{before}: {mine.why}")
     lines += [""] if fallen else []
     risen = [j for j in judgements if j.ours.holds and j.paper.holds is False]

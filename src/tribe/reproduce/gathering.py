@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from tribe import build, methods
+from tribe.distributed import in_words
 from tribe.environment import precision_on
 from tribe.experiment import Bench, Experiment, MixedResults, difference, finished, load, method_fields, named, revived
 from tribe.paper import Cell, Table
@@ -75,7 +76,7 @@ def damage(experiment: Experiment, root: str | PathLike[str]) -> str | None:
         load(folder).records()
         why = f"the records in {folder} are not those that its metrics.json is of"
     except (OSError, ValueError) as error:
-        why = " ".join(str(error).split())
+        why = in_words(error)
     return f"{why}. Where it can be run, `tribe reproduce` without --no-run computes it again"
 
 
@@ -98,7 +99,7 @@ def _gathered(
             return Planned(cell)
         expected = _expected(cell, wishes, bench)
     except FAILURES as error:
-        return Planned(cell, problem=" ".join(str(error).split()))
+        return Planned(cell, problem=in_words(error))
     there = [experiment for experiment, words in told if words == expected]
     fitting = [experiment for experiment in there if not origin.otherwise(experiment)]
     if len(fitting) > 1:

@@ -9,25 +9,26 @@ the results, their folder may hold
 """
 
 import dataclasses
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import NamedTuple
 
-from tribe import bench, datasets, methods, paper
+from tribe import datasets, methods, paper
 from tribe.datasets.made import read_made
 from tribe.experiment import Bench, Experiment, Result, finished
 from tribe.paper import Cell, Table
-from tribe.reproduce.beside import Draws, Times, beside, near_the_released, released
+from tribe.reproduce.alone import measured_alone
+from tribe.reproduce.beside import Times, beside, near_the_released, released
 from tribe.reproduce.comparison import Comparison, compare, judged
+from tribe.reproduce.draws import LIVE, Draws, read_draws
 from tribe.reproduce.findings import differences, in_every_cell, in_short, judged_claims, other_than_the_paper
 from tribe.reproduce.gathering import gather_from
 from tribe.reproduce.plans import Plan, Wishes, artifacts
 from tribe.reproduce.render import markdown, table_row
 
 COMMAND = "tribe reproduce document --runs results --out docs/reproduction.md"
-BENCH, DATA, DRAWS = "bench", "data", "draws"
+DATA, DRAWS = "data", "draws"
 WITH_LATER = ("mnist", "cifar10", "cifar100")  # tables of all methods: those that came later are rows of them, too
 IN_EVERY_CELL = "cifar10"  # the table in which TRIBE is to be best throughout
 
@@ -108,11 +109,12 @@ def _compared(series: Series) -> tuple[list[Comparison], list[Comparison]]:
     """Tables on the paper's own data and network, and on others that stand in for them."""
     own, others = [], []
     for table in artifacts():
-        if (comparison := series.compare(table, Wishes(added=_later(series, table)))) is not None:
+        wishes = Wishes(added=_later(series, table), called=_called())
+        if (comparison := series.compare(table, wishes)) is not None:
             own.append(comparison)
         for dataset, model in _stand_ins(series, table):
-            wishes = Wishes(dataset, model, added=_later(series, table))
-            if (comparison := series.compare(table, wishes)) is not None:
+            stand_in = dataclasses.replace(wishes, dataset=dataset, model=model)
+            if (comparison := series.compare(table, stand_in)) is not None:
                 others.append(comparison)
     return own, others
 
@@ -124,6 +126,11 @@ def _later(series: Series, table: Table) -> list[str]:
     rows = {row.get("method") for row in table.rows}
     run = {result.experiment.method.name for result in series.results}
     return sorted(name for name in run - rows if name in methods.names() and not methods.get(name).variants)
+
+
+def _called() -> dict[str, str]:
+    """The rows of methods with their default settings, in all tables by the same names."""
+    return {str(row["method"]): str(row["key"]) for row in released().table.rows if not row.get("fields")}
 
 
 def _stand_ins(series: Series, table: Table) -> list[tuple[str, str]]:
@@ -157,11 +164,12 @@ def _left_over(series: Series, comparisons: Iterable[Comparison]) -> list[str]:
 def _filled(comparison: Comparison) -> Comparison:
     """Without rows and columns of which nothing was run."""
     there = {place for place, entry in comparison.entries.items() if entry.ours is not None}
-    return dataclasses.replace(
-        comparison,
-        rows=[row for row in comparison.rows if any(row == r for r, _ in there)],
-        columns=[column for column in comparison.columns if any(column == c for _, c in there)],
-    )
+    rows = [row for row in comparison.rows if any(row == r for r, _ in there)]
+    columns = [column for column in comparison.columns if any(column == c for _, c in there)]
+    shown = {f"{row}, {column}" for row in rows for column in columns}
+    seen = {reason: [cell for cell in cells if cell in shown] for reason, cells in comparison.missing.items()}
+    missing = {reason: cells for reason, cells in seen.items() if cells}
+    return dataclasses.replace(comparison, rows=rows, columns=columns, missing=missing)
 
 
 # -- what was found ---------------------------------------------------------------------------------------------------
@@ -175,7 +183,7 @@ def _findings(series: Series, own: Sequence[Comparison]) -> tuple[list[str], lis
     short = in_short(own, judgements, IN_EVERY_CELL)
     lines = [line for c in own if c.name == IN_EVERY_CELL for line in in_every_cell(c)]
     if series.is_of_released and (comparison := series.compare(released().table)) is not None:
-        draws = _draws(series)
+        draws = _draws(series, comparison)
         short.insert(0, near_the_released(comparison, draws))
         lines += beside(comparison, _times(series, comparison), draws)
     return short, [*lines, *differences(own, judgements), *judged_claims(judgements)]
@@ -187,43 +195,25 @@ def _times(series: Series, comparison: Comparison) -> dict[str, Times]:
     table, times = released().table, {}
     for column in table.columns:
         used = {row: comparison.entries[row, column["key"]].experiment for row in comparison.rows}
-        known, how = _measured(series, str(column["model"]))
+        known, how = measured_alone(series.root, series.first, str(column["model"]))
         times[str(column["group"])] = Times(
             {row: 1e3 * seconds[name] for row, name in used.items() if name is not None},
-            {str(row["key"]): known[row["method"]] for row in table.rows if row["method"] in known},
+            {row: known[method] for method, row in _called().items() if method in known},
             how,
         )
     return times
 
 
-def _measured(series: Series, model: str) -> tuple[dict[str, float], str]:
-    """Milliseconds an image of methods on a network, measured alone in the way of this series, and how."""
-    e, found, words = series.first, dict[str, float](), list[str]()
-    for path in sorted((series.root / BENCH).glob("*.json")):
-        told = bench.read(path)
-        here = told.setting.model, told.setting.precision, told.setting.device.partition(":")[0], told.setting.batch
-        if here == (model, e.precision, e.device, e.batch) and told.setting.streams == 1:
-            found |= {row.name: row.ms_per_image for row in told.rows}
-            words.append(f"`tribe bench`, nothing else running, {told.machine.get('device', 'unknown')}, {e.precision}")
-    return found, " and ".join(dict.fromkeys(words))
-
-
-def _draws(series: Series) -> dict[tuple[str, str], list[Draws]]:
-    """Methods that were run many times in the way of this series, by data set and row."""
-    e, table = series.first, released().table
-    imbalance = table.common["scenario_fields"]["imbalance"]
+def _draws(series: Series, comparison: Comparison) -> dict[tuple[str, str], list[Draws]]:
+    """What was drawn of the experiments of a comparison with the released code, by data set and row."""
+    known = {result.experiment.id: result.experiment for result in series.results}
+    drawn = [read_draws(path) for path in sorted((series.root / DRAWS).glob("*.json"))]
     found: dict[tuple[str, str], list[Draws]] = {}
-    for path in sorted((series.root / DRAWS).glob("*.json")):
-        told = json.loads(path.read_text())
-        alike = told["device"], told["precision"], (told["seed"],), told["batch"], told["imbalance"]
-        if alike != (e.device, e.precision, e.seeds, e.batch, imbalance):
-            continue
-        noise = told["dataset"].startswith("live-")
-        what = "other noise in the images" if noise else "these images, the last digits of the parameters moved"
-        for group, column in {str(column["group"]): column for column in table.columns}.items():
-            if (_of(told["dataset"], "source"), told["model"]) == (_of(column["dataset"], "source"), column["model"]):
-                for row in (str(row["key"]) for row in table.rows if row["method"] == told["method"]):
-                    found.setdefault((group, row), []).append(Draws(what, told["ours"], told["textbook"]))
+    for group in dict.fromkeys(str(column["group"]) for column in released().table.columns):
+        for row in _called().values():
+            one = comparison.entries[row, f"{group} inst"].experiment
+            if one is not None and (several := [draws for draws in drawn if draws.are_of(known[one])]):
+                found[group, row] = several
     return found
 
 
@@ -257,10 +247,11 @@ def _data(series: Sequence[Series]) -> Iterator[str]:
     root = series[0].root
     for name in sorted({r.experiment.dataset.name for one in series for r in one.results}):
         folder = _of(name, "folder")
-        marks = {e.images for one in series for e in (r.experiment for r in one.results) if e.dataset.name == name}
-        words = f"- Data `{name}`, fingerprint {' and '.join(sorted(marks))}"
-        if name.startswith("live-"):
-            yield f"{words} of the clean test images, corrupted by `tribe.corruptions` as they are read."
+        played = [r.experiment for one in series for r in one.results if r.experiment.dataset.name == name]
+        marks = sorted({(_severities(e), f"fingerprint {e.images}") for e in played})
+        words = f"- Data `{name}` ({'; '.join(': '.join(filter(None, mark)) for mark in marks)})"
+        if name.startswith(LIVE):
+            yield f"{words}: that of the clean test images, corrupted by `tribe.corruptions` as they are read."
         elif (made := read_made(root / DATA / folder)) is not None:
             places = sorted({f"{block.device} with torch {block.torch}" for block in made.blocks.values()})
             yield (
@@ -271,6 +262,12 @@ def _data(series: Sequence[Series]) -> Iterator[str]:
             )
         else:
             yield f"{words}: how its images were made is not recorded beside the results."
+
+
+def _severities(experiment: Experiment) -> str:
+    """Those of the corruptions, where a data set has some."""
+    told = experiment.dataset.fields.get("severities", ())
+    return f"severit{'y' if len(told) == 1 else 'ies'} {', '.join(map(str, told))}" if told else ""
 
 
 def _weights(series: Sequence[Series]) -> list[str]:

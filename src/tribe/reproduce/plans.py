@@ -4,15 +4,15 @@ import dataclasses
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from os import PathLike
 from typing import Any
 
 from tribe import methods, paper
 from tribe.datasets import Dataset
-from tribe.distributed import Failure, Follow, run_all
+from tribe.distributed import Failure, Follow, in_words, run_all
 from tribe.experiment import Bench, Experiment, Named, Result, finished
 from tribe.paper import Cell, Table
+from tribe.paper.claims import matching
 from tribe.registry import nearest
 from tribe.reproduce.costs import history
 from tribe.stream import Stream
@@ -33,6 +33,7 @@ class Wishes:
     model: str | None = None  # used in place of the paper's
     only: Sequence[str] = ()  # rows, by their key or method; none: all
     added: Sequence[str] = ()  # methods that become rows
+    called: Mapping[str, str] = field(default_factory=dict)  # how such rows are called, other than the methods
     rows: Sequence[str] = ()  # patterns of the keys of rows, such as "100 *"; none: all
     columns: Sequence[str] = ()  # patterns of the keys of columns, such as "F 100 *"; none: all
     seeds: Sequence[int] = (0,)
@@ -186,10 +187,10 @@ def _chosen(table: Table, wishes: Wishes) -> Table:
 
 def _matching(patterns: Sequence[str], keys: Sequence[str], lack: str) -> list[int]:
     for pattern in patterns:
-        if not any(key == pattern or fnmatchcase(key, pattern) for key in keys):
+        if not matching(pattern, keys):
             raise ValueError(f"{lack} {pattern!r}: {nearest(pattern, keys)}")
-    wanted = patterns or ("*",)
-    return [i for i, key in enumerate(keys) if any(key == p or fnmatchcase(key, p) for p in wanted)]
+    wanted = matching(patterns or "*", keys)
+    return [i for i, key in enumerate(keys) if key in wanted]
 
 
 def _with_rows(table: Table, wishes: Wishes) -> Table:
@@ -215,7 +216,8 @@ def _with_rows(table: Table, wishes: Wishes) -> Table:
     groups = [group for i, group in enumerate(grouped) if group not in grouped[:i]]
     for name in wishes.added:
         methods.get(name)  # an unknown one is refused
-        rows += [{**g, "key": f"{g['group']} {name}" if "group" in g else name, "method": name} for g in groups]
+        key = wishes.called.get(name, name)
+        rows += [{**g, "key": f"{g['group']} {key}" if "group" in g else key, "method": name} for g in groups]
         values += [[None] * len(table.columns)] * len(groups)
     return dataclasses.replace(table, rows=rows, values=values)
 
@@ -249,7 +251,7 @@ def _planned(cell: Cell, wishes: Wishes, bench: Bench) -> Planned:
             )
             bench.stream(experiment)  # data that are not there are missed here
     except FAILURES as error:
-        return Planned(cell, problem=_told(error))
+        return Planned(cell, problem=in_words(error))
     return Planned(cell, experiment)
 
 
@@ -285,11 +287,6 @@ def named_dataset(cell: Cell, wishes: Wishes) -> Named:
 
 def _dataset(cell: Cell, wishes: Wishes, bench: Bench) -> Dataset:
     return bench.dataset(named_dataset(cell, wishes))
-
-
-def _told(error: Exception) -> str:
-    words = " ".join(str(error).split())
-    return words if isinstance(error, FAILURES) else f"{type(error).__name__}: {words}"
 
 
 def artifacts() -> list[Table]:

@@ -17,13 +17,15 @@ def number(value: float | str | None, unit: str, signed: bool = False) -> str:
 
     >>> number(19.528, "%"), number(0.0043, "s"), number(None, "%"), number(2.5, "%", signed=True)
     ('19.53', '0.00430', '–', '+2.50')
+    >>> number(-0.001, "%"), number(-0.001, "%", signed=True)
+    ('0.00', '+0.00')
     """
     if value is None:
         return "–"
     if isinstance(value, str):
         return value
     places = {"s": 5, "ms": 3, "images": 0}.get(unit, 2)
-    return f"{value:+.{places}f}" if signed else f"{value:.{places}f}"
+    return f"{value:+z.{places}f}" if signed else f"{value:z.{places}f}"
 
 
 def ours(entry: Entry) -> str:

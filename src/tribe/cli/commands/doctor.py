@@ -1,6 +1,7 @@
 """``tribe doctor``: what of a model can be adapted, and whether its input looks right."""
 
 import contextlib
+import math
 import sys
 import zipfile
 from pathlib import Path
@@ -22,6 +23,7 @@ from tribe.cli.targets import load_target, told
 PICKLES = (".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".bin", ".tar")
 LOOK_AT = 128  # images, spread evenly over the file: enough for means, and files are often sorted by class
 RANDOM = 16
+LARGEST = 2**26  # numbers in an image that is made up: 4 GiB for all of them
 
 
 @app.command()
@@ -52,7 +54,7 @@ def doctor(
         if weights is not None:
             load_weights(model, weights)
         try:
-            report = tribe.doctor(model, x)
+            report = tribe.doctor(model, x, noise=shape is not None)
         except Exception as error:  # the model's own code may raise anything
             fail(f"{target} failed on these images: {told(error)}")
     if as_json:
@@ -119,6 +121,8 @@ def _random(shape: str) -> Tensor:
         sizes = []
     if not sizes or min(sizes) < 1:
         fail(f"--shape is the shape of one image, such as 3,32,32; got {shape!r}")
+    if math.prod(sizes) > LARGEST:
+        fail(f"--shape {shape} is an image of {math.prod(sizes):,} numbers; expected {LARGEST:,} at most")
     return torch.rand(RANDOM, *sizes, generator=torch.Generator().manual_seed(0))
 
 

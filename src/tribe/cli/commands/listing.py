@@ -22,7 +22,11 @@ def list_components(
     kind: Annotated[str, typer.Argument(help="Kind of component: methods, norms, ...")],
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
-    """List the components of a kind: name, idea, paper, and fields with their defaults."""
+    """List the components of a kind: name, idea, paper, and fields with their defaults.
+
+    Of methods also the variants, which are named `method/variant`, and what must be known of the source data first,
+    which `tribe source` takes.
+    """
     kinds = registries()
     if kind not in kinds:
         fail(f"unknown kind {kind!r}: {nearest(kind, kinds)}")
@@ -53,6 +57,8 @@ def describe(registry: Registry[Any], name: str) -> dict[str, Any]:
             if field.init
         },
         "presets": getattr(cls, "presets", {}),
+        "variants": getattr(cls, "variants", {}),
+        "needs": getattr(cls, "needs", None),
     }
 
 
@@ -75,9 +81,17 @@ def table(components: list[dict[str, Any]]) -> Table:
     grid = Table("name", "idea", *["paper"] * papers, "fields", show_lines=True)
     for c in components:
         fields = "\n".join(_shown(name, field) for name, field in c["fields"].items())
-        cells = [c["summary"], *[c["paper"] or ""] * papers, fields]
+        cells = [_idea(c), *[c["paper"] or ""] * papers, fields]
         grid.add_row(Text(c["name"], "bold"), *map(Text, cells))  # Text: a bracket in a default is no markup
     return grid
+
+
+def _idea(component: dict[str, Any]) -> str:
+    """The idea, and what else is to be known before a component is chosen."""
+    name, needs, variants = (component[key] for key in ("name", "needs", "variants"))
+    told = [f"needs {needs}: tribe source {name}"] if needs else []
+    told += [f"variants, as in {name}/{next(iter(variants))}: {', '.join(variants)}"] if variants else []
+    return "\n\n".join((component["summary"], *told))
 
 
 def _shown(name: str, field: dict[str, Any]) -> str:

@@ -133,6 +133,8 @@ def reproduce_artifact(
             return
         if artifact in (CLAIMS, DOCUMENT):
             _refuse(artifact, methods=methods, rows=rows, columns=columns, plot=plot)
+        if no_run or artifact in (CLAIMS, DOCUMENT):
+            _need(runs)
         if artifact == DOCUMENT:
             _document(runs, style, out)
             return
@@ -220,6 +222,12 @@ def _refuse(artifact: str, **given: object) -> None:
     for name, value in given.items():
         if value is not None:
             raise ValueError(f"{artifact} is of all tables: --{name} is for one, as in `tribe reproduce cifar10`")
+
+
+def _need(runs: Path) -> None:
+    """Refuse to speak of results where there can be none."""
+    if not runs.is_dir():
+        raise ValueError(f"there is no folder {runs} of results: --runs names it")
 
 
 def _planning(wishes: Wishes, bench: Bench, runs: Path, gathered: Origin | None) -> Callable[[paper.Table], Plan]:
@@ -346,8 +354,6 @@ def _list(style: str, out: Path | None) -> None:
 
 
 def _document(runs: Path, style: str, out: Path | None) -> None:
-    if not runs.is_dir():
-        raise ValueError(f"there is no folder {runs} of results: --runs names it")
     if style not in ("table", "markdown"):  # the first is what nobody asked for
         raise ValueError(f"the document comes as markdown; got --format {style}")
     _write(reproduce.document(runs), out)

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 import tribe
 from tribe import metrics, plots
@@ -31,7 +32,10 @@ def run(
     dataset: Annotated[str, typer.Option(help="Data set, see `tribe list datasets`.")] = "live-mnist-c",
     model: Annotated[
         str,
-        typer.Option(help="Network: a name (`tribe list models`), timm/NAME, torchvision/NAME, or file.py:attribute."),
+        typer.Option(
+            help="Network: a name (`tribe list models`), timm/NAME, torchvision/NAME, or file.py:attribute, a "
+            "module or a tribe.Backbone."
+        ),
     ] = "compact",
     weights: Annotated[
         Path | None, typer.Option(help="Its weights; by default those in the package or where `tribe train` puts them.")
@@ -95,9 +99,9 @@ def run(
         source = build.dataset(dataset, data, severity, wanted["dataset"])
         protocol = build.scenario(scenario, imbalance, wanted["scenario"])
         stream = tribe.Stream(source, protocol, range(seed, seed + seeds), batch)
-        net = tribe.Backbone(build.model(model, weights, source, dataset, data, wanted["model"]).to(where))
+        net = build.network(model, weights, source, dataset, data, wanted["model"], where)
         asked = build.Asked(dataset, model, weights, data)
-        built = {name: build.method(name, net, source, asked, wanted[name]) for name in chosen}
+        built = build.ready(chosen, net, source, asked, wanted)
         images, network = fingerprint(source), net.fingerprint()
         spec = {
             "dataset": {**build.described(dataset, source), "fingerprint": images},
@@ -125,20 +129,27 @@ def run(
     shape = f"{seeds} stream{'s' * (seeds > 1)} of {len(stream.schedules[0].index):,} images"
     console.print(f"[bold]{dataset}[/], {model}, {scenario}: {shape}, batch {batch}, on {machine(where)['device']}")
     records: Records = {}
+    failed: list[str] = []
     try:
         with float32_precision(precision), progress_bar() as progress:
             for name, method in built.items():
                 show = _shown(progress, name, len(stream))
-                rounded, ready = build.in_precision(net, method, precision)
-                played = tribe.run(rounded, ready, stream, seed=seed, spec=specs[name], progress=show)
-                for record in played:  # now: a later method may fail, or be stopped
-                    record.save(record_file(folder, name, record.spec["seed"]))
-                records[name] = played
-    except (ValueError, OSError, ImportError) as error:
-        fail(f"{error}{_finished(records, folder)}")
+                try:
+                    rounded, ready = build.in_precision(net, method, precision)
+                    played = tribe.run(rounded, ready, stream, seed=seed, spec=specs[name], progress=show)
+                    for record in played:  # now: the command may be stopped before the next is done
+                        record.save(record_file(folder, name, record.spec["seed"]))
+                except (ValueError, OSError, ImportError, torch.OutOfMemoryError) as error:
+                    failed.append(name)  # the others go on
+                    said = " ".join(f"{name}: {error}".split())
+                    progress.console.print(Text.assemble(("error: ", "bold red"), said), soft_wrap=True)
+                else:
+                    records[name] = played
     except KeyboardInterrupt:
         Console(stderr=True).print(f"stopped{_finished(records, folder)}", soft_wrap=True, markup=False)
         raise typer.Exit(130) from None
+    if not records:
+        raise typer.Exit(2)
     report = {"spec": spec, "machine": machine(where), "results": _results(records)}
     console.print(_table(records))
     everything = together(before, records)  # a summary of this run alone would hide what lies beside it
@@ -156,6 +167,8 @@ def run(
     beside = f" (beside {', '.join(kept)} of before)" if kept else ""
     told_chart = f", chart in {picture}" if picture else ""
     console.print(f"records and summary in {folder}{beside}{told_chart}", soft_wrap=True, markup=False)
+    if failed:
+        fail(f"{', '.join(failed)} could not be played to the end; the reasons are told above")
 
 
 def _finished(records: Records, folder: Path) -> str:

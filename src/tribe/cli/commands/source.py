@@ -12,11 +12,13 @@ from rich.progress import track
 from torch import Tensor
 
 import tribe
+from tribe.backbone import Backbone
 from tribe.cli import build
 from tribe.cli.app import app, emit, fail
 from tribe.cli.options import Device
 from tribe.datasets import Dataset
 from tribe.environment import choose_device, deterministic, float32_precision
+from tribe.methods import Method
 from tribe.screening import sound
 from tribe.source import Knowledge, place
 
@@ -28,7 +30,10 @@ def source(
     method: Annotated[str, typer.Argument(help="Method, see `tribe list methods`.")],
     model: Annotated[
         str,
-        typer.Option(help="Network: a name (`tribe list models`), timm/NAME, torchvision/NAME, or file.py:attribute."),
+        typer.Option(
+            help="Network: a name (`tribe list models`), timm/NAME, torchvision/NAME, or file.py:attribute, a "
+            "module or a tribe.Backbone."
+        ),
     ],
     dataset: Annotated[str, typer.Option(help="What it was trained on: mnist, cifar10, cifar100 or folder.")],
     weights: Annotated[
@@ -45,7 +50,10 @@ def source(
     seed: Annotated[int, typer.Option(help="Which images, and in which order.")] = 0,
     out: Annotated[
         Path | None,
-        typer.Option(help="A .safetensors file.", show_default="DATA/source/METHOD_MODEL_DATASET.safetensors"),
+        typer.Option(
+            help="A .safetensors file.",
+            show_default="DATA/source/METHOD_MODEL_DATASET.safetensors; a file of its own for other settings",
+        ),
     ] = None,
     settings: Annotated[
         list[str] | None,
@@ -61,17 +69,21 @@ def source(
             raise ValueError(f"{method} needs to know nothing of the source data: run it as it is")
         wanted = build.settings(settings or [], ("dataset", "model", method))
         pictures = _training_images(dataset, data, wanted["dataset"])
-        net = tribe.Backbone(build.model(model, weights, pictures, dataset, data, wanted["model"]).to(where))
+        net = build.network(model, weights, pictures, dataset, data, wanted["model"], where)
         student = build.plain_method(method, net, pictures, dataset, wanted[method])
         most = images if images is not None else getattr(student, "source_images", None)
         batches = Batches(pictures, most, batch, seed, f"{method}, {dataset}")
-        target = out or place(method, model, dataset, build.Asked(dataset, model, weights, data).root)
+        root = build.Asked(dataset, model, weights, data).root
+        folder = (out or place(method, model, dataset, root)).parent
         if out is None:
-            target.parent.mkdir(parents=True, exist_ok=True)
-        elif not target.parent.is_dir():  # before the work, not after it
-            raise ValueError(f"there is no folder {target.parent} to write {target.name} into")
+            folder.mkdir(parents=True, exist_ok=True)
+        elif not folder.is_dir():  # before the work, not after it
+            raise ValueError(f"there is no folder {folder} to write {out.name} into")
         with float32_precision("float32"), deterministic():  # the same images make the same file, and experiment
-            knowledge = student.study(net, batches)
+            knowledge = _learned(student, net, batches)
+        unusual = build.departures(method, net, pictures, dataset, wanted[method])
+        shaped = {field: value for field, value in unusual.items() if field in knowledge.spec}
+        target = out or place(method, model, dataset, root, shaped)
         told = {"model": model, "dataset": dataset, "images": batches.images, "batch": batch, "seed": seed}
         knowledge = dataclasses.replace(knowledge, spec={**told, **knowledge.spec})
         knowledge.save(target)
@@ -102,6 +114,16 @@ def _training_images(name: str, data: Path | None, fields: dict[str, object]) ->
     return pictures
 
 
+def _learned(student: Method, net: Backbone, batches: "Batches") -> Knowledge:
+    """What a method takes from source images; where it had too few of them, which options give it more."""
+    try:
+        return student.study(net, batches)
+    except ValueError as error:
+        if len(batches) > 1:
+            raise
+        raise ValueError(f"{error}. Here: --images and --batch, which made 1 batch of {batches.images}") from error
+
+
 class Batches:
     """Images of all domains in a random order, in batches of one size, with a bar for whoever watches.
 
@@ -122,6 +144,9 @@ class Batches:
         order = torch.randperm(len(self._label), generator=torch.Generator().manual_seed(seed))[:most]
         parts = order.split(batch)
         self._parts = parts[:-1] if len(parts) > 1 and len(parts[-1]) < batch else parts
+
+    def __len__(self) -> int:
+        return len(self._parts)
 
     @property
     def images(self) -> int:
