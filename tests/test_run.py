@@ -244,3 +244,26 @@ def test_domains_that_the_data_set_lacks_are_named():
         Stream(Memory(), create("gradual"))
     with pytest.raises(ValueError, match=r"plays rain@5, which the data set lacks; it has fog@5, snow@5"):
         Stream(Memory(), create("iid", domains=("fog@5", "rain@5")))
+
+
+def test_a_method_that_does_not_fit_the_network_is_refused_before_anything_is_read(tmp_path):
+    """Catches memories and thresholds for another number of classes, and an error of autograd at the 64th image."""
+    stream = Stream(Unreadable(), scenarios.create("replay"), batch=4)
+    with pytest.raises(ValueError, match=r"classes=3, but the network's classifier .* has 4 outputs"):
+        run(Backbone(small_network()), methods.create("rotta", classes=3), stream)
+    net = small_network()
+    for layer in net.modules():
+        if isinstance(layer, torch.nn.BatchNorm2d):
+            layer.weight = layer.bias = None
+    with pytest.raises(ValueError, match="affine parameters"):
+        run(Backbone(net), methods.create("rotta", classes=4), stream)
+
+
+class Unreadable:
+    classes, domains = ("a", "b", "c", "d"), ("all",)
+
+    def labels(self, domain):
+        return torch.zeros(8, dtype=torch.int64)
+
+    def images(self, domain, index):
+        raise AssertionError("an image was read")

@@ -374,7 +374,11 @@ def test_a_folder_of_pictures(root):
     )
     missing = command("run", *played, "--methods", "eata")
     assert missing.exit_code == 2
-    assert "--dataset folder --data TRAINING_IMAGES" in said(missing)
+    advice = said(missing).partition("Here: tribe ")[2].replace("TRAINING_IMAGES", str(root / "camera"))
+    assert command(*advice.split(), "--batch", 5).exit_code == 0, "there was no folder for it yet"
+    assert command("run", *played, "--methods", "eata").exit_code == 0
+    made = source.find("eata", "mine.py:two", "folder", Path(os.environ["TRIBE_DATA"]))
+    made.unlink()
     given = command("run", *played, "--methods", "eata", "--set", "eata.knowledge=camera.safetensors")
     assert given.exit_code == 0, given.output
     assert sorted(p.name for p in (root / "camera").iterdir()) == ["day", "night"], (
@@ -442,6 +446,14 @@ def test_what_cannot_be_done_is_said_in_words(root, arguments, words):
     assert result.exit_code == 2
     assert words in said(result)
     assert not (root / "source").is_dir() or not any((root / "source").iterdir())
+
+
+def test_where_a_run_of_other_data_would_look_is_made(root):
+    """As the advice of a run on images whose clean ones tribe does not know, such as ImageNet-C, has it."""
+    place = root / "elsewhere" / "source" / "eata_compact_imagenet.safetensors"
+    arguments = ("--model", "compact", "--dataset", "mnist", "--data", root, "--batch", 10, "--out", place)
+    assert command("source", "eata", *arguments).exit_code == 0
+    assert Knowledge.load(place).method == "eata"
 
 
 def test_a_folder_must_be_named(root):

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from tribe import files, methods
-from tribe.backbone import NO_AFFINE, Backbone
+from tribe.backbone import Backbone
 from tribe.graphs import Steps, Switch
 from tribe.methods import Method
-from tribe.methods.base import screen
+from tribe.methods.base import check_classes, check_fits, screen
 from tribe.norms.batch import Batch
 from tribe.norms.frozen import Frozen
 from tribe.screening import sound
@@ -37,11 +37,11 @@ class StreamInfo(NamedTuple):
     """What one stream is doing, in plain numbers."""
 
     images: int  # images learned from so far
-    skipped: int  # bad images (not finite, or far too large) among those to learn from: they touched nothing
+    skipped: int  # images to learn from that were bad, or ended in what is no number: they touched nothing
     poisoned: tuple[int, ...]  # positions of bad images in the last batch, learned from or only predicted
-    trusted: float  # share of the last batch that drove the update
+    trusted: float  # share of the last batch that was trusted; 1 where a method does not choose, or not learn
     entropy: float  # mean entropy of the last predictions, as a share of log K: 0 is sure, 1 is uniform
-    distance: float  # how far the affine parameters have moved, relative to the source's norm
+    distance: float  # how far the affine parameters that predict have moved, relative to the norm of the source's
     steps: int  # batches learned from
     frozen: bool
 
@@ -92,7 +92,9 @@ def adapt(
     net = model if isinstance(model, Backbone) else Backbone(model)
     if isinstance(method, Method):
         if fields:
-            raise TypeError(f"the method is built already: dataclasses.replace(method, ...) sets {', '.join(fields)}")
+            raise TypeError(
+                f"the method is built already: tribe.methods.create({method.name!r}, ...) sets {', '.join(fields)}"
+            )
         return Adapter(
             net, method, streams=streams, seed=seed, classes=classes, graphs=graphs, deterministic=deterministic
         )
@@ -189,8 +191,7 @@ class Adapter(nn.Module):
         known = _count_classes(net, classes if classes is not None else method.classes)
         if method.classes is not None and method.classes != known:
             raise ValueError(f"the method was built for {method.classes} classes; the network has {known}")
-        if "affine" in method.works_on and not net.has_affine:
-            raise ValueError(NO_AFFINE)
+        check_fits(net, method)
         self.net = net
         self.method = method
         self.streams = count
@@ -366,7 +367,7 @@ class Adapter(nn.Module):
                 "missing, unexpected, of another shape or no tensor. Nothing was loaded"
             )
         mine = "adapted."
-        if lost := files._not_finite({k.removeprefix(mine): state_dict[k] for k in shared if k.startswith(mine)}):
+        if lost := files.not_finite({k.removeprefix(mine): state_dict[k] for k in shared if k.startswith(mine)}):
             raise RuntimeError(
                 f"the state dict holds a state that is not finite ({', '.join(lost[:4])}), which can predict nothing. "
                 "Nothing was loaded"
@@ -467,17 +468,11 @@ def _whole(number: Any) -> int | None:
 
 
 def _count_classes(net: Backbone, classes: int | None) -> int:
-    found = net.classes
-    if classes is None:
-        if found is None:
-            raise ValueError("the number of classes cannot be read from the network: pass classes=")
-        return found
-    if found is not None and classes != found:
-        raise ValueError(
-            f"classes={classes}, but the network's classifier {net.classifier!r} has {found} outputs. If that is not "
-            "the classifier, name the one that is: tribe.Backbone(model, classifier=...)"
-        )
-    return classes
+    check_classes(net, classes)
+    known = classes if classes is not None else net.classes
+    if known is None:
+        raise ValueError("the number of classes cannot be read from the network: pass classes=")
+    return known
 
 
 def _caller_level() -> int:

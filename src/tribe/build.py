@@ -141,7 +141,8 @@ def _source_command(method: str, learned: str, asked: Asked, fields: Mapping[str
         words += ["--dataset", learned, *([] if asked.data is None else ["--data", str(asked.data)])]
     else:
         place = source.place(method, asked.model, learned, asked.root, fields)
-        words += ["--dataset", "folder", "--data", "TRAINING_IMAGES", "--out", str(place)]
+        words += ["--dataset", "folder", "--data", "TRAINING_IMAGES"]
+        words += [] if learned == "folder" else ["--out", str(place)]
     words += [] if asked.weights is None else ["--weights", str(asked.weights)]
     return shlex.join(
         words + [word for name, value in fields.items() for word in ("--set", f"{method}.{name}={value}")]

@@ -524,7 +524,7 @@ class Bench:
         """A method, built once: to read what it knows of the source, and whether that fits the network, takes long."""
         fields = {k: v for k, v in revived(named.fields).items() if not isinstance(v, _Digest)}
         told = {k: v for k, v in named.fields.items() if k in fields}
-        key = asked.dataset, _canonical(model.json()), methods.get(named.name), _canonical([named.name, told])
+        key = id(data), _canonical(model.json()), methods.get(named.name), _canonical([named.name, told])
         if key not in self._methods:
             self._methods[key] = build.method(named.name, net, data, asked, fields)
         return self._methods[key]

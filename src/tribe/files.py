@@ -55,7 +55,7 @@ def write(
     """Write a state file; a state that is not finite is refused."""
     from tribe import __version__
 
-    if lost := _not_finite(tensors):
+    if lost := not_finite(tensors):
         rows = [per_stream(tensors[name], streams).isfinite().flatten(1).all(1) for name in lost]
         which = ", ".join(str(i) for i in range(streams) if not all(row[i] for row in rows))
         raise StateFileError(
@@ -109,7 +109,7 @@ def file_digest(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> s
     return hashlib.sha256((words + hash_tensors(dict(sorted(tensors.items())))).encode()).hexdigest()
 
 
-def _not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
+def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
     """The tensors of a state that are lost; `info` only watches, and the next step writes it anew."""
     numbers = {n: t for n, t in tensors.items() if t.is_floating_point() and t.numel() and not n.startswith("info.")}
     # The extremes are NaN where anything is; they take one pass and no memory, which isfinite() of all would.
@@ -146,7 +146,7 @@ def check_tensors(path: str | PathLike[str], tensors: Mapping[str, Tensor], like
                 f"{path}: {name} is {tuple(tensor.shape)} {tensor.dtype}; expected {tuple(like[name].shape)} "
                 f"{like[name].dtype}"
             )
-    if lost := _not_finite(tensors):
+    if lost := not_finite(tensors):
         raise StateFileError(
             f"{path} holds a state that is not finite ({', '.join(lost[:4])}), which can predict nothing. Use an "
             "earlier file, or start anew with tribe.adapt"

@@ -18,6 +18,7 @@ from tribe.datasets.fingerprint import fingerprint
 from tribe.files import StateFileError, file_digest, method_to_json
 from tribe.graphs import Steps, Switch
 from tribe.methods import Method
+from tribe.methods.base import check_fits
 from tribe.record import Record
 from tribe.state import clone, digest, leaves, rebuild, select
 from tribe.stream import Stream
@@ -65,6 +66,7 @@ def run(
     words = {"method": method.name, **(spec or {})}
     _check_plain(words)
     streams = len(stream.seeds)
+    check_fits(net, method)
     source = method.init(net, streams, seed)
     identity = _identity(net, method, stream, seed, words) if checkpoint is not None else ""
     state, columns, start = clone(source), _nothing(streams), 0

@@ -41,7 +41,7 @@ class Info(NamedTuple):
     """What a stream's last step saw, kept in the state so that watching costs no second pass."""
 
     images: Tensor  # (S,) int64, images learned from so far
-    skipped: Tensor  # (S,) int64, bad images (see `tribe.screening`), which touched nothing, so far
+    skipped: Tensor  # (S,) int64, images that were bad or ended in what is no number, and touched nothing, so far
     trusted: Tensor  # (S,) share of the last batch that was trusted; 1 where a method does not choose, or not learn
     entropy: Tensor  # (S,) mean entropy of the last batch's predictions, as a share of log K
     distance: Tensor  # (S,) norm of the move of the affine parameters that predict, relative to the source's

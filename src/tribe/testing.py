@@ -91,7 +91,7 @@ def ready(name: str, **fields: Any) -> Method:
 
 def small(method: Method) -> Method:
     """The method with the fields that its class calls `small`, where its own are larger: for streams of few images."""
-    enough: Mapping[str, int] = getattr(method, "small", {})
+    enough: Mapping[str, int] = method.small
     return dataclasses.replace(method, **{field: few for field, few in enough.items() if getattr(method, field) > few})
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tribe import source
-from tribe.backbone import Backbone, Output
+from tribe.backbone import NO_AFFINE, Backbone, Output
 from tribe.losses import entropy, mean_over
 from tribe.norms import Norm
 from tribe.registry import Registry, nearest
@@ -78,6 +78,7 @@ class Method(ABC):
     output: ClassVar[Literal["logits", "probabilities"]] = "logits"  # what step returns
     does_not_adapt: ClassVar[str | None] = None  # a reason, for methods whose predictions never change
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}  # fields by data set
+    small: ClassVar[Mapping[str, int]] = {}  # fields with which a few images are enough, for the contract
     variants: ClassVar[Mapping[str, Mapping[str, Any]]] = {}  # settings with a name of their own
     eager_only: ClassVar[str | None] = None  # why a step cannot be captured in one CUDA graph; see tribe.graphs
     in_parts: ClassVar[bool] = False  # but then in several, see tribe.parts
@@ -164,6 +165,13 @@ def _expected(kinds: set[Any]) -> tuple[Any, str]:
     if float in kinds:
         return Real, "a number"
     return (Integral, "a whole number") if int in kinds else ((bool, np.bool_), "True or False")
+
+
+def check_fits(net: Backbone, method: Method) -> None:
+    """Refuse a network that has nothing for the method to learn, or other classes."""
+    check_classes(net, method.classes)
+    if "affine" in method.works_on and not net.has_affine:
+        raise ValueError(NO_AFFINE)
 
 
 def check_classes(net: Backbone, classes: int | None) -> None:

@@ -51,7 +51,7 @@ class Note(Method):
     room: int = ROOM  # values of an image, channels x height x width at most: the memory's size is settled beforehand
 
     eager_only, in_parts = "the host decides which images enter its memory", True
-    small = {"size": 8}  # noqa: RUF012  for the contract, whose streams are a dozen images long
+    small = {"size": 8}  # noqa: RUF012
     paper = "Gong et al., NOTE: robust continual test-time adaptation against temporal correlation, NeurIPS 2022"
     works_on = ("affine",)
     presets = {  # noqa: RUF012

@@ -62,7 +62,7 @@ class Rotta(Method):
     augment: View = Augment()  # noqa: RUF009  what the student sees; a callable gets (B, ...)
 
     eager_only, in_parts = "the host decides which images enter its memory, and when it is time to learn", True
-    small = {"size": 8, "every": 4}  # noqa: RUF012  for the contract, whose streams are a dozen images long
+    small = {"size": 8, "every": 4}  # noqa: RUF012
     paper = "Yuan et al., Robust test-time adaptation in dynamic scenarios, CVPR 2023"
     works_on = ("affine",)
     presets = {  # noqa: RUF012

@@ -83,6 +83,7 @@ class Ttac(Method):
     eager_only = "the host looks which classes are present: covariances of the others are not made"
     paper = "Su et al., Revisiting realistic test-time training: anchored clustering, NeurIPS 2022"
     works_on = ("features",)
+    small = {"n_min": 2}  # noqa: RUF012
     needs = "the mean and covariance of source features, of each class and of all"
     presets = {  # noqa: RUF012
         "mnist": {"classes": 10, "n_clus": 128},

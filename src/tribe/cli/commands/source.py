@@ -74,15 +74,16 @@ def source(
         most = images if images is not None else getattr(student, "source_images", None)
         batches = Batches(pictures, most, batch, seed, f"{method}, {dataset}")
         root = build.Asked(dataset, model, weights, data).root
-        folder = (out or place(method, model, dataset, root)).parent
-        if out is None:
+        usual = place(method, model, dataset, root).parent
+        folder = usual if out is None else out.parent
+        if folder.name == usual.name:  # of any root: there `tribe run` looks
             folder.mkdir(parents=True, exist_ok=True)
         elif not folder.is_dir():  # before the work, not after it
-            raise ValueError(f"there is no folder {folder} to write {out.name} into")
+            raise ValueError(f"there is no folder {folder} to write {out} into")
         with float32_precision("float32"), deterministic():  # the same images make the same file, and experiment
             knowledge = _learned(student, net, batches)
         unusual = build.departures(method, net, pictures, dataset, wanted[method])
-        shaped = {field: value for field, value in unusual.items() if field in knowledge.spec}
+        shaped = {field: value for field, value in unusual.items() if field in knowledge.spec}  # how it was made
         target = out or place(method, model, dataset, root, shaped)
         told = {"model": model, "dataset": dataset, "images": batches.images, "batch": batch, "seed": seed}
         knowledge = dataclasses.replace(knowledge, spec={**told, **knowledge.spec})
