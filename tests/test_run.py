@@ -246,9 +246,9 @@ def test_domains_that_the_data_set_lacks_are_named():
         Stream(Memory(), create("iid", domains=("fog@5", "rain@5")))
 
 
-def test_a_method_that_does_not_fit_the_network_is_refused_before_anything_is_read(tmp_path):
+def test_a_method_that_does_not_fit_the_network_is_refused_before_anything_is_read():
     """Catches memories and thresholds for another number of classes, and an error of autograd at the 64th image."""
-    stream = Stream(Unreadable(), scenarios.create("replay"), batch=4)
+    stream = Stream(Unreadable(), create("replay"), batch=4)
     with pytest.raises(ValueError, match=r"classes=3, but the network's classifier .* has 4 outputs"):
         run(Backbone(small_network()), methods.create("rotta", classes=3), stream)
     net = small_network()
