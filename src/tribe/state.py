@@ -88,13 +88,20 @@ def per_stream(t: Tensor, streams: int) -> Tensor:
     return rows
 
 
+def streams_of(x: Tensor, streams: int) -> range:
+    """The numbers of the streams whose images (S, B, ...) these are; refused where others have come."""
+    if len(x) != streams:
+        raise ValueError(f"x has {len(x)} rows and the state {streams} streams; expected a row for each stream")
+    return range(streams)
+
+
 def stream(state: T, index: int, streams: int) -> T:
     """Take one stream out of many: a state of one stream, a copy."""
     return tree_map(lambda t: per_stream(t, streams)[index].clone(), state)
 
 
-def select(chosen: Tensor, new: T, old: T) -> T:
-    """Keep ``new`` for the streams chosen (S,) and ``old`` for the rest."""
+def select(chosen: Tensor, new: T, old: T, *, in_place: bool = False) -> T:
+    """Keep ``new`` for the streams chosen (S,) and ``old`` for the rest; in the memory of ``new``, if nobody else's."""
     streams = len(chosen)
     if chosen.device.type == "cpu" and chosen.all():  # elsewhere a look would wait for the device
         return new
@@ -103,22 +110,11 @@ def select(chosen: Tensor, new: T, old: T) -> T:
         if a is b:
             return a
         mask = chosen.view(-1, *[1] * a.dim())  # (S, 1, ...) against (S, n, ...)
-        return torch.where(mask, per_stream(a, streams), per_stream(b, streams)).flatten(0, 1)
-
-    return tree_map(pick, new, old)
-
-
-def select_in_place(chosen: Tensor, new: T, old: T) -> T:
-    """As `select`, in the memory of ``new``: for what is large and nobody else's."""
-    streams = len(chosen)
-    if chosen.device.type == "cpu" and chosen.all():
-        return new
-
-    def pick(a: Tensor, b: Tensor) -> Tensor:
-        if a is not b:
-            rows, mask = per_stream(a.detach(), streams), chosen.view(-1, *[1] * a.dim())
-            torch.where(mask, rows, per_stream(b, streams), out=rows)
-        return a
+        rows, others = per_stream(a.detach() if in_place else a, streams), per_stream(b, streams)
+        if in_place:
+            torch.where(mask, rows, others, out=rows)
+            return a
+        return torch.where(mask, rows, others).flatten(0, 1)
 
     return tree_map(pick, new, old)
 

@@ -18,7 +18,7 @@ from tribe.backbone import Backbone, Output
 from tribe.moments import wide
 from tribe.norms import Norm
 from tribe.rng import Key
-from tribe.state import Affine
+from tribe.state import Affine, streams_of
 
 ALIGNED = 64  # bytes between two boundaries of memory that suit every kernel
 REACH = 1024  # how far one random number of `sparse` can see ahead
@@ -36,11 +36,7 @@ class Parameters(NamedTuple):
 
     def streams(self, x: Tensor) -> range:
         """The numbers of the streams whose images (S, B, ...) these are; refused where others have come."""
-        if len(x) != len(self.weights):
-            raise ValueError(
-                f"x has {len(x)} rows and the state {len(self.weights)} streams; expected a row for each stream"
-            )
-        return range(len(x))
+        return streams_of(x, len(self.weights))
 
 
 class Piece(NamedTuple):

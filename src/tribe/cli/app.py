@@ -4,7 +4,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 from rich.console import Console
@@ -33,9 +33,15 @@ def root(
 
 def fail(message: str) -> NoReturn:
     """Say in one paragraph what is wrong with what was asked, and exit with 2."""
-    paragraph = " ".join(message.split())  # errors of others come with line breaks and indents
-    Console(stderr=True).print(Text.assemble(("error: ", "bold red"), paragraph), soft_wrap=True)
+    say("error", message)
     raise typer.Exit(2)
+
+
+def say(kind: Literal["error", "warning"], message: str, console: Console | None = None) -> None:
+    """Say something in one paragraph on stderr: errors of others come with line breaks and indents."""
+    colour = {"error": "bold red", "warning": "bold yellow"}[kind]
+    words = Text.assemble((f"{kind}: ", colour), " ".join(message.split()))
+    (console or Console(stderr=True)).print(words, soft_wrap=True)
 
 
 def emit(data: Any) -> None:

@@ -20,7 +20,7 @@ from tribe.norms import Norm
 from tribe.registry import Registry, nearest
 from tribe.rng import Key
 from tribe.screening import sound
-from tribe.state import Affine, Info, Stats, leaves, select, select_in_place
+from tribe.state import Affine, Info, Stats, leaves, select, streams_of
 
 registry: Registry["Method"] = Registry("method")
 register = registry.register
@@ -57,9 +57,7 @@ class Deployed:
         """Pass images (S, B, ...); weights cannot be batched over streams, so those with their own go one by one."""
         if self.weights is None:
             return net(x, *self, valid=valid).logits  # type: ignore[no-any-return]
-        if len(x) != len(self.weights):
-            raise ValueError(f"x has {len(x)} rows and the state {len(self.weights)} streams; expected a row for each")
-        rows = ((slice(i, i + 1), self.stream(i), own) for i, own in enumerate(self.weights))
+        rows = ((slice(i, i + 1), self.stream(i), self.weights[i]) for i in streams_of(x, len(self.weights)))
         return torch.cat([net(x[row], *alone, valid=valid[row], weights=own).logits for row, alone, own in rows])
 
 
@@ -280,7 +278,7 @@ def finish(
         chosen = valid.any(1) & sane
         stats = [name for name in new._fields if isinstance(getattr(new, name), Stats)]
         kept = select(chosen, moved._replace(**{name: getattr(old, name) for name in stats}), old)
-        kept = kept._replace(**{n: select_in_place(chosen, getattr(new, n), getattr(old, n)) for n in stats})
+        kept = kept._replace(**{n: select(chosen, getattr(new, n), getattr(old, n), in_place=True) for n in stats})
         skipped = old.info.skipped + rejected + torch.where(sane, 0, valid.sum(1))
         kept = kept._replace(info=kept.info._replace(skipped=skipped))
     return quiet(logits.detach(), valid & told), kept

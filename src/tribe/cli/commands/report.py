@@ -5,10 +5,9 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.text import Text
 
 from tribe import report as pages
-from tribe.cli.app import app, emit, fail
+from tribe.cli.app import app, emit, fail, say
 from tribe.report.parts import many
 
 
@@ -28,9 +27,9 @@ def report(
     except (ValueError, OSError) as error:
         fail(str(error))
     for path, reason in runs.damaged:
-        _warn(f"{path} is left out: {reason}")
+        say("warning", f"{path} is left out: {reason}")
     for path, reason in runs.repeated:
-        _warn(f"{path} {reason}")
+        say("warning", f"{path} {reason}")
     records = sum(len(row.played) for group in runs.groups for row in group.rows)
     if as_json:
         emit(
@@ -48,7 +47,3 @@ def report(
         )
     if runs.damaged:
         raise typer.Exit(1)
-
-
-def _warn(message: str) -> None:
-    Console(stderr=True).print(Text.assemble(("warning: ", "bold yellow"), " ".join(message.split())), soft_wrap=True)

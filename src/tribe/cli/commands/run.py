@@ -10,13 +10,12 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
-from rich.text import Text
 
 import tribe
 from tribe import metrics, plots
 from tribe.atomic import write_atomically
 from tribe.cli import build
-from tribe.cli.app import app, emit, fail, plain
+from tribe.cli.app import app, emit, fail, plain, say
 from tribe.cli.folders import Records, departures, earlier, folder_name, record_file, together
 from tribe.cli.options import Device, Precision
 from tribe.datasets.fingerprint import fingerprint
@@ -141,8 +140,7 @@ def run(
                         record.save(record_file(folder, name, record.spec["seed"]))
                 except (ValueError, OSError, ImportError, torch.OutOfMemoryError) as error:
                     failed.append(name)  # the others go on
-                    said = " ".join(f"{name}: {error}".split())
-                    progress.console.print(Text.assemble(("error: ", "bold red"), said), soft_wrap=True)
+                    say("error", f"{name}: {error}", progress.console)
                 else:
                     records[name] = played
     except KeyboardInterrupt:
