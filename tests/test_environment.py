@@ -1,6 +1,7 @@
 """What a process does to the machine it runs on."""
 
 import contextlib
+import os
 import platform
 import subprocess
 import sys
@@ -27,9 +28,14 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 def faults(command=""):
-    """Pages that the kernel had to bring while buffers were made and freed again and again."""
+    """Pages that the kernel had to bring while buffers were made and freed again and again.
+
+    Left alone, glibc raises its threshold as buffers are freed, and whether it then gives them back depends on where
+    the heap happens to lie. Told a threshold, it gives back every one, until it is told another.
+    """
     code = [sys.executable, "-c", ROUNDS.format(command)]
-    return int(subprocess.run(code, check=True, capture_output=True, text=True).stdout)
+    surroundings = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(128 << 10)}
+    return int(subprocess.run(code, check=True, capture_output=True, text=True, env=surroundings).stdout)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
