@@ -331,6 +331,20 @@ def test_knowledge_of_other_settings_has_a_file_of_its_own_and_a_run_finds_it(ro
         assert statistics() == expected
 
 
+def test_knowledge_without_classes_does_not_replace_that_with_them(root):
+    usual = ("source", "ttac", "--model", "compact", "--dataset", "mnist", "--data", root, "--batch", 10)
+    assert command(*usual).exit_code == 0
+    before = (root / "source" / "ttac_compact_mnist.safetensors").read_bytes()
+    assert command(*usual, "--set", "ttac.class_aware=false").exit_code == 0
+    assert (root / "source" / "ttac_compact_mnist.safetensors").read_bytes() == before
+    small = ("--data", root, "--scenario", "ptta", "--set", "dataset.corruptions=('stripe',)", "--no-chart")
+    for options, classes in (((), True), (("--set", "ttac.class_aware=false"), False)):
+        result = command("run", *small, "--methods", "ttac", *options, "--out", f"out{classes}")
+        assert result.exit_code == 0, result.output
+        taken = tribe.Record.load(f"out{classes}/ttac-seed0.npz").spec["fields"]["knowledge"]
+        assert taken["class_aware"] is classes
+
+
 def test_a_run_without_penalty_asks_for_nothing(root):
     small = ("--data", root, "--scenario", "ptta", "--set", "dataset.corruptions=('stripe',)", "--no-chart")
     assert command("run", *small, "--methods", "eata", "--set", "eata.alpha=0").exit_code == 0

@@ -233,7 +233,7 @@ class Ttac(Method):
             images += x.shape[1]
         if sums is None or images < 2:
             raise ValueError(f"the Gaussians of source features need two images at least; got {images}")
-        made = {"images": images, "statistics": self.statistics}
+        made = {"images": images, "statistics": self.statistics, "class_aware": self.class_aware}
         return Knowledge(self.name, sums.gaussians(wide(net.dtype)), net.fingerprint(exact=False), made)
 
 
