@@ -111,7 +111,7 @@ class TentWith(Tent):
     def step(self, net, state, x, valid=None, *, donate=False):
         x, valid, rejected = screen(x, valid)
         with torch.enable_grad():
-            affine = Affine(*(t.detach().requires_grad_() for t in state.affine))
+            affine = state.affine.leaf()
             logits = net(x, affine, _statistics(net, state), self.rule, valid=valid).logits
             grads = Affine(*torch.autograd.grad(self.loss(logits, valid).sum(), affine))
         moved, moments = adam.step(state.affine, grads, state.adam, self.lr)
@@ -249,7 +249,7 @@ class NoScreen(TentWith):
 
     def step(self, net, state, x, valid=None, *, donate=False):
         with torch.enable_grad():
-            affine = Affine(*(t.detach().requires_grad_() for t in state.affine))
+            affine = state.affine.leaf()
             logits = net(x, affine, _statistics(net, state), Batch()).logits
             grads = Affine(*torch.autograd.grad(entropy(logits).mean(1).sum(), affine))
         moved, moments = adam.step(state.affine, grads, state.adam, self.lr)
@@ -529,7 +529,7 @@ class FreePlacesTeach(Note):
 
     def _learn(self, net, state, shape, due):
         with torch.enable_grad():
-            affine = Affine(*(t.detach().requires_grad_() for t in state.affine))
+            affine = state.affine.leaf()
             seen, counts = images(state.memory, shape), state.memory.filled & due.unsqueeze(1)
             logits, _, stats = net(seen, affine, state.stats, self._norm(observing=True), valid=counts)
             grads = Affine(*torch.autograd.grad(entropy(logits).mean(1).sum(), affine))

@@ -94,7 +94,7 @@ def slow_rotta(method: Rotta, net: Backbone, x: Tensor, batch: int) -> Any:
             age = torch.tensor([age for *_, age in held], dtype=torch.float64) / method.size
             with torch.no_grad():
                 target, _, teacher_stats = net(memory, *teacher, Robust(method.alpha))
-            affine = Affine(*(t.detach().requires_grad_() for t in student[0]))
+            affine = student[0].leaf()
             guess, _, student_stats = net(flipped(memory), affine, student[1], Robust(method.alpha))
             loss = -(target.softmax(-1) * guess.log_softmax(-1)).sum(-1)[0]
             loss = (loss * (-age).exp() / (1 + (-age).exp())).mean()
@@ -203,7 +203,7 @@ def test_note_takes_one_step_a_batch_down_the_entropy_of_its_memory(batch: int) 
         held = int(state.memory.held)
         assert held == min(i + batch, 10)
         memory = pictures(state.memory, (3, 8, 8))[:, :held]
-        leaf = Affine(*(t.detach().requires_grad_() for t in affine))
+        leaf = affine.leaf()
         guess, _, stats = net(memory, leaf, stats, norms.create("instance", observing=True))
         log_p = guess.log_softmax(-1)
         loss = -(log_p.exp() * log_p).sum(-1).mean()

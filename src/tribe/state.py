@@ -29,6 +29,10 @@ class Affine(NamedTuple):
     weight: Tensor  # (R, C)
     bias: Tensor  # (R, C)
 
+    def leaf(self) -> "Affine":
+        """The same values as the start of a graph."""
+        return Affine(*(t.detach().requires_grad_() for t in self))
+
 
 class Stats(NamedTuple):
     """Normalisation statistics, moved by observation; K = 1, or one pair per class."""

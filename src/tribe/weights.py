@@ -159,9 +159,7 @@ def forward(layout: Layout, params: Parameters, x: Tensor, norm: Norm, valid: Te
 
 def leaf(params: Parameters) -> Parameters:
     """The same values as the start of a graph."""
-    return Parameters(
-        Affine(*(t.detach().requires_grad_() for t in params.affine)), params.weights.detach().requires_grad_()
-    )
+    return Parameters(params.affine.leaf(), params.weights.detach().requires_grad_())
 
 
 def slopes(loss: Tensor, params: Parameters) -> Parameters:

@@ -100,7 +100,7 @@ class Eata(Method):
         x, valid, rejected = screen(x, valid)
         _, stats, norm = self.deployed(net, state)
         with torch.enable_grad():
-            affine = Affine(*(t.detach().requires_grad_() for t in state.affine))
+            affine = state.affine.leaf()
             logits = net(x, affine, stats, norm, valid=valid).logits
             doubt, limit = entropy(logits), self.e0 * math.log(logits.shape[-1])  # (S, B)
             p = logits.detach().to(wide(logits.dtype)).softmax(-1)

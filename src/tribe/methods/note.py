@@ -112,7 +112,7 @@ class Note(Method):
         """One step down the entropy of the memory."""
         counts = state.memory.filled & due.unsqueeze(1)  # (S, M): a stream that saw nothing does nothing
         with torch.enable_grad():
-            affine = Affine(*(t.detach().requires_grad_() for t in state.affine))
+            affine = state.affine.leaf()
             norm = self._norm(observing=True)
             logits, _, stats = net(images(state.memory, shape), affine, state.stats, norm, valid=counts)
             loss = mean_over(entropy(logits), counts)  # (S,)

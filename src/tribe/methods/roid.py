@@ -105,7 +105,7 @@ correction, WACV 2024"
         x, valid, rejected = screen(x, valid)
         _, stats, norm = self.deployed(net, state)
         with torch.enable_grad():
-            affine = Affine(*(t.detach().requires_grad_() for t in state.affine))
+            affine = state.affine.leaf()
             logits = net(x, affine, stats, norm, valid=valid).logits
             weight, kept = self._weights(logits.detach(), state.mean, valid)  # (S, B)
             losses = soft_likelihood_ratio(logits)

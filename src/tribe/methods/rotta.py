@@ -151,7 +151,7 @@ class Rotta(Method):
             a = memory.age.to(memory.uncertainty.dtype) / self.size  # (S, M)
             weight = (-a).sigmoid()  # exp(-a) / (1 + exp(-a))
         with torch.enable_grad():
-            affine = Affine(*(t.detach().requires_grad_() for t in state.student.affine))
+            affine = state.student.affine.leaf()
             student, _, student_stats = net(seen_anew, affine, state.student.stats, norm, valid=valid)
             loss = mean_over(weight * soft_cross_entropy(student, teacher), valid)  # (S,)
             grads = Affine(*torch.autograd.grad(loss.sum(), affine))

@@ -120,7 +120,7 @@ class Sar(Method):
         """Logits, which images ``among`` those given are reliable, and gradient and value (S,) of their entropy."""
         _, stats, norm = self.deployed(net, state)
         with torch.enable_grad():
-            affine = Affine(*(t.detach().requires_grad_() for t in at))
+            affine = at.leaf()
             logits = net(x, affine, stats, norm, valid=valid).logits
             doubt = entropy(logits)
             reliable = among & (doubt.detach() < self.e0 * math.log(logits.shape[-1]))

@@ -159,7 +159,7 @@ class SelfTraining(Tribe):
             return state._replace(pair=self._observe(net, state, seen, labels, counted)), None
         anchor, anchor_stats = self._anchor(net, state, seen, labels, counted, None)  # type: ignore[arg-type]
         with torch.enable_grad():
-            affine = Affine(*(t.detach().requires_grad_() for t in state.affine))
+            affine = state.affine.leaf()
             teaching = affine if self.teacher == "shared" else state.teacher
             branches = Affine(*(torch.stack(pair, 1).flatten(0, 1) for pair in zip(teaching, affine, strict=True)))
             views = torch.stack((seen, view(self.augment, seen, state.key)), 1).flatten(0, 1)  # (2 S, B, ...)

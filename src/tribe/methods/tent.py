@@ -58,7 +58,7 @@ class Tent(Method):
         """Predict, then take one Adam step down the loss of these predictions."""
         x, valid, rejected = screen(x, valid)
         with torch.enable_grad():
-            affine = Affine(*(t.detach().requires_grad_() for t in state.affine))
+            affine = state.affine.leaf()
             logits = net(x, affine, _statistics(net, state), Batch(), valid=valid).logits
             loss = mean_over(self.loss(logits), valid)  # (S,)
             grads = Affine(*torch.autograd.grad(loss.sum(), affine))

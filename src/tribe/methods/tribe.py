@@ -127,7 +127,7 @@ class Tribe(Method):
 
         anchor, anchor_stats = self._anchor(net, state, x, labels, valid, retired and retired.anchor)
         with torch.enable_grad():
-            affine = Affine(*(t.detach().requires_grad_() for t in state.affine))
+            affine = state.affine.leaf()
             shared = Affine(*(twice(t) for t in affine))
             views = torch.stack((x, view(self.augment, x, state.key)), 1).flatten(0, 1)  # (2 S, B, ...)
             spare = retired and retired.pair
