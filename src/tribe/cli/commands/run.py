@@ -1,7 +1,7 @@
 """``tribe run``: play a stream to some methods and say how they did. Without options: offline, on real digits."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,12 +14,14 @@ from rich.table import Table
 import tribe
 from tribe import metrics, plots
 from tribe.atomic import write_atomically
+from tribe.backbone import Backbone
 from tribe.cli import build
 from tribe.cli.app import app, emit, fail, plain, say
 from tribe.cli.folders import Records, departures, earlier, folder_name, record_file, together
 from tribe.cli.options import Device, Precision
 from tribe.datasets.fingerprint import fingerprint
 from tribe.environment import choose_device, float32_precision, machine, precision_on
+from tribe.methods import Method
 from tribe.record import Record
 from tribe.registry import nearest
 
@@ -127,25 +129,7 @@ def run(
         fail(str(error))
     shape = f"{seeds} stream{'s' * (seeds > 1)} of {len(stream.schedules[0].index):,} images"
     console.print(f"[bold]{dataset}[/], {model}, {scenario}: {shape}, batch {batch}, on {machine(where)['device']}")
-    records: Records = {}
-    failed: list[str] = []
-    try:
-        with float32_precision(precision), progress_bar() as progress:
-            for name, method in built.items():
-                show = _shown(progress, name, len(stream))
-                try:
-                    rounded, ready = build.in_precision(net, method, precision)
-                    played = tribe.run(rounded, ready, stream, seed=seed, spec=specs[name], progress=show)
-                    for record in played:  # now: the command may be stopped before the next is done
-                        record.save(record_file(folder, name, record.spec["seed"]))
-                except (ValueError, OSError, ImportError, torch.OutOfMemoryError) as error:
-                    failed.append(name)  # the others go on
-                    say("error", f"{name}: {error}", progress.console)
-                else:
-                    records[name] = played
-    except KeyboardInterrupt:
-        Console(stderr=True).print(f"stopped{_finished(records, folder)}", soft_wrap=True, markup=False)
-        raise typer.Exit(130) from None
+    records = _play(net, built, stream, specs, folder, precision)
     if not records:
         raise typer.Exit(2)
     report = {"spec": spec, "machine": machine(where), "results": _results(records)}
@@ -165,13 +149,38 @@ def run(
     beside = f" (beside {', '.join(kept)} of before)" if kept else ""
     told_chart = f", chart in {picture}" if picture else ""
     console.print(f"records and summary in {folder}{beside}{told_chart}", soft_wrap=True, markup=False)
-    if failed:
+    if failed := [name for name in built if name not in records]:
         fail(f"{', '.join(failed)} could not be played to the end; the reasons are told above")
 
 
-def _finished(records: Records, folder: Path) -> str:
-    """Where to find what is whole, when the rest will not be."""
-    return f". What was finished before ({', '.join(records)}) is in {folder}" if records else ""
+def _play(
+    net: Backbone,
+    methods: Mapping[str, Method],
+    stream: tribe.Stream,
+    specs: Mapping[str, Mapping[str, Any]],
+    folder: Path,
+    precision: str,
+) -> Records:
+    """Play the stream to each method and save its records; one that fails is told and left out, the others go on."""
+    records: Records = {}
+    try:
+        with float32_precision(precision), progress_bar() as progress:
+            for name, method in methods.items():
+                show = _shown(progress, name, len(stream))
+                try:
+                    rounded, ready = build.in_precision(net, method, precision)
+                    played = tribe.run(rounded, ready, stream, seed=stream.seeds[0], spec=specs[name], progress=show)
+                    for record in played:  # now: the command may be stopped before the next is done
+                        record.save(record_file(folder, name, record.spec["seed"]))
+                except (ValueError, OSError, ImportError, torch.OutOfMemoryError) as error:
+                    say("error", f"{name}: {error}", progress.console)
+                else:
+                    records[name] = played
+    except KeyboardInterrupt:
+        whole = f". What was finished before ({', '.join(records)}) is in {folder}" if records else ""
+        Console(stderr=True).print(f"stopped{whole}", soft_wrap=True, markup=False)
+        raise typer.Exit(130) from None
+    return records
 
 
 def _shown(progress: Progress, name: str, total: int) -> Callable[[int, int, float | None], None]:
