@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import tribe
 from tribe.cli import MISSING
-from tribe.cli.commands import app
+from tribe.cli.commands import app, listing
 
 MODELS = """
 import torch
@@ -69,7 +69,7 @@ def call(folder, monkeypatch):
     return lambda *args: CliRunner().invoke(app, list(map(str, args)), prog_name="tribe")
 
 
-def shell(*args, cwd=None, code=("-m", "tribe.cli")):
+def shell(*args, cwd=None, code=("-m", "tribe")):
     done = subprocess.run(
         [sys.executable, *code, *map(str, args)],
         capture_output=True,
@@ -126,7 +126,14 @@ def test_the_library_never_loads_the_command_line():
 # -- list --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["methods", "norms"])
+KINDS = ["datasets", "methods", "models", "norms", "scenarios"]
+
+
+def test_kinds_are_all_that_can_be_listed():
+    assert sorted(listing.registries()) == KINDS
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_listed_as_json_is_what_is_registered(call, kind):
     result = call("list", kind, "--json")
     assert (result.exit_code, result.stderr) == (0, "")
@@ -136,11 +143,19 @@ def test_listed_as_json_is_what_is_registered(call, kind):
     for name, component in listed.items():
         cls = registry.get(name)
         assert component["summary"]
-        assert list(component["fields"]) == [f.name for f in dataclasses.fields(cls)]
+        assert list(component["fields"]) == [f.name for f in dataclasses.fields(cls) if f.init]
         assert component["paper"] == getattr(cls, "paper", None)
-        assert component["presets"] == getattr(cls, "presets", {})
+        assert component["presets"] == json.loads(json.dumps(getattr(cls, "presets", {})))  # which knows no tuples
         assert component["needs"] == getattr(cls, "needs", None)
-        assert component["variants"] == getattr(cls, "variants", {})
+        assert component["variants"] == (cls.variants if kind == "methods" else {})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_is_listed_for_people(call, kind):
+    result = call("list", kind)
+    assert result.exit_code == 0, result.output
+    first = [line.split("│")[1].strip() for line in result.stdout.splitlines() if line.startswith("│")]
+    assert "".join(first) == "".join(getattr(tribe, kind).registry.names())  # a narrow column breaks words
 
 
 def test_fields_carry_defaults_and_types(call):

@@ -369,7 +369,7 @@ def test_what_cannot_be_done_is_said_in_a_paragraph(options, words):
 
 def begun(*options, before=""):
     """A real process, which a signal or a limit can meet; it says on stderr how far it is."""
-    words = shlex.join([sys.executable, "-m", "tribe.cli", "run", *options, "--no-chart", "--out", "out"])
+    words = shlex.join([sys.executable, "-m", "tribe", "run", *options, "--no-chart", "--out", "out"])
     return subprocess.Popen(
         ["bash", "-c", f"{before} exec {words}"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -435,7 +435,7 @@ def test_one_method_that_fails_does_not_end_the_others():
 
 
 def test_the_command_runs_as_a_process_with_nothing_on_stdout_but_json(tmp_path):
-    command = [sys.executable, "-m", "tribe.cli", "run", *SHORT, "--methods", "source", "--json", "-"]
+    command = [sys.executable, "-m", "tribe", "run", *SHORT, "--methods", "source", "--json", "-"]
     done = subprocess.run(
         command, cwd=tmp_path, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
     )

@@ -341,7 +341,7 @@ def test_killed_while_adding_a_severity_nothing_is_lost(clean, tmp_path, elsewhe
 
 def test_a_killed_command_goes_on(clean, tmp_path):
     args = ["corrupt", "cifar10", "--data", clean, "--out", tmp_path / "killed"]
-    command = [sys.executable, "-m", "tribe.cli", *map(str, args)]
+    command = [sys.executable, "-m", "tribe", *map(str, args)]
     with subprocess.Popen(
         command, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
     ) as run:
@@ -603,7 +603,7 @@ def test_help_tells_every_option():
 
 def test_a_terminal_sees_a_bar(clean, tmp_path):
     terminal, end = pty.openpty()
-    command = [sys.executable, "-m", "tribe.cli", "corrupt", "cifar10", "--data", str(clean), "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "tribe", "corrupt", "cifar10", "--data", str(clean), "--out", str(tmp_path)]
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "120", "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, stdout=end, stderr=end, env=environment) as run:
         os.close(end)

@@ -127,7 +127,7 @@ def test_a_field_that_only_one_has_is_a_difference(bench):
 def made(root, seed):
     """Corrupted digits on the disk: the same names whatever the seed."""
     command = ["corrupt", "mnist", "--corruptions", "impulse_noise", "--seed", str(seed), "--out", str(root)]
-    subprocess.run([sys.executable, "-m", "tribe.cli", *command], check=True, capture_output=True)
+    subprocess.run([sys.executable, "-m", "tribe", *command], check=True, capture_output=True)
     return Bench(root, device="cpu")
 
 

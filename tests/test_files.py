@@ -161,6 +161,20 @@ def test_saving_replaces_whole_files_and_leaves_nothing_behind(tmp_path):
     assert os.listdir(tmp_path) == ["a"], "what a killed writer left long ago is swept"
 
 
+def test_saving_keeps_who_may_read_a_file_and_follows_a_link(tmp_path):
+    adapter = played()
+    adapter.save(tmp_path / "a")
+    (tmp_path / "a").chmod(0o600)
+    before = (tmp_path / "a").read_bytes()
+    (tmp_path / "link").symlink_to("a")
+    adapter(images(1, 4, seed=9)[0])
+    adapter.save(tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "a").read_bytes() != before
+    assert (tmp_path / "a").stat().st_mode & 0o777 == 0o600
+    assert sorted(os.listdir(tmp_path)) == ["a", "link"]
+
+
 KILLER = """
     import os, random, signal, sys, time, torch, tribe
     from tribe.testing import images

@@ -668,7 +668,7 @@ def test_processes_that_are_started_together_share_the_work(tmp_path):
     own = ("One", "Two", "Three", "Four", "Five")
     words = ("norms", *SMALL, "--columns", "200", "--set", "scenario.imbalance=1000000", "--threads", 1)
     words += ("--methods", ",".join(["TEST", *(f"+counted.py:{name}" for name in own)]), "--format", "json")
-    command = [sys.executable, "-m", "tribe.cli", "reproduce", *map(str, words)]
+    command = [sys.executable, "-m", "tribe", "reproduce", *map(str, words)]
     how = {"cwd": tmp_path, "env": os.environ | {"OMP_NUM_THREADS": "1"}, "text": True, "stdout": subprocess.PIPE}
     processes = [subprocess.Popen(command, stderr=subprocess.PIPE, **how) for _ in range(3)]
     printed = [process.communicate() for process in processes]
@@ -1084,7 +1084,7 @@ def test_the_released_numbers_are_an_artifact(played):
 
 def test_it_runs_as_a_process_with_nothing_on_stdout_but_the_table(tmp_path, played):
     options, _, told = played
-    command = [sys.executable, "-m", "tribe.cli", "reproduce", *map(str, options), "--format", "json"]
+    command = [sys.executable, "-m", "tribe", "reproduce", *map(str, options), "--format", "json"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr

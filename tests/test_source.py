@@ -492,7 +492,7 @@ def test_the_bar_goes_to_stderr_and_json_alone_to_stdout(root):
         "--json",
     ]
     done = subprocess.run(
-        [sys.executable, "-m", "tribe.cli", *words],
+        [sys.executable, "-m", "tribe", *words],
         capture_output=True,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},

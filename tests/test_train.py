@@ -358,7 +358,7 @@ def test_resumed_equals_uninterrupted(few, tmp_path, optimizer):
 def test_a_process_killed_in_the_middle_resumes_bit_for_bit(few, tmp_path):
     pytest.importorskip("typer")
     out = tmp_path / "compact.safetensors"
-    command = [sys.executable, "-m", "tribe.cli", "train", "mnist", "--data", few, "--out", str(out), "--epochs", "8"]
+    command = [sys.executable, "-m", "tribe", "train", "mnist", "--data", few, "--out", str(out), "--epochs", "8"]
     command += ["--batch", "40", "--device", "cpu", "--save-every", "0"]
     one_thread = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     with subprocess.Popen(command, env=one_thread, stderr=subprocess.PIPE, text=True) as process:

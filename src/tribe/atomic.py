@@ -7,6 +7,7 @@ file or the new one.
 import contextlib
 import os
 import secrets
+import shutil
 import time
 from os import PathLike
 from pathlib import Path
@@ -16,7 +17,7 @@ STALE_SECONDS = 3600
 
 def write_atomically(path: str | PathLike[str], data: bytes) -> None:
     """Write a file so that at every moment the path holds the old bytes or the new."""
-    target = Path(path)
+    target = Path(os.path.realpath(path))  # where a link leads: it stays a link
     if target.is_dir():
         raise IsADirectoryError(f"{path} is a folder; expected the path of a file")
     if not target.parent.is_dir():
@@ -24,7 +25,9 @@ def write_atomically(path: str | PathLike[str], data: bytes) -> None:
     _sweep(target)
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
     try:
-        with temporary.open("xb") as file:  # with the permissions that any new file gets here
+        with temporary.open("xb") as file:  # a new one, with the permissions that any gets here
+            if target.exists():
+                shutil.copymode(target, temporary)  # what was kept from others stays so
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

@@ -57,7 +57,7 @@ def describe(registry: Registry[Any], name: str) -> dict[str, Any]:
             if field.init
         },
         "presets": getattr(cls, "presets", {}),
-        "variants": getattr(cls, "variants", {}),
+        "variants": getattr(cls, "variants", {}) if registry is tribe.methods.registry else {},
         "needs": getattr(cls, "needs", None),
     }
 

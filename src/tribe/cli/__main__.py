@@ -1,5 +1,0 @@
-"""``python -m tribe.cli`` is ``tribe``."""
-
-from tribe.cli import main
-
-main()
