@@ -5,27 +5,31 @@ state, in one place, after a step has succeeded. So an error on the way leaves i
 call finds the state as the one before it left it.
 """
 
+import copy
 import operator
+import os
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Mapping
 from functools import wraps
 from os import PathLike
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import Any, ClassVar, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _IncompatibleKeys
 
 from tribe import files, methods
-from tribe.backbone import Backbone
+from tribe.backbone import Backbone, copied
 from tribe.graphs import Steps, Switch
 from tribe.methods import Method
 from tribe.methods.base import check_classes, check_fits, screen
 from tribe.norms.batch import Batch
 from tribe.norms.frozen import Frozen
-from tribe.screening import sound
-from tribe.state import Store, clone, digest, leaves, select, tree_map
+from tribe.screening import PROBABILITIES, are_probabilities, sound
+from tribe.state import Store, clone, digest, leaves, rebuild, select, tree_map
 
 NOT_EXPORTED = (
     "{0} cannot be exported as an ordinary module that predicts what it predicts, because {0} {1}. Keep the adapter in "
@@ -131,10 +135,22 @@ def load(
 
 
 class _Turn:
-    """A lock that its holder may take again; a copy of it is another lock, so that what has one can be copied."""
+    """A lock that its holder may take again; a copy of it is another lock, so that what has one can be copied.
+
+    So is a forked process's: whoever held it there is not there any more.
+    """
+
+    all: ClassVar[weakref.WeakSet["_Turn"]] = weakref.WeakSet()
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
+        self.all.add(self)
+
+    @classmethod
+    def renew(cls) -> None:
+        """Free every lock."""
+        for turn in cls.all:
+            turn._lock = threading.RLock()
 
     def __enter__(self) -> None:
         self._lock.acquire()
@@ -145,6 +161,9 @@ class _Turn:
     def __reduce__(self) -> Any:
         return type(self), ()
 
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_Turn.renew)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -192,49 +211,56 @@ class Adapter(nn.Module):
         if method.classes is not None and method.classes != known:
             raise ValueError(f"the method was built for {method.classes} classes; the network has {known}")
         check_fits(net, method)
+        _check_source(net)
         self.net = net
         self.method = method
         self.streams = count
         self.classes = known
         self._frozen = False
-        self._warned = False
+        self._warned = self._looked = False  # at the range of the images, and at what the network makes of them
         self._poisoned: Tensor | None = None  # (S, B), of the last batch
         self._retired: Any = None  # the state before this one
         self._steps = Steps(method, net, graphs, deterministic)
+        self._place = _place(net)  # of the state
         self.adapted = Store(method.init(net, count, start))
 
     # -- predicting and learning ------------------------------------------------------------------------------------
 
     @_in_turn
-    def forward(self, x: Tensor) -> Tensor:
-        """Predict, then adapt (unless frozen)."""
-        return self._run(x, learn=not self._frozen)
+    def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
+        """Predict, then adapt (unless frozen).
+
+        ``valid``, (B,) for one stream or (S, B) for S, marks the images that there are: where a camera has fewer than
+        the others, or none, the rest is padding. It gets equal logits, touches nothing and is not counted.
+        """
+        return self._run(x, valid, learn=not self._frozen)
 
     @_in_turn
-    def predict(self, x: Tensor) -> Tensor:
+    def predict(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
         """Predict without adapting: the state stays as it is."""
-        return self._run(x, learn=False)
+        return self._run(x, valid, learn=False)
 
-    def learn(self, x: Tensor) -> None:
+    def learn(self, x: Tensor, valid: Tensor | None = None) -> None:
         """Adapt to images without asking for their prediction. A frozen adapter learns nothing."""
-        self(x)
+        self(x, valid)
 
-    def _run(self, x: Tensor, learn: bool) -> Tensor:
+    def _run(self, x: Tensor, valid: Tensor | None, learn: bool) -> Tensor:
         # torch.inference_mode forbids the gradients that adaptation needs, even to code that asks for them.
         with torch.inference_mode(False), torch.no_grad():
-            images, squeeze = self._images(x)
-            poisoned = ~sound(images)
+            images, valid, squeeze = self._images(x, valid)
+            good = sound(images)
+            poisoned = ~good if valid is None else valid & ~good
             if images.shape[1] == 0:
                 logits = images.new_zeros(self.streams, 0, self.classes)
             elif learn:
                 old = self.state
-                logits, state = self._steps(old, images, donate=self._retired or False)
-                self._check_logits(logits)
+                logits, state = self._steps(old, images, valid, donate=self._retired or False)
+                self._check_logits(logits, good)
                 self._put(state)
                 self._retired = old  # its memory serves the step after next; a step that fails has touched no other
             else:
-                logits = self.method.predict(self.net, self.state, images)
-                self._check_logits(logits)
+                logits = self.method.predict(self.net, self.state, images, valid)
+                self._check_logits(logits, good)
             self._poisoned = poisoned
             return logits[0] if squeeze else logits
 
@@ -355,7 +381,7 @@ class Adapter(nn.Module):
         """As for any module, except that a state dict that does not fit is refused before anything is copied.
 
         So is an adapted state that is not finite, as by `load`. It is copied even with ``assign``: its memory is used
-        again by later steps.
+        again by later steps. Other weights than the network has go into a copy of it, as other adapters may share it.
         """
         own = super().state_dict()
         wrong = sorted(own.keys() ^ state_dict.keys()) if strict else []
@@ -372,13 +398,21 @@ class Adapter(nn.Module):
                 f"the state dict holds a state that is not finite ({', '.join(lost[:4])}), which can predict nothing. "
                 "Nothing was loaded"
             )
-        before = self.state
-        told = super().load_state_dict(state_dict, strict, assign)
-        if assign:
-            self._put(tree_map(_copy_like, self.state, before))
-        return told
+        theirs = "net."
+        weights = {k.removeprefix(theirs): t for k, t in state_dict.items() if k.startswith(theirs)}
+        if any(not torch.equal(own[k], state_dict[k].to(own[k])) for k in shared if k.startswith(theirs)):
+            net = copy.deepcopy(self.net)
+            net.load_state_dict(weights, strict, assign)
+            _check_source(net)
+            self.method.init(net)  # refuses a network that the method's source knowledge does not belong to
+            self.net, self._steps = net, Steps(self.method, net, self._steps.graphs, self._steps.deterministic)
+        named = leaves(self.state)
+        named |= {k.removeprefix(mine): state_dict[k] for k in shared if k.startswith(mine)}
+        self._put(tree_map(_copy_like, rebuild(self.state, named), self.state))
+        return _IncompatibleKeys(sorted(own.keys() - state_dict.keys()), sorted(state_dict.keys() - own.keys()))
 
     @_in_turn
+    @torch.inference_mode(False)
     def export(self, stream: int | None = None) -> nn.Module:
         """A plain module with ordinary normalisation layers that predicts what `predict` predicts for a stream.
 
@@ -402,10 +436,18 @@ class Adapter(nn.Module):
         return self.net.plain(chosen.affine, frozen, chosen.weights[0] if chosen.weights else None)
 
     @_in_turn
+    @torch.inference_mode(False)
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Adapter":
+        return copied(self, memo)
+
+    @_in_turn
+    @torch.inference_mode(False)
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Adapter":
         self._retired = None  # of another device or precision, soon
         self._steps.forget()
-        return super()._apply(fn, recurse)  # type: ignore[no-any-return,no-untyped-call]
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._place = _place(self.net)
+        return self
 
     def extra_repr(self) -> str:
         """The method and the number of streams."""
@@ -419,14 +461,14 @@ class Adapter(nn.Module):
             raise IndexError(f"stream {index!r}: this adapter has streams 0 to {self.streams - 1}")
         return place % self.streams
 
-    def _images(self, x: Tensor) -> tuple[Tensor, bool]:
-        """Bring images into (S, B, ...), or say what is wrong with them."""
+    def _images(self, x: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor | None, bool]:
+        """Bring images into (S, B, ...) and ``valid`` into (S, B), or say what is wrong with them."""
         if not isinstance(x, Tensor):
             raise TypeError(f"expected a tensor of images; got {type(x).__name__}. For an array: torch.from_numpy(x)")
         if not x.is_floating_point():
             hint = "divide by 255: images.float() / 255" if x.dtype == torch.uint8 else "convert them: images.float()"
             raise TypeError(f"images are {x.dtype}; expected floating point in [0, 1]; {hint}")
-        x = x.detach().to(self.net.dtype)
+        x = x.detach().as_subclass(Tensor).to(self.net.dtype)  # what a subclass means by it ends here
         if x.is_inference():
             x = x.clone()
         one = self.streams == 1 and not (self.net.rank and x.dim() == self.net.rank + 1 and x.shape[0] == 1)
@@ -437,21 +479,63 @@ class Adapter(nn.Module):
             raise ValueError(f"expected images {layout}; got {tuple(x.shape[1:] if one else x.shape)}")
         if x.device != self.net.device:
             raise ValueError(f"images are on {x.device}, the network on {self.net.device}: move one with .to()")
+        self._check_together()
+        valid = None if valid is None else self._mask(valid, x, one)
         if not self._warned and x.numel():
-            self._check_range(x)
-        return x, one
+            self._check_range(x, valid)
+        return x, valid, one
 
-    def _check_range(self, x: Tensor) -> None:
-        low, high = (v.item() for v in screen(x, None)[0].aminmax())
+    def _mask(self, valid: Tensor, x: Tensor, one: bool) -> Tensor:
+        """Bring ``valid`` into (S, B), or say what is wrong with it."""
+        expected = tuple(x.shape[one:2])
+        if not isinstance(valid, Tensor) or valid.dtype != torch.bool or tuple(valid.shape) != expected:
+            found = f"{valid.dtype} of shape {tuple(valid.shape)}" if isinstance(valid, Tensor) else repr(valid)
+            raise ValueError(f"valid is a tensor of truths, one for each image, of shape {expected}; got {found}")
+        valid = valid.to(x.device)
+        return valid.unsqueeze(0) if one else valid
+
+    def _check_together(self) -> None:
+        """Refuse to run on a network that was moved or cast without this adapter's state."""
+        if (place := _place(self.net)) != self._place:
+            there, here = (f"on {device} in {dtype}" for device, dtype in (place, self._place))
+            raise RuntimeError(
+                f"the network is {there} by now, the state of this adapter {here}: the network, or another adapter "
+                "that shares it, was moved or cast. Call .to() on this one, too"
+            )
+
+    def _check_range(self, x: Tensor, valid: Tensor | None) -> None:
+        low, high = (v.item() for v in screen(x, valid)[0].aminmax())
         if x.device.type != "cpu":
             self._warned = True  # a look at the values waits for the device: the first batch only
         if low < -1e-3 or high > 1 + 1e-3:
             self._warned = True
             warnings.warn(_range_advice(low, high), UserWarning, stacklevel=_caller_level())
 
-    def _check_logits(self, logits: Tensor) -> None:
+    def _check_logits(self, logits: Tensor, good: Tensor) -> None:
         if logits.shape[-1] != self.classes:
-            raise ValueError(f"the network gives {logits.shape[-1]} classes; the adapter was made for {self.classes}")
+            raise ValueError(
+                f"the network gives {logits.shape[-1]} classes; the adapter was made for {self.classes}, the outputs "
+                f"of its layer {self.net.classifier!r}. Name the layer that classifies: "
+                "tribe.adapt(tribe.Backbone(model, classifier=...))"
+            )
+        if not self._looked and self.method.output == "logits" and (kept := logits[good]).numel():
+            self._looked = True  # at the first batch only: a look at the values waits for the device
+            if are_probabilities(kept):
+                warnings.warn(PROBABILITIES, UserWarning, stacklevel=_caller_level())
+
+
+def _check_source(net: Backbone) -> None:
+    if lost := net.not_finite():
+        raise ValueError(
+            f"the network's normalisation holds numbers that are not finite ({', '.join(lost[:4])}), and nothing can "
+            "be learned beside them. Load its weights anew; a layer that it never calls may be an nn.Identity()"
+        )
+
+
+def _place(net: Backbone) -> tuple[torch.device, torch.dtype]:
+    """Where a network keeps the source's normalisation, and in which precision; so is a state kept."""
+    source: Tensor = net.origin.get().affine.weight
+    return source.device, source.dtype
 
 
 def _copy_like(t: Tensor, other: Tensor) -> Tensor:

@@ -10,15 +10,18 @@ import itertools
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from tribe.moments import fold
 from tribe.norms import Norm
-from tribe.slots import NORMS, Pass, Slot, Source, desk, on_desk, slot_for, source_of, why_not
+from tribe.norms.frozen import Frozen
+from tribe.slots import NORMS, Pass, Slot, Source, Watch, desk, on_desk, slot_for, source_of, why_not
 from tribe.state import Affine, Stats, Store, hash_tensors
+
+T = TypeVar("T", bound=nn.Module)
 
 USUAL_EPS = 1e-5  # the default of every normalisation layer of torch
 NO_GRADIENT = (
@@ -30,6 +33,7 @@ NO_AFFINE = (
     "no normalisation layer of the network has affine parameters to learn (they were made with affine=False), and this "
     "method learns nothing else. Choose one that needs none: bn, lame, cotta, petal or ttac"
 )
+NO_VIEW = "view size is not compatible"  # how torch refuses x.view(len(x), -1) of what is not laid out as images are
 UNCALLED = (
     "It may reach them past their call: by a method kept from before (f = self.norm.forward), or with their tensors, "
     "taken out before, in F.batch_norm and the like. Let its forward call them, as in self.norm(x)"
@@ -71,7 +75,8 @@ class Backbone(nn.Module):
     Args:
         model: any `nn.Module` with BatchNorm, SyncBatchNorm, LayerNorm or GroupNorm layers, nested anywhere, that
             returns logits (N, K) or an object with ``.logits``. DataParallel and `torch.compile` wrappers are
-            taken off.
+            taken off. Affine parameters that two layers share adapt apart; hooks on normalisation layers that only
+            look are not called.
         classifier: name of the layer whose input are the features; by default the last Linear that a pass calls.
 
     >>> net = Backbone(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 5)))
@@ -81,6 +86,7 @@ class Backbone(nn.Module):
     torch.Size([2, 7, 5])
     """
 
+    @torch.inference_mode(False)  # what is copied here must be able to carry gradients
     def __init__(self, model: nn.Module, classifier: str | None = None) -> None:
         super().__init__()
         if not isinstance(model, nn.Module):
@@ -96,7 +102,9 @@ class Backbone(nn.Module):
         self._place_slots()
         if not self.slots:
             raise ValueError(_nothing_to_adapt(self.model, self.left_alone))
-        self.model._apply(_channels_last)
+        self._given_channels_last, self._channels_last = _lies_channels_last(self.model), True  # which is faster
+        self.model._apply(lambda t: _laid_out(t, channels_last=True))
+        self._buffers_given = {name: t.clone() for name, t in self.model.named_buffers()}
         self.origin = Store(source_of([slot.layer for slot in self.slots], device))
         self._split = [slot.channels for slot in self.slots]
         self._eps = _common_eps(self.slots)
@@ -174,7 +182,9 @@ class Backbone(nn.Module):
         return None if first is None else 2 + len(first.kernel_size)
 
     def _first_convolution(self) -> nn.Conv1d | nn.Conv2d | nn.Conv3d | None:
-        return next((m for m in self.model.modules() if isinstance(m, nn.Conv1d | nn.Conv2d | nn.Conv3d)), None)
+        # Of the most axes: a gate over channels is a convolution, too.
+        layers = [m for m in self.model.modules() if isinstance(m, nn.Conv1d | nn.Conv2d | nn.Conv3d)]
+        return max(layers, key=lambda layer: len(layer.kernel_size), default=None)
 
     def _expected(self, shape: tuple[int, ...]) -> str:
         first = self._first_convolution()
@@ -204,8 +214,8 @@ class Backbone(nn.Module):
 
     def fingerprint(self, exact: bool = True) -> str:
         """A hash of the source model: its weights, statistics and layer names; not ``exact``: as float32 holds them."""
-        named = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}  # persistent or not
-        named |= self.origin.state_dict()
+        # Buffers, persistent or not, as they were given: a network may count or cache in them while it predicts.
+        named = {**dict(self.model.named_parameters()), **self._buffers_given} | self.origin.state_dict()
         # Only where it is not everyone's: marks of networks from before it counted stay as they are.
         layers = ((name, m.layer if isinstance(m, Slot) else m) for name, m in self.model.named_modules())
         eps = {f"{name}.eps": layer.eps for name, layer in layers if isinstance(layer, NORMS)}
@@ -213,6 +223,17 @@ class Backbone(nn.Module):
         if not exact:
             named = {name: t.float() if t.is_floating_point() else t for name, t in named.items()}
         return hash_tensors(named)
+
+    def not_finite(self) -> list[str]:
+        """The normalisation layers' parameters and statistics that hold NaN or infinity, by name."""
+        source: Source = self.origin.get()
+        if source.affine.weight.is_meta or all(bool(t.isfinite().all()) for part in source for t in part):
+            return []
+        rows = (zip(self.slots, t[0].split(self._split), strict=True) for t in source.affine)
+        named = {f"{slot.name}.{n}": t for n, row in zip(("weight", "bias"), rows, strict=True) for slot, t in row}
+        for name, t in zip(("running_mean", "running_var"), source.stats, strict=True):
+            named |= {f"{slot.name}.{name}": t[..., slot.columns] for slot in self.slots}
+        return [name for name, t in named.items() if not t.isfinite().all()]
 
     def train(self, mode: bool = True) -> "Backbone":
         """Stay in evaluation mode: dropout and the like are never wanted here."""
@@ -228,6 +249,7 @@ class Backbone(nn.Module):
         valid: Tensor | None = None,
         weights: Mapping[str, Tensor] | None = None,
         spare: Stats | None = None,
+        watch: Watch | None = None,
     ) -> Output:
         """One pass over (R, B, ...) images, each row with its own normalisation.
 
@@ -241,6 +263,7 @@ class Backbone(nn.Module):
             weights: other weights by name instead of the frozen ones (`torch.func.functional_call`, on a double of
                 the network: see `Doubles`).
             spare: statistics nobody needs any more, whose memory may hold the new ones.
+            watch: called with each slot that the network comes to, and what it receives there.
         """
         rows, batch = x.shape[:2]
         if affine.weight.shape != (rows, self.channels):
@@ -265,23 +288,29 @@ class Backbone(nn.Module):
             norm,
             labels,
             valid,
+            watch=watch,
         )
         if self._eps is not None and not norm.observes:  # one fold for the whole network
             both = fold(*current.stats, *affine, self._eps)
             current.folded = tuple(zip(*(t.split(self._split, 2) for t in both), strict=True))
-        images = x.flatten(0, 1).to(self.dtype)
-        if images.dim() == 4:
-            images = images.contiguous(memory_format=torch.channels_last)
+        images = _laid_out(x.flatten(0, 1).to(self.dtype), self._channels_last)
+        if images.data_ptr() == x.data_ptr():
+            images = images.clone()  # the network may write into them, as in x.sub_(mean), and other passes need x
+        model = self.model if weights is None else self._doubles.of(self.model)
+        current.find_order = lambda slot: _views_first(slot, model, images[:1], self._source_pass)
         try:
             with on_desk(current):
                 if weights is None:
-                    result = self.model(images)
+                    result = model(images)
                 else:
-                    double = self._doubles.of(self.model)
-                    result = torch.func.functional_call(double, dict(weights), (images,))
+                    own = {name: t if self._channels_last else _laid_out(t, False) for name, t in weights.items()}
+                    result = torch.func.functional_call(model, own, (images,))
         except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise  # the device's trouble, not the images'
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
+            if NO_VIEW in str(error) and self._channels_last:
+                self._give_up_channels_last()
+                return Backbone.forward(self, x, affine, stats, norm, labels, valid, weights, spare, watch)
             shape = tuple(x.shape[2:])
             raise ValueError(
                 f"the network could not take images of shape {shape}: {error}{self._expected(shape)}"
@@ -312,9 +341,35 @@ class Backbone(nn.Module):
                 stacklevel=2,
             )
 
+    def _source_pass(self, batch: int, watch: Watch) -> Pass:
+        """A pass of one row with the source's own normalisation, in which images do not meet."""
+        affine, stats = self.source()
+        scales, shifts = affine.weight.split(self._split, 1), affine.bias.split(self._split, 1)
+        valid = torch.ones(1, batch, dtype=torch.bool, device=self.device)
+        return Pass(1, batch, scales, shifts, stats, Frozen(), None, valid, watch=watch)
+
+    @torch.inference_mode(False)
+    def _give_up_channels_last(self) -> None:
+        """Change the order of weights in memory, and with it that of activations, for good."""
+        self._channels_last, self._doubles = False, Doubles()
+        self.model._apply(lambda t: _laid_out(t, channels_last=False))
+
+    @torch.inference_mode(False)
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Backbone":
         self._doubles = Doubles()  # of another device or precision, soon
+        self._buffers_given = {name: fn(t) for name, t in self._buffers_given.items()}
         return super()._apply(fn, recurse)  # type: ignore[no-any-return,no-untyped-call]
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As for any module; it is another source model afterwards."""
+        told = super().load_state_dict(state_dict, strict, assign)
+        self._doubles = Doubles()
+        self._buffers_given = {name: t.clone() for name, t in self.model.named_buffers()}
+        return told
+
+    @torch.inference_mode(False)
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Backbone":
+        return copied(self, memo)
 
     def _collect(self, current: Pass, spare: Stats | None) -> Stats:
         """The statistics each slot's rule left, side by side; those of layers that were not called stay."""
@@ -329,13 +384,14 @@ class Backbone(nn.Module):
             torch.cat(pieces, -1, out=out)
         return spare
 
+    @torch.inference_mode(False)
     def plain(self, affine: Affine, stats: Stats | None, weights: Mapping[str, Tensor] | None = None) -> nn.Module:
         """An ordinary module with ordinary layers that hold these affine parameters (1, C) and statistics (1, 1, C).
 
         Without statistics (None) its BatchNorm layers normalise each batch with the batch's own. ``weights`` are other
         layers' by name, where they are not the source's.
         """
-        model = copy.deepcopy(self.model)
+        model: nn.Module = copy.deepcopy(self.model)._apply(lambda t: _laid_out(t, self._given_channels_last))
         with torch.no_grad():
             for name, value in (weights or {}).items():
                 model.get_parameter(name).copy_(value)
@@ -390,8 +446,52 @@ def _refuse_unknown_sizes(model: nn.Module) -> None:
             raise ValueError(f"the size of layer {name!r} is not known yet: run the model once before adapting it")
 
 
-def _channels_last(t: Tensor) -> Tensor:
-    return t.contiguous(memory_format=torch.channels_last) if t.dim() == 4 else t
+def _laid_out(t: Tensor, channels_last: bool) -> Tensor:
+    form = torch.channels_last if channels_last else torch.contiguous_format
+    return t.contiguous(memory_format=form) if t.dim() == 4 else t
+
+
+def _lies_channels_last(model: nn.Module) -> bool:
+    weights = (p for p in model.parameters() if p.dim() == 4 and not p.is_contiguous())
+    return any(p.is_contiguous(memory_format=torch.channels_last) for p in weights)
+
+
+@torch.no_grad()
+def _views_first(slot: Slot, model: nn.Module, like: Tensor, source_pass: Callable[[int, Watch], Pass]) -> bool:
+    """Whether views of an image come to a slot a batch apart, as torch.cat of two batches puts them, or side by side.
+
+    It is seen where the first of two images is found again that was given alone before.
+    """
+
+    def received(images: Tensor) -> Tensor:
+        found: list[Tensor] = []
+
+        def watch(at: Slot, x: Tensor) -> None:
+            if at.index == slot.index and len(x) > len(images):
+                found.append(x.clone())
+
+        with on_desk(source_pass(len(images), watch)):
+            model(images.clone())
+        return found[0]
+
+    noise = torch.rand(2, *like.shape[1:], generator=torch.Generator().manual_seed(0), device="cpu").to(like)
+    one, two = received(noise[:1]), received(noise)
+    if len(two) == 2 * len(one):
+        together, apart = ((t - one).abs().max().item() for t in (two[: len(one)], two[::2]))
+        if min(together, apart) <= 0.05 * one.abs().max().item():  # room for rounding in bfloat16
+            return apart < together
+    raise RuntimeError(
+        f"layer {slot.name!r} receives several samples of each image, neither side by side nor a batch apart: which "
+        "image they belong to cannot be told"
+    )
+
+
+def copied(module: T, memo: dict[int, Any]) -> T:
+    """What copy.deepcopy makes of a module that has no say in it."""
+    new = object.__new__(type(module))
+    memo[id(module)] = new
+    vars(new).update(copy.deepcopy(vars(module), memo))
+    return new
 
 
 def _copy(model: nn.Module) -> nn.Module:
@@ -408,10 +508,12 @@ def _nothing_to_adapt(model: nn.Module, left_alone: Mapping[str, str]) -> str:
     if left_alone:
         found = "; ".join(f"{name or 'the model'}: {reason}" for name, reason in left_alone.items())
         return f"none of the model's normalisation layers can be adapted ({found})"
+    other = sorted({type(m).__name__ for m in model.modules() if "norm" in type(m).__name__.lower()})
+    kinds = f" of a kind that tribe adapts, only {', '.join(other)}" if other else ""
     return (
-        f"{type(model).__name__} has no normalisation layers, so there is nothing to adapt: tribe moves the statistics "
-        "and affine parameters of BatchNorm, SyncBatchNorm, LayerNorm or GroupNorm. If BatchNorm was folded into the "
-        "convolutions for deployment, adapt the network from before the folding"
+        f"{type(model).__name__} has no normalisation layers{kinds}, so there is nothing to adapt: tribe moves "
+        "the statistics and affine parameters of BatchNorm, SyncBatchNorm, LayerNorm or GroupNorm. If BatchNorm was "
+        "folded into the convolutions for deployment, adapt the network from before the folding"
     )
 
 
@@ -437,7 +539,10 @@ def _note_features(_: nn.Module, args: tuple[Any, ...]) -> None:
 def _logits(result: Any, samples: int) -> Tensor:
     logits = getattr(result, "logits", result)
     if not isinstance(logits, Tensor):
-        raise TypeError(f"the model returned {type(result).__name__}; expected logits or an object with .logits")
+        raise TypeError(
+            f"the model returned {type(result).__name__}; expected logits or an object with .logits. Wrap it in a "
+            "module whose forward picks them out, as in self.net(x)[0] or self.net(x)['logits']"
+        )
     if logits.dim() != 2 or logits.shape[0] != samples:
         raise ValueError(f"the model returned {tuple(logits.shape)} for {samples} images; expected logits (N, classes)")
     return logits

@@ -16,7 +16,7 @@ from tribe.losses import entropy
 from tribe.moments import observe
 from tribe.norms.batch import pool_batch
 from tribe.norms.frozen import Frozen
-from tribe.screening import sound
+from tribe.screening import PROBABILITIES, are_probabilities, sound
 from tribe.slots import Slot, StatisticsSlot
 from tribe.state import Affine
 
@@ -199,10 +199,8 @@ def _confidence(net: Backbone, logits: Tensor, problems: list[str], noise: bool)
     if classes < 2:
         problems.append("the network gives one number an image: methods expect logits of two classes at least")
         return None
-    if logits.min() >= 0 and (logits.sum(-1) - 1).abs().max() < 1e-2:  # bf16 sums up to no better
-        problems.append(
-            "the network gives probabilities, rows in [0, 1] that sum to 1: methods expect logits. Take off its Softmax"
-        )
+    if are_probabilities(logits):
+        problems.append(PROBABILITIES)
         logits = logits.clamp_min(torch.finfo(logits.dtype).tiny).log()
     if not noise and 1 - (entropy(logits).mean() / math.log(classes)).item() < 0.02:
         problems.append("predictions are close to uniform: are the weights loaded?")
@@ -234,24 +232,19 @@ def _first_shift(
     """
     seen: list[float] = []
     called = set() if called is None else called
-    everything = torch.ones(1, len(x), dtype=torch.bool, device=net.device)
 
-    def watch(slot: nn.Module, args: tuple[Tensor, ...]) -> None:
-        called.add(str(slot.name))
+    def watch(slot: Slot, received: Tensor) -> None:
+        called.add(slot.name)
         if not seen and isinstance(slot, StatisticsSlot) and slot.layer.running_mean is not None:
-            mean, var = pool_batch(*observe(args[0].unsqueeze(0)), everything)  # (1, 1, C)
+            everything = torch.ones(1, len(received), dtype=torch.bool, device=received.device)
+            mean, var = pool_batch(*observe(received.unsqueeze(0)), everything)  # (1, 1, C)
             layer = slot.layer
             source_mean, source_std = layer.running_mean.to(mean), (layer.running_var.to(mean) + slot.layer_eps).sqrt()
             ratio = (var + slot.layer_eps).sqrt() / source_std
             seen.append(((mean - source_mean).abs() / source_std + ratio.log().abs()).mean().item())
 
-    handles = [slot.register_forward_pre_hook(watch) for slot in net.slots]
-    try:
-        affine, stats = net.source()
-        logits, features, _ = net(x.to(net.device).unsqueeze(0), affine, stats, Frozen())
-    finally:
-        for handle in handles:
-            handle.remove()
+    affine, stats = net.source()
+    logits, features, _ = net(x.to(net.device).unsqueeze(0), affine, stats, Frozen(), watch=watch)
     shift = seen[0] if seen and math.isfinite(seen[0]) else None
     return shift, logits[0].float(), None if features is None else features[0]
 

@@ -132,7 +132,8 @@ def check_fingerprint(path: str | PathLike[str], fingerprint: str, net: Backbone
     if net.fingerprint() != fingerprint:
         raise StateFileError(
             f"{path} was saved from another model: its weights differ from this one's. Load it with the network it was "
-            "adapted on, with the same weights and precision"
+            "adapted on, with the same weights and precision; if the adapter was cast, with a network that is cast so, "
+            "as tribe.Backbone(net).to(torch.bfloat16)"
         )
 
 

@@ -37,7 +37,7 @@ DRAWS = 0x4E4F5445  # purpose of the reservoir's random numbers ("NOTE" in ASCII
 class Timely(NamedTuple):
     """RoTTA's memory. Age counts arrivals: nothing has to be rewritten for everybody to grow older."""
 
-    image: Tensor  # (S, M, room)
+    image: Tensor  # (S, M, room), in the network's precision
     label: Tensor  # (S, M) int64, the class predicted on arrival
     arrival: Tensor  # (S, M) int64, how many had arrived before
     uncertainty: Tensor  # (S, M) the entropy of that prediction, float32 at least
@@ -59,7 +59,7 @@ class Timely(NamedTuple):
 class Reservoir(NamedTuple):
     """NOTE's memory."""
 
-    image: Tensor  # (S, M, room)
+    image: Tensor  # (S, M, room), in the network's precision
     label: Tensor  # (S, M) int64, the class predicted on arrival
     predicted: Tensor  # (S, K) int64, how often each class was predicted so far
     held: Tensor  # (S,) int64, places taken

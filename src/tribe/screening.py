@@ -9,6 +9,10 @@ import math
 import torch
 from torch import Tensor
 
+PROBABILITIES = (
+    "the network gives probabilities, rows in [0, 1] that sum to 1: methods expect logits, and learn little or nothing "
+    "from these. Take off its Softmax"
+)
 LIMIT = 1e6  # far above any image, 0 to 255 included, and far below where sums of squares of float32 overflow
 
 
@@ -19,6 +23,15 @@ def sound(x: Tensor, axes: int = 2) -> Tensor:
     tensor([[ True, False, False, False]])
     """
     return (x.abs() <= _limit(x)).flatten(axes).all(axes)  # no comparison with NaN is true
+
+
+def are_probabilities(logits: Tensor) -> bool:
+    """Whether rows (..., K) look like probabilities instead of logits.
+
+    >>> are_probabilities(torch.tensor([[0.25, 0.75]])), are_probabilities(torch.tensor([[0.25, 0.5]]))
+    (True, False)
+    """
+    return bool(logits.min() >= 0) and bool((logits.sum(-1) - 1).abs().max() < 1e-2)  # bf16 sums up to no better
 
 
 def _limit(x: Tensor) -> float:

@@ -9,7 +9,7 @@ import copy
 import dataclasses
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -56,8 +56,11 @@ class Pass:
     kept: dict[int, Stats] = dataclasses.field(default_factory=dict)  # what each slot's rule left, (R, K, c)
     folded: tuple[tuple[Tensor, Tensor], ...] | None = None  # per slot scale and shift, where no batch changes them
     features: Tensor | None = None
+    watch: "Watch | None" = None  # shown what each slot receives
+    find_order: Callable[["Slot"], bool] | None = None  # whether views come before samples at a slot, by a trial
 
 
+Watch = Callable[["Slot", Tensor], None]
 desk: ContextVar[Pass | None] = ContextVar("tribe_pass", default=None)
 
 
@@ -86,6 +89,7 @@ class Slot(nn.Module, ABC):
         self.relu = len(after) == 1 and type(after[0]) is nn.ReLU and isinstance(layer, _BatchNorm)  # done on the way
         self.after = nn.Sequential(*([] if self.relu else after))
         self.tokens_first = False  # whether tokens may come before samples, (T, N, C)
+        self.views_first: bool | None = None  # where time, crops or views are folded into N; None: not known yet
         self._template = (layer,)  # in a tuple: the source's layer is a template for export, not part of the network
 
     @property
@@ -104,6 +108,8 @@ class Slot(nn.Module, ABC):
                 "it in the caller's)"
             )
         current.called.add(self.index)
+        if current.watch is not None:
+            current.watch(self, x)
         weight, bias = current.weight[self.index], current.bias[self.index]  # (R, c)
         if self.layer.weight is None:
             weight = torch.ones_like(weight)
@@ -161,13 +167,29 @@ class Slot(nn.Module, ABC):
         self.layer.forward = self.forward
 
     def unfold(self, x: Tensor, current: Pass) -> Any:
-        """(N, C, ...) -> (R, B, C, ...); where a model folds time or patches into N they become pixels."""
+        """(N, C, ...) -> (R, B, C, ...); where a model folds time or views into N they become pixels."""
         rows, batch = current.rows, current.batch
         if x.shape[0] == rows * batch:
             return x.unflatten(0, (rows, batch))
-        if batch and x.shape[0] % (rows * batch) == 0:
-            return x.unflatten(0, (rows, batch, -1)).movedim(2, 3)
-        raise self.cannot_tell_apart(x.shape[0], current)
+        if not batch or x.shape[0] % (rows * batch):
+            raise self.cannot_tell_apart(x.shape[0], current)
+        if self.puts_views_first(current):
+            return x.unflatten(0, (-1, rows, batch)).movedim(0, 3)
+        return x.unflatten(0, (rows, batch, -1)).movedim(2, 3)
+
+    def refold(self, y: Tensor, shape: torch.Size) -> Tensor:
+        """The way back of `unfold`, to (N, C, ...)."""
+        if y.dim() == len(shape) + 1:
+            y = y.flatten(0, 1)
+        else:
+            y = y.movedim(3, 0 if self.views_first else 2).reshape(shape)
+        return y
+
+    def puts_views_first(self, current: Pass) -> bool:
+        """Whether several views of an image, in N, lie a batch apart (as after torch.cat) instead of side by side."""
+        if self.views_first is None and current.find_order is not None:
+            self.views_first = current.find_order(self)
+        return bool(self.views_first)
 
     def cannot_tell_apart(self, samples: int, current: Pass) -> RuntimeError:
         """The refusal of a layer that does not see the images of the pass one by one."""
@@ -206,9 +228,7 @@ class StatisticsSlot(Slot):
                 y = scale_and_shift(folded, *current.folded[self.index], self.relu)
             else:
                 y = scale_and_shift(folded, *fold(*stats, weight, bias, self.layer_eps), self.relu)
-        if folded.dim() > x.dim() + 1:  # what `unfold` made pixels goes back into N
-            return y.movedim(3, 2).reshape(x.shape)
-        return y.flatten(0, 1)
+        return self.refold(y, x.shape)
 
 
 class AffineSlot(Slot):
@@ -232,8 +252,11 @@ class AffineSlot(Slot):
                 f"layer {self.name!r} received as many tokens as samples, {samples}, and the model has attention that "
                 "puts tokens first: which are the samples cannot be told. Use another batch size, or batch_first=True"
             )
-        y = y.unflatten(axis, (current.rows, -1)).movedim(axis, 0)  # (R, N / R, ...) or (R, T, N / R, ...)
         weight, bias = (t.view(current.rows, 1, *shape) for t in (weight, bias))
+        if current.rows > 1 and not axis and x.shape[0] > samples and self.puts_views_first(current):
+            y = y.unflatten(0, (-1, current.rows, current.batch))  # (V, R, B, ...)
+            return torch.addcmul(bias, y.to(bias.dtype), weight).to(x.dtype).flatten(0, 2)
+        y = y.unflatten(axis, (current.rows, -1)).movedim(axis, 0)  # (R, N / R, ...) or (R, T, N / R, ...)
         y = torch.addcmul(bias, y.to(bias.dtype), weight).to(x.dtype)
         return y.movedim(0, axis).flatten(axis, axis + 1)
 
@@ -254,8 +277,8 @@ def source_of(layers: Sequence[nn.Module], device: torch.device) -> Source:
             if values is not None:
                 parts.append(values.detach().flatten().to(wide(values.dtype), copy=True))
             elif default is not None:
-                parts.append(torch.full((channels_of(layer),), default, device=device))
-        return torch.cat(parts) if parts else torch.empty(0, device=device)
+                parts.append(torch.full((channels_of(layer),), default, dtype=torch.float32, device=device))
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.float32, device=device)
 
     affine = Affine(row("weight", 1.0)[None], row("bias", 0.0)[None])
     stats = Stats(row("running_mean", None)[None, None], row("running_var", None)[None, None])

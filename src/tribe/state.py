@@ -147,7 +147,8 @@ class Store(nn.Module):
     """A state as the buffers of a module, so that ``.to(device)`` and ``state_dict()`` see it.
 
     A state follows its network to another precision, as the moments that are taken of the network's activations do,
-    but never below float32: statistics must not lose what they know when a network is cast to half.
+    but never below float32: statistics must not lose what they know when a network is cast to half. A tensor of the
+    name ``image`` holds images that are kept for the network, in its own precision.
     """
 
     def __init__(self, state: tuple[Any, ...]) -> None:
@@ -180,10 +181,12 @@ class Store(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Store":
         def move(t: Tensor) -> Tensor:
             moved = fn(t)
-            if moved.dtype == t.dtype:
+            if moved.dtype == t.dtype or t is self._buffers.get("image"):
                 return moved
             if self._type is Info:  # for people, in float32 whatever the network
                 return t.to(moved.device)
             return t.to(moved.device, torch.promote_types(moved.dtype, torch.float32))  # from t: half has rounded
 
-        return super()._apply(move, recurse)  # type: ignore[no-any-return,no-untyped-call]
+        for part in self.children() if recurse else ():  # each in its own way
+            part._apply(fn)
+        return super()._apply(move, recurse=False)  # type: ignore[no-any-return,no-untyped-call]

@@ -31,6 +31,7 @@ from tribe.methods import Method
 from tribe.norms import Norm
 from tribe.scenarios import LongTail, Natural, Scenario, Schedule, class_counts
 from tribe.screening import sound
+from tribe.slots import Watch
 from tribe.state import Affine, Stats, clone, digest, leaves, rebuild, stream
 
 CLASSES = 4
@@ -112,6 +113,7 @@ class _Watchful(Backbone):
         valid: Tensor | None = None,
         weights: Mapping[str, Tensor] | None = None,
         spare: Stats | None = None,
+        watch: Watch | None = None,
     ) -> Output:
         counts = torch.ones(x.shape[:2], dtype=torch.bool) if valid is None else valid
         for row, counted in zip(x.detach(), counts, strict=True):
@@ -119,7 +121,7 @@ class _Watchful(Backbone):
             assert len(distinct) == int(counted.sum()), (
                 "a pass counts an image twice: the stand-in for padding, or for a free place of the memory"
             )
-        output = super().forward(x, affine, stats, norm, labels, valid, weights, spare)
+        output = super().forward(x, affine, stats, norm, labels, valid, weights, spare, watch)
         made_up = torch.linspace(-3, 3, output.logits.shape[-1], dtype=output.logits.dtype)
         features = None if output.features is None else output.features.where(counts.unsqueeze(-1), 3.0)
         return output._replace(logits=output.logits.where(counts.unsqueeze(-1), made_up), features=features)
