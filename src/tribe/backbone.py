@@ -294,7 +294,7 @@ class Backbone(nn.Module):
             both = fold(*current.stats, *affine, self._eps)
             current.folded = tuple(zip(*(t.split(self._split, 2) for t in both), strict=True))
         images = _laid_out(x.flatten(0, 1).to(self.dtype), self._channels_last)
-        if images.data_ptr() == x.data_ptr():
+        if images.data_ptr() == x.data_ptr() != 0:  # 0: on the meta device
             images = images.clone()  # the network may write into them, as in x.sub_(mean), and other passes need x
         model = self.model if weights is None else self._doubles.of(self.model)
         current.find_order = lambda slot: _views_first(slot, model, images[:1], self._source_pass)
