@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import tribe
+from tribe.atomic import write_atomically
 from tribe.testing import images, ready, small_network
 
 
@@ -173,6 +176,19 @@ def test_saving_keeps_who_may_read_a_file_and_follows_a_link(tmp_path):
     assert (tmp_path / "a").read_bytes() != before
     assert (tmp_path / "a").stat().st_mode & 0o777 == 0o600
     assert sorted(os.listdir(tmp_path)) == ["a", "link"]
+
+
+def test_what_is_no_file_is_written_to_and_stays(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    read = []
+    reader = threading.Thread(target=lambda: read.append((tmp_path / "pipe").read_bytes()))
+    reader.start()
+    write_atomically(tmp_path / "pipe", b"news")
+    reader.join()
+    assert read == [b"news"]
+    assert (tmp_path / "pipe").is_fifo()
+    write_atomically(os.devnull, b"news")
+    assert not Path(os.devnull).is_file()
 
 
 KILLER = """

@@ -16,7 +16,14 @@ STALE_SECONDS = 3600
 
 
 def write_atomically(path: str | PathLike[str], data: bytes) -> None:
-    """Write a file so that at every moment the path holds the old bytes or the new."""
+    """Write a file so that at every moment the path holds the old bytes or the new.
+
+    What is there and no file, as a pipe or /dev/null, is written to as it is.
+    """
+    if Path(path).exists() and not Path(path).is_file() and not Path(path).is_dir():
+        with open(path, "wb") as there:
+            there.write(data)
+        return
     target = Path(os.path.realpath(path))  # where a link leads: it stays a link
     if target.is_dir():
         raise IsADirectoryError(f"{path} is a folder; expected the path of a file")
