@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import save_file
 
 import tribe
@@ -46,7 +47,7 @@ def test_the_readme_reproduces_a_stream(tmp_path, monkeypatch, capsys):
 
 
 def test_the_method_of_contributing_fulfils_the_contract():
-    code, check = blocks("CONTRIBUTING.md")
+    code, check, _ = blocks("CONTRIBUTING.md")
     module = {"__name__": "__main__"}
     try:
         exec(compile(code, "nudge.py", "exec"), module)
@@ -56,6 +57,25 @@ def test_the_method_of_contributing_fulfils_the_contract():
         check_method(module["Nudge"]())
     finally:
         tribe.methods.registry._classes.pop("nudge", None)
+
+
+def test_the_corruption_of_contributing_is_applied_listed_and_played():
+    from tribe.cli.commands.listing import describe_corruption
+
+    clean = images(1, 6)[0].clamp(0, 1)
+    before = clean.clone()
+    try:
+        exec(compile(blocks("CONTRIBUTING.md")[2], "haze.py", "exec"), {"__name__": "haze"})
+        assert "common/haze" in tribe.corruptions.names()
+        assert describe_corruption("common/haze")["summary"] == "Mix every image with white, up to a share of its own."
+        mild, strong = (tribe.corruptions.apply(clean, "haze", severity, seed=1) for severity in (1, 5))
+        again = tribe.corruptions.apply(clean[4:], "haze", 5, seed=1, index=torch.tensor([4, 5]))
+        tribe.datasets.create("live-cifar10-c", corruptions=("haze",))
+    finally:
+        tribe.corruptions.base._families["common"].pop("haze", None)
+    assert torch.equal(clean, before)
+    assert torch.equal(again, strong[4:])
+    assert clean.mean() < mild.mean() < strong.mean()
 
 
 def test_the_docstring_example_of_the_package_is_the_readme():

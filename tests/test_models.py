@@ -535,6 +535,11 @@ BAD_NAMES = {
         FileNotFoundError,
         "Place them there, or make them: tribe train cifar10 --model wrn28_10 .*Commands with --weights FILE",
     ),
+    "find weights for data that cannot be trained on here": (
+        lambda: models.find("wrn28_10", "folder", "here"),
+        FileNotFoundError,
+        "Place them there. Commands with --weights FILE take them from anywhere$",
+    ),
     "load by a wrong name": (lambda: models.load("resnet21", "none.pt"), ValueError, "unknown model 'resnet21'"),
     "timm without a name": (lambda: models.create("timm"), ValueError, "say which of timm's networks"),
     "torchvision in grey": (lambda: models.create("torchvision/resnet18", channels=1), ValueError, "take 3 channels"),
@@ -546,6 +551,23 @@ def test_bad_names_and_fields_get_a_clear_error(case):
     make, exception, message = BAD_NAMES[case]
     with pytest.raises(exception, match=message):
         make()
+
+
+def test_weights_are_looked_for_where_all_data_lies(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRIBE_DATA", str(tmp_path))
+    with pytest.raises(FileNotFoundError, match=str(tmp_path / "weights" / "wrn10_1_cifar10.safetensors")):
+        models.find("wrn10_1", "cifar10")
+    place = tmp_path / "weights" / "wrn10_1_cifar10.safetensors"
+    place.parent.mkdir()
+    save_file(models.create("wrn10_1").state_dict(), place)
+    assert models.find("wrn10_1", "cifar10") == place
+
+
+def test_what_is_said_to_be_trained_here_has_a_recipe():
+    from tribe.models.weights import TRAINED_HERE
+    from tribe.train import PRESETS
+
+    assert tuple(PRESETS) == TRAINED_HERE
 
 
 def test_load_wants_a_name_or_a_module(weights):

@@ -284,6 +284,18 @@ def test_severities_of_a_data_set():
         scenarios.create("gradual", severities=(2, 4)).on(held[:-3])
 
 
+class Backwards(scenarios.Scenario):
+    """The last image first: a view of an array whose strides are negative."""
+
+    def play(self, labels, classes, rng):
+        return np.arange(len(labels))[::-1]
+
+
+def test_what_is_played_may_be_a_reversed_view():
+    schedule = Backwards().schedule([torch.tensor([0, 1, 1])] * 2, seed=0)
+    assert schedule.index.tolist() == [2, 1, 0, 2, 1, 0]
+
+
 def test_recurring_repeats_the_stream():
     labels = even(2)
     once = scenarios.create("ptta").schedule(labels, 9)

@@ -15,9 +15,12 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
     >>> nearest("trbe", ["source", "tribe"])
     "did you mean 'tribe'? Known: source, tribe"
+    >>> nearest("CoTTA", ["cotta", "source"])
+    "did you mean 'cotta'? Known: cotta, source"
     """
     known = sorted(known)
-    close = difflib.get_close_matches(name, known, n=2, cutoff=0.5)
+    spelled = {word.lower(): word for word in known}
+    close = [spelled[word] for word in difflib.get_close_matches(name.lower(), spelled, n=2, cutoff=0.5)]
     hint = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
     return f"{hint}Known: {', '.join(known) or 'none'}"
 

@@ -11,9 +11,9 @@ torch.Size([2, 3, 32, 32])
 import importlib
 import pkgutil
 
-from tribe.corruptions.base import SEVERITIES, Draw, apply, corruption, names
+from tribe.corruptions.base import SEVERITIES, Draw, Function, apply, corruption, function, names
 
-__all__ = ["SEVERITIES", "Draw", "apply", "corruption", "names"]
+__all__ = ["SEVERITIES", "Draw", "Function", "apply", "corruption", "function", "names"]
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")

@@ -25,7 +25,7 @@ from tribe import rng
 from tribe.registry import nearest
 from tribe.rng import Key
 
-__all__ = ["SEVERITIES", "Draw", "apply", "corruption", "names"]
+__all__ = ["SEVERITIES", "Draw", "apply", "corruption", "function", "names"]
 
 SEVERITIES = range(1, 6)
 LARGE = 100  # pixels: from here on (the shorter side) the parameters of ImageNet-C, below them those of CIFAR-C
@@ -93,7 +93,10 @@ def corruption(
             )
 
     def add(function: Function) -> Function:
-        _families.setdefault(family, {})[name] = _Entry(function, *tables)
+        known = _families.setdefault(family, {}).get(name)
+        if known is not None and known.function.__module__ != function.__module__:
+            raise ValueError(f"corruption {family}/{name} is registered already, by {known.function.__module__}")
+        _families[family][name] = _Entry(function, *tables)
         return function
 
     return add
@@ -104,6 +107,11 @@ def names(family: str | None = None) -> list[str]:
     if family is None:
         return [f"{f}/{name}" for f in sorted(_families) for name in _families[f]]
     return list(_family(family))
+
+
+def function(name: str, family: str) -> Function:
+    """What corrupts, under a name."""
+    return _family(family)[name].function
 
 
 @torch.no_grad()

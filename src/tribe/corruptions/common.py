@@ -30,6 +30,7 @@ from tribe.corruptions.base import LARGE, Draw, Params, corruption
     "gaussian_noise", family="common", table=(0.04, 0.06, 0.08, 0.09, 0.10), large=(0.08, 0.12, 0.18, 0.26, 0.38)
 )
 def _gaussian_noise(x: Tensor, params: Params, draw: Draw) -> Tensor:
+    """Add normal noise."""
     (sd,) = params
     return draw.normal(x.shape[1:]).mul_(sd).add_(x)
 
@@ -65,6 +66,7 @@ def _poisson(c: float) -> tuple[Tensor, Tensor]:
     "impulse_noise", family="common", table=(0.01, 0.02, 0.03, 0.05, 0.07), large=(0.03, 0.06, 0.09, 0.17, 0.27)
 )
 def _impulse_noise(x: Tensor, params: Params, draw: Draw) -> Tensor:
+    """Salt and pepper: make a share of the values white or black."""
     (amount,) = params
     u = draw.uniform(x.shape[1:])
     return torch.where(u < amount, (u < amount / 2).to(x.dtype), x)
@@ -80,6 +82,7 @@ def _impulse_noise(x: Tensor, params: Params, draw: Draw) -> Tensor:
     large=((3, 0.1), (4, 0.5), (6, 0.5), (8, 0.5), (10, 0.5)),
 )
 def _defocus_blur(x: Tensor, params: Params, draw: Draw) -> Tensor:
+    """Blur with a disk, as a lens out of focus does."""
     kernel = _disk(*map(float, params))
     reach = len(kernel) // 2
     x = _extend(x, reach, "reflect")
@@ -151,6 +154,7 @@ def _glass_blur(x: Tensor, params: Params, draw: Draw) -> Tensor:
     large=((10, 3), (15, 5), (15, 8), (15, 12), (20, 15)),
 )
 def _motion_blur(x: Tensor, params: Params, draw: Draw) -> Tensor:
+    """Average along a random direction."""
     radius, sd = params
     return _drag(x, radius, sd, draw.uniform().mul_(90).sub_(45))
 
@@ -185,6 +189,7 @@ def _drag(x: Tensor, radius: float, sd: float, degrees: Tensor) -> Tensor:
     large=((1.11, 0.01), (1.16, 0.01), (1.21, 0.02), (1.26, 0.02), (1.31, 0.03)),
 )
 def _zoom_blur(x: Tensor, params: Params, draw: Draw) -> Tensor:
+    """The mean of the image and enlargements of its centre."""
     end, step = map(float, params)
     height, width = x.shape[2:]
     factors = np.arange(1, end, step).tolist()
@@ -250,6 +255,7 @@ def _zoom(size: int, factor: float) -> Tensor:
     ),
 )
 def _snow(x: Tensor, params: Params, draw: Draw) -> Tensor:
+    """Pale the image, and let two layers of dragged flakes fall over it."""
     mean, sd, zoom, cut, radius, blur, keep = params
     height, width = x.shape[2:]
     layer = draw.normal((1, height, width)).mul_(sd).add_(mean)
@@ -274,6 +280,7 @@ def _grey(x: Tensor) -> Tensor:
     large=((1, 0.4), (0.8, 0.6), (0.7, 0.7), (0.65, 0.7), (0.6, 0.75)),
 )
 def _frost(x: Tensor, params: Params, draw: Draw) -> Tensor:
+    """Mix with a random crop of a picture of frost."""
     image, frost = params
     n, c, height, width = x.shape
     pictures = _pictures(height, width)
@@ -327,6 +334,7 @@ def _pictures(height: int, width: int) -> tuple[Tensor, ...]:
     large=((1.5, 2), (2, 2), (2.5, 1.7), (2.5, 1.5), (3, 1.4)),
 )
 def _fog(x: Tensor, params: Params, draw: Draw) -> Tensor:
+    """Add clouds, and darken to the brightness there was."""
     strength, decay = params
     height, width = x.shape[2:]
     size = 2 ** math.ceil(math.log2(max(height, width)))  # 32 for CIFAR, 256 for ImageNet
@@ -373,6 +381,7 @@ def _brightness(x: Tensor, params: Params, draw: Draw) -> Tensor:
 
 @corruption("contrast", family="common", table=(0.75, 0.5, 0.4, 0.3, 0.15), large=(0.4, 0.3, 0.2, 0.1, 0.05))
 def _contrast(x: Tensor, params: Params, draw: Draw) -> Tensor:
+    """Draw every channel towards its mean."""
     (c,) = params
     mean = x.mean(-1, keepdim=True).mean(-2, keepdim=True)  # in two steps: see `tribe.augment`
     return (x - mean).mul_(c).add_(mean)

@@ -9,6 +9,7 @@ NOTE: MNIST-C is stored as the result times 255, rounded half to even: nothing i
 Shapes: N images, H rows, W columns, P = H W pixels; x (N, 1, H, W) in [0, 1].
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ def _mnist(name: str, *params: float) -> Callable[[Function], Function]:
     """Function decorator: make a corruption known with these parameters, for grey images only."""
 
     def add(function: Function) -> Function:
+        @functools.wraps(function)
         def grey(x: Tensor, params: Params, draw: Draw) -> Tensor:
             if x.shape[1] != 1 or max(x.shape[2:]) > LARGEST:
                 raise ValueError(

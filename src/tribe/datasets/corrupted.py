@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tribe import corruptions
+from tribe.corruptions import Function
 from tribe.datasets import Dataset, create, register
 from tribe.registry import nearest
 from tribe.scenarios.orders import CIFAR_C, MNIST_C
@@ -88,6 +89,12 @@ class Live:
     def clean(self) -> Dataset:
         """The clean data set."""
         return self._corrupted.clean
+
+    @property
+    def functions(self) -> list[Function]:
+        """What corrupts: code that the images depend on."""
+        family = "mnist" if self.source == "mnist" else "common"
+        return [corruptions.function(name, family) for name in self.corruptions]
 
     @cached_property
     def _corrupted(self) -> Corrupted:

@@ -19,6 +19,7 @@ from tribe.registry import nearest
 from tribe.scenarios.sampling import is_count, refuse_unless
 
 LOOKED_AT = 16  # pictures of a domain whose bytes are part of what it is; of all others their names and sizes are
+SKIP = "unreadable='skip' (--set dataset.unreadable=skip) warns and plays the others"
 LAYOUT = "expected root/<domain>/<class>/pictures, or root/<domain>/pictures without labels"
 
 
@@ -76,15 +77,21 @@ class Folder:
     def images(self, domain: str, index: Tensor) -> Tensor:
         """Decode some pictures."""
         paths = self._domain(domain).paths
-        return read_pictures(
-            [paths[i] for i in positions(index, len(paths), domain)],
-            self._size,
-            hint="all images of a stream have one size; size= would resize and crop them",
-            fit=self.size,
-            unreadable=self.unreadable,
-            warned=self._warned,
-            workers=self.workers,
-        )
+        chosen = [paths[i] for i in positions(index, len(paths), domain)]
+        try:
+            return read_pictures(
+                chosen,
+                self._size,
+                hint="all images of a stream have one size; size= would resize and crop them",
+                fit=self.size,
+                unreadable=self.unreadable,
+                warned=self._warned,
+                workers=self.workers,
+            )
+        except PictureError as error:
+            if self.unreadable == "skip":
+                raise
+            raise PictureError(f"{error}; {SKIP}") from error
 
     def digest(self, domain: str) -> str:
         """Which pictures they are, see `tribe.datasets.fingerprint`."""

@@ -101,10 +101,15 @@ class Method(ABC):
 
     @classmethod
     def preset(cls, dataset: str, **fields: Any) -> Self:
-        """The method with the hyper-parameters published for a data set; ``fields`` override single ones."""
-        if dataset not in cls.presets:
-            raise ValueError(f"{cls.name} has no preset {dataset!r}: {nearest(dataset, cls.presets)}")
-        return cls(**{**cls.presets[dataset], **fields})
+        """The method with the hyper-parameters published for a data set; ``fields`` override single ones.
+
+        One without any that depend on the data is told the number of classes.
+        """
+        classes = {"mnist": 10, "cifar10": 10, "cifar100": 100, "imagenet": 1000}
+        published = cls.presets or {name: {"classes": count} for name, count in classes.items()}
+        if dataset not in published:
+            raise ValueError(f"{cls.name} has no preset {dataset!r}: {nearest(dataset, published)}")
+        return cls(**{**published[dataset], **fields})
 
     def study(self, net: Backbone, batches: Iterable[tuple[Tensor, Tensor]]) -> source.Knowledge:
         """Take from source images (B, ...) and labels (B,) what the method needs to know; for methods with `needs`."""

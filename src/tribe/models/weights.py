@@ -11,12 +11,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from tribe.datasets.files import data_root
 from tribe.models.base import Architecture, Normalization, architecture
 from tribe.normalize import Normalize
 
 PREFIXES = ("module.", "model.", "_orig_mod.")  # what DataParallel, wrappers and torch.compile put before names
 ENVELOPES = ("state_dict", "model_state_dict", "model")  # under which training scripts keep a state dict
 CONSTANTS = (("mu", "sigma"), ("mean", "std"), ("normalize.mean", "normalize.std"))  # input normalisation in a file
+TRAINED_HERE = ("mnist", "cifar10", "cifar100")  # for which `tribe train` has a recipe
 SHIPPED = Path(__file__).parent / "shipped"  # weights that come with the package
 ROUNDING = 1e-3  # to which a file's constants and the network's agree: some files hold them in half precision
 
@@ -25,22 +27,26 @@ class WeightsError(ValueError):
     """Weights that cannot be used, and why."""
 
 
-def find(model: str, dataset: str, root: str | PathLike[str]) -> Path:
+def find(model: str, dataset: str, root: str | PathLike[str] | None = None) -> Path:
     """Where the weights of a named network, trained on a data set, lie: under ``root``/weights, or in the package.
+
+    ``root`` is that of all data sets: if not given, $TRIBE_DATA, else the user's cache directory.
 
     >>> find("compact", "mnist", "anywhere").name
     'compact_mnist.safetensors'
     """
+    root = data_root() if root is None else Path(root)
     name = f"{model}_{dataset}.safetensors"
-    places = [Path(root) / "weights" / name, Path(root) / "weights" / f"{model}.safetensors"]
+    places = [root / "weights" / name, root / "weights" / f"{model}.safetensors"]
     for place in (*places, SHIPPED / name):
         if place.is_file():
             return place
     architecture(model)  # a wrong name is refused as that
     looked = " or ".join(str(place) for place in places)
+    made = f", or make them: tribe train {dataset} --model {model} --data {root}" if dataset in TRAINED_HERE else ""
     raise FileNotFoundError(
-        f"no weights of {model} for {dataset}: looked for {looked}. Place them there, or make them: tribe train "
-        f"{dataset} --model {model} --data {root}. Commands with --weights FILE take them from anywhere"
+        f"no weights of {model} for {dataset}: looked for {looked}. Place them there{made}. Commands with --weights "
+        "FILE take them from anywhere"
     )
 
 
@@ -56,7 +62,7 @@ def load(model: str | nn.Module, path: str | PathLike[str], **fields: Any) -> nn
     """
     if isinstance(model, str):
         design = architecture(model, **fields)  # a wrong name is refused before a large file is read
-        tensors = read(path, f"tribe train DATASET --model {model} makes one (mnist, cifar10 or cifar100)")
+        tensors = read(path, f"tribe train DATASET --model {model} makes one (of {', '.join(TRAINED_HERE)})")
         model = _as_told(design, tensors, fields).build()
     elif not isinstance(model, nn.Module):
         raise TypeError(f"expected a name or a torch.nn.Module; got {type(model).__name__}")

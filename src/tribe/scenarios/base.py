@@ -124,7 +124,7 @@ class Scenario(ABC):
                 drawn[base] = self.play(bases[base], classes, rng)
                 if not len(drawn[base]):
                     raise ValueError(f"{self._called(base, len(bases))} keeps no image with {self.profile}")
-            index = torch.from_numpy(drawn[base]).long()
+            index = torch.from_numpy(np.array(drawn[base], np.int64))  # a copy: torch takes no reversed views
             reset = torch.zeros(len(index), dtype=torch.bool)
             reset[:1] = self.resets
             parts.append(Schedule(torch.full_like(index, domain), index, reset))

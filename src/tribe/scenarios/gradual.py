@@ -38,7 +38,11 @@ class Severities(Composed):
         bases = tuple(dict.fromkeys(name.partition("@")[0] for name in domains))
         scenario = super().on(bases)
         if bases != tuple(domains) and (missing := [n for n in scenario.domain_names if n not in domains]):
-            raise ValueError(f"the severities {self.severities} need domain {missing[0]!r}; got {tuple(domains)}")
+            wanted = ",".join(map(str, sorted(self.severities)))
+            raise ValueError(
+                f"the severities {self.severities} need domain {missing[0]!r}, which the data set lacks: make it with "
+                f"them, --severity {wanted} or severities=({wanted}); it has {', '.join(domains)}"
+            )
         return scenario
 
     def _visit(self, base: int, step: int) -> Visit:
