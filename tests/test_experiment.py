@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -18,6 +19,7 @@ from tribe import metrics
 from tribe.experiment import (
     Bench,
     Busy,
+    Damaged,
     Experiment,
     MixedResults,
     Named,
@@ -27,6 +29,7 @@ from tribe.experiment import (
     keep,
     load,
     refuse_mixture,
+    survey,
 )
 
 GRID = Path(__file__).with_name("grid.py")
@@ -500,6 +503,32 @@ def test_the_json_is_kept_elsewhere_and_is_enough(result, bench, tmp_path):
     assert mended.metrics == result.metrics
     found = result.experiment.run(tmp_path / "kept", bench=bench, progress=never)
     assert found.metrics == result.metrics
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        *((name, content) for name in ("metrics", "environment", "spec") for content in ("{", "[]")),
+        ("metrics", "{}"),
+        ("spec", '{"format": "tribe-experiment", "schema": 2}'),
+        ("spec", '{"format": "tribe-experiment", "schema": 99}'),
+    ],
+)
+def test_damaged_results_are_told_apart_from_those_that_are_whole(result, bench, tmp_path, name, content):
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    torn = again(result, runs)
+    whole = small(bench).run(runs, bench=bench)
+    (torn / f"{name}.json").write_text(content)
+    (damaged,) = [found for found in survey(runs) if isinstance(found, Damaged)]
+    assert damaged.folder == torn
+    assert damaged.experiment == (None if name == "spec" else result.experiment)
+    assert str(torn) in str(damaged.error)
+    assert [r.experiment for r in finished(runs, damaged="skip")] == [whole.experiment]
+    for refused in (lambda: list(finished(runs)), lambda: keep(runs, tmp_path / "kept")):
+        with pytest.raises(ValueError, match=re.escape(str(torn))):
+            refused()
+    assert [r.experiment for r in keep(runs, tmp_path / "kept", damaged="skip")] == [whole.experiment]
 
 
 def test_a_method_is_built_once_for_all_streams(bench):

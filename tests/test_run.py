@@ -8,6 +8,7 @@ import torch
 from tribe import methods, metrics
 from tribe.backbone import Backbone
 from tribe.files import StateFileError
+from tribe.graphs import Steps
 from tribe.run import run
 from tribe.scenarios import Scenario, Schedule, create
 from tribe.stream import Stream
@@ -184,6 +185,33 @@ def test_whatever_bit_is_flipped_a_checkpoint_is_refused(tmp_path):
     play("tent", checkpoint=path)
 
 
+@pytest.mark.parametrize("moment", ["progress", "step", "record"])
+def test_stopped_by_hand_it_goes_on_from_the_last_batch(tmp_path, monkeypatch, moment):
+    path, done = tmp_path / "run.safetensors", []
+
+    def stop(*_, **__):
+        raise KeyboardInterrupt
+
+    def watch(batches, *_):
+        done.append(batches)
+        if batches == 3:
+            if moment == "progress":
+                stop()
+            # then in the middle of the next batch: before or after its step
+            monkeypatch.setattr(*((Steps, "__call__") if moment == "step" else (torch, "full")), stop)
+
+    with monkeypatch.context(), pytest.raises(KeyboardInterrupt):
+        play("tribe", checkpoint=path, every=50, progress=watch)
+    monkeypatch.undo()
+    seen = []
+    resumed = play("tribe", checkpoint=path, every=50, progress=lambda batches, *_: seen.append(batches))
+    assert seen == list(range(3 if moment == "progress" else 4, 8))
+    for one, other in zip(resumed, play("tribe"), strict=True):
+        assert torch.equal(one.prediction, other.prediction)
+        assert torch.equal(one.confidence, other.confidence)
+        assert torch.equal(one.label, other.label)
+
+
 def test_a_checkpoint_may_be_kept_until_the_records_are_written(tmp_path):
     path = tmp_path / "run.safetensors"
     played = play("tribe", checkpoint=path, every=3, keep_checkpoint=True)
@@ -214,10 +242,31 @@ def test_what_would_fail_later_is_refused_at_the_start(tmp_path, checkpoint, opt
     assert not data.reads
 
 
-@pytest.mark.parametrize(("options", "words"), [({"batch": 0}, "at least 1"), ({"seeds": ()}, "at least one seed")])
-def test_bad_streams(options, words):
-    with pytest.raises(ValueError, match=words):
-        Stream(Memory(), Fixed(), **options)
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"batch": 0}, ValueError, "at least 1"),
+        ({"batch": 3.5}, ValueError, r"an integer of at least 1; got 3\.5"),
+        ({"seeds": ()}, ValueError, "at least one seed"),
+        ({"seeds": 425}, TypeError, "a sequence of integers, one a stream, such as .*; got 425"),
+        ({"seeds": "425"}, TypeError, "a sequence of integers"),
+        ({"scenario": "gli-f"}, TypeError, r"got 'gli-f': tribe\.scenarios\.create\('gli-f'\) makes one"),
+        ({"scenario": None}, TypeError, r"a tribe\.scenarios\.Scenario; got None"),
+    ],
+)
+def test_bad_streams(options, error, words):
+    with pytest.raises(error, match=words):
+        Stream(Memory(), **{"scenario": Fixed(), **options})
+
+
+@pytest.mark.parametrize("name", ["source", "bn", "pl", "lame", "tent"])
+def test_a_method_without_presets_is_told_the_number_of_classes(name):
+    method = methods.get(name)
+    presets = {dataset: method.preset(dataset) for dataset in ("mnist", "cifar10", "cifar100", "imagenet")}
+    assert [preset.classes for preset in presets.values()] == [10, 10, 100, 1000]
+    assert presets["cifar100"] == methods.create(name, classes=100)
+    with pytest.raises(ValueError, match=f"{name} has no preset 'cifar': did you mean .*cifar10"):
+        method.preset("cifar")
 
 
 @pytest.mark.parametrize("name", ["iid", "fully", "continual", "ptta", "gli-f", "gli-v", "mixed", "recurring"])
@@ -240,7 +289,7 @@ def test_scenarios_that_change_severity_find_their_domains():
 
 
 def test_domains_that_the_data_set_lacks_are_named():
-    with pytest.raises(ValueError, match=r"need domain 'fog@1'"):
+    with pytest.raises(ValueError, match=r"need domain 'fog@1'.* --severity 1,2,3,4,5 or .*it has fog@5, snow@5"):
         Stream(Memory(), create("gradual"))
     with pytest.raises(ValueError, match=r"plays rain@5, which the data set lacks; it has fog@5, snow@5"):
         Stream(Memory(), create("iid", domains=("fog@5", "rain@5")))

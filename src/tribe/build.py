@@ -15,6 +15,7 @@ import torch
 
 from tribe import datasets, methods, models, scenarios, source
 from tribe.backbone import Backbone
+from tribe.code import code_at, code_of
 from tribe.datasets import Dataset
 from tribe.datasets.files import data_root
 from tribe.methods import Method
@@ -175,9 +176,18 @@ def trained_on(data: Dataset, name: str) -> str:
 
 
 def described(name: str, component: Any) -> dict[str, Any]:
-    """A component in plain data; where files lie is no part of it."""
-    told = [field.name for field in dataclasses.fields(component) if field.name not in PLACES]
-    return {"name": name, "fields": {field: _told(getattr(component, field)) for field in told}}
+    """A component in plain data; where files lie is no part of it. One that is not tribe's has its code as a hash."""
+    known = dataclasses.fields(component) if dataclasses.is_dataclass(component) else ()
+    told = [field.name for field in known if field.name not in PLACES]
+    code = code_of(type(component), *getattr(component, "functions", ()))
+    plain = {"name": name, "fields": {field: _told(getattr(component, field)) for field in told}}
+    return plain | ({} if code is None else {"code": code})
+
+
+def model_code(name: str) -> str | None:
+    """The code of a network, as a hash, unless it is tribe's or a library's."""
+    place, colon, _ = name.rpartition(":")
+    return code_at(place) if colon else code_of(type(models.architecture(name)))
 
 
 def _told(value: Any) -> Any:

@@ -24,6 +24,7 @@ import platform
 import socket
 import tempfile
 import time
+import traceback
 import warnings
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -174,7 +175,16 @@ def _attempt(
     except Busy as busy:
         return busy
     except Exception as error:  # a method may be anyone's, and raise anything; the others go on
-        return in_words(error)
+        return in_words(error) + _place(error, experiment)
+
+
+def _place(error: Exception, experiment: Experiment) -> str:
+    """Where an error was met in the file of a method that is not tribe's."""
+    if experiment.method.code is None:
+        return ""
+    file = inspect.getfile(methods.get(experiment.method.name))
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    return f" ({file}, line {lines[-1]})" if lines else ""
 
 
 def in_words(error: BaseException) -> str:

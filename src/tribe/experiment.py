@@ -25,9 +25,9 @@ result without its records: `keep` copies them alone.
 """
 
 import contextlib
+import dataclasses
 import datetime
 import hashlib
-import inspect
 import json
 import math
 import os
@@ -46,6 +46,7 @@ from tribe import build, methods, metrics
 from tribe.atomic import write_atomically
 from tribe.augment import Augment
 from tribe.backbone import Backbone
+from tribe.code import code_of
 from tribe.datasets import Dataset
 from tribe.datasets.fingerprint import fingerprint
 from tribe.environment import check_precision, choose_device, float32_precision, machine, precision_on
@@ -83,7 +84,7 @@ class Named:
 
     name: str
     fields: Mapping[str, Any] = field(default_factory=dict)
-    code: str | None = None  # sha256 of the file of one that is not tribe's
+    code: str | None = None  # of one that is not tribe's: see tribe.code
 
     def json(self) -> dict[str, Any]:
         """As plain data."""
@@ -277,7 +278,8 @@ class Experiment:
         marked = {name: {**told[name], "fingerprint": mark} for name, mark in named.items()}
         same = {name: told[name] for name in ("scenario", "batch", "precision", "device", "threads")}
         method = {"method": self.method.name, "fields": self.method.fields}
-        return {**marked, **same, "experiment": self.id, **method}
+        code = {} if self.method.code is None else {"code": self.method.code}
+        return {**marked, **same, "experiment": self.id, **method, **code}
 
     def _play(self, folder: Path, bench: "Bench", progress: Progress | None, every: int) -> list[Record]:
         parts = bench.prepare(self.dataset, self.model, self.scenario, self.method)
@@ -374,31 +376,57 @@ def load(folder: str | PathLike[str]) -> Result:
     return Result(experiment, folder, scores, told["environment"])
 
 
-def finished(root: str | PathLike[str], *, damaged: Literal["refuse", "skip"] = "refuse") -> Iterator[Result]:
-    """All results in a folder that are finished, in the order of their names; what is not is passed over."""
+class Damaged(NamedTuple):
+    """Results that were finished, and of which a JSON file cannot be read."""
+
+    folder: Path
+    experiment: Experiment | None  # None: what they were of cannot be read either
+    error: OSError | ValueError
+
+
+def survey(root: str | PathLike[str]) -> Iterator[Result | Damaged]:
+    """All results in a folder that are finished, in the order of their names, those that are damaged among them."""
     for folder in sorted(Path(root).iterdir()) if Path(root).is_dir() else ():
         if (folder / "metrics.json").is_file():
             try:
-                result = load(folder)
-            except (OSError, ValueError):
-                if damaged == "refuse":
-                    raise
-                continue
-            yield result
+                found: Result | Damaged = load(folder)
+            except (OSError, ValueError) as error:
+                found = Damaged(folder, _readable_spec(folder), error)
+            yield found
 
 
-def keep(root: str | PathLike[str], target: str | PathLike[str]) -> list[Result]:
+def _readable_spec(folder: Path) -> Experiment | None:
+    """The experiment that a folder is of by its specification and its name."""
+    try:
+        experiment = _spec(folder / "spec.json")
+    except (OSError, ValueError):
+        return None
+    return experiment if experiment.id == folder.name else None
+
+
+def finished(root: str | PathLike[str], *, damaged: Literal["refuse", "skip"] = "refuse") -> Iterator[Result]:
+    """All results in a folder that are finished, in the order of their names; what is not is passed over."""
+    for found in survey(root):
+        if isinstance(found, Result):
+            yield found
+        elif damaged == "refuse":
+            raise found.error
+
+
+def keep(
+    root: str | PathLike[str], target: str | PathLike[str], *, damaged: Literal["refuse", "skip"] = "refuse"
+) -> list[Result]:
     """Copy the JSON files of all finished results to another folder, for where space matters, and give what is there.
 
     What the folder already has of the same experiment stays if it is whole: results do not change.
     """
-    for result in finished(root):
+    for result in finished(root, damaged=damaged):
         folder = Path(target) / result.folder.name
         if result.experiment.found(target) is None:
             folder.mkdir(parents=True, exist_ok=True)
             for name in ("spec.json", "environment.json", "metrics.json"):  # the last one says "whole"
                 write_atomically(folder / name, (result.folder / name).read_bytes())
-    return list(finished(target))
+    return list(finished(target, damaged=damaged))
 
 
 def difference(one: Experiment, other: Experiment) -> list[str]:
@@ -440,13 +468,14 @@ class Parts(NamedTuple):
     ) -> Experiment:
         """The experiment that plays them."""
         dataset, model, scenario, method = self.names
+        model = dataclasses.replace(model, code=build.model_code(model.name))
         return Experiment(
             dataset=named(dataset, self.dataset),
             images=self.images,
             model=model,
             weights=self.weights,
             scenario=named(scenario, self.scenario),
-            method=Named(method, method_fields(self.method), _code(type(self.method))),
+            method=Named(method, method_fields(self.method), code_of(type(self.method))),
             seeds=tuple(seeds),
             batch=batch,
             precision=precision,
@@ -567,8 +596,9 @@ def _revive(value: Any) -> Any:
 
 def named(name: str, component: Any) -> Named:
     """A data set or scenario in plain data."""
-    fields = build.described(name, component)["fields"]
-    return Named(name, json.loads(_canonical({k: v for k, v in fields.items() if k not in INCIDENTAL})))
+    told = build.described(name, component)
+    fields = {k: v for k, v in told["fields"].items() if k not in INCIDENTAL}
+    return Named(name, json.loads(_canonical(fields)), told.get("code"))
 
 
 def method_fields(method: Method) -> dict[str, Any]:
@@ -584,13 +614,6 @@ def method_fields(method: Method) -> dict[str, Any]:
             )
     plain: dict[str, Any] = json.loads(_canonical(fields))
     return plain
-
-
-def _code(cls: type[Method]) -> str | None:
-    """A hash of the file that holds a method, unless it is tribe's."""
-    if cls.__module__.partition(".")[0] == "tribe":
-        return None
-    return hashlib.sha256(Path(inspect.getfile(cls)).read_bytes()).hexdigest()
 
 
 # -- files ------------------------------------------------------------------------------------------------------------
@@ -636,6 +659,8 @@ def _spec(path: Path) -> Experiment:
             f"{path.parent} was written by an older version of tribe (schema {told['schema']}; this one writes "
             f"{SCHEMA}), which did not say on which images: move it out of the folder, and compute it again"
         )
+    if not isinstance(told.get("spec"), dict):
+        raise ValueError(f"{path} is damaged: it does not say of which experiment it is")
     experiment = Experiment.from_json(told["spec"])
     if experiment.id != told.get("id"):
         raise ValueError(f"{path} was changed by hand: it holds {experiment.id}, not {told.get('id')}")

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,15 @@ from torch import Tensor
 
 from tribe.atomic import write_atomically
 from tribe.backbone import Backbone
+from tribe.build import described
+from tribe.code import code_of, is_own
 from tribe.datasets.fingerprint import fingerprint
 from tribe.files import StateFileError, file_digest, method_to_json
 from tribe.graphs import Steps, Switch
 from tribe.methods import Method
 from tribe.methods.base import check_fits
 from tribe.record import Record
+from tribe.specs import plain
 from tribe.state import clone, digest, leaves, rebuild, select
 from tribe.stream import Stream
 
@@ -49,8 +52,10 @@ def run(
         method: what adapts.
         stream: the images; labels go from its batches straight to the record.
         seed: seed of the first stream's augmentation; stream i has seed + i.
-        spec: words about how this was made, kept in the records: plain data, as JSON holds it.
-        checkpoint: a file to go on from if it exists, and to write every ``every`` batches; removed at the end.
+        spec: words about how this was made, kept in the records: plain data, as JSON holds it. By default data set,
+            network, scenario and method with all their fields, so that records of different runs can be told apart.
+        checkpoint: a file to go on from if it exists, and to write every ``every`` batches, and when the run is stopped
+            by hand (Ctrl-C); removed at the end.
         every: batches between checkpoints; more where writing one takes over half a second (methods that adapt all
             weights of a large network keep a gigabyte), so that it never costs a tenth of the time.
         keep_checkpoint: leave the last checkpoint there at the end, for who removes it once the records are written.
@@ -63,12 +68,13 @@ def run(
             raise TypeError(f"tribe.run takes a {kind.__name__}, such as {how}; got {type(given).__name__}")
     if every < 1:
         raise ValueError(f"every is how many batches from one checkpoint to the next, at least 1; got {every}")
-    words = {"method": method.name, **(spec or {})}
-    _check_plain(words)
+    named = {"method": method.name, **(spec or {})}
+    _check_plain(named)
     streams = len(stream.seeds)
     check_fits(net, method)
     source = method.init(net, streams, seed)
-    identity = _identity(net, method, stream, seed, words) if checkpoint is not None else ""
+    words = named if spec is not None else named | _described(net, method, stream)
+    identity = _identity(net, method, stream, seed, named) if checkpoint is not None else ""
     state, columns, start = clone(source), _nothing(streams), 0
     steps, retired = Steps(method, net, graphs, deterministic), False
     if checkpoint is not None and Path(checkpoint).exists():
@@ -76,30 +82,41 @@ def run(
     wrong, judged = _tally((column["label"][0], column["prediction"][0]) for column in columns)
     due = 0.0  # no checkpoint before this time
     pin = net.device.type == "cuda"  # from pinned memory the copy does not hold up the host
-    for step, batch in enumerate(stream.starting_at(start, pin=pin), start):
-        begun = time.perf_counter()
-        x, valid, reset = (t.to(net.device, non_blocking=pin) for t in (batch.x, batch.valid, batch.reset))
-        if batch.reset.any():
-            state, retired = select(reset, clone(source), state), False  # a copy: its memory will be reused
-        old, (output, state) = state, steps(state, x, valid, donate=retired)
-        retired = old  # its memory serves the step after next
-        p = output if method.output == "probabilities" else output.float().softmax(-1)
-        confidence, prediction = (t.cpu() for t in p.max(-1))  # waits for the device, so that the time is the whole
-        seconds = (time.perf_counter() - begun) / max(int(batch.valid.sum()), 1)
-        for s, column in enumerate(columns):
-            here = batch.valid[s]
-            rows = (batch.domain[s], batch.y[s], prediction[s], confidence[s].float(), torch.full(here.shape, seconds))
-            for name, values in zip(column, rows, strict=True):
-                column[name].append(values[here])
-        if progress is not None:
-            tally = _tally([(batch.y[batch.valid], prediction[batch.valid])])
-            wrong, judged = wrong + tally[0], judged + tally[1]
-            progress(step + 1, len(stream), wrong / judged if judged else None)
-        if checkpoint is not None and (step + 1) % every == 0 and time.perf_counter() >= due:
-            asked = time.perf_counter()
-            _save(checkpoint, state, columns, step + 1, identity)
-            took = time.perf_counter() - asked
-            due = time.perf_counter() + 10 * took if took > SLOW else 0.0
+    written = [sum(map(len, column["label"])) for column in columns]  # rows of each record
+    whole, saved = (state, written, start), start  # after the last batch that was finished; and what is on the disk
+    try:
+        for step, batch in enumerate(stream.starting_at(start, pin=pin), start):
+            begun = time.perf_counter()
+            x, valid, reset = (t.to(net.device, non_blocking=pin) for t in (batch.x, batch.valid, batch.reset))
+            if batch.reset.any():
+                state, retired = select(reset, clone(source), state), False  # a copy: its memory will be reused
+            old, (output, state) = state, steps(state, x, valid, donate=retired)
+            retired = old  # its memory serves the step after next
+            p = output if method.output == "probabilities" else output.float().softmax(-1)
+            confidence, prediction = (t.cpu() for t in p.max(-1))  # waits for the device, so that the time is the whole
+            seconds = (time.perf_counter() - begun) / max(int(batch.valid.sum()), 1)
+            for s, column in enumerate(columns):
+                here = batch.valid[s]
+                times = torch.full(here.shape, seconds)
+                rows = (batch.domain[s], batch.y[s], prediction[s], confidence[s].float(), times)
+                for name, values in zip(column, rows, strict=True):
+                    column[name].append(values[here])
+            if progress is not None:
+                tally = _tally([(batch.y[batch.valid], prediction[batch.valid])])
+                wrong, judged = wrong + tally[0], judged + tally[1]
+                progress(step + 1, len(stream), wrong / judged if judged else None)
+            written = [n + int(here.sum()) for n, here in zip(written, batch.valid, strict=True)]
+            whole = state, written, step + 1
+            if checkpoint is not None and (step + 1) % every == 0 and time.perf_counter() >= due:
+                asked = time.perf_counter()
+                _save(checkpoint, columns, *whole, identity)
+                saved = step + 1
+                took = time.perf_counter() - asked
+                due = time.perf_counter() + 10 * took if took > SLOW else 0.0
+    except KeyboardInterrupt:
+        if checkpoint is not None and whole[2] > saved:
+            _save(checkpoint, columns, *whole, identity)
+        raise
     if checkpoint is not None and not keep_checkpoint:
         Path(checkpoint).unlink(missing_ok=True)
     domains, classes = stream.domains, len(stream.dataset.classes)
@@ -109,6 +126,24 @@ def run(
         )
         for column, s in zip(columns, stream.seeds, strict=True)
     ]
+
+
+def _described(net: Backbone, method: Method, stream: Stream) -> dict[str, Any]:
+    """How a run is made, in the words of `tribe run`."""
+    data, scenario, own = (
+        described(getattr(part, "name", type(part).__name__), part)
+        for part in (stream.dataset, stream.scenario, method)
+    )
+    code = code_of(*{type(m) for m in net.model.modules() if is_own(type(m))})
+    told = {
+        "dataset": data | {"fingerprint": fingerprint(stream.dataset)},
+        "model": {"name": type(net.model).__name__, "fields": {}, "fingerprint": net.fingerprint()}
+        | ({} if code is None else {"code": code}),
+        "scenario": scenario,
+        "batch": stream.batch,
+        **{name: value for name, value in own.items() if name != "name"},
+    }
+    return {name: plain(value) for name, value in told.items()}
 
 
 def _check_plain(words: Mapping[str, Any]) -> None:
@@ -152,11 +187,14 @@ def _identity(net: Backbone, method: Method, stream: Stream, seed: int, words: M
     return json.dumps(facts, sort_keys=True)
 
 
-def _save(path: str | PathLike[str], state: Any, columns: Columns, step: int, identity: str) -> None:
+def _save(
+    path: str | PathLike[str], columns: Columns, state: Any, rows: Sequence[int], step: int, identity: str
+) -> None:
+    """Write a checkpoint; of the columns only these rows, as a batch that was interrupted may have added some."""
     tensors = {f"state.{name}": t.detach().cpu().contiguous() for name, t in leaves(state).items()}
     for s, column in enumerate(columns):
         for name, parts in column.items():
-            parts[:] = [torch.cat(parts)]
+            parts[:] = [torch.cat(parts)[: rows[s]]]
             tensors[f"record.{s}.{name}"] = parts[0]
     header = {"format": "tribe-run", "step": str(step), "run": identity}
     header["digest"] = file_digest(header, tensors)

@@ -1,5 +1,7 @@
 """A spec is plain data in nested mappings, and what it says has a place there, such as ``scenario.fields.sigma``."""
 
+import dataclasses
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -30,3 +32,20 @@ def differences(one: Mapping[str, Any], other: Mapping[str, Any], prefix: str = 
             yield from differences(a, b, f"{prefix}{name}.")
         elif a != b or (name in one) != (name in other):
             yield f"{prefix}{name}", a, b
+
+
+def plain(value: Any) -> Any:
+    """Turn a value into what JSON can hold; what it cannot becomes null (not finite) or its repr.
+
+    >>> plain({"a": (1, math.nan), "b": math})["a"]
+    [1, None]
+    """
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(v) for v in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, bool | int | str) else repr(value)

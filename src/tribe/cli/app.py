@@ -1,9 +1,6 @@
 """The application that commands add themselves to, and what they share: words for errors, JSON for programs."""
 
-import dataclasses
 import json
-import math
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NoReturn
 
 import typer
@@ -11,6 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 import tribe
+from tribe.specs import plain
 
 app = typer.Typer(
     help="Keep a deployed image classifier accurate while the world in front of it changes.",
@@ -47,20 +45,3 @@ def say(kind: Literal["error", "warning"], message: str, console: Console | None
 def emit(data: Any) -> None:
     """Print JSON, and nothing else, on stdout."""
     typer.echo(json.dumps(plain(data), indent=2, allow_nan=False))
-
-
-def plain(value: Any) -> Any:
-    """Turn a value into what JSON can hold; what it cannot becomes null (not finite) or its repr.
-
-    >>> plain({"a": (1, math.nan), "b": math})["a"]
-    [1, None]
-    """
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    if isinstance(value, Mapping):
-        return {str(k): plain(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(v) for v in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return value if value is None or isinstance(value, bool | int | str) else repr(value)

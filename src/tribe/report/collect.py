@@ -20,7 +20,7 @@ from tribe.record import Record
 from tribe.report.command import component, departures, is_known, method_of
 from tribe.specs import by_place
 
-OF_A_ROW = ("method", "fields", "seed", "experiment")  # what may differ within a group
+OF_A_ROW = ("method", "fields", "code", "seed", "experiment")  # what may differ within a group
 MOST_CLASSES = 2**16  # a record that claims more is damaged, and would only exhaust the memory
 NUMBER = re.compile(r"[0-9]+(\.[0-9]+)?")
 UNREADABLE = (
@@ -201,7 +201,7 @@ def _grouped(found: list[Played]) -> tuple[Group, ...]:
     for played in found:
         shared = {key: value for key, value in played.spec.items() if key not in OF_A_ROW}
         group = groups[_canonical([shared, played.record.domains, played.record.classes])]
-        group[_canonical(method_of(played.spec))].append(played)
+        group[_canonical([method_of(played.spec), played.spec.get("code")])].append(played)
     told = sorted(_facts(list(groups)), key=lambda pair: (_natural(" ".join(pair[1])), pair[0]))
     labels = _labels([played.spec for played in found])
     return tuple(Group(facts, _rows(groups[key], labels)) for key, facts in told)

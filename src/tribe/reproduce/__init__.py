@@ -12,7 +12,7 @@ JSON (``--keep results``), from which `document` writes ``docs/reproduction.md``
 from tribe.reproduce.beside import released
 from tribe.reproduce.comparison import Comparison, Entry, Judged, compare, judged
 from tribe.reproduce.costs import History, history
-from tribe.reproduce.gathering import Origin, damage, gather
+from tribe.reproduce.gathering import Origin, damage, damaged, gather
 from tribe.reproduce.page import document
 from tribe.reproduce.plans import Plan, Planned, Wishes, longest_first, plan, run
 from tribe.reproduce.render import as_csv, as_json, latex, markdown
@@ -30,6 +30,7 @@ __all__ = [
     "as_json",
     "compare",
     "damage",
+    "damaged",
     "document",
     "gather",
     "history",

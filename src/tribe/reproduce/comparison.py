@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tribe import paper, scenarios, statistics
-from tribe.experiment import Experiment, Result, load, refuse_mixture
+from tribe.experiment import Experiment, MixedResults, Result, load, refuse_mixture
 from tribe.paper import Cell
 from tribe.paper.claims import Claim, Verdict, claims, judge, of_paper
 from tribe.reproduce.alone import measured_alone
-from tribe.reproduce.plans import Plan, played
+from tribe.reproduce.plans import CHOICE, Plan, played
 from tribe.scenarios import Scenario, class_counts
 from tribe.scenarios.sampling import LongTail, Natural, Shuffled
 
@@ -112,6 +112,15 @@ def compare(plan: Plan, root: str | PathLike[str]) -> Comparison:
 
 def check(plan: Plan) -> None:
     """Refuse to put results side by side that differ in more than the table is about, naming the field."""
+    try:
+        _check(plan)
+    except MixedResults as error:
+        raise MixedResults(
+            f"{error}. With --no-run, {CHOICE} choose among results; --columns and --rows leave cells out"
+        ) from error
+
+
+def _check(plan: Plan) -> None:
     experiments = {
         f"{row}, {column}": p.experiment for (row, column), p in plan.cells.items() if p.experiment is not None
     }

@@ -4,6 +4,7 @@ So that results can be looked at where they were not made. Seeds, device, weight
 an `Origin`, as long as all cells share them: a table is never made of results that differ in more than it is about.
 """
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
@@ -13,11 +14,24 @@ from typing import Any
 import torch
 
 from tribe import build, methods
+from tribe.code import code_of
 from tribe.distributed import in_words
 from tribe.environment import precision_on
-from tribe.experiment import Bench, Experiment, MixedResults, difference, finished, load, method_fields, named, revived
+from tribe.experiment import (
+    Bench,
+    Damaged,
+    Experiment,
+    MixedResults,
+    difference,
+    load,
+    method_fields,
+    named,
+    revived,
+    survey,
+)
 from tribe.paper import Cell, Table
 from tribe.reproduce.plans import (
+    CHOICE,
     FAILURES,
     Plan,
     Planned,
@@ -32,6 +46,8 @@ from tribe.reproduce.plans import (
 
 UNTOLD = ("domains", "classes")  # fields of a scenario that the data set decides
 MADE = "knowledge"  # a method's field that depends on the network
+NOTHING = "no result fits"
+REMEDY = "Where it can be run, `tribe reproduce` without --no-run computes it again; else move its folder away"
 
 
 @dataclass(frozen=True)
@@ -61,10 +77,35 @@ class Origin:
 def gather(table: Table, wishes: Wishes, root: str | PathLike[str], bench: Bench, origin: Origin | None = None) -> Plan:
     """Plan a table with what lies in ``root``; where two results fit a cell, refuse, naming where they differ.
 
-    A result whose records are damaged is no result: that stands in its cells.
+    A result of which a file is damaged is no result: that stands in its cells. Where nobody knows which these are, it
+    stands in all that are empty.
     """
-    plan = gather_from(table, wishes, [result.experiment for result in finished(root)], bench, origin)
-    return plan.without({e.id: why for e in plan.experiments if (why := damage(e, root)) is not None})
+    there = list(survey(root))
+    known = [found.experiment for found in there if found.experiment is not None]
+    plan = gather_from(table, wishes, known, bench, origin)
+    plan = plan.without({e.id: why for e in plan.experiments if (why := damage(e, root)) is not None})
+    unknown = [in_words(found.error) for found in there if isinstance(found, Damaged) and found.experiment is None]
+    return _doubted(plan, unknown) if unknown else plan
+
+
+def _doubted(plan: Plan, unknown: Sequence[str]) -> Plan:
+    """The plan with a word on what might have been the result of a cell that is empty."""
+    problem = f"{NOTHING}, unless it is one of these: {'; '.join(unknown)}. {REMEDY}"
+    cells = {
+        place: dataclasses.replace(p, problem=problem) if p.problem == NOTHING else p for place, p in plan.cells.items()
+    }
+    return dataclasses.replace(plan, cells=cells)
+
+
+def damaged(root: str | PathLike[str]) -> dict[str, str]:
+    """All results in ``root`` that are finished and cannot be used: the name of each folder, and why."""
+    reasons = {}
+    for found in survey(root):
+        if isinstance(found, Damaged):
+            reasons[found.folder.name] = f"{in_words(found.error)}. {REMEDY}"
+        elif (why := damage(found.experiment, root)) is not None:
+            reasons[found.folder.name] = why
+    return reasons
 
 
 def damage(experiment: Experiment, root: str | PathLike[str]) -> str | None:
@@ -77,7 +118,7 @@ def damage(experiment: Experiment, root: str | PathLike[str]) -> str | None:
         why = f"the records in {folder} are not those that its metrics.json is of"
     except (OSError, ValueError) as error:
         why = in_words(error)
-    return f"{why}. Where it can be run, `tribe reproduce` without --no-run computes it again"
+    return f"{why}. {REMEDY}"
 
 
 def gather_from(
@@ -106,11 +147,11 @@ def _gathered(
         apart = "; ".join(difference(*fitting[:2]))
         raise MixedResults(
             f"{fitting[0].id} and {fitting[1].id} both fit a cell of {cell.method}: {apart}. A table holds one of "
-            "them: keep others in a folder of their own; by --seed, --seeds, --precision and --threads it can be chosen"
+            f"them: keep others in a folder of their own; by {CHOICE} it can be chosen"
         )
     if there and not fitting:
-        return Planned(cell, problem=f"no result fits: {'; '.join(origin.otherwise(there[0]))}")
-    return Planned(cell, fitting[0]) if fitting else Planned(cell, problem="no result fits")
+        return Planned(cell, problem=f"{NOTHING}: {'; '.join(origin.otherwise(there[0]))}")
+    return Planned(cell, fitting[0]) if fitting else Planned(cell, problem=NOTHING)
 
 
 def _expected(cell: Cell, wishes: Wishes, bench: Bench) -> dict[str, Any]:
@@ -123,11 +164,12 @@ def _expected(cell: Cell, wishes: Wishes, bench: Bench) -> dict[str, Any]:
     classes = known["classes"] if known else len(data.classes)
     fields = {**published, "classes": classes, **method_settings(cell, wishes, lambda: classes)}
     protocol = named(scenario.name, build.scenario(scenario.name, None, revived(scenario.fields)))
+    method = methods.create(name, **fields)
     return {
         "dataset": named(dataset.name, data).json(),
-        "model": model.json(),
-        "scenario": (protocol.name, _without(protocol.fields, UNTOLD)),
-        "method": (name, _without(method_fields(methods.create(name, **fields)), (MADE,))),
+        "model": dataclasses.replace(model, code=build.model_code(model.name)).json(),
+        "scenario": (protocol.name, _without(protocol.fields, UNTOLD), protocol.code),
+        "method": (name, _without(method_fields(method), (MADE,)), code_of(type(method))),
     }
 
 
@@ -137,8 +179,8 @@ def _told(experiment: Experiment) -> dict[str, Any]:
     return {
         "dataset": told["dataset"],
         "model": told["model"],
-        "scenario": (experiment.scenario.name, _without(told["scenario"]["fields"], UNTOLD)),
-        "method": (experiment.method.name, _without(told["method"]["fields"], (MADE,))),
+        "scenario": (experiment.scenario.name, _without(told["scenario"]["fields"], UNTOLD), experiment.scenario.code),
+        "method": (experiment.method.name, _without(told["method"]["fields"], (MADE,)), experiment.method.code),
     }
 
 

@@ -23,7 +23,7 @@ from tribe.reproduce.beside import Times, beside, near_the_released, released
 from tribe.reproduce.comparison import Comparison, compare, judged
 from tribe.reproduce.draws import LIVE, Draws, read_draws
 from tribe.reproduce.findings import differences, in_every_cell, in_short, judged_claims, other_than_the_paper
-from tribe.reproduce.gathering import gather_from
+from tribe.reproduce.gathering import Origin, gather_from
 from tribe.reproduce.plans import Plan, Wishes, artifacts
 from tribe.reproduce.render import markdown, table_row
 
@@ -68,10 +68,11 @@ class Series(NamedTuple):
         return _filled(compare(plan, self.root)) if plan.experiments else None
 
 
-def document(root: str | PathLike[str]) -> str:
-    """The page, in Markdown."""
-    root, here = Path(root), Bench(device="cpu")
-    series = [Series(results, root, here) for results in _alike(finished(root))]
+def document(root: str | PathLike[str], origin: Origin | None = None) -> str:
+    """The page, in Markdown, of results that were made in one way, or in any; without those that `damaged` names."""
+    root, here, made = Path(root), Bench(device="cpu"), origin or Origin()
+    results = [result for result in finished(root, damaged="skip") if not made.otherwise(result.experiment)]
+    series = [Series(alike, root, here) for alike in _alike(results)]
     lines = [
         "# Reproduction",
         "",

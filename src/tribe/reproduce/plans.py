@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any
 
-from tribe import methods, paper
+from tribe import datasets, methods, models, paper, scenarios
 from tribe.datasets import Dataset
 from tribe.distributed import Failure, Follow, in_words, run_all
 from tribe.experiment import Bench, Experiment, Named, Result, finished
@@ -23,6 +23,8 @@ FAILURES = (
     OSError,
     ImportError,
 )  # of building: data, weights, knowledge or a library are missing
+
+CHOICE = "--seed, --seeds, --precision, --device and --threads"  # by which one of several results is chosen
 
 
 @dataclass(frozen=True)
@@ -149,6 +151,33 @@ def longest_first(experiments: Sequence[Experiment], root: str | PathLike[str], 
     """In the order in which several that share the work are done soonest: none begins a long one when others end."""
     known = history(finished(root, damaged="skip"))
     return sorted(experiments, key=lambda e: -known.estimate(e, bench.images(e))[0])
+
+
+def refuse_unknown_fields(tables: Sequence[Table], wishes: Wishes) -> None:
+    """Refuse to set a field that none of the components has, rather than to find all cells of tables impossible."""
+    cells = [table.cell(row, column) for table in tables for row in table.row_keys for column in table.column_keys]
+    taking = {
+        "dataset": {named_dataset(cell, wishes).name for cell in cells if cell.dataset},
+        "model": {named_model(cell, wishes).name for cell in cells if cell.model},
+        "scenario": {named_scenario(cell, wishes).name for cell in cells if cell.scenario},
+    }
+    for owner, fields in wishes.settings.items():
+        try:
+            known = {name for component in taking.get(owner, {owner}) for name in _fields(owner, component)}
+        except FAILURES:  # there is no such component: told with the cells that miss it
+            continue
+        for name in fields:
+            if known and name not in known:
+                raise ValueError(f"{owner} has no field {name!r}: {nearest(name, known)}")
+
+
+def _fields(owner: str, component: str) -> set[str]:
+    """The fields that a component takes."""
+    if owner == "model":
+        cls: type[Any] = type(models.architecture(component))
+    else:
+        cls = {"dataset": datasets.get, "scenario": scenarios.get}.get(owner, methods.get)(component)
+    return {field.name for field in dataclasses.fields(cls) if field.init}
 
 
 # -- rows and columns -------------------------------------------------------------------------------------------------
