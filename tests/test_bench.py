@@ -289,6 +289,31 @@ def test_json_on_stdout_is_alone_there(own):
     assert "words of the model's own" in result.stderr
 
 
+CHATTY = """
+from dataclasses import dataclass
+from tribe.methods.bn import BN
+
+print("words at import")
+
+@dataclass(frozen=True)
+class Chatty(BN):
+    def step(self, *given, **options):
+        print("words of a step")
+        return super().step(*given, **options)
+"""
+
+
+def test_json_on_stdout_is_alone_there_whatever_a_method_prints(own, tmp_path):
+    (tmp_path / "chatty.py").write_text(CHATTY)
+    try:
+        result = tribe_command(*own, "--methods", "chatty.py:Chatty", "--json", "-")
+    finally:
+        tribe.methods.registry._classes.pop("chatty", None)
+    assert "chatty" in [row["name"] for row in json.loads(result.stdout)["rows"]]
+    assert "words at import" in result.stderr
+    assert "words of a step" in result.stderr
+
+
 def test_the_command_compares(own, tmp_path):
     tribe_command(*own, "--methods", "tent", "--json", "old.json")
     result = tribe_command(*own, "--methods", "tent,source", "--compare", "old.json", "--json", "old.json")

@@ -180,7 +180,24 @@ def test_listed_for_people(call):
 
 
 def test_unknown_kind(call):
-    assert refused(call("list", "method"), "unknown kind 'method'", "did you mean 'methods'", "norms")
+    assert refused(call("list", "method"), "unknown kind 'method'", "did you mean 'methods'", "norms", "corruptions")
+
+
+def test_corruptions_are_listed(call):
+    listed = json.loads(call("list", "corruptions", "--json").stdout)
+    assert [c["name"] for c in listed] == tribe.corruptions.names()
+    told = {c["name"]: c["summary"] for c in listed}
+    assert told["common/glass_blur"] == "Blur, let pixels be overwritten by near ones, blur again."
+    assert all(told.values())
+    people = call("list", "corruptions")
+    assert people.exit_code == 0, people.output
+    first = [line.split("│")[1].strip() for line in people.stdout.splitlines() if line.startswith("│")]
+    assert "".join(first) == "".join(told)
+
+
+def test_a_name_in_other_letters_is_near():
+    assert tribe.registry.nearest("CoTTA", ["cotta", "pl"]).startswith("did you mean 'cotta'?")
+    assert tribe.registry.nearest("fog", ["Fog"]) == "did you mean 'Fog'? Known: Fog"
 
 
 def test_list_in_a_process():

@@ -297,7 +297,13 @@ def test_a_folder_of_other_settings_is_refused_and_left_alone():
     assert result.exit_code == 2
     assert "out/tent-seed0.npz is not a record, or it is damaged" in said(result)
     assert Path("out/tent-seed0.npz").read_bytes() == torn
-    assert play("--methods", "bn").exit_code == 0, "it is in nobody's way"
+    result = play("--methods", "bn")
+    assert result.exit_code == 0, "it is in nobody's way"
+    (warning,) = [line for line in result.stderr.splitlines() if line.startswith("warning: ")]
+    assert "out/tent-seed0.npz is not a record, or it is damaged" in warning
+    assert warning.endswith("It is left out of the summary")
+    rows = json.loads(Path("out/summary.json").read_text())["results"]
+    assert [row["method"] for row in rows] == ["bn", "source", "source"]
 
 
 def test_variants_of_a_method_lie_side_by_side():
@@ -318,6 +324,14 @@ def test_variants_of_a_method_lie_side_by_side():
         (["--methods", " ,"], ["names no method", "tribe"]),
         (["--methods", "absent.py:Mine"], ["no file at absent.py"]),
         (["--methods", "wide.py:net"], ["wide.py:net is no method"]),
+        (["--methods", "wide.py:Nope"], ["wide.py has no attribute 'Nope'", "Known: Mine", "!tribe_target"]),
+        (["--methods", "CoTTA"], ["unknown method 'CoTTA'", "did you mean 'cotta'"]),
+        (["--scenario", "wide.py:Mine"], ["wide.py:Mine is no scenario", "tribe.scenarios.Scenario"]),
+        (["--scenario", "absent.py:Mine"], ["no file at absent.py"]),
+        (["--scenario", "gradual"], ["need domain", "--severity 1,2,3,4,5"]),
+        (["--dataset", "wide.py:Mine"], ["wide.py:Mine is no data set", "images(domain, index)"]),
+        (["--json", "nope/x.json"], ["there is no folder nope to write x.json into"]),
+        (["--json", "."], ["is a folder"]),
         (["--model", "wrn28"], ["unknown model", "did you mean", "wrn28_10"]),
         (
             ["--model", "wrn28_10"],
@@ -359,11 +373,11 @@ def test_what_cannot_be_done_is_said_in_a_paragraph(options, words):
     Path("file").write_text("in the way")
     save_file({"fc.weight": torch.zeros(10, 3)}, "wide.safetensors")
     own = (f"{name} = tribe.models.create('compact', classes={k})" for name, k in (("net", 7), ("one", 1)))
-    Path("wide.py").write_text("\n".join(("import tribe", *own)))
+    Path("wide.py").write_text("\n".join(("import tribe", *own, "class Mine(tribe.methods.Method): pass")))
     result = tribe_run(*options)
     assert result.exit_code == 2, result.output
     for word in words:
-        assert word in said(result), said(result)
+        assert (word.removeprefix("!") in said(result)) != word.startswith("!"), said(result)
     assert not Path("runs").exists(), "nothing was begun"
 
 
@@ -393,7 +407,9 @@ def test_stopped_by_hand_it_says_what_is_there():
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 130
     assert "stopped. What was finished before (source) is in out" in errors
-    assert {path.suffix for path in Path("out").iterdir()} == {".npz"}
+    assert "could not be played" not in errors
+    assert {path.name for path in Path("out").iterdir()} == {"source-seed0.npz", "summary.json"}
+    assert [row["method"] for row in json.loads(Path("out/summary.json").read_text())["results"]] == ["source"]
 
 
 def test_a_failure_half_way_keeps_what_was_finished(tmp_path):
@@ -434,6 +450,66 @@ def test_one_method_that_fails_does_not_end_the_others():
     assert {path.name for path in Path("out").iterdir()} == {"source-seed0.npz", "tent-seed0.npz", "summary.json"}
 
 
+BROKEN = """
+from dataclasses import dataclass
+from tribe.methods.bn import BN
+
+@dataclass(frozen=True)
+class Broken(BN):
+    def step(self, *given, **options):
+        raise {error}
+"""
+
+
+@pytest.mark.parametrize("error", ["RuntimeError('of mine')", "TypeError('of mine')", "KeyError('of mine')"])
+def test_a_method_of_one_s_own_may_fail_in_any_way(error):
+    """And its author is told where."""
+    Path("broken.py").write_text(BROKEN.format(error=error))
+    options = ("--methods", "source,broken.py:Broken,bn", "--out", "out", "--no-chart", "--json", "-")
+    try:
+        result = tribe_run(*TINY, *options)
+    finally:
+        tribe.methods.registry._classes.pop("broken", None)
+    assert result.exit_code == 2
+    kind = error.partition("(")[0]
+    assert re.search(rf"error: broken: {kind}: '?of mine'?, at \S*broken\.py:8 ", said(result)), said(result)
+    assert said(result).endswith("error: broken could not be played to the end; the reasons are told above")
+    assert [row["method"] for row in json.loads(result.stdout)["results"]] == ["source", "bn"]
+    told = json.loads(Path("out/summary.json").read_text())
+    assert [row["method"] for row in told["results"]] == ["source", "bn"]
+
+
+SLOW = """
+import pathlib, time
+from dataclasses import dataclass
+from tribe.methods.bn import BN
+
+@dataclass(frozen=True)
+class Slow(BN):
+    def step(self, *given, **options):
+        pathlib.Path("begun").touch()
+        while not pathlib.Path("go").exists():
+            time.sleep(0.05)
+        return super().step(*given, **options)
+"""
+
+
+def test_two_runs_into_one_folder_are_both_in_its_summary():
+    """One starts first and ends last: when it began, nothing lay there."""
+    Path("slow.py").write_text(SLOW)
+    process = begun(*TINY, "--methods", "slow.py:Slow")
+    while not Path("begun").exists():
+        assert process.poll() is None
+        time.sleep(0.1)
+    assert tribe_run(*TINY, "--methods", "source", "--no-chart", "--out", "out").exit_code == 0
+    Path("go").touch()
+    out, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    rows = json.loads(Path("out/summary.json").read_text())["results"]
+    assert [row["method"] for row in rows] == ["slow", "source"]
+    assert "beside source of before" in out
+
+
 def test_the_command_runs_as_a_process_with_nothing_on_stdout_but_json(tmp_path):
     command = [sys.executable, "-m", "tribe", "run", *SHORT, "--methods", "source", "--json", "-"]
     done = subprocess.run(
@@ -441,6 +517,75 @@ def test_the_command_runs_as_a_process_with_nothing_on_stdout_but_json(tmp_path)
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["results"][0]["images"] > 1000
+
+
+OWN_PARTS = """
+from dataclasses import dataclass
+import torch, tribe
+from tribe.datasets.corrupted import LiveMnistC
+from tribe.methods.bn import BN
+from tribe.scenarios import Scenario
+
+print("words at import")
+
+@dataclass(frozen=True)
+class Steps(BN):
+    def step(self, *given, **options):
+        print("words of a step")
+        return super().step(*given, **options)
+
+@dataclass(frozen=True)
+class Backwards(Scenario):
+    every: int = 1  # of which images one is played
+
+    def play(self, labels, classes, rng):
+        print("words of a scenario")
+        return torch.arange(len(labels)).numpy()[:: -self.every]
+
+@dataclass(frozen=True)
+class Dark(LiveMnistC):
+    def images(self, domain, index):
+        print("words of images")
+        return super().images(domain, index) / 2
+
+def net():
+    print("words of a network")
+    return tribe.models.load("compact", tribe.models.find("compact", "mnist"))
+"""
+
+
+def test_components_of_one_s_own_are_played_and_what_they_print_is_no_result():
+    Path("parts.py").write_text(OWN_PARTS)
+    names = (*TINY[:2], "--set", "scenario.every=50", "--scenario", "parts.py:Backwards", "--dataset", "parts.py:Dark")
+    try:
+        result = tribe_run(
+            *names,
+            "--model",
+            "parts.py:net",
+            "--methods",
+            "parts.py:Steps",
+            "--no-chart",
+            "--out",
+            "out",
+            "--json",
+            "-",
+        )
+        planned = tribe_command(
+            "schedule", "parts.py:Backwards", "--dataset", "parts.py:Dark", *names[:4], "--out", "plan.npz", "--json"
+        )
+    finally:
+        for registry, name in ((tribe.methods, "steps"), (tribe.scenarios, "backwards"), (tribe.datasets, "dark")):
+            registry.registry._classes.pop(name, None)
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert report["spec"]["dataset"]["name"] == "dark"
+    assert report["spec"]["scenario"]["name"] == "backwards"
+    assert report["spec"]["scenario"]["fields"]["every"] == 50
+    assert [(row["method"], row["images"]) for row in report["results"]] == [("steps", 200)]
+    for place in ("at import", "of a step", "of a scenario", "of images", "of a network"):
+        assert f"words {place}" in result.stderr
+    assert json.loads(planned.stdout)["images"] == 200
+    assert scenarios.load("plan.npz").index[:2].tolist() == [9999, 9949]
 
 
 class TestSchedule:
@@ -463,6 +608,7 @@ class TestSchedule:
         result = self.run("gli-v", *SHORT, "--plot", "plan.png")
         assert result.exit_code == 0, result.output
         assert "impulse_noise@5" in result.stdout
+        assert re.search(r"BLAKE2b-128\s+[0-9a-f]{32}\b", result.stdout), result.stdout
         assert Path("plan.png").read_bytes().startswith(b"\x89PNG")
 
     def test_bad_input(self):
@@ -545,6 +691,7 @@ net = Grey()
         result = tribe_run(*self.OPTIONS, "--scenario", "replay")
         assert result.exit_code == 2
         assert "pictures/monday/03.png" in said(result)
+        assert "--set dataset.unreadable=skip" in said(result)
         with pytest.warns(UserWarning, match=r"skipped: pictures/monday/03\.png"):
             result = tribe_run(
                 *self.OPTIONS, "--scenario", "replay", "--set", "dataset.unreadable=skip", "--out", "out"

@@ -354,6 +354,25 @@ def test_a_killed_command_goes_on(clean, tmp_path):
     assert tree(tmp_path / "killed") == tree(tmp_path / "whole")
 
 
+@pytest.mark.parametrize(
+    ("options", "same"), [((), "the same command"), (("--force",), "the same command without --force")]
+)
+def test_stopped_by_hand_it_says_how_to_go_on(clean, tmp_path, options, same):
+    command = [sys.executable, "-m", "tribe", "corrupt", "cifar10", "--data", clean, "--out", tmp_path, *options]
+    with subprocess.Popen(
+        list(map(str, command)), stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    ) as run:
+        assert run.stderr.readline() == "motion_blur@5: done\n"
+        run.send_signal(signal.SIGINT)
+        _, errors = run.communicate()
+    assert run.returncode == 130, errors
+    assert errors.splitlines()[-1] == f"stopped; {same} goes on from there"
+    assert "Traceback" not in errors
+    result = call("cifar10", "--data", clean, "--out", tmp_path)
+    assert result.exit_code == 0
+    assert "already there: motion_blur@5" in result.stderr
+
+
 def test_what_the_dead_left_is_removed_and_what_is_damaged_is_made_again(clean, tmp_path):
     fields = {"data": str(clean), "corruptions": ["fog", "contrast"]}
     generate("cifar10", out=str(tmp_path), **fields)

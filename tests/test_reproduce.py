@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -139,6 +140,8 @@ def test_a_table_is_made_of_results_alone(played, tmp_path):
         spec["model"]["name"], spec["device"], spec["threads"] = "wrn28_10", "cuda", None
         rename(result, spec, elsewhere)
     foreign = [{runs: elsewhere, "compact": "wrn28_10"}.get(word, word) for word in options]
+    assert "no result fits: its device is cuda, not cpu" in said(call(*foreign, "--no-run"))
+    foreign = [{"cpu": "cuda"}.get(word, word) for word in foreign]
     result = call(*foreign, "--no-run", "--format", "json")
     assert result.exit_code == 0, result.output
     kept = json.loads(result.stdout)
@@ -176,8 +179,10 @@ def test_a_table_is_never_made_of_different_specs(played, tmp_path, change, fiel
             rename(result, result.experiment.json(), mixed)
         if other:
             rename(result, result.experiment.json() | change, mixed)
-    result = call(*[mixed if word == runs else word for word in options], "--no-run")
+    words = [{runs: mixed, "cpu": "auto"}.get(word, word) for word in options]
+    result = call(*words, "--no-run")
     assert result.exit_code == 2, result.output
+    assert "--seed, --seeds, --precision, --device and --threads" in said(result)
     assert re.search(rf"{field} is .* and ", said(result)), said(result)
     assert ("both fit" if beside else "do not belong into one table") in said(result)
 
@@ -309,15 +314,18 @@ def test_claims_are_judged_on_results_that_could_not_be_made_here():
 
 
 def test_what_lies_in_runs_is_chosen_by_what_was_given(played, tmp_path):
-    """By seeds, precision and threads; where they are not given, any will do, but not two."""
+    """By seeds, precision, device and threads; where they are not given, any will do, but not two."""
     options, runs, told = played
     spec = next(finished(runs)).experiment
     many = tmp_path / "many"
     for result in finished(runs):
-        for change in ({}, {"seeds": [7, 8]}, {"precision": "bf16"}, {"threads": spec.threads + 1}):
+        gpu = {"device": "cuda", "threads": None}
+        for change in ({}, {"seeds": [7, 8]}, {"precision": "bf16"}, {"threads": spec.threads + 1}, gpu):
             rename(result, result.experiment.json() | change, many)
     every = [many if word == runs else word for word in options]
-    given = {"--seed": 0, "--precision": "tf32", "--threads": spec.threads}
+    given = {"--seed": 0, "--precision": "float32", "--device": "cpu", "--threads": spec.threads}
+    every.remove("--device")
+    every.remove("cpu")
 
     def words(values):
         return [word for pair in values.items() for word in pair]
@@ -328,17 +336,55 @@ def test_what_lies_in_runs_is_chosen_by_what_was_given(played, tmp_path):
         assert "both fit a cell" in said(refused)
         assert f"{'seeds' if left == '--seed' else left[2:]} is " in said(refused)
     cells = {}
-    for change in ({}, {"--seed": 7}, {"--precision": "bf16"}, {"--threads": spec.threads + 1}):
+    changes = ({"--seed": 7}, {"--precision": "bf16"}, {"--device": "cuda"}, {"--threads": spec.threads + 1})
+    for change in ({}, *changes):
         result = call(*every, "--no-run", "--format", "json", *words(given | change))
         assert result.exit_code == 0, result.output
         cells[str(change)] = json.loads(result.stdout)["cells"]
-    assert cells["{}"] == told["cells"], "tf32 is float32 on the CPU that made them"
-    assert len({cell[0]["experiment"] for cell in cells.values()}) == 4
+    assert cells["{}"] == told["cells"]
+    assert len({cell[0]["experiment"] for cell in cells.values()}) == 5
+    result = call(*every, "--no-run", "--format", "json", *words(given | {"--precision": "tf32"}))
+    assert json.loads(result.stdout)["cells"] == told["cells"], "tf32 is float32 on the CPU that made them"
     lacking = call(*every, "--no-run", "--seed", 9)
     assert lacking.exit_code == 1
     assert "no result fits: its first seed is " in said(lacking)
     several = [3 if word == 2 else word for word in every]
     assert "no result fits: the number of its seeds is 2, not 3" in said(call(*several, "--no-run"))
+    assert "unknown device 'gpu'" in said(call(*every, "--no-run", "--device", "gpu"))
+
+
+def test_a_page_is_of_the_device_that_is_given():
+    for device, error in (("cuda", 15.0), ("cpu", 16.0)):
+        fabricate((error, error), "all", method="tribe", weights="a" * 32)
+        (result,) = finished("all")
+        change = {"device": device, "threads": None if device == "cuda" else 1}
+        rename(result, result.experiment.json() | change, Path("results"))
+        shutil.rmtree("all")
+    pages = {device: call("document", "--runs", "results", "--device", device) for device in ("auto", "cuda", "cpu")}
+    assert [page.exit_code for page in pages.values()] == [0, 0, 0]
+    assert [("15.00" in page.stdout, "16.00" in page.stdout) for page in pages.values()] == [
+        (True, True),
+        (True, False),
+        (False, True),
+    ]
+
+
+def test_results_of_two_devices_are_told_apart_by_device():
+    words = ("released", "--no-run", "--runs", ROOT / "results", "--seed", 425, "--format", "json")
+    mixed = call(*words)
+    assert mixed.exit_code == 2
+    assert "device is 'cuda' and 'cpu'" in said(mixed)
+    assert "--device" in said(mixed)
+    assert "--columns" in said(mixed)
+    there = {}
+    for device in ("cuda", "cpu"):
+        result = call(*words, "--device", device)
+        assert result.exit_code == 1, "cells of the other device are missing"
+        cells = json.loads(result.stdout)["cells"]
+        there[device] = {c["column"].partition(" ")[0] for c in cells if c["ours"] is not None}
+    assert "MNIST-C" in there["cpu"]
+    assert "CIFAR10-C" in there["cuda"]
+    assert not there["cuda"] & there["cpu"]
 
 
 def test_what_would_be_passed_over_is_refused():
@@ -351,7 +397,9 @@ def test_what_would_be_passed_over_is_refused():
     assert "takes no part" in said(call("claims", "--runs", ".", "--set", "tribe.h0=1"))
 
 
-@pytest.mark.parametrize("words", [("claims",), ("claims", "--no-run"), ("norms", "--no-run"), ("document",)])
+@pytest.mark.parametrize(
+    "words", [("claims",), ("claims", "--no-run"), ("norms", "--no-run"), ("document",), ("--keep", "kept")]
+)
 def test_results_in_no_folder_are_refused(words):
     result = call(*words)
     assert result.exit_code == 2
@@ -436,10 +484,19 @@ def test_what_fails_leaves_the_others(played, mine):
     options = (*SMALL, "--seeds", 2, "--runs", runs, "--format", "json", "--set", "mine.broken=True")
     result = call("wall-clock", *options, "--methods", f"BN,{mine}")
     assert result.exit_code == 1
-    assert "missing: mine, error; mine, seconds: mine is broken" in said(result)
+    line = 1 + MINE.splitlines().index('            raise ValueError("mine is broken")')
+    place = f"({Path('mine.py').resolve()}, line {line})"
+    assert f"missing: mine, error; mine, seconds: mine is broken {place}" in said(result)
     cells = {(c["row"], c["column"]): c["ours"] for c in json.loads(result.stdout)["cells"]}
     assert cells["mine", "error"] is None
     assert cells["BN", "error"] > 0
+
+
+@pytest.mark.parametrize("word", ["+CoTTA", "+COTTA", "+cotta"])
+def test_a_method_is_added_as_the_paper_spells_it(word):
+    result = call("norms", *SMALL, "--methods", word, "--set", "cotta.lr=0.1", "--dry-run", "--format", "json")
+    assert result.exit_code == 0, result.output
+    assert "cotta" in {row["method"] for row in json.loads(result.stdout)["runs"]}
 
 
 def test_a_row_is_added_to_every_group():
@@ -525,7 +582,7 @@ def test_missing_weights_and_data_are_named_with_their_cells():
         (["norms", "--methods", "tribe"], ["no row 'tribe'", "+tribe"]),
         (["norms", "--methods", "+trbe"], ["unknown method 'trbe'", "tribe"]),
         (["norms", "--methods", "+absent.py:Mine"], ["no file at absent.py"]),
-        (["norms", "--methods", "+bad.py:Mine"], ["importing bad.py:Mine failed", "ZeroDivisionError"]),
+        (["norms", "--methods", "+bad.py:Mine"], ["importing bad.py", "failed: ZeroDivisionError"]),
         (["norms", "--methods", "+no.py:Mine"], ["no.py:Mine is no method"]),
         (["gamma", "--methods", "tent"], ["rows of gamma are not methods"]),
         (["learning-rate", "--methods", "+sar"], ["set lr"]),
@@ -538,6 +595,12 @@ def test_missing_weights_and_data_are_named_with_their_cells():
         (["norms", "--precision", "half"], ["float32, tf32 or bf16"]),
         (["norms", "--device", "cuda:x"], ["unknown device"]),
         (["norms", "--set", "tent.lr=1"], ["takes no part"]),
+        (["norms", "--set", "dataset.corruptionz=fog"], ["no field 'corruptionz'", "did you mean 'corruptions'"]),
+        (["norms", "--set", "scenario.sigmaa=1"], ["no field 'sigmaa'", "did you mean 'sigma'", "imbalance"]),
+        (["norms", "--set", "model.clases=1"], ["no field 'clases'", "did you mean 'classes'"]),
+        (["wall-clock", "--set", "tribe.h00=1"], ["no field 'h00'", "did you mean 'h0'"]),
+        (["norms", "--methods", "+tent", "--set", "tent.lrr=1"], ["no field 'lrr'", "did you mean 'lr'"]),
+        (["claims", "--runs", ".", "--set", "dataset.corruptionz=fog"], ["no field 'corruptionz'", "corruptions"]),
         (["norms", "--dataset", "cifar10-d"], ["unknown data set", "cifar10-c"]),
         (["norms", *EMBEDDED, "--runs", "file"], ["file"]),
     ],
@@ -608,6 +671,79 @@ def test_a_damaged_record_is_named_where_nothing_is_run(played, tmp_path, harm):
         assert named in said(spoken)
         assert Path("out.txt").read_text()
     assert {path: path.read_bytes() for path in kept.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("name", ["metrics", "environment", "spec"])
+def test_a_damaged_file_costs_its_own_cells_alone(played, tmp_path, name):
+    options, runs, told = played
+    torn = tmp_path / "torn"
+    shutil.copytree(runs, torn)
+    (result,) = [r for r in finished(torn) if r.experiment.method.name == "bn"]
+    others = {r.experiment.id for r in finished(torn)} - {result.experiment.id}
+    path = result.folder / f"{name}.json"
+    path.write_bytes(path.read_bytes()[:-20])
+    words = [torn if word == runs else word for word in options]
+    shown = call(*words, "--no-run", "--format", "json")
+    assert shown.exit_code == 1
+    assert "missing: BN, error; BN, seconds: " in said(shown)
+    whole = [{**c, "ours": None, "deviation": None} if c["row"] == "BN" else c for c in told["cells"]]
+    ours = [[(c["row"], c["column"], c["ours"]) for c in cells] for cells in (whole, json.loads(shown.stdout)["cells"])]
+    assert ours[0] == ours[1]
+    spoken = [call(artifact, "--runs", torn, "--out", f"{artifact}.txt") for artifact in ("claims", "document")]
+    assert Path("document.txt").read_text().count("live-mnist-c") > 0
+    kept = call("--runs", torn, "--keep", "kept")
+    assert {r.experiment.id for r in finished("kept")} == others
+    for said_of in (shown, *spoken, kept):
+        assert said_of.exit_code == 1
+        assert f"{path} is damaged" in said(said_of)
+        assert "without --no-run computes it again; else move its folder away" in said(said_of)
+    again = call(*words, "--format", "json")
+    assert again.exit_code == 0, again.output
+    errors = [[c["ours"] for c in t["cells"] if c["column"] == "error"] for t in (json.loads(again.stdout), told)]
+    assert errors[0] == errors[1]
+    assert call(*words, "--no-run").exit_code == 0
+
+
+def test_a_damaged_file_of_another_table_costs_nothing(played, tmp_path):
+    options, runs, _ = played
+    torn = tmp_path / "torn"
+    shutil.copytree(runs, torn)
+    for name, method in (("metrics", "bn"), ("spec", "pl")):
+        (result,) = [r for r in finished(torn, damaged="skip") if r.experiment.method.name == method]
+        (result.folder / f"{name}.json").write_text("{")
+    words = [{runs: torn, "source,BN,+pl": "source"}.get(word, word) for word in options]
+    assert call(*words, "--no-run").exit_code == 0
+
+
+SLOW = """
+import time
+from tribe.methods.source import Source
+
+class Slow(Source):
+    def step(self, net, state, x, valid=None, *, donate=False):
+        print("a step", flush=True)
+        time.sleep(0.05)
+        return super().step(net, state, x, valid, donate=donate)
+"""
+
+
+def test_stopped_by_hand_it_says_how_to_go_on(tmp_path):
+    Path("slow.py").write_text(SLOW)
+    words = ("norms", *SMALL, "--columns", "200", "--methods", "TEST,+slow.py:Slow")
+    command = [sys.executable, "-m", "tribe", "reproduce", *map(str, words)]
+    how = {"cwd": tmp_path, "env": os.environ | {"OMP_NUM_THREADS": "1"}, "text": True}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **how) as process:
+        assert [process.stdout.readline() for _ in range(3)] == 3 * ["a step\n"]
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate()
+    assert process.returncode == 130, errors
+    assert errors.splitlines()[-1] == "stopped; what was done is in runs, and the same command goes on from there"
+    assert "Traceback" not in errors
+    (stopped,) = Path("runs").glob("*/checkpoint.safetensors")
+    again = subprocess.run(command, capture_output=True, **how)
+    assert again.returncode == 0, again.stderr
+    batches = -(-next(r for r in finished("runs") if r.folder == stopped.parent).metrics["0"]["images"] // 64)
+    assert again.stdout.splitlines().count("a step") <= batches - 2, "it went on, long before the 50th batch"
 
 
 def test_what_another_process_computes_is_left_for_the_end():

@@ -503,6 +503,38 @@ def test_the_bar_goes_to_stderr_and_json_alone_to_stdout(root):
     assert "eata, mnist" in done.stderr
 
 
+CHATTY = """
+from dataclasses import dataclass
+import tribe
+from tribe.methods.eata import Eata
+
+print("words at import")
+
+@dataclass(frozen=True)
+class Chatty(Eata):
+    def study(self, *given):
+        print("words of a study")
+        return super().study(*given)
+
+def net():
+    print("words of a network")
+    return tribe.models.load("compact", tribe.models.find("compact", "mnist"))
+"""
+
+
+def test_json_is_alone_on_stdout_whatever_one_s_own_code_prints(root):
+    Path("chatty.py").write_text(CHATTY)
+    words = ("--model", "chatty.py:net", "--dataset", "mnist", "--data", root, "--batch", 10, "--out", "k.safetensors")
+    try:
+        result = command("source", "chatty.py:Chatty", *words, "--json")
+    finally:
+        tribe.methods.registry._classes.pop("chatty", None)
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["method"] == "chatty"
+    for place in ("at import", "of a study", "of a network"):
+        assert f"words {place}" in result.stderr
+
+
 def test_a_damaged_file_found_by_a_run_names_the_command(root):
     assert (
         command("source", "eata", "--model", "compact", "--dataset", "mnist", "--data", root, "--batch", 10).exit_code

@@ -595,6 +595,16 @@ def test_the_command_trains_where_the_data_lies(few):
     }
 
 
+def test_resuming_what_never_began_is_said(few, tmp_path):
+    out = tmp_path / "compact.safetensors"
+    result = invoke("mnist", "--data", few, "--out", out, "--epochs", 1, "--batch", 50, "--resume", "--json")
+    assert result.exit_code == 0, result.stderr
+    lines = result.stderr.splitlines()
+    assert lines[0] == f"warning: there is no checkpoint of {out} to go on from: training starts from the beginning"
+    assert lines[1].startswith("epoch 1/1 ")
+    assert len(json.loads(result.stdout)["history"]) == 1
+
+
 def test_a_name_says_the_data_set_once(tmp_path):
     pytest.importorskip("typer")
     from tribe.cli.commands.train import _default_out

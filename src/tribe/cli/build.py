@@ -1,10 +1,11 @@
-"""What is said on the command line, read: ``owner.field=value``, severities, and networks and methods in files."""
+"""What is said on the command line, read: ``owner.field=value``, severities, and components in one's own files."""
 
 import ast
-import operator
-from collections.abc import Sequence
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -12,10 +13,11 @@ import tribe
 from tribe import build
 from tribe.backbone import Backbone
 from tribe.build import Asked, departures, described, in_precision, plain_method, ready, scenario, trained_on
-from tribe.cli.targets import from_file, from_package, load_target, told
+from tribe.cli.targets import find_target, load_target
 from tribe.datasets import Dataset
 from tribe.methods import Method, registry
-from tribe.registry import nearest
+from tribe.registry import Registry, nearest
+from tribe.scenarios import Scenario
 
 Settings = dict[str, dict[str, Any]]  # component -> field -> value
 
@@ -79,43 +81,88 @@ def _methods(word: str) -> list[str]:
     if word == "all":  # a method with variants is there for these; the source model opens the list
         names = [name for name in registry.names() if not registry.get(name).variants]
         return sorted(names, key=lambda name: (name != "source", name))
-    return [own_method(word) if ":" in word else word]
+    return [named(METHOD, word)]
+
+
+class Kind(NamedTuple):
+    """A kind of component that may be one's own."""
+
+    registry: Registry[Any]
+    expected: str
+    fits: Callable[[Any], bool]
+
+
+def _below(base: type) -> Callable[[Any], bool]:
+    return lambda found: isinstance(found, type) and issubclass(found, base) and found is not base
+
+
+def _is_dataset(found: Any) -> bool:
+    """Whether a class has what the protocol asks for; what is a field without a default shows in no attribute."""
+    if not (isinstance(found, type) and dataclasses.is_dataclass(found)):
+        return False
+    there = {*dir(found), *(field.name for field in dataclasses.fields(found))}
+    return there >= {"classes", "domains", "labels", "images"}
+
+
+METHOD = Kind(registry, "a subclass of tribe.methods.Method", _below(Method))
+SCENARIO = Kind(tribe.scenarios.registry, "a subclass of tribe.scenarios.Scenario", _below(Scenario))
+DATASET = Kind(
+    tribe.datasets.registry, "a dataclass with classes, domains, labels(domain), images(domain, index)", _is_dataset
+)
+
+
+def named(kind: Kind, word: str) -> str:
+    """The name of a component, from its name or from ``package.module:Class`` or ``file.py:Class``.
+
+    A class that is not registered becomes so, under its own name in small letters.
+    """
+    if ":" not in word:
+        return word
+    what = kind.registry.kind
+    found = find_target(word, what, kind.fits)
+    if not kind.fits(found):
+        raise ValueError(f"{word} is no {what}: expected {kind.expected}; see CONTRIBUTING")
+    name = next((name for name in kind.registry.names() if kind.registry.get(name) is found), None)
+    if name is None:
+        name = re.split("[:.]", word)[-1].lower()
+        kind.registry.register(name)(found)
+    return name
 
 
 def own_method(target: str) -> str:
     """The name of the method class that ``package.module:Class`` or ``file.py:Class`` is; registered if it is not."""
-    place, _, attribute = target.rpartition(":")
-    file = Path(place) if place.endswith(".py") else None
-    if not place or not attribute:
-        raise ValueError(f"{target!r} names no method: expected package.module:Class or path/to/file.py:Class")
-    if file is not None and not file.is_file():
-        raise ValueError(f"no file at {file}")
-    try:
-        module = from_package(place) if file is None else from_file(file)
-        found = operator.attrgetter(attribute)(module)
-    except (Exception, SystemExit) as error:  # importing runs code that may raise anything
-        raise ValueError(f"importing {target} failed: {told(error)}") from error
-    if not (isinstance(found, type) and issubclass(found, Method)):
-        raise ValueError(f"{target} is no method: expected a subclass of tribe.methods.Method; see CONTRIBUTING")
-    name = next((name for name in registry.names() if registry.get(name) is found), None)
-    if name is None:
-        name = attribute.rpartition(".")[2].lower()
-        registry.register(name)(found)
-    return name
+    return named(METHOD, target)
+
+
+def refuse_unwritable(file: str | None) -> None:
+    """Refuse a --json that could not be written, before the work and not after it."""
+    if file in (None, "-"):
+        return
+    path = Path(str(file))
+    if path.is_dir():
+        raise ValueError(f"--json {path} is a folder; expected the path of a file")
+    if not path.parent.is_dir():
+        raise ValueError(f"there is no folder {path.parent} to write {path.name} into")
 
 
 __all__ = [
+    "DATASET",
+    "METHOD",
+    "SCENARIO",
     "Asked",
+    "Kind",
     "Settings",
     "dataset",
     "departures",
     "described",
     "in_precision",
     "methods",
+    "named",
     "network",
     "own_method",
     "plain_method",
     "ready",
+    "refuse_unwritable",
     "scenario",
     "settings",
     "trained_on",

@@ -7,7 +7,7 @@ import dataclasses
 import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tribe
 from tribe.build import PLACES
@@ -16,9 +16,16 @@ from tribe.specs import differences
 
 LONG = 120  # letters of a name, beyond which a hash stands for what was set
 SHORT_NAMES = {"scenario.imbalance": "imbalance", "dataset.severities": "severity"}  # these have options of their own
-OF_A_RECORD = ("method", "fields", "seed")  # in its spec, beside what the folder is about
+OF_A_RECORD = ("method", "fields", "code", "seed")  # in its spec, beside what the folder is about
 
 Records = dict[str, list[Record]]  # by method, one a seed
+
+
+class Left(NamedTuple):
+    """What earlier runs left in a folder."""
+
+    records: Records
+    damaged: list[str]  # in words: files by the name of records that cannot be read
 
 
 def folder_name(base: str, departures: Sequence[str]) -> str:
@@ -46,8 +53,8 @@ def record_file(folder: Path, method: str, seed: int) -> Path:
     return folder / f"{file_name(method)}-seed{seed}.npz"
 
 
-def earlier(folder: Path, specs: Mapping[str, Mapping[str, Any]], seeds: Sequence[int]) -> Records:
-    """The records that earlier runs left in a folder; refused if they are of other settings.
+def earlier(folder: Path, specs: Mapping[str, Mapping[str, Any]], seeds: Sequence[int]) -> Left:
+    """The records that earlier runs, or others meanwhile, left in a folder; refused if they are of other settings.
 
     Args:
         folder: of results; it may not be there yet.
@@ -57,18 +64,20 @@ def earlier(folder: Path, specs: Mapping[str, Mapping[str, Any]], seeds: Sequenc
     targets = {record_file(folder, method, seed) for method in specs for seed in seeds}
     known = {file_name(name): name for name in (*tribe.methods.names(), *tribe.methods.variants())}
     found: Records = {}
+    damaged: list[str] = []
     for path in sorted(folder.glob("*-seed*.npz")):
         try:
             record = Record.load(path)
         except ValueError as error:
             if path in targets:
                 raise ValueError(f"{error}. It would be lost: move it away, or say --out ANOTHER") from error
-            continue  # somebody else's
+            damaged.append(str(error))  # in nobody's way
+            continue
         name = path.stem.rpartition("-seed")[0]
         name = known.get(name, name)
         _refuse_others(path, record, specs, name)
         found.setdefault(name, []).append(record)
-    return found
+    return Left(found, damaged)
 
 
 def together(before: Records, now: Records) -> Records:

@@ -1,11 +1,15 @@
-"""A model named on the command line: ``package.module:attribute`` or ``path/to/file.py:attribute``."""
+"""Code of others, named on the command line: ``package.module:attribute`` or ``path/to/file.py:attribute``."""
 
+import contextlib
 import importlib
 import operator
 import sys
+import traceback
 import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any, TextIO
 
 from torch import nn
 
@@ -16,20 +20,10 @@ from tribe.registry import nearest
 
 def load_target(target: str) -> nn.Module:
     """The module that ``package.module:attribute`` or ``file.py:attribute`` names, or makes when called."""
-    place, _, attribute = target.rpartition(":")
-    if not place or not attribute:
-        fail(f"{target!r} names no model: expected package.module:attribute or path/to/file.py:attribute")
-    file = Path(place) if place.endswith(".py") else None
-    if file is not None and not file.is_file():
-        fail(f"no file at {file}")
     try:
-        module = from_package(place) if file is None else from_file(file)
-    except (Exception, SystemExit) as error:  # importing runs code that may raise anything
-        fail(f"importing {place} failed: {told(error)}")
-    try:
-        found = operator.attrgetter(attribute)(module)
-    except AttributeError:
-        fail(f"{place} has no attribute {attribute!r}: {nearest(attribute, _models(module))}")
+        found = find_target(target, "model", lambda value: isinstance(value, nn.Module) or callable(value))
+    except ValueError as error:
+        fail(str(error))
     if callable(found) and not isinstance(found, nn.Module):
         try:
             found = found()
@@ -38,6 +32,45 @@ def load_target(target: str) -> nn.Module:
     if not isinstance(found, nn.Module):
         fail(f"{target} is no model: expected an nn.Module, or a callable that returns one; got {type(found).__name__}")
     return found
+
+
+def find_target(target: str, kind: str, meant: Callable[[Any], bool]) -> Any:
+    """What ``package.module:attribute`` or ``file.py:attribute`` names; an error lists what could be ``meant`` there.
+
+    Args:
+        target: as it was said.
+        kind: of what is wanted, in words.
+        meant: whether a value of the module could be wanted.
+    """
+    place, _, attribute = target.rpartition(":")
+    if not place or not attribute:
+        raise ValueError(f"{target!r} names no {kind}: expected package.module:attribute or path/to/file.py:attribute")
+    file = Path(place) if place.endswith(".py") else None
+    if file is not None and not file.is_file():
+        raise ValueError(f"no file at {file}")
+    try:
+        module = from_package(place) if file is None else from_file(file)
+    except (Exception, SystemExit) as error:  # importing runs code that may raise anything
+        raise ValueError(f"importing {place} failed: {told(error)}") from error
+    try:
+        return operator.attrgetter(attribute)(module)
+    except AttributeError:
+        there = [name for name, value in vars(module).items() if not name.startswith("_") and meant(value)]
+        raise ValueError(f"{place} has no attribute {attribute!r}: {nearest(attribute, there)}") from None
+
+
+def aside() -> contextlib.AbstractContextManager[TextIO]:
+    """Send what code of others prints to stderr: stdout is for results, which programs read."""
+    return contextlib.redirect_stdout(sys.stderr)
+
+
+@contextlib.contextmanager
+def in_words() -> Iterator[None]:
+    """Turn the errors that say what is wrong with what was asked into a paragraph, and exit."""
+    try:
+        yield
+    except (ValueError, TypeError, OSError, ImportError) as error:
+        fail(str(error))
 
 
 def from_file(path: Path) -> ModuleType:
@@ -52,11 +85,12 @@ def from_package(name: str) -> ModuleType:
     return importlib.import_module(name)
 
 
-def _models(module: ModuleType) -> list[str]:
-    """The names in a module that could be meant."""
-    return [n for n, v in vars(module).items() if not n.startswith("_") and (isinstance(v, nn.Module) or callable(v))]
-
-
 def told(error: BaseException) -> str:
     """An error of foreign code, with its kind."""
     return f"{type(error).__name__}: {error}"
+
+
+def told_where(error: BaseException) -> str:
+    """An error that foreign code did not mean to be read, with its kind and the line that raised it."""
+    *_, last = traceback.extract_tb(error.__traceback__)
+    return f"{told(error)}, at {last.filename}:{last.lineno}"

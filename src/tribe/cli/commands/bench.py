@@ -1,7 +1,6 @@
 """``tribe bench``: what adapting costs, against plain inference of the same network, measured side by side."""
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,7 @@ from tribe.bench.contest import Watch
 from tribe.cli import build
 from tribe.cli.app import app, emit, fail
 from tribe.cli.options import Device, Precision
-from tribe.cli.targets import load_target
+from tribe.cli.targets import aside, in_words, load_target
 from tribe.environment import choose_device, precision_on
 
 
@@ -70,33 +69,31 @@ def bench(
     """
     console = Console(stderr=json_file == "-")
     try:
-        names = build.methods(methods)
-        where = choose_device(device)
-        old = None if compare_file is None else tribe.bench.read(compare_file)
-        _check_place(json_file)
-        asked = model or ("wrn28_10" if where.type == "cuda" else "resnet20")
-        tribe.bench.check(names)
-        make, count, size = _network(asked, classes, _shape(shape))
-        setting = tribe.bench.Setting(
-            model=asked,
-            shape=size,
-            classes=count,
-            batch=batch,
-            streams=streams,
-            device=str(where),
-            precision=precision_on(where, precision),
-            graphs=graphs,
-            kernels=kernels,
-            threads=threads,
-        )
-        if old is not None:
-            tribe.bench.check_comparable(old.setting, setting)  # before the work, not after it
-        # stdout is for the results, whatever a model's code prints
-        with _progress() as watch, contextlib.redirect_stdout(sys.stderr):
-            net = make(where)
-            result = tribe.bench.measure(net, setting, names, compiled=compiled, repeats=repeats, watch=watch)
-    except (ValueError, TypeError, OSError, ImportError) as error:
-        fail(str(error))
+        with aside(), in_words():
+            names = build.methods(methods)
+            where = choose_device(device)
+            old = None if compare_file is None else tribe.bench.read(compare_file)
+            build.refuse_unwritable(json_file)
+            asked = model or ("wrn28_10" if where.type == "cuda" else "resnet20")
+            tribe.bench.check(names)
+            make, count, size = _network(asked, classes, _shape(shape))
+            setting = tribe.bench.Setting(
+                model=asked,
+                shape=size,
+                classes=count,
+                batch=batch,
+                streams=streams,
+                device=str(where),
+                precision=precision_on(where, precision),
+                graphs=graphs,
+                kernels=kernels,
+                threads=threads,
+            )
+            if old is not None:
+                tribe.bench.check_comparable(old.setting, setting)  # before the work, not after it
+            with _progress() as watch:
+                net = make(where)
+                result = tribe.bench.measure(net, setting, names, compiled=compiled, repeats=repeats, watch=watch)
     except RuntimeError as error:
         if "memory" not in str(error):
             raise
@@ -126,8 +123,7 @@ def _network(
         return partial(tribe.bench.build, name, design.classes), design.classes, shape or design.shape
     if shape is None:
         raise ValueError(f"{name} does not say what images it takes: --shape 3,224,224, say")
-    with contextlib.redirect_stdout(sys.stderr):
-        net = load_target(name)
+    net = load_target(name)
     count = classes or tribe.Backbone(net).classes
     if count is None:
         raise ValueError(f"{name} does not show how many classes it tells apart: --classes")
@@ -139,17 +135,6 @@ def _shape(text: str | None) -> tuple[int, ...] | None:
         return None if text is None else tuple(int(size) for size in text.split(","))
     except ValueError:
         raise ValueError(f"--shape is the shape of one image, such as 3,32,32; got {text!r}") from None
-
-
-def _check_place(file: str | None) -> None:
-    """Refuse a file that could not be written, before the work."""
-    if file in (None, "-"):
-        return
-    path = Path(str(file))
-    if path.is_dir():
-        raise ValueError(f"--json {path} is a folder; expected the path of a file")
-    if not path.parent.is_dir():
-        raise ValueError(f"there is no folder {path.parent} to write {path.name} into")
 
 
 @contextlib.contextmanager

@@ -70,6 +70,10 @@ def corrupt(
                 summary = generate_pictures(str(images), out=below or root, watch=watch, **how)
     except (ValueError, OSError, ImportError) as error:
         fail(str(error))
+    except KeyboardInterrupt:
+        same = "the same command without --force" if force else "the same command"
+        console.print(f"stopped; {same} goes on from there", soft_wrap=True, markup=False, highlight=False)
+        raise typer.Exit(130) from None
     if as_json:
         emit({**summary._asdict(), "folder": str(summary.folder)})
     else:

@@ -1,8 +1,6 @@
 """``tribe doctor``: what of a model can be adapted, and whether its input looks right."""
 
-import contextlib
 import math
-import sys
 import zipfile
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,7 +16,7 @@ from torch import Tensor, nn
 
 import tribe
 from tribe.cli.app import app, emit, fail
-from tribe.cli.targets import load_target, told
+from tribe.cli.targets import aside, load_target, told
 
 PICKLES = (".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".bin", ".tar")
 LOOK_AT = 128  # images, spread evenly over the file: enough for means, and files are often sorted by class
@@ -48,7 +46,7 @@ def doctor(
     """Say what of a model can be adapted and whether its input looks right. Exits with 1 if there are problems."""
     if images is not None and shape is not None:
         fail("--input gives images and --shape makes some up: choose one")
-    with contextlib.redirect_stdout(sys.stderr):  # stdout is for the report, whatever the model's code prints
+    with aside():
         x = _read(images) if images is not None else _random(shape) if shape is not None else None
         model = load_target(target)
         if weights is not None:

@@ -13,13 +13,14 @@ from rich.table import Table
 from rich.text import Text
 
 import tribe
+from tribe import corruptions
 from tribe.cli.app import app, emit, fail
 from tribe.registry import Registry, nearest
 
 
 @app.command("list")
 def list_components(
-    kind: Annotated[str, typer.Argument(help="Kind of component: methods, norms, ...")],
+    kind: Annotated[str, typer.Argument(help="Kind of component: methods, norms, corruptions, ...")],
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
     """List the components of a kind: name, idea, paper, and fields with their defaults.
@@ -28,9 +29,12 @@ def list_components(
     which `tribe source` takes.
     """
     kinds = registries()
-    if kind not in kinds:
-        fail(f"unknown kind {kind!r}: {nearest(kind, kinds)}")
-    components = [describe(kinds[kind], name) for name in kinds[kind].names()]
+    if kind == "corruptions":
+        components = [describe_corruption(name) for name in corruptions.names()]
+    elif kind in kinds:
+        components = [describe(kinds[kind], name) for name in kinds[kind].names()]
+    else:
+        fail(f"unknown kind {kind!r}: {nearest(kind, [*kinds, 'corruptions'])}")
     if as_json:
         emit(components)
     else:
@@ -62,6 +66,15 @@ def describe(registry: Registry[Any], name: str) -> dict[str, Any]:
     }
 
 
+def describe_corruption(name: str) -> dict[str, Any]:
+    """A corruption, family/name, in the same plain data; it is a function, in whose stead its file may speak."""
+    family, _, own = name.partition("/")
+    function = corruptions.function(own, family)
+    words = inspect.getdoc(function) or inspect.getdoc(sys.modules[function.__module__]) or ""
+    nothing: dict[str, Any] = {"paper": None, "fields": {}, "presets": {}, "variants": {}, "needs": None}
+    return {"name": name, "summary": words.partition("\n")[0], **nothing}
+
+
 def summary(cls: type, registry: Registry[Any]) -> str:
     """The idea in one line. A file opens with it; only where several share a file does the class speak for itself."""
     neighbours = [name for name in registry.names() if registry.get(name).__module__ == cls.__module__]
@@ -77,11 +90,11 @@ def _default(field: dataclasses.Field[Any]) -> dict[str, Any]:
 
 def table(components: list[dict[str, Any]]) -> Table:
     """What `describe` found, for people."""
-    papers = any(c["paper"] for c in components)
-    grid = Table("name", "idea", *["paper"] * papers, "fields", show_lines=True)
+    papers, settings = (any(c[key] for c in components) for key in ("paper", "fields"))
+    grid = Table("name", "idea", *["paper"] * papers, *["fields"] * settings, show_lines=True)
     for c in components:
         fields = "\n".join(_shown(name, field) for name, field in c["fields"].items())
-        cells = [_idea(c), *[c["paper"] or ""] * papers, fields]
+        cells = [_idea(c), *[c["paper"] or ""] * papers, *[fields] * settings]
         grid.add_row(Text(c["name"], "bold"), *map(Text, cells))  # Text: a bracket in a default is no markup
     return grid
 

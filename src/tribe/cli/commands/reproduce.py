@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
@@ -18,19 +19,21 @@ from rich.table import Table as Grid
 from tribe import paper, plots, reproduce
 from tribe.atomic import write_atomically
 from tribe.cli import build
-from tribe.cli.app import app, fail, plain
-from tribe.cli.options import Device
+from tribe.cli.app import app, fail
 from tribe.datasets.files import data_root
 from tribe.datasets.made import FILE as MADE
 from tribe.distributed import Failure
 from tribe.environment import check_precision
-from tribe.experiment import Bench, Experiment, Result, finished, keep
+from tribe.experiment import Bench, Damaged, Experiment, Result, finished, keep, survey
+from tribe.methods import names as method_names
 from tribe.registry import nearest
 from tribe.reproduce import Comparison, Judged, Origin, Plan, Wishes, released
 from tribe.reproduce.chart import chart
+from tribe.reproduce.gathering import REMEDY
 from tribe.reproduce.page import DATA
-from tribe.reproduce.plans import artifacts
+from tribe.reproduce.plans import artifacts, refuse_unknown_fields
 from tribe.reproduce.render import FORMATS, WORDS, claims_json, claims_markdown, number, ours
+from tribe.specs import plain
 
 WIDE = 240  # columns of a table that goes to a file
 CLAIMS = "claims"  # every sentence of the paper about its tables, judged on what was run before
@@ -78,7 +81,9 @@ def reproduce_artifact(
         list[str] | None,
         typer.Option("--set", help="Any field: dataset.corruptions=fog, scenario.draw=paper, tribe.h0=0.1."),
     ] = None,
-    device: Device = "auto",
+    device: Annotated[
+        str, typer.Option(help="auto, cpu, cuda or cuda:1.", show_default=f"auto: a GPU where there is one{ANY}")
+    ] = "auto",
     precision: Annotated[
         str | None,
         typer.Option(
@@ -121,7 +126,8 @@ def reproduce_artifact(
     What is in --runs is never computed twice. Several processes that are started with the same words share the work.
     """
     try:
-        given = Origin(seed, seeds, precision, threads=threads)
+        looked = no_run or artifact in (CLAIMS, DOCUMENT)  # at what there is: nothing is run, no device is opened
+        given = Origin(seed, seeds, precision, _kind(device) if looked else None, threads)
         first, count, precise = seed or 0, 1 if seeds is None else seeds, precision or "tf32"
         _check(style, precise, count, out, plot)
         if show_list:
@@ -129,25 +135,28 @@ def reproduce_artifact(
             return
         wanted = Wishes(dataset, model, seeds=range(first, first + count), precision=precise)
         if kept is not None:
+            _need(runs)
             _keep(runs, kept, data_root(None if data is None else str(data)))
             return
         if artifact in (CLAIMS, DOCUMENT):
             _refuse(artifact, methods=methods, rows=rows, columns=columns, plot=plot)
-        if no_run or artifact in (CLAIMS, DOCUMENT):
+        if looked:
             _need(runs)
         if artifact == DOCUMENT:
-            _document(runs, style, out)
+            _document(runs, given, style, out)
             return
-        bench = Bench(data, device, threads=threads)
+        bench = Bench(data, "cpu" if looked else device, threads=threads)
         if artifact == CLAIMS:
             told = build.settings(settings or [], ("dataset", "model", "scenario"))
             wishes = dataclasses.replace(wanted, settings={owner: fields for owner, fields in told.items() if fields})
+            refuse_unknown_fields(artifacts(), wishes)
             judgements = reproduce.judged(lambda table: reproduce.gather(table, wishes, runs, bench, given), runs)
             _claims(judgements, style, out)
             _tell_damage(runs)
             return
         table = _asked(artifact)
         wishes = _with_rows(wanted, table, methods, rows, columns, settings)
+        refuse_unknown_fields([table], wishes)
         plan = reproduce.gather(table, wishes, runs, bench, given) if no_run else reproduce.plan(table, wishes, bench)
         if dry_run:
             _dry_run(plan, runs, style, out)
@@ -165,9 +174,11 @@ def reproduce_artifact(
             plots.save(chart(comparison), plot)
     except (ValueError, TypeError, OSError, ImportError) as error:
         fail(str(error))
-    if plan.problems:
-        _complain(plan.problems)
-        raise typer.Exit(1)
+    except KeyboardInterrupt:
+        words = f"stopped; what was done is in {runs}, and the same command goes on from there"
+        Console(stderr=True).print(words, soft_wrap=True, markup=False, highlight=False)
+        raise typer.Exit(130) from None
+    _end_with(plan.problems)
 
 
 # -- what was asked ---------------------------------------------------------------------------------------------------
@@ -204,7 +215,7 @@ def _with_rows(
     """The rows and columns that are wanted, and the fields that are set."""
     given = _listed(methods)
     added = [word[1:] for word in given if word.startswith("+")]
-    added = [build.own_method(word) if ":" in word else word for word in added]
+    added = [build.own_method(word) if ":" in word else _in_any_case(word) for word in added]
     known = {str(m) for row in table.rows if (m := row.get("method") or table.common.get("method"))}
     told = build.settings(settings or [], ("dataset", "model", "scenario", *sorted(known), *added))
     return dataclasses.replace(
@@ -215,6 +226,22 @@ def _with_rows(
         columns=_listed(columns),
         settings={owner: fields for owner, fields in told.items() if fields},
     )
+
+
+def _in_any_case(word: str) -> str:
+    """The name of a method that the paper may spell otherwise, such as CoTTA."""
+    spelt = {name.lower(): name for name in method_names()}
+    return word if word in spelt.values() else spelt.get(word.lower(), word)
+
+
+def _kind(device: str) -> str | None:
+    """The kind of device that results must be from; None: any. It need not be here."""
+    if device == "auto":
+        return None
+    try:
+        return torch.device(device).type
+    except RuntimeError as error:
+        raise ValueError(f"unknown device {device!r}: expected auto, cpu or cuda") from error
 
 
 def _refuse(artifact: str, **given: object) -> None:
@@ -329,13 +356,15 @@ def _dry_run(plan: Plan, runs: Path, style: str, out: Path | None) -> None:
 
 def _keep(runs: Path, target: Path, root: Path) -> None:
     """Leave records behind; what is known of the making of corrupted images goes along."""
-    known = keep(runs, target)
+    known = keep(runs, target, damaged="skip")
     for made in sorted(root.glob(f"*/{MADE}")):
         place = target / DATA / made.parent.name
         place.mkdir(parents=True, exist_ok=True)
         write_atomically(place / made.name, made.read_bytes())
     size = sum(path.stat().st_size for path in target.rglob("*.json"))
     typer.echo(f"{target}: {len(known)} results, {size / 1e3:,.0f} kB of JSON")
+    left = [found for folder in (runs, target) for found in survey(folder) if isinstance(found, Damaged)]
+    _end_with({f"{found.error}. {REMEDY}": [found.folder.name] for found in left})
 
 
 # -- what came out ----------------------------------------------------------------------------------------------------
@@ -353,10 +382,10 @@ def _list(style: str, out: Path | None) -> None:
     _draw(lambda console: console.print(grid), out)
 
 
-def _document(runs: Path, style: str, out: Path | None) -> None:
+def _document(runs: Path, given: Origin, style: str, out: Path | None) -> None:
     if style not in ("table", "markdown"):  # the first is what nobody asked for
         raise ValueError(f"the document comes as markdown; got --format {style}")
-    _write(reproduce.document(runs), out)
+    _write(reproduce.document(runs, given), out)
     _tell_damage(runs)
 
 
@@ -437,9 +466,13 @@ def _cell(comparison: Comparison, row: str, column: str) -> str:
 
 def _tell_damage(runs: Path) -> None:
     """Name results that no sentence or table could be made of."""
-    found = {why: [r.experiment.id] for r in finished(runs) if (why := reproduce.damage(r.experiment, runs))}
-    if found:
-        _complain(found)
+    _end_with({why: [name] for name, why in reproduce.damaged(runs).items()})
+
+
+def _end_with(problems: Mapping[str, Sequence[str]]) -> None:
+    """Complain of what there is to complain of, and say so to whoever called."""
+    if problems:
+        _complain(problems)
         raise typer.Exit(1)
 
 

@@ -15,22 +15,28 @@ import tribe
 from tribe import metrics, plots
 from tribe.atomic import write_atomically
 from tribe.backbone import Backbone
+from tribe.build import model_code
 from tribe.cli import build
-from tribe.cli.app import app, emit, fail, plain, say
+from tribe.cli.app import app, emit, fail, say
 from tribe.cli.folders import Records, departures, earlier, folder_name, record_file, together
 from tribe.cli.options import Device, Precision
+from tribe.cli.targets import aside, in_words, told_where
 from tribe.datasets.fingerprint import fingerprint
 from tribe.environment import choose_device, float32_precision, machine, precision_on
 from tribe.methods import Method
 from tribe.record import Record
 from tribe.registry import nearest
+from tribe.specs import plain
 
+IN_WORDS = (ValueError, OSError, ImportError, torch.OutOfMemoryError)  # errors that were written to be read
 DEFAULT_METHODS = "source,bn,tent,tribe"
 
 
 @app.command()
 def run(
-    dataset: Annotated[str, typer.Option(help="Data set, see `tribe list datasets`.")] = "live-mnist-c",
+    dataset: Annotated[
+        str, typer.Option(help="Data set, see `tribe list datasets`; file.py:Class for one of your own.")
+    ] = "live-mnist-c",
     model: Annotated[
         str,
         typer.Option(
@@ -41,7 +47,10 @@ def run(
     weights: Annotated[
         Path | None, typer.Option(help="Its weights; by default those in the package or where `tribe train` puts them.")
     ] = None,
-    scenario: Annotated[str, typer.Option(help="Protocol of the stream, see `tribe list scenarios`.")] = "gli-f",
+    scenario: Annotated[
+        str,
+        typer.Option(help="Protocol of the stream, see `tribe list scenarios`; file.py:Class for one of your own."),
+    ] = "gli-f",
     imbalance: Annotated[
         float | None, typer.Option(help="How many times rarer the rarest class is.", show_default="100")
     ] = None,
@@ -88,11 +97,13 @@ def run(
     and in a long tail, and a small network that was trained on the clean ones.
     """
     console = Console(stderr=json_file == "-")
-    try:
+    with aside(), in_words():
+        build.refuse_unwritable(json_file)
         where = choose_device(device)
         precision = precision_on(where, precision)
         if seeds < 1:
             raise ValueError(f"--seeds is how many streams, at least 1; got {seeds}")
+        dataset, scenario = build.named(build.DATASET, dataset), build.named(build.SCENARIO, scenario)
         chosen = build.methods(methods)
         if not chosen:
             raise ValueError(f"--methods {methods!r} names no method: {nearest('', tribe.methods.names())}")
@@ -104,14 +115,16 @@ def run(
         asked = build.Asked(dataset, model, weights, data)
         built = build.ready(chosen, net, source, asked, wanted)
         images, network = fingerprint(source), net.fingerprint()
+        coded = {} if (code := model_code(model)) is None else {"code": code}
         spec = {
             "dataset": {**build.described(dataset, source), "fingerprint": images},
-            "model": {"name": model, "fields": wanted["model"], "fingerprint": network},
+            "model": {"name": model, "fields": wanted["model"], "fingerprint": network} | coded,
             "scenario": build.described(scenario, stream.scenario),
             "batch": batch,
             "precision": precision,
         }
-        specs = {name: plain(spec | {"fields": build.described(name, m)["fields"]}) for name, m in built.items()}
+        own = {name: build.described(name, method) for name, method in built.items()}
+        specs = {n: plain(spec | {k: v for k, v in told.items() if k != "name"}) for n, told in own.items()}
         options = (  # and what they are by default
             ("pictures", f"{data.name}@{images[:8]}" if data is not None and dataset == "folder" else None, None),
             ("weights", None if weights is None else network[:8], None),
@@ -123,32 +136,36 @@ def run(
         told = departures({"dataset": source, "scenario": protocol}, {n: wanted[n] for n in ("model", *chosen)})
         told += [f"{name}={value}" for name, value, usual in options if value != usual]
         folder = out or Path("runs") / folder_name(f"{dataset}-{model}-{scenario}", told)
-        before = earlier(folder, specs, stream.seeds)
+        earlier(folder, specs, stream.seeds)  # what must not be mixed is refused before the work
         folder.mkdir(parents=True, exist_ok=True)
-    except (ValueError, TypeError, OSError, ImportError) as error:
-        fail(str(error))
     shape = f"{seeds} stream{'s' * (seeds > 1)} of {len(stream.schedules[0].index):,} images"
     console.print(f"[bold]{dataset}[/], {model}, {scenario}: {shape}, batch {batch}, on {machine(where)['device']}")
-    records = _play(net, built, stream, specs, folder, precision)
+    with aside():
+        records, stopped = _play(net, built, stream, specs, folder, precision)
     if not records:
-        raise typer.Exit(2)
+        raise typer.Exit(130 if stopped else 2)
     report = {"spec": spec, "machine": machine(where), "results": _results(records)}
     console.print(_table(records))
-    everything = together(before, records)  # a summary of this run alone would hide what lies beside it
     try:
+        left = earlier(folder, specs, stream.seeds)  # others may have written there meanwhile
+        everything = together(left.records, records)  # a summary of this run alone would hide what lies beside it
         summary = report | {"results": _results(everything)}
         write_atomically(folder / "summary.json", json.dumps(plain(summary), indent=1).encode())
         if json_file not in (None, "-"):
             write_atomically(str(json_file), json.dumps(plain(report), indent=1).encode())
         picture = _chart(folder, everything, f"{dataset}, {model}, {scenario}") if chart else None
-    except OSError as error:
-        fail(f"the results above could not be written: {error}")
+    except (ValueError, OSError) as error:
+        fail(f"the records are in {folder}, but what sums them up could not be written: {error}")
+    for reason in left.damaged:
+        say("warning", f"{reason}. It is left out of the summary")
     if json_file == "-":
         emit(report)
-    kept = [name for name in before if name not in records]
+    kept = [name for name in left.records if name not in records]
     beside = f" (beside {', '.join(kept)} of before)" if kept else ""
     told_chart = f", chart in {picture}" if picture else ""
     console.print(f"records and summary in {folder}{beside}{told_chart}", soft_wrap=True, markup=False)
+    if stopped:
+        raise typer.Exit(130)
     if failed := [name for name in built if name not in records]:
         fail(f"{', '.join(failed)} could not be played to the end; the reasons are told above")
 
@@ -160,8 +177,11 @@ def _play(
     specs: Mapping[str, Mapping[str, Any]],
     folder: Path,
     precision: str,
-) -> Records:
-    """Play the stream to each method and save its records; one that fails is told and left out, the others go on."""
+) -> tuple[Records, bool]:
+    """Play the stream to each method and save its records; one that fails is told and left out, the others go on.
+
+    Returns the records, and whether it was stopped by hand before all had their turn.
+    """
     records: Records = {}
     try:
         with float32_precision(precision), progress_bar() as progress:
@@ -172,15 +192,16 @@ def _play(
                     played = tribe.run(rounded, ready, stream, seed=stream.seeds[0], spec=specs[name], progress=show)
                     for record in played:  # now: the command may be stopped before the next is done
                         record.save(record_file(folder, name, record.spec["seed"]))
-                except (ValueError, OSError, ImportError, torch.OutOfMemoryError) as error:
-                    say("error", f"{name}: {error}", progress.console)
+                except Exception as error:  # a method of one's own may raise anything
+                    reason = str(error) if isinstance(error, IN_WORDS) else told_where(error)
+                    say("error", f"{name}: {reason}", progress.console)
                 else:
                     records[name] = played
     except KeyboardInterrupt:
         whole = f". What was finished before ({', '.join(records)}) is in {folder}" if records else ""
         Console(stderr=True).print(f"stopped{whole}", soft_wrap=True, markup=False)
-        raise typer.Exit(130) from None
-    return records
+        return records, True
+    return records, False
 
 
 def _shown(progress: Progress, name: str, total: int) -> Callable[[int, int, float | None], None]:

@@ -10,7 +10,8 @@ from rich.table import Table
 import tribe
 from tribe import plots
 from tribe.cli import build
-from tribe.cli.app import app, emit, fail
+from tribe.cli.app import app, emit
+from tribe.cli.targets import aside, in_words
 from tribe.scenarios import class_counts, digest, local_balance, save
 
 MOST = 20  # classes that a table can show
@@ -18,8 +19,10 @@ MOST = 20  # classes that a table can show
 
 @app.command()
 def schedule(
-    scenario: Annotated[str, typer.Argument(help="Protocol of the stream, see `tribe list scenarios`.")],
-    dataset: Annotated[str, typer.Option(help="Data set, see `tribe list datasets`.")] = "live-mnist-c",
+    scenario: Annotated[str, typer.Argument(help="Protocol, see `tribe list scenarios`, or file.py:Class.")],
+    dataset: Annotated[
+        str, typer.Option(help="Data set, see `tribe list datasets`, or file.py:Class.")
+    ] = "live-mnist-c",
     imbalance: Annotated[
         float | None, typer.Option(help="How many times rarer the rarest class is.", show_default="the scenario's")
     ] = None,
@@ -38,7 +41,8 @@ def schedule(
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
     """Make a stream's schedule: class counts of each domain, local balance, and a hash to compare with."""
-    try:
+    with aside(), in_words():
+        dataset, scenario = build.named(build.DATASET, dataset), build.named(build.SCENARIO, scenario)
         wanted = build.settings(settings or [], ("dataset", "scenario"))
         source = build.dataset(dataset, data, severity, wanted["dataset"])
         protocol = build.scenario(scenario, imbalance, wanted["scenario"])
@@ -52,8 +56,6 @@ def schedule(
         labelled = all(bool((y >= 0).all()) for y in labels)
         counts = class_counts(plan, labels, classes) if labelled else None
         balance = local_balance(plan, labels, classes=classes).mean().item() if labelled else None
-    except (ValueError, TypeError, OSError, ImportError) as error:
-        fail(str(error))
     if as_json:
         emit(
             {
@@ -73,4 +75,4 @@ def schedule(
             grid.add_row(name, *map(str, row), str(sum(row)))
         console.print(grid)
     said = "" if balance is None else f", local balance {balance:.3f} (1: even, 0: one class at a time)"
-    console.print(f"{len(plan.index):,} images of {len(stream.domains)} domains{said}, sha256 {digest(plan)}")
+    console.print(f"{len(plan.index):,} images of {len(stream.domains)} domains{said}, BLAKE2b-128 {digest(plan)}")

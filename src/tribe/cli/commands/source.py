@@ -14,8 +14,9 @@ from torch import Tensor
 import tribe
 from tribe.backbone import Backbone
 from tribe.cli import build
-from tribe.cli.app import app, emit, fail
+from tribe.cli.app import app, emit
 from tribe.cli.options import Device
+from tribe.cli.targets import aside, in_words
 from tribe.datasets import Dataset
 from tribe.environment import choose_device, deterministic, float32_precision
 from tribe.methods import Method
@@ -27,7 +28,7 @@ SHOWN = 6  # tensors that are named; a network has hundreds of weights
 
 @app.command()
 def source(
-    method: Annotated[str, typer.Argument(help="Method, see `tribe list methods`.")],
+    method: Annotated[str, typer.Argument(help="Method, see `tribe list methods`, or file.py:Class.")],
     model: Annotated[
         str,
         typer.Option(
@@ -63,8 +64,9 @@ def source(
     as_json: Annotated[bool, typer.Option("--json", help="Print what was written, for programs.")] = False,
 ) -> None:
     """Take from source images what a method needs to know; `tribe run` finds the file by itself."""
-    try:
+    with aside(), in_words():
         where = choose_device(device)
+        method, dataset = build.named(build.METHOD, method), build.named(build.DATASET, dataset)
         if (needs := tribe.methods.get(method).needs) is None:
             raise ValueError(f"{method} needs to know nothing of the source data: run it as it is")
         wanted = build.settings(settings or [], ("dataset", "model", method))
@@ -88,8 +90,6 @@ def source(
         told = {"model": model, "dataset": dataset, "images": batches.images, "batch": batch, "seed": seed}
         knowledge = dataclasses.replace(knowledge, spec={**told, **knowledge.spec})
         knowledge.save(target)
-    except (ValueError, TypeError, OSError, ImportError) as error:
-        fail(str(error))
     if as_json:
         emit({**_described(knowledge), "path": str(target), "bytes": target.stat().st_size})
         return

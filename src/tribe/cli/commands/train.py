@@ -11,12 +11,13 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
 
-from tribe.cli.app import app, emit, fail
+from tribe.cli.app import app, emit, fail, say
 from tribe.cli.options import Device
 from tribe.datasets.files import data_root
 from tribe.train import DEFAULT, AugMix, Progress, Trained, TrainingError, change, preset
 from tribe.train import train as train_network
 from tribe.train.loop import SAVE_EVERY, Report
+from tribe.train.setup import open_files
 
 KEEP = "the preset's"
 
@@ -48,7 +49,9 @@ def train(
         bool | None, typer.Option("--channels-last/--no-channels-last", help="Memory layout.", show_default="on GPUs")
     ] = None,
     compile_: Annotated[bool, typer.Option("--compile", help="Hand the network to torch.compile.")] = False,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint beside the output.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the checkpoint beside the output, if there is one.")
+    ] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace existing weights, or start over.")] = False,
     save_every: Annotated[
         float, typer.Option(help="Seconds between checkpoints at least, written at the end of an epoch.")
@@ -73,6 +76,8 @@ def train(
         )
         model = model or chosen.model
         target = out or _default_out(model, dataset, data)
+        if resume and not open_files(target, resume=resume, force=force).checkpoint.exists():
+            say("warning", f"there is no checkpoint of {target} to go on from: training starts from the beginning")
         with _shown(f"{model} on {dataset}", numbers.epochs) as show:
             trained = train_network(
                 model,
