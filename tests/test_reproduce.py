@@ -437,6 +437,7 @@ class Mine(BN):
     broken: bool = False
 
     def init(self, net, streams=1, seed=0):
+        print("not for stdout, which programs read")
         if self.broken:
             raise ValueError("mine is broken")
         return super().init(net, streams, seed)

@@ -63,7 +63,10 @@ def run(
         graphs: "auto" takes a step as one launch on a GPU where it can (see `tribe.graphs`); True insists on it.
         deterministic: the same bits every time on a GPU too, so that a resumed run equals one that never stopped.
     """
-    for given, kind, how in ((net, Backbone, "tribe.Backbone(net)"), (method, Method, 'tribe.methods.create("tribe")')):
+    for given, kind, how in (
+        (net, Backbone, "tribe.Backbone(net)"),
+        (method, Method, 'tribe.methods.create("tribe", classes=10)'),
+    ):
         if not isinstance(given, kind):
             raise TypeError(f"tribe.run takes a {kind.__name__}, such as {how}; got {type(given).__name__}")
     if every < 1:

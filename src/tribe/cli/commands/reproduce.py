@@ -20,6 +20,7 @@ from tribe import paper, plots, reproduce
 from tribe.atomic import write_atomically
 from tribe.cli import build
 from tribe.cli.app import app, fail
+from tribe.cli.targets import aside
 from tribe.datasets.files import data_root
 from tribe.datasets.made import FILE as MADE
 from tribe.distributed import Failure
@@ -155,7 +156,8 @@ def reproduce_artifact(
             _tell_damage(runs)
             return
         table = _asked(artifact)
-        wishes = _with_rows(wanted, table, methods, rows, columns, settings)
+        with aside():
+            wishes = _with_rows(wanted, table, methods, rows, columns, settings)
         refuse_unknown_fields([table], wishes)
         plan = reproduce.gather(table, wishes, runs, bench, given) if no_run else reproduce.plan(table, wishes, bench)
         if dry_run:
@@ -165,7 +167,8 @@ def reproduce_artifact(
             runs.mkdir(parents=True, exist_ok=True)
             with _told(Console(stderr=True)) as console:
                 cluster = ray_address or ("auto" if ray or workers is not None else None)
-                plan = _run(plan, runs, console, cluster, workers)
+                with aside():
+                    plan = _run(plan, runs, console, cluster, workers)
         comparison = reproduce.compare(plan, runs)
         others = _planning(wishes.of_any_table, bench, runs, given if no_run else None)
         judgements = reproduce.judged(others, runs, [comparison], table.name)
