@@ -14,12 +14,11 @@ from torch import Tensor
 
 from tribe.datasets import register
 from tribe.datasets.files import MissingData, positions
-from tribe.datasets.pictures import PictureError, Unreadable, is_picture, read_picture, read_pictures
+from tribe.datasets.pictures import SKIP, PictureError, Unreadable, is_picture, read_picture, read_pictures
 from tribe.registry import nearest
 from tribe.scenarios.sampling import is_count, refuse_unless
 
 LOOKED_AT = 16  # pictures of a domain whose bytes are part of what it is; of all others their names and sizes are
-SKIP = "unreadable='skip' (--set dataset.unreadable=skip) warns and plays the others"
 LAYOUT = "expected root/<domain>/<class>/pictures, or root/<domain>/pictures without labels"
 
 
@@ -77,21 +76,15 @@ class Folder:
     def images(self, domain: str, index: Tensor) -> Tensor:
         """Decode some pictures."""
         paths = self._domain(domain).paths
-        chosen = [paths[i] for i in positions(index, len(paths), domain)]
-        try:
-            return read_pictures(
-                chosen,
-                self._size,
-                hint="all images of a stream have one size; size= would resize and crop them",
-                fit=self.size,
-                unreadable=self.unreadable,
-                warned=self._warned,
-                workers=self.workers,
-            )
-        except PictureError as error:
-            if self.unreadable == "skip":
-                raise
-            raise PictureError(f"{error}; {SKIP}") from error
+        return read_pictures(
+            [paths[i] for i in positions(index, len(paths), domain)],
+            self._size,
+            hint="all images of a stream have one size; size= would resize and crop them",
+            fit=self.size,
+            unreadable=self.unreadable,
+            warned=self._warned,
+            workers=self.workers,
+        )
 
     def digest(self, domain: str) -> str:
         """Which pictures they are, see `tribe.datasets.fingerprint`."""
@@ -118,9 +111,9 @@ class Folder:
         for path in (path for domain in self._domains.values() for path in domain.paths):
             try:
                 height, width = read_picture(path).shape[1:]
-            except PictureError:
+            except PictureError as error:
                 if self.unreadable == "raise":
-                    raise
+                    raise PictureError(f"{error}; {SKIP}") from error
             else:
                 return height, width
         raise PictureError(f"none of the pictures in {self._root} can be read")

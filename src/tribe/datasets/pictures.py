@@ -24,6 +24,7 @@ SUFFIXES = frozenset((".jpg", ".jpeg", ".png", ".bmp", ".gif", ".pgm", ".ppm", "
 EIGHT_BITS = frozenset(("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "HSV", "LAB"))
 DAMAGE = (OSError, SyntaxError, ValueError, EOFError, IndexError, OverflowError, TypeError, struct.error, zlib.error)
 Unreadable = Literal["raise", "skip"]
+SKIP = "unreadable='skip' (--set dataset.unreadable=skip) warns and plays the others"
 
 
 class PictureError(ValueError):
@@ -88,7 +89,7 @@ def read_pictures(
             picture = read_picture(paths[i], resize=fit, crop=fit)
         except PictureError as error:
             if unreadable == "raise":
-                raise
+                raise PictureError(f"{error}; {SKIP}") from error
             images[i] = float("nan")
             return error
         if tuple(picture.shape[1:]) != size:
