@@ -185,6 +185,64 @@ def test_a_folder_of_runs_holds_one_version_of_ones_own_code(tmp_path, monkeypat
     ]
 
 
+LATE = """
+from dataclasses import dataclass
+from tribe.methods.source import Source
+
+@dataclass(frozen=True)
+class Late(Source):
+    def step(self, *args, **more):
+        from late_package import helper
+        return super().step(*args, **more)
+"""
+
+
+def test_what_is_imported_late_counts_before_it_is(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "late_method.py").write_text(LATE)
+    (tmp_path / "late_package").mkdir()
+    for name in ("__init__", "helper", "further"):
+        (tmp_path / "late_package" / f"{name}.py").write_text("")
+    (tmp_path / "late_package" / "helper.py").write_text("from . import further\n")
+    import late_method
+
+    before = code_of(late_method.Late)
+    assert "late_package" not in sys.modules
+    from late_package import helper  # noqa: F401
+
+    assert code_of(late_method.Late) == before
+    for name in ("__init__", "helper", "further"):
+        (tmp_path / "late_package" / f"{name}.py").write_text("from . import further\n# changed\n")
+        assert code_of(late_method.Late) != before, name
+        before = code_of(late_method.Late)
+
+
+def test_libraries_beside_ones_own_do_not_count(tmp_path, monkeypatch):
+    elsewhere = tmp_path / "lib" / "site-packages"
+    elsewhere.mkdir(parents=True)
+    (elsewhere / "library_there.py").write_text("")
+    (tmp_path / "user_of_it.py").write_text("import library_there\n\ndef f(): ...\n")
+    for place in (elsewhere, tmp_path):
+        monkeypatch.syspath_prepend(str(place))
+    import user_of_it
+
+    before = code_of(user_of_it.f)
+    (elsewhere / "library_there.py").write_text("# updated\n")
+    assert code_of(user_of_it.f) == before
+    assert code_at("library_there") is None
+
+
+def test_a_method_of_a_notebook_can_be_run():
+    namespace = {"__name__": "typed_in", "Source": type(tribe.methods.create("source"))}
+    exec("class Typed(Source):\n    name = 'typed'", namespace)
+    data = tribe.datasets.create("live-mnist-c", corruptions=("stripe",))
+    net = tribe.Backbone(tribe.models.load("compact", tribe.models.find("compact", "mnist", "nowhere")))
+    stream = tribe.Stream(data, tribe.scenarios.create("gli-f", imbalance=1e6), batch=500)
+    (record,) = tribe.run(net, namespace["Typed"](), stream)
+    assert record.spec["method"] == "typed"
+    assert "code" not in record.spec
+
+
 def test_code_in_no_file_is_refused():
     namespace = {"__name__": "typed_in"}
     exec("class Typed: pass", namespace)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import tribe
 from tribe.backbone import Backbone
+from tribe.graphs import Captured, InParts
 from tribe.state import leaves
 from tribe.testing import CLASSES, images, informed, ready, small_network
 
@@ -85,6 +86,50 @@ def test_a_network_may_flatten_with_view(method):
     assert torch.allclose(after(Viewed(), method), expected, atol=1e-4)
 
 
+@pytest.mark.parametrize("trial", range(4))
+def test_threads_that_find_out_at_once_that_a_network_flattens_with_view_all_go_on(trial):
+    shared, wrong, start = Backbone(Viewed()), [], threading.Barrier(4)
+
+    def learn(adapter):
+        start.wait()
+        try:
+            adapter(batch(trial))
+        except Exception as error:  # whatever it is, it is wrong
+            wrong.append(error)
+
+    threads = [threading.Thread(target=learn, args=(learner(shared),)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert shared.moves == 1
+
+
+@pytest.mark.parametrize(("kind", "method"), [(Captured, "tribe"), (InParts, "rotta")])
+def test_what_was_recorded_is_recorded_anew_where_the_weights_have_moved(kind, method):
+    class Small(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.norm, self.fc = nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.Linear(6, CLASSES)
+
+        def forward(self, x):
+            x = self.norm(self.conv(x)).relu()
+            return self.fc(x.view(len(x), -1).unflatten(1, (6, -1)).mean(2))
+
+    net = Backbone(Small())
+    steps, state = kind(ready(method), net, record=lambda: lambda work: work), ready(method).init(net)
+    small, large = torch.rand(1, 4, 3, 3, 3), torch.rand(1, 4, 3, 8, 8)
+    _, state = steps.step(state, small)
+    assert (steps.recorded, net.moves) == (1, 0)
+    ready("source").predict(net, ready("source").init(net), large)
+    assert net.moves == 1
+    _, state = steps.step(state, small)
+    assert steps.recorded == 2
+    steps.step(state, small)
+    assert steps.recorded == 2
+
+
 def test_what_is_exported_lies_in_memory_as_what_was_given():
     adapter = learner(Viewed())
     for seed in range(3):
@@ -142,6 +187,30 @@ def test_cameras_do_not_meet_in_a_network_that_looks_twice(run, method):
     other = x.clone()
     other[1] = 1 - other[1]
     assert torch.equal(adapter.predict(x)[0], adapter.predict(other)[0])
+
+
+class Frames(nn.Module):
+    """Folds two frames of each image into the batch, behind or before layers that need more than one image."""
+
+    def __init__(self, first, flat):
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.first, self.norm, self.flat = nn.Conv2d(3, 6, 3), first, nn.BatchNorm2d(6), flat
+        self.last, self.fc = nn.BatchNorm1d(6), nn.Linear(6, CLASSES)
+
+    def forward(self, x):
+        x = torch.stack((x, x.flip(-1)), 1).flatten(0, 1)
+        x = self.norm(self.first(self.conv(x))).relu().mean((2, 3), keepdim=True).unflatten(0, (-1, 2)).mean(1)
+        return self.fc(self.last(self.flat(x)))
+
+
+@pytest.mark.parametrize("first", [nn.Identity(), nn.BatchNorm2d(6, track_running_stats=False)], ids=["plain", "batch"])
+@pytest.mark.parametrize("flat", [lambda x: x.flatten(1), torch.squeeze], ids=["flatten", "squeeze"])
+def test_frames_are_told_apart_whatever_the_other_layers_are(first, flat):
+    net = Frames(first, flat).eval()
+    adapter = learner(net, "bn")
+    assert adapter(batch()).shape == (6, CLASSES)
+    assert torch.allclose(learner(net, "source")(batch()), net(batch()), atol=1e-5)
 
 
 def test_views_in_an_order_that_cannot_be_told_are_refused():

@@ -33,7 +33,7 @@ def write_atomically(path: str | PathLike[str], data: bytes) -> None:
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
     try:
         with temporary.open("xb") as file:  # a new one, with the permissions that any gets here
-            if target.exists():
+            with contextlib.suppress(OSError):  # there is none yet, or nobody may say so here
                 shutil.copymode(target, temporary)  # what was kept from others stays so
             file.write(data)
             file.flush()

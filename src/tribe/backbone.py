@@ -34,6 +34,7 @@ NO_AFFINE = (
     "method learns nothing else. Choose one that needs none: bn, lame, cotta, petal or ttac"
 )
 NO_VIEW = "view size is not compatible"  # how torch refuses x.view(len(x), -1) of what is not laid out as images are
+_moving = threading.Lock()  # one for all networks: nothing that has one could be copied
 UNCALLED = (
     "It may reach them past their call: by a method kept from before (f = self.norm.forward), or with their tensors, "
     "taken out before, in F.batch_norm and the like. Let its forward call them, as in self.norm(x)"
@@ -103,6 +104,7 @@ class Backbone(nn.Module):
         if not self.slots:
             raise ValueError(_nothing_to_adapt(self.model, self.left_alone))
         self._given_channels_last, self._channels_last = _lies_channels_last(self.model), True  # which is faster
+        self.moves = 0  # how often the weights were laid out anew: what knows their place in memory looks here
         self.model._apply(lambda t: _laid_out(t, channels_last=True))
         self._buffers_given = {name: t.clone() for name, t in self.model.named_buffers()}
         self.origin = Store(source_of([slot.layer for slot in self.slots], device))
@@ -182,9 +184,9 @@ class Backbone(nn.Module):
         return None if first is None else 2 + len(first.kernel_size)
 
     def _first_convolution(self) -> nn.Conv1d | nn.Conv2d | nn.Conv3d | None:
-        # Of the most axes: a gate over channels is a convolution, too.
         layers = [m for m in self.model.modules() if isinstance(m, nn.Conv1d | nn.Conv2d | nn.Conv3d)]
-        return max(layers, key=lambda layer: len(layer.kernel_size), default=None)
+        gates = [layer for layer in layers if layer.in_channels == layer.out_channels == 1]  # over channels, as in ECA
+        return next((layer for layer in layers if layer not in gates), next(iter(layers), None))
 
     def _expected(self, shape: tuple[int, ...]) -> str:
         first = self._first_convolution()
@@ -293,7 +295,8 @@ class Backbone(nn.Module):
         if self._eps is not None and not norm.observes:  # one fold for the whole network
             both = fold(*current.stats, *affine, self._eps)
             current.folded = tuple(zip(*(t.split(self._split, 2) for t in both), strict=True))
-        images = _laid_out(x.flatten(0, 1).to(self.dtype), self._channels_last)
+        channels_last = self._channels_last
+        images = _laid_out(x.flatten(0, 1).to(self.dtype), channels_last)
         if images.data_ptr() == x.data_ptr() != 0:  # 0: on the meta device
             images = images.clone()  # the network may write into them, as in x.sub_(mean), and other passes need x
         model = self.model if weights is None else self._doubles.of(self.model)
@@ -303,13 +306,13 @@ class Backbone(nn.Module):
                 if weights is None:
                     result = model(images)
                 else:
-                    own = {name: t if self._channels_last else _laid_out(t, False) for name, t in weights.items()}
+                    own = {name: t if channels_last else _laid_out(t, False) for name, t in weights.items()}
                     result = torch.func.functional_call(model, own, (images,))
         except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise  # the device's trouble, not the images'
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
-            if NO_VIEW in str(error) and self._channels_last:
-                self._give_up_channels_last()
+            if NO_VIEW in str(error) and channels_last:
+                self._give_up_channels_last()  # unless another thread has
                 return Backbone.forward(self, x, affine, stats, norm, labels, valid, weights, spare, watch)
             shape = tuple(x.shape[2:])
             raise ValueError(
@@ -351,8 +354,11 @@ class Backbone(nn.Module):
     @torch.inference_mode(False)
     def _give_up_channels_last(self) -> None:
         """Change the order of weights in memory, and with it that of activations, for good."""
-        self._channels_last, self._doubles = False, Doubles()
-        self.model._apply(lambda t: _laid_out(t, channels_last=False))
+        with _moving:
+            if self._channels_last:
+                self.model._apply(lambda t: _laid_out(t, channels_last=False))
+                self._channels_last, self._doubles = False, Doubles()  # last: passes that began before will see it
+                self.moves += 1
 
     @torch.inference_mode(False)
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Backbone":
@@ -456,28 +462,37 @@ def _lies_channels_last(model: nn.Module) -> bool:
     return any(p.is_contiguous(memory_format=torch.channels_last) for p in weights)
 
 
+class _Received(BaseException):
+    """Ends a trial pass: what it was made for is there. No network is to catch it."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
 @torch.no_grad()
 def _views_first(slot: Slot, model: nn.Module, like: Tensor, source_pass: Callable[[int, Watch], Pass]) -> bool:
     """Whether views of an image come to a slot a batch apart, as torch.cat of two batches puts them, or side by side.
 
-    It is seen where the first of two images is found again that was given alone before.
+    It is seen where the first of two images is found again when they change places.
     """
 
-    def received(images: Tensor) -> Tensor:
-        found: list[Tensor] = []
-
+    def received(images: Tensor) -> Tensor | None:
         def watch(at: Slot, x: Tensor) -> None:
             if at.index == slot.index and len(x) > len(images):
-                found.append(x.clone())
+                raise _Received(x)
 
-        with on_desk(source_pass(len(images), watch)):
-            model(images.clone())
-        return found[0]
+        try:
+            with on_desk(source_pass(len(images), watch)):
+                model(images)
+        except _Received as done:
+            return done.x
+        return None
 
     noise = torch.rand(2, *like.shape[1:], generator=torch.Generator().manual_seed(0), device="cpu").to(like)
-    one, two = received(noise[:1]), received(noise)
-    if len(two) == 2 * len(one):
-        together, apart = ((t - one).abs().max().item() for t in (two[: len(one)], two[::2]))
+    one, two = received(noise.clone()), received(noise.flip(0))
+    if one is not None and two is not None and len(two) == len(one) and len(one) % 2 == 0:
+        half = len(one) // 2
+        together, apart = ((a - b).abs().max().item() for a, b in ((one[:half], two[half:]), (one[::2], two[1::2])))
         if min(together, apart) <= 0.05 * one.abs().max().item():  # room for rounding in bfloat16
             return apart < together
     raise RuntimeError(

@@ -175,11 +175,14 @@ def trained_on(data: Dataset, name: str) -> str:
     return str(getattr(data, "source", name))
 
 
-def described(name: str, component: Any) -> dict[str, Any]:
-    """A component in plain data; where files lie is no part of it. One that is not tribe's has its code as a hash."""
+def described(name: str, component: Any, strict: bool = True) -> dict[str, Any]:
+    """A component in plain data; where files lie is no part of it. One that is not tribe's has its code as a hash.
+
+    If that is in no file it is refused; not ``strict``: there is none.
+    """
     known = dataclasses.fields(component) if dataclasses.is_dataclass(component) else ()
     told = [field.name for field in known if field.name not in PLACES]
-    code = code_of(type(component), *getattr(component, "functions", ()))
+    code = code_of(type(component), *getattr(component, "functions", ()), strict=strict)
     plain = {"name": name, "fields": {field: _told(getattr(component, field)) for field in told}}
     return plain | ({} if code is None else {"code": code})
 

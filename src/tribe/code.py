@@ -11,27 +11,34 @@ import inspect
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
 
 INSTALLED = {Path(sysconfig.get_path(kind)).resolve() for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
+LIBRARIES = {"site-packages", "dist-packages"}  # folders of what is installed, wherever they are
 
 
-def code_of(*parts: Any) -> str | None:
+def code_of(*parts: Any, strict: bool = True) -> str | None:
     """A hash of the files of classes or functions, and of what these import; None: all of them are tribe's.
+
+    What is in no file, as in a notebook, is refused; not ``strict``: it does not count.
 
     >>> from tribe.methods.tent import Tent
     >>> code_of(Tent) is None
     True
     """
-    return _hash((_file(part), _package(part.__module__)) for part in parts if not _is_ours(part.__module__))
+    foreign = [part for part in parts if not _is_ours(part.__module__)]
+    files = [(_file(part, strict), _package(part.__module__)) for part in foreign]
+    return _hash((file, package) for file, package in files if file is not None)
 
 
 def code_at(place: str) -> str | None:
     """The same of a module that was loaded by its name, or of a file."""
     if place.endswith(".py"):
         return _hash([(Path(place).resolve(), "")])
-    return None if _is_ours(place) else _hash([(_file(sys.modules[place]), _package(place))])
+    file = None if _is_ours(place) else _own_file(place)
+    return None if file is None else _hash([(file, _package(place))])
 
 
 def is_own(part: Any) -> bool:
@@ -46,7 +53,8 @@ def _hash(starts: Iterable[tuple[Path, str]]) -> str | None:
         file, package = todo.pop()
         if file not in files:
             files.add(file)
-            found = ((name, _own_file(name)) for name in _imports(file, package) if not _is_ours(name))
+            names = {whole for name in _imports(file, package) for whole in _with_parents(name)}
+            found = ((name, _own_file(name)) for name in names if not _is_ours(name))
             todo += [(path, _package(name)) for name, path in found if path is not None]
     marks = sorted(hashlib.sha256(file.read_bytes()).hexdigest() for file in files)
     return hashlib.sha256("".join(marks).encode()).hexdigest() if len(marks) > 1 else next(iter(marks), None)
@@ -66,33 +74,59 @@ def _imports(file: Path, package: str) -> Iterator[str]:
             yield from (f"{name}.{alias.name}" for alias in node.names)
 
 
-def _file(part: Any) -> Path:
+def _with_parents(name: str) -> Iterator[str]:
+    """A module and the packages it is in, which are imported with it: a.b.c, a.b, a."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+
+
+def _file(part: Any, strict: bool) -> Path | None:
     try:
         file = Path(inspect.getfile(part)).resolve()
-    except TypeError:
+    except (TypeError, OSError):
         file = Path()
-    if not file.is_file():
+    if file.is_file():
+        return file
+    if strict:
         raise ValueError(
             f"the code of {part.__name__} is in no file, so that nobody could tell which version of it made a result: "
             "put it into one"
         )
-    return file
+    return None
 
 
 def _own_file(name: str) -> Path | None:
-    """The file of a module that is there, or could be imported by a plain name, unless it was installed."""
-    module: Any = sys.modules.get(name)
-    try:
-        spec = None if module is not None or "." in name else importlib.util.find_spec(name)
-    except (ImportError, ValueError):
-        spec = None
-    place = getattr(module, "__file__", None) if module is not None else getattr(spec, "origin", None)
+    """The file of a module, loaded or not, unless it was installed."""
+    module = sys.modules.get(name)
+    place = getattr(module, "__file__", None) if module is not None else getattr(_spec(name), "origin", None)
     file = Path(place).resolve() if isinstance(place, str) and place.endswith(".py") else None
-    return file if file is not None and file.is_file() and not INSTALLED & set(file.parents) else None
+    if file is None or not file.is_file() or LIBRARIES & set(file.parts) or INSTALLED & set(file.parents):
+        return None
+    return file
+
+
+def _spec(name: str) -> ModuleSpec | None:
+    """Where a module would be imported from; nothing is imported for that."""
+    package = name.rpartition(".")[0]
+    try:
+        if not package:
+            return importlib.util.find_spec(name)
+        parent = sys.modules.get(package)
+        places = (
+            getattr(parent, "__path__", None) if parent else getattr(_spec(package), "submodule_search_locations", None)
+        )
+        return PathFinder.find_spec(name, places) if places is not None else None
+    except (ImportError, ValueError):
+        return None
 
 
 def _package(module: str) -> str:
-    return getattr(sys.modules.get(module), "__package__", None) or ""
+    """The package in which a module's relative imports are at home."""
+    if (loaded := sys.modules.get(module)) is not None:
+        return getattr(loaded, "__package__", None) or ""
+    spec = _spec(module)
+    return "" if spec is None else spec.parent or ""
 
 
 def _is_ours(module: str) -> bool:

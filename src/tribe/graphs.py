@@ -125,7 +125,7 @@ class Captured:
     def step(self, state: Any, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Any]:
         """As `Method.step`; ``state`` is copied into static memory, unless it is what the last step returned."""
         batch = x.shape[1]
-        if self._setting != _setting(x) or batch > self._x.shape[1]:
+        if self._setting != _setting(self.net, x) or batch > self._x.shape[1]:
             self._capture(state, x)
         turn = next((i for i in (0, 1) if _same(self._states[i], state)), None)
         if turn is None:
@@ -146,7 +146,7 @@ class Captured:
         self._logits, self._replay = None, []
         record = self._record()
         self._replay = [record(lambda: self._work(0)), record(lambda: self._work(1))]
-        self._setting = _setting(x)
+        self._setting = _setting(self.net, x)
         self.recorded += 1
 
     def _work(self, turn: int) -> None:
@@ -173,8 +173,8 @@ class InParts:
     def step(self, state: Any, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Any]:
         """As `Method.step`; nothing it returns is static memory."""
         batch = x.shape[1]
-        if self._setting != _setting(x) or batch > self._batch:
-            self._recordings, self._setting, self._batch = Recordings(self._record()), _setting(x), batch
+        if self._setting != _setting(self.net, x) or batch > self._batch:
+            self._recordings, self._setting, self._batch = Recordings(self._record()), _setting(self.net, x), batch
             self.recorded += 1
         valid = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if valid is None else valid
         if short := self._batch - batch:
@@ -237,12 +237,13 @@ def cuda_graphs() -> Record:
     return record
 
 
-def _setting(x: Tensor) -> tuple[Any, ...]:
+def _setting(net: Backbone, x: Tensor) -> tuple[Any, ...]:
     """All that a recording is tied to, apart from the number of images."""
     kind = x.device.type
     autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     backends: Any = torch.backends
     return (
+        net.moves,
         x.device,
         x.dtype,
         len(x),

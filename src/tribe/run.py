@@ -134,7 +134,7 @@ def run(
 def _described(net: Backbone, method: Method, stream: Stream) -> dict[str, Any]:
     """How a run is made, in the words of `tribe run`."""
     data, scenario, own = (
-        described(getattr(part, "name", type(part).__name__), part)
+        described(getattr(part, "name", type(part).__name__), part, strict=False)
         for part in (stream.dataset, stream.scenario, method)
     )
     code = code_of(*{type(m) for m in net.model.modules() if is_own(type(m))})
