@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 import layouts
 import tribe
 from grid import experiments
-from tribe.cli.build import own_method
+from tribe.cli.build import METHOD, named
 from tribe.cli.commands import app
 from tribe.datasets.files import MissingData
 from tribe.distributed import Failure, Foreign, Order, _brought_home, _packed, _serve, run_all
@@ -84,7 +84,7 @@ def address():
 def trouble(tmp_path, bench):
     """Experiments on a method in a file of one's own, and the log of its steps."""
     (tmp_path / "mine.py").write_text(TROUBLE)
-    name, log = own_method(f"{tmp_path / 'mine.py'}:Trouble"), tmp_path / "log"
+    name, log = named(METHOD, f"{tmp_path / 'mine.py'}:Trouble"), tmp_path / "log"
     yield lambda kind: small(bench, Named(name, {"kind": kind, "log": str(log)})), log
     tribe.methods.registry._classes.pop(name)
 

@@ -399,8 +399,8 @@ class Adapter(nn.Module):
                 "Nothing was loaded"
             )
         theirs = "net."
-        weights = {k.removeprefix(theirs): t for k, t in state_dict.items() if k.startswith(theirs)}
         if any(not torch.equal(own[k], state_dict[k].to(own[k])) for k in shared if k.startswith(theirs)):
+            weights = {k.removeprefix(theirs): t for k, t in state_dict.items() if k.startswith(theirs)}
             net = copy.deepcopy(self.net)
             net.load_state_dict(weights, strict, assign)
             _check_source(net)

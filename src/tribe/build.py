@@ -15,12 +15,14 @@ import torch
 
 from tribe import datasets, methods, models, scenarios, source
 from tribe.backbone import Backbone
-from tribe.code import code_at, code_of
+from tribe.code import code_at, code_of, coded
 from tribe.datasets import Dataset
 from tribe.datasets.files import data_root
+from tribe.datasets.fingerprint import fingerprint
 from tribe.methods import Method
 from tribe.methods.base import check_classes
 from tribe.scenarios import Scenario
+from tribe.stream import Stream
 
 PLACES = ("data", "root")  # fields of a data set that say where it lies, which is no part of what it is
 
@@ -183,8 +185,27 @@ def described(name: str, component: Any, strict: bool = True) -> dict[str, Any]:
     known = dataclasses.fields(component) if dataclasses.is_dataclass(component) else ()
     told = [field.name for field in known if field.name not in PLACES]
     code = code_of(type(component), *getattr(component, "functions", ()), strict=strict)
-    plain = {"name": name, "fields": {field: _told(getattr(component, field)) for field in told}}
-    return plain | ({} if code is None else {"code": code})
+    return {"name": name, "fields": {field: _told(getattr(component, field)) for field in told}, **coded(code)}
+
+
+def setting(net: Backbone, stream: Stream, model: Mapping[str, Any], strict: bool = True) -> dict[str, Any]:
+    """What a run is about, whatever the method: as records and folders say it, in plain data.
+
+    ``model`` is what to say of the network beside its fingerprint; ``strict`` is as for `described`.
+    """
+    parts = {"dataset": stream.dataset, "scenario": stream.scenario}
+    told = {n: described(getattr(part, "name", type(part).__name__), part, strict) for n, part in parts.items()}
+    return {
+        "dataset": told["dataset"] | {"fingerprint": fingerprint(stream.dataset)},
+        "model": {**model, "fingerprint": net.fingerprint()},
+        "scenario": told["scenario"],
+        "batch": stream.batch,
+    }
+
+
+def settings_of(name: str, method: Method, strict: bool = True) -> dict[str, Any]:
+    """What a run's spec says of its method beside the name: fields, and code that is not tribe's."""
+    return {key: value for key, value in described(name, method, strict).items() if key != "name"}
 
 
 def model_code(name: str) -> str | None:

@@ -41,6 +41,11 @@ def code_at(place: str) -> str | None:
     return None if file is None else _hash([(file, _package(place))])
 
 
+def coded(code: str | None) -> dict[str, str]:
+    """How a spec says which code it is: not at all where it is tribe's."""
+    return {} if code is None else {"code": code}
+
+
 def is_own(part: Any) -> bool:
     """Whether a class or function is somebody's own: neither tribe's nor installed."""
     return not _is_ours(part.__module__) and _own_file(part.__module__) is not None

@@ -46,7 +46,7 @@ from tribe import build, methods, metrics
 from tribe.atomic import write_atomically
 from tribe.augment import Augment
 from tribe.backbone import Backbone
-from tribe.code import code_of
+from tribe.code import code_of, coded
 from tribe.datasets import Dataset
 from tribe.datasets.fingerprint import fingerprint
 from tribe.environment import check_precision, choose_device, float32_precision, machine, precision_on
@@ -88,7 +88,7 @@ class Named:
 
     def json(self) -> dict[str, Any]:
         """As plain data."""
-        return {"name": self.name, "fields": self.fields} | ({} if self.code is None else {"code": self.code})
+        return {"name": self.name, "fields": self.fields, **coded(self.code)}
 
     @staticmethod
     def of(given: "str | Named") -> "Named":
@@ -278,8 +278,7 @@ class Experiment:
         marked = {name: {**told[name], "fingerprint": mark} for name, mark in named.items()}
         same = {name: told[name] for name in ("scenario", "batch", "precision", "device", "threads")}
         method = {"method": self.method.name, "fields": self.method.fields}
-        code = {} if self.method.code is None else {"code": self.method.code}
-        return {**marked, **same, "experiment": self.id, **method, **code}
+        return {**marked, **same, "experiment": self.id, **method, **coded(self.method.code)}
 
     def _play(self, folder: Path, bench: "Bench", progress: Progress | None, every: int) -> list[Record]:
         parts = bench.prepare(self.dataset, self.model, self.scenario, self.method)

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from tribe.atomic import write_atomically
 from tribe.backbone import Backbone
-from tribe.build import described
-from tribe.code import code_of, is_own
+from tribe.build import setting, settings_of
+from tribe.code import code_of, coded, is_own
 from tribe.datasets.fingerprint import fingerprint
 from tribe.files import StateFileError, file_digest, method_to_json
 from tribe.graphs import Steps, Switch
@@ -133,20 +133,12 @@ def run(
 
 def _described(net: Backbone, method: Method, stream: Stream) -> dict[str, Any]:
     """How a run is made, in the words of `tribe run`."""
-    data, scenario, own = (
-        described(getattr(part, "name", type(part).__name__), part, strict=False)
-        for part in (stream.dataset, stream.scenario, method)
+    code = code_of(*{type(m) for m in net.model.modules() if is_own(type(m))}, strict=False)
+    model = {"name": type(net.model).__name__, "fields": {}, **coded(code)}
+    told: dict[str, Any] = plain(
+        setting(net, stream, model, strict=False) | settings_of(method.name, method, strict=False)
     )
-    code = code_of(*{type(m) for m in net.model.modules() if is_own(type(m))})
-    told = {
-        "dataset": data | {"fingerprint": fingerprint(stream.dataset)},
-        "model": {"name": type(net.model).__name__, "fields": {}, "fingerprint": net.fingerprint()}
-        | ({} if code is None else {"code": code}),
-        "scenario": scenario,
-        "batch": stream.batch,
-        **{name: value for name, value in own.items() if name != "name"},
-    }
-    return {name: plain(value) for name, value in told.items()}
+    return told
 
 
 def _check_plain(words: Mapping[str, Any]) -> None:

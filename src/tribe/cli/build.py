@@ -129,11 +129,6 @@ def named(kind: Kind, word: str) -> str:
     return name
 
 
-def own_method(target: str) -> str:
-    """The name of the method class that ``package.module:Class`` or ``file.py:Class`` is; registered if it is not."""
-    return named(METHOD, target)
-
-
 def refuse_unwritable(file: str | None) -> None:
     """Refuse a --json that could not be written, before the work and not after it."""
     if file in (None, "-"):
@@ -159,7 +154,6 @@ __all__ = [
     "methods",
     "named",
     "network",
-    "own_method",
     "plain_method",
     "ready",
     "refuse_unwritable",

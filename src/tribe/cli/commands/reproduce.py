@@ -218,7 +218,7 @@ def _with_rows(
     """The rows and columns that are wanted, and the fields that are set."""
     given = _listed(methods)
     added = [word[1:] for word in given if word.startswith("+")]
-    added = [build.own_method(word) if ":" in word else _in_any_case(word) for word in added]
+    added = [build.named(build.METHOD, _in_any_case(word)) for word in added]
     known = {str(m) for row in table.rows if (m := row.get("method") or table.common.get("method"))}
     told = build.settings(settings or [], ("dataset", "model", "scenario", *sorted(known), *added))
     return dataclasses.replace(

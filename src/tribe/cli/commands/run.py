@@ -15,13 +15,13 @@ import tribe
 from tribe import metrics, plots
 from tribe.atomic import write_atomically
 from tribe.backbone import Backbone
-from tribe.build import model_code
+from tribe.build import model_code, setting, settings_of
 from tribe.cli import build
 from tribe.cli.app import app, emit, fail, say
 from tribe.cli.folders import Records, departures, earlier, folder_name, record_file, together
 from tribe.cli.options import Device, Precision
 from tribe.cli.targets import aside, in_words, told_where
-from tribe.datasets.fingerprint import fingerprint
+from tribe.code import coded
 from tribe.environment import choose_device, float32_precision, machine, precision_on
 from tribe.methods import Method
 from tribe.record import Record
@@ -114,17 +114,10 @@ def run(
         net = build.network(model, weights, source, dataset, data, wanted["model"], where)
         asked = build.Asked(dataset, model, weights, data)
         built = build.ready(chosen, net, source, asked, wanted)
-        images, network = fingerprint(source), net.fingerprint()
-        coded = {} if (code := model_code(model)) is None else {"code": code}
-        spec = {
-            "dataset": {**build.described(dataset, source), "fingerprint": images},
-            "model": {"name": model, "fields": wanted["model"], "fingerprint": network} | coded,
-            "scenario": build.described(scenario, stream.scenario),
-            "batch": batch,
-            "precision": precision,
-        }
-        own = {name: build.described(name, method) for name, method in built.items()}
-        specs = {n: plain(spec | {k: v for k, v in told.items() if k != "name"}) for n, told in own.items()}
+        said = {"name": model, "fields": wanted["model"], **coded(model_code(model))}
+        spec = {**setting(net, stream, said), "precision": precision}
+        specs = {name: plain(spec | settings_of(name, method)) for name, method in built.items()}
+        images, network = (spec[part]["fingerprint"] for part in ("dataset", "model"))
         options = (  # and what they are by default
             ("pictures", f"{data.name}@{images[:8]}" if data is not None and dataset == "folder" else None, None),
             ("weights", None if weights is None else network[:8], None),
