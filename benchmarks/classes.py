@@ -14,7 +14,7 @@ import tribe
 from tribe.bench.clock import Call, race, summary, warm_up
 from tribe.bench.networks import build, noise
 from tribe.bench.text import milliseconds, table
-from tribe.environment import float32_precision
+from tribe.engine.precision import float32_precision
 
 
 def contenders(model: str, methods: list[str], counts: list[int], batch: int, place: torch.device) -> dict[str, Call]:

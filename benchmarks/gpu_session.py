@@ -22,12 +22,13 @@ import torch
 import tribe
 from benchmarks import growth
 from benchmarks.released import Released
-from tribe import kernels
 from tribe.bench.clock import peak_memory, race, summary, warm_up
 from tribe.bench.networks import build, noise
 from tribe.bench.text import table
-from tribe.environment import float32_precision, machine
-from tribe.graphs import Switch
+from tribe.engine import kernels
+from tribe.engine.graphs import Switch
+from tribe.engine.precision import float32_precision
+from tribe.lab.provenance import machine
 
 TESTS = {  # side by side: most of their time is compilation
     "gpu": ["tests/test_gpu.py"],

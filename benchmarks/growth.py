@@ -13,11 +13,11 @@ from functools import partial
 import torch
 
 import tribe
-from tribe import kernels
 from tribe.bench.clock import memory, seconds, warm_up
 from tribe.bench.networks import build, noise
 from tribe.bench.text import size, table
-from tribe.environment import float32_precision
+from tribe.engine import kernels
+from tribe.engine.precision import float32_precision
 
 WINDOWS = 10
 BATCHES = 8  # distinct ones, over and over: new images every step would time the generator

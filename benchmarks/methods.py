@@ -13,8 +13,8 @@ import torch
 
 import tribe
 from tribe.bench.contenders import informed as studied
+from tribe.engine.state import leaves
 from tribe.methods import Method
-from tribe.state import leaves
 from tribe.testing import CLASSES, images, informed, small_network
 
 BATCH, STEPS = 64, 4

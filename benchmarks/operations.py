@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tribe
 from tribe.bench.networks import build
 from tribe.bench.text import table
-from tribe.state import tree_map
+from tribe.engine.state import tree_map
 
 FREE = {
     "promote_types",

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from tribe.engine.rng import Key
 from tribe.methods.tribe import Tribe
-from tribe.rng import Key
 
 
 class ClassNorm(nn.Module):

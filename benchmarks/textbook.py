@@ -18,11 +18,13 @@ import torch
 from torch import Tensor, nn
 
 import tribe
-from tribe import build, metrics
-from tribe.atomic import write_atomically
+from tribe import metrics
 from tribe.datasets import Dataset
 from tribe.datasets.fingerprint import fingerprint
-from tribe.environment import PRECISIONS, choose_device, deterministic, float32_precision, machine
+from tribe.engine.precision import PRECISIONS, choose_device, deterministic, float32_precision
+from tribe.lab import components as build
+from tribe.lab.provenance import machine
+from tribe.storage.atomic import write_atomically
 
 BATCH = 64
 NUDGE = 1e-6  # of an affine parameter: a few units in the last place of float32

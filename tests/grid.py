@@ -12,7 +12,7 @@ import time
 
 import torch
 
-from tribe.experiment import Bench, Experiment, Named
+from tribe.lab.experiment import Bench, Experiment, Named
 
 METHODS = ("source", "tribe", "bn", "rotta", "tent", "selftrain/fixmatch")
 

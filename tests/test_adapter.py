@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 import tribe
+from tribe.engine.state import Store, leaves
 from tribe.methods.tent import Tent
 from tribe.norms.batch import Batch
-from tribe.state import Store, leaves
 from tribe.testing import CLASSES, images, ready, small_network
 
 METHODS = tribe.methods.names()
@@ -83,12 +83,12 @@ def test_frozen_predicts_and_learns_nothing():
 def test_reset_goes_back_to_the_source_all_or_one():
     adapter = played(streams=3)
     fresh = tribe.adapt(small_network(), streams=3)
-    kept = leaves(tribe.state.stream(adapter.state, 0, 3))
+    kept = leaves(tribe.engine.state.stream(adapter.state, 0, 3))
     adapter.reset(stream=1)
-    assert tribe.state.digest(tribe.state.stream(adapter.state, 1, 3)) == tribe.state.digest(
-        tribe.state.stream(fresh.state, 1, 3)
+    assert tribe.engine.state.digest(tribe.engine.state.stream(adapter.state, 1, 3)) == tribe.engine.state.digest(
+        tribe.engine.state.stream(fresh.state, 1, 3)
     )
-    assert all(torch.equal(kept[k], v) for k, v in leaves(tribe.state.stream(adapter.state, 0, 3)).items())
+    assert all(torch.equal(kept[k], v) for k, v in leaves(tribe.engine.state.stream(adapter.state, 0, 3)).items())
     assert adapter.reset().digest() == fresh.digest()
 
 
@@ -406,7 +406,7 @@ def test_threads_share_one_adapter_and_lose_nothing():
         known.add(alone.digest())
     assert together.info[0].images == alone.info[0].images == 360
     assert together.digest() == alone.digest(), "equal batches in whatever order are one stream"
-    assert all(tribe.state.digest(snapshot.state) in known for snapshot in kept), "half a step was seen"
+    assert all(tribe.engine.state.digest(snapshot.state) in known for snapshot in kept), "half a step was seen"
 
 
 def test_copies_of_an_adapter_adapt_on_their_own():

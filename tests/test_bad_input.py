@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 import tribe
+from tribe.engine.screening import sound
 from tribe.methods.base import check_classes
-from tribe.screening import sound
 from tribe.testing import CLASSES, images, ready, small_network
 
 
@@ -344,7 +344,7 @@ def test_poison_everywhere_touches_nothing():
     assert (logits == 0).all()
     after = model.state
     assert int(after.info.skipped) == 4
-    assert tribe.state.digest(after._replace(info=before.info)) == tribe.state.digest(before)
+    assert tribe.engine.state.digest(after._replace(info=before.info)) == tribe.engine.state.digest(before)
 
 
 @pytest.mark.parametrize("value", [float("nan"), 3e19, -2e6])
@@ -359,7 +359,7 @@ def test_one_bad_image_does_not_kill_a_stream(method, value):
     assert (model.info[0].skipped, model.info[0].poisoned) == (1, (2,))
     for seed in range(3):
         assert model(batch(seed)).isfinite().all()
-    assert all(t.isfinite().all() for t in tribe.state.leaves(model.state).values())
+    assert all(t.isfinite().all() for t in tribe.engine.state.leaves(model.state).values())
 
 
 @pytest.mark.filterwarnings("ignore:images reach")
@@ -374,7 +374,7 @@ def test_a_large_image_that_counts_leaves_the_state_finite(method, dtype, larges
         assert model(x).isfinite().all()
     assert model.info[0].poisoned == (2,)
     assert model(batch().to(dtype)).isfinite().all()
-    assert all(t.isfinite().all() for t in tribe.state.leaves(model.state).values())
+    assert all(t.isfinite().all() for t in tribe.engine.state.leaves(model.state).values())
 
 
 def test_the_limit_follows_the_precision_of_autocast():
@@ -495,7 +495,7 @@ def test_a_state_that_is_not_finite_is_not_saved_over_a_good_one(tmp_path):
     assert (tmp_path / "a").read_bytes() == good
     model.reset(stream=0).reset(stream=2).save(tmp_path / "b")
     model.restore(snapshot).save(tmp_path / "c")
-    assert tribe.load(tmp_path / "c", small_network()).digest() == tribe.state.digest(snapshot.state)
+    assert tribe.load(tmp_path / "c", small_network()).digest() == tribe.engine.state.digest(snapshot.state)
 
 
 # -- life cycle ------------------------------------------------------------------------------------------------------

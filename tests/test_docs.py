@@ -2,7 +2,6 @@
 
 import importlib
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,9 +9,8 @@ import torch
 from safetensors.torch import save_file
 
 import tribe
+from places import ROOT
 from tribe.testing import check_method, images, small_network
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def blocks(name):

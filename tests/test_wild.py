@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import tribe
-from tribe.backbone import Backbone
-from tribe.graphs import Captured, InParts
-from tribe.state import leaves
+from tribe.engine.backbone import Backbone
+from tribe.engine.graphs import Captured, InParts
+from tribe.engine.state import leaves
 from tribe.testing import CLASSES, images, informed, ready, small_network
 
 METHODS = tribe.methods.names()

@@ -11,19 +11,19 @@
 The method is TRIBE (AAAI-24); read `tribe.methods.tribe` and `tribe.norms.balanced` first.
 """
 
-__version__ = "0.1.0.dev0"
-
-from tribe import corruptions, datasets, methods, metrics, models, norms, scenarios
+from tribe import corruptions, datasets, methods, models, norms, scenarios
+from tribe._version import __version__
 from tribe.adapter import Adapter, Snapshot, StreamInfo, adapt, load
-from tribe.augment import Augment
-from tribe.backbone import Backbone
-from tribe.doctor import Report, doctor
-from tribe.files import StateFileError
-from tribe.normalize import Normalize
-from tribe.record import Record
-from tribe.run import run
-from tribe.state import Affine, Stats
-from tribe.stream import Batch, Stream
+from tribe.diagnosis import Report, doctor
+from tribe.engine.augment import Augment
+from tribe.engine.backbone import Backbone
+from tribe.engine.normalize import Normalize
+from tribe.engine.state import Affine, Stats
+from tribe.lab import metrics
+from tribe.lab.record import Record
+from tribe.lab.runner import run
+from tribe.lab.stream import Batch, Stream
+from tribe.storage.states import StateFileError
 
 __all__ = [
     "Adapter",
@@ -39,6 +39,7 @@ __all__ = [
     "Stats",
     "Stream",
     "StreamInfo",
+    "__version__",
     "adapt",
     "corruptions",
     "datasets",

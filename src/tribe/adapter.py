@@ -21,15 +21,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from tribe import files, methods
-from tribe.backbone import Backbone, copied
-from tribe.graphs import Steps, Switch
+from tribe import methods
+from tribe.engine.backbone import Backbone, copied
+from tribe.engine.graphs import Steps, Switch
+from tribe.engine.screening import PROBABILITIES, are_probabilities, sound
+from tribe.engine.state import Store, clone, digest, leaves, rebuild, select, tree_map
 from tribe.methods import Method
 from tribe.methods.base import check_classes, check_fits, screen
+from tribe.methods.encoding import method_from_json, method_to_json
 from tribe.norms.batch import Batch
 from tribe.norms.frozen import Frozen
-from tribe.screening import PROBABILITIES, are_probabilities, sound
-from tribe.state import Store, clone, digest, leaves, rebuild, select, tree_map
+from tribe.storage import states
 
 NOT_EXPORTED = (
     "{0} cannot be exported as an ordinary module that predicts what it predicts, because {0} {1}. Keep the adapter in "
@@ -80,8 +82,8 @@ def adapt(
         classes: the number of classes; read from the last Linear layer if not given.
         streams: how many independent streams (cameras) adapt on this one network.
         seed: seed of the first stream; stream i has seed + i.
-        graphs: "auto" takes a step as one launch on a GPU where it can (see `tribe.graphs`: the first batch of a shape
-            takes as long as eight); True insists on it, False takes one launch at a time.
+        graphs: "auto" takes a step as one launch on a GPU where it can (see `tribe.engine.graphs`: the first
+            batch of a shape takes as long as eight); True insists on it, False takes one launch at a time.
         deterministic: the same bits every time on a GPU too, at some cost in speed; torch warns of an operation of the
             network for which it has no such algorithm.
         fields: the method's hyper-parameters.
@@ -122,12 +124,12 @@ def load(
     has moved is given as ``knowledge=``. ``graphs`` and ``deterministic`` are as for `adapt`: a file knows nothing of
     the machine it is used on.
     """
-    saved = files.read(path)
+    saved = states.read(path)
     net = model if isinstance(model, Backbone) else Backbone(model)
-    method = files.method_from_json(path, saved.method, saved.fields, fields)
-    files.check_fingerprint(path, saved.fingerprint, net)
+    method = method_from_json(path, saved.method, saved.fields, fields)
+    states.check_fingerprint(path, saved.fingerprint, net)
     adapter = Adapter(net, method, streams=saved.streams, seed=0, graphs=graphs, deterministic=deterministic)
-    files.check_tensors(path, saved.tensors, leaves(adapter.state))
+    states.check_tensors(path, saved.tensors, leaves(adapter.state))
     adapter.adapted.load_state_dict(saved.tensors)
     if saved.frozen:
         adapter.freeze()
@@ -184,9 +186,9 @@ class Adapter(nn.Module):
     """A classifier that adapts while it predicts. Made by `adapt`.
 
     Calling it predicts, then adapts. Images are (B, ...) for one stream or (S, B, ...) for S; logits come back in the
-    same layout. A bad image (one that is not finite or far too large, see `tribe.screening`) gets equal logits (the
-    uniform prediction) and touches nothing; `info` says where it was in the last batch and, while the adapter learns,
-    how many there were. Calls from several threads are taken one by one.
+    same layout. A bad image (one that is not finite or far too large, see `tribe.engine.screening`) gets equal logits
+    (the uniform prediction) and touches nothing; `info` says where it was in the last batch and, while the adapter
+    learns, how many there were. Calls from several threads are taken one by one.
     """
 
     def __init__(
@@ -358,10 +360,11 @@ class Adapter(nn.Module):
 
         A state that is not finite is refused, and a file that is there stays.
         """
-        files.write(
+        states.write(
             path,
             leaves(self.state),
-            method=self.method,
+            method=self.method.name,
+            fields=method_to_json(self.method),
             streams=self.streams,
             frozen=self._frozen,
             fingerprint=self.net.fingerprint(),
@@ -393,7 +396,7 @@ class Adapter(nn.Module):
                 "missing, unexpected, of another shape or no tensor. Nothing was loaded"
             )
         mine = "adapted."
-        if lost := files.not_finite({k.removeprefix(mine): state_dict[k] for k in shared if k.startswith(mine)}):
+        if lost := states.not_finite({k.removeprefix(mine): state_dict[k] for k in shared if k.startswith(mine)}):
             raise RuntimeError(
                 f"the state dict holds a state that is not finite ({', '.join(lost[:4])}), which can predict nothing. "
                 "Nothing was loaded"

@@ -24,15 +24,15 @@ import torch
 from torch import Tensor, nn
 
 from tribe import methods
-from tribe.backbone import Backbone, Output
 from tribe.datasets import Dataset
-from tribe.memory import Reservoir, Timely
+from tribe.engine.backbone import Backbone, Output
+from tribe.engine.memory import Reservoir, Timely
+from tribe.engine.screening import sound
+from tribe.engine.slots import Watch
+from tribe.engine.state import Affine, Stats, clone, digest, leaves, rebuild, stream
 from tribe.methods import Method
 from tribe.norms import Norm
 from tribe.scenarios import LongTail, Natural, Scenario, Schedule, class_counts
-from tribe.screening import sound
-from tribe.slots import Watch
-from tribe.state import Affine, Stats, clone, digest, leaves, rebuild, stream
 
 CLASSES = 4
 SIZE = 8

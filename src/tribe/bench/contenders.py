@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from tribe import methods
 from tribe.adapter import adapt
-from tribe.backbone import Backbone
 from tribe.bench.clock import Call
 from tribe.bench.networks import noise
-from tribe.graphs import Switch
+from tribe.engine.backbone import Backbone
+from tribe.engine.graphs import Switch
 from tribe.methods import Method
 from tribe.registry import nearest
 

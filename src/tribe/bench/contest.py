@@ -16,14 +16,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from tribe import kernels
-from tribe.backbone import Backbone
 from tribe.bench import contenders
 from tribe.bench.clock import WARM_UP, peak_memory, race, summary, warm_up
 from tribe.bench.contenders import CHANNELS_LAST, COMPILED, INFERENCE, PLAIN, Contender, Ground
 from tribe.bench.networks import noise
 from tribe.bench.rates import matrix_product, operations
-from tribe.environment import check_precision, float32_precision, machine
+from tribe.engine import kernels
+from tribe.engine.backbone import Backbone
+from tribe.engine.precision import check_precision, float32_precision
+from tribe.lab.provenance import machine
 
 Watch = Callable[[int, int, str], None]  # done, of how many, what
 
@@ -42,7 +43,7 @@ class Setting:
     batch: int = 64  # images a stream and step
     streams: int = 1
     device: str = "cpu"
-    precision: str = "float32"  # as in tribe.environment: float32, tf32, or bf16, of network and images
+    precision: str = "float32"  # as in tribe.engine.precision: float32, tf32, or bf16, of network and images
     graphs: bool = True  # steps captured in CUDA graphs, where they can be
     kernels: bool = True  # Triton kernels, on CUDA
     threads: int | None = None  # of torch on the CPU; None: as many as it takes by itself

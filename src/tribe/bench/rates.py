@@ -7,10 +7,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from tribe import kernels
 from tribe.bench.clock import Call
 from tribe.bench.contenders import Contender
 from tribe.bench.networks import noise
+from tribe.engine import kernels
 
 SIDE = {"cuda": 8192, "cpu": 1024}  # of the matrices: large enough that nothing but arithmetic counts
 

@@ -8,8 +8,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tribe.atomic import write_atomically
 from tribe.bench.contest import Result, Row, Setting
+from tribe.storage.atomic import write_atomically
 
 SCHEMA = 1
 KIND = "tribe bench"

@@ -16,7 +16,7 @@ def main() -> None:
         if (error.name or "").partition(".")[0] not in ("typer", "rich"):
             raise
         sys.exit(MISSING)
-    from tribe.environment import keep_memory
+    from tribe.engine.precision import keep_memory
 
     keep_memory()
     app(prog_name="tribe")

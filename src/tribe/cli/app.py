@@ -7,8 +7,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-import tribe
-from tribe.specs import plain
+from tribe._version import __version__
+from tribe.lab.spec import plain
 
 app = typer.Typer(
     help="Keep a deployed image classifier accurate while the world in front of it changes.",
@@ -23,7 +23,7 @@ def root(
 ) -> None:
     """Answer --version, and show the help to whoever asks for nothing."""
     if version:
-        typer.echo(f"tribe {tribe.__version__}")
+        typer.echo(f"tribe {__version__}")
         raise typer.Exit
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import torch
 
 import tribe
-from tribe import build
-from tribe.backbone import Backbone
-from tribe.build import Asked, departures, described, in_precision, plain_method, ready, scenario, trained_on
 from tribe.cli.targets import find_target, load_target
 from tribe.datasets import Dataset
+from tribe.engine.backbone import Backbone
+from tribe.lab import components as build
+from tribe.lab.components import Asked, departures, described, in_precision, plain_method, ready, scenario, trained_on
 from tribe.methods import Method, registry
 from tribe.registry import Registry, nearest
 from tribe.scenarios import Scenario

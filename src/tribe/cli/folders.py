@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import tribe
-from tribe.build import PLACES
-from tribe.record import Record
-from tribe.specs import differences
+from tribe.lab.components import PLACES
+from tribe.lab.record import Record
+from tribe.lab.spec import differences
 
 LONG = 120  # letters of a name, beyond which a hash stands for what was set
 SHORT_NAMES = {"scenario.imbalance": "imbalance", "dataset.severities": "severity"}  # these have options of their own

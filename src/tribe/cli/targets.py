@@ -13,8 +13,8 @@ from typing import Any, TextIO
 
 from torch import nn
 
-from tribe import modules
 from tribe.cli.app import fail
+from tribe.lab import modules
 from tribe.registry import nearest
 
 

@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tribe import rng
+from tribe.engine import rng
+from tribe.engine.rng import Key
 from tribe.registry import nearest
-from tribe.rng import Key
 
 __all__ = ["SEVERITIES", "Draw", "apply", "corruption", "function", "names"]
 

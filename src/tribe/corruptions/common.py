@@ -383,7 +383,7 @@ def _brightness(x: Tensor, params: Params, draw: Draw) -> Tensor:
 def _contrast(x: Tensor, params: Params, draw: Draw) -> Tensor:
     """Draw every channel towards its mean."""
     (c,) = params
-    mean = x.mean(-1, keepdim=True).mean(-2, keepdim=True)  # in two steps: see `tribe.augment`
+    mean = x.mean(-1, keepdim=True).mean(-2, keepdim=True)  # in two steps: see `tribe.engine.augment`
     return (x - mean).mul_(c).add_(mean)
 
 

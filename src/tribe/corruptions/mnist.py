@@ -20,10 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tribe import rng
 from tribe.corruptions.base import Draw, Function, Params, corruption
 from tribe.corruptions.common import _brightness, _drag, _impulse_noise, _shot_noise, _smooth, plasma
-from tribe.rng import Key
+from tribe.engine import rng
+from tribe.engine.rng import Key
 
 LARGEST = 256  # pixels: the size of the fog
 

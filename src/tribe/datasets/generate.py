@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-import tribe
+from tribe._version import __version__
 from tribe.corruptions import SEVERITIES, apply
 from tribe.corruptions import names as known_corruptions
 from tribe.corruptions.base import CHUNK, ELSEWHERE
@@ -384,7 +384,7 @@ def _rounding(shape: Sequence[int]) -> str:
 
 
 def _block(digest: Any, device: torch.device) -> Block:
-    return Block(digest.hexdigest(), device.type, torch.__version__, tribe.__version__)
+    return Block(digest.hexdigest(), device.type, torch.__version__, __version__)
 
 
 def _agree(folder: Path, fresh: Made, force: bool) -> Made:

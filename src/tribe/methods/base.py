@@ -13,14 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tribe import source
-from tribe.backbone import NO_AFFINE, Backbone, Output
-from tribe.losses import entropy, mean_over
+from tribe import knowledge as source
+from tribe.engine.backbone import NO_AFFINE, Backbone, Output
+from tribe.engine.losses import entropy, mean_over
+from tribe.engine.rng import Key
+from tribe.engine.screening import sound
+from tribe.engine.state import Affine, Info, Stats, leaves, select, streams_of
 from tribe.norms import Norm
 from tribe.registry import Registry, nearest
-from tribe.rng import Key
-from tribe.screening import sound
-from tribe.state import Affine, Info, Stats, leaves, select, streams_of
 
 registry: Registry["Method"] = Registry("method")
 register = registry.register
@@ -78,8 +78,8 @@ class Method(ABC):
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}  # fields by data set
     small: ClassVar[Mapping[str, int]] = {}  # fields with which a few images are enough, for the contract
     variants: ClassVar[Mapping[str, Mapping[str, Any]]] = {}  # settings with a name of their own
-    eager_only: ClassVar[str | None] = None  # why a step cannot be captured in one CUDA graph; see tribe.graphs
-    in_parts: ClassVar[bool] = False  # but then in several, see tribe.parts
+    eager_only: ClassVar[str | None] = None  # why a step cannot be captured in one CUDA graph; see tribe.engine.graphs
+    in_parts: ClassVar[bool] = False  # but then in several, see tribe.engine.parts
     needs: ClassVar[str | None] = None  # what it must know of the source data, in words; see tribe.source
     works_on: ClassVar[tuple[Literal["affine", "statistics", "features"], ...]] = ()  # what a network must have for it
     more_than_a_pass: ClassVar[str | None] = None  # how `predict` goes beyond the network `deployed` describes
@@ -207,7 +207,7 @@ def new_info(net: Backbone, streams: int) -> Info:
 
 
 def screen(x: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Replace padding and bad images (see `tribe.screening`) before the first layer sees them.
+    """Replace padding and bad images (see `tribe.engine.screening`) before the first layer sees them.
 
     A copy of the stream's first good image stands in for them: what weighs nothing must yet be finite in every layer,
     and of zeros a network that standardises each image makes 0 / 0.

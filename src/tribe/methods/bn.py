@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from tribe.backbone import Backbone
+from tribe.engine.backbone import Backbone
 from tribe.methods.base import Deployed, register
 from tribe.methods.source import Source, SourceState
 from tribe.norms.batch import Batch

@@ -15,16 +15,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tribe import adam
-from tribe.augment import Augment, View, check_view, view
-from tribe.backbone import Backbone
-from tribe.losses import mean_over, soft_cross_entropy
+from tribe.engine import adam
+from tribe.engine.all_weights import Layout, Parameters, forward, leaf, restore, slopes, sparse, together
+from tribe.engine.augment import Augment, View, check_view, view
+from tribe.engine.backbone import Backbone
+from tribe.engine.losses import mean_over, soft_cross_entropy
+from tribe.engine.moments import wide
+from tribe.engine.rng import Key
+from tribe.engine.state import Info, tree_map
 from tribe.methods.base import Deployed, Method, finish, finite, new_info, new_key, quiet, register, screen
-from tribe.moments import wide
 from tribe.norms.batch import Batch
-from tribe.rng import Key
-from tribe.state import Info, tree_map
-from tribe.weights import Layout, Parameters, forward, leaf, restore, slopes, sparse, together
 
 RESTORE = 0x434F5454  # purpose of the draw, "COTT" in ASCII
 

@@ -14,14 +14,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from tribe import adam, source
-from tribe.backbone import Backbone
-from tribe.losses import cross_entropy, entropy, mean_over
+from tribe import knowledge as source
+from tribe.engine import adam
+from tribe.engine.backbone import Backbone
+from tribe.engine.losses import cross_entropy, entropy, mean_over
+from tribe.engine.moments import wide
+from tribe.engine.rng import Key
+from tribe.engine.state import Affine, Info, select
 from tribe.methods.base import Deployed, Method, finish, new_info, new_key, register, screen
-from tribe.moments import wide
 from tribe.norms.batch import Batch
-from tribe.rng import Key
-from tribe.state import Affine, Info, select
 
 
 class EataState(NamedTuple):

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tribe.backbone import Backbone
+from tribe.engine.backbone import Backbone
+from tribe.engine.moments import wide
+from tribe.engine.parts import part
 from tribe.methods.base import NO_FEATURES, features_of, finish, register, screen
 from tribe.methods.source import Source, SourceState
-from tribe.moments import wide
-from tribe.parts import part
 
 LOOK_EVERY = 8  # rounds between two looks at whether every stream has settled: each makes the host wait for the device
 

@@ -3,7 +3,7 @@
 Per batch:
 
     predict        instance-aware BN on the running statistics                -> what is returned, and labels
-    remember       each image in turn, in a prediction-balanced reservoir; see `tribe.memory`
+    remember       each image in turn, in a prediction-balanced reservoir; see `tribe.engine.memory`
     learn          one Adam step down the mean entropy of the whole memory, instance-aware BN on its batch statistics,
                    which the running ones follow slowly; affine only
 """
@@ -14,15 +14,25 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tribe import adam
-from tribe.backbone import Backbone
-from tribe.losses import entropy, mean_over
-from tribe.memory import ROOM, Reservoir, admit_reservoir, check_size, fit, hold, images, predictions_after, reservoir
+from tribe.engine import adam
+from tribe.engine.backbone import Backbone
+from tribe.engine.losses import entropy, mean_over
+from tribe.engine.memory import (
+    ROOM,
+    Reservoir,
+    admit_reservoir,
+    check_size,
+    fit,
+    hold,
+    images,
+    predictions_after,
+    reservoir,
+)
+from tribe.engine.parts import part
+from tribe.engine.rng import Key
+from tribe.engine.state import Affine, Info, Stats
 from tribe.methods.base import Deployed, Method, finish, new_info, new_key, quiet, register, screen
 from tribe.norms.instance import Instance
-from tribe.parts import part
-from tribe.rng import Key
-from tribe.state import Affine, Info, Stats
 
 
 class NoteState(NamedTuple):

@@ -11,15 +11,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tribe import source
-from tribe.backbone import Backbone
-from tribe.losses import cross_entropy
+from tribe import knowledge as source
+from tribe.engine.all_weights import Layout, Parameters, flat, forward, leaf, quantile, restore, slopes
+from tribe.engine.backbone import Backbone
+from tribe.engine.losses import cross_entropy
+from tribe.engine.state import tree_map
+from tribe.knowledge import Knowledge
 from tribe.methods.base import register
 from tribe.methods.cotta import AveragedTeacher, CottaState
 from tribe.norms.batch import Batch
-from tribe.source import Knowledge
-from tribe.state import tree_map
-from tribe.weights import Layout, Parameters, flat, forward, leaf, quantile, restore, slopes
 
 EPS = 1e-6  # added to the posterior's variance, as released
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from tribe.losses import cross_entropy
+from tribe.engine.losses import cross_entropy
 from tribe.methods.base import register
 from tribe.methods.tent import Tent
 

@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from tribe import adam, sgd
-from tribe.augment import Augment, View, check_view, view
-from tribe.backbone import Backbone
-from tribe.losses import entropy, mean_over, soft_likelihood_ratio, symmetric_cross_entropy
+from tribe.engine import adam, sgd
+from tribe.engine.augment import Augment, View, check_view, view
+from tribe.engine.backbone import Backbone
+from tribe.engine.losses import entropy, mean_over, soft_likelihood_ratio, symmetric_cross_entropy
+from tribe.engine.moments import wide
+from tribe.engine.rng import Key
+from tribe.engine.state import Affine, Info, tree_map
 from tribe.methods.base import Deployed, Method, finish, finite, new_info, new_key, quiet, register, screen
-from tribe.moments import wide
 from tribe.norms.batch import Batch
-from tribe.rng import Key
-from tribe.state import Affine, Info, tree_map
 
 # NOTE: the paper's view has neither blur nor noise. It pads by reflection; `Augment` pads with edge values.
 VIEW = Augment(sigma=(0.001, 0.001), noise=0.0)

@@ -4,7 +4,7 @@ A teacher predicts, a student learns, and a category-balanced memory stands betw
 come in bursts. Per batch:
 
     predict        the teacher, with its statistics as they stand     -> what is returned, and labels for the memory
-    remember       each image in turn; see `tribe.memory`
+    remember       each image in turn; see `tribe.engine.memory`
     every 64       images, wherever in a batch that falls: the teacher and the student, with Robust BN, see the memory
                    and its augmentation; the student follows the teacher, older images weighing less (one Adam step,
                    affine only), and the teacher follows the student (a moving average)
@@ -16,18 +16,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tribe import adam
-from tribe.augment import Augment, View, check_view, view
-from tribe.backbone import Backbone
-from tribe.losses import mean_over, soft_cross_entropy
-from tribe.memory import ROOM, Timely, admit_timely, check_size, fit, hold, images, numbered, timely
+from tribe.engine import adam
+from tribe.engine.augment import Augment, View, check_view, view
+from tribe.engine.backbone import Backbone
+from tribe.engine.losses import mean_over, soft_cross_entropy
+from tribe.engine.memory import ROOM, Timely, admit_timely, check_size, fit, hold, images, numbered, timely
+from tribe.engine.moments import wide
+from tribe.engine.parts import part
+from tribe.engine.rng import Key
+from tribe.engine.state import Affine, Info, Stats, select
 from tribe.methods.base import Deployed, Method, finish, new_info, new_key, quiet, register, screen
-from tribe.moments import wide
 from tribe.norms.frozen import Frozen
 from tribe.norms.robust import Robust
-from tribe.parts import part
-from tribe.rng import Key
-from tribe.state import Affine, Info, Stats, select
 
 
 class Branch(NamedTuple):

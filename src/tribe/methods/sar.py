@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tribe import sgd
-from tribe.backbone import Backbone
-from tribe.losses import entropy, mean_over
+from tribe.engine import sgd
+from tribe.engine.backbone import Backbone
+from tribe.engine.losses import entropy, mean_over
+from tribe.engine.rng import Key
+from tribe.engine.state import Affine, Info, select, tree_map
 from tribe.methods.base import Deployed, Method, finish, new_info, new_key, register, screen
 from tribe.norms.batch import Batch
-from tribe.rng import Key
-from tribe.state import Affine, Info, select, tree_map
 
 NONE_YET = -1.0  # a moving mean of entropies that has no first value
 

@@ -12,11 +12,14 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from tribe import adam
-from tribe.augment import view
-from tribe.backbone import Backbone
-from tribe.losses import cross_entropy, entropy, mean_over
-from tribe.memory import ROOM, Timely, admit_timely, check_size, fit, hold, images, numbered, timely
+from tribe.engine import adam
+from tribe.engine.augment import view
+from tribe.engine.backbone import Backbone
+from tribe.engine.losses import cross_entropy, entropy, mean_over
+from tribe.engine.memory import ROOM, Timely, admit_timely, check_size, fit, hold, images, numbered, timely
+from tribe.engine.parts import part
+from tribe.engine.rng import Key
+from tribe.engine.state import Affine, Info, Stats, clone
 from tribe.methods.base import Deployed, finish, new_info, new_key, register, screen
 from tribe.methods.tribe import Tribe, twice
 from tribe.norms import Norm
@@ -25,9 +28,6 @@ from tribe.norms.batch import Batch
 from tribe.norms.frozen import Frozen
 from tribe.norms.instance import Instance
 from tribe.norms.robust import Robust
-from tribe.parts import part
-from tribe.rng import Key
-from tribe.state import Affine, Info, Stats, clone
 
 RULES = ("balanced", "robust", "instance", "batch", "frozen")
 ALONE: Mapping[str, Any] = {"learning": False}

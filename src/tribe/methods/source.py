@@ -5,11 +5,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from tribe.backbone import Backbone
+from tribe.engine.backbone import Backbone
+from tribe.engine.rng import Key
+from tribe.engine.state import Info
 from tribe.methods.base import Deployed, Method, finish, new_info, new_key, register, screen
 from tribe.norms.frozen import Frozen
-from tribe.rng import Key
-from tribe.state import Info
 
 
 class SourceState(NamedTuple):

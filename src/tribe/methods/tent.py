@@ -6,13 +6,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tribe import adam
-from tribe.backbone import Backbone
-from tribe.losses import entropy, mean_over
+from tribe.engine import adam
+from tribe.engine.backbone import Backbone
+from tribe.engine.losses import entropy, mean_over
+from tribe.engine.rng import Key
+from tribe.engine.state import Affine, Info, Stats
 from tribe.methods.base import Deployed, Method, finish, new_info, new_key, register, screen
 from tribe.norms.batch import Batch
-from tribe.rng import Key
-from tribe.state import Affine, Info, Stats
 
 
 class TentState(NamedTuple):

@@ -15,17 +15,17 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from tribe import adam
-from tribe.augment import Augment, View, check_view, view
-from tribe.backbone import Backbone
-from tribe.losses import cross_entropy, entropy, mean_over
+from tribe.engine import adam
+from tribe.engine.augment import Augment, View, check_view, view
+from tribe.engine.backbone import Backbone
+from tribe.engine.losses import cross_entropy, entropy, mean_over
+from tribe.engine.moments import wide
+from tribe.engine.rng import Key
+from tribe.engine.state import Affine, Info, Stats
 from tribe.methods.base import Deployed, Method, finish, new_info, new_key, register, screen
-from tribe.moments import wide
 from tribe.norms.balanced import CONVENTIONS as NORM_CONVENTIONS
 from tribe.norms.balanced import Balanced, Convention, settle
 from tribe.norms.frozen import Frozen
-from tribe.rng import Key
-from tribe.state import Affine, Info, Stats
 
 CONVENTIONS = {
     "released": {"anchor_on": "logits", **NORM_CONVENTIONS["released"]},

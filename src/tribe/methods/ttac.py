@@ -12,8 +12,14 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tribe import adam, source
-from tribe.backbone import Backbone
+from tribe import knowledge as source
+from tribe.engine import adam
+from tribe.engine.all_weights import Layout, Parameters, forward, leaf, slopes, together
+from tribe.engine.backbone import Backbone
+from tribe.engine.moments import wide
+from tribe.engine.rng import Key
+from tribe.engine.state import Affine, Info
+from tribe.knowledge import Knowledge, KnowledgeError
 from tribe.methods.base import (
     NO_FEATURES,
     Deployed,
@@ -25,14 +31,9 @@ from tribe.methods.base import (
     register,
     screen,
 )
-from tribe.moments import wide
 from tribe.norms import Norm
 from tribe.norms.batch import Batch
 from tribe.norms.frozen import Frozen
-from tribe.rng import Key
-from tribe.source import Knowledge, KnowledgeError
-from tribe.state import Affine, Info
-from tribe.weights import Layout, Parameters, forward, leaf, slopes, together
 
 LIMIT = 2**30  # numbers in the class covariances of one stream: 4 GB in float32
 TOO_LARGE = (

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from tribe.normalize import Normalize
+from tribe.engine.normalize import Normalize
 from tribe.registry import Registry, nearest
 
 Normalization = tuple[tuple[float, ...], tuple[float, ...]]  # mean and standard deviation, an entry a channel

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from tribe.datasets.files import data_root
+from tribe.engine.normalize import Normalize
 from tribe.models.base import Architecture, Normalization, architecture
-from tribe.normalize import Normalize
 
 PREFIXES = ("module.", "model.", "_orig_mod.")  # what DataParallel, wrappers and torch.compile put before names
 ENVELOPES = ("state_dict", "model_state_dict", "model")  # under which training scripts keep a state dict

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tribe import kernels
+from tribe.engine import kernels
+from tribe.engine.state import Stats
 from tribe.norms import register
-from tribe.state import Stats
 
 Convention = Literal["released", "paper"]
 

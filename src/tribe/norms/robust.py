@@ -5,9 +5,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from tribe.engine.state import Stats
 from tribe.norms import register
 from tribe.norms.batch import pool_batch
-from tribe.state import Stats
 
 
 @register("robust")

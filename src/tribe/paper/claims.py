@@ -16,9 +16,10 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from tribe import paper
+from tribe.paper import tables as paper
 
 Numbers = Callable[[str, str, str], float | None]  # table, row, column -> number
 SHOWN = 4  # cells that are named where a sentence fails
@@ -47,7 +48,7 @@ class Verdict(NamedTuple):
 @cache
 def claims() -> tuple[Claim, ...]:
     """All of them."""
-    return tuple(Claim(**told) for told in json.loads((paper.FOLDER / paper.CLAIMS).read_text()))
+    return tuple(Claim(**told) for told in json.loads(Path(__file__).with_name("claims.json").read_text()))
 
 
 def of_paper(table: str, row: str, column: str) -> float | None:

@@ -9,9 +9,9 @@ records. The page loads nothing from anywhere; it is read without JavaScript too
 from os import PathLike
 from pathlib import Path
 
-from tribe.atomic import write_atomically
 from tribe.report.collect import Group, Played, Row, Runs, collect
 from tribe.report.page import render
+from tribe.storage.atomic import write_atomically
 
 ENDINGS = (".html", ".htm")
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tribe import metrics
+from tribe.lab import metrics
 from tribe.report.charts import heat, tint
 from tribe.report.collect import Group, Row
 from tribe.report.markup import Markup, tag

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tribe.record import Record
+from tribe.lab.record import Record
+from tribe.lab.spec import by_place
 from tribe.report.command import component, departures, is_known, method_of
-from tribe.specs import by_place
 
 OF_A_ROW = ("method", "fields", "code", "seed", "experiment")  # what may differ within a group
 MOST_CLASSES = 2**16  # a record that claims more is damaged, and would only exhaust the memory

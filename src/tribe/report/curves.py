@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from tribe import metrics
-from tribe.record import Record
+from tribe.lab import metrics
+from tribe.lab.record import Record
 from tribe.report.charts import Axis, Line, Point, axis, lines, log_axis, scatter
 from tribe.report.collect import Group, Row
 from tribe.report.markup import Markup

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from importlib.resources import files
 
-import tribe
+from tribe._version import __version__
 from tribe.report.charts import MARKERS
 from tribe.report.collect import Group, Runs
 from tribe.report.markup import Child, Markup, tag
@@ -58,7 +58,7 @@ def render(runs: Runs) -> str:
             [section(group, name, title, series) for name, title, group in named],
             _problems(runs),
             _about(),
-            tag("footer", f"Written by tribe {tribe.__version__} from the records alone."),
+            tag("footer", f"Written by tribe {__version__} from the records alone."),
             id="main",
             tabindex=-1,
         ),

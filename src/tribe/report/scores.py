@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tribe import metrics
-from tribe.record import Record
+from tribe.lab import metrics
+from tribe.lab.record import Record
 from tribe.report.collect import Row
 
 

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tribe.atomic import write_atomically
-from tribe.state import digest
+from tribe.engine.state import digest
+from tribe.storage.atomic import write_atomically
 
 
 class Schedule(NamedTuple):

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tribe import rng
-from tribe.rng import Key
+from tribe.engine import rng
+from tribe.engine.rng import Key
 
 OPERATIONS = (
     "autocontrast",

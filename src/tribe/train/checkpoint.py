@@ -13,8 +13,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_bytes
 from torch import Tensor, nn
 
-from tribe.atomic import write_atomically
-from tribe.specs import differences
+from tribe.lab.spec import differences
+from tribe.storage.atomic import write_atomically
 
 FORMAT = "tribe-training"
 WEIGHTS, MEMORY = "net.", "optimizer."  # what names of tensors begin with

@@ -19,10 +19,11 @@ import torch.nn.functional as F
 from safetensors.torch import save as to_bytes
 from torch import Tensor, nn
 
-from tribe.atomic import write_atomically
 from tribe.datasets import Dataset
-from tribe.environment import float32_precision, machine
-from tribe.rng import Key
+from tribe.engine.precision import float32_precision
+from tribe.engine.rng import Key
+from tribe.lab.provenance import machine
+from tribe.storage.atomic import write_atomically
 from tribe.train import checkpoint
 from tribe.train.augmix import consistency
 from tribe.train.recipe import DEFAULT, Recipe, preset

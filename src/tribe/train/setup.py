@@ -13,7 +13,7 @@ from torch import nn
 from tribe import datasets, models
 from tribe.datasets import Dataset
 from tribe.datasets.clean import Clean
-from tribe.environment import choose_device
+from tribe.engine.precision import choose_device
 from tribe.registry import nearest
 from tribe.train.checkpoint import CheckpointError
 from tribe.train.views import Images, read

@@ -11,9 +11,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from tribe import rng
 from tribe.datasets import Dataset
-from tribe.rng import Key
+from tribe.engine import rng
+from tribe.engine.rng import Key
 
 ORDER, PLACE, HOLE = 0x5452414F, 0x54524150, 0x54524148  # purposes of the draws ("TRAO", "TRAP", "TRAH" in ASCII)
 CHUNK = 2000  # images read at once

@@ -20,7 +20,7 @@ from tribe.cli import build
 from tribe.cli.app import app, emit, fail
 from tribe.cli.options import Device, Precision
 from tribe.cli.targets import aside, in_words, load_target
-from tribe.environment import choose_device, precision_on
+from tribe.engine.precision import choose_device, precision_on
 
 
 @app.command()

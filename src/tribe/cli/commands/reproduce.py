@@ -16,25 +16,27 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table as Grid
 
-from tribe import paper, plots, reproduce
-from tribe.atomic import write_atomically
 from tribe.cli import build
 from tribe.cli.app import app, fail
 from tribe.cli.targets import aside
 from tribe.datasets.files import data_root
 from tribe.datasets.made import FILE as MADE
-from tribe.distributed import Failure
-from tribe.environment import check_precision
-from tribe.experiment import Bench, Damaged, Experiment, Result, finished, keep, survey
+from tribe.engine.precision import check_precision
+from tribe.lab import plots
+from tribe.lab.experiment import Bench, Damaged, Experiment, Result, finished, keep, survey
+from tribe.lab.ray import Failure
+from tribe.lab.spec import plain
 from tribe.methods import names as method_names
+from tribe.paper import reproduce
+from tribe.paper import tables as paper
+from tribe.paper.chart import chart
+from tribe.paper.gathering import REMEDY
+from tribe.paper.page import DATA
+from tribe.paper.plans import artifacts, refuse_unknown_fields
+from tribe.paper.render import FORMATS, WORDS, claims_json, claims_markdown, number, ours
+from tribe.paper.reproduce import Comparison, Judged, Origin, Plan, Wishes, released
 from tribe.registry import nearest
-from tribe.reproduce import Comparison, Judged, Origin, Plan, Wishes, released
-from tribe.reproduce.chart import chart
-from tribe.reproduce.gathering import REMEDY
-from tribe.reproduce.page import DATA
-from tribe.reproduce.plans import artifacts, refuse_unknown_fields
-from tribe.reproduce.render import FORMATS, WORDS, claims_json, claims_markdown, number, ours
-from tribe.specs import plain
+from tribe.storage.atomic import write_atomically
 
 WIDE = 240  # columns of a table that goes to a file
 CLAIMS = "claims"  # every sentence of the paper about its tables, judged on what was run before

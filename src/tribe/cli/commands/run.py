@@ -12,21 +12,21 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import tribe
-from tribe import metrics, plots
-from tribe.atomic import write_atomically
-from tribe.backbone import Backbone
-from tribe.build import model_code, setting, settings_of
 from tribe.cli import build
 from tribe.cli.app import app, emit, fail, say
 from tribe.cli.folders import Records, departures, earlier, folder_name, record_file, together
 from tribe.cli.options import Device, Precision
 from tribe.cli.targets import aside, in_words, told_where
-from tribe.code import coded
-from tribe.environment import choose_device, float32_precision, machine, precision_on
+from tribe.engine.backbone import Backbone
+from tribe.engine.precision import choose_device, float32_precision, precision_on
+from tribe.lab import metrics, plots
+from tribe.lab.components import model_code, setting, settings_of
+from tribe.lab.provenance import coded, machine
+from tribe.lab.record import Record
+from tribe.lab.spec import plain
 from tribe.methods import Method
-from tribe.record import Record
 from tribe.registry import nearest
-from tribe.specs import plain
+from tribe.storage.atomic import write_atomically
 
 IN_WORDS = (ValueError, OSError, ImportError, torch.OutOfMemoryError)  # errors that were written to be read
 DEFAULT_METHODS = "source,bn,tent,tribe"

@@ -8,10 +8,10 @@ from rich.console import Console
 from rich.table import Table
 
 import tribe
-from tribe import plots
 from tribe.cli import build
 from tribe.cli.app import app, emit
 from tribe.cli.targets import aside, in_words
+from tribe.lab import plots
 from tribe.scenarios import class_counts, digest, local_balance, save
 
 MOST = 20  # classes that a table can show

@@ -12,16 +12,16 @@ from rich.progress import track
 from torch import Tensor
 
 import tribe
-from tribe.backbone import Backbone
 from tribe.cli import build
 from tribe.cli.app import app, emit
 from tribe.cli.options import Device
 from tribe.cli.targets import aside, in_words
 from tribe.datasets import Dataset
-from tribe.environment import choose_device, deterministic, float32_precision
+from tribe.engine.backbone import Backbone
+from tribe.engine.precision import choose_device, deterministic, float32_precision
+from tribe.engine.screening import sound
+from tribe.knowledge import Knowledge, place
 from tribe.methods import Method
-from tribe.screening import sound
-from tribe.source import Knowledge, place
 
 SHOWN = 6  # tensors that are named; a network has hundreds of weights
 

@@ -1,0 +1,273 @@
+"""Look at a model (and some images) before adapting: what can adapt, what looks wrong, which methods fit."""
+
+import itertools
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tribe import methods
+from tribe.engine.backbone import Backbone
+from tribe.engine.losses import entropy
+from tribe.engine.moments import observe
+from tribe.engine.screening import PROBABILITIES, are_probabilities, sound
+from tribe.engine.slots import Slot, StatisticsSlot
+from tribe.engine.state import Affine
+from tribe.norms.batch import pool_batch
+from tribe.norms.frozen import Frozen
+
+IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+WITHOUT = {  # what methods work on: why they are of no use to a network that has none
+    "affine": "no layer has affine parameters to learn",
+    "statistics": "the network has no BatchNorm: batch statistics change nothing",
+    "features": "no classifier layer was found that sees each image once: tribe.Backbone(model, classifier=...)",
+}
+OFF, FAR = 1.0, 4.0  # shifts at the first layer that another scaling may explain, and that need an explanation
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One normalisation layer and what of it can adapt."""
+
+    name: str
+    kind: str
+    channels: int
+    statistics: bool
+    affine: bool
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `doctor` found. ``str(report)`` is for people, ``report.as_dict()`` for programs."""
+
+    adaptable: bool
+    layers: list[Layer] = field(default_factory=list)
+    left_alone: dict[str, str] = field(default_factory=dict)
+    classes: int | None = None
+    classifier: str | None = None
+    features: int | None = None
+    methods: dict[str, str] = field(default_factory=dict)  # name -> "" if it fits, else why not
+    needs: dict[str, str] = field(default_factory=dict)  # of those that fit: what they must know of the source data
+    shift: float | None = None  # how far the batch is from the source at the first layer, see `_first_shift`
+    confidence: float | None = None
+    problems: list[str] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data, fit for JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        alike: dict[tuple[str, bool, bool], list[Layer]] = {}
+        for layer in self.layers:
+            alike.setdefault((layer.kind, layer.statistics, layer.affine), []).append(layer)
+        lines = ["can be adapted" if self.adaptable else "cannot be adapted"]
+        for (kind, *has), group in alike.items():
+            parts = " and ".join(itertools.compress(("statistics", "affine parameters"), has))
+            lines.append(f"  {len(group)} x {kind}, {sum(g.channels for g in group)} channels: {parts or 'batch only'}")
+        lines += [f"  left as it is: {name} ({reason})" for name, reason in self.left_alone.items()]
+        if self.classifier is not None:
+            lines.append(f"  {self.classes} classes, from layer {self.classifier!r}")
+        if self.shift is not None:
+            lines.append(f"  first layer: statistics of these images {self.shift:.2f} deviations from the source's")
+        if self.confidence is not None:
+            lines.append(f"  mean confidence on these images: {self.confidence:.0%}")
+        if fitting := [name for name, reason in self.methods.items() if not reason and name not in self.needs]:
+            lines.append(f"  methods that fit: {', '.join(fitting)}")
+        if self.needs:
+            lines.append(f"  methods that fit once they know the source data (tribe source): {', '.join(self.needs)}")
+        lines += [f"  {name}: {reason}" for name, reason in self.methods.items() if reason]
+        lines += [f"problem: {problem}" for problem in self.problems]
+        return "\n".join(lines)
+
+
+@torch.inference_mode(False)  # gradients are tried, too
+def doctor(model: nn.Module | Backbone, x: Tensor | None = None, *, noise: bool = False) -> Report:
+    """Say what of a model can be adapted and whether its input looks right; changes nothing.
+
+    Args:
+        model: the classifier, or a `Backbone` of it.
+        x: a batch of images (B, ...) as they would be given to it, if at hand.
+        noise: ``x`` are made up, to see whether the network takes their shape: how they look to it is no problem.
+
+    >>> report = doctor(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(288, 4)))
+    >>> report.adaptable, report.classes, [layer.name for layer in report.layers]
+    (True, 4, ['1'])
+    """
+    try:
+        net = model if isinstance(model, Backbone) else Backbone(model)
+    except (ValueError, TypeError) as error:
+        return Report(False, problems=[str(error)])
+    layers = [
+        Layer(
+            slot.name,
+            type(slot.layer).__name__,
+            slot.channels,
+            getattr(slot.layer, "running_mean", None) is not None,
+            slot.layer.weight is not None,
+        )
+        for slot in net.slots
+    ]
+    report: dict[str, Any] = {
+        "layers": layers,
+        "left_alone": dict(net.left_alone),
+        "classes": net.classes,
+        "classifier": net.classifier,
+        "problems": [],
+    }
+    if net.classes is None:
+        report["problems"].append("no classifier layer found: pass classes= to tribe.adapt")
+    if broken := list(_not_finite(net)):
+        more = f" and {len(broken) - 4} more" if len(broken) > 4 else ""
+        report["problems"].append(f"the network's own numbers are not finite: {', '.join(broken[:4])}{more}")
+    if x is not None:
+        with _untold(net):
+            report.update(_examine(net, x, report, noise))
+    features = report["features"] is not None if "features" in report else net.classifier is not None
+    there = {"affine": net.has_affine, "statistics": net.has_statistics, "features": features}
+    known = {name: methods.get(name) for name in methods.names()}
+    fit = {name: next((WITHOUT[p] for p in method.works_on if not there[p]), "") for name, method in known.items()}
+    needs = {name: method.needs for name, method in known.items() if method.needs and not fit[name]}
+    return Report(True, **report, methods=fit, needs=needs)
+
+
+@contextmanager
+def _untold(net: Backbone) -> Iterator[None]:
+    """Keep a network from warning of layers it does not call: the report names them, and later it still warns."""
+    warned, net._warned = net._warned, True
+    try:
+        yield
+    finally:
+        net._warned = warned
+
+
+def _not_finite(net: Backbone) -> Iterator[str]:
+    """The parameters and statistics that hold NaN or infinity, by name."""
+    for place, module in net.model.named_modules():
+        layer = module.layer if isinstance(module, Slot) else module
+        for name, t in (*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)):
+            if t.is_floating_point() and not t.is_meta and not t.isfinite().all():
+                yield f"{place}.{name}" if place else name
+
+
+def _examine(net: Backbone, x: Tensor, report: dict[str, Any], noise: bool) -> dict[str, Any]:
+    problems = report["problems"]
+    if not isinstance(x, Tensor):
+        problems.append(f"images are {type(x).__name__}; expected a tensor. For an array: torch.from_numpy(x)")
+        return {}
+    if x.dim() < 2 or not x.numel():
+        problems.append(f"there are no images in x, of shape {tuple(x.shape)}; expected a batch of them (B, ...)")
+        return {}
+    if not x.is_floating_point():
+        how = "convert them: images.float()" if x.dtype == torch.bool else "divide by 255 to get floats in [0, 1]"
+        problems.append(f"images are {x.dtype}: {how}")
+        x = x.float()
+    if not (good := sound(x, 1)).all():
+        problems.append(f"{int((~good).sum())} of {len(x)} images are not finite, or so large that they count as bad")
+        x = x[good] if good.any() else torch.zeros_like(x)
+    called: set[str] = set()
+    try:
+        shift, logits, features = _first_shift(net, x, called)
+    except (ValueError, TypeError, AttributeError) as error:
+        problems.append(str(error))
+        return {}
+    if net.has_affine:
+        _try_gradients(net, x[:2], problems)
+    idle = {slot.name: "the network did not call it on these images" for slot in net.slots if slot.name not in called}
+    if shift is not None and not noise:
+        _suspect_scaling(net, x, shift, problems)
+    return {
+        "left_alone": report["left_alone"] | idle,
+        "shift": shift,
+        "confidence": _confidence(net, logits, problems, noise),
+        "features": None if features is None else features.shape[-1],
+    }
+
+
+def _confidence(net: Backbone, logits: Tensor, problems: list[str], noise: bool) -> float | None:
+    """The mean confidence, unless it means nothing; and what looks wrong about the predictions."""
+    finite = logits.isfinite().all(1)
+    if not finite.all():
+        problems.append(f"the network's logits are not finite for {int((~finite).sum())} of {len(logits)} images")
+        return None
+    classes = logits.shape[-1]
+    if net.classes not in (None, classes):
+        problems.append(f"the network gives {classes} classes, its layer {net.classifier!r} {net.classes}")
+    if classes < 2:
+        problems.append("the network gives one number an image: methods expect logits of two classes at least")
+        return None
+    if are_probabilities(logits):
+        problems.append(PROBABILITIES)
+        logits = logits.clamp_min(torch.finfo(logits.dtype).tiny).log()
+    if not noise and 1 - (entropy(logits).mean() / math.log(classes)).item() < 0.02:
+        problems.append("predictions are close to uniform: are the weights loaded?")
+    return logits.softmax(-1).amax(-1).mean().item()
+
+
+def _try_gradients(net: Backbone, x: Tensor, problems: list[str]) -> None:
+    """Take one gradient, as methods that learn do."""
+    affine, stats = net.source()
+    affine = Affine(*(t.requires_grad_() for t in affine))
+    try:
+        with torch.enable_grad():
+            logits = net(x.to(net.device, copy=True).unsqueeze(0), affine, stats, Frozen()).logits
+            torch.autograd.grad(logits.float().square().sum(), affine, allow_unused=True)
+    except ValueError as error:
+        problems.append(str(error))
+    except RuntimeError as error:  # from the backward, so torch's
+        problems.append(f"no gradient can be taken through the network: {error}")
+
+
+@torch.no_grad()
+def _first_shift(
+    net: Backbone, x: Tensor, called: set[str] | None = None
+) -> tuple[float | None, Tensor, Tensor | None]:
+    """How far the batch is from the source at the first BatchNorm: mean off in deviations plus log ratio of those.
+
+    None where there is no BatchNorm, or no number to name. ``called`` takes the names of the layers that the network
+    calls.
+    """
+    seen: list[float] = []
+    called = set() if called is None else called
+
+    def watch(slot: Slot, received: Tensor) -> None:
+        called.add(slot.name)
+        if not seen and isinstance(slot, StatisticsSlot) and slot.layer.running_mean is not None:
+            everything = torch.ones(1, len(received), dtype=torch.bool, device=received.device)
+            mean, var = pool_batch(*observe(received.unsqueeze(0)), everything)  # (1, 1, C)
+            layer = slot.layer
+            source_mean, source_std = layer.running_mean.to(mean), (layer.running_var.to(mean) + slot.layer_eps).sqrt()
+            ratio = (var + slot.layer_eps).sqrt() / source_std
+            seen.append(((mean - source_mean).abs() / source_std + ratio.log().abs()).mean().item())
+
+    affine, stats = net.source()
+    logits, features, _ = net(x.to(net.device).unsqueeze(0), affine, stats, Frozen(), watch=watch)
+    shift = seen[0] if seen and math.isfinite(seen[0]) else None
+    return shift, logits[0].float(), None if features is None else features[0]
+
+
+def _suspect_scaling(net: Backbone, x: Tensor, shift: float, problems: list[str]) -> None:
+    """If another scaling of the same images suits the first layer much better, name it."""
+    low, high = x.min().item(), x.max().item()
+    if low < -1e-3 or high > 1 + 1e-3:
+        problems.append(f"images reach from {low:.3g} to {high:.3g}; methods that augment expect [0, 1]")
+    others = {"divided by 255": x / 255, "multiplied by 255": x * 255}
+    if x.dim() == 4 and x.shape[1] == 3:
+        mean, std = (x.new_tensor(v).view(3, 1, 1) for v in IMAGENET)
+        others["normalised with ImageNet's mean and std"] = (x - mean) / std
+        others["un-normalised (times ImageNet's std plus its mean)"] = x * std + mean
+    found = {name: _first_shift(net, other)[0] for name, other in others.items()}
+    scores = {name: math.inf if there is None else there for name, there in found.items()}
+    best = min(scores, key=scores.__getitem__)
+    if shift > OFF and scores[best] < shift / 2:
+        problems.append(
+            f"the images look wrongly scaled for this network: its first layer is {shift:.2f} deviations off, "
+            f"and {scores[best]:.2f} with the images {best}"
+        )
+    elif shift > FAR:
+        problems.append(
+            f"the first layer is {shift:.2f} deviations off: the images are unlike what the network was trained on"
+        )

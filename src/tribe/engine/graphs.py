@@ -1,0 +1,287 @@
+"""A method's whole step as one launch: recorded in CUDA graphs for one shape of batch, then replayed.
+
+A step is thousands of small launches, and a fast GPU waits for most of them. A CUDA graph replays them all at once, but
+always on the memory it was recorded with. So there are two states in static memory and two graphs in ping-pong: one
+reads state 0 and writes state 1, the other the reverse. Nothing large is copied between steps; the class statistics of
+K = 1000 classes are written where they belong. Images go into static memory, too; a batch smaller than the recorded one
+is padded with images that are not `valid`, which weigh nothing.
+
+A step in the middle of which the host decides something is captured in parts (`tribe.engine.parts`): one launch each,
+their arguments copied into static memory and their results out of it.
+
+A recording is made with steps whose results are thrown away (a step is pure), so that it disturbs no stream.
+"""
+
+import contextlib
+import warnings
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from tribe.engine import kernels
+from tribe.engine.augment import Augment
+from tribe.engine.backbone import Backbone
+from tribe.engine.parts import flat, mapped, performed_by
+from tribe.engine.precision import deterministic
+from tribe.engine.state import clone, leaves
+
+Switch = bool | Literal["auto"]  # capture steps; "auto": where that is possible
+Work = Callable[[], None]
+Record = Callable[[Work], Work]  # makes of a piece of work, on static memory, something that repeats it
+
+
+class Method(Protocol):
+    """What this module needs of a method; `tribe.methods.Method` has it."""
+
+    name: ClassVar[str]
+    eager_only: ClassVar[str | None]  # why a step cannot be captured in one CUDA graph
+    in_parts: ClassVar[bool]  # but then in several
+
+    def step(
+        self, net: Backbone, state: Any, x: Tensor, valid: Tensor | None = None, *, donate: Any = False
+    ) -> tuple[Tensor, Any]:
+        """Predict, then adapt."""
+        ...
+
+
+SHAPES = 8  # recordings of an adapter's steps before "auto" gives up: images that change their shape all the time
+WARM_UP = 3  # eager rounds before a recording: libraries choose algorithms and allocate, kernels are compiled
+
+
+def refusal(method: Method, device: torch.device) -> str | None:
+    """Why the steps of a method cannot be captured, or None."""
+    if device.type != "cuda":
+        return f"CUDA graphs need a CUDA device; the network is on {device.type}"
+    if method.eager_only is not None and not method.in_parts:
+        return f"{method.name} cannot be captured in a CUDA graph: {method.eager_only}"
+    if not isinstance(getattr(method, "augment", Augment()), Augment):
+        return f"{method.name} has an augment= of its own, which may look at values; only tribe.Augment is captured"
+    return None
+
+
+class Steps:
+    """Takes a method's steps on a network, captured where that is asked for and possible.
+
+    Args:
+        method: what adapts.
+        net: the network, which must not be changed afterwards: a recording knows its weights by their place in memory.
+        graphs: True captures, or says why it cannot; "auto" captures where it can and shapes last; False never does.
+        deterministic: choose algorithms that give the same bits every time, see `tribe.engine.precision.deterministic`.
+    """
+
+    def __init__(self, method: Method, net: Backbone, graphs: Switch = "auto", deterministic: bool = False) -> None:
+        if graphs not in (True, False, "auto"):
+            raise ValueError(f"graphs is True, False or 'auto'; got {graphs!r}")
+        if graphs is True and (reason := refusal(method, net.device)):
+            raise ValueError(f"{reason}. graphs='auto' would take its steps one launch at a time")
+        self.method, self.net, self.graphs, self.deterministic = method, net, graphs, deterministic
+        self.failed: str | None = None  # what went wrong with a recording
+        self._captured: Captured | InParts | None = None
+
+    @property
+    def eager_because(self) -> str | None:
+        """Why steps are taken one launch at a time; None: they are captured, whole or in parts."""
+        if self.graphs is False:
+            return "graphs=False"
+        return self.failed or refusal(self.method, self.net.device)
+
+    def __call__(
+        self, state: Any, x: Tensor, valid: Tensor | None = None, *, donate: Any = False
+    ) -> tuple[Tensor, Any]:
+        """As `Method.step`. What a captured step returns as state is good until the step after the next."""
+        on_its_device = torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()  # where kernels launch
+        with on_its_device, deterministic() if self.deterministic else contextlib.nullcontext():
+            if self.eager_because is None and x.shape[1]:
+                try:
+                    if self._captured is None:
+                        whole = self.method.eager_only is None
+                        self._captured = (Captured if whole else InParts)(self.method, self.net)
+                    result = self._captured.step(state, x, valid)
+                    if self._captured.recorded > SHAPES and self.graphs == "auto":
+                        self.failed = f"batches came in more than {SHAPES} shapes, each of which is recorded anew"
+                        self._captured = None
+                    return result
+                except RuntimeError as error:
+                    if self.graphs is True or isinstance(error, torch.OutOfMemoryError):
+                        raise
+                    self.failed, self._captured = f"the step could not be captured in a CUDA graph ({error})", None
+                    warnings.warn(f"{self.failed}; it is taken one launch at a time", RuntimeWarning, stacklevel=2)
+            return self.method.step(self.net, state, x, valid, donate=donate)
+
+    def forget(self) -> None:
+        """Drop what was recorded: the network moves."""
+        self._captured = self.failed = None
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.method, self.net, self.graphs, self.deterministic)  # recordings are made anew
+
+
+class Captured:
+    """A method's steps in two graphs over two static states, for the shape of batch it has seen last.
+
+    ``record`` makes something that can be repeated of a piece of work; CUDA graphs, unless told otherwise.
+    """
+
+    def __init__(self, method: Method, net: Backbone, record: Callable[[], Record] | None = None) -> None:
+        self.method, self.net = method, net
+        self._record = record or cuda_graphs
+        self.recorded = 0  # shapes of batches so far
+        self._setting: Any = None  # what the recording depends on
+        self._states: tuple[Any, Any]
+        self._x: Tensor
+        self._valid: Tensor
+        self._logits: Tensor | None = None
+        self._replay: list[Work] = []
+
+    @torch.no_grad()
+    def step(self, state: Any, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Any]:
+        """As `Method.step`; ``state`` is copied into static memory, unless it is what the last step returned."""
+        batch = x.shape[1]
+        if self._setting != _setting(self.net, x) or batch > self._x.shape[1]:
+            self._capture(state, x)
+        turn = next((i for i in (0, 1) if _same(self._states[i], state)), None)
+        if turn is None:
+            turn = 0
+            _copy(state, self._states[0])
+        self._x[:, :batch].copy_(x)
+        self._valid[:, batch:].fill_(False)
+        self._valid[:, :batch].copy_(valid) if valid is not None else self._valid[:, :batch].fill_(True)
+        self._replay[turn]()
+        assert self._logits is not None
+        return self._logits[:, :batch].clone(), self._states[1 - turn]
+
+    def _capture(self, state: Any, x: Tensor) -> None:
+        """Record both directions for batches of this shape."""
+        self._setting = None  # not done yet
+        self._states, self._x = (clone(state), clone(state)), x.clone()
+        self._valid = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
+        self._logits, self._replay = None, []
+        record = self._record()
+        self._replay = [record(lambda: self._work(0)), record(lambda: self._work(1))]
+        self._setting = _setting(self.net, x)
+        self.recorded += 1
+
+    def _work(self, turn: int) -> None:
+        old, spare = self._states[turn], self._states[1 - turn]
+        logits, new = self.method.step(self.net, old, self._x, self._valid, donate=spare)
+        if self._logits is None:
+            self._logits = torch.empty_like(logits)
+        self._logits.copy_(logits)
+        _copy(new, spare)
+
+
+class InParts:
+    """A method's steps with each of their parts recorded, for the shape of batch it has seen last."""
+
+    def __init__(self, method: Method, net: Backbone, record: Callable[[], Record] | None = None) -> None:
+        self.method, self.net = method, net
+        self._record = record or cuda_graphs
+        self.recorded = 0  # shapes of batches so far
+        self._setting: Any = None  # what the recordings depend on
+        self._batch = 0
+        self._recordings: Callable[..., Any]
+
+    @torch.no_grad()
+    def step(self, state: Any, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Any]:
+        """As `Method.step`; nothing it returns is static memory."""
+        batch = x.shape[1]
+        if self._setting != _setting(self.net, x) or batch > self._batch:
+            self._recordings, self._setting, self._batch = Recordings(self._record()), _setting(self.net, x), batch
+            self.recorded += 1
+        valid = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if valid is None else valid
+        if short := self._batch - batch:
+            x, valid = (nn.functional.pad(t, [0, 0] * (t.dim() - 2) + [0, short]) for t in (x, valid))
+        with performed_by(self._recordings):
+            logits, state = self.method.step(self.net, state, x, valid)
+        return logits[:, :batch], state
+
+
+class Recordings:
+    """Work on tensors in static memory, recorded at the first call with arguments of a kind and repeated since."""
+
+    def __init__(self, record: Record) -> None:
+        self._record = record
+        self._known: dict[Any, tuple[Any, list[Any], Work]] = {}  # arguments and results, in static memory
+
+    def __call__(self, work: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """``work(*args)``."""
+        kind = work.__qualname__, *(_kind(value) for value in flat(args))
+        if kind not in self._known:
+            self._known[kind] = self._recorded(work, args)
+        static, results, replay = self._known[kind]
+        for place, value in zip(flat(static), flat(args), strict=True):
+            if isinstance(place, Tensor):
+                place.copy_(value)
+        replay()
+        return mapped(Tensor.clone, results[0])
+
+    def _recorded(self, work: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, list[Any], Work]:
+        static: Any = mapped(Tensor.clone, args)
+        results: list[Any] = []
+
+        def go() -> None:
+            done = work(*static)
+            results[:] = results or [mapped(torch.empty_like, done)]
+            for place, value in zip(flat(results[0]), flat(done), strict=True):
+                if isinstance(place, Tensor):
+                    place.copy_(value)
+
+        return static, results, self._record(go)
+
+
+def cuda_graphs() -> Record:
+    """Record work as CUDA graphs that share their memory, as they never run at the same time."""
+    pool = torch.cuda.graph_pool_handle()
+
+    def record(work: Work) -> Work:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(WARM_UP):
+                work()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        # Of this thread only: others may pin memory for the next batch meanwhile.
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            work()
+        return graph.replay
+
+    return record
+
+
+def _setting(net: Backbone, x: Tensor) -> tuple[Any, ...]:
+    """All that a recording is tied to, apart from the number of images."""
+    kind = x.device.type
+    autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    backends: Any = torch.backends
+    return (
+        net.moves,
+        x.device,
+        x.dtype,
+        len(x),
+        x.shape[2:],
+        autocast and torch.get_autocast_dtype(kind),
+        backends.cuda.matmul.fp32_precision,
+        backends.cudnn.conv.fp32_precision,
+        backends.cudnn.benchmark,
+        torch.are_deterministic_algorithms_enabled(),
+        kernels.mode(),
+    )
+
+
+def _kind(value: Any) -> Any:
+    """All of an argument that a recording is tied to: of tensors not their values."""
+    return (value.shape, value.dtype, value.device) if isinstance(value, Tensor) else value
+
+
+def _same(a: Any, b: Any) -> bool:
+    return all(s is t for s, t in zip(leaves(a).values(), leaves(b).values(), strict=True))
+
+
+def _copy(source: Any, target: Any) -> None:
+    """Copy every tensor of a state that is not in its place already."""
+    for s, t in zip(leaves(source).values(), leaves(target).values(), strict=True):
+        if s.data_ptr() != t.data_ptr():
+            t.copy_(s)

@@ -1,0 +1,90 @@
+"""The protocol of a norm rule, and the two rules that the engine itself needs: stored and batch statistics."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from tribe.engine import kernels
+from tribe.engine.state import Stats
+
+
+class Norm(Protocol):
+    """A function from the per-sample moments of a batch to the statistics that normalise it.
+
+    A rule may also have ``group(labels, valid, dtype)``: what that makes of the labels, once a pass, is then handed to
+    every call in their place. It spares the layers of a network doing the same work each.
+    """
+
+    @property
+    def classes(self) -> int:
+        """K, the statistics kept per channel."""
+        ...
+
+    observes: ClassVar[bool]  # False: mean and var are not looked at (and not computed)
+
+    def __call__(
+        self,
+        mean: Tensor,  # (R, B, C) over the `count` pixels of each sample
+        var: Tensor,  # (R, B, C) biased
+        count: int,
+        stats: Stats,  # (R, K, C) as they stood before this batch
+        labels: Tensor | None,  # (R, B) pseudo labels; None: none are known
+        valid: Tensor,  # (R, B) False: padding or a poisoned image, which weighs nothing
+        eps: float,
+    ) -> tuple[Tensor, Tensor, Stats]:
+        """Return the mean and var to normalise with, (R, 1|B, C), and the statistics to keep."""
+        ...
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """The stored statistics, whatever the batch; (R, 1, C) only."""
+
+    classes: ClassVar[int] = 1
+    observes: ClassVar[bool] = False
+
+    def __call__(
+        self, mean: Tensor, var: Tensor, count: int, stats: Stats, labels: Tensor | None, valid: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor, Stats]:
+        """Return what is stored."""
+        return stats.mean, stats.var, stats
+
+
+def pool_batch(mean: Tensor, var: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+    """Pool per-sample moments (R, B, C) over the valid samples: (R, 1, C) mean and biased variance."""
+    if kernels.pools(mean):
+        return _Pool.apply(mean, var, valid)  # type: ignore[no-any-return,no-untyped-call]
+    share = valid.to(mean.dtype)
+    share = (share / share.sum(1, keepdim=True).clamp_min(1)).unsqueeze(-1)  # (R, B, 1)
+    centre = (share * mean).sum(1, keepdim=True)
+    return centre, (share * (var + (mean - centre).square())).sum(1, keepdim=True)
+
+
+class _Pool(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, mean: Tensor, var: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+        centre, spread, count = kernels.pool(mean, var, valid)
+        ctx.save_for_backward(mean, valid, centre, count)
+        return centre, spread
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, by_centre: Tensor, by_spread: Tensor) -> tuple[Tensor, Tensor, None]:
+        return *kernels.pool_backward(by_centre, by_spread, *ctx.saved_tensors), None
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The batch's own statistics. A batch of one sample without pixels normalises to the bias."""
+
+    classes: ClassVar[int] = 1
+    observes: ClassVar[bool] = True
+
+    def __call__(
+        self, mean: Tensor, var: Tensor, count: int, stats: Stats, labels: Tensor | None, valid: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor, Stats]:
+        """Return the batch's statistics; the stored ones stay."""
+        return *pool_batch(mean, var, valid), stats

@@ -1,0 +1,1 @@
+"""Experiments: streams, the loop that plays them, records, metrics, and the store of results."""

@@ -1,0 +1,1 @@
+"""Files: one container for tensors, one atomic writer, one lock."""

@@ -1,0 +1,425 @@
+"""The kernels give the numbers of the tensor operations: on a GPU for real, elsewhere through Triton's interpreter."""
+
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import tribe
+from places import DATA
+from recordings import RECORDED, replay
+from tribe import norms
+from tribe.engine import kernels, moments, rng
+from tribe.engine.augment import Augment
+from tribe.engine.backbone import Backbone
+from tribe.engine.graphs import Captured
+from tribe.engine.precision import float32_precision
+from tribe.engine.state import Affine, Stats, leaves
+from tribe.norms.balanced import Balanced
+from tribe.norms.batch import pool_batch
+from tribe.testing import CLASSES, images, small_network
+
+DEVICE = "cpu" if kernels.INTERPRETED else "cuda"
+HERE = kernels.INSTALLED and (kernels.INTERPRETED or torch.cuda.is_available())
+runs = pytest.mark.skipif(not HERE, reason="needs Triton and a CUDA device, or Triton's interpreter")
+
+SHAPES = [
+    (1, 2, 5, 3, 3),
+    (2, 3, 16, 4, 4),
+    (3, 1, 7),
+    (2, 4, 33, 1, 1),
+    (1, 1, 1, 9, 5),
+    (2, 2, 3, 130),
+    (1, 2, 70, 2, 3, 4),
+]
+RULES = [
+    Balanced(4, 0.1),
+    Balanced(4, 0.3, 0.3),
+    Balanced(4, 0.05, 0.3, "paper"),
+    Balanced(70, 0.3, 1.0),
+    norms.create("frozen"),
+    norms.create("batch"),
+    norms.create("robust"),
+    norms.create("instance", k=0.5, observing=True),
+]
+
+
+def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def channels_last(x: torch.Tensor) -> torch.Tensor:
+    """(R, B, C, ...) whose channels are adjacent in memory."""
+    order = (0, 1, *range(3, x.dim()), 2)
+    back = (0, 1, x.dim() - 1, *range(2, x.dim() - 1))
+    return x.permute(order).contiguous().permute(back)
+
+
+def near(a: torch.Tensor, b: torch.Tensor, tolerance: float = 1e-5) -> bool:
+    """Relative to the size of the whole."""
+    a, b = a.detach().double().cpu(), b.detach().double().cpu()
+    assert a.shape == b.shape
+    return bool((a - b).abs().max() <= tolerance * max(float(b.abs().max()), 1e-3))
+
+
+# -- without Triton, or without a GPU ----------------------------------------------------------------------------------
+
+
+def test_nothing_is_launched_where_it_cannot_be_or_when_told():
+    x = torch.rand(1, 2, 3, 4)
+    assert kernels.ready(x) == kernels.INTERPRETED
+    assert not kernels.ready(x.double())
+    assert not kernels.ready(x[:, :0])
+    with kernels.using("off"):
+        assert not kernels.ready(x)
+    assert kernels.mode() == "auto"
+
+
+@pytest.mark.parametrize("failing", ["a compiler", "an old GPU"])
+def test_where_kernels_cannot_be_built_that_is_said_once_and_nothing_breaks(failing, monkeypatch):
+    """No machine here fails so: what torch and Triton would say is put into their mouths."""
+
+    class Broken:
+        def __getitem__(self, grid):
+            raise OSError("no C compiler was found")
+
+    capability = (7, 5) if failing == "an old GPU" else (9, 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(kernels, "_try", Broken())
+    monkeypatch.setattr(torch, "zeros", lambda *shape, device: None)
+    kernels.works.cache_clear()
+    try:
+        said = r"\(7, 5\)" if failing == "an old GPU" else "no C compiler"
+        with pytest.warns(RuntimeWarning, match=f"cannot be used on cuda:0.*{said}"):
+            assert not kernels.works(0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert not kernels.works(0)
+    finally:
+        kernels.works.cache_clear()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_kernels_work_here():
+    assert kernels.works(0)
+
+
+def test_an_unknown_mode_is_refused():
+    with pytest.raises(ValueError, match="'auto' or 'off'"):
+        kernels.use("fast")  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not kernels.INSTALLED, reason="Triton is not installed (torch's CPU builds come without it)")
+@pytest.mark.skipif(kernels.INTERPRETED or torch.cuda.is_available(), reason="the kernels run in this process")
+def test_through_the_interpreter():
+    """A process of its own: Triton looks for the interpreter when it is imported."""
+    here = Path(__file__).resolve()
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "not gpu", str(here)]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=environment, cwd=here.parents[2], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert " passed" in done.stdout
+    assert "1 skipped" in done.stdout  # this test alone
+
+
+# -- each kernel -----------------------------------------------------------------------------------------------------
+
+
+@runs
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("last", [True, False])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_passes_over_activations(shape, last, dtype):
+    """Against float64; the mean is a hundred times the spread, where E[x^2] - E[x]^2 would be lost."""
+    x = (drawn(*shape) + (100 if dtype is torch.float32 else 2)).to(dtype)
+    x, g = (channels_last(t) if last else t for t in (x, drawn(*shape, seed=1).to(dtype)))
+    scale, dmean, dvar = (drawn(*shape[:3], seed=seed) for seed in (2, 3, 4))
+    rounding = {torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3}[dtype]
+    wide_x, wide_g = x.double(), g.double()
+    mean, var = moments.observe(wide_x)
+
+    with kernels.using("auto"):
+        x, g = x.to(DEVICE), g.to(DEVICE)
+        assert kernels.laid_out(x)
+        seen = kernels.observe(x)
+        assert near(seen[0], mean, 1e-6)
+        assert near(seen[1], var, 2e-5)
+        for s in (scale, scale[:, :1]):
+            over, on = moments._over_pixels(s.double(), wide_x), s.to(DEVICE)
+            y = kernels.apply(x, on, 2 * on)
+            assert y.stride() == x.stride()
+            assert near(y, wide_x * over + 2 * over, rounding)
+            assert torch.equal(kernels.apply(x, on, 2 * on, relu=True), y.relu())
+            by_scale, by_shift = kernels.slopes(g, x, on, on)
+            pixels = tuple(range(3, x.dim()))
+            wanted = [t.sum(pixels) if pixels else t for t in (wide_g * wide_x, wide_g)]
+            wanted = [t if s.shape == scale.shape else t.sum(1, keepdim=True) for t in wanted]
+            assert near(by_scale, wanted[0])
+            assert near(by_shift, wanted[1])
+            count = x[0, 0, 0].numel()
+            a = 2 * dvar.double() / count
+            b = dmean.double() / count - a * mean
+            a, b = (moments._over_pixels(t, wide_x) for t in (a, b))
+            given = tuple(t.float().to(DEVICE) for t in (mean, dmean, dvar))
+            dx = kernels.joint(g, x, on, on, given)
+            assert (dx.double().cpu() - (wide_g * over + wide_x * a + b)).abs().max() <= max(rounding, 5e-5) * (
+                1 + float((wide_x * a).abs().max() if dtype is torch.float32 else (wide_g * over).abs().max())
+            )
+
+
+@runs
+def test_a_gradient_of_another_layout_is_brought_into_the_activations_own():
+    x, g = channels_last(drawn(2, 3, 4, 5, 5)).to(DEVICE), drawn(2, 3, 4, 1, 1).to(DEVICE).expand(2, 3, 4, 5, 5)
+    brought = kernels.alike(g, x)
+    assert brought.stride() == x.stride()
+    assert torch.equal(brought, g)
+    assert kernels.alike(brought, x) is brought
+
+
+@runs
+def test_layouts_without_one_run_are_left_to_the_tensor_operations():
+    x = drawn(2, 3, 4, 6, 6).to(DEVICE)
+    with kernels.using("auto"):
+        assert kernels.laid_out(x)
+        assert not kernels.laid_out(x[..., :4])
+        assert not kernels.laid_out(x[:, :2].expand(2, 2, 4, 6, 6))
+
+
+@runs
+@pytest.mark.parametrize("batch", [1, 64])
+def test_statistics_and_parameters_fold_into_scale_and_shift(batch):
+    mean, var = drawn(3, batch, 5), drawn(3, batch, 5, seed=1).abs()
+    affine = drawn(2, 3, 9, seed=2)[:, :, 2:7]  # a slice, as a layer has
+    results = []
+    for mode in ("off", "auto"):
+        inputs = [t.to(DEVICE).detach().requires_grad_() for t in (mean, var, *affine)]
+        with kernels.using(mode):
+            scale, shift = moments.fold(*inputs, 1e-5)
+            grads = torch.autograd.grad((scale * shift.sin()).sum(), inputs)
+        results.append((scale, shift, *grads))
+    for a, b in zip(*results, strict=True):
+        assert near(b, a)
+
+
+@runs
+@pytest.mark.parametrize("batch", [1, 5, 64, 150])
+def test_moments_pool_over_valid_samples(batch):
+    """The means lie far from zero, and rows have all, some and no valid samples."""
+    mean, var = drawn(3, batch, 21) + 100, drawn(3, batch, 21, seed=1).abs()
+    valid = torch.stack((torch.ones(batch).bool(), torch.arange(batch) % 3 == 0, torch.zeros(batch).bool()))
+    by = drawn(3, 1, 21, seed=2).to(DEVICE)
+    results = []
+    for mode in ("off", "auto"):
+        given = [t.to(DEVICE).requires_grad_() for t in (mean.clone(), var.clone())]
+        with kernels.using(mode):
+            pooled = pool_batch(*given, valid.to(DEVICE))
+            slopes = torch.autograd.grad((pooled[0] * by + pooled[1] * by.sin()).sum(), given)
+        results.append((*pooled, *slopes))
+    for a, b in zip(*results, strict=True):
+        assert near(b, a)
+    assert (results[1][0][2] == 0).all()
+
+
+# -- whole layers ------------------------------------------------------------------------------------------------------
+
+
+class Activated(nn.BatchNorm2d):
+    """BatchNorm with a ReLU of its own, as libraries of models have it."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels)
+        self.act = nn.ReLU()
+
+    def forward(self, x):
+        return self.act(super().forward(x))
+
+
+class Bare(nn.Module):
+    """One BatchNorm and nothing else."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.bn = layer
+        self.precision = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return self.bn(x).flatten(1)
+
+
+@pytest.mark.parametrize("norm", RULES, ids=str)
+def test_a_built_in_relu_is_a_relu(norm):
+    """Done on the way, and worked out anew for the gradient: the numbers of a ReLU afterwards, on any machine."""
+    x, valid = drawn(2, 5, 7, 3, 3).double(), torch.ones(2, 5, dtype=torch.bool)
+    stats = Stats(drawn(2, norm.classes, 7, seed=1).double(), drawn(2, norm.classes, 7, seed=2).abs().double() + 0.5)
+    results = []
+    for layer in (Activated, nn.BatchNorm2d):
+        net = Backbone(Bare(layer(7)).double())
+        given = [t.double().requires_grad_() for t in (x.clone(), drawn(2, 7, seed=4), drawn(2, 7, seed=5))]
+        y = net(given[0], Affine(*given[1:]), stats, norm, torch.zeros(2, 5, dtype=torch.int64), valid).logits
+        y = y if layer is Activated else y.relu()
+        results.append((y, *torch.autograd.grad(y.square().sum(), given)))
+    assert (results[0][0] == 0).any()
+    for a, b in zip(*results, strict=True):
+        assert near(a, b, 1e-12)
+
+
+@runs
+@pytest.mark.parametrize("pixels", [1, 3])
+@pytest.mark.parametrize("batch", [1, 6, 17])
+@pytest.mark.parametrize("layer", [nn.BatchNorm2d, Activated])
+@pytest.mark.parametrize("norm", RULES, ids=str)
+def test_a_layer_gives_the_same_numbers_and_gradients(norm, layer, batch, pixels):
+    """Rows with invalid samples, and one in which nothing is valid: its statistics stay bit for bit."""
+    rows, channels = 3, 21
+    generator = torch.Generator().manual_seed(batch)
+    x = drawn(rows, batch, channels, pixels, pixels) + 1
+    stats = Stats(drawn(rows, norm.classes, channels, seed=1), drawn(rows, norm.classes, channels, seed=2).abs() + 0.5)
+    labels = torch.randint(norm.classes, (rows, batch), generator=generator)
+    valid = torch.rand(rows, batch, generator=generator) > 0.25
+    valid[2] = False
+    net = Backbone(Bare(layer(channels))).to(DEVICE)
+    cotangent = drawn(rows, batch, channels * pixels * pixels, seed=3).to(DEVICE)
+    results = []
+    for mode in ("off", "auto"):
+        given = [
+            t.to(DEVICE).requires_grad_()
+            for t in (x.clone(), drawn(rows, channels, seed=4), drawn(rows, channels, seed=5))
+        ]
+        with kernels.using(mode):
+            here = Stats(*(t.to(DEVICE) for t in stats))
+            out = net(given[0], Affine(*given[1:]), here, norm, labels.to(DEVICE), valid.to(DEVICE))
+            grads = torch.autograd.grad(out.logits, given, cotangent)
+        with kernels.using(mode), torch.no_grad():
+            assert near(
+                net(given[0], Affine(*given[1:]), here, norm, labels.to(DEVICE), valid.to(DEVICE)).logits, out.logits
+            )
+        results.append((out.logits, *out.stats, *grads))
+    for name, a, b in zip(("y", "mean", "var", "dx", "dweight", "dbias"), *results, strict=True):
+        assert near(b, a, 3e-5), name
+    if norm.observes and norm.name != "instance":
+        assert torch.equal(results[1][1][2].cpu(), stats.mean[2])
+        assert torch.equal(results[1][2][2].cpu(), stats.var[2])
+
+
+@runs
+def test_batches_too_large_for_the_class_sums_fall_back():
+    with kernels.using("auto"):
+        assert kernels.updates(torch.zeros(1, kernels.SAMPLES, 4, device=DEVICE))
+        assert not kernels.updates(torch.zeros(1, kernels.SAMPLES + 1, 4, device=DEVICE))
+
+
+@runs
+def test_a_second_call_of_a_layer_goes_on_from_the_first():
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bn, self.fc = nn.BatchNorm1d(6), nn.Linear(6, 3)
+
+        def forward(self, x):
+            return self.fc(self.bn(self.bn(x).relu()))
+
+    net, norm = Backbone(Twice()).to(DEVICE), Balanced(3, 0.2, 0.1)
+    affine, stats = net.source(2, 3)
+    labels = torch.tensor([[0, 1, 1], [2, 2, 2]], device=DEVICE)
+    outputs = []
+    for mode in ("off", "auto"):
+        with kernels.using(mode):
+            outputs.append(net(drawn(2, 3, 6).to(DEVICE), affine, stats, norm, labels))
+    for a, b in zip(*((o.logits, *o.stats) for o in outputs), strict=True):
+        assert near(b, a)
+
+
+# -- random numbers and whole steps ------------------------------------------------------------------------------------
+
+
+@runs
+def test_random_numbers_are_the_generators_own():
+    key = rng.Key(torch.tensor([425, -3, 2**40 + 7]), torch.tensor([0, 2**33 + 5, -1]))
+    there = rng.Key(*(t.to(DEVICE) for t in key))
+    assert torch.equal(kernels.uniform(there, 0xABCDEF01, (5, 3)).cpu(), rng.uniform(key, 0xABCDEF01, (5, 3)))
+    assert near(kernels.normal(there, 7, (3, 11)), rng.normal(key, 7, (3, 11)), 1e-5)
+
+
+@runs
+@pytest.mark.parametrize("per", ["batch", "image"])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_augmentation_is_the_same(channels, per, monkeypatch):
+    x = torch.rand(3, 4, channels, 9, 7, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    key = rng.Key(torch.arange(3, device=DEVICE), torch.arange(3, device=DEVICE))
+    plain = Augment(per=per)(x, key)
+    with kernels.using("auto"):
+        assert (Augment(per=per)(x, key) - plain).abs().max() <= 2e-5
+
+
+@runs
+@pytest.mark.parametrize("fields", [{}, {"gamma": 0.3, "h0": 0.5}, {"convention": "paper"}], ids=str)
+def test_tribe_takes_the_same_steps(fields):
+    method = tribe.methods.create("tribe", classes=CLASSES, **fields)
+    net = Backbone(small_network()).to(DEVICE)
+    ends = []
+    for mode in ("off", "auto"):
+        state, outputs = method.init(net, 2), []
+        with kernels.using(mode):
+            for seed in range(3):
+                x = images(2, 6, seed).to(DEVICE)
+                x[0, 1] = torch.nan
+                logits, state = method.step(net, state, x)
+                outputs.append(logits)
+        ends.append((torch.stack(outputs), state))
+    assert (ends[0][0] - ends[1][0]).abs().max() <= 1e-4
+    for name, t in leaves(ends[0][1]).items():
+        assert torch.allclose(t.double(), leaves(ends[1][1])[name].double(), atol=2e-4), name
+
+
+@runs
+def test_the_recording_holds():
+    """Where rounding shows most: a hundred classes, half of every update shared. Catches a mean that was not exact."""
+    with np.load(DATA / "methods_k100.npz") as file:
+        data = {**file, "x": file["x"][:3]}
+    with kernels.using("auto"), float32_precision("float32"):
+        logits, _ = replay(data, "tribe_gamma5", *RECORDED["methods_k100"]["tribe_gamma5"], device=DEVICE)
+    golden = torch.from_numpy(data["logits/tribe_gamma5"][:3])
+    assert (logits[0].cpu() - golden).abs().max() <= 5e-5
+
+
+@runs
+def test_steps_from_static_memory_are_the_same_with_kernels():
+    """What the kernels write into the state before last is what CUDA graphs will find there."""
+    method, net = tribe.methods.create("tribe", classes=CLASSES), Backbone(small_network()).to(DEVICE)
+
+    def repeated():
+        return lambda work: work
+
+    with kernels.using("auto"):
+        captured = Captured(method, net, repeated)
+        here = there = method.init(net, 2)
+        for seed, batch in enumerate((6, 6, 4, 6)):
+            x = images(2, batch, seed).to(DEVICE)
+            wanted, here = method.step(net, here, x)
+            logits, there = captured.step(there, x)
+            assert (logits - wanted).abs().max() <= 1e-4
+    for name, t in leaves(here).items():
+        assert torch.allclose(t.double(), leaves(there)[name].double(), atol=1e-4), name
+
+
+@runs
+@pytest.mark.parametrize("method", ["tent", "rotta", "source"])
+def test_other_methods_take_the_same_steps(method):
+    rule, ends = tribe.methods.create(method, classes=CLASSES), []
+    net = Backbone(small_network()).to(DEVICE)
+    for mode in ("off", "auto"):
+        state, outputs = rule.init(net, 2), []
+        with kernels.using(mode):
+            for seed in range(3):
+                logits, state = rule.step(net, state, images(2, 32, seed).to(DEVICE))
+                outputs.append(logits)
+        ends.append(torch.stack(outputs))
+    assert (ends[0] - ends[1]).abs().max() <= 1e-4

@@ -1,0 +1,638 @@
+"""Experiments: a name for all that matters, results that are found again, and that survive kills and damage."""
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import tribe
+from places import TESTS
+from tribe import metrics
+from tribe.lab.experiment import (
+    Bench,
+    Busy,
+    Damaged,
+    Experiment,
+    MixedResults,
+    Named,
+    NewerResults,
+    difference,
+    finished,
+    keep,
+    load,
+    refuse_mixture,
+    survey,
+)
+
+GRID = TESTS / "grid.py"
+DATA = Named("live-mnist-c", {"corruptions": ["impulse_noise"]})
+STREAM = Named("gli-f", {"imbalance": 1_000_000})  # about 1,200 images
+
+pytestmark = pytest.mark.filterwarnings("ignore:an imbalance of")
+
+
+@pytest.fixture(scope="module")
+def bench():
+    return Bench(device="cpu")
+
+
+@pytest.fixture(autouse=True)
+def nowhere(tmp_path, monkeypatch):
+    """No data but what the package brings."""
+    monkeypatch.setenv("TRIBE_DATA", str(tmp_path / "nothing"))
+
+
+def small(bench, method="source", **options):
+    return Experiment.of(DATA, "compact", STREAM, method, bench=bench, **options)
+
+
+@pytest.fixture(scope="module")
+def result(bench, tmp_path_factory):
+    """TENT on two streams, never disturbed."""
+    return small(bench, "tent", seeds=(0, 1)).run(tmp_path_factory.mktemp("runs"), bench=bench)
+
+
+def again(result, root):
+    """The same results in another folder, to be harmed there."""
+    folder = root / result.folder.name
+    folder.mkdir()
+    for path in result.folder.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    return folder
+
+
+def never(*_):
+    raise AssertionError("computed, although the results are there")
+
+
+# -- what an experiment is --------------------------------------------------------------------------------------------
+
+
+def test_the_id_is_a_hash_of_all_that_matters(bench):
+    one = small(bench, "tribe")
+    assert one == small(bench, Named("tribe", {"lr": 1e-3})), "a default that is said is the same"
+    assert len({one, small(bench, "tribe")}) == 1
+    others = [
+        small(bench, Named("tribe", {"lr": 2e-3})),
+        small(bench, "selftrain/tribe"),
+        small(bench, "tribe", seeds=(1,)),
+        small(bench, "tribe", batch=32),
+        Experiment.of(Named(DATA.name, {**DATA.fields, "seed": 1}), "compact", STREAM, "tribe", bench=bench),
+        Experiment.of(DATA, "compact", Named("gli-v", STREAM.fields), "tribe", bench=bench),
+    ]
+    assert len({one.id, *(other.id for other in others)}) == 7
+    assert len(one.id) == 16
+
+
+def test_it_goes_through_json(bench):
+    one = small(bench, "ttac", seeds=(3, 4))
+    text = json.dumps(one.json())
+    assert Experiment.from_json(json.loads(text)) == one
+    assert "/" not in text.replace("://", ""), "no paths: where files lie is no part of it"
+    assert one.json()["method"]["fields"]["knowledge"].keys() == {"knowledge"}
+
+
+def test_weights_and_threads_are_part_of_it(bench, tmp_path):
+    net = tribe.models.load("compact", tribe.models.find("compact", "mnist", "nowhere"))
+    next(net.parameters()).data.mul_(1.001)
+    save_file(net.state_dict(), tmp_path / "other.safetensors")
+    other = Bench(device="cpu", weights={"compact": tmp_path / "other.safetensors"})
+    told = difference(small(bench), small(other))
+    assert len(told) == 1
+    assert told[0].startswith("weights is ")
+    assert small(bench).threads == torch.get_num_threads()
+    assert difference(small(bench), small(Bench(device="cpu", threads=2))) == ["threads is 1 and 2"]
+    with pytest.raises(ValueError, match="threads is how many"):
+        Bench(threads=0)
+
+
+def test_a_field_that_only_one_has_is_a_difference(bench):
+    """Even one that is None: it has an id of its own."""
+    told = small(bench, "ttac").json()
+    fields = told["method"]["fields"]
+    one, newer, other = (
+        Experiment.from_json({**told, "method": {"name": "ttac", "fields": {**fields, **change}}})
+        for change in ({}, {"newer": None}, {"knowledge": None})
+    )
+    assert difference(one, one) == []
+    assert difference(one, newer) == ["method.fields.newer is None and None"]
+    assert difference(one, other) == [f"method.fields.knowledge is {fields['knowledge']} and None"]
+
+
+def made(root, seed):
+    """Corrupted digits on the disk: the same names whatever the seed."""
+    command = ["corrupt", "mnist", "--corruptions", "impulse_noise", "--seed", str(seed), "--out", str(root)]
+    subprocess.run([sys.executable, "-m", "tribe", *command], check=True, capture_output=True)
+    return Bench(root, device="cpu")
+
+
+def test_the_images_are_part_of_it(tmp_path):
+    """Files of one name may hold other images; results of one are never taken for the other's."""
+    data = Named("mnist-c", {"corruptions": ["impulse_noise"]})
+    one, other = (
+        Experiment.of(data, "compact", STREAM, "source", bench=made(tmp_path / str(seed), seed)) for seed in (0, 1)
+    )
+    (told,) = difference(one, other)
+    assert told.startswith("images is ")
+    errors = [
+        e.run(tmp_path / "runs", bench=Bench(tmp_path / str(i), "cpu")).error() for i, e in enumerate((one, other))
+    ]
+    assert errors[0] != errors[1]
+    with pytest.raises(ValueError, match="cannot be computed here, where something differs: images is"):
+        one.run(tmp_path / "elsewhere", bench=Bench(tmp_path / "1", "cpu"))
+    (tmp_path / "0/mnist_c/made.json").unlink()  # as a published archive comes: looked at, not trusted by its name
+    (tmp_path / "1/mnist_c/made.json").unlink()
+    looked = [Bench(tmp_path / str(seed), "cpu").fingerprint(data) for seed in (0, 1)]
+    assert len({*looked, one.images, other.images}) == 4
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"sedes": [0]}, ["no field 'sedes'", "seeds"]),
+        ({"seeds": []}, ["seeds are consecutive"]),
+        ({"seeds": [0, 2]}, ["seeds are consecutive", "[0, 2]"]),
+        ({"precision": "half"}, ["precision is float32, tf32 or bf16"]),
+        ({"method": {"nom": "tribe"}}, ["no experiment"]),
+    ],
+)
+def test_a_spec_that_is_none_is_refused(bench, change, words):
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        Experiment.from_json(small(bench).json() | change)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_component_with_an_unknown_field_is_refused(bench):
+    with pytest.raises(ValueError, match=r"no field 'gama'.*gamma"):
+        small(bench, Named("tribe", {"gama": 1}))
+    with pytest.raises(ValueError, match="no field 'sewerity'"):
+        Experiment.of(Named("live-mnist-c", {"sewerity": 1}), "compact", STREAM, "bn", bench=bench)
+
+
+def test_what_differs_here_is_named(bench, tmp_path):
+    told = small(bench).json()
+    elsewhere = Experiment.from_json(told | {"weights": "0" * 32})
+    with pytest.raises(ValueError, match=r"cannot be computed here.*weights is '0000"):
+        elsewhere.run(tmp_path, bench=bench)
+
+
+# -- what it leaves ---------------------------------------------------------------------------------------------------
+
+
+def test_the_layout(result):
+    names = {path.name for path in result.folder.iterdir()}
+    assert names == {"spec.json", "record-0.npz", "record-1.npz", "metrics.json", "environment.json", ".lock"}
+    assert result.folder.name == result.experiment.id
+    told = json.loads((result.folder / "spec.json").read_text())
+    assert Experiment.from_json(told["spec"]) == result.experiment
+    for record in result.records():
+        scores = result.metrics[str(record.spec["seed"])]
+        assert record.spec["experiment"] == result.experiment.id
+        assert scores["images"] == len(record.label)
+        assert scores["instance_error"] == metrics.instance_error(record).item()
+        assert scores["domain_error"] == {"impulse_noise@5": metrics.domain_error(record).item()}
+        assert scores["class_counts"] == {"impulse_noise@5": metrics.class_counts(record)[0].tolist()}
+    assert result.values("domain_error", "impulse_noise") == result.values("instance_error")
+    assert result.error() == pytest.approx(sum(result.values("instance_error")) / 2)
+    assert result.environment["machine"]["torch"] == torch.__version__
+    assert result.environment["seconds"] > 0
+
+
+def test_what_is_there_is_not_computed_again(result, bench):
+    found = result.experiment.run(result.folder.parent, bench=bench, progress=never)
+    assert found.metrics == result.metrics
+    assert [r.experiment.id for r in finished(result.folder.parent)] == [result.experiment.id]
+    assert list(finished("nowhere")) == []
+
+
+class Stopped(Exception):
+    pass
+
+
+def test_it_goes_on_in_the_middle_of_the_stream_and_ends_with_the_same_numbers(result, bench, tmp_path):
+    steps = []
+
+    def stop(done, of, wrong):
+        steps.append(done)
+        if len(steps) == 11:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        result.experiment.run(tmp_path, bench=bench, progress=stop, every=4)
+    folder = tmp_path / result.experiment.id
+    assert (folder / "checkpoint.safetensors").is_file()
+    with pytest.raises(FileNotFoundError):
+        load(folder)
+    assert list(finished(tmp_path)) == []
+    resumed = result.experiment.run(tmp_path, bench=bench, progress=stop, every=4)
+    assert steps[11] == 9, "after the checkpoint of batch 8"
+    assert (folder / "metrics.json").read_bytes() == (result.folder / "metrics.json").read_bytes()
+    for one, other in zip(resumed.records(), result.records(), strict=True):
+        assert torch.equal(one.prediction, other.prediction)
+        assert torch.equal(one.confidence, other.confidence)
+    assert not (folder / "checkpoint.safetensors").exists()
+
+
+@pytest.mark.parametrize("harm", ["cut short", "a flipped byte", "of another experiment"])
+def test_a_damaged_record_is_named_set_aside_and_computed_again(result, bench, tmp_path, harm):
+    folder = again(result, tmp_path)
+    path = folder / "record-1.npz"
+    bad = bytearray(path.read_bytes())
+    if harm == "of another experiment":
+        bad = (folder / "record-0.npz").read_bytes()
+    elif harm == "cut short":
+        bad = bad[:-100]
+    else:
+        bad[len(bad) // 2] ^= 0xFF
+    path.write_bytes(bad)
+    with pytest.warns(UserWarning, match=r"record-1.npz.*set aside as record-1.npz.damaged-1"):
+        repaired = result.experiment.run(tmp_path, bench=bench)
+    assert (folder / "record-1.npz.damaged-1").read_bytes() == bad, "nothing is lost"
+    assert repaired.metrics == result.metrics
+    assert result.experiment.run(tmp_path, bench=bench, progress=never).metrics == result.metrics
+
+
+@pytest.mark.parametrize("content", [None, b"{", b"[]", b'{"seeds": {}}', "changed"])
+def test_metrics_are_made_again_from_the_records(result, bench, tmp_path, content):
+    path = again(result, tmp_path) / "metrics.json"
+    whole = path.read_bytes()
+    if content is None:
+        path.unlink()
+    else:
+        path.write_bytes(whole.replace(b'"images": 1', b'"images": 2') if content == "changed" else content)
+        assert path.read_bytes() != whole
+    result.experiment.run(tmp_path, bench=bench, progress=never)
+    assert path.read_bytes() == whole
+
+
+def test_the_json_files_alone_are_a_result(result, bench, tmp_path):
+    folder = again(result, tmp_path)
+    for path in folder.glob("record-*"):
+        path.unlink()
+    found = result.experiment.run(tmp_path, bench=bench, progress=never)
+    assert found.metrics == result.metrics
+    assert not found.has_records
+    with pytest.raises(FileNotFoundError, match="no record at"):
+        found.records()
+
+
+def test_one_record_of_two_is_not_whole(result, bench, tmp_path):
+    folder = again(result, tmp_path)
+    (folder / "record-0.npz").unlink()
+    assert result.experiment.found(tmp_path) is None
+    assert result.experiment.run(tmp_path, bench=bench).metrics == result.metrics
+    assert (folder / "record-0.npz").is_file()
+
+
+def test_a_kill_after_a_record_was_set_aside_does_not_lose_it(result, bench, tmp_path):
+    """Else the metrics, alone, would pass for a result that is kept without its records."""
+    folder = again(result, tmp_path)
+    for path in folder.glob("record-*"):
+        path.write_bytes(b"torn")
+
+    def stop(*_):
+        raise Stopped
+
+    with pytest.raises(Stopped), pytest.warns(UserWarning, match="set aside"):
+        result.experiment.run(tmp_path, bench=bench, progress=stop)
+    assert result.experiment.found(tmp_path) is None
+    assert result.experiment.run(tmp_path, bench=bench).metrics == result.metrics
+    assert len(list(folder.glob("record-*.npz"))) == 2
+
+
+def test_sums_may_round_otherwise_on_another_processor(result, bench, tmp_path):
+    path = again(result, tmp_path) / "metrics.json"
+    told = json.loads(path.read_text())
+    told["seeds"]["0"]["calibration_error"] *= 1 + 1e-12
+    path.write_text(json.dumps(told))
+    assert result.experiment.found(tmp_path) is not None
+    told["seeds"]["0"]["calibration_error"] *= 1 + 1e-6
+    path.write_text(json.dumps(told))
+    assert result.experiment.found(tmp_path) is None
+
+
+def test_whatever_byte_is_damaged_a_record_is_whole_or_refused(result, tmp_path):
+    folder = again(result, tmp_path)
+    path, whole = folder / "record-0.npz", (folder / "record-0.npz").read_bytes()
+    sound = result.records()[0]
+    refused = 0
+    for place in range(0, len(whole), len(whole) // 300):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 0xFF]) + whole[place + 1 :])
+        try:
+            record = load(folder).records()[0]
+            assert torch.equal(record.prediction, sound.prediction)
+        except ValueError:
+            refused += 1
+    assert refused > 200
+
+
+@pytest.mark.parametrize("content", [None, b"{"])
+def test_a_lost_environment_is_no_reason_to_compute_again(result, bench, tmp_path, content):
+    path = again(result, tmp_path) / "environment.json"
+    path.unlink() if content is None else path.write_bytes(content)
+    with contextlib.nullcontext() if content is None else pytest.warns(UserWarning, match="environment.json.damaged-1"):
+        found = result.experiment.run(tmp_path, bench=bench, progress=never)
+    assert found.values("seconds_per_image") == result.values("seconds_per_image")
+    assert found.environment["machine"] == {}
+
+
+def test_records_that_cannot_be_written_do_not_cost_the_run(result, bench, tmp_path):
+    """A disk may be full at the last moment; here a folder is where a record belongs."""
+    folder, first, second = tmp_path / result.experiment.id, [], []
+    (folder / "record-1.npz").mkdir(parents=True)
+    with pytest.raises(IsADirectoryError):
+        result.experiment.run(tmp_path, bench=bench, every=3, progress=lambda done, *_: first.append(done))
+    (folder / "record-1.npz").rmdir()
+    written = result.experiment.run(tmp_path, bench=bench, every=3, progress=lambda done, *_: second.append(done))
+    assert second == first[len(first) // 3 * 3 :], "what came after the last checkpoint"
+    assert written.metrics == result.metrics
+    assert not (folder / "checkpoint.safetensors").exists()
+
+
+def test_a_kill_after_the_records_were_written_leaves_no_checkpoint_behind(result, bench, tmp_path):
+    folder = again(result, tmp_path)
+    (folder / "metrics.json").unlink()
+    (folder / "checkpoint.safetensors").write_bytes(b"of the same run")
+    assert result.experiment.run(tmp_path, bench=bench, progress=never).metrics == result.metrics
+    assert not (folder / "checkpoint.safetensors").exists()
+
+
+def test_a_flipped_bit_in_a_checkpoint_changes_no_number(result, bench, tmp_path):
+    def stop(done, of, wrong):
+        if done == 9:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        result.experiment.run(tmp_path, bench=bench, progress=stop, every=4)
+    path = tmp_path / result.experiment.id / "checkpoint.safetensors"
+    bad = bytearray(path.read_bytes())
+    bad[-5] ^= 0x40
+    path.write_bytes(bad)
+    with pytest.warns(UserWarning, match=r"damaged.*set aside as checkpoint.safetensors.damaged-1"):
+        computed = result.experiment.run(tmp_path, bench=bench)
+    assert computed.metrics == result.metrics
+    assert path.with_name(f"{path.name}.damaged-1").read_bytes() == bad, "nothing is lost"
+
+
+def test_a_damaged_checkpoint_is_set_aside(bench, tmp_path):
+    experiment = small(bench)
+    folder = tmp_path / experiment.id
+    folder.mkdir()
+    (folder / "checkpoint.safetensors").write_bytes(b"torn")
+    with pytest.warns(UserWarning, match="checkpoint.safetensors.damaged-1"):
+        experiment.run(tmp_path, bench=bench)
+    assert (folder / "checkpoint.safetensors.damaged-1").read_bytes() == b"torn"
+
+
+def test_a_damaged_spec_is_set_aside(result, bench, tmp_path):
+    folder = again(result, tmp_path)
+    (folder / "spec.json").write_text("{")
+    with pytest.raises(ValueError, match=r"spec.json is damaged"):
+        load(folder)
+    with pytest.warns(UserWarning, match="spec.json.damaged-1"):
+        assert result.experiment.run(tmp_path, bench=bench, progress=never).metrics == result.metrics
+
+
+def test_results_of_a_newer_version_are_refused_and_left_alone(result, bench, tmp_path):
+    folder = again(result, tmp_path)
+    told = json.loads((folder / "spec.json").read_text()) | {"schema": 3, "new": True}
+    (folder / "spec.json").write_text(json.dumps(told))
+    (folder / "record-0.npz").unlink()
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    for use in (lambda: result.experiment.run(tmp_path, bench=bench), lambda: load(folder)):
+        with pytest.raises(NewerResults, match="newer version of tribe"):
+            use()
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_results_of_an_older_version_say_what_to_do(result, tmp_path):
+    folder = again(result, tmp_path)
+    told = json.loads((folder / "spec.json").read_text())
+    (folder / "spec.json").write_text(json.dumps(told | {"schema": 1}))
+    with pytest.raises(ValueError, match=r"older version of tribe .* did not say on which images: move it"):
+        load(folder)
+
+
+def test_a_folder_under_another_name_is_refused(result, tmp_path):
+    folder = again(result, tmp_path).rename(tmp_path / "mine")
+    with pytest.raises(ValueError, match="give the folder its name back"):
+        load(folder)
+
+
+# -- in bfloat16 ------------------------------------------------------------------------------------------------------
+
+
+def test_bf16_is_a_network_of_bfloat16_and_a_precision_of_its_own(bench, tmp_path):
+    experiment = small(bench, "tent", precision="bf16")
+    whole = small(bench, "tent")
+    assert difference(experiment, whole) == ["precision is 'bf16' and 'float32'"], "the weights are those of float32"
+    (record,) = experiment.run(tmp_path, bench=bench).records()
+    net = tribe.models.load("compact", tribe.models.find("compact", "mnist", "nowhere"))
+    rounded, method = tribe.Backbone(net).to(torch.bfloat16), tribe.methods.create("tent", classes=10)
+    (expected,) = tribe.run(rounded, method, bench.stream(experiment))
+    assert torch.equal(record.prediction, expected.prediction)
+    assert torch.equal(record.confidence, expected.confidence)
+    (plain,) = whole.run(tmp_path, bench=bench).records()
+    assert not torch.equal(record.confidence, plain.confidence)
+    assert metrics.instance_error(record).item() == pytest.approx(metrics.instance_error(plain).item(), abs=0.02)
+
+
+def test_tf32_on_a_cpu_is_float32(bench):
+    assert small(bench, precision="tf32") == small(bench)
+
+
+@pytest.mark.parametrize("method", ["eata", "ttac", "petal"])
+def test_source_knowledge_of_a_network_serves_its_bf16_self(bench, tmp_path, method):
+    experiment = Experiment.of(
+        DATA, "compact", Named("gli-f", {"imbalance": 1e9, "sigma": 1.0}), method, precision="bf16", bench=bench
+    )
+    calls = []
+
+    def stop(done, of, wrong):
+        calls.append(done)
+        raise Stopped
+
+    with pytest.raises(Stopped):  # after a step: all its parts were there
+        experiment.run(tmp_path, bench=bench, progress=stop)
+    assert calls == [1]
+
+
+def test_a_bf16_run_goes_on_from_its_checkpoint(bench, tmp_path):
+    experiment = small(bench, "tribe", precision="bf16")
+    never_stopped = experiment.run(tmp_path / "whole", bench=bench)
+
+    def stop(done, of, wrong):
+        if done == 7:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        experiment.run(tmp_path / "cut", bench=bench, progress=stop, every=3)
+    resumed = experiment.run(tmp_path / "cut", bench=bench, every=3)
+    (one,), (other,) = never_stopped.records(), resumed.records()
+    assert torch.equal(one.confidence, other.confidence)
+
+
+# -- what is kept -----------------------------------------------------------------------------------------------------
+
+
+def test_the_json_is_kept_elsewhere_and_is_enough(result, bench, tmp_path):
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    folder = again(result, runs)
+    (runs / "unfinished").mkdir()
+    (runs / "unfinished" / "spec.json").write_text("{}")
+    (kept,) = keep(runs, tmp_path / "kept")
+    assert {path.name for path in kept.folder.iterdir()} == {"spec.json", "metrics.json", "environment.json"}
+    assert kept.metrics == result.metrics
+    for name in ("spec.json", "metrics.json", "environment.json"):
+        assert (kept.folder / name).read_bytes() == (folder / name).read_bytes()
+    stamp = {path: path.stat().st_mtime_ns for path in kept.folder.iterdir()}
+    keep(runs, tmp_path / "kept")
+    assert {path: path.stat().st_mtime_ns for path in kept.folder.iterdir()} == stamp, "results do not change"
+    (kept.folder / "metrics.json").write_text("{")
+    (mended,) = keep(runs, tmp_path / "kept")
+    assert mended.metrics == result.metrics
+    found = result.experiment.run(tmp_path / "kept", bench=bench, progress=never)
+    assert found.metrics == result.metrics
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        *((name, content) for name in ("metrics", "environment", "spec") for content in ("{", "[]")),
+        ("metrics", "{}"),
+        ("spec", '{"format": "tribe-experiment", "schema": 2}'),
+        ("spec", '{"format": "tribe-experiment", "schema": 99}'),
+    ],
+)
+def test_damaged_results_are_told_apart_from_those_that_are_whole(result, bench, tmp_path, name, content):
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    torn = again(result, runs)
+    whole = small(bench).run(runs, bench=bench)
+    (torn / f"{name}.json").write_text(content)
+    (damaged,) = [found for found in survey(runs) if isinstance(found, Damaged)]
+    assert damaged.folder == torn
+    assert damaged.experiment == (None if name == "spec" else result.experiment)
+    assert str(torn) in str(damaged.error)
+    assert [r.experiment for r in finished(runs, damaged="skip")] == [whole.experiment]
+    for refused in (lambda: list(finished(runs)), lambda: keep(runs, tmp_path / "kept")):
+        with pytest.raises(ValueError, match=re.escape(str(torn))):
+            refused()
+    assert [r.experiment for r in keep(runs, tmp_path / "kept", damaged="skip")] == [whole.experiment]
+
+
+def test_a_method_is_built_once_for_all_streams(bench):
+    """To read and check what a method knows of the source takes seconds with a large network."""
+    streams = [Named("gli-f", {"imbalance": factor}) for factor in (10, 100)]
+    first, second = (bench.prepare(DATA, Named("compact"), stream, Named("petal")).method for stream in streams)
+    assert first is second
+    other = bench.prepare(DATA, Named("compact"), streams[0], Named("petal", {"spw": 0.0})).method
+    assert other != first
+
+
+# -- one writer -------------------------------------------------------------------------------------------------------
+
+
+def test_the_second_process_is_told_or_waits(bench, tmp_path):
+    experiment = small(bench)
+    folder = tmp_path / experiment.id
+    folder.mkdir()
+    hold = (
+        "import fcntl, sys\nfile = open(sys.argv[1], 'wb')\nfcntl.flock(file, fcntl.LOCK_EX)\n"
+        "print('held', flush=True)\nsys.stdin.read()"
+    )
+    command = [sys.executable, "-c", hold, str(folder / ".lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(Busy, match="another process is computing"):
+            experiment.run(tmp_path, bench=bench, wait=False)
+        assert not (folder / "spec.json").exists(), "nothing was written"
+        waiting = threading.Thread(target=experiment.run, args=(tmp_path,), kwargs={"bench": bench})
+        waiting.start()
+        waiting.join(0.3)
+        assert waiting.is_alive()
+        other.stdin.close()
+        waiting.join(60)
+    assert experiment.found(tmp_path) is not None
+    with (folder / ".lock").open("wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # let go
+
+
+def test_two_processes_that_race_compute_each_experiment_once(tmp_path):
+    commands = [[sys.executable, "-W", "ignore", str(GRID), str(tmp_path), "2", "0", "0"] for _ in range(2)]
+    processes = [subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}) for command in commands]
+    assert [process.wait() for process in processes] == [0, 0]
+    assert len(list(finished(tmp_path))) == 2
+    assert not list(tmp_path.glob("*/*.damaged-*"))
+
+
+def killed_grid(root, specs, kills):
+    for runs, times in (("whole", 0), ("killed", kills)):
+        command = [sys.executable, "-W", "ignore", str(GRID), str(root / runs), str(specs), str(times), "1"]
+        subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    whole, killed = (sorted(finished(root / runs), key=lambda r: r.experiment.id) for runs in ("whole", "killed"))
+    assert [r.experiment for r in whole] == [r.experiment for r in killed]
+    assert len(whole) == specs
+    for one, other in zip(whole, killed, strict=True):
+        assert (one.folder / "metrics.json").read_bytes() == (other.folder / "metrics.json").read_bytes()
+        for a, b in zip(one.records(), other.records(), strict=True):
+            assert torch.equal(a.prediction, b.prediction)
+            assert torch.equal(a.confidence, b.confidence)
+    assert not list(root.glob("killed/*/*.damaged-*"))
+    assert not list(root.glob("killed/*/checkpoint.safetensors"))
+
+
+def test_a_grid_that_is_killed_at_random_moments_ends_with_the_same_numbers(tmp_path):
+    killed_grid(tmp_path, specs=2, kills=4)
+
+
+@pytest.mark.slow
+def test_a_grid_of_twelve_that_is_killed_twenty_times_ends_with_the_same_numbers(tmp_path):
+    killed_grid(tmp_path, specs=12, kills=20)
+
+
+# -- tables -----------------------------------------------------------------------------------------------------------
+
+
+def test_results_of_different_specs_are_never_mixed(bench):
+    rows = {"TEST": small(bench), "TRIBE": small(bench, "tribe")}
+    refuse_mixture(rows)
+    with pytest.raises(MixedResults, match=r"TEST and BN do not belong .* seeds is \[0\] and \[1\]"):
+        refuse_mixture({**rows, "BN": small(bench, "bn", seeds=(1,))})
+    other = Experiment.of(DATA, "compact", Named("gli-f", {"imbalance": 10}), "bn", bench=bench)
+    with pytest.raises(MixedResults, match=r"scenario.fields.imbalance is 1000000 and 10"):
+        refuse_mixture({**rows, "BN": other})
+    refuse_mixture({**rows, "BN": other}, varying=("method", "scenario.fields.imbalance"))
+    with pytest.raises(MixedResults, match=r"method.fields.lr"):
+        refuse_mixture({"a": small(bench, "tent"), "b": small(bench, Named("tent", {"lr": 1.0}))}, varying=())
+
+
+def test_a_method_of_ones_own_is_known_by_its_code(bench, tmp_path):
+    text = (
+        "from tribe.methods.source import Source\nfrom tribe.methods import register\n"
+        "@register('mine')\nclass Mine(Source):\n    pass\n"
+    )
+    path = tmp_path / "mine_method.py"
+    path.write_text(text)
+    sys.path.insert(0, str(tmp_path))
+    try:
+        import mine_method  # noqa: F401
+
+        first = small(bench, "mine")
+        path.write_text(text + "# changed\n")
+        second = small(bench, "mine")
+    finally:
+        sys.path.remove(str(tmp_path))
+        tribe.methods.registry._classes.pop("mine", None)
+    assert [told.partition(" ")[0] for told in difference(first, second)] == ["method.code"]
+    assert Experiment.from_json(second.json()) == second

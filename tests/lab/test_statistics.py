@@ -1,0 +1,149 @@
+"""How sure numbers are, on streams whose truth is known."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from tribe import metrics
+from tribe.lab.record import Record
+from tribe.lab.statistics import duel, spread
+
+
+def record(wrong, label=None, domains=("fog@5",)):
+    """A stream on which a method errs where ``wrong`` says."""
+    wrong = torch.as_tensor(wrong).long()
+    label = torch.zeros_like(wrong) if label is None else label
+    zeros = torch.zeros(len(wrong))
+    return Record(torch.zeros_like(wrong), label, label + wrong, zeros, zeros, domains, 3, {})
+
+
+def bursts(share, images, length, rng):
+    """Errors that come in stretches, as on a stream whose classes do."""
+    return np.repeat(rng.random(images // length) < share, length)
+
+
+def test_mean_and_spread():
+    assert spread([2.0]) == (2.0, None, 1)
+    assert spread([1.0, 3.0]) == (2.0, pytest.approx(2**0.5), 2)
+    assert str(spread([2.0])) == "2.00"
+    with pytest.raises(ValueError, match="no values"):
+        spread([])
+
+
+def test_a_clear_winner_and_its_margin():
+    rng = np.random.default_rng(0)
+    hard = bursts(0.3, 4000, 20, rng)  # for both
+    a, b = record(hard), record(hard | (rng.random(4000) < 0.1))
+    told = duel([a], [b])
+    truth = (hard.mean() - (b.prediction != b.label).double().mean()).item()
+    assert told.difference == pytest.approx(truth)
+    assert told.low < truth < told.high < 0
+    assert told.p < 0.001
+    back = duel([b], [a])
+    assert back.difference == -told.difference
+    assert back.p == told.p, "each for the side that it states"
+    assert re.fullmatch(r"(\d+\.\d\d points) better \(95 %: (\d+\.\d\d to \d+\.\d\d), p < 0\.001\)", str(told))
+    assert str(back) == str(told).replace("better", "worse")
+
+
+def test_p_is_of_the_side_that_was_found():
+    """Catches a p of A's being better that is printed for the loser."""
+    rng = np.random.default_rng(5)
+    a, b = record(rng.random(900) < 0.30), record(rng.random(900) < 0.34)
+    for told in (duel([a], [b]), duel([b], [a])):
+        assert 0.001 < told.p < 0.2
+    assert duel([a], [b]).p == duel([b], [a]).p
+
+
+def test_no_difference_is_called_so():
+    a = record([1, 0, 0, 0] * 25)
+    assert str(duel([a], [a])) == "no difference"
+    assert duel([a], [a])[:4] == (0.0, 0.0, 0.0, 1.0)
+    told = duel([a], [record([0, 1, 0, 0] * 20 + [1] * 5 + [0] * 15)])
+    assert told.difference == 0
+    assert told.p == 1
+    assert re.fullmatch(r"no difference, not sure: -\d+\.\d\d to \+\d+\.\d\d", str(told))
+
+
+def test_a_level_is_told_in_full():
+    told = duel([record(torch.zeros(100))], [record(torch.ones(100))], level=0.999)
+    assert str(told) == "100.00 points better (99.9 %: 100.00 to 100.00, p < 0.001)"
+
+
+def test_pairs_cancel_what_is_hard_for_both():
+    """Unpaired, the bursts of errors that both share would hide a difference of two points."""
+    rng = np.random.default_rng(1)
+    hard = bursts(0.4, 5000, 100, rng)
+    told = duel([record(hard)], [record(hard | (rng.random(5000) < 0.03))])
+    assert told.high - told.low < 0.02
+    assert told.high < 0
+
+
+def test_blocks_are_honest_about_bursts_where_single_images_are_not():
+    """Two methods of the same true error whose mistakes come in bursts: the interval must hold 0 nearly always."""
+    rng = np.random.default_rng(2)
+    held = {1: 0, None: 0}
+    for trial in range(60):
+        a, b = (record(bursts(0.3, 4000, 50, rng)) for _ in range(2))
+        for block in held:
+            told = duel([a], [b], block=block, draws=300, seed=trial)
+            held[block] += told.low <= 0 <= told.high
+    assert held[None] >= 48
+    assert held[1] <= 30
+
+
+def test_seeds_are_put_together():
+    rng = np.random.default_rng(3)
+    pairs = [(record(rng.random(1000) < 0.3), record(rng.random(1000) < 0.35)) for _ in range(8)]
+    one, all_of_them = duel(*[[x] for x in pairs[0]]), duel([a for a, _ in pairs], [b for _, b in pairs])
+    assert all_of_them.high - all_of_them.low < 0.6 * (one.high - one.low)
+    gaps = [((a.prediction != a.label).double() - (b.prediction != b.label).double()).mean() for a, b in pairs]
+    assert all_of_them.difference == pytest.approx(torch.stack(gaps).mean().item())
+
+
+def test_the_same_draws_for_the_same_seed():
+    rng = np.random.default_rng(4)
+    a, b = record(rng.random(500) < 0.3), record(rng.random(500) < 0.4)
+    assert duel([a], [b], seed=7) == duel([a], [b], seed=7)
+    assert duel([a], [b], seed=7) != duel([a], [b], seed=8)
+
+
+def test_images_without_a_label_do_not_count():
+    label = torch.tensor([0, -1] * 50)
+    wrong = torch.tensor([1, 0] * 50)
+    told = duel([record(wrong, label)], [record(torch.zeros(100), label)])
+    assert told.difference == 1.0
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"b": []}, "as many records"),
+        ({"b": [record(torch.zeros(99))]}, "different streams"),
+        ({"b": [record(torch.zeros(100), domains=("snow@5",))]}, "different streams"),
+        ({"b": [record(torch.zeros(100), torch.ones(100).long())]}, "different streams"),
+        ({"block": 0}, "from 1 to 100"),
+        ({"block": 101}, "from 1 to 100"),
+        ({"level": 1.0}, "level"),
+        ({"draws": 0}, "draws"),
+    ],
+)
+def test_what_cannot_be_compared(change, words):
+    options = {"a": [record(torch.zeros(100))], "b": [record(torch.ones(100))], **change}
+    with pytest.raises(ValueError, match=words):
+        duel(options.pop("a"), options.pop("b"), **options)
+
+
+def test_no_labels_at_all():
+    blind = record(torch.zeros(10), torch.full((10,), -1))
+    with pytest.raises(ValueError, match="no labels"):
+        duel([blind], [blind])
+
+
+def test_curves_and_bins_of_nothing_are_refused():
+    with pytest.raises(ValueError, match="window is a number of images, at least 1; got 0"):
+        metrics.online_error(record(torch.zeros(10)), window=0)
+    with pytest.raises(ValueError, match="bins is a number of bins, at least 1; got 0"):
+        metrics.calibration_error(record(torch.zeros(10)), bins=0)

@@ -1,0 +1,596 @@
+"""The methods that adapt all weights, against slow loops over ordinary modules written from the papers."""
+
+import copy
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import tribe
+from tribe import methods
+from tribe.engine import all_weights as weights
+from tribe.engine.all_weights import Layout
+from tribe.engine.augment import Augment
+from tribe.engine.backbone import Backbone
+from tribe.engine.rng import Key
+from tribe.engine.state import leaves, stream, tree_map
+from tribe.knowledge import KnowledgeError
+from tribe.methods import petal, ttac
+from tribe.testing import CLASSES, images, informed, small_network
+
+ALL = ("cotta", "petal", "ttac")
+ALWAYS, NEVER = 1.5, 0.0  # p_th: a confidence is never above one, nor below zero
+
+
+def create(name, **fields):
+    return informed(methods.create(name, classes=CLASSES, **fields))
+
+
+def training(model):
+    """A copy that normalises each batch with its own statistics."""
+    return copy.deepcopy(model).train()
+
+
+def moved(net, method, state):
+    """All of a state's student parameters, by name."""
+    return Layout(net).unpack(state.student)
+
+
+def batches(steps, batch=6, dtype=torch.float32):
+    return [images(1, batch, seed, dtype) for seed in range(steps)]
+
+
+def play(method, net, xs, streams=1, seed=0):
+    state, outputs = method.init(net, streams, seed), []
+    for x in xs:
+        y, state = method.step(net, state, x)
+        outputs.append(y)
+    return outputs, state
+
+
+# -- CoTTA ----------------------------------------------------------------------------------------------------------
+
+
+def slow_cotta(model, xs, p_th, n, seed=0, lr=1e-3, alpha=0.999, augment=None):
+    """CoTTA without restoring: three modules, one pass a view."""
+    augment = augment or Augment()
+    source, teacher, student = training(model), training(model), training(model)
+    optimiser = torch.optim.Adam(student.parameters(), lr=lr)
+    outputs = []
+    for clock, x in enumerate(xs):
+        with torch.no_grad():
+            if source(x[0]).softmax(1).amax(1).mean() < p_th:
+                keys = [Key(torch.tensor([seed]), torch.tensor([clock + (i << 32)])) for i in range(n)]
+                target = torch.stack([teacher(augment(x, key)[0]) for key in keys]).mean(0)
+            else:
+                target = teacher(x[0])
+        loss = -(target.softmax(1) * student(x[0]).log_softmax(1)).sum(1).mean()
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+        with torch.no_grad():
+            for t, s in zip(teacher.parameters(), student.parameters(), strict=True):
+                t.mul_(alpha).add_(s, alpha=1 - alpha)
+        outputs.append(target)
+    return outputs, student, teacher
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_cotta_equals_a_loop_of_separate_passes(both):
+    """Every view has its own random parameters and its own statistics; all batches unsure, or two of four.
+
+    The unsure ones come first: a student that equals its teacher has no gradient, and Adam makes a step of rounding.
+    """
+    model = small_network(dtype=torch.float64)
+
+    def confidence(x):
+        return training(model)(x[0]).softmax(1).amax(1).mean().item()
+
+    xs = sorted(batches(4, dtype=torch.float64), key=confidence)
+    p_th = (confidence(xs[1]) + confidence(xs[2])) / 2 if both else ALWAYS
+    net = Backbone(model)
+    method = create("cotta", p_th=p_th, p=0.0, n=7, chunk=3, alpha=0.9, lr=1e-2)
+    outputs, state = play(method, net, xs, seed=5)
+    expected, student, teacher = slow_cotta(model, xs, p_th, 7, seed=5, lr=1e-2, alpha=0.9)
+    for y, target in zip(outputs, expected, strict=True):
+        assert torch.allclose(y[0], target, rtol=0, atol=1e-8)
+    for params, module in ((state.student, student), (state.teacher, teacher)):
+        named = Layout(net).unpack(params)
+        for name, p in module.named_parameters():
+            assert torch.allclose(named[name], p, rtol=0, atol=1e-8), name
+
+
+def test_the_branch_is_each_streams_own():
+    """One stream that the source is sure about beside one that it is not, the threshold between them."""
+    model = small_network()
+    xs = torch.cat((images(1, 6, 0), images(1, 6, 3)))
+    sure = [training(model)(x).softmax(1).amax(1).mean().item() for x in xs]
+    assert abs(sure[0] - sure[1]) > 1e-3
+    method = create("cotta", p_th=sum(sure) / 2, n=4)
+    net = Backbone(model)
+    state = method.init(net, 2, seed=3)
+    logits, _ = method.step(net, state, xs)
+    for i in range(2):
+        branch = dataclasses.replace(method, p_th=ALWAYS if sure[i] < method.p_th else NEVER)
+        other = dataclasses.replace(method, p_th=NEVER if sure[i] < method.p_th else ALWAYS)
+        alone = branch.init(net, 1, seed=3 + i)
+        assert torch.allclose(logits[i], branch.step(net, alone, xs[i : i + 1])[0][0], atol=1e-5)
+        assert not torch.allclose(logits[i], other.step(net, alone, xs[i : i + 1])[0][0], atol=1e-3)
+
+
+def test_confidence_is_measured_on_valid_images_only():
+    """Padding that the source is surer, or less sure, about must not choose the branch."""
+    net, x = Backbone(small_network()), images(1, 6)
+    method = create("cotta", n=3)
+    state = method.init(net)
+    valid = torch.ones(1, 12, dtype=torch.bool)
+    valid[:, 6:] = False
+    padded = torch.cat((x, torch.rand(1, 6, 3, 8, 8)), 1)
+    source = net(x, *net.source(), method.deployed(net, state).norm).logits.softmax(-1).amax(-1).mean().item()
+    for p_th in (source - 1e-4, source + 1e-4):
+        near = dataclasses.replace(method, p_th=p_th)
+        assert torch.allclose(near.predict(net, state, padded, valid)[:, :6], near.predict(net, state, x), atol=1e-5)
+
+
+def test_views_in_one_pass_change_no_number():
+    net, xs = Backbone(small_network(dtype=torch.float64)), batches(3, dtype=torch.float64)
+    reference, state = play(create("cotta", p_th=ALWAYS, n=5, chunk=1), net, xs)
+    for chunk in (2, 5, 64):
+        outputs, other = play(create("cotta", p_th=ALWAYS, n=5, chunk=chunk), net, xs)
+        assert all(torch.allclose(a, b, rtol=0, atol=1e-9) for a, b in zip(outputs, reference, strict=True))
+        assert torch.allclose(other.student.weights, state.student.weights, rtol=0, atol=1e-9)
+
+
+def test_no_two_views_are_alike():
+    method = create("cotta", n=6, chunk=4)
+    x, key = images(1, 3), Key(torch.tensor([1]), torch.tensor([2]))
+    views = torch.cat([method.views(x, key, 0, some) for some in (range(4), range(4, 6))])
+    assert views.shape == (6, 3, 3, 8, 8)
+    later = torch.cat([method.views(x, key._replace(clock=key.clock + 1), 0, some) for some in (range(4), range(4, 6))])
+    everything = torch.cat((views, later)).flatten(1)
+    assert (torch.cdist(everything, everything) + 99 * torch.eye(12)).min() > 0.01
+
+
+def test_random_restore_has_its_rate_keeps_adams_moments_and_can_be_replayed():
+    model = small_network()
+    net = Backbone(model)
+    kept, forgetful = create("cotta", p=0.0, p_th=NEVER), create("cotta", p=0.2, p_th=NEVER)
+    x = torch.cat((images(1, 6, 1), images(1, 6, 2)))
+    start = kept.init(net, 2, seed=4)
+    _, without = kept.step(net, start, x)
+    _, state = forgetful.step(net, start, x)
+    after, before, source = (weights.flat(p) for p in (state.student, without.student, Layout(net).source(2)))
+    back = after != before
+    assert torch.equal(after[back], source[back]), "a weight went somewhere else than to the source"
+    assert torch.equal(weights.flat(state.teacher), weights.flat(without.teacher)), "the teacher follows first"
+    touched = before != source  # a weight without a gradient is at the source whatever happens
+    share = (back.sum(1) / touched.sum(1)).tolist()
+    assert all(abs(s - 0.2) < 5 * math.sqrt(0.16 / touched[0].sum().item()) for s in share)
+    assert not torch.equal(back[0], back[1]), "two streams forget the same weights"
+    for name, t in leaves(state.adam).items():
+        assert torch.equal(t, leaves(without.adam)[name])
+    _, again = forgetful.step(net, start, x)
+    assert torch.equal(weights.flat(again.student), after)
+    alone = forgetful.init(net, 1, seed=5)
+    _, alone = forgetful.step(net, alone, x[1:])
+    assert torch.equal(weights.flat(alone.student) == source[:1], (after == source)[1:])
+    _, later = forgetful.step(net, start._replace(key=start.key._replace(clock=start.key.clock + 1)), x)
+    assert not torch.equal(weights.flat(later.student), after), "the same weights are forgotten in every step"
+
+
+def test_affine_parameters_are_restored_too():
+    net = Backbone(small_network())
+    _, state = create("cotta", p=1.0, p_th=NEVER).step(net, create("cotta").init(net), images(1, 6))
+    assert torch.equal(weights.flat(state.student), weights.flat(Layout(net).source()))
+    assert state.adam.first.weights.abs().max() > 0
+    assert not torch.equal(weights.flat(state.teacher), weights.flat(Layout(net).source()))
+
+
+def test_a_custom_augmentation_that_changes_the_shape_is_refused():
+    net = Backbone(small_network())
+    method = create("cotta", p_th=ALWAYS, augment=lambda x: x[..., :4])
+    with pytest.raises(ValueError, match=r"augment turned images of shape \(6, 3, 8, 8\) into \(6, 3, 8, 4\)"):
+        method.step(net, method.init(net), images(1, 6))
+
+
+@pytest.mark.parametrize(("classes", "p_th"), [(10, 0.92), (100, 0.72), (1000, 0.1)])
+def test_the_threshold_follows_from_the_number_of_classes(classes, p_th):
+    assert methods.create("cotta", classes=classes).p_th == p_th
+    assert methods.create("petal", classes=classes).p_th == p_th
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "words"),
+    [
+        ("cotta", {"lr": -1.0}, "lr is not negative"),
+        ("cotta", {"alpha": 1.5}, "alpha within 0 and 1"),
+        ("cotta", {"p": 2.0}, "p, the probability"),
+        ("cotta", {"n": 0}, "n, the views"),
+        ("cotta", {"chunk": 0}, "chunk, those in one pass"),
+        ("cotta", {"classes": None}, "give classes="),
+        ("petal", {"delta": -0.1}, "delta within 0 and 1"),
+        ("petal", {"swag_every": 0}, "swag_every at least 1"),
+        ("ttac", {"classes": None}, "classes="),
+        ("ttac", {"tau_pp": 1.1}, "tau_pp within 0 and 1"),
+        ("ttac", {"n_clus": 0}, "n_clus and n_all are at least 1"),
+        ("ttac", {"statistics": "running"}, "statistics is 'batch' or 'frozen'"),
+    ],
+)
+def test_fields_are_checked(name, fields, words):
+    with pytest.raises(ValueError, match=words):
+        methods.create(name, **{"classes": 4, **fields})
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_presets_can_be_built(name):
+    for dataset in ("mnist", "cifar10", "cifar100", "imagenet"):
+        assert methods.get(name).preset(dataset).classes in (10, 100, 1000)
+
+
+# -- PETAL ----------------------------------------------------------------------------------------------------------
+
+
+def test_petal_forgets_exactly_the_weights_below_the_quantile():
+    net = Backbone(small_network())
+    method = create("petal", p_th=NEVER, spw=1e-3)
+    x = torch.cat((images(1, 6, 1), images(1, 6, 2)))
+    start = method.init(net, 2)
+    _, state = method.step(net, start, x)
+    source = weights.flat(Layout(net).source(2))
+    gradient = weights.flat(state.adam.first) / 0.1  # after one step Adam's mean is a tenth of the gradient
+    squared = gradient.double().square().numpy()
+    for i in range(2):
+        small = squared[i] < np.quantile(squared[i], 0.03)
+        back = (weights.flat(state.student) == source)[i].numpy()
+        assert small.sum() == math.floor(0.03 * (small.size - 1)) + 1
+        assert np.array_equal(back, small)
+
+
+def test_petals_quantile_is_over_weights_that_exist():
+    """Columns that stand for the scale and shift a BatchNorm does not have never get a gradient."""
+    bare = nn.Sequential(nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8, affine=False), nn.Conv2d(8, 6, 1), nn.GroupNorm(2, 6))
+    net = Backbone(nn.Sequential(*bare, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, CLASSES)))
+    method = informed(methods.create("petal", classes=CLASSES, p_th=NEVER, spw=1e-3, delta=0.1), net)
+    _, state = method.step(net, method.init(net), images(1, 6))
+    layout = Layout(net)
+    squared, after, origin = (
+        torch.cat([t.flatten() for t in layout.unpack(p).values()]).double()
+        for p in (tree_map(torch.square, state.adam.first), state.student, layout.source())
+    )
+    assert len(squared) == 24 + 8 + 48 + 6 + 12 + 6 * CLASSES + CLASSES
+    assert np.array_equal(after == origin, squared < np.quantile(squared, 0.1))
+
+
+def test_petals_loss_holds_the_student_to_the_posterior():
+    """The gradient that Adam saw against autograd through the whole loss, on an ordinary module."""
+    model = small_network(dtype=torch.float64)
+    net = Backbone(model)
+    generator = torch.Generator().manual_seed(0)
+    mean, var = (
+        {n: make(p.shape, generator=generator, dtype=torch.float64) for n, p in model.named_parameters()}
+        for make in (torch.randn, torch.rand)
+    )
+    known = tribe.source.Knowledge("petal", petal.named(mean, var), net.fingerprint(exact=False))
+    method = methods.create("petal", classes=CLASSES, spw=0.01, p_th=NEVER, knowledge=known)
+    x = images(1, 6, dtype=torch.float64)
+    _, state = method.step(net, method.init(net), x)
+    student, target = training(model), training(model)(x[0]).detach()
+    loss = -(target.softmax(1) * student(x[0]).log_softmax(1)).sum(1).mean()
+    for name, p in student.named_parameters():
+        loss = loss + 0.01 * 0.5 * ((p - mean[name]) ** 2 / (var[name] + 1e-6)).sum()
+    loss.backward()
+    seen = Layout(net).unpack(state.adam.first)
+    for name, p in student.named_parameters():
+        assert torch.allclose(seen[name] / 0.1, p.grad, rtol=1e-6, atol=1e-9), name
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_the_posterior_is_where_sgd_goes(every):
+    model = small_network(dtype=torch.float64)
+    net = Backbone(model)
+    source = [(images(1, 8, seed, torch.float64)[0], torch.arange(8) % CLASSES) for seed in range(6)]
+    method = methods.create("petal", classes=CLASSES, swag_lr=0.05, swag_momentum=0.8, swag_every=every)
+    known = method.study(net, iter(source))
+    plain = training(model)
+    optimiser = torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.8)
+    snapshots = []
+    for count, (x, y) in enumerate(source, 1):
+        optimiser.zero_grad()
+        F.cross_entropy(plain(x), y).backward()
+        optimiser.step()
+        if count % every == 0:
+            snapshots.append({name: p.detach().clone() for name, p in plain.named_parameters()})
+    for name, _ in plain.named_parameters():
+        path = torch.stack([s[name] for s in snapshots])
+        assert torch.allclose(known.tensors[f"mean/{name}"], path.mean(0), rtol=0, atol=1e-10)
+        assert torch.allclose(known.tensors[f"var/{name}"], path.var(0, correction=0), rtol=1e-6, atol=1e-12)
+    assert known.spec == {
+        **{"images": 48, "snapshots": 6 // every, "swag_lr": 0.05, "swag_momentum": 0.8, "swag_every": every},
+    }
+
+
+def test_a_posterior_needs_two_snapshots():
+    net = Backbone(small_network())
+    with pytest.raises(ValueError, match="two snapshots"):
+        methods.create("petal", classes=CLASSES).study(net, [(images(1, 4)[0], torch.zeros(4, dtype=torch.int64))])
+
+
+@pytest.mark.parametrize("name", ["petal", "ttac"])
+def test_source_knowledge_is_asked_for_and_travels_in_a_file(name, tmp_path):
+    net = Backbone(small_network())
+    with pytest.raises(KnowledgeError, match=f"{name} needs the mean and"):
+        methods.create(name, classes=CLASSES).init(net)
+    method = create(name)
+    method.knowledge.save(tmp_path / "known.safetensors")
+    loaded = methods.create(name, classes=CLASSES, knowledge=tmp_path / "known.safetensors")
+    assert loaded == method
+    (y, _), (again, _) = (m.step(net, m.init(net), images(1, 6)) for m in (method, loaded))
+    assert torch.equal(y, again)
+
+
+# -- TTAC -----------------------------------------------------------------------------------------------------------
+
+
+def slow_ttac(model, xs, known, lr, n_clus, n_all, n_min, tau):
+    """TTAC on an ordinary module, sample by sample where it can be."""
+    net = training(model)
+    body, head = net[:-1], net[-1]
+    optimiser = torch.optim.Adam(body.parameters(), lr=lr)
+    features = known["mean"].shape[0]
+    ridge = torch.eye(features, dtype=torch.float64) * known["cov"].max() / 30
+    mu, cov = list(known["class_mean"]), list(known["class_cov"])
+    count = [0] * len(mu)
+    total, total_cov, seen = torch.zeros(features).double(), torch.zeros(features, features).double(), 0
+
+    def gaussian(mean, covariance):
+        return torch.distributions.MultivariateNormal(mean, covariance + ridge)
+
+    def apart(p, q):
+        return (torch.distributions.kl_divergence(p, q) + torch.distributions.kl_divergence(q, p)) / 2
+
+    def update(mean, covariance, rows, rate):
+        d = [row - mean for row in rows]
+        delta = rate * sum(d)
+        spread = sum(torch.outer(v, v) for v in d)
+        return mean + delta, covariance + rate * (spread - len(d) * covariance) - torch.outer(delta, delta)
+
+    outputs = []
+    for x in xs:
+        f = body(x[0])
+        logits = head(f)
+        outputs.append(logits.detach())
+        p, label = logits.detach().softmax(1).max(1)
+        seen += len(f)
+        total, total_cov = update(total, total_cov, list(f), max(1 / seen, 1 / n_all))
+        loss = apart(gaussian(total, total_cov), gaussian(known["mean"], known["cov"]))
+        for k in range(len(mu)):
+            rows = [f[i] for i in range(len(f)) if label[i] == k and p[i] > tau]
+            if not rows:
+                continue
+            count[k] += len(rows)
+            mu[k], cov[k] = update(mu[k], cov[k], rows, max(1 / count[k], 1 / n_clus))
+            if count[k] >= n_min:
+                pair = gaussian(mu[k], cov[k]), gaussian(known["class_mean"][k], known["class_cov"][k])
+                loss = loss + apart(*pair) / len(mu)
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+        mu, cov = [t.detach() for t in mu], [t.detach() for t in cov]
+        total, total_cov = total.detach(), total_cov.detach()
+    return outputs, net, torch.stack(mu), torch.stack(cov), count, total, total_cov
+
+
+def test_ttac_equals_a_loop_over_samples():
+    model, xs = small_network(dtype=torch.float64), batches(6, 12, torch.float64)
+    net = Backbone(model)
+    fields = {"lr": 1e-3, "n_clus": 20, "n_all": 40, "n_min": 10}
+    method = methods.create("ttac", classes=CLASSES, tau_pp=0.6, **fields)
+    method = dataclasses.replace(
+        method, knowledge=method.study(net, [(x[0] * 0.8, None) for x in batches(5, 16, torch.float64)])
+    )
+    outputs, state = play(method, net, xs)
+    known = dict(method.knowledge.tensors)
+    expected, module, mu, cov, count, total, total_cov = slow_ttac(model, xs, known, tau=0.6, **fields)
+    for y, target in zip(outputs, expected, strict=True):
+        assert torch.allclose(y[0], target, rtol=0, atol=1e-8)
+    assert state.clusters.seen[0].tolist() == count
+    assert max(count) > 20, "the memory of a class was never full"
+    for mine, slow in ((state.clusters.mean[0], mu), (state.clusters.cov[0], cov)):
+        assert torch.allclose(mine, slow, rtol=0, atol=1e-9)
+    assert torch.allclose(state.whole.mean[0, 0], total, atol=1e-9)
+    assert torch.allclose(state.whole.cov[0, 0], total_cov, atol=1e-9)
+    layout = Layout(net, without=nn.Linear)
+    named = layout.unpack(weights.Parameters(state.affine, state.weights))
+    frozen = {"8.weight", "8.bias"}
+    assert named.keys() == {name for name, _ in module.named_parameters()} - frozen
+    for name, value in named.items():
+        assert torch.allclose(value, module.get_parameter(name), rtol=0, atol=1e-7), name
+
+
+@pytest.mark.parametrize("statistics", ["batch", "frozen"])
+def test_the_source_gaussians_are_those_of_the_features(statistics):
+    model = small_network()
+    net = Backbone(model)
+    xs = [x[0] for x in batches(4, 16)]
+    method = methods.create("ttac", classes=CLASSES, statistics=statistics)
+    known = method.study(net, [(x, None) for x in xs]).tensors
+    module = training(model) if statistics == "batch" else copy.deepcopy(model).eval()
+    with torch.no_grad():
+        features = [module[:-1](x) for x in xs]
+        label = torch.cat([module[-1](f).argmax(1) for f in features]).numpy()
+    features = torch.cat(features).double().numpy()
+    assert np.allclose(known["mean"], features.mean(0), atol=1e-5)
+    assert np.allclose(known["cov"], np.cov(features.T, bias=True), atol=1e-5)
+    for k in range(CLASSES):
+        rows = features[label == k]
+        mean, cov = (rows.mean(0), np.cov(rows.T, bias=True)) if len(rows) else (known["mean"], known["cov"])
+        assert np.allclose(known["class_mean"][k], mean, atol=1e-5)
+        assert np.allclose(known["class_cov"][k], cov, atol=1e-5)
+
+
+def test_ttac_with_frozen_statistics_predicts_as_the_source_first():
+    model = small_network()
+    net = Backbone(model)
+    method = create("ttac", statistics="frozen")
+    x = images(1, 6)
+    y, state = method.step(net, method.init(net), x)
+    assert torch.allclose(y[0], model(x[0]), atol=1e-5)
+    assert not torch.equal(state.weights, method.init(net).weights)
+
+
+def test_knowledge_of_features_under_other_statistics_is_refused():
+    net = Backbone(small_network())
+    method = create("ttac", statistics="frozen")
+    with pytest.raises(KnowledgeError, match="features under frozen statistics; this TTAC uses batch ones"):
+        dataclasses.replace(method, statistics="batch").init(net)
+
+
+def test_knowledge_of_another_number_of_classes_is_refused():
+    net = Backbone(small_network())
+    method = create("ttac", class_aware=False)
+    with pytest.raises(KnowledgeError, match="describes 0 classes; this TTAC aligns 4"):
+        dataclasses.replace(method, class_aware=True).init(net)
+
+
+def test_all_features_can_be_aligned_without_classes():
+    net = Backbone(small_network())
+    method = create("ttac", class_aware=False, lr=1e-3)
+    _, state = play(method, net, batches(3))
+    assert state.clusters.mean.shape[1] == 0
+    assert not torch.equal(state.weights, method.init(net).weights)
+
+
+def test_more_members_in_a_batch_than_a_cluster_remembers_leave_a_covariance():
+    """The published rate would make it negative."""
+    generator = torch.Generator().manual_seed(0)
+    features = torch.randn(50, 3, generator=generator, dtype=torch.float64)
+    old = ttac.Gaussians(torch.zeros(1, 3).double(), torch.eye(3).double()[None], torch.zeros(1, dtype=torch.int64))
+    members = torch.ones(1, 50, dtype=torch.bool)
+    mean, cov, new = ttac.follow(old, torch.tensor([0]), features, members, memory=8)
+    assert torch.allclose(mean[0], features.mean(0))
+    assert torch.allclose(cov[0], features.T.cov(correction=0))
+    assert int(new.seen) == 50
+
+
+def test_covariances_too_large_to_keep_are_refused():
+    class Wide(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.fc = nn.BatchNorm1d(2048), nn.Linear(2048, 1000)
+
+        def forward(self, x):
+            return self.fc(self.norm(x))
+
+    net = Backbone(Wide())
+    source = [(torch.rand(4, 2048), None)] * 2
+    with pytest.raises(ValueError, match=r"2048 x 2048 features for each of 1000 classes.*class_aware=False"):
+        methods.create("ttac", classes=1000).study(net, source)
+    assert methods.create("ttac", classes=1000, class_aware=False).study(net, source).tensors["cov"].shape == (
+        2048,
+        2048,
+    )
+
+
+def test_a_network_without_a_classifier_layer_is_refused():
+    net = Backbone(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.AdaptiveAvgPool2d(1), nn.Flatten()))
+    with pytest.raises(ValueError, match=r"no classifier layer was found.*classifier=\.\.\."):
+        methods.create("ttac", classes=4).study(net, [(images(1, 6)[0], None)])
+    tensors = {"class_mean": torch.zeros(4, 4), "class_cov": torch.zeros(4, 4, 4), "mean": torch.zeros(4)}
+    known = tribe.source.Knowledge("ttac", tensors | {"cov": torch.eye(4)}, net.fingerprint(exact=False))
+    with pytest.raises(ValueError, match="no classifier layer was found"):
+        methods.create("ttac", classes=4, knowledge=known).init(net)
+
+
+def test_ttac_leaves_every_linear_layer_as_it_is():
+    """Hidden ones too, not the classifier alone."""
+    layers = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 8), nn.LayerNorm(8), nn.Linear(8, 4)
+    net = Backbone(nn.Sequential(*layers))
+    method = informed(methods.create("ttac", classes=CLASSES, lr=1e-2), net)
+    _, state = play(method, net, batches(2))
+    (mine,) = method.deployed(net, state).weights
+    assert mine.keys() == {"0.weight", "0.bias"}
+    assert not torch.equal(mine["0.weight"], net.model[0].weight)
+
+
+# -- all three ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("streams", "rows"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize("name", ALL)
+def test_as_many_rows_of_images_as_streams_are_asked_for(name, streams, rows):
+    net, method = Backbone(small_network()), create(name)
+    state, words = method.init(net, streams), f"x has {rows} rows and the state {streams} streams; expected a row"
+    with pytest.raises(ValueError, match=words):
+        method.step(net, state, images(rows, 6))
+    if name != "ttac":  # whose prediction is a plain pass
+        with pytest.raises(ValueError, match=words):
+            method.predict(net, state, images(rows, 6))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_what_is_exported_predicts_as_the_plain_pass_does(name):
+    model = small_network()
+    method = dataclasses.replace(create(name), lr=1e-2, **({} if name == "ttac" else {"p_th": NEVER, "alpha": 0.5}))
+    adapter = tribe.adapt(model, method, streams=2)
+    for seed in range(4):
+        adapter(images(2, 6, seed))
+    x = images(2, 6, 9)
+    predicted = adapter.predict(x)
+    for i in range(2):
+        plain = adapter.export(stream=i)
+        assert torch.allclose(plain(x[i]), predicted[i], atol=1e-5)
+        assert not torch.allclose(plain(x[i]), training(model)(x[i]), atol=1e-3), "the source was exported"
+        assert not any("slots" in type(m).__module__ for m in plain.modules())
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_saved_adapters_go_on_where_they_were(name, tmp_path):
+    model, method = small_network(), create(name)
+    adapter = tribe.adapt(model, method, seed=7)
+    for x in batches(2):
+        adapter(x[0])
+    adapter.save(tmp_path / "state.safetensors")
+    known = {} if method.needs is None else {"knowledge": method.knowledge}
+    resumed = tribe.load(tmp_path / "state.safetensors", model, **known)
+    x = images(1, 6, 5)[0]
+    assert torch.equal(adapter(x), resumed(x))
+    assert adapter.digest() == resumed.digest()
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_half_precision_networks_adapt_in_float32(name):
+    net = Backbone(small_network(dtype=torch.bfloat16))
+    method = informed(methods.create(name, classes=CLASSES, lr=1e-3), net)
+    outputs, state = play(method, net, batches(3, dtype=torch.bfloat16))
+    assert all(y.dtype == torch.bfloat16 and y.isfinite().all() for y in outputs)
+    adapted = {n: t for n, t in leaves(state).items() if t.is_floating_point()}
+    assert all(t.dtype == torch.float32 and t.isfinite().all() for t in adapted.values())
+    start = leaves(method.init(net))
+    moved = [n for n in adapted if n.endswith("weights") and not torch.equal(adapted[n], start[n])]
+    assert moved
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_autocast_is_taken(name):
+    net = Backbone(small_network())
+    method = create(name)
+    with torch.autocast("cpu", torch.bfloat16):
+        outputs, state = play(method, net, batches(2))
+    assert all(y.isfinite().all() for y in outputs)
+    assert all(t.isfinite().all() for t in leaves(stream(state, 0, 1)).values())
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_networks_without_batchnorm_are_taken(name):
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.Flatten(), nn.Linear(144, CLASSES))
+    net = Backbone(model)
+    method = informed(methods.create(name, classes=CLASSES), net)
+    outputs, state = play(method, net, batches(2))
+    assert all(y.isfinite().all() for y in outputs)
+    start = method.init(net)
+    mine, first = (getattr(s, "student", s) for s in (state, start))
+    assert not torch.equal(mine.weights, first.weights)

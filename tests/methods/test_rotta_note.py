@@ -1,0 +1,334 @@
+"""RoTTA and NOTE: when they update, from what, and what is refused; the recorded numbers are in test_goldens.py."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import reference
+import tribe
+from tribe import methods, norms
+from tribe.engine.adam import init as new_moments
+from tribe.engine.adam import step as adam_step
+from tribe.engine.backbone import Backbone
+from tribe.engine.memory import images as pictures
+from tribe.engine.state import Affine, digest, leaves, stream
+from tribe.methods.note import Note
+from tribe.methods.rotta import Rotta
+from tribe.norms.frozen import Frozen
+from tribe.norms.robust import Robust
+from tribe.testing import CLASSES, images, small_network
+
+
+def flipped(x: Tensor) -> Tensor:
+    return 0.9 * x.flip(-1) + 0.05
+
+
+def network(dtype: torch.dtype = torch.float64) -> Backbone:
+    """The contract's network with a classifier that predicts all classes, so that memories have something to decide."""
+    model = small_network(dtype=torch.float64)
+    with torch.no_grad():
+        model[-1].bias -= model(shots(200, seed=1)[0]).mean(0)
+    return Backbone(model.to(dtype))
+
+
+def rotta(**fields: Any) -> Rotta:
+    return Rotta(**{"classes": CLASSES, "size": 10, "every": 10, "room": 192, "augment": flipped, **fields})
+
+
+def note(**fields: Any) -> Note:
+    return Note(**{"classes": CLASSES, "size": 10, "room": 192, "lr": 1e-2, **fields})
+
+
+def shots(count: int, streams: int = 1, seed: int = 0) -> Tensor:
+    """Images of very different colours, that fade to one side."""
+    g = torch.Generator().manual_seed(seed)
+    x = images(streams, count, seed, torch.float64)
+    gain, slope = torch.randn(2, streams, count, 3, 1, 1, generator=g, dtype=torch.float64)
+    return (x * (1 + gain) + slope * torch.linspace(-1, 1, 8, dtype=torch.float64)).clamp(0, 1)
+
+
+def test_the_network_of_these_tests_predicts_all_classes() -> None:
+    net = network()
+    labels = net(shots(64), *net.source(), Frozen()).logits.argmax(-1)
+    assert torch.bincount(labels[0], minlength=CLASSES).min() >= 4
+
+
+def play(method: Any, net: Backbone, x: Tensor, batch: int, valid: Tensor | None = None, seed: int = 0) -> Any:
+    """Play (S, T, ...) images in batches; all predictions, and the state."""
+    state, outputs = method.init(net, len(x), seed), []
+    for i in range(0, x.shape[1], batch):
+        part = slice(i, i + batch)
+        y, state = method.step(net, state, x[:, part], None if valid is None else valid[:, part])
+        outputs.append(y)
+    return torch.cat(outputs, 1), state
+
+
+def gap(a: Any, b: Any) -> float:
+    """The largest difference between two states, reports aside, which are in float32."""
+    mine, other = ({k: t.double() for k, t in leaves(s).items() if not k.startswith("info.")} for s in (a, b))
+    return max(float((mine[k] - other[k]).abs().max()) for k in mine)
+
+
+# -- RoTTA ------------------------------------------------------------------------------------------------------------
+
+
+def slow_rotta(method: Rotta, net: Backbone, x: Tensor, batch: int) -> Any:
+    """One stream, one image at a time, the memory as lists: (predictions, teacher, student, times updated, memory)."""
+    model = reference.TimelyMemory(method.size, CLASSES)
+    teacher, student = net.source(), net.source()
+    moments, seen, outputs = new_moments(student[0]), 0, []
+    for start in range(0, x.shape[1], batch):
+        with torch.no_grad():
+            logits = net(x[:, start : start + batch], *teacher, Frozen()).logits
+        outputs.append(logits)
+        for i, p in enumerate(logits[0].softmax(-1)):
+            model.add(start + i, int(p.argmax()), float(-(p * (p + 1e-6).log()).sum()))
+            seen += 1
+            if seen % method.every:
+                continue
+            held = model.contents()
+            memory = torch.stack([x[0, position] for position, *_ in held])[None]
+            age = torch.tensor([age for *_, age in held], dtype=torch.float64) / method.size
+            with torch.no_grad():
+                target, _, teacher_stats = net(memory, *teacher, Robust(method.alpha))
+            affine = student[0].leaf()
+            guess, _, student_stats = net(flipped(memory), affine, student[1], Robust(method.alpha))
+            loss = -(target.softmax(-1) * guess.log_softmax(-1)).sum(-1)[0]
+            loss = (loss * (-age).exp() / (1 + (-age).exp())).mean()
+            grads = Affine(*torch.autograd.grad(loss, affine))
+            moved, moments = adam_step(student[0], grads, moments, method.lr)
+            both = zip(teacher[0], moved, strict=True)
+            teacher = Affine(*((1 - method.nu) * t + method.nu * s for t, s in both)), teacher_stats
+            student = moved, student_stats
+    return torch.cat(outputs, 1), teacher, student, moments.steps, model
+
+
+@pytest.mark.parametrize("batch", [1, 4, 7, 10, 25, 64], ids=lambda b: f"batch {b}")
+def test_rotta_updates_after_every_tenth_image_wherever_in_a_batch(batch: int) -> None:
+    """Catches an update at the end of the batch, one too few in a long batch, and a memory from the wrong moment."""
+    net, x, method = network(), shots(64), rotta(lr=1e-2, nu=0.1)
+    y, state = play(method, net, x, batch)
+    wanted, teacher, student, updates, model = slow_rotta(method, net, x, batch)
+    assert state.adam.steps.tolist() == updates.tolist() == [6]
+    assert float((y - wanted).abs().max()) < 1e-9
+    for ours, theirs in ((state.teacher, teacher), (state.student, student)):
+        assert gap(ours.affine, theirs[0]) < 1e-9
+        assert gap(ours.stats, theirs[1]) < 1e-9
+    items = sorted((item for items in model.items for item in items), key=lambda item: item.position)
+    doubt = state.memory.uncertainty[0, : len(items)].tolist()
+    assert doubt == pytest.approx([item.uncertainty for item in items], abs=1e-9)
+
+
+def test_rotta_plays_one_image_at_a_time_as_it_plays_batches() -> None:
+    """With a teacher that stands still batches cannot matter, the random views included, which count updates."""
+    net, x = network(), shots(64)
+    method = rotta(alpha=0.0, nu=0.0, augment=tribe.engine.augment.Augment())
+    states = [play(method, net, x, batch)[1] for batch in (1, 7, 64)]
+    assert int(states[0].adam.steps) == 6
+    for state in states[1:]:
+        assert gap(state.student, states[0].student) < 1e-9
+        assert gap(state.memory, states[0].memory) < 1e-9
+        assert gap(state.adam, states[0].adam) < 1e-9
+
+
+def test_rotta_streams_out_of_phase_are_each_as_if_alone() -> None:
+    """Catches an update of one stream that touches another: they reach their tenth images at different times."""
+    net, x = network(), shots(40, streams=3)
+    valid = torch.rand(3, 40, generator=torch.Generator().manual_seed(1)) < torch.tensor([[1.0], [0.6], [0.3]])
+    method = rotta(nu=0.1)
+    _, state = play(method, net, x, 8, valid, seed=4)
+    assert len(set(state.adam.steps.tolist())) == 3
+    for i in range(3):
+        _, alone = play(method, net, x[i : i + 1], 8, valid[i : i + 1], seed=4 + i)
+        assert gap(stream(state, i, 3), alone) < 1e-9
+
+
+@pytest.mark.parametrize("make", [rotta, note])
+def test_padding_anywhere_in_a_batch_changes_nothing(make: Any) -> None:
+    """Catches invalid images in the memory, in ages, in draws or in the count towards an update."""
+    net, x = network(), shots(60)
+    valid = torch.rand(1, 60, generator=torch.Generator().manual_seed(2)) < 0.6
+    method = make()
+    state, without = method.init(net), method.init(net)
+    for i in range(0, 60, 12):
+        part = slice(i, i + 12)
+        keep = valid[0, part]
+        y, state = method.step(net, state, x[:, part], valid[:, part])
+        z, without = method.step(net, without, x[:, part][:, keep])
+        assert float((y[:, keep] - z).abs().max()) < 1e-9
+    assert int(state.adam.steps) > 1
+    assert gap(state, without) < 1e-9
+
+
+def test_rotta_learns_from_a_memory_that_is_not_full() -> None:
+    """Free places are zeros and must weigh nothing: the same as a memory that has no free place."""
+    net, x, method = network(), shots(6), rotta(size=60, every=6)
+    _, state = play(method, net, x, 6)
+    assert int(state.adam.steps) == 1
+    assert int(state.memory.held) == 6
+    assert gap(state.teacher.stats, net(x, *net.source(), method.norm).stats) < 1e-9
+
+
+def test_rotta_tells_how_far_the_network_it_predicts_with_has_moved() -> None:
+    net, method = network(), rotta(nu=0.25)
+    _, state = play(method, net, shots(40), 20)
+    origin, deployed = (torch.cat(affine, 1) for affine in (net.source()[0], method.deployed(net, state).affine))
+    expected = (deployed - origin).norm() / origin.norm()
+    assert expected > 1e-4
+    assert float(state.info.distance) == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_rotta_teacher_and_student_keep_statistics_of_their_own() -> None:
+    _, state = play(rotta(), network(), shots(40), 20)
+    assert gap(state.teacher.stats, state.student.stats) > 1e-3  # the student saw augmented images
+
+
+# -- NOTE -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch", [1, 3, 12])
+def test_note_takes_one_step_a_batch_down_the_entropy_of_its_memory(batch: int) -> None:
+    """From the memory at the end of the batch, the free places of a young one left out."""
+    net, x, method = network(), shots(24), note()
+    affine, stats = net.source()
+    moments, state = new_moments(affine), method.init(net)
+    for i in range(0, 24, batch):
+        with torch.no_grad():
+            wanted = net(x[:, i : i + batch], affine, stats, norms.create("instance")).logits
+        y, state = method.step(net, state, x[:, i : i + batch])
+        assert float((y - wanted).abs().max()) < 1e-9
+        held = int(state.memory.held)
+        assert held == min(i + batch, 10)
+        memory = pictures(state.memory, (3, 8, 8))[:, :held]
+        leaf = affine.leaf()
+        guess, _, stats = net(memory, leaf, stats, norms.create("instance", observing=True))
+        log_p = guess.log_softmax(-1)
+        loss = -(log_p.exp() * log_p).sum(-1).mean()
+        affine, moments = adam_step(affine, Affine(*torch.autograd.grad(loss, leaf)), moments, method.lr)
+        assert gap(state.affine, affine) < 1e-9
+        assert gap(state.stats, stats) < 1e-9
+
+
+def test_note_remembers_labels_that_it_predicted() -> None:
+    net, x, method = network(), shots(30), note(lr=0.0, m=0.0)  # a network that stands still predicts the same again
+    _, state = play(method, net, x, 10)
+    again = method.predict(net, state, pictures(state.memory, (3, 8, 8))).argmax(-1)
+    assert torch.equal(again, state.memory.label)
+    assert int(state.memory.predicted.sum()) == 30
+
+
+def test_instance_aware_bn_corrects_running_statistics_for_each_image() -> None:
+    """What NOTE predicts with, on the source's statistics: the rule's defaults."""
+    net, x = network(), shots(5)
+    plain = net(x, *net.source(), Frozen()).logits
+    corrected = net(x, *net.source(), norms.create("instance")).logits
+    assert float((plain - corrected).abs().max()) > 1e-3
+    none = net(x, *net.source(), norms.create("instance", k=1e6)).logits
+    assert float((plain - none).abs().max()) < 1e-9
+    for i in range(5):  # an image's correction is its own business
+        alone = net(x[:, i : i + 1], *net.source(), norms.create("instance")).logits
+        assert float((alone - corrected[:, i : i + 1]).abs().max()) < 1e-9
+
+
+def test_note_draws_depend_on_the_seed_and_nothing_else() -> None:
+    net, x = network(), shots(60)
+    ends = [play(note(), net, x, 12, seed=seed)[1] for seed in (0, 0, 1)]
+    assert digest(ends[0]) == digest(ends[1])
+    assert not torch.equal(ends[0].memory.image, ends[2].memory.image)
+
+
+# -- both -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [rotta, note])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_images_are_remembered_in_the_precision_of_the_network(make: Any, dtype: torch.dtype) -> None:
+    net = network(dtype)
+    method = make()
+    _, state = play(method, net, shots(25).to(dtype), 5)
+    assert state.memory.image.dtype == dtype
+    assert int(state.adam.steps) > 1
+    assert all(bool(t.isfinite().all()) for t in leaves(state).values())
+
+
+@pytest.mark.parametrize("make", [rotta, note])
+def test_a_stream_whose_images_change_their_shape_goes_on(make: Any) -> None:
+    """Catches a memory that reads images of one shape as another."""
+    net, method = network(), make()
+    _, state = play(method, net, shots(25), 5)
+    small = shots(25)[..., :6]
+    for i in range(0, 25, 5):
+        _, state = method.step(net, state, small[:, i : i + 5])
+    assert int(state.memory.arrivals) == 50
+    kept = pictures(state.memory, (3, 8, 6))[0, : int(state.memory.held)]
+    offered = small[0].flatten(1)
+    assert all(bool((offered == image.flatten()).all(1).any()) for image in kept)
+
+
+@pytest.mark.parametrize("name", ["rotta", "note"])
+def test_images_without_room_are_refused_and_nothing_is_lost(name: str) -> None:
+    adapter = tribe.adapt(small_network(), name, room=192)
+    adapter(torch.rand(4, 3, 8, 8))
+    before = adapter.digest()
+    with pytest.raises(ValueError, match=r"\(3, 9, 9\) have 243 values each; the memory has room for 192.*room=243"):
+        adapter(torch.rand(4, 3, 9, 9))
+    assert adapter.digest() == before
+    adapter(torch.rand(4, 3, 8, 8))
+
+
+@pytest.mark.parametrize("name", ["rotta", "note"])
+@pytest.mark.parametrize("dataset", ["mnist", "cifar10", "cifar100", "imagenet"])
+def test_presets_have_room_for_the_images_of_their_data_set(name: str, dataset: str) -> None:
+    sizes = {"mnist": 28 * 28, "cifar10": 3 * 32 * 32, "cifar100": 3 * 32 * 32, "imagenet": 3 * 224 * 224}
+    method: Any = methods.get(name).preset(dataset)
+    assert method.room >= sizes[dataset]
+    assert method.lr == {"rotta": 1e-3, "note": 1e-4}[name]
+    assert method.size == 64
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "words"),
+    [
+        ("rotta", {"classes": None}, "needs their number: classes="),
+        ("rotta", {"classes": 1}, "classes is the number of classes, at least 2; got 1"),
+        ("rotta", {"alpha": 1.5}, "alpha is the newest batch's share .* got 1.5"),
+        ("rotta", {"nu": -0.1}, "nu is the student's share .* got -0.1"),
+        ("rotta", {"nu": float("nan")}, "nu of rotta is a number.*; got nan"),
+        ("rotta", {"lr": -1.0}, "lr, .* is not negative; got -1.0"),
+        ("rotta", {"size": 0}, "size is how many images the memory holds.* got 0"),
+        ("rotta", {"every": 0}, "every is how many images pass between updates, at least 1; got 0"),
+        ("rotta", {"room": 2.5}, "room of rotta is a whole number; got 2.5"),
+        ("note", {"classes": None}, "needs their number: classes="),
+        ("note", {"size": 0}, "size is how many images the memory holds.* got 0"),
+        ("note", {"k": -1.0}, "k is the standard errors .* got -1.0"),
+        ("note", {"m": 2.0}, "share of the statistics, 0 to 1; got 2.0"),
+        ("note", {"lr": float("nan")}, "lr of note is a number.*; got nan"),
+    ],
+)
+def test_bad_configurations_are_refused_in_words(name: str, fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        methods.create(name, **{"classes": CLASSES, **fields})
+
+
+def test_an_augmentation_that_is_none_is_refused() -> None:
+    with pytest.raises(TypeError, match="augment is an Augment or a callable"):
+        rotta(augment=3)
+    with pytest.raises(ValueError, match=r"augment turned images of shape \(10, 3, 8, 8\) into \(10, 3, 8, 4\)"):
+        play(rotta(augment=lambda x: x[..., :4]), network(), shots(10), 10)
+
+
+def test_fields_are_what_is_used() -> None:
+    """Catches a field that is stored and not used."""
+    net, x = network(), shots(40)
+    methods_and_fields: list[tuple[Any, dict[str, Any]]] = [
+        (rotta(), {"alpha": 0.2, "nu": 0.3, "lr": 0.1, "size": 7, "every": 9}),
+        (note(), {"k": 1.0, "m": 0.5, "lr": 0.1, "size": 7}),
+    ]
+    for method, fields in methods_and_fields:
+        plain = method.predict(net, play(method, net, x, 8)[1], x)
+        for name, value in fields.items():
+            other = dataclasses.replace(method, **{name: value})
+            assert not torch.equal(plain, other.predict(net, play(other, net, x, 8)[1], x)), name

@@ -1,0 +1,882 @@
+"""The contract under test: each mutant carries one bug of the field, and a check must die of it."""
+
+import dataclasses
+import random
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from tribe import testing
+from tribe.engine import adam
+from tribe.engine.losses import entropy
+from tribe.engine.memory import images
+from tribe.engine.rng import Key
+from tribe.engine.state import Affine, Info, Stats
+from tribe.methods.base import Deployed, finish, screen
+from tribe.methods.cotta import Cotta
+from tribe.methods.lame import Lame
+from tribe.methods.note import Note
+from tribe.methods.rotta import Rotta
+from tribe.methods.source import Source
+from tribe.methods.tent import Tent, _statistics
+from tribe.methods.tribe import Tribe
+from tribe.norms.balanced import Balanced
+from tribe.norms.batch import Batch
+from tribe.norms.robust import Robust
+from tribe.scenarios.replay import Replay
+
+K = testing.CLASSES
+
+
+class PooledOverRows(Batch):
+    """Batch statistics over all streams at once, as an implementation that folds streams into the batch has them."""
+
+    def __call__(self, mean, var, count, stats, labels, valid, eps):
+        together = [t.flatten(0, 1).unsqueeze(0) for t in (mean, var, valid)]
+        m, v, _ = super().__call__(*together[:2], count, stats, labels, together[2], eps)
+        return m.expand(len(mean), -1, -1), v.expand(len(mean), -1, -1), stats
+
+
+class Detached(Robust):
+    """Robust BN whose gradient takes the statistics for constants."""
+
+    def __call__(self, mean, var, count, stats, labels, valid, eps):
+        return super().__call__(mean.detach(), var.detach(), count, stats, labels, valid, eps)
+
+
+class InPlace(Robust):
+    """Robust BN that writes into the statistics it is given."""
+
+    def __call__(self, mean, var, count, stats, labels, valid, eps):
+        m, v, kept = super().__call__(mean, var, count, stats, labels, valid, eps)
+        stats.mean.copy_(kept.mean)
+        return m, v, kept
+
+
+class CountsPadding(Balanced):
+    """Balanced BN that takes padding for images."""
+
+    def __call__(self, mean, var, count, stats, labels, valid, eps):
+        return super().__call__(mean, var, count, stats, labels, torch.ones_like(valid), eps)
+
+
+class EmptyDivision(Robust):
+    """Robust BN that divides by the number of samples, even by none."""
+
+    def __call__(self, mean, var, count, stats, labels, valid, eps):
+        share = valid.to(mean.dtype).unsqueeze(-1)
+        m = (share * mean).sum(1, keepdim=True) / share.sum(1, keepdim=True)
+        v = (share * (var + (mean - m) ** 2)).sum(1, keepdim=True) / share.sum(1, keepdim=True)
+        m, v = (s + self.alpha * (b - s) for s, b in zip(stats, (m, v), strict=True))
+        return m, v, Stats(m.detach(), v.detach())
+
+
+class FavoursTheFirst(Balanced):
+    """Balanced BN that lets only the first sample of each class speak, not its class's sum."""
+
+    def __call__(self, mean, var, count, stats, labels, valid, eps):
+        earlier = (labels.unsqueeze(2) == labels.unsqueeze(1)).tril(-1) & valid.unsqueeze(1)
+        return super().__call__(mean, var, count, stats, labels, valid & ~earlier.any(2), eps)
+
+
+class CarriesGraph(Robust):
+    """Robust BN whose kept statistics still carry the batch's graph."""
+
+    def __call__(self, mean, var, count, stats, labels, valid, eps):
+        m, v, _ = super().__call__(mean, var, count, stats, labels, valid, eps)
+        return m, v, Stats(m, v)
+
+
+NORM_MUTANTS = [
+    (PooledOverRows(), "rows_are_independent"),
+    (Detached(), "gradients_are_right"),
+    (InPlace(), "changes_no_argument"),
+    (CountsPadding(), "invalid_samples_weigh_nothing"),
+    (EmptyDivision(), "nothing_valid_keeps_the_statistics"),
+    (FavoursTheFirst(classes=3), "order_in_the_batch_does_not_matter"),
+    (CarriesGraph(), "gradients_are_right"),
+]
+
+
+class TentWith(Tent):
+    """TENT with a hook for the bug."""
+
+    rule: ClassVar = Batch()
+
+    def loss(self, logits, valid):
+        return (entropy(logits) * valid).sum(1) / valid.sum(1).clamp_min(1)
+
+    def step(self, net, state, x, valid=None, *, donate=False):
+        x, valid, rejected = screen(x, valid)
+        with torch.enable_grad():
+            affine = state.affine.leaf()
+            logits = net(x, affine, _statistics(net, state), self.rule, valid=valid).logits
+            grads = Affine(*torch.autograd.grad(self.loss(logits, valid).sum(), affine))
+        moved, moments = adam.step(state.affine, grads, state.adam, self.lr)
+        new = state._replace(affine=moved, adam=moments)
+        return finish(net, state, new, logits, valid, rejected, affine=moved)
+
+
+class StreamsMeet(TentWith):
+    """One set of batch statistics for all streams."""
+
+    rule = PooledOverRows()
+
+
+class InPlaceOptimiser(TentWith):
+    """An optimiser that moves the old state."""
+
+    def step(self, net, state, x, valid=None, *, donate=False):
+        y, new = super().step(net, state, x, valid)
+        state.affine.weight.copy_(new.affine.weight)
+        return y, new
+
+
+class CounterOnTheObject(TentWith):
+    """A clock on the method: two streams of one method would share it."""
+
+    def step(self, net, state, x, valid=None, *, donate=False):
+        object.__setattr__(self, "calls", getattr(self, "calls", 0) + 1)
+        return super().step(net, state, x, valid)
+
+
+class MemoryOnTheObject(TentWith):
+    """A moving average that is kept outside the state, so that no file holds it."""
+
+    def loss(self, logits, valid):
+        past = vars(MemoryOnTheObject).get("past")
+        loss = super().loss(logits, valid)
+        MemoryOnTheObject.past = loss.detach().mean()
+        return loss if past is None else loss * (1 + past)
+
+
+class GlobalRandom(TentWith):
+    """Noise from torch's global generator."""
+
+    def loss(self, logits, valid):
+        return super().loss(logits + 0.1 * torch.randn_like(logits), valid)
+
+
+class SeedsNumpy(TentWith):
+    """Draws from numpy's generator, the same numbers in every step."""
+
+    def loss(self, logits, valid):
+        np.random.seed(0)
+        return super().loss(logits, valid) * (1 + 0.1 * np.random.random())
+
+
+class SeedsPython(TentWith):
+    """Seeds Python's generator, as the last of two equal runs did."""
+
+    def step(self, net, state, x, valid=None, *, donate=False):
+        random.seed(2)
+        return super().step(net, state, x, valid)
+
+
+class PredictionSeeds(TentWith):
+    """Seeds torch's generator where nothing is learned."""
+
+    more_than_a_pass = None
+
+    def predict(self, net, state, x, valid=None):
+        torch.manual_seed(0)
+        return super().predict(net, state, x, valid)
+
+
+class StandingClock(Tribe):
+    """Every step draws the augmentation of the first."""
+
+    def step(self, net, state, x, valid=None, *, donate=False):
+        y, new = super().step(net, state, x, valid)
+        return y, new._replace(key=state.key)
+
+
+class LeapingClock(Tribe):
+    """Counts images, where batches are reported."""
+
+    def step(self, net, state, x, valid=None, *, donate=False):
+        y, new = super().step(net, state, x, valid)
+        return y, new._replace(key=state.key._replace(clock=new.info.images))
+
+
+class OneSeed(Tribe):
+    """Every stream draws what the first draws, once it has begun."""
+
+    def step(self, net, state, x, valid=None, *, donate=False):
+        y, new = super().step(net, state, x, valid)
+        return y, new._replace(key=new.key._replace(seed=new.key.seed[:1].expand_as(new.key.seed).clone()))
+
+
+class EmptyMean(TentWith):
+    """A mean over the confident samples, also when there is none."""
+
+    def loss(self, logits, valid):
+        sure = valid & (entropy(logits) < 1e-3)
+        return (entropy(logits) * sure).sum(1) / sure.sum(1)
+
+
+class TrainedBackbone(TentWith):
+    """A weight of the frozen network moves."""
+
+    def step(self, net, state, x, valid=None, *, donate=False):
+        y, new = super().step(net, state, x, valid)
+        with torch.no_grad():
+            next(net.model.parameters()).mul_(1.001)
+        return y, new
+
+
+class KeepsGraph(TentWith):
+    """Results that still carry the graph of the step."""
+
+    def step(self, net, state, x, valid=None, *, donate=False):
+        with torch.enable_grad():
+            weight = state.affine.weight.detach().requires_grad_()
+            y, new = super().step(net, state, x, valid)
+            return y + 0 * weight.sum(), new
+
+
+class IgnoresPadding(TentWith):
+    """Padding takes part in the loss."""
+
+    def loss(self, logits, valid):
+        return entropy(logits).mean(1)
+
+
+class NoScreen(TentWith):
+    """NaN images go straight in."""
+
+    def step(self, net, state, x, valid=None, *, donate=False):
+        with torch.enable_grad():
+            affine = state.affine.leaf()
+            logits = net(x, affine, _statistics(net, state), Batch()).logits
+            grads = Affine(*torch.autograd.grad(entropy(logits).mean(1).sum(), affine))
+        moved, moments = adam.step(state.affine, grads, state.adam, self.lr)
+        valid = torch.ones(x.shape[:2], dtype=torch.bool)
+        return finish(
+            net,
+            state,
+            state._replace(affine=moved, adam=moments),
+            logits,
+            valid,
+            torch.zeros(len(x), dtype=torch.int64),
+            affine=moved,
+        )
+
+
+class MovesOnNothing(TentWith):
+    """Adam's momentum carries a stream on although every image was poisoned."""
+
+    def step(self, net, state, x, valid=None, *, donate=False):
+        y, new = super().step(net, state, x, valid)
+        moved, moments = adam.step(new.affine, Affine(*map(torch.zeros_like, new.affine)), new.adam, self.lr)
+        return y, new._replace(affine=moved, adam=moments)
+
+
+class RawStep(TentWith):
+    """A prediction of the black image that took the place of one that is not finite."""
+
+    def step(self, net, state, x, valid=None, *, donate=False):
+        y, new = super().step(net, state, x, valid)
+        x, valid, _ = screen(x, valid)
+        return torch.where(valid.unsqueeze(-1), y, self.deployed(net, state).logits(net, x, valid)), new
+
+
+class RawPredict(TentWith):
+    """The same without learning."""
+
+    more_than_a_pass = None
+
+    def predict(self, net, state, x, valid=None):
+        x, valid, _ = screen(x, valid)
+        return self.deployed(net, state).logits(net, x, valid)
+
+
+class RawPadding(TentWith):
+    """Silent about images that are not finite; padding it predicts."""
+
+    def step(self, net, state, x, valid=None, *, donate=False):
+        y, new = super().step(net, state, x, valid)
+        x, finite, _ = screen(x, None)
+        return torch.where(finite.unsqueeze(-1), self.deployed(net, state).logits(net, x, finite), y), new
+
+
+class RawProbabilities(Lame):
+    """Probabilities that prefer a class for an image that is not finite."""
+
+    def step(self, net, state, x, valid=None, *, donate=False):
+        y, new = super().step(net, state, x, valid)
+        counts = screen(x, valid)[1].unsqueeze(-1)
+        return torch.where(counts, y, torch.eye(K)[0]), new
+
+
+class ReusesTheState(TentWith):
+    """Another state was donated, and the one in use is overwritten."""
+
+    def step(self, net, state, x, valid=None, *, donate=False):
+        y, new = super().step(net, state, x, valid)
+        if donate is not False:
+            state.affine.bias.copy_(new.affine.bias)
+        return y, new
+
+
+class PredictsLast(TentWith):
+    """The prediction has already seen the batch."""
+
+    def step(self, net, state, x, valid=None, *, donate=False):
+        _, new = super().step(net, state, x, valid)
+        return self.predict(net, new, x, valid), new
+
+
+class DeploysNothing(TentWith):
+    """Predicts as it should; the network that would be exported has zeros for parameters."""
+
+    more_than_a_pass = None
+
+    def deployed(self, net, state):
+        return Deployed(Affine(*map(torch.zeros_like, state.affine)), _statistics(net, state), Batch())
+
+    def predict(self, net, state, x, valid=None):
+        return Tent.deployed(self, net, state).logits(net, *screen(x, valid)[:2])
+
+
+class DeploysZeroWeights(Cotta):
+    """A teacher that predicts, and zeros for its weights that would be exported."""
+
+    def deployed(self, net, state):
+        teacher = super().deployed(net, state)
+        return dataclasses.replace(
+            teacher, weights=[{name: 0 * t for name, t in own.items()} for own in teacher.weights]
+        )
+
+
+class DeploysTheSource(DeploysNothing):
+    """What would be exported has not adapted."""
+
+    def deployed(self, net, state):
+        return Deployed(*net.source(len(state.key.seed)), Batch())
+
+
+class Corrected(TentWith):
+    """TENT with a prior that corrects the network's predictions, and says so: healthy."""
+
+    more_than_a_pass = "a prior corrects the network's predictions"
+    prior: ClassVar = torch.linspace(0, 1, K)
+
+    def step(self, net, state, x, valid=None, *, donate=False):
+        y, new = super().step(net, state, x, valid)
+        return self._correct(y, x, valid), new
+
+    def predict(self, net, state, x, valid=None):
+        return self._correct(super().predict(net, state, x, valid), x, valid)
+
+    def _correct(self, logits, x, valid):
+        return torch.where(screen(x, valid)[1].unsqueeze(-1), logits + self.prior, 0)
+
+
+class CorrectedUnsaid(Corrected):
+    """The same, and says that it is a plain pass."""
+
+    more_than_a_pass = None
+
+
+class SaysItCorrects(TentWith):
+    """Says so, and does not."""
+
+    more_than_a_pass = "it says so"
+
+
+class GrowingState(NamedTuple):
+    affine: Affine
+    adam: adam.Adam
+    key: Key
+    info: Info
+    past: torch.Tensor  # (S, steps + 1, C)
+
+
+class Growing(TentWith):
+    """A state that keeps where every step led."""
+
+    def init(self, net, streams=1, seed=0):
+        start = super().init(net, streams, seed)
+        return GrowingState(*start, past=start.affine.weight.unsqueeze(1))
+
+    def step(self, net, state, x, valid=None, *, donate=False):
+        y, new = super().step(net, state, x, valid)
+        return y, new._replace(past=torch.cat((new.past, new.affine.weight.unsqueeze(1)), 1))
+
+
+class Widening(TentWith):
+    """A report that is of another type from the first batch on."""
+
+    def step(self, net, state, x, valid=None, *, donate=False):
+        y, new = super().step(net, state, x, valid)
+        return y, new._replace(info=new.info._replace(entropy=new.info.entropy.double()))
+
+
+class SeesLabels(TentWith):
+    """Takes labels by another name."""
+
+    def step(self, net, state, x, valid=None, *, donate=False, targets=None):
+        return super().step(net, state, x, valid)
+
+
+class Idle(TentWith):
+    """Claims to adapt."""
+
+    lr: float = 0.0
+
+
+class FirstSize(TentWith):
+    """Remembers the size of the first batch."""
+
+    def loss(self, logits, valid):
+        return super().loss(logits[:, :6], valid[:, :6]) + 0 * logits[:, 5].sum()
+
+
+class Undocumented(TentWith):
+    paper = "a paper"
+
+
+class FromNowhere(TentWith):
+    """Has an idea and no paper."""
+
+    paper = ""
+
+
+@dataclass(frozen=True)
+class SecretlyAdapting(Tent):
+    """Says that it does not adapt."""
+
+    does_not_adapt = "it says so"
+
+
+class SharedThreshold(Tribe):
+    """TRIBE whose trusted samples are counted over all streams."""
+
+    def step(self, net, state, x, valid=None, *, donate=False):
+        valid = torch.ones(x.shape[:2], dtype=torch.bool) if valid is None else valid
+        return super().step(net, state, x * x.mean() * 2, valid)
+
+
+class SlowRotta(Rotta):
+    """RoTTA as published: no check but one plays it enough images to learn from."""
+
+    small: ClassVar = {"size": 8}
+
+
+class RoomyNote(Note):
+    """NOTE as published: no check plays it more images than it can hold."""
+
+    small: ClassVar = {}
+
+
+class UpdateFromOutside(Rotta):
+    """The memory is learned from with noise of torch's global generator."""
+
+    def _update(self, net, state, memory, shape, due):
+        noisy = memory._replace(image=memory.image + 0.1 * torch.rand_like(memory.image))
+        return super()._update(net, state, noisy, shape, due)
+
+
+class UpdateKeepsGraph(Rotta):
+    """The student that an update makes carries the graph it was made by."""
+
+    def _update(self, net, state, memory, shape, due):
+        new = super()._update(net, state, memory, shape, due)
+        weight = new.student.affine.weight.clone().requires_grad_() * 1
+        return new._replace(student=new.student._replace(affine=new.student.affine._replace(weight=weight)))
+
+
+class UpdateInPlace(Rotta):
+    """An optimiser that moves the old student, too."""
+
+    def _update(self, net, state, memory, shape, due):
+        new = super()._update(net, state, memory, shape, due)
+        state.student.affine.weight.copy_(new.student.affine.weight)
+        return new
+
+
+class UpdatePooled(Rotta):
+    """One teacher for all streams, from the first update on."""
+
+    def _update(self, net, state, memory, shape, due):
+        new = super()._update(net, state, memory, shape, due)
+        affine = new.teacher.affine
+        weight = affine.weight.mean(0, keepdim=True).expand_as(affine.weight).clone()
+        return new._replace(teacher=new.teacher._replace(affine=affine._replace(weight=weight)))
+
+
+class FreePlacesWeigh(Rotta):
+    """A memory that is not full is learned from as if it were."""
+
+    def _update(self, net, state, memory, shape, due):
+        full = memory._replace(held=torch.full_like(memory.held, self.size))
+        return super()._update(net, state, full, shape, due)
+
+
+class StandInsWeigh(Rotta):
+    """The same, with what stands in for the images that are not there."""
+
+    def _update(self, net, state, memory, shape, due):
+        full = memory._replace(image=images(memory, shape).flatten(2), held=torch.full_like(memory.held, self.size))
+        return super()._update(net, state, full, shape, due)
+
+
+class FreePlacesTeach(Note):
+    """Free places are left out of the statistics, and not of the loss."""
+
+    def _learn(self, net, state, shape, due):
+        with torch.enable_grad():
+            affine = state.affine.leaf()
+            seen, counts = images(state.memory, shape), state.memory.filled & due.unsqueeze(1)
+            logits, _, stats = net(seen, affine, state.stats, self._norm(observing=True), valid=counts)
+            grads = Affine(*torch.autograd.grad(entropy(logits).mean(1).sum(), affine))
+        moved, moments = adam.step(state.affine, grads, state.adam, self.lr)
+        return state._replace(affine=moved, stats=stats, adam=moments)
+
+
+class OneLot(Note):
+    """What the reservoir lets go of is drawn once, for all streams."""
+
+    def remember(self, memory, x, labels, valid, key):
+        return super().remember(memory, x, labels, valid, key._replace(seed=key.seed[:1].expand_as(key.seed)))
+
+
+class LotsFromOutside(Note):
+    """The reservoir draws by a seed of numpy's global generator."""
+
+    def remember(self, memory, x, labels, valid, key):
+        seed = torch.from_numpy(np.random.randint(0, 2**31, key.seed.shape))
+        return super().remember(memory, x, labels, valid, key._replace(seed=seed))
+
+
+METHOD_MUTANTS = [
+    (StreamsMeet(), "streams_are_independent"),
+    (InPlaceOptimiser(), "mutates_nothing"),
+    (CounterOnTheObject(), "mutates_nothing"),
+    (MemoryOnTheObject(), "saves_and_resumes"),
+    (GlobalRandom(), "is_deterministic"),
+    (GlobalRandom(), "leaves_global_random_state_alone"),
+    (SeedsNumpy(), "leaves_global_random_state_alone"),
+    (SeedsPython(), "leaves_global_random_state_alone"),
+    (PredictionSeeds(), "leaves_global_random_state_alone"),
+    (StandingClock(classes=K), "its_clock_ticks"),
+    (LeapingClock(classes=K), "its_clock_ticks"),
+    (OneSeed(classes=K), "its_clock_ticks"),
+    (EmptyMean(), "stays_finite"),
+    (TrainedBackbone(), "mutates_nothing"),
+    (KeepsGraph(), "keeps_no_graph"),
+    (IgnoresPadding(), "padding_weighs_nothing"),
+    (NoScreen(), "stays_finite"),
+    (MovesOnNothing(), "a_poisoned_batch_touches_nothing"),
+    (RawStep(), "says_nothing_of_what_does_not_count"),
+    (RawPredict(), "says_nothing_of_what_does_not_count"),
+    (RawPadding(), "says_nothing_of_what_does_not_count"),
+    (RawProbabilities(), "says_nothing_of_what_does_not_count"),
+    (ReusesTheState(), "donating_changes_no_number"),
+    (PredictsLast(), "prediction_comes_before_learning"),
+    (DeploysNothing(), "predicts_with_what_it_deploys"),
+    (DeploysZeroWeights(p_th=0.0), "predicts_with_what_it_deploys"),
+    (DeploysTheSource(), "predicts_with_what_it_deploys"),
+    (CorrectedUnsaid(), "predicts_with_what_it_deploys"),
+    (SaysItCorrects(), "predicts_with_what_it_deploys"),
+    (Growing(), "cost_does_not_grow"),
+    (Widening(), "cost_does_not_grow"),
+    (SeesLabels(), "never_sees_labels"),
+    (Idle(lr=0.0), "adapts"),
+    (FirstSize(), "batch_size_may_change"),
+    (Undocumented(), "is_documented"),
+    (FromNowhere(), "is_documented"),
+    (SecretlyAdapting(), "adapts"),
+    (SharedThreshold(classes=K), "streams_are_independent"),
+    (SlowRotta(classes=K), "a_few_images_are_enough"),
+    (RoomyNote(classes=K), "a_few_images_are_enough"),
+    (UpdateFromOutside(classes=K), "is_deterministic"),
+    (UpdateFromOutside(classes=K), "leaves_global_random_state_alone"),
+    (UpdateKeepsGraph(classes=K), "keeps_no_graph"),
+    (UpdateInPlace(classes=K), "mutates_nothing"),
+    (UpdateInPlace(classes=K), "donating_changes_no_number"),
+    (UpdatePooled(classes=K), "streams_are_independent"),
+    (FreePlacesWeigh(classes=K), "padding_weighs_nothing"),
+    (StandInsWeigh(classes=K), "padding_weighs_nothing"),
+    (FreePlacesTeach(classes=K), "padding_weighs_nothing"),
+    (OneLot(classes=K), "streams_are_independent"),
+    (LotsFromOutside(classes=K), "is_deterministic"),
+]
+
+
+class Healthy:
+    """Two domains of images that depend on nothing but domain and position; the third cannot be read."""
+
+    classes, domains = tuple("abc"), ("fog@5", "snow@5")
+
+    def __init__(self):
+        draw = torch.Generator().manual_seed(0)
+        self.pixels = torch.rand(2, 9, 3, 4, 4, generator=draw)
+        self.pixels[0, 2] = float("nan")
+
+    def labels(self, domain):
+        self.domains.index(domain)
+        return torch.arange(9) % 4 - 1
+
+    def images(self, domain, index):
+        if index.min() < 0:
+            raise IndexError("no such image")
+        return self.pixels[self.domains.index(domain)][index]
+
+
+class NoDomains(Healthy):
+    """Nothing to play."""
+
+    domains = ()
+
+
+class TwiceNamed(Healthy):
+    """Two domains that nothing tells apart."""
+
+    domains = ("fog@5", "fog@5")
+
+
+class FloatLabels(Healthy):
+    """Labels as floats."""
+
+    def labels(self, domain):
+        return super().labels(domain).float()
+
+
+class LabelsFromOne(Healthy):
+    """Labels that count from 1."""
+
+    def labels(self, domain):
+        return super().labels(domain) + 1
+
+
+class ShuffledLabels(Healthy):
+    """Labels in another order at every call."""
+
+    calls = 0
+
+    def labels(self, domain):
+        self.calls += 1
+        return super().labels(domain).roll(self.calls)
+
+
+class BytesForFloats(Healthy):
+    """Pixels 0 to 255."""
+
+    def images(self, domain, index):
+        return super().images(domain, index) * 255
+
+
+class ChannelsLast(Healthy):
+    """(n, H, W, C), as the files have it."""
+
+    def images(self, domain, index):
+        return super().images(domain, index).permute(0, 2, 3, 1)
+
+
+class DoublePrecision(Healthy):
+    """Images as float64."""
+
+    def images(self, domain, index):
+        return super().images(domain, index).double()
+
+
+class DropsUnreadable(Healthy):
+    """What cannot be read is left out, so that images and labels no longer match."""
+
+    def images(self, domain, index):
+        x = super().images(domain, index)
+        return x[x.isfinite().flatten(1).all(1)]
+
+
+class OneNaN(Healthy):
+    """A single poisoned pixel."""
+
+    def images(self, domain, index):
+        x = super().images(domain, index).clone()
+        x[:, 0, 0, 0] = float("nan")
+        return x
+
+
+class Smaller(Healthy):
+    """Domains of different sizes."""
+
+    def images(self, domain, index):
+        return super().images(domain, index)[..., : 3 + self.domains.index(domain)]
+
+
+class NoiseByPlace(Healthy):
+    """Corrupted on the fly, with noise by the place in the batch."""
+
+    def images(self, domain, index):
+        x = super().images(domain, index)
+        return (x + torch.linspace(0, 0.1, len(x)).view(-1, 1, 1, 1)).clamp_max(1)
+
+
+class BatchContrast(Healthy):
+    """Every image normalised by the brightest of its batch."""
+
+    def images(self, domain, index):
+        x = super().images(domain, index)
+        return x / x.nan_to_num(0).max()
+
+
+class SortsTheIndex(Healthy):
+    """Read in file order, and handed out so."""
+
+    def images(self, domain, index):
+        return super().images(domain, index.sort().values)
+
+
+class GlobalNoise(Healthy):
+    """Corrupted on the fly, from the global generator."""
+
+    def images(self, domain, index):
+        return super().images(domain, index) * torch.rand(1)
+
+
+class SharedMemory(Healthy):
+    """Hands out its cache, which the caller then writes into."""
+
+    def images(self, domain, index):
+        cache = vars(self).setdefault("cache", {})
+        key = domain, tuple(index.tolist())
+        return cache.setdefault(key, super().images(domain, index))
+
+
+class ShiftsTheIndex(Healthy):
+    """Adds where its block begins to the index it was given."""
+
+    def images(self, domain, index):
+        x = super().images(domain, index)
+        index += 1
+        return x
+
+
+class AnyDomain(Healthy):
+    """An unknown domain is taken for the first."""
+
+    def labels(self, domain):
+        return super().labels(self.domains[0])
+
+
+class FromTheEnd(Healthy):
+    """Position -1 is the last image, as numpy has it."""
+
+    def images(self, domain, index):
+        return self.pixels[self.domains.index(domain)][index]
+
+
+class NextBlock(Healthy):
+    """Past the end of a domain the next one begins, as in a file of five severities."""
+
+    def images(self, domain, index):
+        if index.min() < 0:
+            raise IndexError("no such image")
+        both = torch.cat((*self.pixels, self.pixels[0]))
+        return both[index + 9 * self.domains.index(domain)]
+
+
+DATASET_MUTANTS = [
+    (NoDomains(), "names_are_different"),
+    (TwiceNamed(), "names_are_different"),
+    (FloatLabels(), "labels_fit_the_classes"),
+    (LabelsFromOne(), "labels_fit_the_classes"),
+    (ShuffledLabels(), "labels_fit_the_classes"),
+    (BytesForFloats(), "images_are_in_range"),
+    (ChannelsLast(), "images_are_in_range"),
+    (DoublePrecision(), "images_are_in_range"),
+    (DropsUnreadable(), "images_are_in_range"),
+    (OneNaN(), "images_are_in_range"),
+    (Smaller(), "images_are_in_range"),
+    (NoiseByPlace(), "order_of_reading_does_not_matter"),
+    (BatchContrast(), "order_of_reading_does_not_matter"),
+    (SortsTheIndex(), "order_of_reading_does_not_matter"),
+    (GlobalNoise(), "reading_again_gives_the_same"),
+    (SharedMemory(), "reading_again_gives_the_same"),
+    (ShiftsTheIndex(), "reading_again_gives_the_same"),
+    (AnyDomain(), "what_is_not_there_is_refused"),
+    (FromTheEnd(), "what_is_not_there_is_refused"),
+    (NextBlock(), "what_is_not_there_is_refused"),
+]
+
+
+@pytest.mark.parametrize(
+    ("mutant", "check"), DATASET_MUTANTS, ids=lambda v: v if isinstance(v, str) else type(v).__name__
+)
+def test_dataset_mutant_dies(mutant, check):
+    with pytest.raises(AssertionError):
+        getattr(testing, check)(mutant)
+
+
+class SeedOfTheClock(Replay):
+    """Says that the seed changes nothing, and draws."""
+
+    def play(self, labels, classes, rng):
+        return rng.permutation(len(labels))
+
+
+def test_a_scenario_that_draws_although_it_says_it_does_not_dies():
+    with pytest.raises(AssertionError, match="the seed changes the stream"):
+        testing.same_seed_same_schedule(SeedOfTheClock())
+
+
+def _kills(mutant, check):
+    with pytest.raises((AssertionError, IndexError)):  # an error of the mutant's own is a failure, too
+        getattr(testing, check)(mutant)
+
+
+@pytest.mark.parametrize(("mutant", "check"), NORM_MUTANTS, ids=lambda v: v if isinstance(v, str) else type(v).__name__)
+def test_norm_mutant_dies(mutant, check):
+    _kills(mutant, check)
+
+
+@pytest.mark.parametrize(
+    ("mutant", "check"), METHOD_MUTANTS, ids=lambda v: v if isinstance(v, str) else type(v).__name__
+)
+def test_method_mutant_dies(mutant, check):
+    _kills(testing.small(mutant), check)
+
+
+def test_the_hook_itself_is_healthy():
+    """The mutants' common base passes everything, so each dies of its own bug."""
+    testing.check_method(TentWith())
+    testing.check_method(Corrected())
+    testing.check_method(Cotta(p_th=0.0))
+    testing.check_dataset(Healthy())
+
+
+def test_a_method_with_its_own_predict_says_what_it_does_besides():
+    with pytest.raises(
+        TypeError, match=r"Unsaid overrides predict .* set more_than_a_pass = None if so, and otherwise"
+    ):
+
+        class Unsaid(Tent):
+            def predict(self, net, state, x, valid=None):
+                return super().predict(net, state, x, valid)
+
+
+def test_what_grew_is_named_with_its_shape_and_type():
+    with pytest.raises(AssertionError, match=r"past .* \(1, 1, 14\) of torch.float32 .* \(1, 7, 14\) of"):
+        testing.cost_does_not_grow(Growing())
+
+
+def test_every_check_kills_something():
+    killers = {check for _, check in NORM_MUTANTS + METHOD_MUTANTS + DATASET_MUTANTS}
+    checks = testing.METHOD_CHECKS + testing.NORM_CHECKS + testing.DATASET_CHECKS
+    missing = {check.__name__ for check in checks} - killers
+    assert not missing
+
+
+def test_a_failure_names_method_and_property():
+    with pytest.raises(AssertionError, match=r"Idle.*fails adapts"):
+        testing.check_method(Idle(lr=0.0))
+
+
+def test_source_passes_through_the_public_door():
+    testing.check_method(Source(classes=K))
+    testing.check_norm(Balanced(classes=3, gamma=0.3, convention="paper"))
