@@ -1,0 +1,37 @@
+"""Checks of values that people give: the fields of components, the options of commands. One check for each kind."""
+
+import math
+from numbers import Integral, Real
+from typing import Any
+
+import numpy as np
+
+
+def is_whole(value: Any, least: int | None = None) -> bool:
+    """Whether a value is a whole number, numpy's included, and at least ``least``; a truth value is none.
+
+    >>> is_whole(3), is_whole(True), is_whole(3.0), is_whole(0, least=1)
+    (True, False, False, False)
+    """
+    whole = isinstance(value, Integral) and not isinstance(value, bool | np.bool_)
+    return whole and (least is None or int(value) >= least)
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a finite number, numpy's included; a truth value is none.
+
+    >>> is_number(0.5), is_number(math.inf), is_number(False)
+    (True, False, False)
+    """
+    return isinstance(value, Real) and not isinstance(value, bool | np.bool_) and math.isfinite(value)
+
+
+def require(ok: bool, expected: str, got: Any) -> None:
+    """Raise a ValueError that says what was expected and what was given.
+
+    >>> require(is_whole(0, least=1), "batch is a whole number, at least 1", 0)
+    Traceback (most recent call last):
+    ValueError: batch is a whole number, at least 1; got 0
+    """
+    if not ok:
+        raise ValueError(f"{expected}; got {got!r}")
