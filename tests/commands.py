@@ -18,6 +18,6 @@ def tribe_command(*arguments):
     return result
 
 
-def said(result):
+def message(result):
     """What an error paragraph says, without line breaks."""
     return " ".join(result.stderr.split())

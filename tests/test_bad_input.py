@@ -556,7 +556,7 @@ def test_life_cycle(case):
 
 
 def test_a_network_without_affine_parameters_is_refused_by_the_command(tmp_path, monkeypatch):
-    from commands import said, tribe_command  # skips without the command's extra
+    from commands import message, tribe_command  # skips without the command's extra
 
     monkeypatch.chdir(tmp_path)
     norm = "nn.BatchNorm2d(4, affine=False), nn.AdaptiveAvgPool2d(1)"
@@ -564,7 +564,7 @@ def test_a_network_without_affine_parameters_is_refused_by_the_command(tmp_path,
     (tmp_path / "plain.py").write_text(code)
     result = tribe_command("run", "--model", "plain.py:net", "--methods", "tribe")
     assert result.exit_code == 2, result.output
-    assert "no normalisation layer of the network has affine parameters to learn" in said(result)
+    assert "no normalisation layer of the network has affine parameters to learn" in message(result)
 
 
 def test_there_are_at_least_forty_cases():

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import layouts
 import tribe
-from commands import said
+from commands import message
 from commands import tribe_command as command
 from tribe import knowledge as source
 from tribe import methods
@@ -286,7 +286,7 @@ def test_a_run_without_knowledge_names_the_command_that_makes_it(root, monkeypat
     result = command("run", *small, "--methods", "eata")
     assert result.exit_code == 2
     wanted = f"tribe source eata --model compact --dataset mnist --data {root}"
-    assert wanted in said(result)
+    assert wanted in message(result)
     assert command(*wanted.split()[1:], "--batch", 10).exit_code == 0
     assert command("run", *small, "--methods", "eata").exit_code == 0
     assert command("run", *small, "--methods", "eata", "--set", "eata.alpha=0", "--out", "free").exit_code == 0
@@ -298,7 +298,7 @@ def test_what_several_methods_lack_is_told_at_once(root, monkeypatch):
     result = command("run", *small, "--methods", "eata,source,ttac")
     assert result.exit_code == 2
     wanted = [f"tribe source {name} --model compact --dataset mnist --data {root}" for name in ("eata", "ttac")]
-    assert said(result).endswith(f"Here: {' && '.join(wanted)}")
+    assert message(result).endswith(f"Here: {' && '.join(wanted)}")
     assert not Path("runs").exists(), "nothing was begun"
     for line in wanted:
         assert command(*line.split()[1:], "--batch", 10).exit_code == 0
@@ -320,7 +320,7 @@ def test_knowledge_of_other_settings_has_a_file_of_its_own_and_a_run_finds_it(ro
     result = play(*frozen)
     assert result.exit_code == 2
     advice = f"{usual} --set ttac.statistics=frozen --set ttac.lr=0.5"
-    assert said(result).endswith(advice)
+    assert message(result).endswith(advice)
     assert command(*advice.split()[1:], "--batch", 10).exit_code == 0
     made = {path.name: path.read_bytes() for path in (root / "source").iterdir()}
     assert made.keys() == {"ttac_compact_mnist.safetensors", "ttac_compact_mnist+statistics=frozen.safetensors"}
@@ -361,8 +361,8 @@ def test_knowledge_of_other_weights_is_not_used_in_silence(root):
     played += ("--set", "dataset.corruptions=('fog',)", "--no-chart")
     result = command("run", *played, "--methods", "eata")
     assert result.exit_code == 2
-    assert "belongs to another network (model mine.py:net, dataset cifar10)" in said(result)
-    assert f"tribe source eata --model mine.py:net --dataset cifar10 --data {root}" in said(result)
+    assert "belongs to another network (model mine.py:net, dataset cifar10)" in message(result)
+    assert f"tribe source eata --model mine.py:net --dataset cifar10 --data {root}" in message(result)
     assert command("source", "eata", *arguments).exit_code == 0  # replaces it
     assert command("run", *played, "--methods", "eata").exit_code == 0
 
@@ -389,7 +389,7 @@ def test_a_folder_of_pictures(root):
     )
     missing = command("run", *played, "--methods", "eata")
     assert missing.exit_code == 2
-    advice = said(missing).partition("Here: tribe ")[2].replace("TRAINING_IMAGES", str(root / "camera"))
+    advice = message(missing).partition("Here: tribe ")[2].replace("TRAINING_IMAGES", str(root / "camera"))
     assert command(*advice.split(), "--batch", 5).exit_code == 0, "there was no folder for it yet"
     assert command("run", *played, "--methods", "eata").exit_code == 0
     made = source.find("eata", "mine.py:two", "folder", Path(os.environ["TRIBE_DATA"]))
@@ -427,7 +427,7 @@ def test_images_that_are_not_there_are_asked_for(root):
     Path("mine.py").write_text(OWN)
     result = command("source", "eata", "--model", "mine.py:net", "--dataset", "cifar10", "--data", root)
     assert result.exit_code == 2
-    assert "data_batch_1" in said(result)
+    assert "data_batch_1" in message(result)
 
 
 @pytest.mark.parametrize(
@@ -459,7 +459,7 @@ def test_what_cannot_be_done_is_said_in_words(root, arguments, words):
     data = [] if "folder" in arguments else ["--data", str(root)]
     result = command("source", *arguments, *data)
     assert result.exit_code == 2
-    assert words in said(result)
+    assert words in message(result)
     assert not (root / "source").is_dir() or not any((root / "source").iterdir())
 
 
@@ -474,7 +474,7 @@ def test_where_a_run_of_other_data_would_look_is_made(root):
 def test_a_folder_must_be_named(root):
     result = command("source", "eata", "--model", "compact", "--dataset", "folder")
     assert result.exit_code == 2
-    assert "needs --data DIR" in said(result)
+    assert "needs --data DIR" in message(result)
 
 
 def test_the_bar_goes_to_stderr_and_json_alone_to_stdout(root):
@@ -545,8 +545,8 @@ def test_a_damaged_file_found_by_a_run_names_the_command(root):
     small = ("--data", root, "--scenario", "ptta", "--set", "dataset.corruptions=('stripe',)", "--no-chart")
     result = command("run", *small, "--methods", "eata")
     assert result.exit_code == 2
-    assert "damaged" in said(result)
-    assert f"tribe source eata --model compact --dataset mnist --data {root}" in said(result)
+    assert "damaged" in message(result)
+    assert f"tribe source eata --model compact --dataset mnist --data {root}" in message(result)
 
 
 def test_unreadable_pictures_are_left_out(root):
@@ -555,7 +555,7 @@ def test_unreadable_pictures_are_left_out(root):
     arguments = ("--model", "mine.py:two", "--dataset", "folder", "--data", root / "camera", "--batch", 16, "--json")
     refused = command("source", "eata", *arguments)
     assert refused.exit_code == 2
-    assert "0.png" in said(refused)
+    assert "0.png" in message(refused)
     with pytest.warns(UserWarning, match=r"0\.png"):
         result = command("source", "eata", *arguments, "--set", "dataset.unreadable=skip", "--out", "k.safetensors")
     assert result.exit_code == 0, result.output
@@ -570,5 +570,5 @@ def test_a_run_refuses_knowledge_of_another_data_set(root, tmp_path):
     small = ("--data", root, "--scenario", "ptta", "--set", "dataset.corruptions=('stripe',)", "--no-chart")
     result = command("run", *small, "--methods", "eata", "--set", f"eata.knowledge={tmp_path / 'other.safetensors'}")
     assert result.exit_code == 2
-    assert "was taken from cifar10, not from mnist" in said(result)
-    assert "tribe source eata --model compact --dataset mnist" in said(result)
+    assert "was taken from cifar10, not from mnist" in message(result)
+    assert "tribe source eata --model compact --dataset mnist" in message(result)

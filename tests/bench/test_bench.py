@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import tribe
-from commands import said, tribe_command
+from commands import message, tribe_command
 from places import ROOT
 from tribe import bench
 from tribe.bench import clock, contenders
@@ -326,8 +326,8 @@ def test_the_command_compares(own, tmp_path):
 
     result = tribe_command(*own, "--threads", "1", "--compare", "old.json")
     assert result.exit_code == 2
-    assert "the settings differ" in said(result)
-    assert "threads None then, 1 now" in said(result)
+    assert "the settings differ" in message(result)
+    assert "threads None then, 1 now" in message(result)
 
 
 @pytest.mark.parametrize(
@@ -354,13 +354,13 @@ def test_the_command_compares(own, tmp_path):
 def test_what_cannot_be_measured_is_refused_in_words(own, options, words):
     result = tribe_command(*own, *options)
     assert result.exit_code == 2
-    assert words in said(result)
+    assert words in message(result)
 
 
 def test_a_model_of_one_s_own_must_come_with_a_shape(own):
     result = tribe_command("bench", "--model", "mine.py:net")
     assert result.exit_code == 2
-    assert "--shape" in said(result)
+    assert "--shape" in message(result)
 
 
 def test_the_released_structure_is_a_contender_of_the_benchmarks(tmp_path):

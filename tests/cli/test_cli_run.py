@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 import tribe
-from commands import said, tribe_command
+from commands import message, tribe_command
 from tribe import scenarios
 from tribe.cli.folders import departures, folder_name
 from tribe.datasets.embedded import mnist_test
@@ -181,7 +181,7 @@ def test_own_network_that_names_its_classifier():
     Path("mine.py").write_text(HEADLESS)
     refused = tribe_run(*TINY, "--model", "mine.py:net", "--methods", "lame", "--out", "out")
     assert refused.exit_code == 2
-    assert "tribe.Backbone(model, classifier=...)" in said(refused)
+    assert "tribe.Backbone(model, classifier=...)" in message(refused)
     result = tribe_run(*TINY, "--model", "mine.py:told", "--methods", "lame", "--out", "out", "--json", "-")
     assert result.exit_code == 0, result.output
     named = tribe_run(*TINY, "--methods", "lame", "--out", "named", "--json", "-")
@@ -281,12 +281,12 @@ def test_a_folder_of_other_settings_is_refused_and_left_alone():
     ):
         result = play(*options)
         assert result.exit_code == 2, result.output
-        assert words in said(result), said(result)
-        assert "--out ANOTHER" in said(result)
+        assert words in message(result), message(result)
+        assert "--out ANOTHER" in message(result)
     assert contents("out") == before
     tent = tribe.Record.load("out/tent-seed0.npz")
     tent._replace(spec={**tent.spec, "newer": 1}).save("out/tent-seed0.npz")
-    assert "newer is 1 there and None here" in said(play("--methods", "bn"))
+    assert "newer is 1 there and None here" in message(play("--methods", "bn"))
     tent._replace(spec={**tent.spec, "newer": None}).save("out/tent-seed0.npz")
     assert play("--methods", "source", "--seed", "1").exit_code == 0, "seeds are added, and None is as good as nothing"
     rows = json.loads(Path("out/summary.json").read_text())["results"]
@@ -295,7 +295,7 @@ def test_a_folder_of_other_settings_is_refused_and_left_alone():
     Path("out/tent-seed0.npz").write_bytes(torn)
     result = play("--methods", "tent")
     assert result.exit_code == 2
-    assert "out/tent-seed0.npz is not a record, or it is damaged" in said(result)
+    assert "out/tent-seed0.npz is not a record, or it is damaged" in message(result)
     assert Path("out/tent-seed0.npz").read_bytes() == torn
     result = play("--methods", "bn")
     assert result.exit_code == 0, "it is in nobody's way"
@@ -377,7 +377,7 @@ def test_what_cannot_be_done_is_said_in_a_paragraph(options, words):
     result = tribe_run(*options)
     assert result.exit_code == 2, result.output
     for word in words:
-        assert (word.removeprefix("!") in said(result)) != word.startswith("!"), said(result)
+        assert (word.removeprefix("!") in message(result)) != word.startswith("!"), message(result)
     assert not Path("runs").exists(), "nothing was begun"
 
 
@@ -435,15 +435,15 @@ def test_a_failure_half_way_keeps_what_was_finished(tmp_path):
     (tmp_path / "mnist_c/stripe/test_images.npy").write_bytes(whole[:-9])
     result = tribe_run(*good, "--methods", "source,tribe")
     assert result.exit_code == 2
-    assert "stripe/test_images.npy" in said(result)
+    assert "stripe/test_images.npy" in message(result)
 
 
 def test_one_method_that_fails_does_not_end_the_others():
     options = ("--methods", "note,source,tent", "--set", "note.room=5", "--out", "out", "--no-chart")
     result = tribe_run(*TINY, *options, "--json", "-")
     assert result.exit_code == 2
-    assert "error: note: images of shape (1, 28, 28) have 784 values each; the memory has room for 5" in said(result)
-    assert said(result).endswith("error: note could not be played to the end; the reasons are told above")
+    assert "error: note: images of shape (1, 28, 28) have 784 values each; the memory has room for 5" in message(result)
+    assert message(result).endswith("error: note could not be played to the end; the reasons are told above")
     assert [row["method"] for row in json.loads(result.stdout)["results"]] == ["source", "tent"]
     told = json.loads(Path("out/summary.json").read_text())
     assert [row["method"] for row in told["results"]] == ["source", "tent"]
@@ -472,8 +472,8 @@ def test_a_method_of_one_s_own_may_fail_in_any_way(error):
         tribe.methods.registry._classes.pop("broken", None)
     assert result.exit_code == 2
     kind = error.partition("(")[0]
-    assert re.search(rf"error: broken: {kind}: '?of mine'?, at \S*broken\.py:8 ", said(result)), said(result)
-    assert said(result).endswith("error: broken could not be played to the end; the reasons are told above")
+    assert re.search(rf"error: broken: {kind}: '?of mine'?, at \S*broken\.py:8 ", message(result)), message(result)
+    assert message(result).endswith("error: broken could not be played to the end; the reasons are told above")
     assert [row["method"] for row in json.loads(result.stdout)["results"]] == ["source", "bn"]
     told = json.loads(Path("out/summary.json").read_text())
     assert [row["method"] for row in told["results"]] == ["source", "bn"]
@@ -615,7 +615,7 @@ class TestSchedule:
         for options, word in ((["gli-x"], "unknown scenario"), (["gli-f", "--plot", "plan.txt"], ".svg")):
             result = self.run(*options)
             assert result.exit_code == 2
-            assert word in said(result)
+            assert word in message(result)
 
 
 class TestOwnPictures:
@@ -669,7 +669,7 @@ net = Grey()
         assert tribe_run(*options, "--data", "one/pictures", "--out", "out").exit_code == 0
         refused = tribe_run(*options, "--data", "two/pictures", "--out", "out")
         assert refused.exit_code == 2
-        assert "dataset.fingerprint is " in said(refused)
+        assert "dataset.fingerprint is " in message(refused)
 
     def test_memories_have_room_for_large_pictures(self):
         image = pytest.importorskip("PIL.Image")
@@ -684,14 +684,14 @@ net = Grey()
     def test_a_scenario_that_draws_by_class_says_what_plays_them(self):
         result = tribe_run(*self.OPTIONS, "--scenario", "gli-f")
         assert result.exit_code == 2
-        assert "'replay'" in said(result)
+        assert "'replay'" in message(result)
 
     def test_a_damaged_picture_is_named_and_fatal_or_skipped_as_chosen(self):
         Path("pictures/monday/03.png").write_bytes(b"nothing")
         result = tribe_run(*self.OPTIONS, "--scenario", "replay")
         assert result.exit_code == 2
-        assert "pictures/monday/03.png" in said(result)
-        assert "--set dataset.unreadable=skip" in said(result)
+        assert "pictures/monday/03.png" in message(result)
+        assert "--set dataset.unreadable=skip" in message(result)
         with pytest.warns(UserWarning, match=r"skipped: pictures/monday/03\.png"):
             result = tribe_run(
                 *self.OPTIONS, "--scenario", "replay", "--set", "dataset.unreadable=skip", "--out", "out"

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import tribe
-from commands import said, tribe_command
+from commands import message, tribe_command
 from places import ROOT
 from tribe import bench, datasets, methods, scenarios
 from tribe.datasets.made import Block, Made
@@ -143,7 +143,7 @@ def test_a_table_is_made_of_results_alone(played, tmp_path):
         spec["model"]["name"], spec["device"], spec["threads"] = "wrn28_10", "cuda", None
         rename(result, spec, elsewhere)
     foreign = [{runs: elsewhere, "compact": "wrn28_10"}.get(word, word) for word in options]
-    assert "no result fits: its device is cuda, not cpu" in said(call(*foreign, "--no-run"))
+    assert "no result fits: its device is cuda, not cpu" in message(call(*foreign, "--no-run"))
     foreign = [{"cpu": "cuda"}.get(word, word) for word in foreign]
     result = call(*foreign, "--no-run", "--format", "json")
     assert result.exit_code == 0, result.output
@@ -152,7 +152,7 @@ def test_a_table_is_made_of_results_alone(played, tmp_path):
     more = [{"source,BN,+pl": "source,TENT"}.get(word, word) for word in foreign]
     lacking = call(*more, "--no-run", "--format", "json")
     assert lacking.exit_code == 1
-    assert "missing: TENT, error; TENT, seconds: no result fits" in said(lacking)
+    assert "missing: TENT, error; TENT, seconds: no result fits" in message(lacking)
 
 
 @pytest.mark.parametrize("name", paper.names())
@@ -185,9 +185,9 @@ def test_a_table_is_never_made_of_different_specs(played, tmp_path, change, fiel
     words = [{runs: mixed, "cpu": "auto"}.get(word, word) for word in options]
     result = call(*words, "--no-run")
     assert result.exit_code == 2, result.output
-    assert "--seed, --seeds, --precision, --device and --threads" in said(result)
-    assert re.search(rf"{field} is .* and ", said(result)), said(result)
-    assert ("both fit" if beside else "do not belong into one table") in said(result)
+    assert "--seed, --seeds, --precision, --device and --threads" in message(result)
+    assert re.search(rf"{field} is .* and ", message(result)), message(result)
+    assert ("both fit" if beside else "do not belong into one table") in message(result)
 
 
 def rename(result, spec, root):
@@ -262,7 +262,7 @@ def test_class_distributions_need_no_run(tmp_path):
     assert not list(tmp_path.glob("runs/*"))
     missing = call("fig:ClassDistCurve_C100")
     assert missing.exit_code == 1
-    assert "CIFAR-100-C" in said(missing)
+    assert "CIFAR-100-C" in message(missing)
 
 
 def test_all_claims_are_judged_on_what_was_run(played):
@@ -311,7 +311,7 @@ def test_claims_are_judged_on_results_that_could_not_be_made_here():
         elsewhere(result, Path("runs"), seeds=[4])
     mixed = call("claims", *small, "--model", "wrn28_10", "--format", "json")
     assert mixed.exit_code == 2
-    assert "seeds is [3] and [4]" in said(mixed) or "seeds is [4] and [3]" in said(mixed)
+    assert "seeds is [3] and [4]" in message(mixed) or "seeds is [4] and [3]" in message(mixed)
     chosen = call("claims", *small, "--model", "wrn28_10", "--format", "json", "--seed", 4)
     assert {c["name"]: c["ours"]["holds"] for c in json.loads(chosen.stdout)} == told[()]
 
@@ -336,8 +336,8 @@ def test_what_lies_in_runs_is_chosen_by_what_was_given(played, tmp_path):
     for left in given:
         refused = call(*every, "--no-run", *words({k: v for k, v in given.items() if k != left}))
         assert refused.exit_code == 2, refused.output
-        assert "both fit a cell" in said(refused)
-        assert f"{'seeds' if left == '--seed' else left[2:]} is " in said(refused)
+        assert "both fit a cell" in message(refused)
+        assert f"{'seeds' if left == '--seed' else left[2:]} is " in message(refused)
     cells = {}
     changes = ({"--seed": 7}, {"--precision": "bf16"}, {"--device": "cuda"}, {"--threads": spec.threads + 1})
     for change in ({}, *changes):
@@ -350,10 +350,10 @@ def test_what_lies_in_runs_is_chosen_by_what_was_given(played, tmp_path):
     assert json.loads(result.stdout)["cells"] == told["cells"], "tf32 is float32 on the CPU that made them"
     lacking = call(*every, "--no-run", "--seed", 9)
     assert lacking.exit_code == 1
-    assert "no result fits: its first seed is " in said(lacking)
+    assert "no result fits: its first seed is " in message(lacking)
     several = [3 if word == 2 else word for word in every]
-    assert "no result fits: the number of its seeds is 2, not 3" in said(call(*several, "--no-run"))
-    assert "unknown device 'gpu'" in said(call(*every, "--no-run", "--device", "gpu"))
+    assert "no result fits: the number of its seeds is 2, not 3" in message(call(*several, "--no-run"))
+    assert "unknown device 'gpu'" in message(call(*every, "--no-run", "--device", "gpu"))
 
 
 def test_a_page_is_of_the_device_that_is_given():
@@ -376,9 +376,9 @@ def test_results_of_two_devices_are_told_apart_by_device():
     words = ("released", "--no-run", "--runs", ROOT / "results", "--seed", 425, "--format", "json")
     mixed = call(*words)
     assert mixed.exit_code == 2
-    assert "device is 'cuda' and 'cpu'" in said(mixed)
-    assert "--device" in said(mixed)
-    assert "--columns" in said(mixed)
+    assert "device is 'cuda' and 'cpu'" in message(mixed)
+    assert "--device" in message(mixed)
+    assert "--columns" in message(mixed)
     there = {}
     for device in ("cuda", "cpu"):
         result = call(*words, "--device", device)
@@ -395,9 +395,9 @@ def test_what_would_be_passed_over_is_refused():
         for option in (("--methods", "tribe"), ("--rows", "*"), ("--columns", "*"), ("--plot", "chart.svg")):
             result = call(artifact, "--runs", ".", *option)
             assert result.exit_code == 2
-            assert option[0] in said(result)
-    assert "comes as markdown" in said(call("document", "--runs", ".", "--format", "json"))
-    assert "takes no part" in said(call("claims", "--runs", ".", "--set", "tribe.h0=1"))
+            assert option[0] in message(result)
+    assert "comes as markdown" in message(call("document", "--runs", ".", "--format", "json"))
+    assert "takes no part" in message(call("claims", "--runs", ".", "--set", "tribe.h0=1"))
 
 
 @pytest.mark.parametrize(
@@ -406,7 +406,7 @@ def test_what_would_be_passed_over_is_refused():
 def test_results_in_no_folder_are_refused(words):
     result = call(*words)
     assert result.exit_code == 2
-    assert "there is no folder runs of results: --runs names it" in said(result)
+    assert "there is no folder runs of results: --runs names it" in message(result)
     assert result.stdout == ""
 
 
@@ -490,7 +490,7 @@ def test_what_fails_leaves_the_others(played, mine):
     assert result.exit_code == 1
     line = 1 + MINE.splitlines().index('            raise ValueError("mine is broken")')
     place = f"({Path('mine.py').resolve()}, line {line})"
-    assert f"missing: mine, error; mine, seconds: mine is broken {place}" in said(result)
+    assert f"missing: mine, error; mine, seconds: mine is broken {place}" in message(result)
     cells = {(c["row"], c["column"]): c["ours"] for c in json.loads(result.stdout)["cells"]}
     assert cells["mine", "error"] is None
     assert cells["BN", "error"] > 0
@@ -568,7 +568,7 @@ def test_everything_can_be_tried_offline(name):
 def test_missing_weights_and_data_are_named_with_their_cells():
     result = call("norms")
     assert result.exit_code == 1
-    assert "missing: TEST, 1; TEST, 10; TEST, 100 and 17 more: no weights of wrn28_10 for cifar10" in said(result)
+    assert "missing: TEST, 1; TEST, 10; TEST, 100 and 17 more: no weights of wrn28_10 for cifar10" in message(result)
     assert "43.51" in result.stdout, "the paper's numbers are shown all the same"
     told = json.loads(call("norms", "--format", "json").stdout)
     assert len(told["missing"][0]["cells"]) == 20
@@ -619,7 +619,7 @@ def test_what_cannot_be_done_is_said_in_a_paragraph(arguments, words):
     else:
         assert result.exit_code == 2, result.output
     for word in words:
-        assert word in said(result), said(result)
+        assert word in message(result), message(result)
 
 
 def test_results_that_do_not_fit_are_refused(played):
@@ -638,7 +638,7 @@ def test_a_damaged_record_is_told_and_computed_again(played):
     (result,) = [r for r in finished(runs) if r.experiment.method.name == "bn"]
     (result.folder / "record-0.npz").write_bytes(b"torn")
     again = call(*options, "--format", "json")
-    assert "record-0.npz.damaged-1" in said(again)
+    assert "record-0.npz.damaged-1" in message(again)
     cells = [{k: v for k, v in c.items() if c["column"] == "error"} for c in json.loads(again.stdout)["cells"]]
     assert cells == [{k: v for k, v in c.items() if c["column"] == "error"} for c in told["cells"]]
 
@@ -662,9 +662,9 @@ def test_a_damaged_record_is_named_where_nothing_is_run(played, tmp_path, harm):
     words = [kept if word == runs else word for word in options]
     told = call(*words, "--no-run", "--format", "json")
     assert told.exit_code == 1
-    assert "missing: BN, error; BN, seconds: " in said(told)
-    assert named in said(told)
-    assert "computes it again" in said(told)
+    assert "missing: BN, error; BN, seconds: " in message(told)
+    assert named in message(told)
+    assert "computes it again" in message(told)
     assert [named in m["reason"] for m in json.loads(told.stdout)["missing"]] == [True]
     cells = {(c["row"], c["column"]): c["ours"] for c in json.loads(told.stdout)["cells"]}
     assert cells["BN", "error"] is None
@@ -672,7 +672,7 @@ def test_a_damaged_record_is_named_where_nothing_is_run(played, tmp_path, harm):
     for artifact in ("claims", "document"):
         spoken = call(artifact, "--runs", kept, "--out", "out.txt")
         assert spoken.exit_code == 1
-        assert named in said(spoken)
+        assert named in message(spoken)
         assert Path("out.txt").read_text()
     assert {path: path.read_bytes() for path in kept.rglob("*") if path.is_file()} == before
 
@@ -689,7 +689,7 @@ def test_a_damaged_file_costs_its_own_cells_alone(played, tmp_path, name):
     words = [torn if word == runs else word for word in options]
     shown = call(*words, "--no-run", "--format", "json")
     assert shown.exit_code == 1
-    assert "missing: BN, error; BN, seconds: " in said(shown)
+    assert "missing: BN, error; BN, seconds: " in message(shown)
     whole = [{**c, "ours": None, "deviation": None} if c["row"] == "BN" else c for c in told["cells"]]
     ours = [[(c["row"], c["column"], c["ours"]) for c in cells] for cells in (whole, json.loads(shown.stdout)["cells"])]
     assert ours[0] == ours[1]
@@ -699,8 +699,8 @@ def test_a_damaged_file_costs_its_own_cells_alone(played, tmp_path, name):
     assert {r.experiment.id for r in finished("kept")} == others
     for said_of in (shown, *spoken, kept):
         assert said_of.exit_code == 1
-        assert f"{path} is damaged" in said(said_of)
-        assert "without --no-run computes it again; else move its folder away" in said(said_of)
+        assert f"{path} is damaged" in message(said_of)
+        assert "without --no-run computes it again; else move its folder away" in message(said_of)
     again = call(*words, "--format", "json")
     assert again.exit_code == 0, again.output
     errors = [[c["ours"] for c in t["cells"] if c["column"] == "error"] for t in (json.loads(again.stdout), told)]
@@ -1090,8 +1090,8 @@ def test_draws_that_cannot_be_read_are_named_with_what_they_lack(content, words)
     path.write_text(content)
     result = call("document", "--runs", "results")
     assert result.exit_code == 2
-    assert f"{path} {words}" in said(result)
-    assert "benchmarks.textbook --json" in said(result)
+    assert f"{path} {words}" in message(result)
+    assert "benchmarks.textbook --json" in message(result)
 
 
 def test_draws_know_images_and_weights_as_experiments_do():
@@ -1198,7 +1198,7 @@ def test_a_page_is_never_made_of_two_results_for_one_cell():
         fabricate((16.0, 16.0), "results", method="tribe", weights=weights)
     result = call("document", "--runs", "results")
     assert result.exit_code == 2
-    assert "both fit a cell of tribe: weights is 'aaaa" in said(result) or "weights is 'bbbb" in said(result)
+    assert "both fit a cell of tribe: weights is 'aaaa" in message(result) or "weights is 'bbbb" in message(result)
 
 
 def test_the_page_of_no_results():

@@ -28,7 +28,7 @@ def load_target(target: str) -> nn.Module:
         try:
             found = found()
         except (Exception, SystemExit) as error:
-            fail(f"{target} could not be called without arguments: {told(error)}")
+            fail(f"{target} could not be called without arguments: {describe_error(error)}")
     if not isinstance(found, nn.Module):
         fail(f"{target} is no model: expected an nn.Module, or a callable that returns one; got {type(found).__name__}")
     return found
@@ -51,7 +51,7 @@ def find_target(target: str, kind: str, meant: Callable[[Any], bool]) -> Any:
     try:
         module = from_package(place) if file is None else from_file(file)
     except (Exception, SystemExit) as error:  # importing runs code that may raise anything
-        raise ValueError(f"importing {place} failed: {told(error)}") from error
+        raise ValueError(f"importing {place} failed: {describe_error(error)}") from error
     try:
         return operator.attrgetter(attribute)(module)
     except AttributeError:
@@ -59,13 +59,13 @@ def find_target(target: str, kind: str, meant: Callable[[Any], bool]) -> Any:
         raise ValueError(f"{place} has no attribute {attribute!r}: {nearest(attribute, there)}") from None
 
 
-def aside() -> contextlib.AbstractContextManager[TextIO]:
+def stdout_to_stderr() -> contextlib.AbstractContextManager[TextIO]:
     """Send what code of others prints to stderr: stdout is for results, which programs read."""
     return contextlib.redirect_stdout(sys.stderr)
 
 
 @contextlib.contextmanager
-def in_words() -> Iterator[None]:
+def errors_as_messages() -> Iterator[None]:
     """Turn the errors that say what is wrong with what was asked into a paragraph, and exit."""
     try:
         yield
@@ -85,12 +85,12 @@ def from_package(name: str) -> ModuleType:
     return importlib.import_module(name)
 
 
-def told(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """An error of foreign code, with its kind."""
     return f"{type(error).__name__}: {error}"
 
 
-def told_where(error: BaseException) -> str:
+def describe_error_with_line(error: BaseException) -> str:
     """An error that foreign code did not mean to be read, with its kind and the line that raised it."""
     *_, last = traceback.extract_tb(error.__traceback__)
-    return f"{told(error)}, at {last.filename}:{last.lineno}"
+    return f"{describe_error(error)}, at {last.filename}:{last.lineno}"

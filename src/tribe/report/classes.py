@@ -9,8 +9,8 @@ from torch import Tensor
 from tribe.lab import metrics
 from tribe.report.charts import heat, tint
 from tribe.report.collect import Group, Row
+from tribe.report.elements import Series, figure, numbers, scroller, swatch, table
 from tribe.report.markup import Markup, tag
-from tribe.report.parts import Series, figure, numbers, scroller, swatch, table
 
 MOST_COLUMNS = 20  # of a table of classes; more become a map
 MOST_CELLS = 100  # columns of a map; more classes are put together

@@ -10,8 +10,8 @@ from tribe.lab import metrics
 from tribe.lab.record import Record
 from tribe.report.charts import Axis, Line, Point, axis, lines, log_axis, scatter
 from tribe.report.collect import Group, Row
+from tribe.report.elements import Series, figure, legend, numbers, table
 from tribe.report.markup import Markup
-from tribe.report.parts import Series, figure, legend, numbers, table
 from tribe.report.scores import CALIBRATION, COST, INSTANCE, score
 
 POINTS = 160  # of a curve over time: more cannot be told apart on a screen

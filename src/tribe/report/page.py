@@ -9,8 +9,8 @@ from importlib.resources import files
 from tribe._version import __version__
 from tribe.report.charts import MARKERS
 from tribe.report.collect import Group, Runs
+from tribe.report.elements import Series, many, score_cell, scroller, swatch
 from tribe.report.markup import Child, Markup, tag
-from tribe.report.parts import Series, many, score_cell, scroller, swatch
 from tribe.report.scores import INSTANCE, SHORT, best, score
 from tribe.report.sections import section
 

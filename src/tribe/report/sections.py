@@ -10,8 +10,8 @@ from typing import Any
 from tribe.report import classes, curves
 from tribe.report.collect import Group, Played, Row
 from tribe.report.command import command
+from tribe.report.elements import Series, many, score_cell, scroller, swatch, table
 from tribe.report.markup import Child, Markup, tag
-from tribe.report.parts import Series, many, score_cell, scroller, swatch, table
 from tribe.report.scores import LONG, best, score
 
 

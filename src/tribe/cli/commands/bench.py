@@ -19,7 +19,7 @@ from tribe.bench.contest import Watch
 from tribe.cli import build
 from tribe.cli.app import app, emit, fail
 from tribe.cli.options import Device, Precision
-from tribe.cli.targets import aside, in_words, load_target
+from tribe.cli.targets import errors_as_messages, load_target, stdout_to_stderr
 from tribe.engine.precision import choose_device, precision_on
 
 
@@ -69,7 +69,7 @@ def bench(
     """
     console = Console(stderr=json_file == "-")
     try:
-        with aside(), in_words():
+        with stdout_to_stderr(), errors_as_messages():
             names = build.methods(methods)
             where = choose_device(device)
             old = None if compare_file is None else tribe.bench.read(compare_file)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import tribe
 from tribe.cli.app import app, emit, fail
-from tribe.cli.targets import aside, load_target, told
+from tribe.cli.targets import describe_error, load_target, stdout_to_stderr
 
 PICKLES = (".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".bin", ".tar")
 LOOK_AT = 128  # images, spread evenly over the file: enough for means, and files are often sorted by class
@@ -46,7 +46,7 @@ def doctor(
     """Say what of a model can be adapted and whether its input looks right. Exits with 1 if there are problems."""
     if images is not None and shape is not None:
         fail("--input gives images and --shape makes some up: choose one")
-    with aside():
+    with stdout_to_stderr():
         x = _read(images) if images is not None else _random(shape) if shape is not None else None
         model = load_target(target)
         if weights is not None:
@@ -54,7 +54,7 @@ def doctor(
         try:
             report = tribe.doctor(model, x, noise=shape is not None)
         except Exception as error:  # the model's own code may raise anything
-            fail(f"{target} failed on these images: {told(error)}")
+            fail(f"{target} failed on these images: {describe_error(error)}")
     if as_json:
         emit(report)
     else:
@@ -74,7 +74,7 @@ def load_weights(model: nn.Module, path: Path) -> None:
     try:
         missing, unexpected = load_model(model, path, strict=False)
     except (SafetensorError, OSError) as error:
-        fail(f"{path} is not a safetensors file, or it was cut short: {told(error)}")
+        fail(f"{path} is not a safetensors file, or it was cut short: {describe_error(error)}")
     except RuntimeError as error:  # torch, about shapes
         fail(f"{path} does not fit the model: {error}")
     if missing or unexpected:
@@ -89,7 +89,7 @@ def _read(path: Path) -> Tensor:
     try:
         array = _array(path)
     except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
-        fail(f"{path} is not an array file that can be read without pickle: {told(error)}")
+        fail(f"{path} is not an array file that can be read without pickle: {describe_error(error)}")
     if array.ndim != 4 or 0 in array.shape:
         fail(f"{path} holds an array of shape {array.shape}; expected images (N, C, H, W)")
     if array.shape[3] in (1, 3) and array.shape[1] not in (1, 3):

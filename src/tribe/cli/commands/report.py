@@ -8,7 +8,7 @@ from rich.console import Console
 
 from tribe import report as pages
 from tribe.cli.app import app, emit, fail, say
-from tribe.report.parts import many
+from tribe.report.elements import many
 
 
 @app.command()

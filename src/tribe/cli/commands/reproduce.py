@@ -18,7 +18,7 @@ from rich.table import Table as Grid
 
 from tribe.cli import build
 from tribe.cli.app import app, fail
-from tribe.cli.targets import aside
+from tribe.cli.targets import stdout_to_stderr
 from tribe.datasets.files import data_root
 from tribe.datasets.made import FILE as MADE
 from tribe.engine.precision import check_precision
@@ -158,7 +158,7 @@ def reproduce_artifact(
             _tell_damage(runs)
             return
         table = _asked(artifact)
-        with aside():
+        with stdout_to_stderr():
             wishes = _with_rows(wanted, table, methods, rows, columns, settings)
         refuse_unknown_fields([table], wishes)
         plan = reproduce.gather(table, wishes, runs, bench, given) if no_run else reproduce.plan(table, wishes, bench)
@@ -169,7 +169,7 @@ def reproduce_artifact(
             runs.mkdir(parents=True, exist_ok=True)
             with _told(Console(stderr=True)) as console:
                 cluster = ray_address or ("auto" if ray or workers is not None else None)
-                with aside():
+                with stdout_to_stderr():
                     plan = _run(plan, runs, console, cluster, workers)
         comparison = reproduce.compare(plan, runs)
         others = _planning(wishes.of_any_table, bench, runs, given if no_run else None)

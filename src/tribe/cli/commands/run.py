@@ -16,7 +16,7 @@ from tribe.cli import build
 from tribe.cli.app import app, emit, fail, say
 from tribe.cli.folders import Records, departures, earlier, folder_name, record_file, together
 from tribe.cli.options import Device, Precision
-from tribe.cli.targets import aside, in_words, told_where
+from tribe.cli.targets import describe_error_with_line, errors_as_messages, stdout_to_stderr
 from tribe.engine.backbone import Backbone
 from tribe.engine.precision import choose_device, float32_precision, precision_on
 from tribe.lab import metrics, plots
@@ -97,7 +97,7 @@ def run(
     and in a long tail, and a small network that was trained on the clean ones.
     """
     console = Console(stderr=json_file == "-")
-    with aside(), in_words():
+    with stdout_to_stderr(), errors_as_messages():
         build.refuse_unwritable(json_file)
         where = choose_device(device)
         precision = precision_on(where, precision)
@@ -133,7 +133,7 @@ def run(
         folder.mkdir(parents=True, exist_ok=True)
     shape = f"{seeds} stream{'s' * (seeds > 1)} of {len(stream.schedules[0].index):,} images"
     console.print(f"[bold]{dataset}[/], {model}, {scenario}: {shape}, batch {batch}, on {machine(where)['device']}")
-    with aside():
+    with stdout_to_stderr():
         records, stopped = _play(net, built, stream, specs, folder, precision)
     if not records:
         raise typer.Exit(130 if stopped else 2)
@@ -186,7 +186,7 @@ def _play(
                     for record in played:  # now: the command may be stopped before the next is done
                         record.save(record_file(folder, name, record.spec["seed"]))
                 except Exception as error:  # a method of one's own may raise anything
-                    reason = str(error) if isinstance(error, IN_WORDS) else told_where(error)
+                    reason = str(error) if isinstance(error, IN_WORDS) else describe_error_with_line(error)
                     say("error", f"{name}: {reason}", progress.console)
                 else:
                     records[name] = played

@@ -10,7 +10,7 @@ from rich.table import Table
 import tribe
 from tribe.cli import build
 from tribe.cli.app import app, emit
-from tribe.cli.targets import aside, in_words
+from tribe.cli.targets import errors_as_messages, stdout_to_stderr
 from tribe.lab import plots
 from tribe.scenarios import class_counts, digest, local_balance, save
 
@@ -41,7 +41,7 @@ def schedule(
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
     """Make a stream's schedule: class counts of each domain, local balance, and a hash to compare with."""
-    with aside(), in_words():
+    with stdout_to_stderr(), errors_as_messages():
         dataset, scenario = build.named(build.DATASET, dataset), build.named(build.SCENARIO, scenario)
         wanted = build.settings(settings or [], ("dataset", "scenario"))
         source = build.dataset(dataset, data, severity, wanted["dataset"])

@@ -15,7 +15,7 @@ import tribe
 from tribe.cli import build
 from tribe.cli.app import app, emit
 from tribe.cli.options import Device
-from tribe.cli.targets import aside, in_words
+from tribe.cli.targets import errors_as_messages, stdout_to_stderr
 from tribe.datasets import Dataset
 from tribe.engine.backbone import Backbone
 from tribe.engine.precision import choose_device, deterministic, float32_precision
@@ -64,7 +64,7 @@ def source(
     as_json: Annotated[bool, typer.Option("--json", help="Print what was written, for programs.")] = False,
 ) -> None:
     """Take from source images what a method needs to know; `tribe run` finds the file by itself."""
-    with aside(), in_words():
+    with stdout_to_stderr(), errors_as_messages():
         where = choose_device(device)
         method, dataset = build.named(build.METHOD, method), build.named(build.DATASET, dataset)
         if (needs := tribe.methods.get(method).needs) is None:
