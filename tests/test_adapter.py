@@ -15,7 +15,7 @@ from torch import nn
 import tribe
 from tribe.engine.state import Store, leaves
 from tribe.methods.tent import Tent
-from tribe.norms.batch import Batch
+from tribe.norms.batch import PerBatch
 from tribe.testing import CLASSES, images, ready, small_network
 
 METHODS = tribe.methods.names()
@@ -239,7 +239,7 @@ class Prior(Tent):
         return super().predict(net, state, x, valid) + torch.linspace(0, 1, CLASSES)
 
 
-class Halved(Batch):
+class Halved(PerBatch):
     """A rule made from an ordinary one."""
 
     def __call__(self, *args):

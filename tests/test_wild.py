@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import tribe
 from tribe.engine.backbone import Backbone
-from tribe.engine.graphs import Captured, InParts
+from tribe.engine.graphs import Captured, CapturedSegments
 from tribe.engine.state import leaves
 from tribe.testing import CLASSES, images, informed, ready, small_network
 
@@ -106,7 +106,7 @@ def test_threads_that_find_out_at_once_that_a_network_flattens_with_view_all_go_
     assert shared.moves == 1
 
 
-@pytest.mark.parametrize(("kind", "method"), [(Captured, "tribe"), (InParts, "rotta")])
+@pytest.mark.parametrize(("kind", "method"), [(Captured, "tribe"), (CapturedSegments, "rotta")])
 def test_what_was_recorded_is_recorded_anew_where_the_weights_have_moved(kind, method):
     class Small(nn.Module):
         def __init__(self):

@@ -29,7 +29,7 @@ from tribe.engine.state import Store, clone, digest, leaves, rebuild, select, tr
 from tribe.methods import Method
 from tribe.methods.base import check_classes, check_fits, screen
 from tribe.methods.encoding import method_from_json, method_to_json
-from tribe.norms.batch import Batch
+from tribe.norms.batch import PerBatch
 from tribe.norms.frozen import Frozen
 from tribe.storage import states
 
@@ -431,7 +431,7 @@ class Adapter(nn.Module):
             )
         index = self._stream(stream or 0)
         chosen = self.method.deployed(self.net, self.state).stream(index)
-        if type(chosen.norm) not in (Frozen, Batch):  # a rule made from one of them is another rule
+        if type(chosen.norm) not in (Frozen, PerBatch):  # a rule made from one of them is another rule
             raise ValueError(
                 NOT_EXPORTED.format(self.method.name, f"normalises as no ordinary layer does: {chosen.norm}")
             )

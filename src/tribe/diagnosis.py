@@ -233,7 +233,7 @@ def _first_shift(
     seen: list[float] = []
     called = set() if called is None else called
 
-    def watch(slot: Slot, received: Tensor) -> None:
+    def slot_hook(slot: Slot, received: Tensor) -> None:
         called.add(slot.name)
         if not seen and isinstance(slot, StatisticsSlot) and slot.layer.running_mean is not None:
             everything = torch.ones(1, len(received), dtype=torch.bool, device=received.device)
@@ -244,7 +244,7 @@ def _first_shift(
             seen.append(((mean - source_mean).abs() / source_std + ratio.log().abs()).mean().item())
 
     affine, stats = net.source()
-    logits, features, _ = net(x.to(net.device).unsqueeze(0), affine, stats, Frozen(), watch=watch)
+    logits, features, _ = net(x.to(net.device).unsqueeze(0), affine, stats, Frozen(), slot_hook=slot_hook)
     shift = seen[0] if seen and math.isfinite(seen[0]) else None
     return shift, logits[0].float(), None if features is None else features[0]
 

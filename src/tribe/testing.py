@@ -28,7 +28,7 @@ from tribe.datasets import Dataset
 from tribe.engine.backbone import Backbone, Output
 from tribe.engine.memory import Reservoir, Timely
 from tribe.engine.screening import sound
-from tribe.engine.slots import Watch
+from tribe.engine.slots import SlotHook
 from tribe.engine.state import Affine, Stats, clone, digest, leaves, rebuild, stream
 from tribe.methods import Method
 from tribe.norms import Norm
@@ -113,7 +113,7 @@ class _Watchful(Backbone):
         valid: Tensor | None = None,
         weights: Mapping[str, Tensor] | None = None,
         spare: Stats | None = None,
-        watch: Watch | None = None,
+        slot_hook: SlotHook | None = None,
     ) -> Output:
         counts = torch.ones(x.shape[:2], dtype=torch.bool) if valid is None else valid
         for row, counted in zip(x.detach(), counts, strict=True):
@@ -121,7 +121,7 @@ class _Watchful(Backbone):
             assert len(distinct) == int(counted.sum()), (
                 "a pass counts an image twice: the stand-in for padding, or for a free place of the memory"
             )
-        output = super().forward(x, affine, stats, norm, labels, valid, weights, spare, watch)
+        output = super().forward(x, affine, stats, norm, labels, valid, weights, spare, slot_hook)
         made_up = torch.linspace(-3, 3, output.logits.shape[-1], dtype=output.logits.dtype)
         features = None if output.features is None else output.features.where(counts.unsqueeze(-1), 3.0)
         return output._replace(logits=output.logits.where(counts.unsqueeze(-1), made_up), features=features)

@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch import nn
 
-from tribe.engine import adam
 from tribe.engine import all_weights as weights
-from tribe.engine.all_weights import Layout
+from tribe.engine.all_weights import WeightLayout
 from tribe.engine.backbone import Backbone
 from tribe.engine.losses import cross_entropy
+from tribe.engine.optim import adam_init, adam_step
 from tribe.engine.rng import Key
 from tribe.engine.state import leaves, tree_map
-from tribe.norms.batch import Batch
+from tribe.norms.batch import PerBatch
 from tribe.norms.frozen import Frozen
 from tribe.testing import images, small_network
 
@@ -46,7 +46,7 @@ def biased_network():
 @pytest.mark.parametrize("build", [small_network, biased_network])
 def test_views_are_the_networks_own_weights_in_its_own_layout(build):
     net = Backbone(build())
-    layout = Layout(net)
+    layout = WeightLayout(net)
     row = layout.source(2).weights[1]
     views = layout.views(row)
     own = dict(net.model.named_parameters())
@@ -61,7 +61,7 @@ def test_views_are_the_networks_own_weights_in_its_own_layout(build):
 def test_source_rows_are_copies():
     net = Backbone(small_network())
     before = net.fingerprint()
-    source = Layout(net).source(2)
+    source = WeightLayout(net).source(2)
     source.weights[0] += 1
     assert not torch.equal(source.weights[0], source.weights[1])
     assert net.fingerprint() == before
@@ -69,9 +69,9 @@ def test_source_rows_are_copies():
 
 def test_layers_can_be_left_out():
     net = Backbone(biased_network())
-    layout = Layout(net, without=nn.Linear)
+    layout = WeightLayout(net, without=nn.Linear)
     assert not {"8.weight", "8.bias"} & set(layout.pieces)
-    assert {"8.weight", "8.bias"} < set(Layout(net).pieces)
+    assert {"8.weight", "8.bias"} < set(WeightLayout(net).pieces)
     x = images(1, 5)
     assert torch.equal(
         weights.forward(layout, layout.source(), x, Frozen(), everything(5)).logits,
@@ -86,35 +86,35 @@ def test_convolutions_find_their_weights_on_a_boundary_of_memory():
         nn.Conv2d(3, 5, 1), nn.Conv2d(5, 16, 3), nn.BatchNorm2d(16), nn.Conv2d(16, 7, 1), nn.Conv2d(7, 16, 1)
     )
     net = Backbone(nn.Sequential(*model, nn.AdaptiveAvgPool2d(1), nn.Flatten()))
-    layout, seen = Layout(net), {}
+    layout, seen = WeightLayout(net), {}
     assert layout.source().weights.shape[1] % 2 == 1
     for i in (1, 3, 4):
         net.model[i].register_forward_pre_hook(lambda m, _, i=i: seen.update({i: m.weight.data_ptr() % 64}))
-    expected = net(images(1, 2), *net.source(), Batch()).logits
+    expected = net(images(1, 2), *net.source(), PerBatch()).logits
     for index in range(3):
         seen.clear()
         params = layout.source(3).stream(index)
-        assert torch.equal(weights.forward(layout, params, images(1, 2), Batch(), everything(2)).logits, expected)
+        assert torch.equal(weights.forward(layout, params, images(1, 2), PerBatch(), everything(2)).logits, expected)
         assert seen == {1: 0, 3: 0, 4: 0}
 
 
 def test_a_pass_uses_the_weights_it_is_given():
     net = Backbone(small_network())
-    layout = Layout(net)
-    other = Layout(Backbone(small_network(seed=5))).source()
+    layout = WeightLayout(net)
+    other = WeightLayout(Backbone(small_network(seed=5))).source()
     x = images(1, 5)
     there = Backbone(small_network(seed=5))
-    expected = there(x, *there.source(), Batch()).logits
-    assert torch.equal(weights.forward(layout, other, x, Batch(), everything(5)).logits, expected)
+    expected = there(x, *there.source(), PerBatch()).logits
+    assert torch.equal(weights.forward(layout, other, x, PerBatch(), everything(5)).logits, expected)
 
 
 def test_rows_of_one_stream_are_normalised_alone():
     net = Backbone(small_network())
-    layout = Layout(net)
+    layout = WeightLayout(net)
     x = images(4, 5)
-    together = weights.forward(layout, layout.source(), x, Batch(), everything(5)).logits
+    together = weights.forward(layout, layout.source(), x, PerBatch(), everything(5)).logits
     for i in range(4):
-        alone = weights.forward(layout, layout.source(), x[i : i + 1], Batch(), everything(5)).logits
+        alone = weights.forward(layout, layout.source(), x[i : i + 1], PerBatch(), everything(5)).logits
         assert torch.allclose(together[i], alone[0], atol=1e-6)
 
 
@@ -122,17 +122,17 @@ def test_training_all_weights_equals_torch():
     """Forward, gradients and Adam on rows against an ordinary module, its layers in training mode and torch's Adam."""
     model = small_network(dtype=torch.float64)
     net = Backbone(model)
-    layout = Layout(net)
+    layout = WeightLayout(net)
     params = layout.source()
-    moments = adam.init(params)
+    moments = adam_init(params)
     plain = copy.deepcopy(model).train()
     optimiser = torch.optim.Adam(plain.parameters(), lr=1e-2)
     for step in range(4):
         x = images(1, 6, step, torch.float64)
         y = torch.arange(6) % 4
         start = weights.leaf(params)
-        loss = cross_entropy(weights.forward(layout, start, x, Batch(), everything(6)).logits[0], y).mean()
-        params, moments = adam.step(params, weights.slopes(loss, start), moments, 1e-2)
+        loss = cross_entropy(weights.forward(layout, start, x, PerBatch(), everything(6)).logits[0], y).mean()
+        params, moments = adam_step(params, weights.gradients(loss, start), moments, 1e-2)
         optimiser.zero_grad()
         nn.functional.cross_entropy(plain(x[0]), y).backward()
         optimiser.step()
@@ -153,23 +153,23 @@ def test_tied_weights_are_one():
             return self.two(self.norm(self.one(x)))
 
     net = Backbone(Tied())
-    layout = Layout(net)
+    layout = WeightLayout(net)
     assert list(layout.pieces) == ["one.weight", "one.bias"]
     params = layout.source()
     params = params._replace(weights=torch.zeros_like(params.weights))
-    assert weights.forward(layout, params, torch.rand(1, 3, 4), Batch(), everything(3)).logits.abs().max() == 0
+    assert weights.forward(layout, params, torch.rand(1, 3, 4), PerBatch(), everything(3)).logits.abs().max() == 0
 
 
 @pytest.mark.parametrize(("dtype", "kept"), [(torch.float64, torch.float64), (torch.bfloat16, torch.float32)])
 def test_rows_are_float32_at_least(dtype, kept):
     net = Backbone(small_network(dtype=dtype))
-    layout = Layout(net)
+    layout = WeightLayout(net)
     start = weights.leaf(layout.source())
     assert start.weights.dtype == kept
     assert all(view.dtype == dtype for view in layout.views(start.weights[0]).values())
-    output = weights.forward(layout, start, images(1, 6, dtype=dtype), Batch(), everything(6))
-    assert torch.equal(output.logits, net(images(1, 6, dtype=dtype), *net.source(), Batch()).logits)
-    slope = weights.slopes(output.logits.float().square().sum(), start)
+    output = weights.forward(layout, start, images(1, 6, dtype=dtype), PerBatch(), everything(6))
+    assert torch.equal(output.logits, net(images(1, 6, dtype=dtype), *net.source(), PerBatch()).logits)
+    slope = weights.gradients(output.logits.float().square().sum(), start)
     assert slope.weights.dtype == kept
     assert slope.weights.abs().max() > 0
 
@@ -178,7 +178,7 @@ def test_rows_are_float32_at_least(dtype, kept):
 def test_names_of_the_state_dict_and_back(build):
     model = build()
     net = Backbone(model)
-    layout = Layout(net)
+    layout = WeightLayout(net)
     names = dict(model.named_parameters())
     packed = layout.pack(model.state_dict())
     assert all(
@@ -190,7 +190,7 @@ def test_names_of_the_state_dict_and_back(build):
 
 
 def test_tensors_of_another_network_are_refused():
-    layout = Layout(Backbone(small_network()))
+    layout = WeightLayout(Backbone(small_network()))
     state = small_network().state_dict()
     with pytest.raises(ValueError, match=r"not of this network: 8.weight, 8.bias missing or of another shape"):
         layout.pack(small_network(classes=7).state_dict())
@@ -200,10 +200,10 @@ def test_tensors_of_another_network_are_refused():
 
 
 def test_restoring_puts_back_what_is_chosen_and_nothing_else():
-    layout = Layout(Backbone(small_network()))
+    layout = WeightLayout(Backbone(small_network()))
     source = layout.source()
     moved = tree_map(lambda t: torch.cat((t, t)) + 1, source)
-    chosen = weights.sparse(key(1, 2), 0, 0.3, weights.flat(moved).shape[1])
+    chosen = weights.bernoulli_mask(key(1, 2), 0, 0.3, weights.flat(moved).shape[1])
     after = weights.flat(weights.restore(chosen, moved, source))
     assert torch.equal(after, torch.where(chosen, weights.flat(source), weights.flat(moved)))
     assert 0 < chosen.sum() < chosen.numel()
@@ -216,7 +216,7 @@ def test_restoring_puts_back_what_is_chosen_and_nothing_else():
 def test_the_share_chosen_is_p(p):
     """The last p is so small that most draws go as far as they can and choose nothing."""
     n = 4_000_000
-    chosen = weights.sparse(key(425), 1, p, n)
+    chosen = weights.bernoulli_mask(key(425), 1, p, n)
     assert chosen.shape == (1, n)
     assert abs(chosen.sum().item() - p * n) < 5 * (p * (1 - p) * n) ** 0.5
     halves = chosen.view(2, -1).sum(1).double()
@@ -226,7 +226,7 @@ def test_the_share_chosen_is_p(p):
 def test_places_are_chosen_independently():
     """Pairs at any distance meet as often as chance has it, and the gaps are geometric."""
     p, n = 0.05, 2_000_000
-    chosen = weights.sparse(key(7), 1, p, n)[0]
+    chosen = weights.bernoulli_mask(key(7), 1, p, n)[0]
     for distance in (1, 2, 3, 17, 1000):
         pairs = (chosen[distance:] & chosen[:-distance]).sum().item()
         assert abs(pairs - p * p * n) < 5 * (p * p * n) ** 0.5
@@ -237,16 +237,16 @@ def test_places_are_chosen_independently():
 
 
 def test_all_or_nothing():
-    assert not weights.sparse(key(1), 1, 0.0, 1000).any()
-    assert weights.sparse(key(1), 1, 1.0, 5000).all()
-    assert weights.sparse(key(1), 1, 0.5, 0).shape == (1, 0)
+    assert not weights.bernoulli_mask(key(1), 1, 0.0, 1000).any()
+    assert weights.bernoulli_mask(key(1), 1, 1.0, 5000).all()
+    assert weights.bernoulli_mask(key(1), 1, 0.5, 0).shape == (1, 0)
 
 
 def test_streams_seeds_clocks_and_purposes_draw_apart_and_together_equals_alone():
     n, p = 20_000, 0.1
-    both = weights.sparse(key(3, 4), 1, p, n)
-    assert torch.equal(both[1:], weights.sparse(key(4), 1, p, n))
-    others = [both[1], weights.sparse(key(3, clock=4), 1, p, n)[0], weights.sparse(key(3), 2, p, n)[0]]
+    both = weights.bernoulli_mask(key(3, 4), 1, p, n)
+    assert torch.equal(both[1:], weights.bernoulli_mask(key(4), 1, p, n))
+    others = [both[1], weights.bernoulli_mask(key(3, clock=4), 1, p, n)[0], weights.bernoulli_mask(key(3), 2, p, n)[0]]
     for other in others:
         meet = (both[0] & other).sum().item()
         assert abs(meet - p * p * n) < 5 * (p * p * n) ** 0.5

@@ -25,7 +25,7 @@ import reference
 import tribe
 from places import ROOT
 from tribe import norms
-from tribe.engine.all_weights import Layout
+from tribe.engine.all_weights import WeightLayout
 from tribe.engine.backbone import Backbone, Output
 from tribe.engine.slots import Slot
 from tribe.engine.state import Affine, Stats, leaves
@@ -1029,7 +1029,7 @@ def test_a_pass_with_weights_of_its_own_meets_no_other(own: tuple[bool, bool]) -
 
     torch.manual_seed(0)
     net, x = Backbone(nn.Sequential(small()[:3], Halfway(), small()[3:])), images("BatchNorm2d")
-    mark, source = net.fingerprint(), Layout(net).source().weights
+    mark, source = net.fingerprint(), WeightLayout(net).source().weights
     weights = [
         {name: factor * p for name, p in net.model.named_parameters()} if its else None
         for its, factor in zip(own, (2, 3), strict=True)
@@ -1046,7 +1046,7 @@ def test_a_pass_with_weights_of_its_own_meets_no_other(own: tuple[bool, bool]) -
         with ThreadPoolExecutor(1) as pool:
             found.append(pool.submit(go, 1).result(60))
             found.append(pool.submit(net.fingerprint).result(60))
-            found.append(pool.submit(lambda: Layout(net).source().weights).result(60))
+            found.append(pool.submit(lambda: WeightLayout(net).source().weights).result(60))
 
     meet.append(visit)
     assert torch.equal(go(0), alone[0])

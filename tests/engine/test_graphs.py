@@ -15,9 +15,9 @@ from places import DATA
 from recordings import CASES, GOLDENS, RECORDED, TOLERANCE, replay
 from tribe.engine import graphs, kernels
 from tribe.engine.backbone import Backbone
-from tribe.engine.graphs import Captured, InParts, Steps
-from tribe.engine.parts import mapped, performed_by
+from tribe.engine.graphs import Captured, CapturedSegments, Steps
 from tribe.engine.precision import deterministic, float32_precision
+from tribe.engine.segments import map_tensors, run_segments_with
 from tribe.engine.state import clone, digest, leaves, select, tree_map
 from tribe.testing import CLASSES, images, ready, small_network
 
@@ -25,8 +25,8 @@ gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA dev
 METHODS = [(name, {}) for name in tribe.methods.names()]
 METHODS += [("selftrain", dict(fields)) for fields in tribe.methods.get("selftrain").variants.values()]
 CAPTURABLE = [(name, fields) for name, fields in METHODS if ready(name, **fields).eager_only is None]
-IN_PARTS = [(name, fields) for name, fields in METHODS if ready(name, **fields).in_parts]
-FAST = {name for name, _ in CAPTURABLE + IN_PARTS}
+IN_SEGMENTS = [(name, fields) for name, fields in METHODS if ready(name, **fields).in_segments]
+FAST = {name for name, _ in CAPTURABLE + IN_SEGMENTS}
 DRIFTING = ("methods_k100", "rotta")  # the recorded teacher's drift is worked out on the host
 
 
@@ -78,24 +78,24 @@ def test_a_method_that_is_exempt_has_its_reason(name, fields):
 
 def test_the_paper_s_method_and_its_simplest_rivals_can_be_captured():
     assert {"tribe", "tent", "bn", "source", "eata", "pl"} <= {name for name, _ in CAPTURABLE}
-    assert {"rotta", "note", "lame"} <= {name for name, _ in IN_PARTS}
+    assert {"rotta", "note", "lame"} <= {name for name, _ in IN_SEGMENTS}
 
 
-@pytest.mark.parametrize(("name", "fields"), IN_PARTS, ids=str)
+@pytest.mark.parametrize(("name", "fields"), IN_SEGMENTS, ids=str)
 def test_a_part_looks_at_no_value(name, fields):
     """Each part is done without values first, then as it is."""
     method, net, done = ready(name, **fields), Backbone(small_network()), set()
     twin = Backbone(small_network()).to("meta")
 
     def perform(work, args):
-        abroad = tuple(twin if value is net else mapped(lambda t: t.to("meta"), value) for value in args)
+        abroad = tuple(twin if value is net else map_tensors(lambda t: t.to("meta"), value) for value in args)
         with Device():
             work(*abroad)
         done.add(work.__name__)
         return work(*args)
 
     state = method.init(net, 2)
-    with performed_by(perform):
+    with run_segments_with(perform):
         for seed in range(15):  # RoTTA learns at the 64th image
             _, state = method.step(net, state, images(2, 6, seed))
     assert len(done) >= 2
@@ -151,33 +151,33 @@ def test_captured_steps_are_the_steps_themselves(name, fields):
     assert digest(state) == before
 
 
-@pytest.mark.parametrize(("name", "fields"), IN_PARTS, ids=str)
+@pytest.mark.parametrize(("name", "fields"), IN_SEGMENTS, ids=str)
 def test_steps_in_parts_are_the_steps_themselves(name, fields):
     method, net, _, state = pair(name, **fields)
-    in_parts, here, there, before = InParts(method, net, repeated), state, state, digest(state)
+    in_segments, here, there, before = CapturedSegments(method, net, repeated), state, state, digest(state)
     for seed in range(15):
         x, valid = images(2, 6, seed), torch.rand(2, 6, generator=torch.Generator().manual_seed(seed)) > 0.2
         wanted, here = method.step(net, here, x, valid)
-        logits, there = in_parts.step(there, x, valid)
+        logits, there = in_segments.step(there, x, valid)
         assert torch.equal(logits, wanted)
         kept, frozen = digest(there), clone(there)
         assert kept == digest(here)
-        in_parts.step(there, images(2, 6, seed + 100))  # nobody's state is static memory
+        in_segments.step(there, images(2, 6, seed + 100))  # nobody's state is static memory
         assert digest(there) == kept == digest(frozen)
     assert digest(state) == before
-    assert in_parts.recorded == 1
+    assert in_segments.recorded == 1
 
 
 def test_parts_of_a_smaller_batch_are_padded_and_a_larger_one_is_recorded_anew():
     method, net, _, state = pair("rotta")
-    in_parts, here, there = InParts(method, net, repeated), state, state
+    in_segments, here, there = CapturedSegments(method, net, repeated), state, state
     for seed, batch in enumerate((60, 40, 1, 64, 70, 2)):
         x = images(2, batch, seed)
         wanted, here = method.step(net, here, x)
-        logits, there = in_parts.step(there, x)
+        logits, there = in_segments.step(there, x)
         assert logits.shape == wanted.shape
         assert (logits - wanted).abs().max() <= 1e-5
-    assert in_parts.recorded == 3
+    assert in_segments.recorded == 3
     assert torch.equal(here.info.images, there.info.images)
 
 
@@ -348,7 +348,7 @@ def ieee_float32():
 @pytest.mark.gpu
 @pytest.mark.usefixtures("ieee_float32")
 @pytest.mark.parametrize("mode", ["off", "auto"])
-@pytest.mark.parametrize(("name", "fields"), CAPTURABLE + IN_PARTS, ids=str)
+@pytest.mark.parametrize(("name", "fields"), CAPTURABLE + IN_SEGMENTS, ids=str)
 def test_graphs_equal_eager_steps(name, fields, mode):
     net, method = Backbone(small_network().cuda()), ready(name, **fields)
     with kernels.using(mode):
@@ -376,7 +376,7 @@ def test_the_recording_holds_with_graphs_and_kernels(file, name):
     """Past the switch, which knows only tribe's own augmentation: the recording's looks at no value either."""
 
     def stepping(method, net):
-        return (InParts if method.in_parts else Captured)(method, net).step
+        return (CapturedSegments if method.in_segments else Captured)(method, net).step
 
     path = GOLDENS / f"{file}_open.npz" if GOLDENS.is_dir() else DATA / f"{file}.npz"
     with np.load(path) as data, kernels.using("auto"):

@@ -48,11 +48,11 @@ def draw(
 
 
 def timely(size: int, streams: int = 1) -> Timely:
-    return memory.timely(streams, size, room=6, dtype=torch.float64, device=CPU)
+    return memory.new_timely(streams, size, room=6, dtype=torch.float64, device=CPU)
 
 
 def reservoir(size: int, classes: int, streams: int = 1) -> Reservoir:
-    return memory.reservoir(streams, size, classes, room=6, dtype=torch.float64, device=CPU)
+    return memory.new_reservoir(streams, size, classes, room=6, dtype=torch.float64, device=CPU)
 
 
 def arrive(held: Any, played: Stream, classes: int, seeds: Tensor, batch: int) -> Any:
@@ -63,13 +63,13 @@ def arrive(held: Any, played: Stream, classes: int, seeds: Tensor, batch: int) -
         columns = {"image": image, "label": label}
         if isinstance(held, Timely):
             turnover = memory.admit_timely(held, label, doubt, valid, classes)
-            columns |= {"arrival": memory.numbered(held, valid), "uncertainty": doubt}
+            columns |= {"arrival": memory.arrival_numbers(held, valid), "uncertainty": doubt}
         else:
             turnover = memory.admit_reservoir(held, label, valid, seeds)
         whole = torch.full_like(held.held, label.shape[1])
         held = memory.hold(held, columns, turnover, valid, whole)
         if isinstance(held, Reservoir):
-            held = memory.predictions_after(held, label, valid)
+            held = memory.count_predictions(held, label, valid)
     return held
 
 
@@ -142,7 +142,7 @@ def test_every_moment_within_a_batch_equals_the_slow_loop(kind: str) -> None:
         columns = {"image": played.image, "label": played.label}
         if isinstance(start, Timely):
             turnover = memory.admit_timely(start, played.label, played.uncertainty, played.valid, 5)
-            columns |= {"arrival": memory.numbered(start, played.valid), "uncertainty": played.uncertainty}
+            columns |= {"arrival": memory.arrival_numbers(start, played.valid), "uncertainty": played.uncertainty}
         else:
             turnover = memory.admit_reservoir(start, played.label, played.valid, torch.tensor([0]))
         midway = memory.hold(start, columns, turnover, played.valid, torch.tensor([passed]))

@@ -13,7 +13,7 @@ from torch import nn
 import tribe
 from tribe import methods
 from tribe.engine import all_weights as weights
-from tribe.engine.all_weights import Layout
+from tribe.engine.all_weights import WeightLayout
 from tribe.engine.augment import Augment
 from tribe.engine.backbone import Backbone
 from tribe.engine.rng import Key
@@ -37,7 +37,7 @@ def training(model):
 
 def moved(net, method, state):
     """All of a state's student parameters, by name."""
-    return Layout(net).unpack(state.student)
+    return WeightLayout(net).unpack(state.student)
 
 
 def batches(steps, batch=6, dtype=torch.float32):
@@ -99,7 +99,7 @@ def test_cotta_equals_a_loop_of_separate_passes(both):
     for y, target in zip(outputs, expected, strict=True):
         assert torch.allclose(y[0], target, rtol=0, atol=1e-8)
     for params, module in ((state.student, student), (state.teacher, teacher)):
-        named = Layout(net).unpack(params)
+        named = WeightLayout(net).unpack(params)
         for name, p in module.named_parameters():
             assert torch.allclose(named[name], p, rtol=0, atol=1e-8), name
 
@@ -163,7 +163,7 @@ def test_random_restore_has_its_rate_keeps_adams_moments_and_can_be_replayed():
     start = kept.init(net, 2, seed=4)
     _, without = kept.step(net, start, x)
     _, state = forgetful.step(net, start, x)
-    after, before, source = (weights.flat(p) for p in (state.student, without.student, Layout(net).source(2)))
+    after, before, source = (weights.flat(p) for p in (state.student, without.student, WeightLayout(net).source(2)))
     back = after != before
     assert torch.equal(after[back], source[back]), "a weight went somewhere else than to the source"
     assert torch.equal(weights.flat(state.teacher), weights.flat(without.teacher)), "the teacher follows first"
@@ -185,9 +185,9 @@ def test_random_restore_has_its_rate_keeps_adams_moments_and_can_be_replayed():
 def test_affine_parameters_are_restored_too():
     net = Backbone(small_network())
     _, state = create("cotta", p=1.0, p_th=NEVER).step(net, create("cotta").init(net), images(1, 6))
-    assert torch.equal(weights.flat(state.student), weights.flat(Layout(net).source()))
+    assert torch.equal(weights.flat(state.student), weights.flat(WeightLayout(net).source()))
     assert state.adam.first.weights.abs().max() > 0
-    assert not torch.equal(weights.flat(state.teacher), weights.flat(Layout(net).source()))
+    assert not torch.equal(weights.flat(state.teacher), weights.flat(WeightLayout(net).source()))
 
 
 def test_a_custom_augmentation_that_changes_the_shape_is_refused():
@@ -240,7 +240,7 @@ def test_petal_forgets_exactly_the_weights_below_the_quantile():
     x = torch.cat((images(1, 6, 1), images(1, 6, 2)))
     start = method.init(net, 2)
     _, state = method.step(net, start, x)
-    source = weights.flat(Layout(net).source(2))
+    source = weights.flat(WeightLayout(net).source(2))
     gradient = weights.flat(state.adam.first) / 0.1  # after one step Adam's mean is a tenth of the gradient
     squared = gradient.double().square().numpy()
     for i in range(2):
@@ -256,7 +256,7 @@ def test_petals_quantile_is_over_weights_that_exist():
     net = Backbone(nn.Sequential(*bare, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, CLASSES)))
     method = informed(methods.create("petal", classes=CLASSES, p_th=NEVER, spw=1e-3, delta=0.1), net)
     _, state = method.step(net, method.init(net), images(1, 6))
-    layout = Layout(net)
+    layout = WeightLayout(net)
     squared, after, origin = (
         torch.cat([t.flatten() for t in layout.unpack(p).values()]).double()
         for p in (tree_map(torch.square, state.adam.first), state.student, layout.source())
@@ -283,7 +283,7 @@ def test_petals_loss_holds_the_student_to_the_posterior():
     for name, p in student.named_parameters():
         loss = loss + 0.01 * 0.5 * ((p - mean[name]) ** 2 / (var[name] + 1e-6)).sum()
     loss.backward()
-    seen = Layout(net).unpack(state.adam.first)
+    seen = WeightLayout(net).unpack(state.adam.first)
     for name, p in student.named_parameters():
         assert torch.allclose(seen[name] / 0.1, p.grad, rtol=1e-6, atol=1e-9), name
 
@@ -403,7 +403,7 @@ def test_ttac_equals_a_loop_over_samples():
         assert torch.allclose(mine, slow, rtol=0, atol=1e-9)
     assert torch.allclose(state.whole.mean[0, 0], total, atol=1e-9)
     assert torch.allclose(state.whole.cov[0, 0], total_cov, atol=1e-9)
-    layout = Layout(net, without=nn.Linear)
+    layout = WeightLayout(net, without=nn.Linear)
     named = layout.unpack(weights.Parameters(state.affine, state.weights))
     frozen = {"8.weight", "8.bias"}
     assert named.keys() == {name for name, _ in module.named_parameters()} - frozen

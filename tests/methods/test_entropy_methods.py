@@ -15,7 +15,7 @@ from tribe.engine.backbone import Backbone
 from tribe.engine.state import Affine, digest, stream
 from tribe.knowledge import Knowledge, KnowledgeError
 from tribe.methods.lame import nearest
-from tribe.norms.batch import Batch
+from tribe.norms.batch import PerBatch
 from tribe.norms.frozen import Frozen
 from tribe.testing import images, informed, small_network
 
@@ -584,7 +584,7 @@ def test_the_prior_of_the_batch_reweights_the_outputs(kind, batch):
     net, x = network(), images(1, batch, 2, DOUBLE)
     plain, corrected = (methods.create("roid", classes=4, prior=prior) for prior in ("none", kind))
     p = plain.predict(net, plain.init(net), x)[0]
-    logits = net(x, *net.source(), Batch()).logits[0]
+    logits = net(x, *net.source(), PerBatch()).logits[0]
     prior = [sum(float(q[k]) for q in p) / batch for k in range(4)]
     gamma = max(1 / batch, 1 / 4) / max(prior)
     smooth = torch.tensor([(v + gamma) / (1 + 4 * gamma) for v in prior], dtype=DOUBLE)

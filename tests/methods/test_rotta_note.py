@@ -10,10 +10,9 @@ from torch import Tensor
 import reference
 import tribe
 from tribe import methods, norms
-from tribe.engine.adam import init as new_moments
-from tribe.engine.adam import step as adam_step
 from tribe.engine.backbone import Backbone
 from tribe.engine.memory import images as pictures
+from tribe.engine.optim import adam_init, adam_step
 from tribe.engine.state import Affine, digest, leaves, stream
 from tribe.methods.note import Note
 from tribe.methods.rotta import Rotta
@@ -79,7 +78,7 @@ def slow_rotta(method: Rotta, net: Backbone, x: Tensor, batch: int) -> Any:
     """One stream, one image at a time, the memory as lists: (predictions, teacher, student, times updated, memory)."""
     model = reference.TimelyMemory(method.size, CLASSES)
     teacher, student = net.source(), net.source()
-    moments, seen, outputs = new_moments(student[0]), 0, []
+    moments, seen, outputs = adam_init(student[0]), 0, []
     for start in range(0, x.shape[1], batch):
         with torch.no_grad():
             logits = net(x[:, start : start + batch], *teacher, Frozen()).logits
@@ -194,7 +193,7 @@ def test_note_takes_one_step_a_batch_down_the_entropy_of_its_memory(batch: int) 
     """From the memory at the end of the batch, the free places of a young one left out."""
     net, x, method = network(), shots(24), note()
     affine, stats = net.source()
-    moments, state = new_moments(affine), method.init(net)
+    moments, state = adam_init(affine), method.init(net)
     for i in range(0, 24, batch):
         with torch.no_grad():
             wanted = net(x[:, i : i + batch], affine, stats, norms.create("instance")).logits

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from tribe import testing
-from tribe.engine import adam
 from tribe.engine.losses import entropy
 from tribe.engine.memory import images
+from tribe.engine.optim import Adam, adam_step
 from tribe.engine.rng import Key
 from tribe.engine.state import Affine, Info, Stats
 from tribe.methods.base import Deployed, finish, screen
@@ -24,14 +24,14 @@ from tribe.methods.source import Source
 from tribe.methods.tent import Tent, _statistics
 from tribe.methods.tribe import Tribe
 from tribe.norms.balanced import Balanced
-from tribe.norms.batch import Batch
+from tribe.norms.batch import PerBatch
 from tribe.norms.robust import Robust
 from tribe.scenarios.replay import Replay
 
 K = testing.CLASSES
 
 
-class PooledOverRows(Batch):
+class PooledOverRows(PerBatch):
     """Batch statistics over all streams at once, as an implementation that folds streams into the batch has them."""
 
     def __call__(self, mean, var, count, stats, labels, valid, eps):
@@ -104,7 +104,7 @@ NORM_MUTANTS = [
 class TentWith(Tent):
     """TENT with a hook for the bug."""
 
-    rule: ClassVar = Batch()
+    rule: ClassVar = PerBatch()
 
     def loss(self, logits, valid):
         return (entropy(logits) * valid).sum(1) / valid.sum(1).clamp_min(1)
@@ -115,7 +115,7 @@ class TentWith(Tent):
             affine = state.affine.leaf()
             logits = net(x, affine, _statistics(net, state), self.rule, valid=valid).logits
             grads = Affine(*torch.autograd.grad(self.loss(logits, valid).sum(), affine))
-        moved, moments = adam.step(state.affine, grads, state.adam, self.lr)
+        moved, moments = adam_step(state.affine, grads, state.adam, self.lr)
         new = state._replace(affine=moved, adam=moments)
         return finish(net, state, new, logits, valid, rejected, affine=moved)
 
@@ -251,9 +251,9 @@ class NoScreen(TentWith):
     def step(self, net, state, x, valid=None, *, donate=False):
         with torch.enable_grad():
             affine = state.affine.leaf()
-            logits = net(x, affine, _statistics(net, state), Batch()).logits
+            logits = net(x, affine, _statistics(net, state), PerBatch()).logits
             grads = Affine(*torch.autograd.grad(entropy(logits).mean(1).sum(), affine))
-        moved, moments = adam.step(state.affine, grads, state.adam, self.lr)
+        moved, moments = adam_step(state.affine, grads, state.adam, self.lr)
         valid = torch.ones(x.shape[:2], dtype=torch.bool)
         return finish(
             net,
@@ -271,7 +271,7 @@ class MovesOnNothing(TentWith):
 
     def step(self, net, state, x, valid=None, *, donate=False):
         y, new = super().step(net, state, x, valid)
-        moved, moments = adam.step(new.affine, Affine(*map(torch.zeros_like, new.affine)), new.adam, self.lr)
+        moved, moments = adam_step(new.affine, Affine(*map(torch.zeros_like, new.affine)), new.adam, self.lr)
         return y, new._replace(affine=moved, adam=moments)
 
 
@@ -336,7 +336,7 @@ class DeploysNothing(TentWith):
     more_than_a_pass = None
 
     def deployed(self, net, state):
-        return Deployed(Affine(*map(torch.zeros_like, state.affine)), _statistics(net, state), Batch())
+        return Deployed(Affine(*map(torch.zeros_like, state.affine)), _statistics(net, state), PerBatch())
 
     def predict(self, net, state, x, valid=None):
         return Tent.deployed(self, net, state).logits(net, *screen(x, valid)[:2])
@@ -356,7 +356,7 @@ class DeploysTheSource(DeploysNothing):
     """What would be exported has not adapted."""
 
     def deployed(self, net, state):
-        return Deployed(*net.source(len(state.key.seed)), Batch())
+        return Deployed(*net.source(len(state.key.seed)), PerBatch())
 
 
 class Corrected(TentWith):
@@ -390,7 +390,7 @@ class SaysItCorrects(TentWith):
 
 class GrowingState(NamedTuple):
     affine: Affine
-    adam: adam.Adam
+    adam: Adam
     key: Key
     info: Info
     past: torch.Tensor  # (S, steps + 1, C)
@@ -534,7 +534,7 @@ class FreePlacesTeach(Note):
             seen, counts = images(state.memory, shape), state.memory.filled & due.unsqueeze(1)
             logits, _, stats = net(seen, affine, state.stats, self._norm(observing=True), valid=counts)
             grads = Affine(*torch.autograd.grad(entropy(logits).mean(1).sum(), affine))
-        moved, moments = adam.step(state.affine, grads, state.adam, self.lr)
+        moved, moments = adam_step(state.affine, grads, state.adam, self.lr)
         return state._replace(affine=moved, stats=stats, adam=moments)
 
 

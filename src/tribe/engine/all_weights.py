@@ -21,7 +21,7 @@ from tribe.engine.rules import Norm
 from tribe.engine.state import Affine, streams_of
 
 ALIGNED = 64  # bytes between two boundaries of memory that suit every kernel
-REACH = 1024  # how far one random number of `sparse` can see ahead
+REACH = 1024  # how far one random number of `bernoulli_mask` can see ahead
 
 
 class Parameters(NamedTuple):
@@ -46,7 +46,7 @@ class Piece(NamedTuple):
     dtype: torch.dtype  # the network's; rows are kept in float32 at least
 
 
-class Layout:
+class WeightLayout:
     """Where each parameter lies in a row of P weights.
 
     Args:
@@ -54,7 +54,7 @@ class Layout:
         without: kinds of layer whose parameters stay frozen.
 
     >>> net = Backbone(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 5)))
-    >>> layout = Layout(net, without=nn.Linear)
+    >>> layout = WeightLayout(net, without=nn.Linear)
     >>> list(layout.pieces), layout.source(streams=2).weights.shape
     (['0.weight', '0.bias'], torch.Size([2, 112]))
     """
@@ -112,7 +112,7 @@ class Layout:
                     named[f"{slot.name}.{field}"] = part.view(getattr(slot.layer, field).shape)
         return named
 
-    def own(self, row: Tensor) -> Tensor:
+    def existing_columns(self, row: Tensor) -> Tensor:
         """Of a `flat` row those columns (S, n) that are weights: layers without a scale, or a shift, have others."""
         places = [
             (slot.channels, getattr(slot.layer, f) is not None) for f in Affine._fields for slot in self.net.slots
@@ -146,7 +146,7 @@ def _unflatten(t: Tensor, shape: torch.Size) -> Tensor:
     return t.view(out, height, width, into).movedim(-1, 1)
 
 
-def forward(layout: Layout, params: Parameters, x: Tensor, norm: Norm, valid: Tensor) -> Output:
+def forward(layout: WeightLayout, params: Parameters, x: Tensor, norm: Norm, valid: Tensor) -> Output:
     """Pass (R, B, ...) images through the network that one stream's parameters (1, ...) make; valid is (1, B)."""
     rows, net = len(x), layout.net
     affine = Affine(*(t.expand(rows, -1) for t in params.affine))
@@ -162,7 +162,7 @@ def leaf(params: Parameters) -> Parameters:
     return Parameters(params.affine.leaf(), params.weights.detach().requires_grad_())
 
 
-def slopes(loss: Tensor, params: Parameters) -> Parameters:
+def gradients(loss: Tensor, params: Parameters) -> Parameters:
     """The gradient of a loss with respect to what `leaf` gave; zero where it does not depend on it."""
     *affine, weights = torch.autograd.grad(
         loss, (*params.affine, params.weights), allow_unused=True, materialize_grads=True
@@ -170,7 +170,7 @@ def slopes(loss: Tensor, params: Parameters) -> Parameters:
     return Parameters(Affine(*affine), weights)
 
 
-def together(streams: list[Parameters]) -> Parameters:
+def stack_streams(streams: list[Parameters]) -> Parameters:
     """Rows of single streams under each other."""
     if len(streams) == 1:
         return streams[0]
@@ -193,7 +193,7 @@ def restore(chosen: Tensor, params: Parameters, source: Parameters) -> Parameter
     return Parameters(Affine(weight, bias), weights)
 
 
-def sparse(key: Key, purpose: int, p: float, n: int) -> Tensor:
+def bernoulli_mask(key: Key, purpose: int, p: float, n: int) -> Tensor:
     """Choose each of n places with probability p, independently: (S, n) bool.
 
     A draw says how many places to go to the next chosen one (the geometric distribution), so p n random numbers do
@@ -201,7 +201,7 @@ def sparse(key: Key, purpose: int, p: float, n: int) -> Tensor:
     than `REACH` goes that far and chooses nothing, which is exact as the distribution has no memory.
 
     >>> key = Key(seed=torch.tensor([425]), clock=torch.tensor([0]))
-    >>> sparse(key, 1, 0.25, 100_000).float().mean().round(decimals=2)
+    >>> bernoulli_mask(key, 1, 0.25, 100_000).float().mean().round(decimals=2)
     tensor(0.2500)
     """
     streams, device = len(key.seed), key.seed.device

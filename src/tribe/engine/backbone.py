@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from tribe.engine.moments import fold
 from tribe.engine.rules import Frozen, Norm
-from tribe.engine.slots import NORMS, Pass, Slot, Source, Watch, desk, on_desk, slot_for, source_of, why_not
+from tribe.engine.slots import NORMS, Pass, Slot, SlotHook, Source, desk, on_desk, slot_for, source_of, why_not
 from tribe.engine.state import Affine, Stats, Store, hash_tensors
 
 T = TypeVar("T", bound=nn.Module)
@@ -250,7 +250,7 @@ class Backbone(nn.Module):
         valid: Tensor | None = None,
         weights: Mapping[str, Tensor] | None = None,
         spare: Stats | None = None,
-        watch: Watch | None = None,
+        slot_hook: SlotHook | None = None,
     ) -> Output:
         """One pass over (R, B, ...) images, each row with its own normalisation.
 
@@ -264,7 +264,7 @@ class Backbone(nn.Module):
             weights: other weights by name instead of the frozen ones (`torch.func.functional_call`, on a double of
                 the network: see `Doubles`).
             spare: statistics nobody needs any more, whose memory may hold the new ones.
-            watch: called with each slot that the network comes to, and what it receives there.
+            slot_hook: called with each slot that the network comes to, and what it receives there.
         """
         rows, batch = x.shape[:2]
         if affine.weight.shape != (rows, self.channels):
@@ -289,7 +289,7 @@ class Backbone(nn.Module):
             norm,
             labels,
             valid,
-            watch=watch,
+            slot_hook=slot_hook,
         )
         if self._eps is not None and not norm.observes:  # one fold for the whole network
             both = fold(*current.stats, *affine, self._eps)
@@ -312,7 +312,7 @@ class Backbone(nn.Module):
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
             if NO_VIEW in str(error) and channels_last:
                 self._give_up_channels_last()  # unless another thread has
-                return Backbone.forward(self, x, affine, stats, norm, labels, valid, weights, spare, watch)
+                return Backbone.forward(self, x, affine, stats, norm, labels, valid, weights, spare, slot_hook)
             shape = tuple(x.shape[2:])
             raise ValueError(
                 f"the network could not take images of shape {shape}: {error}{self._expected(shape)}"
@@ -343,12 +343,12 @@ class Backbone(nn.Module):
                 stacklevel=2,
             )
 
-    def _source_pass(self, batch: int, watch: Watch) -> Pass:
+    def _source_pass(self, batch: int, slot_hook: SlotHook) -> Pass:
         """A pass of one row with the source's own normalisation, in which images do not meet."""
         affine, stats = self.source()
         scales, shifts = affine.weight.split(self._split, 1), affine.bias.split(self._split, 1)
         valid = torch.ones(1, batch, dtype=torch.bool, device=self.device)
-        return Pass(1, batch, scales, shifts, stats, Frozen(), None, valid, watch=watch)
+        return Pass(1, batch, scales, shifts, stats, Frozen(), None, valid, slot_hook=slot_hook)
 
     @torch.inference_mode(False)
     def _give_up_channels_last(self) -> None:
@@ -469,19 +469,19 @@ class _Received(BaseException):
 
 
 @torch.no_grad()
-def _views_first(slot: Slot, model: nn.Module, like: Tensor, source_pass: Callable[[int, Watch], Pass]) -> bool:
+def _views_first(slot: Slot, model: nn.Module, like: Tensor, source_pass: Callable[[int, SlotHook], Pass]) -> bool:
     """Whether views of an image come to a slot a batch apart, as torch.cat of two batches puts them, or side by side.
 
     It is seen where the first of two images is found again when they change places.
     """
 
     def received(images: Tensor) -> Tensor | None:
-        def watch(at: Slot, x: Tensor) -> None:
+        def slot_hook(at: Slot, x: Tensor) -> None:
             if at.index == slot.index and len(x) > len(images):
                 raise _Received(x)
 
         try:
-            with on_desk(source_pass(len(images), watch)):
+            with on_desk(source_pass(len(images), slot_hook)):
                 model(images)
         except _Received as done:
             return done.x

@@ -6,8 +6,8 @@ reads state 0 and writes state 1, the other the reverse. Nothing large is copied
 K = 1000 classes are written where they belong. Images go into static memory, too; a batch smaller than the recorded one
 is padded with images that are not `valid`, which weigh nothing.
 
-A step in the middle of which the host decides something is captured in parts (`tribe.engine.parts`): one launch each,
-their arguments copied into static memory and their results out of it.
+A step in which the host decides something midway is captured in segments (`tribe.engine.segments`), one launch each.
+Their arguments are copied into static memory, and their results out of it.
 
 A recording is made with steps whose results are thrown away (a step is pure), so that it disturbs no stream.
 """
@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from tribe.engine import kernels
 from tribe.engine.augment import Augment
 from tribe.engine.backbone import Backbone
-from tribe.engine.parts import flat, mapped, performed_by
 from tribe.engine.precision import deterministic
+from tribe.engine.segments import flatten, map_tensors, run_segments_with
 from tribe.engine.state import clone, leaves
 
 Switch = bool | Literal["auto"]  # capture steps; "auto": where that is possible
@@ -37,7 +37,7 @@ class Method(Protocol):
 
     name: ClassVar[str]
     eager_only: ClassVar[str | None]  # why a step cannot be captured in one CUDA graph
-    in_parts: ClassVar[bool]  # but then in several
+    in_segments: ClassVar[bool]  # but then in several
 
     def step(
         self, net: Backbone, state: Any, x: Tensor, valid: Tensor | None = None, *, donate: Any = False
@@ -54,7 +54,7 @@ def refusal(method: Method, device: torch.device) -> str | None:
     """Why the steps of a method cannot be captured, or None."""
     if device.type != "cuda":
         return f"CUDA graphs need a CUDA device; the network is on {device.type}"
-    if method.eager_only is not None and not method.in_parts:
+    if method.eager_only is not None and not method.in_segments:
         return f"{method.name} cannot be captured in a CUDA graph: {method.eager_only}"
     if not isinstance(getattr(method, "augment", Augment()), Augment):
         return f"{method.name} has an augment= of its own, which may look at values; only tribe.Augment is captured"
@@ -78,7 +78,7 @@ class Steps:
             raise ValueError(f"{reason}. graphs='auto' would take its steps one launch at a time")
         self.method, self.net, self.graphs, self.deterministic = method, net, graphs, deterministic
         self.failed: str | None = None  # what went wrong with a recording
-        self._captured: Captured | InParts | None = None
+        self._captured: Captured | CapturedSegments | None = None
 
     @property
     def eager_because(self) -> str | None:
@@ -97,7 +97,7 @@ class Steps:
                 try:
                     if self._captured is None:
                         whole = self.method.eager_only is None
-                        self._captured = (Captured if whole else InParts)(self.method, self.net)
+                        self._captured = (Captured if whole else CapturedSegments)(self.method, self.net)
                     result = self._captured.step(state, x, valid)
                     if self._captured.recorded > SHAPES and self.graphs == "auto":
                         self.failed = f"batches came in more than {SHAPES} shapes, each of which is recorded anew"
@@ -172,7 +172,7 @@ class Captured:
         _copy(new, spare)
 
 
-class InParts:
+class CapturedSegments:
     """A method's steps with each of their parts recorded, for the shape of batch it has seen last."""
 
     def __init__(self, method: Method, net: Backbone, record: Callable[[], Record] | None = None) -> None:
@@ -193,7 +193,7 @@ class InParts:
         valid = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if valid is None else valid
         if short := self._batch - batch:
             x, valid = (nn.functional.pad(t, [0, 0] * (t.dim() - 2) + [0, short]) for t in (x, valid))
-        with performed_by(self._recordings):
+        with run_segments_with(self._recordings):
             logits, state = self.method.step(self.net, state, x, valid)
         return logits[:, :batch], state
 
@@ -207,24 +207,24 @@ class Recordings:
 
     def __call__(self, work: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """``work(*args)``."""
-        kind = work.__qualname__, *(_kind(value) for value in flat(args))
+        kind = work.__qualname__, *(_kind(value) for value in flatten(args))
         if kind not in self._known:
             self._known[kind] = self._recorded(work, args)
         static, results, replay = self._known[kind]
-        for place, value in zip(flat(static), flat(args), strict=True):
+        for place, value in zip(flatten(static), flatten(args), strict=True):
             if isinstance(place, Tensor):
                 place.copy_(value)
         replay()
-        return mapped(Tensor.clone, results[0])
+        return map_tensors(Tensor.clone, results[0])
 
     def _recorded(self, work: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, list[Any], Work]:
-        static: Any = mapped(Tensor.clone, args)
+        static: Any = map_tensors(Tensor.clone, args)
         results: list[Any] = []
 
         def go() -> None:
             done = work(*static)
-            results[:] = results or [mapped(torch.empty_like, done)]
-            for place, value in zip(flat(results[0]), flat(done), strict=True):
+            results[:] = results or [map_tensors(torch.empty_like, done)]
+            for place, value in zip(flatten(results[0]), flatten(done), strict=True):
                 if isinstance(place, Tensor):
                     place.copy_(value)
 

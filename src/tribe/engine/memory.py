@@ -88,14 +88,14 @@ class Turnover(NamedTuple):
         return self.entered & (self.since <= passed) & (passed < self.until)
 
 
-def timely(streams: int, size: int, *, room: int, dtype: torch.dtype, device: torch.device) -> Timely:
+def new_timely(streams: int, size: int, *, room: int, dtype: torch.dtype, device: torch.device) -> Timely:
     """An empty memory for RoTTA."""
     image, label, count = _places(streams, size, room, dtype, device)
     doubt = torch.zeros(streams, size, dtype=wide(dtype), device=device)
     return Timely(image, label, label.clone(), doubt, count, count.clone(), count.clone())
 
 
-def reservoir(
+def new_reservoir(
     streams: int, size: int, classes: int, *, room: int, dtype: torch.dtype, device: torch.device
 ) -> Reservoir:
     """An empty memory for NOTE."""
@@ -158,7 +158,7 @@ def hold(memory: Memory, newcomers: Mapping[str, Tensor], turnover: Turnover, va
     return memory._replace(**columns, held=held, arrivals=memory.arrivals + came.sum(1))
 
 
-def numbered(memory: Memory, valid: Tensor) -> Tensor:
+def arrival_numbers(memory: Memory, valid: Tensor) -> Tensor:
     """How many had arrived before each image of a batch: (S, B)."""
     return memory.arrivals.unsqueeze(1) + valid.cumsum(1) - valid.long()
 
@@ -176,7 +176,7 @@ def admit_timely(memory: Timely, labels: Tensor, uncertainty: Tensor, valid: Ten
     """
     pool = _pool(memory, labels, valid)
     size, rows = pool.size, pool.rows
-    number = _host(numbered(memory, valid))  # (S, B)
+    number = _host(arrival_numbers(memory, valid))  # (S, B)
     arrival = np.concatenate((_host(memory.arrival), number), 1)  # (S, N)
     doubt = np.concatenate((_host(memory.uncertainty), _host(uncertainty)), 1).astype(np.float64) / math.log(classes)
     age = (number[:, :, None] - arrival[:, None, :]).clip(0)  # who is yet to come has none
@@ -205,7 +205,7 @@ def admit_reservoir(memory: Reservoir, labels: Tensor, valid: Tensor, seed: Tens
     """
     pool = _pool(memory, labels, valid)
     size, (streams, batch) = pool.size, labels.shape
-    key = Key(seed.cpu().repeat_interleave(batch), numbered(memory, valid).cpu().flatten())
+    key = Key(seed.cpu().repeat_interleave(batch), arrival_numbers(memory, valid).cpu().flatten())
     coin, lot = rng.uniform(key, DRAWS, (2,)).double().view(streams, batch, 2).unbind(2)
     earlier = pool.same[:, size:, size:] & pool.valid[:, None, :] & np.tri(batch, dtype=bool)
     predictions = _host(memory.predicted.gather(1, labels)) + earlier.sum(2)  # n_c, this one included
@@ -223,7 +223,7 @@ def admit_reservoir(memory: Reservoir, labels: Tensor, valid: Tensor, seed: Tens
     return pool.turnover(decide, memory.held.device)
 
 
-def predictions_after(memory: Reservoir, labels: Tensor, valid: Tensor) -> Reservoir:
+def count_predictions(memory: Reservoir, labels: Tensor, valid: Tensor) -> Reservoir:
     """Count a batch's predictions."""
     return memory._replace(predicted=memory.predicted.scatter_add(1, labels, valid.long()))
 

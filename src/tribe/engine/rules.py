@@ -77,7 +77,7 @@ class _Pool(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class Batch:
+class PerBatch:
     """The batch's own statistics. A batch of one sample without pixels normalises to the bias."""
 
     classes: ClassVar[int] = 1

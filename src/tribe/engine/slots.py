@@ -21,7 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import parametrize
 
 from tribe.engine.moments import fold, normalise, scale_and_shift, wide
-from tribe.engine.rules import Batch, Frozen, Norm
+from tribe.engine.rules import Frozen, Norm, PerBatch
 from tribe.engine.state import Affine, Stats
 
 NORMS = (_BatchNorm, nn.LayerNorm, nn.GroupNorm)
@@ -54,11 +54,11 @@ class Pass:
     kept: dict[int, Stats] = dataclasses.field(default_factory=dict)  # what each slot's rule left, (R, K, c)
     folded: tuple[tuple[Tensor, Tensor], ...] | None = None  # per slot scale and shift, where no batch changes them
     features: Tensor | None = None
-    watch: "Watch | None" = None  # shown what each slot receives
+    slot_hook: "SlotHook | None" = None  # shown what each slot receives
     find_order: Callable[["Slot"], bool] | None = None  # whether views come before samples at a slot, by a trial
 
 
-Watch = Callable[["Slot", Tensor], None]
+SlotHook = Callable[["Slot", Tensor], None]
 desk: ContextVar[Pass | None] = ContextVar("tribe_pass", default=None)
 
 
@@ -106,8 +106,8 @@ class Slot(nn.Module, ABC):
                 "it in the caller's)"
             )
         current.called.add(self.index)
-        if current.watch is not None:
-            current.watch(self, x)
+        if current.slot_hook is not None:
+            current.slot_hook(self, x)
         weight, bias = current.weight[self.index], current.bias[self.index]  # (R, c)
         if self.layer.weight is None:
             weight = torch.ones_like(weight)
@@ -206,7 +206,7 @@ class StatisticsSlot(Slot):
             raise RuntimeError(f"layer {self.name!r} has {self.channels} channels; it received {tuple(x.shape)}")
         # A layer that never kept statistics has none to start from: it uses each batch's own, as it always did.
         tracked = self.layer.running_mean is not None
-        norm = current.norm if tracked else Batch()
+        norm = current.norm if tracked else PerBatch()
         # A layer called a second time goes on from its own first call.
         stats = current.kept.get(self.index) or Stats(*(t[..., self.columns] for t in current.stats))
         folded = self.unfold(x, current)  # (R, B, C, ...)

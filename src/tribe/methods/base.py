@@ -79,7 +79,7 @@ class Method(ABC):
     small: ClassVar[Mapping[str, int]] = {}  # fields with which a few images are enough, for the contract
     variants: ClassVar[Mapping[str, Mapping[str, Any]]] = {}  # settings with a name of their own
     eager_only: ClassVar[str | None] = None  # why a step cannot be captured in one CUDA graph; see tribe.engine.graphs
-    in_parts: ClassVar[bool] = False  # but then in several, see tribe.engine.parts
+    in_segments: ClassVar[bool] = False  # but then in several, see tribe.engine.segments
     needs: ClassVar[str | None] = None  # what it must know of the source data, in words; see tribe.source
     works_on: ClassVar[tuple[Literal["affine", "statistics", "features"], ...]] = ()  # what a network must have for it
     more_than_a_pass: ClassVar[str | None] = None  # how `predict` goes beyond the network `deployed` describes

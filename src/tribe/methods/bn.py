@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from tribe.engine.backbone import Backbone
 from tribe.methods.base import Deployed, register
 from tribe.methods.source import Source, SourceState
-from tribe.norms.batch import Batch
+from tribe.norms.batch import PerBatch
 
 
 @register("bn")
@@ -19,4 +19,4 @@ class BN(Source):
 
     def deployed(self, net: Backbone, state: SourceState) -> Deployed:
         """The source's parameters, the batch's statistics."""
-        return Deployed(*net.source(len(state.key.seed)), Batch())
+        return Deployed(*net.source(len(state.key.seed)), PerBatch())

@@ -15,16 +15,25 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tribe.engine import adam
-from tribe.engine.all_weights import Layout, Parameters, forward, leaf, restore, slopes, sparse, together
+from tribe.engine.all_weights import (
+    Parameters,
+    WeightLayout,
+    bernoulli_mask,
+    forward,
+    gradients,
+    leaf,
+    restore,
+    stack_streams,
+)
 from tribe.engine.augment import Augment, View, check_view, view
 from tribe.engine.backbone import Backbone
 from tribe.engine.losses import mean_over, soft_cross_entropy
 from tribe.engine.moments import wide
+from tribe.engine.optim import Adam, adam_init, adam_step
 from tribe.engine.rng import Key
 from tribe.engine.state import Info, tree_map
 from tribe.methods.base import Deployed, Method, finish, finite, new_info, new_key, quiet, register, screen
-from tribe.norms.batch import Batch
+from tribe.norms.batch import PerBatch
 
 RESTORE = 0x434F5454  # purpose of the draw, "COTT" in ASCII
 
@@ -34,7 +43,7 @@ class CottaState(NamedTuple):
 
     student: Parameters  # (S, C) and (S, P)
     teacher: Parameters
-    adam: adam.Adam
+    adam: Adam
     key: Key
     info: Info
 
@@ -72,20 +81,20 @@ class AveragedTeacher(Method):
 
     def init(self, net: Backbone, streams: int = 1, seed: int = 0) -> CottaState:
         """Student and teacher start at the source."""
-        student = Layout(net).source(streams)
+        student = WeightLayout(net).source(streams)
         teacher = tree_map(Tensor.clone, student)
-        return CottaState(student, teacher, adam.init(student), new_key(net, streams, seed), new_info(net, streams))
+        return CottaState(student, teacher, adam_init(student), new_key(net, streams, seed), new_info(net, streams))
 
     def deployed(self, net: Backbone, state: CottaState) -> Deployed:
         """The teacher, the batch's statistics."""
-        layout, streams = Layout(net), len(state.key.seed)
+        layout, streams = WeightLayout(net), len(state.key.seed)
         weights = [layout.views(row) for row in state.teacher.weights]
-        return Deployed(state.teacher.affine, net.source(streams)[1], Batch(), weights)
+        return Deployed(state.teacher.affine, net.source(streams)[1], PerBatch(), weights)
 
     def predict(self, net: Backbone, state: CottaState, x: Tensor, valid: Tensor | None = None) -> Tensor:
         """Predict as a step would: the views are drawn from the state's key."""
         x, valid, _ = screen(x, valid)
-        said = self._teach(Layout(net), state, x, valid)
+        said = self._teach(WeightLayout(net), state, x, valid)
         return quiet(said, valid & finite(said))
 
     def step(
@@ -93,20 +102,20 @@ class AveragedTeacher(Method):
     ) -> tuple[Tensor, CottaState]:
         """Predict with the teacher, teach the student, let the teacher follow, forget."""
         x, valid, rejected = screen(x, valid)
-        layout = Layout(net)
+        layout = WeightLayout(net)
         logits = self._teach(layout, state, x, valid)
         grads = self._learn(layout, state, x, valid, logits)
-        student, moments = adam.step(state.student, grads, state.adam, self.lr)
+        student, moments = adam_step(state.student, grads, state.adam, self.lr)
         teacher = tree_map(lambda t, s: torch.lerp(t, s, 1 - self.alpha), state.teacher, student)
         student = self.forget(layout, state, student, grads)
         new = state._replace(student=student, teacher=teacher, adam=moments)
         return finish(net, state, new, logits, valid, rejected, affine=teacher.affine)
 
     @torch.no_grad()
-    def _teach(self, layout: Layout, state: CottaState, x: Tensor, valid: Tensor) -> Tensor:
+    def _teach(self, layout: WeightLayout, state: CottaState, x: Tensor, valid: Tensor) -> Tensor:
         """The teacher's logits (S, B, K), averaged over views for the streams whose source model is unsure."""
         net = layout.net
-        source = net(x, *net.source(len(x)), Batch(), valid=valid).logits
+        source = net(x, *net.source(len(x)), PerBatch(), valid=valid).logits
         confidence = mean_over(source.to(wide(source.dtype)).softmax(-1).amax(-1), valid)  # (S,)
         unsure = (confidence < self.p_th) & valid.any(1)  # type: ignore[operator]
         logits = []
@@ -118,10 +127,10 @@ class AveragedTeacher(Method):
                 chunk = self.chunk or (max(1, 128 // x.shape[1]) if x.device.type == "cpu" else 16)
                 numbers = (range(first, min(first + chunk, self.n)) for first in range(0, self.n, chunk))
                 views = (self.views(x, state.key, i, some) for some in numbers)
-                parts = [forward(layout, teacher, seen, Batch(), counts).logits for seen in views]
+                parts = [forward(layout, teacher, seen, PerBatch(), counts).logits for seen in views]
                 logits.append(torch.cat(parts).to(wide(source.dtype)).mean(0, keepdim=True).to(source.dtype))
             else:
-                logits.append(forward(layout, teacher, x[i : i + 1], Batch(), counts).logits)
+                logits.append(forward(layout, teacher, x[i : i + 1], PerBatch(), counts).logits)
         return torch.cat(logits)
 
     def views(self, x: Tensor, key: Key, index: int, numbers: range) -> Tensor:
@@ -131,24 +140,24 @@ class AveragedTeacher(Method):
         clock = key.clock[index] + (torch.arange(numbers.start, numbers.stop, device=x.device) << 32)
         return view(self.augment, mine.expand(count, *mine.shape), Key(key.seed[index].expand(count), clock))
 
-    def _learn(self, layout: Layout, state: CottaState, x: Tensor, valid: Tensor, target: Tensor) -> Parameters:
+    def _learn(self, layout: WeightLayout, state: CottaState, x: Tensor, valid: Tensor, target: Tensor) -> Parameters:
         """The gradient of the student's loss, one stream after another."""
         grads = []
         for i in state.student.streams(x):
             row = slice(i, i + 1)
             with torch.enable_grad():
                 student = leaf(state.student.stream(i))
-                logits = forward(layout, student, x[row], Batch(), valid[row]).logits
+                logits = forward(layout, student, x[row], PerBatch(), valid[row]).logits
                 loss = mean_over(soft_cross_entropy(logits, target[row]), valid[row]).sum()
-                grads.append(slopes(loss, student))
-        return self.regularised(layout, state, together(grads))
+                grads.append(gradients(loss, student))
+        return self.regularised(layout, state, stack_streams(grads))
 
-    def regularised(self, layout: Layout, state: CottaState, grads: Parameters) -> Parameters:
+    def regularised(self, layout: WeightLayout, state: CottaState, grads: Parameters) -> Parameters:
         """Add the gradient of what else the loss holds."""
         return grads
 
     @abstractmethod
-    def forget(self, layout: Layout, state: CottaState, student: Parameters, grads: Parameters) -> Parameters:
+    def forget(self, layout: WeightLayout, state: CottaState, student: Parameters, grads: Parameters) -> Parameters:
         """Put some of the student's weights back to the source's."""
 
 
@@ -174,9 +183,9 @@ class Cotta(AveragedTeacher):
         if not 0 <= self.p <= 1:
             raise ValueError(f"p, the probability of a restored weight, is within 0 and 1; got {self.p}")
 
-    def forget(self, layout: Layout, state: CottaState, student: Parameters, grads: Parameters) -> Parameters:
+    def forget(self, layout: WeightLayout, state: CottaState, student: Parameters, grads: Parameters) -> Parameters:
         """Each weight with probability p, independently."""
         if self.p == 0:
             return student
         count = sum(t.shape[1] for t in (*student.affine, student.weights))
-        return restore(sparse(state.key, RESTORE, self.p, count), student, layout.source())
+        return restore(bernoulli_mask(state.key, RESTORE, self.p, count), student, layout.source())

@@ -15,21 +15,21 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from tribe import knowledge as source
-from tribe.engine import adam
 from tribe.engine.backbone import Backbone
 from tribe.engine.losses import cross_entropy, entropy, mean_over
 from tribe.engine.moments import wide
+from tribe.engine.optim import Adam, adam_init, adam_step
 from tribe.engine.rng import Key
 from tribe.engine.state import Affine, Info, select
 from tribe.methods.base import Deployed, Method, finish, new_info, new_key, register, screen
-from tribe.norms.batch import Batch
+from tribe.norms.batch import PerBatch
 
 
 class EataState(NamedTuple):
     """Affine parameters, what Adam remembers, and what the predictions kept so far look like on average."""
 
     affine: Affine  # (S, C)
-    adam: adam.Adam
+    adam: Adam
     mean: Tensor  # (S, K) moving mean of the kept probabilities; zeros until something was kept
     key: Key
     info: Info
@@ -73,7 +73,7 @@ class Eata(Method):
         for x, _ in source.looked_at(net, batches):
             with torch.enable_grad():
                 affine = Affine(*(t.requires_grad_() for t in origin))
-                logits = net(x, affine, stats, Batch()).logits
+                logits = net(x, affine, stats, PerBatch()).logits
                 grads = torch.autograd.grad(cross_entropy(logits, logits.argmax(-1)).mean(), affine)
             fisher = Affine(*(f + g[0].square() for f, g in zip(fisher, grads, strict=True)))
             images, count = images + x.shape[1], count + 1
@@ -88,11 +88,11 @@ class Eata(Method):
         if self.alpha:
             source.known(self, net, dict.fromkeys(Affine._fields, (net.channels,)))
         mean = affine.weight.new_zeros(streams, self.classes or 0)
-        return EataState(affine, adam.init(affine), mean, new_key(net, streams, seed), new_info(net, streams))
+        return EataState(affine, adam_init(affine), mean, new_key(net, streams, seed), new_info(net, streams))
 
     def deployed(self, net: Backbone, state: EataState) -> Deployed:
         """The adapted parameters, the batch's statistics."""
-        return Deployed(state.affine, net.source(len(state.key.seed))[1], Batch())
+        return Deployed(state.affine, net.source(len(state.key.seed))[1], PerBatch())
 
     def step(
         self, net: Backbone, state: EataState, x: Tensor, valid: Tensor | None = None, *, donate: Any = False
@@ -109,7 +109,7 @@ class Eata(Method):
             weight = (limit - doubt.detach()).exp()
             loss = mean_over(weight * doubt, kept) + self._penalty(net, affine)  # (S,)
             grads = Affine(*torch.autograd.grad(loss.sum(), affine))
-        moved, moments = adam.step(state.affine, grads, state.adam, self.lr)
+        moved, moments = adam_step(state.affine, grads, state.adam, self.lr)
         seen = mean_over(p.transpose(1, 2), kept.unsqueeze(1)).to(state.mean)  # (S, K)
         mean = torch.where(_exists(state.mean), 0.9 * state.mean + 0.1 * seen, seen)
         new = select(kept.any(1), state._replace(affine=moved, adam=moments, mean=mean), state)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tribe.engine.backbone import Backbone
 from tribe.engine.moments import wide
-from tribe.engine.parts import part
+from tribe.engine.segments import segment
 from tribe.methods.base import NO_FEATURES, features_of, finish, register, screen
 from tribe.methods.source import Source, SourceState
 
@@ -52,7 +52,7 @@ class Lame(Source):
     rounds: int = 100  # at most
     settled: float = 1e-8  # relative change of E at which a stream stops
 
-    eager_only, in_parts = "the host looks whether the assignments have settled", True
+    eager_only, in_segments = "the host looks whether the assignments have settled", True
     paper = "Boudiaf et al., Parameter-free online test-time adaptation, CVPR 2022"
     works_on = ("features",)
     output = "probabilities"
@@ -88,7 +88,7 @@ class Lame(Source):
     @torch.no_grad()
     def _corrected(self, net: Backbone, state: SourceState, x: Tensor, valid: Tensor) -> Tensor:
         """Logits (S, B, K) of the assignments."""
-        unary, near = part(self._compare, net, state, x, valid)
+        unary, near = segment(self._compare, net, state, x, valid)
         return self._settle(unary, near, valid)
 
     def _compare(self, net: Backbone, state: SourceState, x: Tensor, valid: Tensor) -> tuple[Tensor, Neighbours]:
@@ -104,7 +104,7 @@ class Lame(Source):
         now = Settling(-unary, energy, torch.ones_like(energy, dtype=torch.bool))
         for first in range(0, self.rounds, LOOK_EVERY):
             some = min(LOOK_EVERY, self.rounds - first)
-            now = part(self._pull, now, unary, near, valid, some, first == 0)
+            now = segment(self._pull, now, unary, near, valid, some, first == 0)
             if not bool(now.moving.any()):
                 break
         return now.scores

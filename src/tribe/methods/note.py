@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tribe.engine import adam
 from tribe.engine.backbone import Backbone
 from tribe.engine.losses import entropy, mean_over
 from tribe.engine.memory import (
@@ -22,14 +21,15 @@ from tribe.engine.memory import (
     Reservoir,
     admit_reservoir,
     check_size,
+    count_predictions,
     fit,
     hold,
     images,
-    predictions_after,
-    reservoir,
+    new_reservoir,
 )
-from tribe.engine.parts import part
+from tribe.engine.optim import Adam, adam_init, adam_step
 from tribe.engine.rng import Key
+from tribe.engine.segments import segment
 from tribe.engine.state import Affine, Info, Stats
 from tribe.methods.base import Deployed, Method, finish, new_info, new_key, quiet, register, screen
 from tribe.norms.instance import Instance
@@ -40,7 +40,7 @@ class NoteState(NamedTuple):
 
     affine: Affine  # (S, C)
     stats: Stats  # (S, 1, C)
-    adam: adam.Adam
+    adam: Adam
     memory: Reservoir
     key: Key
     info: Info
@@ -60,7 +60,7 @@ class Note(Method):
     size: int = 64  # images in memory
     room: int = ROOM  # values of an image, channels x height x width at most: the memory's size is settled beforehand
 
-    eager_only, in_parts = "the host decides which images enter its memory", True
+    eager_only, in_segments = "the host decides which images enter its memory", True
     small = {"size": 8}  # noqa: RUF012
     paper = "Gong et al., NOTE: robust continual test-time adaptation against temporal correlation, NeurIPS 2022"
     works_on = ("affine",)
@@ -86,9 +86,11 @@ class Note(Method):
     def init(self, net: Backbone, streams: int = 1, seed: int = 0) -> NoteState:
         """Start at the source, the memory empty."""
         affine, stats = net.source(streams)
-        memory = reservoir(streams, self.size, self.classes or 0, room=self.room, dtype=net.dtype, device=net.device)
+        memory = new_reservoir(
+            streams, self.size, self.classes or 0, room=self.room, dtype=net.dtype, device=net.device
+        )
         key, info = new_key(net, streams, seed), new_info(net, streams)
-        return NoteState(affine, stats, adam.init(affine), memory, key, info)
+        return NoteState(affine, stats, adam_init(affine), memory, key, info)
 
     def deployed(self, net: Backbone, state: NoteState) -> Deployed:
         """The adapted parameters and running statistics, corrected for each image."""
@@ -102,7 +104,7 @@ class Note(Method):
             turnover = admit_reservoir(memory, label, counted, key.seed)
             whole = torch.full_like(memory.held, label.shape[1])
             memory = hold(memory, {"image": some, "label": label}, turnover, counted, whole)
-            memory = predictions_after(memory, label, counted)
+            memory = count_predictions(memory, label, counted)
         return memory
 
     def step(
@@ -110,12 +112,12 @@ class Note(Method):
     ) -> tuple[Tensor, NoteState]:
         """Predict, remember, then take one Adam step down the entropy of the memory."""
         x, valid, rejected = screen(x, valid)
-        said, seen = part(self.look, net, state, x, valid)
+        said, seen = segment(self.look, net, state, x, valid)
         prediction = quiet(said, seen)
         valid, rejected = seen, rejected + (valid & ~seen).sum(1)  # what has no features must not enter the memory
         memory = self.remember(state.memory, x, prediction.argmax(-1), valid, state.key)
 
-        new = part(self._learn, net, state._replace(memory=memory), x.shape[2:], valid.any(1))
+        new = segment(self._learn, net, state._replace(memory=memory), x.shape[2:], valid.any(1))
         return finish(net, state, new, prediction, valid, rejected, affine=new.affine)
 
     def _learn(self, net: Backbone, state: NoteState, shape: tuple[int, ...], due: Tensor) -> NoteState:
@@ -127,5 +129,5 @@ class Note(Method):
             logits, _, stats = net(images(state.memory, shape), affine, state.stats, norm, valid=counts)
             loss = mean_over(entropy(logits), counts)  # (S,)
             grads = Affine(*torch.autograd.grad(loss.sum(), affine))
-        moved, moments = adam.step(state.affine, grads, state.adam, self.lr)
+        moved, moments = adam_step(state.affine, grads, state.adam, self.lr)
         return state._replace(affine=moved, stats=stats, adam=moments)

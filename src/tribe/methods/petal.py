@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from tribe import knowledge as source
-from tribe.engine.all_weights import Layout, Parameters, flat, forward, leaf, quantile, restore, slopes
+from tribe.engine.all_weights import Parameters, WeightLayout, flat, forward, gradients, leaf, quantile, restore
 from tribe.engine.backbone import Backbone
 from tribe.engine.losses import cross_entropy
 from tribe.engine.state import tree_map
 from tribe.knowledge import Knowledge
 from tribe.methods.base import register
 from tribe.methods.cotta import AveragedTeacher, CottaState
-from tribe.norms.batch import Batch
+from tribe.norms.batch import PerBatch
 
 EPS = 1e-6  # added to the posterior's variance, as released
 
@@ -57,11 +57,11 @@ class Petal(AveragedTeacher):
 
     def init(self, net: Backbone, streams: int = 1, seed: int = 0) -> CottaState:
         """Student and teacher start at the source."""
-        names = Layout(net).names()
+        names = WeightLayout(net).names()
         source.known(self, net, {f"{kind}/{name}": shape for kind in ("mean", "var") for name, shape in names.items()})
         return super().init(net, streams, seed)
 
-    def regularised(self, layout: Layout, state: CottaState, grads: Parameters) -> Parameters:
+    def regularised(self, layout: WeightLayout, state: CottaState, grads: Parameters) -> Parameters:
         """Add the pull towards the posterior's mean, the stronger the surer source training was."""
         assert isinstance(self.knowledge, Knowledge)
         mean, var = self._posterior(layout, self.knowledge.on(layout.net))
@@ -71,10 +71,10 @@ class Petal(AveragedTeacher):
 
         return tree_map(pulled, grads, state.student, mean, var)
 
-    def forget(self, layout: Layout, state: CottaState, student: Parameters, grads: Parameters) -> Parameters:
+    def forget(self, layout: WeightLayout, state: CottaState, student: Parameters, grads: Parameters) -> Parameters:
         """The weights whose squared gradient is strictly below the quantile over all of a stream's."""
         squared = flat(grads).square()
-        limit = quantile(layout.own(squared), self.delta)
+        limit = quantile(layout.existing_columns(squared), self.delta)
         return restore(squared < limit[:, None], student, layout.source())
 
     def study(self, net: Backbone, batches: Iterable[tuple[Tensor, Tensor]]) -> Knowledge:
@@ -82,7 +82,7 @@ class Petal(AveragedTeacher):
 
         NOTE: Maddox et al. take a snapshot an epoch; `swag_every` counts batches, since one pass may be all there is.
         """
-        layout = Layout(net)
+        layout = WeightLayout(net)
         theta = mean = layout.source()
         speed = spread = tree_map(torch.zeros_like, theta)
         images = snapshots = 0
@@ -90,8 +90,8 @@ class Petal(AveragedTeacher):
             with torch.enable_grad():
                 params = leaf(theta)
                 valid = torch.ones(x.shape[:2], dtype=torch.bool, device=net.device)
-                logits = forward(layout, params, x, Batch(), valid).logits
-                grads = slopes(cross_entropy(logits, source.labels(y, logits)).mean(), params)
+                logits = forward(layout, params, x, PerBatch(), valid).logits
+                grads = gradients(cross_entropy(logits, source.labels(y, logits)).mean(), params)
             speed = tree_map(lambda s, g: self.swag_momentum * s + g, speed, grads)
             theta = tree_map(lambda t, s: t - self.swag_lr * s, theta, speed)
             images += x.shape[1]
@@ -111,7 +111,7 @@ class Petal(AveragedTeacher):
         return Knowledge(self.name, named(layout.unpack(mean), layout.unpack(var)), net.fingerprint(exact=False), made)
 
     @staticmethod
-    def _posterior(layout: Layout, tensors: Mapping[str, Tensor]) -> tuple[Parameters, Parameters]:
+    def _posterior(layout: WeightLayout, tensors: Mapping[str, Tensor]) -> tuple[Parameters, Parameters]:
         mean, var = (
             layout.pack({name.removeprefix(kind): t for name, t in tensors.items() if name.startswith(kind)})
             for kind in ("mean/", "var/")

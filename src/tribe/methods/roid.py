@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from tribe.engine import adam, sgd
 from tribe.engine.augment import Augment, View, check_view, view
 from tribe.engine.backbone import Backbone
 from tribe.engine.losses import entropy, mean_over, soft_likelihood_ratio, symmetric_cross_entropy
 from tribe.engine.moments import wide
+from tribe.engine.optim import Adam, adam_init, adam_step, sgd_step
 from tribe.engine.rng import Key
 from tribe.engine.state import Affine, Info, tree_map
 from tribe.methods.base import Deployed, Method, finish, finite, new_info, new_key, quiet, register, screen
-from tribe.norms.batch import Batch
+from tribe.norms.batch import PerBatch
 
 # NOTE: the paper's view has neither blur nor noise. It pads by reflection; `Augment` pads with edge values.
 VIEW = Augment(sigma=(0.001, 0.001), noise=0.0)
@@ -32,7 +32,7 @@ class RoidState(NamedTuple):
     """Affine parameters, what the optimiser remembers, and what predictions look like on average."""
 
     affine: Affine  # (S, C)
-    adam: adam.Adam  # with SGD its first moment is the velocity
+    adam: Adam  # with SGD its first moment is the velocity
     mean: Tensor  # (S, K) moving mean of the predictions, uniform at first
     key: Key
     info: Info
@@ -83,11 +83,11 @@ correction, WACV 2024"
         affine, _ = net.source(streams)
         classes = self.classes or 0
         mean = affine.weight.new_full((streams, classes), 1 / classes)
-        return RoidState(affine, adam.init(affine), mean, new_key(net, streams, seed), new_info(net, streams))
+        return RoidState(affine, adam_init(affine), mean, new_key(net, streams, seed), new_info(net, streams))
 
     def deployed(self, net: Backbone, state: RoidState) -> Deployed:
         """The adapted parameters, the batch's statistics."""
-        return Deployed(state.affine, net.source(len(state.key.seed))[1], Batch())
+        return Deployed(state.affine, net.source(len(state.key.seed))[1], PerBatch())
 
     def predict(self, net: Backbone, state: RoidState, x: Tensor, valid: Tensor | None = None) -> Tensor:
         """Predict without adapting; the prior is the batch's own."""
@@ -130,10 +130,10 @@ correction, WACV 2024"
         kept = valid & (diversity >= mean_over(diversity, valid).unsqueeze(1))
         return (diversity * certainty / self.tau).exp(), kept
 
-    def _moved(self, state: RoidState, grads: Affine) -> tuple[Affine, adam.Adam]:
+    def _moved(self, state: RoidState, grads: Affine) -> tuple[Affine, Adam]:
         if self.optimizer == "adam":
-            return adam.step(state.affine, grads, state.adam, self.lr)
-        moved, velocity = sgd.step(state.affine, grads, state.adam.first, self.lr, nesterov=True)
+            return adam_step(state.affine, grads, state.adam, self.lr)
+        moved, velocity = sgd_step(state.affine, grads, state.adam.first, self.lr, nesterov=True)
         return moved, state.adam._replace(first=velocity, steps=state.adam.steps + 1)
 
     def _corrected(self, logits: Tensor, valid: Tensor) -> Tensor:

@@ -16,14 +16,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tribe.engine import adam
 from tribe.engine.augment import Augment, View, check_view, view
 from tribe.engine.backbone import Backbone
 from tribe.engine.losses import mean_over, soft_cross_entropy
-from tribe.engine.memory import ROOM, Timely, admit_timely, check_size, fit, hold, images, numbered, timely
+from tribe.engine.memory import ROOM, Timely, admit_timely, arrival_numbers, check_size, fit, hold, images, new_timely
 from tribe.engine.moments import wide
-from tribe.engine.parts import part
+from tribe.engine.optim import Adam, adam_init, adam_step
 from tribe.engine.rng import Key
+from tribe.engine.segments import segment
 from tribe.engine.state import Affine, Info, Stats, select
 from tribe.methods.base import Deployed, Method, finish, new_info, new_key, quiet, register, screen
 from tribe.norms.frozen import Frozen
@@ -42,7 +42,7 @@ class RottaState(NamedTuple):
 
     teacher: Branch
     student: Branch
-    adam: adam.Adam
+    adam: Adam
     memory: Timely
     key: Key
     info: Info
@@ -61,7 +61,7 @@ class Rotta(Method):
     room: int = ROOM  # values of an image, channels x height x width at most: the memory's size is settled beforehand
     augment: View = Augment()  # noqa: RUF009  what the student sees; a callable gets (B, ...)
 
-    eager_only, in_parts = "the host decides which images enter its memory, and when it is time to learn", True
+    eager_only, in_segments = "the host decides which images enter its memory, and when it is time to learn", True
     small = {"size": 8, "every": 4}  # noqa: RUF012
     paper = "Yuan et al., Robust test-time adaptation in dynamic scenarios, CVPR 2023"
     works_on = ("affine",)
@@ -94,9 +94,9 @@ class Rotta(Method):
     def init(self, net: Backbone, streams: int = 1, seed: int = 0) -> RottaState:
         """Teacher and student start from the source, the memory empty."""
         teacher, student = Branch(*net.source(streams)), Branch(*net.source(streams))
-        memory = timely(streams, self.size, room=self.room, dtype=net.dtype, device=net.device)
+        memory = new_timely(streams, self.size, room=self.room, dtype=net.dtype, device=net.device)
         key, info = new_key(net, streams, seed), new_info(net, streams)
-        return RottaState(teacher, student, adam.init(student.affine), memory, key, info)
+        return RottaState(teacher, student, adam_init(student.affine), memory, key, info)
 
     def deployed(self, net: Backbone, state: RottaState) -> Deployed:
         """The teacher."""
@@ -107,7 +107,7 @@ class Rotta(Method):
     ) -> tuple[Tensor, RottaState]:
         """Predict with the teacher, remember, and learn from the memory whenever another 64 images have passed."""
         x, valid, rejected = screen(x, valid)
-        prediction, seen, labels, uncertainty = part(self._look, net, state, x, valid)
+        prediction, seen, labels, uncertainty = segment(self._look, net, state, x, valid)
         valid, rejected = seen, rejected + (valid & ~seen).sum(1)  # what has no features must not enter the memory
         new = state._replace(memory=fit(state.memory, x))
         # A part of no more images than there are between updates holds one update at most.
@@ -128,14 +128,14 @@ class Rotta(Method):
         """Let images arrive in memory and, where the 64th is among them, learn from the memory at that moment."""
         memory = state.memory
         turnover = admit_timely(memory, labels, uncertainty, valid, self.classes or 0)
-        columns = {"image": x, "label": labels, "arrival": numbered(memory, valid), "uncertainty": uncertainty}
+        columns = {"image": x, "label": labels, "arrival": arrival_numbers(memory, valid), "uncertainty": uncertainty}
 
         wanted = self.every - memory.arrivals % self.every  # (S,) arrivals until the next update
         due = valid.sum(1) >= wanted
         if bool(due.any()):
             passed = (valid.cumsum(1) < wanted.unsqueeze(1)).sum(1) + 1
             then = hold(memory, columns, turnover, valid, passed)
-            state = part(self._update, net, state, then, x.shape[2:], due)
+            state = segment(self._update, net, state, then, x.shape[2:], due)
         whole = torch.full_like(wanted, x.shape[1])
         return state._replace(memory=hold(memory, columns, turnover, valid, whole))
 
@@ -155,7 +155,7 @@ class Rotta(Method):
             student, _, student_stats = net(seen_anew, affine, state.student.stats, norm, valid=valid)
             loss = mean_over(weight * soft_cross_entropy(student, teacher), valid)  # (S,)
             grads = Affine(*torch.autograd.grad(loss.sum(), affine))
-        moved, moments = adam.step(state.student.affine, grads, state.adam, self.lr)
+        moved, moments = adam_step(state.student.affine, grads, state.adam, self.lr)
         followed = Affine(*(torch.lerp(t, s, self.nu) for t, s in zip(state.teacher.affine, moved, strict=True)))
         new = state._replace(
             teacher=Branch(followed, teacher_stats), student=Branch(moved, student_stats), adam=moments

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tribe.engine import sgd
 from tribe.engine.backbone import Backbone
 from tribe.engine.losses import entropy, mean_over
+from tribe.engine.optim import sgd_step
 from tribe.engine.rng import Key
 from tribe.engine.state import Affine, Info, select, tree_map
 from tribe.methods.base import Deployed, Method, finish, new_info, new_key, register, screen
-from tribe.norms.batch import Batch
+from tribe.norms.batch import PerBatch
 
 NONE_YET = -1.0  # a moving mean of entropies that has no first value
 
@@ -86,7 +86,7 @@ class Sar(Method):
 
     def deployed(self, net: Backbone, state: SarState) -> Deployed:
         """The adapted parameters, the batch's statistics."""
-        return Deployed(state.affine, net.source(len(state.key.seed))[1], Batch())
+        return Deployed(state.affine, net.source(len(state.key.seed))[1], PerBatch())
 
     def step(
         self, net: Backbone, state: SarState, x: Tensor, valid: Tensor | None = None, *, donate: Any = False
@@ -99,7 +99,7 @@ class Sar(Method):
         worst = tree_map(lambda p, g: p + g * (self.rho / (_norm(slope) + 1e-12)), state.affine, slope)
         _, still, slope, loss = self._slope(net, state, worst, x, valid, reliable)
         # NOTE: where nothing is reliable the gradient is zero and the momentum still moves on, as released.
-        moved, velocity = sgd.step(state.affine, tree_map(adapted.mul, slope), state.velocity, self.lr, self.momentum)
+        moved, velocity = sgd_step(state.affine, tree_map(adapted.mul, slope), state.velocity, self.lr, self.momentum)
 
         some = still.any(1)
         mean = torch.where(state.mean < 0, loss, 0.9 * state.mean + 0.1 * loss)

@@ -12,19 +12,19 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from tribe.engine import adam
 from tribe.engine.augment import view
 from tribe.engine.backbone import Backbone
 from tribe.engine.losses import cross_entropy, entropy, mean_over
-from tribe.engine.memory import ROOM, Timely, admit_timely, check_size, fit, hold, images, numbered, timely
-from tribe.engine.parts import part
+from tribe.engine.memory import ROOM, Timely, admit_timely, arrival_numbers, check_size, fit, hold, images, new_timely
+from tribe.engine.optim import Adam, adam_init, adam_step
 from tribe.engine.rng import Key
+from tribe.engine.segments import segment
 from tribe.engine.state import Affine, Info, Stats, clone
 from tribe.methods.base import Deployed, finish, new_info, new_key, register, screen
 from tribe.methods.tribe import Tribe, twice
 from tribe.norms import Norm
 from tribe.norms.balanced import Balanced
-from tribe.norms.batch import Batch
+from tribe.norms.batch import PerBatch
 from tribe.norms.frozen import Frozen
 from tribe.norms.instance import Instance
 from tribe.norms.robust import Robust
@@ -43,7 +43,7 @@ class SelfTrainingState(NamedTuple):
     pair: Stats  # (2 S, K, C), the teacher's row and the student's of each stream
     anchor: Stats  # (S, K, C)
     memory: Timely  # with a place or none in use
-    adam: adam.Adam
+    adam: Adam
     key: Key
     info: Info
 
@@ -99,7 +99,7 @@ class SelfTraining(Tribe):
         if self.memory != 0:
             check_size(self.memory, self.room)
             object.__setattr__(self, "eager_only", "the host decides which images enter its memory")
-            object.__setattr__(self, "in_parts", True)
+            object.__setattr__(self, "in_segments", True)
         if self.teacher == "ema" and self.lambda_anc:
             raise ValueError(
                 "the anchored loss moves the teacher's own parameters, and a moving average has none to move: "
@@ -114,16 +114,16 @@ class SelfTraining(Tribe):
             return super().norm
         if self.rule == "robust":
             return Robust(self.alpha)
-        return Instance(observing=True) if self.rule == "instance" else Batch() if self.rule == "batch" else Frozen()
+        return Instance(observing=True) if self.rule == "instance" else PerBatch() if self.rule == "batch" else Frozen()
 
     def init(self, net: Backbone, streams: int = 1, seed: int = 0) -> SelfTrainingState:  # type: ignore[override]
         """All branches start from the source, the memory empty."""
         affine, anchor = net.source(streams, self.norm.classes)
         _, pair = net.source(2 * streams, self.norm.classes)
         places, room = (self.memory, self.room) if self.memory else (1, 1)
-        memory = timely(streams, places, room=room, dtype=net.dtype, device=net.device)
+        memory = new_timely(streams, places, room=room, dtype=net.dtype, device=net.device)
         key, info = new_key(net, streams, seed), new_info(net, streams)
-        return SelfTrainingState(affine, clone(affine), pair, anchor, memory, adam.init(affine), key, info)
+        return SelfTrainingState(affine, clone(affine), pair, anchor, memory, adam_init(affine), key, info)
 
     def deployed(self, net: Backbone, state: SelfTrainingState) -> Deployed:  # type: ignore[override]
         """The teacher, its statistics as they stand."""
@@ -141,13 +141,13 @@ class SelfTraining(Tribe):
     ) -> tuple[Tensor, SelfTrainingState]:
         """Predict with the teacher; then the branches see the batch, or the memory, and the student learns from it."""
         x, valid, rejected = screen(x, valid)
-        prediction = part(self.predict, net, state, x, valid)
+        prediction = segment(self.predict, net, state, x, valid)
         labels, seen, counted, memory = prediction.argmax(-1), x, valid, state.memory
         if self.memory:
             memory = self._remember(state.memory, x, prediction, labels, valid)
             labels, seen = memory.label, images(memory, x.shape[2:])
             counted = memory.filled & valid.any(1, keepdim=True)
-        new, share = part(self._follow, net, state._replace(memory=memory), seen, labels, counted)
+        new, share = segment(self._follow, net, state._replace(memory=memory), seen, labels, counted)
         trusted = None if share is None else share.unsqueeze(1).expand_as(valid)
         return finish(net, state, new, prediction, valid, rejected, trusted, new.teacher)
 
@@ -173,7 +173,7 @@ class SelfTraining(Tribe):
                 loss = loss + self.lambda_anc * mean_over(self._disagreement(teacher, anchor), trusted)
             grads = Affine(*torch.autograd.grad(loss.sum(), affine))
 
-        moved, moments = adam.step(state.affine, grads, state.adam, self.lr)
+        moved, moments = adam_step(state.affine, grads, state.adam, self.lr)
         followed = clone(moved)
         if self.teacher == "ema":
             followed = Affine(*(torch.lerp(t, s, self.nu) for t, s in zip(state.teacher, moved, strict=True)))
@@ -193,6 +193,6 @@ class SelfTraining(Tribe):
         """The memory with the batch's images in it, as far as they were let in."""
         memory, doubt = fit(memory, x), entropy(prediction)
         turnover = admit_timely(memory, labels, doubt, valid, self.classes or 0)
-        columns = {"image": x, "label": labels, "arrival": numbered(memory, valid), "uncertainty": doubt}
+        columns = {"image": x, "label": labels, "arrival": arrival_numbers(memory, valid), "uncertainty": doubt}
         whole = torch.full_like(memory.arrivals, x.shape[1])
         return hold(memory, columns, turnover, valid, whole)

@@ -6,20 +6,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tribe.engine import adam
 from tribe.engine.backbone import Backbone
 from tribe.engine.losses import entropy, mean_over
+from tribe.engine.optim import Adam, adam_init, adam_step
 from tribe.engine.rng import Key
 from tribe.engine.state import Affine, Info, Stats
 from tribe.methods.base import Deployed, Method, finish, new_info, new_key, register, screen
-from tribe.norms.batch import Batch
+from tribe.norms.batch import PerBatch
 
 
 class TentState(NamedTuple):
     """Affine parameters, and what Adam remembers of their gradients."""
 
     affine: Affine  # (S, C)
-    adam: adam.Adam
+    adam: Adam
     key: Key
     info: Info
 
@@ -42,11 +42,11 @@ class Tent(Method):
     def init(self, net: Backbone, streams: int = 1, seed: int = 0) -> TentState:
         """Start at the source."""
         affine, _ = net.source(streams)
-        return TentState(affine, adam.init(affine), new_key(net, streams, seed), new_info(net, streams))
+        return TentState(affine, adam_init(affine), new_key(net, streams, seed), new_info(net, streams))
 
     def deployed(self, net: Backbone, state: TentState) -> Deployed:
         """The adapted parameters, the batch's statistics."""
-        return Deployed(state.affine, _statistics(net, state), Batch())
+        return Deployed(state.affine, _statistics(net, state), PerBatch())
 
     def loss(self, logits: Tensor) -> Tensor:
         """What every prediction (S, B, K) is to lose: (S, B)."""
@@ -59,10 +59,10 @@ class Tent(Method):
         x, valid, rejected = screen(x, valid)
         with torch.enable_grad():
             affine = state.affine.leaf()
-            logits = net(x, affine, _statistics(net, state), Batch(), valid=valid).logits
+            logits = net(x, affine, _statistics(net, state), PerBatch(), valid=valid).logits
             loss = mean_over(self.loss(logits), valid)  # (S,)
             grads = Affine(*torch.autograd.grad(loss.sum(), affine))
-        moved, moments = adam.step(state.affine, grads, state.adam, self.lr)
+        moved, moments = adam_step(state.affine, grads, state.adam, self.lr)
         new = state._replace(affine=moved, adam=moments)
         return finish(net, state, new, logits, valid, rejected, affine=moved)
 

@@ -15,11 +15,11 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from tribe.engine import adam
 from tribe.engine.augment import Augment, View, check_view, view
 from tribe.engine.backbone import Backbone
 from tribe.engine.losses import cross_entropy, entropy, mean_over
 from tribe.engine.moments import wide
+from tribe.engine.optim import Adam, adam_init, adam_step
 from tribe.engine.rng import Key
 from tribe.engine.state import Affine, Info, Stats
 from tribe.methods.base import Deployed, Method, finish, new_info, new_key, register, screen
@@ -39,7 +39,7 @@ class TribeState(NamedTuple):
     affine: Affine  # (S, C), of teacher and student alike
     pair: Stats  # (2 S, K, C), the teacher's row and the student's of each stream
     anchor: Stats  # (S, K, C)
-    adam: adam.Adam
+    adam: Adam
     key: Key
     info: Info
 
@@ -109,7 +109,7 @@ class Tribe(Method):
         """All branches start from the source, every class alike."""
         affine, anchor = net.source(streams, self.norm.classes)
         _, pair = net.source(2 * streams, self.norm.classes)
-        return TribeState(affine, pair, anchor, adam.init(affine), new_key(net, streams, seed), new_info(net, streams))
+        return TribeState(affine, pair, anchor, adam_init(affine), new_key(net, streams, seed), new_info(net, streams))
 
     def deployed(self, net: Backbone, state: TribeState) -> Deployed:
         """The teacher, its class statistics pooled."""
@@ -142,7 +142,7 @@ class Tribe(Method):
             grads = Affine(*torch.autograd.grad(loss.sum(), affine))
 
         # NOTE: where nothing is trusted the gradient is zero and Adam still takes its step, as released.
-        moved, moments = adam.step(state.affine, grads, state.adam, self.lr)
+        moved, moments = adam_step(state.affine, grads, state.adam, self.lr)
         new = state._replace(affine=moved, pair=pair_stats, anchor=anchor_stats, adam=moments)
         return finish(net, state, new, prediction, valid, rejected, trusted, moved)
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from tribe import knowledge as source
-from tribe.engine import adam
-from tribe.engine.all_weights import Layout, Parameters, forward, leaf, slopes, together
+from tribe.engine.all_weights import Parameters, WeightLayout, forward, gradients, leaf, stack_streams
 from tribe.engine.backbone import Backbone
 from tribe.engine.moments import wide
+from tribe.engine.optim import Adam, adam_init, adam_step
 from tribe.engine.rng import Key
 from tribe.engine.state import Affine, Info
 from tribe.knowledge import Knowledge, KnowledgeError
@@ -32,7 +32,7 @@ from tribe.methods.base import (
     screen,
 )
 from tribe.norms import Norm
-from tribe.norms.batch import Batch
+from tribe.norms.batch import PerBatch
 from tribe.norms.frozen import Frozen
 
 LIMIT = 2**30  # numbers in the class covariances of one stream: 4 GB in float32
@@ -58,7 +58,7 @@ class TtacState(NamedTuple):
 
     affine: Affine  # (S, C)
     weights: Tensor  # (S, P), all but those of Linear layers
-    adam: adam.Adam
+    adam: Adam
     clusters: Gaussians  # one a class
     whole: Gaussians  # one of all samples, K = 1
     key: Key
@@ -114,7 +114,7 @@ class Ttac(Method):
     @property
     def norm(self) -> Norm:
         """Whose statistics normalise."""
-        return Batch() if self.statistics == "batch" else Frozen()
+        return PerBatch() if self.statistics == "batch" else Frozen()
 
     def init(self, net: Backbone, streams: int = 1, seed: int = 0) -> TtacState:
         """The classes' clusters start as the source's, the one of all samples from nothing."""
@@ -127,10 +127,10 @@ class Ttac(Method):
             known[name][:classes].expand(streams, *known[name][:classes].shape).clone()
             for name in ("class_mean", "class_cov")
         )
-        params = Layout(net, without=nn.Linear).source(streams)
+        params = WeightLayout(net, without=nn.Linear).source(streams)
         return TtacState(
             *params,
-            adam.init(params),
+            adam_init(params),
             Gaussians(mean, cov, _zeros(net, streams, classes)),
             Gaussians(
                 params.weights.new_zeros(streams, 1, features),
@@ -156,7 +156,7 @@ class Ttac(Method):
 
     def deployed(self, net: Backbone, state: TtacState) -> Deployed:
         """The adapted parameters; the batch's statistics, or the source's."""
-        layout = Layout(net, without=nn.Linear)
+        layout = WeightLayout(net, without=nn.Linear)
         weights = [layout.views(row) for row in state.weights]
         return Deployed(state.affine, net.source(len(state.key.seed))[1], self.norm, weights)
 
@@ -166,7 +166,7 @@ class Ttac(Method):
         """Predict, let the clusters follow, and take one Adam step that makes them more like the source's."""
         assert isinstance(self.knowledge, Knowledge)
         x, valid, rejected = screen(x, valid)
-        layout, known, params = Layout(net, without=nn.Linear), self.knowledge.on(net), Parameters(*state[:2])
+        layout, known, params = WeightLayout(net, without=nn.Linear), self.knowledge.on(net), Parameters(*state[:2])
         logits, grads, clusters, whole = [], [], [], []
         for i in params.streams(x):
             row = slice(i, i + 1)
@@ -177,11 +177,11 @@ class Ttac(Method):
                 seen = output.logits[0], features_of(self, output)[0], valid[i]
                 with torch.autocast(x.device.type, enabled=False):  # covariances need every digit
                     loss, classes, every = self._align(*seen, classes, every, known)
-                grads.append(slopes(loss, mine))
+                grads.append(gradients(loss, mine))
             logits.append(output.logits.detach())
             clusters.append(classes)
             whole.append(every)
-        moved, moments = adam.step(params, together(grads), state.adam, self.lr)
+        moved, moments = adam_step(params, stack_streams(grads), state.adam, self.lr)
         new = TtacState(*moved, moments, _stack(clusters), _stack(whole), state.key, state.info)
         predicted = torch.cat(logits)
         return finish(net, state, new, predicted, valid, rejected, self._sure(predicted) & valid, moved.affine)

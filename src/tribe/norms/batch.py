@@ -1,8 +1,8 @@
 """Normalise each batch with its own mean and variance, and keep nothing (Schneider et al., NeurIPS 2020)."""
 
-from tribe.engine.rules import Batch, pool_batch
+from tribe.engine.rules import PerBatch, pool_batch
 from tribe.norms import register
 
-register("batch")(Batch)
+register("batch")(PerBatch)
 
-__all__ = ["Batch", "pool_batch"]
+__all__ = ["PerBatch", "pool_batch"]

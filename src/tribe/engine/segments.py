@@ -3,9 +3,9 @@
 A method whose step needs a decision of the host in the middle (which images enter a memory) calls what comes before and
 after it through `part`:
 
-    prediction = part(self._look, net, state, x, valid)
+    prediction = segment(self._look, net, state, x, valid)
     ...                                                     # the host decides
-    state = part(self._learn, net, state, memory)
+    state = segment(self._learn, net, state, memory)
 
 As a rule that is the call itself. While `tribe.engine.graphs` takes the step on a GPU, each part is one launch.
 """
@@ -23,14 +23,14 @@ Perform = Callable[[Callable[..., Any], tuple[Any, ...]], Any]  # does work with
 _perform: ContextVar[Perform | None] = ContextVar("tribe_parts", default=None)
 
 
-def part(work: Callable[..., T], *args: Any) -> T:
+def segment(work: Callable[..., T], *args: Any) -> T:
     """``work(*args)``: a pure function of its tensors, alone or in (named) tuples, and of plain values that hash."""
     perform = _perform.get()
     return work(*args) if perform is None else perform(work, args)
 
 
 @contextlib.contextmanager
-def performed_by(perform: Perform) -> Iterator[None]:
+def run_segments_with(perform: Perform) -> Iterator[None]:
     """Let parts be done in this way for a while."""
     token = _perform.set(perform)
     try:
@@ -39,20 +39,20 @@ def performed_by(perform: Perform) -> Iterator[None]:
         _perform.reset(token)
 
 
-def flat(value: Any) -> Iterator[Any]:
+def flatten(value: Any) -> Iterator[Any]:
     """Tensors and plain values within tuples, in order."""
     if isinstance(value, tuple):
         for item in value:
-            yield from flat(item)
+            yield from flatten(item)
     else:
         yield value
 
 
-def mapped(fn: Callable[[Tensor], Tensor], value: T) -> T:
+def map_tensors(fn: Callable[[Tensor], Tensor], value: T) -> T:
     """The same tuples with every tensor replaced."""
     if isinstance(value, Tensor):
         return fn(value)  # type: ignore[return-value]
     if isinstance(value, tuple):
-        items = [mapped(fn, item) for item in value]
+        items = [map_tensors(fn, item) for item in value]
         return value._make(items) if hasattr(value, "_make") else type(value)(items)
     return value
