@@ -54,7 +54,7 @@ def step_without_values(method, streams=2):
     home = Backbone(small_network())
     state = tree_map(lambda t: t.to("meta"), method.init(home, streams))
     net, x = home.to("meta"), images(streams, 6).to("meta")
-    if isinstance(known := getattr(method, "knowledge", None), tribe.source.Knowledge):
+    if isinstance(known := getattr(method, "knowledge", None), tribe.knowledge.Knowledge):
         known.on(net)  # moved once, not in every step
     with Device():
         return method.step(net, state, x, donate=clone(state))

@@ -274,7 +274,7 @@ def test_petals_loss_holds_the_student_to_the_posterior():
         {n: make(p.shape, generator=generator, dtype=torch.float64) for n, p in model.named_parameters()}
         for make in (torch.randn, torch.rand)
     )
-    known = tribe.source.Knowledge("petal", petal.named(mean, var), net.fingerprint(exact=False))
+    known = tribe.knowledge.Knowledge("petal", petal.named(mean, var), net.fingerprint(exact=False))
     method = methods.create("petal", classes=CLASSES, spw=0.01, p_th=NEVER, knowledge=known)
     x = images(1, 6, dtype=torch.float64)
     _, state = method.step(net, method.init(net), x)
@@ -500,7 +500,7 @@ def test_a_network_without_a_classifier_layer_is_refused():
     with pytest.raises(ValueError, match=r"no classifier layer was found.*classifier=\.\.\."):
         methods.create("ttac", classes=4).study(net, [(images(1, 6)[0], None)])
     tensors = {"class_mean": torch.zeros(4, 4), "class_cov": torch.zeros(4, 4, 4), "mean": torch.zeros(4)}
-    known = tribe.source.Knowledge("ttac", tensors | {"cov": torch.eye(4)}, net.fingerprint(exact=False))
+    known = tribe.knowledge.Knowledge("ttac", tensors | {"cov": torch.eye(4)}, net.fingerprint(exact=False))
     with pytest.raises(ValueError, match="no classifier layer was found"):
         methods.create("ttac", classes=4, knowledge=known).init(net)
 
