@@ -58,7 +58,7 @@ def test_the_method_of_contributing_fulfils_the_contract():
 
 
 def test_the_corruption_of_contributing_is_applied_listed_and_played():
-    from tribe.cli.commands.listing import describe_corruption
+    from tribe.cli.commands.list import describe_corruption
 
     clean = images(1, 6)[0].clamp(0, 1)
     before = clean.clone()

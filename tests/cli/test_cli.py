@@ -1,4 +1,5 @@
 import dataclasses
+import inspect
 import json
 import os
 import subprocess
@@ -17,7 +18,9 @@ from typer.testing import CliRunner
 
 import tribe
 from tribe.cli import MISSING
-from tribe.cli.commands import app, listing
+from tribe.cli.commands import app
+from tribe.cli.commands.list import registries
+from tribe.cli.custom import import_file
 
 MODELS = """
 import torch
@@ -130,7 +133,7 @@ KINDS = ["datasets", "methods", "models", "norms", "scenarios"]
 
 
 def test_kinds_are_all_that_can_be_listed():
-    assert sorted(listing.registries()) == KINDS
+    assert sorted(registries()) == KINDS
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -339,13 +342,9 @@ def test_a_pickle_is_never_opened(call, tmp_path, suffix):
 
 
 def test_two_files_are_two_modules(folder):
-    """Else a class of the first would be looked up in the second, and its source taken for the other's."""
-    import inspect
-
-    from tribe.cli.targets import from_file
-
+    """Otherwise Python would look up a class of the first file in the second."""
     for name in ("one", "two"):
         (folder / f"{name}.py").write_text(f"class Mine:\n    word = '{name}'\n")
-    one, two = (from_file(folder / f"{name}.py") for name in ("one", "two"))
+    one, two = (import_file(folder / f"{name}.py") for name in ("one", "two"))
     assert (one.Mine.word, two.Mine.word) == ("one", "two")
     assert inspect.getfile(one.Mine) == str(folder / "one.py")

@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 import layouts
 import tribe
 from grid import experiments
-from tribe.cli.build import METHOD, named
 from tribe.cli.commands import app
+from tribe.cli.custom import METHOD, component_name
 from tribe.datasets.files import MissingData
 from tribe.lab.experiment import Bench, Experiment, Named, Result
 from tribe.lab.ray import Failure, Foreign, Order, _brought_home, _packed, _serve, run_all
@@ -84,7 +84,7 @@ def address():
 def trouble(tmp_path, bench):
     """Experiments on a method in a file of one's own, and the log of its steps."""
     (tmp_path / "mine.py").write_text(TROUBLE)
-    name, log = named(METHOD, f"{tmp_path / 'mine.py'}:Trouble"), tmp_path / "log"
+    name, log = component_name(METHOD, f"{tmp_path / 'mine.py'}:Trouble"), tmp_path / "log"
     yield lambda kind: small(bench, Named(name, {"kind": kind, "log": str(log)})), log
     tribe.methods.registry._classes.pop(name)
 

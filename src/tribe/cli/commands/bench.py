@@ -16,10 +16,10 @@ import tribe
 import tribe.bench
 from tribe.bench import REPEATS
 from tribe.bench.contest import Watch
-from tribe.cli import build
-from tribe.cli.app import app, emit, fail
-from tribe.cli.options import Device, Precision
-from tribe.cli.targets import errors_as_messages, load_target, stdout_to_stderr
+from tribe.cli.app import app
+from tribe.cli.custom import load_custom_model
+from tribe.cli.options import Device, Precision, method_names
+from tribe.cli.output import errors_as_messages, fail, print_json, refuse_unwritable, stdout_to_stderr
 from tribe.engine.precision import choose_device, precision_on
 
 
@@ -70,10 +70,10 @@ def bench(
     console = Console(stderr=json_file == "-")
     try:
         with stdout_to_stderr(), errors_as_messages():
-            names = build.methods(methods)
+            names = method_names(methods)
             where = choose_device(device)
             old = None if compare_file is None else tribe.bench.read(compare_file)
-            build.refuse_unwritable(json_file)
+            refuse_unwritable(json_file)
             asked = model or ("wrn28_10" if where.type == "cuda" else "resnet20")
             tribe.bench.check(names)
             make, count, size = _network(asked, classes, _shape(shape))
@@ -105,7 +105,7 @@ def bench(
         data["compared"] = {"surroundings": around, "now_over_then": {change.name: change.ratio for change in changes}}
         _say(console, tribe.bench.show_changes(changes, around))
     if json_file == "-":
-        emit(data)
+        print_json(data)
     elif json_file is not None:
         try:
             tribe.bench.write(json_file, data)
@@ -123,7 +123,7 @@ def _network(
         return partial(tribe.bench.build, name, design.classes), design.classes, shape or design.shape
     if shape is None:
         raise ValueError(f"{name} does not say what images it takes: --shape 3,224,224, say")
-    net = load_target(name)
+    net = load_custom_model(name)
     count = classes or tribe.Backbone(net).classes
     if count is None:
         raise ValueError(f"{name} does not show how many classes it tells apart: --classes")

@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from tribe.cli.app import app, emit, fail
+from tribe.cli.app import app
+from tribe.cli.output import fail, print_json
 from tribe.datasets.generate import LAYOUTS, Summary, Watch, generate, generate_pictures
 from tribe.registry import nearest
 
@@ -75,7 +76,7 @@ def corrupt(
         console.print(f"stopped; {same} goes on from there", soft_wrap=True, markup=False, highlight=False)
         raise typer.Exit(130) from None
     if as_json:
-        emit({**summary._asdict(), "folder": str(summary.folder)})
+        print_json({**summary._asdict(), "folder": str(summary.folder)})
     else:
         typer.echo(_told(summary))
 

@@ -15,8 +15,9 @@ from safetensors.torch import load_model
 from torch import Tensor, nn
 
 import tribe
-from tribe.cli.app import app, emit, fail
-from tribe.cli.targets import describe_error, load_target, stdout_to_stderr
+from tribe.cli.app import app
+from tribe.cli.custom import load_custom_model
+from tribe.cli.output import describe_error, fail, print_json, stdout_to_stderr
 
 PICKLES = (".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".bin", ".tar")
 LOOK_AT = 128  # images, spread evenly over the file: enough for means, and files are often sorted by class
@@ -48,7 +49,7 @@ def doctor(
         fail("--input gives images and --shape makes some up: choose one")
     with stdout_to_stderr():
         x = _read(images) if images is not None else _random(shape) if shape is not None else None
-        model = load_target(target)
+        model = load_custom_model(target)
         if weights is not None:
             load_weights(model, weights)
         try:
@@ -56,7 +57,7 @@ def doctor(
         except Exception as error:  # the model's own code may raise anything
             fail(f"{target} failed on these images: {describe_error(error)}")
     if as_json:
-        emit(report)
+        print_json(report)
     else:
         Console().print(_coloured(report), soft_wrap=True)
     raise typer.Exit(0 if report.adaptable and not report.problems else 1)

@@ -7,7 +7,8 @@ import typer
 from rich.console import Console
 
 from tribe import report as pages
-from tribe.cli.app import app, emit, fail, say
+from tribe.cli.app import app
+from tribe.cli.output import fail, print_json, print_message
 from tribe.report.elements import many
 
 
@@ -27,12 +28,12 @@ def report(
     except (ValueError, OSError) as error:
         fail(str(error))
     for path, reason in runs.damaged:
-        say("warning", f"{path} is left out: {reason}")
+        print_message("warning", f"{path} is left out: {reason}")
     for path, reason in runs.repeated:
-        say("warning", f"{path} {reason}")
+        print_message("warning", f"{path} {reason}")
     records = sum(len(row.played) for group in runs.groups for row in group.rows)
     if as_json:
-        emit(
+        print_json(
             {
                 "report": str(out),
                 "records": records,

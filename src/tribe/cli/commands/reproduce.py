@@ -16,9 +16,10 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table as Grid
 
-from tribe.cli import build
-from tribe.cli.app import app, fail
-from tribe.cli.targets import stdout_to_stderr
+from tribe.cli.app import app
+from tribe.cli.custom import METHOD, component_name
+from tribe.cli.output import fail, stdout_to_stderr
+from tribe.cli.overrides import parse_overrides
 from tribe.datasets.files import data_root
 from tribe.datasets.made import FILE as MADE
 from tribe.engine.precision import check_precision
@@ -150,7 +151,7 @@ def reproduce_artifact(
             return
         bench = Bench(data, "cpu" if looked else device, threads=threads)
         if artifact == CLAIMS:
-            told = build.settings(settings or [], ("dataset", "model", "scenario"))
+            told = parse_overrides(settings, ("dataset", "model", "scenario"))
             wishes = dataclasses.replace(wanted, settings={owner: fields for owner, fields in told.items() if fields})
             refuse_unknown_fields(artifacts(), wishes)
             judgements = reproduce.judged(lambda table: reproduce.gather(table, wishes, runs, bench, given), runs)
@@ -220,9 +221,9 @@ def _with_rows(
     """The rows and columns that are wanted, and the fields that are set."""
     given = _listed(methods)
     added = [word[1:] for word in given if word.startswith("+")]
-    added = [build.named(build.METHOD, _in_any_case(word)) for word in added]
+    added = [component_name(METHOD, _in_any_case(word)) for word in added]
     known = {str(m) for row in table.rows if (m := row.get("method") or table.common.get("method"))}
-    told = build.settings(settings or [], ("dataset", "model", "scenario", *sorted(known), *added))
+    told = parse_overrides(settings, ("dataset", "model", "scenario", *sorted(known), *added))
     return dataclasses.replace(
         wishes,
         only=[word for word in given if not word.startswith("+")],

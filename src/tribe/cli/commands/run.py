@@ -12,14 +12,23 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import tribe
-from tribe.cli import build
-from tribe.cli.app import app, emit, fail, say
+from tribe.cli.app import app
+from tribe.cli.custom import DATASET, SCENARIO, component_name
 from tribe.cli.folders import Records, departures, earlier, folder_name, record_file, together
-from tribe.cli.options import Device, Precision
-from tribe.cli.targets import describe_error_with_line, errors_as_messages, stdout_to_stderr
+from tribe.cli.options import Device, Precision, build_dataset, build_network, method_names
+from tribe.cli.output import (
+    describe_error_with_line,
+    errors_as_messages,
+    fail,
+    print_json,
+    print_message,
+    refuse_unwritable,
+    stdout_to_stderr,
+)
+from tribe.cli.overrides import parse_overrides
 from tribe.engine.backbone import Backbone
 from tribe.engine.precision import choose_device, float32_precision, precision_on
-from tribe.lab import metrics, plots
+from tribe.lab import components, metrics, plots
 from tribe.lab.components import model_code, setting, settings_of
 from tribe.lab.provenance import coded, machine
 from tribe.lab.record import Record
@@ -98,22 +107,22 @@ def run(
     """
     console = Console(stderr=json_file == "-")
     with stdout_to_stderr(), errors_as_messages():
-        build.refuse_unwritable(json_file)
+        refuse_unwritable(json_file)
         where = choose_device(device)
         precision = precision_on(where, precision)
         if seeds < 1:
             raise ValueError(f"--seeds is how many streams, at least 1; got {seeds}")
-        dataset, scenario = build.named(build.DATASET, dataset), build.named(build.SCENARIO, scenario)
-        chosen = build.methods(methods)
+        dataset, scenario = component_name(DATASET, dataset), component_name(SCENARIO, scenario)
+        chosen = method_names(methods)
         if not chosen:
             raise ValueError(f"--methods {methods!r} names no method: {nearest('', tribe.methods.names())}")
-        wanted = build.settings(settings or [], ("dataset", "scenario", "model", *chosen))
-        source = build.dataset(dataset, data, severity, wanted["dataset"])
-        protocol = build.scenario(scenario, imbalance, wanted["scenario"])
+        wanted = parse_overrides(settings, ("dataset", "scenario", "model", *chosen))
+        source = build_dataset(dataset, data, severity, wanted["dataset"])
+        protocol = components.scenario(scenario, imbalance, wanted["scenario"])
         stream = tribe.Stream(source, protocol, range(seed, seed + seeds), batch)
-        net = build.network(model, weights, source, dataset, data, wanted["model"], where)
-        asked = build.Asked(dataset, model, weights, data)
-        built = build.ready(chosen, net, source, asked, wanted)
+        net = build_network(model, weights, source, dataset, data, wanted["model"], where)
+        asked = components.Asked(dataset, model, weights, data)
+        built = components.ready(chosen, net, source, asked, wanted)
         said = {"name": model, "fields": wanted["model"], **coded(model_code(model))}
         spec = {**setting(net, stream, said), "precision": precision}
         specs = {name: plain(spec | settings_of(name, method)) for name, method in built.items()}
@@ -150,9 +159,9 @@ def run(
     except (ValueError, OSError) as error:
         fail(f"the records are in {folder}, but what sums them up could not be written: {error}")
     for reason in left.damaged:
-        say("warning", f"{reason}. It is left out of the summary")
+        print_message("warning", f"{reason}. It is left out of the summary")
     if json_file == "-":
-        emit(report)
+        print_json(report)
     kept = [name for name in left.records if name not in records]
     beside = f" (beside {', '.join(kept)} of before)" if kept else ""
     told_chart = f", chart in {picture}" if picture else ""
@@ -181,13 +190,13 @@ def _play(
             for name, method in methods.items():
                 show = _shown(progress, name, len(stream))
                 try:
-                    rounded, ready = build.in_precision(net, method, precision)
+                    rounded, ready = components.in_precision(net, method, precision)
                     played = tribe.run(rounded, ready, stream, seed=stream.seeds[0], spec=specs[name], progress=show)
                     for record in played:  # now: the command may be stopped before the next is done
                         record.save(record_file(folder, name, record.spec["seed"]))
                 except Exception as error:  # a method of one's own may raise anything
                     reason = str(error) if isinstance(error, IN_WORDS) else describe_error_with_line(error)
-                    say("error", f"{name}: {reason}", progress.console)
+                    print_message("error", f"{name}: {reason}", progress.console)
                 else:
                     records[name] = played
     except KeyboardInterrupt:

@@ -8,10 +8,12 @@ from rich.console import Console
 from rich.table import Table
 
 import tribe
-from tribe.cli import build
-from tribe.cli.app import app, emit
-from tribe.cli.targets import errors_as_messages, stdout_to_stderr
-from tribe.lab import plots
+from tribe.cli.app import app
+from tribe.cli.custom import DATASET, SCENARIO, component_name
+from tribe.cli.options import build_dataset
+from tribe.cli.output import errors_as_messages, print_json, stdout_to_stderr
+from tribe.cli.overrides import parse_overrides
+from tribe.lab import components, plots
 from tribe.scenarios import class_counts, digest, local_balance, save
 
 MOST = 20  # classes that a table can show
@@ -42,10 +44,10 @@ def schedule(
 ) -> None:
     """Make a stream's schedule: class counts of each domain, local balance, and a hash to compare with."""
     with stdout_to_stderr(), errors_as_messages():
-        dataset, scenario = build.named(build.DATASET, dataset), build.named(build.SCENARIO, scenario)
-        wanted = build.settings(settings or [], ("dataset", "scenario"))
-        source = build.dataset(dataset, data, severity, wanted["dataset"])
-        protocol = build.scenario(scenario, imbalance, wanted["scenario"])
+        dataset, scenario = component_name(DATASET, dataset), component_name(SCENARIO, scenario)
+        wanted = parse_overrides(settings, ("dataset", "scenario"))
+        source = build_dataset(dataset, data, severity, wanted["dataset"])
+        protocol = components.scenario(scenario, imbalance, wanted["scenario"])
         stream = tribe.Stream(source, protocol, (seed,))
         plan, labels = stream.schedules[0], stream.labels
         if out is not None:
@@ -57,7 +59,7 @@ def schedule(
         counts = class_counts(plan, labels, classes) if labelled else None
         balance = local_balance(plan, labels, classes=classes).mean().item() if labelled else None
     if as_json:
-        emit(
+        print_json(
             {
                 "images": len(plan.index),
                 "digest": digest(plan),

@@ -12,15 +12,17 @@ from rich.progress import track
 from torch import Tensor
 
 import tribe
-from tribe.cli import build
-from tribe.cli.app import app, emit
-from tribe.cli.options import Device
-from tribe.cli.targets import errors_as_messages, stdout_to_stderr
+from tribe.cli.app import app
+from tribe.cli.custom import DATASET, METHOD, component_name
+from tribe.cli.options import Device, build_dataset, build_network
+from tribe.cli.output import errors_as_messages, print_json, stdout_to_stderr
+from tribe.cli.overrides import parse_overrides
 from tribe.datasets import Dataset
 from tribe.engine.backbone import Backbone
 from tribe.engine.precision import choose_device, deterministic, float32_precision
 from tribe.engine.screening import sound
 from tribe.knowledge import Knowledge, place
+from tribe.lab import components
 from tribe.methods import Method
 
 SHOWN = 6  # tensors that are named; a network has hundreds of weights
@@ -66,16 +68,16 @@ def source(
     """Take from source images what a method needs to know; `tribe run` finds the file by itself."""
     with stdout_to_stderr(), errors_as_messages():
         where = choose_device(device)
-        method, dataset = build.named(build.METHOD, method), build.named(build.DATASET, dataset)
+        method, dataset = component_name(METHOD, method), component_name(DATASET, dataset)
         if (needs := tribe.methods.get(method).needs) is None:
             raise ValueError(f"{method} needs to know nothing of the source data: run it as it is")
-        wanted = build.settings(settings or [], ("dataset", "model", method))
+        wanted = parse_overrides(settings, ("dataset", "model", method))
         pictures = _training_images(dataset, data, wanted["dataset"])
-        net = build.network(model, weights, pictures, dataset, data, wanted["model"], where)
-        student = build.plain_method(method, net, pictures, dataset, wanted[method])
+        net = build_network(model, weights, pictures, dataset, data, wanted["model"], where)
+        student = components.plain_method(method, net, pictures, dataset, wanted[method])
         most = images if images is not None else getattr(student, "source_images", None)
         batches = Batches(pictures, most, batch, seed, f"{method}, {dataset}")
-        root = build.Asked(dataset, model, weights, data).root
+        root = components.Asked(dataset, model, weights, data).root
         usual = place(method, model, dataset, root).parent
         folder = usual if out is None else out.parent
         if folder.name == usual.name:  # of any root: there `tribe run` looks
@@ -84,14 +86,14 @@ def source(
             raise ValueError(f"there is no folder {folder} to write {out} into")
         with float32_precision("float32"), deterministic():  # the same images make the same file, and experiment
             knowledge = _learned(student, net, batches)
-        unusual = build.departures(method, net, pictures, dataset, wanted[method])
+        unusual = components.departures(method, net, pictures, dataset, wanted[method])
         shaped = {field: value for field, value in unusual.items() if field in knowledge.spec}  # how it was made
         target = out or place(method, model, dataset, root, shaped)
         told = {"model": model, "dataset": dataset, "images": batches.images, "batch": batch, "seed": seed}
         knowledge = dataclasses.replace(knowledge, spec={**told, **knowledge.spec})
         knowledge.save(target)
     if as_json:
-        emit({**_described(knowledge), "path": str(target), "bytes": target.stat().st_size})
+        print_json({**_described(knowledge), "path": str(target), "bytes": target.stat().st_size})
         return
     console = Console()
     seen = f"{knowledge.spec['images']:,} images"
@@ -108,8 +110,8 @@ def _training_images(name: str, data: Path | None, fields: dict[str, object]) ->
     split = {"split": "train"} if "split" in known else {}
     if "root" in known and data is None and "root" not in fields:
         raise ValueError(f"--dataset {name} needs --data DIR, the folder of the pictures")
-    pictures = build.dataset(name, data, None, split | fields)
-    if (clean := build.trained_on(pictures, name)) != name:
+    pictures = build_dataset(name, data, None, split | fields)
+    if (clean := components.trained_on(pictures, name)) != name:
         there = f"--dataset {clean}" if clean in tribe.datasets.names() else "--dataset folder --data DIR"
         raise ValueError(f"{name} holds corrupted images; source knowledge comes from the clean ones: {there}")
     return pictures

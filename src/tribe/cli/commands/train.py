@@ -11,8 +11,9 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
 
-from tribe.cli.app import app, emit, fail, say
+from tribe.cli.app import app
 from tribe.cli.options import Device
+from tribe.cli.output import fail, print_json, print_message
 from tribe.datasets.files import data_root
 from tribe.train import DEFAULT, AugMix, Progress, Trained, TrainingError, change, preset
 from tribe.train import train as train_network
@@ -77,7 +78,9 @@ def train(
         model = model or chosen.model
         target = out or _default_out(model, dataset, data)
         if resume and not open_files(target, resume=resume, force=force).checkpoint.exists():
-            say("warning", f"there is no checkpoint of {target} to go on from: training starts from the beginning")
+            print_message(
+                "warning", f"there is no checkpoint of {target} to go on from: training starts from the beginning"
+            )
         with _shown(f"{model} on {dataset}", numbers.epochs) as show:
             trained = train_network(
                 model,
@@ -101,7 +104,7 @@ def train(
         Console(stderr=True).print("stopped; what the last checkpoint holds can be gone on from with --resume")
         raise typer.Exit(130) from None
     if as_json:
-        emit(trained.card)
+        print_json(trained.card)
     else:
         Console().print(_summary(trained), soft_wrap=True, highlight=False)
 

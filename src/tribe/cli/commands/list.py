@@ -14,7 +14,8 @@ from rich.text import Text
 
 import tribe
 from tribe import corruptions
-from tribe.cli.app import app, emit, fail
+from tribe.cli.app import app
+from tribe.cli.output import fail, print_json
 from tribe.registry import Registry, nearest
 
 
@@ -36,7 +37,7 @@ def list_components(
     else:
         fail(f"unknown kind {kind!r}: {nearest(kind, [*kinds, 'corruptions'])}")
     if as_json:
-        emit(components)
+        print_json(components)
     else:
         Console().print(table(components))
 

@@ -1,0 +1,118 @@
+"""Custom components: ``package.module:attribute`` or ``path/to/file.py:attribute`` in place of a name."""
+
+import dataclasses
+import importlib
+import operator
+import re
+import sys
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from torch import nn
+
+import tribe
+from tribe.cli.output import describe_error, fail
+from tribe.lab import modules
+from tribe.methods import Method
+from tribe.registry import Registry, nearest
+from tribe.scenarios import Scenario
+
+
+class Kind(NamedTuple):
+    """A kind of component that may be custom."""
+
+    registry: Registry[Any]
+    expected: str  # for error messages
+    fits: Callable[[Any], bool]  # whether an object is a component of this kind
+
+
+def _is_subclass_of(base: type) -> Callable[[Any], bool]:
+    return lambda found: isinstance(found, type) and issubclass(found, base) and found is not base
+
+
+def _is_dataset(found: Any) -> bool:
+    """Whether a class has the members of the protocol; a field without a default is not an attribute of the class."""
+    if not (isinstance(found, type) and dataclasses.is_dataclass(found)):
+        return False
+    members = {*dir(found), *(field.name for field in dataclasses.fields(found))}
+    return members >= {"classes", "domains", "labels", "images"}
+
+
+METHOD = Kind(tribe.methods.registry, "a subclass of tribe.methods.Method", _is_subclass_of(Method))
+SCENARIO = Kind(tribe.scenarios.registry, "a subclass of tribe.scenarios.Scenario", _is_subclass_of(Scenario))
+DATASET = Kind(
+    tribe.datasets.registry, "a dataclass with classes, domains, labels(domain), images(domain, index)", _is_dataset
+)
+
+
+def component_name(kind: Kind, text: str) -> str:
+    """The registered name of a component, given as a name, ``package.module:Class`` or ``file.py:Class``.
+
+    A class that is not in the registry is added, under its own name in lower case.
+    """
+    if ":" not in text:
+        return text
+    found = find_custom(text, kind.registry.kind, kind.fits)
+    if not kind.fits(found):
+        raise ValueError(f"{text} is no {kind.registry.kind}: expected {kind.expected}; see CONTRIBUTING")
+    name = next((name for name in kind.registry.names() if kind.registry.get(name) is found), None)
+    if name is None:
+        name = re.split("[:.]", text)[-1].lower()
+        kind.registry.register(name)(found)
+    return name
+
+
+def load_custom_model(target: str) -> nn.Module:
+    """The module that ``package.module:attribute`` or ``file.py:attribute`` is, or returns when called."""
+    try:
+        found = find_custom(target, "model", lambda value: isinstance(value, nn.Module) or callable(value))
+    except ValueError as error:
+        fail(str(error))
+    if callable(found) and not isinstance(found, nn.Module):
+        try:
+            found = found()
+        except (Exception, SystemExit) as error:
+            fail(f"{target} could not be called without arguments: {describe_error(error)}")
+    if not isinstance(found, nn.Module):
+        fail(f"{target} is no model: expected an nn.Module, or a callable that returns one; got {type(found).__name__}")
+    return found
+
+
+def find_custom(target: str, kind: str, fits: Callable[[Any], bool]) -> Any:
+    """The object that ``package.module:attribute`` or ``file.py:attribute`` names.
+
+    Args:
+        target: the text from the command line.
+        kind: the kind of object, for error messages.
+        fits: whether an object is of that kind; an error message suggests the attributes that fit.
+    """
+    place, _, attribute = target.rpartition(":")
+    if not place or not attribute:
+        raise ValueError(f"{target!r} names no {kind}: expected package.module:attribute or path/to/file.py:attribute")
+    file = Path(place) if place.endswith(".py") else None
+    if file is not None and not file.is_file():
+        raise ValueError(f"no file at {file}")
+    try:
+        module = import_package(place) if file is None else import_file(file)
+    except (Exception, SystemExit) as error:  # the code of the module may raise anything
+        raise ValueError(f"importing {place} failed: {describe_error(error)}") from error
+    try:
+        return operator.attrgetter(attribute)(module)
+    except AttributeError:
+        names = [name for name, value in vars(module).items() if not name.startswith("_") and fits(value)]
+        raise ValueError(f"{place} has no attribute {attribute!r}: {nearest(attribute, names)}") from None
+
+
+def import_file(path: Path) -> ModuleType:
+    """Import a file as a module."""
+    # Each path has its own module name: pickle and dataclasses find the module of a class by this name.
+    return modules.from_file(path, f"tribe_target_{zlib.crc32(str(path.resolve()).encode()):08x}")
+
+
+def import_package(name: str) -> ModuleType:
+    """Import a module by its name, as a script in the working directory would."""
+    sys.path.insert(0, "")  # the working directory, which is not on the path of an installed command
+    return importlib.import_module(name)

@@ -1,0 +1,69 @@
+"""How commands print: results and JSON on stdout, errors and warnings as messages on stderr."""
+
+import contextlib
+import json
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, NoReturn, TextIO
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from tribe.lab.spec import plain
+
+
+def fail(message: str) -> NoReturn:
+    """Print an error message and exit with status 2."""
+    print_message("error", message)
+    raise typer.Exit(2)
+
+
+def print_message(kind: Literal["error", "warning"], message: str, console: Console | None = None) -> None:
+    """Print a message on stderr as one paragraph: messages of other libraries contain line breaks and indents."""
+    colour = {"error": "bold red", "warning": "bold yellow"}[kind]
+    text = Text.assemble((f"{kind}: ", colour), " ".join(message.split()))
+    (console or Console(stderr=True)).print(text, soft_wrap=True)
+
+
+def print_json(data: Any) -> None:
+    """Print JSON on stdout."""
+    typer.echo(json.dumps(plain(data), indent=2, allow_nan=False))
+
+
+@contextlib.contextmanager
+def errors_as_messages() -> Iterator[None]:
+    """Turn an error that explains itself into a message, and exit with status 2."""
+    try:
+        yield
+    except (ValueError, TypeError, OSError, ImportError) as error:
+        fail(str(error))
+
+
+def stdout_to_stderr() -> contextlib.AbstractContextManager[TextIO]:
+    """Send to stderr what other code prints: programs read the results on stdout."""
+    return contextlib.redirect_stdout(sys.stderr)
+
+
+def describe_error(error: BaseException) -> str:
+    """The type and the message of an error that custom code raised."""
+    return f"{type(error).__name__}: {error}"
+
+
+def describe_error_with_line(error: BaseException) -> str:
+    """The type, the message and the line of an unexpected error."""
+    *_, last = traceback.extract_tb(error.__traceback__)
+    return f"{describe_error(error)}, at {last.filename}:{last.lineno}"
+
+
+def refuse_unwritable(file: str | None) -> None:
+    """Raise ValueError if --json FILE cannot be written: before the work, not after it."""
+    if file in (None, "-"):
+        return
+    path = Path(str(file))
+    if path.is_dir():
+        raise ValueError(f"--json {path} is a folder; expected the path of a file")
+    if not path.parent.is_dir():
+        raise ValueError(f"there is no folder {path.parent} to write {path.name} into")
