@@ -18,7 +18,6 @@ from places import TESTS
 from tribe import metrics
 from tribe.lab.experiment import (
     Bench,
-    Busy,
     Damaged,
     Experiment,
     MixedResults,
@@ -31,6 +30,7 @@ from tribe.lab.experiment import (
     refuse_mixture,
     survey,
 )
+from tribe.storage.lock import Busy
 
 GRID = TESTS / "grid.py"
 DATA = Named("live-mnist-c", {"corruptions": ["impulse_noise"]})

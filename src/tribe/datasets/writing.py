@@ -7,10 +7,12 @@ whatever unfinished it finds at the beginning was left by the dead.
 import contextlib
 import os
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
+
+from tribe.storage.atomic import open_atomically, sync_folder
+from tribe.storage.lock import Busy, exclusive
 
 
 class CannotWrite(OSError):
@@ -19,31 +21,18 @@ class CannotWrite(OSError):
 
 @contextlib.contextmanager
 def held(folder: Path) -> Iterator[Path]:
-    """Make a folder and write there alone; the dead let go by themselves."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / ".lock").open("wb")
-    except OSError as error:
-        raise CannotWrite(f"{folder} cannot be written to: {error.strerror}") from error
-    with lock:
-        if _lock(lock, folder):
+    """Make a folder and hold an exclusive lock on it; where there are no locks, the last writer wins."""
+    with contextlib.ExitStack() as stack:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            locked = stack.enter_context(exclusive(folder / ".lock"))
+        except Busy as error:
+            raise CannotWrite(f"another process is writing to {folder}: wait for it, or use another --out") from error
+        except OSError as error:
+            raise CannotWrite(f"{folder} cannot be written to: {error.strerror or error}") from error
+        if locked:
             _sweep(folder)
         yield folder
-
-
-def _lock(file: IO[bytes], folder: Path) -> bool:
-    """Whether nobody else writes; where locks are not known, the last writer wins, with the same bytes."""
-    if sys.platform == "win32":
-        return False
-    import fcntl
-
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise CannotWrite(f"another process is writing to {folder}: wait for it, or use another --out") from error
-    except OSError:
-        return False
-    return True
 
 
 def _sweep(folder: Path) -> None:
@@ -57,41 +46,31 @@ def _sweep(folder: Path) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path, needed: int = 0) -> Iterator[IO[bytes]]:
-    """A file to write to, which takes its place once it is whole; ``needed`` bytes, for the words of an error."""
-    temporary = _temporary(path)
+    """Open a file that replaces ``path`` once it is whole; an error message says how many bytes it needs."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("wb") as file:
+        with open_atomically(path) as file:
             yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)  # before the free space is measured
         raise _cannot(path, error, needed) from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
 def placing(path: Path, needed: int = 0) -> Iterator[Path]:
     """A folder to write files to, which takes its place once it is whole."""
-    temporary = _temporary(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         temporary.mkdir(parents=True)
         yield temporary
         if path.exists():
             shutil.rmtree(path)
         os.rename(temporary, path)
+        sync_folder(path.parent)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise _cannot(path, error, needed) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _temporary(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
 
 
 def _cannot(path: Path, error: OSError, needed: int) -> CannotWrite:

@@ -31,7 +31,6 @@ import hashlib
 import json
 import math
 import os
-import sys
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -61,6 +60,7 @@ from tribe.methods.encoding import method_to_json
 from tribe.registry import nearest
 from tribe.scenarios import Scenario
 from tribe.storage.atomic import write_atomically
+from tribe.storage.lock import exclusive
 from tribe.storage.states import StateFileError
 
 FORMAT, SCHEMA = "tribe-experiment", 2  # 1 did not say which images
@@ -71,10 +71,6 @@ INCIDENTAL = ("workers",)  # fields of data sets that no number depends on
 
 class NewerResults(ValueError):
     """Results that a newer version of tribe wrote."""
-
-
-class Busy(OSError):
-    """Another process is computing the same experiment."""
 
 
 class MixedResults(ValueError):
@@ -623,18 +619,11 @@ def method_fields(method: Method) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _held(folder: Path, wait: bool) -> Iterator[None]:
-    """Make a folder and write there alone; whoever is killed lets go. Where locks are unknown, the last writer wins."""
+    """Make a folder and hold an exclusive lock on it. Where there are no locks, the last writer wins."""
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("wb") as lock:
-        if sys.platform != "win32":
-            import fcntl
-
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            except BlockingIOError as error:
-                raise Busy(f"another process is computing {folder}") from error
-            except OSError as error:
-                warnings.warn(f"{folder} cannot be locked ({error}): let one process at a time write", stacklevel=3)
+    with exclusive(folder / ".lock", wait=wait, busy=f"another process is computing {folder}") as locked:
+        if not locked:
+            warnings.warn(f"{folder} cannot be locked: let one process at a time write", stacklevel=3)
         yield
 
 

@@ -38,10 +38,11 @@ import torch
 
 from tribe import methods
 from tribe._version import __version__
-from tribe.lab.experiment import EVERY, Bench, Busy, Experiment, Result
+from tribe.lab.experiment import EVERY, Bench, Experiment, Result
 from tribe.lab.modules import from_file
 from tribe.lab.runner import Progress
 from tribe.storage.atomic import write_atomically
+from tribe.storage.lock import Busy
 
 Follow = Callable[[Experiment, int, int, float | None], None]  # batches done, in all, error so far
 

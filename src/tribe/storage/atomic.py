@@ -1,52 +1,81 @@
 """Files that are written whole or not at all.
 
-Bytes go to a temporary file beside the target, which is then moved over it: whoever is killed half-way leaves the old
-file or the new one.
+Bytes go to a temporary file beside the target, which then replaces it. A process that is killed at any point leaves the
+old file or the new one, and at most a temporary file, which a later process removes.
 """
 
 import contextlib
 import os
+import re
 import secrets
 import shutil
 import time
+from collections.abc import Iterator
 from os import PathLike
 from pathlib import Path
+from typing import IO
 
-STALE_SECONDS = 3600
+STALE_SECONDS = 3600  # the age at which a temporary file belongs to no running writer
+TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.tmp")
+
+_swept: set[Path] = set()  # folders in which this process has looked for stale files
 
 
 def write_atomically(path: str | PathLike[str], data: bytes) -> None:
-    """Write a file so that at every moment the path holds the old bytes or the new.
+    """Write a file so that the path holds the old bytes or the new ones at every moment.
 
-    What is there and no file, as a pipe or /dev/null, is written to as it is.
+    A pipe or a device, such as /dev/null, is written to directly.
     """
     if Path(path).exists() and not Path(path).is_file() and not Path(path).is_dir():
-        with open(path, "wb") as there:
-            there.write(data)
+        with open(path, "wb") as device:
+            device.write(data)
         return
-    target = Path(os.path.realpath(path))  # where a link leads: it stays a link
+    with open_atomically(path) as file:
+        file.write(data)
+
+
+@contextlib.contextmanager
+def open_atomically(path: str | PathLike[str]) -> Iterator[IO[bytes]]:
+    """Open a temporary file that replaces ``path`` when the block ends, and is removed if the block raises."""
+    target = Path(os.path.realpath(path))  # a symbolic link stays; the file that it names is replaced
     if target.is_dir():
         raise IsADirectoryError(f"{path} is a folder; expected the path of a file")
     if not target.parent.is_dir():
         raise FileNotFoundError(f"there is no folder {target.parent} to write {target.name} into")
-    _sweep(target)
+    _remove_stale(target.parent)
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
     try:
-        with temporary.open("xb") as file:  # a new one, with the permissions that any gets here
-            with contextlib.suppress(OSError):  # there is none yet, or nobody may say so here
-                shutil.copymode(target, temporary)  # what was kept from others stays so
-            file.write(data)
+        with temporary.open("xb") as file:  # a new file, with the permissions that the umask gives
+            with contextlib.suppress(OSError):  # no target yet, or the platform has no permissions
+                shutil.copymode(target, temporary)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, target)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+    sync_folder(target.parent)
 
 
-def _sweep(target: Path) -> None:
-    """Remove what writers that were killed left behind, once it is too old to be somebody's work in progress."""
-    for leftover in target.parent.glob(f".{target.name}.*.tmp"):
-        with contextlib.suppress(FileNotFoundError):
-            if time.time() - leftover.stat().st_mtime > STALE_SECONDS:
-                leftover.unlink()
+def sync_folder(folder: Path) -> None:
+    """Write a folder's entries to the disk, so that a rename in it survives a power failure."""
+    with contextlib.suppress(OSError):  # the platform or the file system cannot sync a folder
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _remove_stale(folder: Path) -> None:
+    """Remove the temporary files that killed writers left, once per folder and process: a folder may be large."""
+    if folder in _swept:
+        return
+    _swept.add(folder)
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if TEMPORARY.fullmatch(entry.name):
+                with contextlib.suppress(FileNotFoundError):
+                    if time.time() - entry.stat(follow_symlinks=False).st_mtime > STALE_SECONDS:
+                        os.unlink(entry)
