@@ -106,9 +106,21 @@ MAKING = {
         ValueError,
         "classes of tribe is a whole number; got 2.5",
     ),
-    "text for a number": (lambda: tribe.adapt(small_network(), lr="x"), ValueError, "lr of tribe is a number; got 'x'"),
-    "nothing for a number": (lambda: tribe.adapt(small_network(), lr=None), ValueError, "lr .* is a number; got None"),
-    "no number at all": (lambda: tribe.adapt(small_network(), h0=float("nan")), ValueError, "h0 .* a number; got nan"),
+    "text for a number": (
+        lambda: tribe.adapt(small_network(), lr="x"),
+        ValueError,
+        "lr of tribe is a finite number; got 'x'",
+    ),
+    "nothing for a number": (
+        lambda: tribe.adapt(small_network(), lr=None),
+        ValueError,
+        "lr .* is a finite number; got None",
+    ),
+    "no number at all": (
+        lambda: tribe.adapt(small_network(), h0=float("nan")),
+        ValueError,
+        "h0 .* a finite number; got nan",
+    ),
     "infinity for a number": (
         lambda: tribe.adapt(small_network(), lr=float("inf")),
         ValueError,
@@ -129,7 +141,11 @@ MAKING = {
         ValueError,
         "consistency of roid is True or False; got None",
     ),
-    "a truth for a number": (lambda: tribe.adapt(small_network(), eta=True), ValueError, "eta .* a number; got True"),
+    "a truth for a number": (
+        lambda: tribe.adapt(small_network(), eta=True),
+        ValueError,
+        "eta .* a finite number; got True",
+    ),
     "a fraction of a neighbour": (
         lambda: tribe.adapt(small_network(), "lame", neighbours=1.5),
         ValueError,

@@ -6,7 +6,6 @@ call finds the state as the one before it left it.
 """
 
 import copy
-import operator
 import os
 import sys
 import threading
@@ -26,6 +25,7 @@ from tribe.engine.backbone import Backbone, copied
 from tribe.engine.graphs import Steps, Switch
 from tribe.engine.screening import PROBABILITIES, are_probabilities, sound
 from tribe.engine.state import Store, clone, digest, leaves, rebuild, select, tree_map
+from tribe.fields import is_whole, require
 from tribe.methods import Method
 from tribe.methods.base import check_classes, check_fits, screen
 from tribe.methods.encoding import method_from_json, method_to_json
@@ -204,11 +204,10 @@ class Adapter(nn.Module):
     ) -> None:
         super().__init__()
         self._turn = _Turn()
-        count, start = _whole(streams), _whole(seed)
-        if count is None or count < 1:
-            raise ValueError(f"streams is how many independent streams adapt, at least 1; got {streams!r}")
-        if start is None:
+        require(is_whole(streams, least=1), "streams is how many independent streams adapt, at least 1", streams)
+        if not is_whole(seed):
             raise TypeError(f"seed is an int; got {seed!r}")
+        count, start = int(streams), int(seed)
         known = _count_classes(net, classes if classes is not None else method.classes)
         if method.classes is not None and method.classes != known:
             raise ValueError(f"the method was built for {method.classes} classes; the network has {known}")
@@ -459,10 +458,10 @@ class Adapter(nn.Module):
     # -- checks -------------------------------------------------------------------------------------------------------
 
     def _stream(self, index: int) -> int:
-        place = _whole(index)
-        if place is None or not -self.streams <= place < self.streams:
+        number = index.item() if isinstance(index, Tensor) and index.numel() == 1 else index
+        if not is_whole(number) or not -self.streams <= number < self.streams:
             raise IndexError(f"stream {index!r}: this adapter has streams 0 to {self.streams - 1}")
-        return place % self.streams
+        return int(number) % self.streams
 
     def _images(self, x: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor | None, bool]:
         """Bring images into (S, B, ...) and ``valid`` into (S, B), or say what is wrong with them."""
@@ -544,14 +543,6 @@ def _place(net: Backbone) -> tuple[torch.device, torch.dtype]:
 def _copy_like(t: Tensor, other: Tensor) -> Tensor:
     """A copy with the precision of another tensor, where that lies."""
     return t.detach().to(other, copy=True)
-
-
-def _whole(number: Any) -> int | None:
-    """A whole number, numpy's too, as an int; None: it is none."""
-    try:
-        return operator.index(number)
-    except TypeError:
-        return None
 
 
 def _count_classes(net: Backbone, classes: int | None) -> int:

@@ -1,5 +1,6 @@
 """Checks of values that people give: the fields of components, the options of commands. One check for each kind."""
 
+import dataclasses
 import math
 from numbers import Integral, Real
 from typing import Any
@@ -35,3 +36,18 @@ def require(ok: bool, expected: str, got: Any) -> None:
     """
     if not ok:
         raise ValueError(f"{expected}; got {got!r}")
+
+
+def require_whole(component: Any, *names: str, least: int = 1) -> None:
+    """Require that these fields of a component are whole numbers, each at least ``least``."""
+    for name in names:
+        value = getattr(component, name)
+        require(is_whole(value, least), f"{name} is a whole number, at least {least}", value)
+
+
+def plain_numbers(component: Any) -> None:
+    """Replace numpy's numbers in the fields of a frozen dataclass with Python's, which files can hold."""
+    for field in dataclasses.fields(component):
+        value = getattr(component, field.name)
+        if isinstance(value, np.generic):
+            object.__setattr__(component, field.name, value.item())

@@ -506,15 +506,23 @@ BAD_NAMES = {
     "an unknown field": (lambda: models.create("resnet20", width=2), TypeError, "no field 'width'"),
     "a field the name fixes": (lambda: models.create("wrn28_10", depth=40), TypeError, "says depth=28 already.*'wrn'"),
     "an impossible wide depth": (lambda: models.create("wrn27_10"), ValueError, "6n \\+ 4.*got 27"),
-    "no width": (lambda: models.create("wrn28_0"), ValueError, "width must be at least 1"),
+    "no width": (lambda: models.create("wrn28_0"), ValueError, "width is a whole number, at least 1"),
     "an impossible small depth": (lambda: models.create("resnet_cifar", depth=21), ValueError, "6n \\+ 2.*got 21"),
     "an impossible depth": (
         lambda: models.create("resnet", depth=20),
         ValueError,
         "one of 18, 34, 50, 101, 152; got 20",
     ),
-    "no classes": (lambda: models.create("compact", classes=0), ValueError, "classes must be at least 1; got 0"),
-    "classes in words": (lambda: models.create("compact", classes="10"), TypeError, "whole number; got '10'"),
+    "no classes": (
+        lambda: models.create("compact", classes=0),
+        ValueError,
+        "classes is a whole number, at least 1; got 0",
+    ),
+    "classes in words": (
+        lambda: models.create("compact", classes="10"),
+        ValueError,
+        "whole number, at least 1; got '10'",
+    ),
     "grey images with colour's mean": (
         lambda: models.create("resnet20", channels=1),
         ValueError,

@@ -489,11 +489,11 @@ def test_a_gpu_learns_and_resumes(digits, tmp_path, precision):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"epochs": 0}, "epochs must be at least 1; got 0"),
-        ({"epochs": 2.5}, "epochs must be a whole number"),
-        ({"batch": 0}, "batch must be at least 1"),
-        ({"shift": -1}, "shift must be at least 0"),
-        ({"cutout": -1}, "cutout must be at least 0"),
+        ({"epochs": 0}, "epochs is a whole number, at least 1; got 0"),
+        ({"epochs": 2.5}, "epochs is a whole number, at least 1; got 2.5"),
+        ({"batch": 0}, "batch is a whole number, at least 1"),
+        ({"shift": -1}, "shift is a whole number, at least 0"),
+        ({"cutout": -1}, "cutout is a whole number, at least 0"),
         ({"lr": 0.0}, "learning rate, must be above 0"),
         ({"lr": math.nan}, "learning rate, must be above 0"),
         ({"weight_decay": -1.0}, "weight_decay must not be negative"),
@@ -620,7 +620,7 @@ def test_a_name_says_the_data_set_once(tmp_path):
     ("arguments", "message"),
     [
         (("cifar10", "--model", "compact"), "not found"),
-        (("mnist", "--epochs", "0"), "epochs must be at least 1"),
+        (("mnist", "--epochs", "0"), "epochs is a whole number, at least 1"),
         (("mnist", "--preset", "augmix"), "no preset 'augmix'"),
         (("svhn",), "no recipe for data set 'svhn'"),
         (("mnist", "--model", "wrn16_4"), "takes images 3x32x32"),

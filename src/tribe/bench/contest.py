@@ -24,6 +24,7 @@ from tribe.bench.rates import matrix_product, operations
 from tribe.engine import kernels
 from tribe.engine.backbone import Backbone
 from tribe.engine.precision import check_precision, float32_precision
+from tribe.fields import is_whole, plain_numbers, require, require_whole
 from tribe.lab.provenance import machine
 
 Watch = Callable[[int, int, str], None]  # done, of how many, what
@@ -49,12 +50,10 @@ class Setting:
     threads: int | None = None  # of torch on the CPU; None: as many as it takes by itself
 
     def __post_init__(self) -> None:
-        for name in ("classes", "batch", "streams", "threads"):
-            value = getattr(self, name)
-            if not (isinstance(value, int) and value >= 1) and not (name == "threads" and value is None):
-                raise ValueError(f"{name} is a whole number, at least 1; got {value!r}")
-        if not self.shape or not all(isinstance(n, int) and n >= 1 for n in self.shape):
-            raise ValueError(f"shape is that of one image, such as (3, 32, 32); got {self.shape!r}")
+        plain_numbers(self)
+        require_whole(self, "classes", "batch", "streams", *(() if self.threads is None else ("threads",)))
+        whole = bool(self.shape) and all(is_whole(n, least=1) for n in self.shape)
+        require(whole, "shape is that of one image, such as (3, 32, 32)", self.shape)
         check_precision(self.precision)
         if self.precision == "tf32" and not self.device.startswith("cuda"):
             raise ValueError("tf32 is a format of NVIDIA GPUs: choose device cuda, or precision float32 or bf16")

@@ -2,13 +2,13 @@
 
 import dataclasses
 import json
-import math
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tribe.bench.contest import Result, Row, Setting
+from tribe.fields import is_number
 from tribe.storage.atomic import write_atomically
 
 SCHEMA = 1
@@ -63,7 +63,7 @@ def _result(data: Mapping[str, Any]) -> Result:
     rows = tuple(Row(**_fields(Row, row)) for row in data["rows"])
     for row in rows:
         numbers = (row.ms_per_image, row.spread, *row.times.values())
-        if not all(isinstance(n, int | float) and math.isfinite(n) for n in numbers) or row.ms_per_image <= 0:
+        if not all(map(is_number, numbers)) or row.ms_per_image <= 0:
             raise ValueError(f"{row.name} has a time that is none")
     whole = Setting(**{**setting, "shape": tuple(setting["shape"])})
     return Result(whole, dict(data["machine"]), data["repeats"], data["matmul_tflops"], rows)

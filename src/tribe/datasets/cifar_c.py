@@ -32,7 +32,7 @@ class CifarC:
     count: ClassVar[int]
     folder: ClassVar[str]
     archive: ClassVar[str]
-    source: ClassVar[str]  # the clean data set it can be made from
+    clean_name: ClassVar[str]  # the clean data set it can be made from
 
     def __post_init__(self) -> None:
         for severity in self.severities:
@@ -107,7 +107,7 @@ class CifarC:
 
     def _command(self, names: Sequence[str], severities: Sequence[int]) -> str:
         some = () if tuple(names) == CIFAR_C else names
-        return command(self.source, data_root(self.data), corruptions=some, severities=severities)
+        return command(self.clean_name, data_root(self.data), corruptions=some, severities=severities)
 
 
 @register("cifar10-c")
@@ -118,7 +118,7 @@ class Cifar10C(CifarC):
     count = 10
     folder = "CIFAR-10-C"
     archive = "https://zenodo.org/records/2535967/files/CIFAR-10-C.tar"
-    source = "cifar10"
+    clean_name = "cifar10"
 
 
 @register("cifar100-c")
@@ -129,4 +129,4 @@ class Cifar100C(CifarC):
     count = 100
     folder = "CIFAR-100-C"
     archive = "https://zenodo.org/records/3555552/files/CIFAR-100-C.tar"
-    source = "cifar100"
+    clean_name = "cifar100"

@@ -19,6 +19,7 @@ from tribe.datasets import register
 from tribe.datasets.embedded import mnist_test
 from tribe.datasets.files import data_root, find, positions, unpack
 from tribe.datasets.unpickle import unpickle
+from tribe.fields import is_whole
 
 DOMAIN = "clean"
 Bytes = NDArray[np.uint8]
@@ -182,7 +183,7 @@ def _pickled(path: Path, key: bytes) -> tuple[Bytes, NDArray[Any]]:
     """A dictionary with the pixels, (n, 3072) bytes, and a list of labels."""
     held = unpickle(path)
     pixels, labels = (held.get(k) if isinstance(held, dict) else None for k in (b"data", key))
-    if not isinstance(labels, list) or not all(type(label) is int for label in labels):
+    if not isinstance(labels, list) or not all(map(is_whole, labels)):
         raise ValueError(f"{path} holds no labels; expected {key!r}, a list of integers")
     if not isinstance(pixels, np.ndarray) or pixels.dtype != np.uint8 or pixels.shape != (len(labels), 3 * 32 * 32):
         got = f"{pixels.dtype} of shape {pixels.shape}" if isinstance(pixels, np.ndarray) else "no array"

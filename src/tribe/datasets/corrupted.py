@@ -74,10 +74,10 @@ class Live:
     severities: Sequence[int] = (5,)
     seed: int = 0  # of the corruptions' randomness
 
-    source: ClassVar[str]  # the clean data set
+    clean_name: ClassVar[str]  # the clean data set
 
     def __post_init__(self) -> None:
-        known = corruptions.names("mnist" if self.source == "mnist" else "common")
+        known = corruptions.names("mnist" if self.clean_name == "mnist" else "common")
         for name in self.corruptions:
             if name not in known:
                 raise ValueError(f"unknown corruption {name!r}: {nearest(name, known)}")
@@ -93,12 +93,12 @@ class Live:
     @property
     def functions(self) -> list[Function]:
         """What corrupts: code that the images depend on."""
-        family = "mnist" if self.source == "mnist" else "common"
+        family = "mnist" if self.clean_name == "mnist" else "common"
         return [corruptions.function(name, family) for name in self.corruptions]
 
     @cached_property
     def _corrupted(self) -> Corrupted:
-        return Corrupted(create(self.source, data=self.data), self.corruptions, self.severities, self.seed)
+        return Corrupted(create(self.clean_name, data=self.data), self.corruptions, self.severities, self.seed)
 
     @property
     def classes(self) -> Sequence[str]:
@@ -126,7 +126,7 @@ class LiveMnistC(Live):
 
     corruptions: Sequence[str] = MNIST_C
 
-    source = "mnist"
+    clean_name = "mnist"
 
 
 @register("live-cifar10-c")
@@ -134,7 +134,7 @@ class LiveMnistC(Live):
 class LiveCifar10C(Live):
     """The CIFAR-10 test images, corrupted on the fly."""
 
-    source = "cifar10"
+    clean_name = "cifar10"
 
 
 @register("live-cifar100-c")
@@ -142,4 +142,4 @@ class LiveCifar10C(Live):
 class LiveCifar100C(Live):
     """The CIFAR-100 test images, corrupted on the fly."""
 
-    source = "cifar100"
+    clean_name = "cifar100"

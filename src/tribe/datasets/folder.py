@@ -15,8 +15,8 @@ from torch import Tensor
 from tribe.datasets import register
 from tribe.datasets.files import MissingData, positions
 from tribe.datasets.pictures import SKIP, PictureError, Unreadable, is_picture, read_picture, read_pictures
+from tribe.fields import is_whole, plain_numbers, require
 from tribe.registry import nearest
-from tribe.scenarios.sampling import is_count, refuse_unless
 
 LOOKED_AT = 16  # pictures of a domain whose bytes are part of what it is; of all others their names and sizes are
 LAYOUT = "expected root/<domain>/<class>/pictures, or root/<domain>/pictures without labels"
@@ -43,12 +43,13 @@ class Folder:
     workers: int = 4  # threads that decode
 
     def __post_init__(self) -> None:
-        refuse_unless(self.size is None or is_count(self.size), "size is a number of pixels, at least 1", self.size)
-        refuse_unless(self.unreadable in ("raise", "skip"), "unreadable is 'raise' or 'skip'", self.unreadable)
-        refuse_unless(is_count(self.workers), "workers is a number of threads, at least 1", self.workers)
+        plain_numbers(self)
+        require(self.size is None or is_whole(self.size, least=1), "size is a number of pixels, at least 1", self.size)
+        require(self.unreadable in ("raise", "skip"), "unreadable is 'raise' or 'skip'", self.unreadable)
+        require(is_whole(self.workers, least=1), "workers is a number of threads, at least 1", self.workers)
         if self.class_names is not None:
             different = not isinstance(self.class_names, str) and len(set(self.class_names)) == len(self.class_names)
-            refuse_unless(different, "class_names are different names of folders", self.class_names)
+            require(different, "class_names are different names of folders", self.class_names)
 
     @cached_property
     def classes(self) -> Sequence[str]:

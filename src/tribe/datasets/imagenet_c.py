@@ -17,9 +17,9 @@ from tribe.datasets import register
 from tribe.datasets.files import MissingData, data_root, find, positions, unpack
 from tribe.datasets.made import check_made
 from tribe.datasets.pictures import Unreadable, is_picture, read_pictures
+from tribe.fields import is_whole, plain_numbers, require
 from tribe.registry import nearest
 from tribe.scenarios.orders import IMAGENET_C
-from tribe.scenarios.sampling import is_count, refuse_unless
 
 SIZE = (224, 224)
 ARCHIVE = "https://zenodo.org/records/2235448/files/{}.tar"
@@ -54,14 +54,15 @@ class ImageNetC:
     unreadable: Unreadable = "raise"  # "skip": warn, and mark the image as not valid
     workers: int = 4  # threads that decode
 
-    source: ClassVar[str] = "imagenet"  # the clean data set it can be made from
+    clean_name: ClassVar[str] = "imagenet"  # the clean data set it can be made from
     folder: ClassVar[str] = "ImageNet-C"
 
     def __post_init__(self) -> None:
+        plain_numbers(self)
         for severity in self.severities:
-            refuse_unless(severity in range(1, 6), "a severity is 1 to 5", severity)
-        refuse_unless(self.unreadable in ("raise", "skip"), "unreadable is 'raise' or 'skip'", self.unreadable)
-        refuse_unless(is_count(self.workers), "workers is a number of threads, at least 1", self.workers)
+            require(severity in range(1, 6), "a severity is 1 to 5", severity)
+        require(self.unreadable in ("raise", "skip"), "unreadable is 'raise' or 'skip'", self.unreadable)
+        require(is_whole(self.workers, least=1), "workers is a number of threads, at least 1", self.workers)
 
     @cached_property
     def classes(self) -> Sequence[str]:

@@ -30,7 +30,7 @@ class MnistC:
     data: str | None = None  # root folder; None: $TRIBE_DATA or the cache directory
     corruptions: Sequence[str] = MNIST_C
 
-    source: ClassVar[str] = "mnist"  # the clean data set it can be made from
+    clean_name: ClassVar[str] = "mnist"  # the clean data set it can be made from
     folder: ClassVar[str] = "mnist_c"
 
     @property
@@ -91,4 +91,4 @@ class MnistC:
 
     def _command(self, names: Sequence[str]) -> str:
         some = () if tuple(names) == MNIST_C else names
-        return command(self.source, data_root(self.data), corruptions=some)
+        return command(self.clean_name, data_root(self.data), corruptions=some)

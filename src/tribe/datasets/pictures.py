@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tribe.scenarios.sampling import is_count, refuse_unless
+from tribe.fields import is_whole, require
 
 SUFFIXES = frozenset((".jpg", ".jpeg", ".png", ".bmp", ".gif", ".pgm", ".ppm", ".tif", ".tiff", ".webp"))
 EIGHT_BITS = frozenset(("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "HSV", "LAB"))
@@ -48,7 +48,7 @@ def read_picture(path: str | PathLike[str], *, resize: int | None = None, crop: 
         PictureError: the file is missing, damaged, cut short, no picture, or holds more than eight bits a channel.
     """
     for name, side in (("resize", resize), ("crop", crop)):
-        refuse_unless(side is None or is_count(side), f"{name} is a number of pixels, at least 1", side)
+        require(side is None or is_whole(side, least=1), f"{name} is a number of pixels, at least 1", side)
     image = _pillow()
     try:
         with image.open(path) as opened:

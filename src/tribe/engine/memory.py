@@ -29,6 +29,7 @@ from torch import Tensor
 from tribe.engine import rng
 from tribe.engine.moments import wide
 from tribe.engine.rng import Key
+from tribe.fields import is_whole, require
 
 ROOM = 3 * 32 * 32  # values of an image that a memory has room for, unless told otherwise
 DRAWS = 0x4E4F5445  # purpose of the reservoir's random numbers ("NOTE" in ASCII)
@@ -108,8 +109,7 @@ def check_size(size: int, room: int) -> None:
     """Refuse a memory that can hold nothing."""
     words = {"size": "how many images the memory holds", "room": "how many values of each image it has room for"}
     for name, value in (("size", size), ("room", room)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{name} is {words[name]}, a whole number of at least 1; got {value!r}")
+        require(is_whole(value, least=1), f"{name} is {words[name]}, a whole number of at least 1", value)
 
 
 def fit(memory: Memory, x: Tensor) -> Memory:

@@ -175,7 +175,7 @@ def _values(data: Dataset) -> int:
 
 def trained_on(data: Dataset, name: str) -> str:
     """The clean data set behind a corrupted one: what a source network was trained on."""
-    return str(getattr(data, "source", name))
+    return str(getattr(data, "clean_name", name))
 
 
 def described(name: str, component: Any, strict: bool = True) -> dict[str, Any]:

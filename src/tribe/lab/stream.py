@@ -3,7 +3,6 @@
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from numbers import Integral
 from typing import NamedTuple
 
 import torch
@@ -11,8 +10,8 @@ from torch import Tensor
 
 from tribe.datasets import Dataset
 from tribe.engine.screening import sound
+from tribe.fields import is_whole, require
 from tribe.scenarios import Scenario, Schedule
-from tribe.scenarios.sampling import is_count, refuse_unless
 
 
 class Batch(NamedTuple):
@@ -40,14 +39,13 @@ class Stream:
     """
 
     def __init__(self, dataset: Dataset, scenario: Scenario, seeds: Sequence[int] = (0,), batch: int = 64) -> None:
-        batch = int(batch) if isinstance(batch, Integral) else batch  # numpy's, too
-        refuse_unless(is_count(batch), "batch is how many images a stream and step, an integer of at least 1", batch)
+        require(is_whole(batch, least=1), "batch is how many images a stream and step, an integer of at least 1", batch)
         if not isinstance(scenario, Scenario):
             made = f": tribe.scenarios.create({scenario!r}) makes one" if isinstance(scenario, str) else ""
             raise TypeError(f"scenario is a tribe.scenarios.Scenario; got {scenario!r}{made}")
         if isinstance(seeds, str) or not isinstance(seeds, Iterable):
             raise TypeError(f"seeds is a sequence of integers, one a stream, such as (0, 1); got {seeds!r}")
-        seeds = tuple(seeds)
+        seeds = tuple(int(seed) if is_whole(seed) else seed for seed in seeds)
         if not seeds:
             raise ValueError("a stream needs at least one seed")
         if scenario.domains is None:
@@ -56,7 +54,7 @@ class Stream:
         if lacking := [name for name in self.domains if name not in dataset.domains]:
             have = ", ".join(dataset.domains)
             raise ValueError(f"the scenario plays {', '.join(lacking[:4])}, which the data set lacks; it has {have}")
-        self.dataset, self.scenario, self.seeds, self.batch = dataset, scenario, seeds, batch
+        self.dataset, self.scenario, self.seeds, self.batch = dataset, scenario, seeds, int(batch)
         self.labels = [dataset.labels(name) for name in self.domains]
         self.schedules = [scenario.schedule(self.labels, seed) for seed in seeds]
         self._cuts = [_cuts(schedule, batch) for schedule in self.schedules]

@@ -5,7 +5,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral, Real
 from types import NoneType
 from typing import Any, ClassVar, Literal, Protocol, Self, get_args
 
@@ -19,6 +18,7 @@ from tribe.engine.losses import entropy, mean_over
 from tribe.engine.rng import Key
 from tribe.engine.screening import sound
 from tribe.engine.state import Affine, Info, Stats, leaves, select, streams_of
+from tribe.fields import is_number, is_whole, plain_numbers, require
 from tribe.norms import Norm
 from tribe.registry import Registry, nearest
 
@@ -147,27 +147,20 @@ class Method(ABC):
 
 
 def _settle_numbers(method: Method) -> None:
-    """Refuse what is no number, or no truth, in a field that is one; numpy's become plain ones, which files hold."""
+    """Check the fields that hold numbers or truth values; replace numpy's with Python's."""
     for field in dataclasses.fields(method):
         kinds = set(get_args(field.type) or [field.type])
         value = getattr(method, field.name)
         if not kinds <= {bool, int, float, NoneType} or (value is None and NoneType in kinds):
             continue
-        expected, meant = _expected(kinds)
-        if not isinstance(value, expected) or (isinstance(value, bool) and bool not in kinds) or value != value:
-            raise ValueError(f"{field.name} of {method.name} is {meant}; got {value!r}")
-        if abs(value) == math.inf:
-            raise ValueError(f"{field.name} of {method.name} is a finite number; got {value!r}")
-        if not isinstance(value, int | float):
-            plain = bool if isinstance(value, np.bool_) else int if isinstance(value, Integral) else float
-            object.__setattr__(method, field.name, plain(value))
-
-
-def _expected(kinds: set[Any]) -> tuple[Any, str]:
-    """What a value of these kinds is an instance of, and that in words."""
-    if float in kinds:
-        return Real, "a number"
-    return (Integral, "a whole number") if int in kinds else ((bool, np.bool_), "True or False")
+        if float in kinds:
+            valid, expected = is_number(value), "a finite number"
+        elif int in kinds:
+            valid, expected = is_whole(value), "a whole number"
+        else:
+            valid, expected = isinstance(value, bool | np.bool_), "True or False"
+        require(valid, f"{field.name} of {method.name} is {expected}", value)
+    plain_numbers(method)
 
 
 def check_fits(net: Backbone, method: Method) -> None:

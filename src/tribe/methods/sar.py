@@ -17,6 +17,7 @@ from tribe.engine.losses import entropy, mean_over
 from tribe.engine.optim import sgd_step
 from tribe.engine.rng import Key
 from tribe.engine.state import Affine, Info, select, tree_map
+from tribe.fields import is_number
 from tribe.methods.base import Deployed, Method, finish, new_info, new_key, register, screen
 from tribe.norms.batch import PerBatch
 
@@ -70,7 +71,7 @@ class Sar(Method):
             )
         tail = self.frozen_tail
         names = isinstance(tail, tuple) and all(isinstance(name, str) for name in tail)
-        if not names and not (isinstance(tail, int | float) and 0 <= tail < 1):
+        if not names and not (is_number(tail) and 0 <= tail < 1):
             raise ValueError(
                 "frozen_tail is a share of the normalisation layers, at least 0 and below 1, or a tuple of names of "
                 f"layers or blocks; got {tail!r}"

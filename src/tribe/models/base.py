@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from tribe.engine.normalize import Normalize
+from tribe.fields import plain_numbers, require_whole
 from tribe.registry import Registry, nearest
 
 Normalization = tuple[tuple[float, ...], tuple[float, ...]]  # mean and standard deviation, an entry a channel
@@ -35,8 +36,8 @@ class Architecture(ABC):
         return {} if name == cls.name else cls.presets.get(name)
 
     def __post_init__(self) -> None:
-        check_count("classes", self.classes)
-        check_count("channels", self.channels)
+        plain_numbers(self)
+        require_whole(self, "classes", "channels")
         if self.normalize is not None and {len(part) for part in self.normalize} != {self.channels}:
             raise ValueError(
                 f"normalize needs a mean and a std for each of {self.channels} channels, or None for a network that "
@@ -98,14 +99,6 @@ def initialize(net: nn.Module) -> nn.Module:
         if isinstance(layer, nn.Conv2d):
             nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
     return net
-
-
-def check_count(field: str, value: object) -> None:
-    """Refuse what cannot be a number of things."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{field} must be a whole number; got {value!r}")
-    if value < 1:
-        raise ValueError(f"{field} must be at least 1; got {value}")
 
 
 registry: Registry[Architecture] = Registry("model")

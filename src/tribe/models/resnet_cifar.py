@@ -10,12 +10,12 @@ from typing import Any, ClassVar
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tribe.fields import require_whole
 from tribe.models.base import (
     IMAGENET,
     Architecture,
     BatchNormReLU,
     Normalization,
-    check_count,
     global_pool,
     input_layer,
     register,
@@ -84,7 +84,7 @@ class CifarResNet(Architecture):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_count("depth", self.depth)
+        require_whole(self, "depth")
         if self.depth % 6 != 2 or self.depth < 8:
             raise ValueError(f"the depth of a CIFAR ResNet is 6n + 2, such as 20, 32 or 56; got {self.depth}")
 

@@ -10,12 +10,12 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from tribe.fields import require_whole
 from tribe.models.base import (
     HALF,
     Architecture,
     BatchNormReLU,
     Normalization,
-    check_count,
     global_pool,
     input_layer,
     register,
@@ -102,8 +102,7 @@ class WRN(Architecture):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_count("depth", self.depth)
-        check_count("width", self.width)
+        require_whole(self, "depth", "width")
         if self.depth % 6 != 4 or self.depth < 10:
             raise ValueError(f"the depth of a wide ResNet is 6n + 4, such as 16, 28 or 40; got {self.depth}")
 

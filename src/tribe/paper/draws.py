@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tribe.fields import is_number
 from tribe.lab import statistics
 from tribe.lab.experiment import Experiment
 
@@ -93,11 +94,7 @@ def read_draws(path: Path) -> Draws:
 
 def _are_errors(told: Any, kind: str) -> bool:
     values = told.get(kind) if isinstance(told, dict) else None
-    return (
-        isinstance(values, list)
-        and bool(values)
-        and all(isinstance(v, int | float) and math.isfinite(v) for v in values)
-    )
+    return isinstance(values, list) and bool(values) and all(map(is_number, values))
 
 
 def _remedy(path: Path) -> str:

@@ -142,7 +142,7 @@ def _stand_ins(series: Series, table: Table) -> list[tuple[str, str]]:
         return []
     ((dataset, model),) = meant
     played = {(r.experiment.dataset.name, r.experiment.model.name) for r in series.results} - {(dataset, model)}
-    return sorted(pair for pair in played if _of(pair[0], "source") == _of(dataset or "", "source"))
+    return sorted(pair for pair in played if _of(pair[0], "clean_name") == _of(dataset or "", "clean_name"))
 
 
 def _of(dataset: str, name: str) -> str:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tribe.fields import is_whole
 from tribe.lab.record import Record
 from tribe.lab.spec import by_place
 from tribe.report.command import component, departures, is_known, method_of
@@ -148,7 +149,7 @@ def _check(record: Record) -> None:
     """Refuse what no run writes, so that all that follows can rely on it."""
     if not isinstance(record.spec, Mapping) or not all(isinstance(name, str) for name in record.domains):
         raise ValueError("its words are damaged: expected a spec and the names of domains")
-    if not isinstance(record.classes, int) or not 1 <= record.classes <= MOST_CLASSES:
+    if not is_whole(record.classes, least=1) or record.classes > MOST_CLASSES:
         raise ValueError(f"it is said to have {record.classes} classes; expected 1 to {MOST_CLASSES}")
     if not len(record.label):
         raise ValueError("it is empty: not one image was predicted")

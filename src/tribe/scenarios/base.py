@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tribe.fields import is_whole, plain_numbers, require
 from tribe.registry import Registry
 from tribe.scenarios.orders import paper_order
-from tribe.scenarios.sampling import Draw, Ints, Local, Natural, Profile, Random, Shuffled, is_count, refuse_unless
+from tribe.scenarios.sampling import Draw, Ints, Local, Natural, Profile, Random, Shuffled
 from tribe.scenarios.schedule import Schedule
 
 registry: Registry["Scenario"] = Registry("scenario")
@@ -50,14 +51,15 @@ class Scenario(ABC):
     same_for_all_seeds: ClassVar[str | None] = None  # why nothing is drawn; None: the seed makes the stream
 
     def __post_init__(self) -> None:
-        refuse_unless(self.draw in ("released", "paper"), "draw is 'released' or 'paper'", self.draw)
-        refuse_unless(self.order in ("given", "random", "paper"), "order is 'given', 'random' or 'paper'", self.order)
-        refuse_unless(self.classes is None or is_count(self.classes), "classes is K, at least 1", self.classes)
+        plain_numbers(self)
+        require(self.draw in ("released", "paper"), "draw is 'released' or 'paper'", self.draw)
+        require(self.order in ("given", "random", "paper"), "order is 'given', 'random' or 'paper'", self.order)
+        require(self.classes is None or is_whole(self.classes, least=1), "classes is K, at least 1", self.classes)
         if self.domains is not None:
             object.__setattr__(self, "domains", _names(self.domains))
         _ = self.profile, self.local  # their numbers are looked at now, not when the stream is made
         if self.order == "paper":
-            refuse_unless(self.domains is not None, "order 'paper' needs the names of the domains", self.domains)
+            require(self.domains is not None, "order 'paper' needs the names of the domains", self.domains)
             paper_order(self.domains or ())
 
     @property
@@ -113,7 +115,7 @@ class Scenario(ABC):
 
         ``labels``: one tensor per base domain, in file order; or, where ``domains`` are given, one per `domain_names`.
         """
-        refuse_unless(is_count(seed, 0) and seed < 2**32, "seed is an integer from 0 to 2^32 - 1", seed)
+        require(is_whole(seed, least=0) and seed < 2**32, "seed is an integer from 0 to 2^32 - 1", seed)
         bases = [y.cpu().numpy() for y in self._base_labels(labels)]
         classes = self.classes or 1 + max(int(y.max()) for y in bases)
         rng = Random(seed)
@@ -171,8 +173,8 @@ def _names(domains: Any) -> tuple[str, ...]:
     if isinstance(domains, str) or not all(isinstance(name, str) and name for name in domains):
         raise ValueError(f"domains is a sequence of names such as 'fog@3'; got {domains!r}")
     names = tuple(domains)
-    refuse_unless(bool(names), "domains holds at least one name", names)
-    refuse_unless(len(set(names)) == len(names), "every domain has a name of its own", names)
+    require(bool(names), "domains holds at least one name", names)
+    require(len(set(names)) == len(names), "every domain has a name of its own", names)
     return names
 
 

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Self
 
+from tribe.fields import require
 from tribe.scenarios.base import Visit, register
 from tribe.scenarios.real_world import Composed
-from tribe.scenarios.sampling import refuse_unless
 
 
 @dataclass(frozen=True)
@@ -23,10 +23,10 @@ class Severities(Composed):
     def __post_init__(self) -> None:
         object.__setattr__(self, "severities", tuple(self.severities))
         fine = all(s in (1, 2, 3, 4, 5) for s in self.severities) and len(set(self.severities)) == len(self.severities)
-        refuse_unless(fine and bool(self.severities), "severities are different numbers of 1 to 5", self.severities)
+        require(fine and bool(self.severities), "severities are different numbers of 1 to 5", self.severities)
         super().__post_init__()
         for name in self.domains or ():
-            refuse_unless("@" not in name, "the scenario makes the severities: give 'fog', not 'fog@3'", name)
+            require("@" not in name, "the scenario makes the severities: give 'fog', not 'fog@3'", name)
 
     @property
     def variants(self) -> tuple[str, ...]:

@@ -7,9 +7,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tribe.fields import is_number, require
 from tribe.scenarios.base import register
 from tribe.scenarios.real_world import Composed
-from tribe.scenarios.sampling import Random, deal, drain, is_number, refuse_unless
+from tribe.scenarios.sampling import Random, deal, drain
 from tribe.scenarios.schedule import Schedule
 
 
@@ -25,9 +26,9 @@ class Mixed(Composed):
         if self.weights is not None:
             object.__setattr__(self, "weights", tuple(self.weights))
             fine = len(self.weights) > 0 and all(is_number(w) and w > 0 for w in self.weights)
-            refuse_unless(fine, "weights are numbers above 0, one per domain", self.weights)
+            require(fine, "weights are numbers above 0, one per domain", self.weights)
             same = self.domains is None or len(self.weights) == len(self.domains)
-            refuse_unless(same, f"weights are one per domain of {self.domains}", self.weights)
+            require(same, f"weights are one per domain of {self.domains}", self.weights)
         super().__post_init__()
 
     def schedule(self, labels: Sequence[Tensor], seed: int) -> Schedule:

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 
+from tribe.fields import is_whole, require
 from tribe.scenarios.base import Visit, register
 from tribe.scenarios.real_world import Composed
-from tribe.scenarios.sampling import is_count, refuse_unless
 
 
 @register("recurring")
@@ -21,7 +21,7 @@ class Recurring(Composed):
     paper = "Hoang et al., Persistent Test-time Adaptation in Recurring Testing Scenarios, NeurIPS 2024"
 
     def __post_init__(self) -> None:
-        refuse_unless(is_count(self.rounds), "rounds is how often the stream plays, at least 1", self.rounds)
+        require(is_whole(self.rounds, least=1), "rounds is how often the stream plays, at least 1", self.rounds)
         super().__post_init__()
 
     def visits(self, order: Sequence[int]) -> list[Visit]:

@@ -5,34 +5,19 @@ for each window of the stream, y ~ Cat(q). The samplers released with the paper 
 intent: they cut classes to exact counts and spread each over a few slots. Both are here, `draw` chooses.
 """
 
-import math
 import warnings
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from tribe.fields import is_number, is_whole, plain_numbers, require
 
 Draw = Literal["released", "paper"]
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Random = np.random.RandomState  # the legacy generator: its numbers are promised never to change
-
-
-def refuse_unless(ok: bool, what: str, got: Any) -> None:
-    """Raise ValueError in the words of the caller."""
-    if not ok:
-        raise ValueError(f"{what}; got {got!r}")
-
-
-def is_number(value: Any) -> bool:
-    """Whether a value is a finite number, and no truth value."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def is_count(value: Any, least: int = 1) -> bool:
-    """Whether a value is an integer of at least so much, and no truth value."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 class Pool(NamedTuple):
@@ -81,14 +66,15 @@ class LongTail:
     empty: Literal["warn", "raise"] = "warn"  # what to do about classes without an image
 
     def __post_init__(self) -> None:
-        refuse_unless(
+        plain_numbers(self)
+        require(
             is_number(self.imbalance) and self.imbalance >= 1,
             "imbalance is the largest class over the smallest, a number of at least 1",
             self.imbalance,
         )
-        refuse_unless(isinstance(self.varying, bool), "varying is True or False", self.varying)
-        refuse_unless(self.head is None or is_count(self.head), "head is a number of images, at least 1", self.head)
-        refuse_unless(self.empty in ("warn", "raise"), "empty is 'warn' or 'raise'", self.empty)
+        require(isinstance(self.varying, bool), "varying is True or False", self.varying)
+        require(self.head is None or is_whole(self.head, least=1), "head is a number of images, at least 1", self.head)
+        require(self.empty in ("warn", "raise"), "empty is 'warn' or 'raise'", self.empty)
 
     def share(self, classes: int, draw: Draw = "released") -> Floats:
         """(K,) the size of each class relative to the first; NOTE the paper has k/K where the release has k/(K-1)."""
@@ -148,9 +134,10 @@ class Dirichlet:
     slots: int | None = None  # released draw: stretches of a domain; None: min(K, 100)
 
     def __post_init__(self) -> None:
-        refuse_unless(is_number(self.sigma) and self.sigma > 0, "sigma is a number above 0", self.sigma)
-        refuse_unless(is_count(self.window), "window is a number of samples, at least 1", self.window)
-        refuse_unless(self.slots is None or is_count(self.slots), "slots is a number, at least 1", self.slots)
+        plain_numbers(self)
+        require(is_number(self.sigma) and self.sigma > 0, "sigma is a number above 0", self.sigma)
+        require(is_whole(self.window, least=1), "window is a number of samples, at least 1", self.window)
+        require(self.slots is None or is_whole(self.slots, least=1), "slots is a number, at least 1", self.slots)
 
     def arrange(self, pool: Pool, draw: Draw, rng: Random) -> Ints:
         """Put the images in the order of the stream."""

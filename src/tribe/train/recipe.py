@@ -5,19 +5,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple, get_args
 
+from tribe.fields import plain_numbers, require_whole
 from tribe.registry import nearest
 from tribe.train.augmix import AugMix
 from tribe.train.views import Border
 
 OPTIMIZERS = ("sgd", "adam", "adamw")
 SCHEDULES = ("cosine", "linear", "constant")
-
-
-def _check_count(field: str, value: object, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{field} must be a whole number; got {value!r}")
-    if value < least:
-        raise ValueError(f"{field} must be at least {least}; got {value}")
 
 
 def _check_choice(field: str, value: str, choices: tuple[str, ...]) -> None:
@@ -45,10 +39,9 @@ class Recipe:
     augmix: AugMix | None = None
 
     def __post_init__(self) -> None:
-        for field in ("epochs", "batch"):
-            _check_count(field, getattr(self, field), least=1)
-        for field in ("shift", "cutout"):
-            _check_count(field, getattr(self, field), least=0)
+        plain_numbers(self)
+        require_whole(self, "epochs", "batch")
+        require_whole(self, "shift", "cutout", least=0)
         _check_choice("optimizer", self.optimizer, OPTIMIZERS)
         _check_choice("schedule", self.schedule, SCHEDULES)
         _check_choice("border", self.border, get_args(Border))
