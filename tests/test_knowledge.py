@@ -16,11 +16,10 @@ import layouts
 import tribe
 from commands import message
 from commands import tribe_command as command
-from tribe import knowledge as source
 from tribe import methods
 from tribe.engine.backbone import Backbone
 from tribe.engine.state import digest
-from tribe.knowledge import Knowledge, KnowledgeError
+from tribe.knowledge import SHIPPED, Knowledge, KnowledgeError, find_knowledge, knowledge_path
 from tribe.testing import images, informed, small_network
 
 
@@ -204,12 +203,12 @@ def test_a_failed_save_leaves_the_old_file(eata, tmp_path):
 
 
 def test_where_knowledge_lies(tmp_path):
-    path = source.place("eata", "timm/resnet50", "imagenet", tmp_path)
-    assert source.find("eata", "timm/resnet50", "imagenet", tmp_path) is None
+    path = knowledge_path("eata", "timm/resnet50", "imagenet", tmp_path)
+    assert find_knowledge("eata", "timm/resnet50", "imagenet", tmp_path) is None
     path.parent.mkdir()
     path.touch()
-    assert source.find("eata", "timm/resnet50", "imagenet", tmp_path) == path
-    assert source.find("eata", "timm/resnet18", "imagenet", tmp_path) is None
+    assert find_knowledge("eata", "timm/resnet50", "imagenet", tmp_path) == path
+    assert find_knowledge("eata", "timm/resnet18", "imagenet", tmp_path) is None
 
 
 # -- tribe source -----------------------------------------------------------------------------------------------------
@@ -281,7 +280,7 @@ def test_the_package_network_on_published_digits_and_a_run_that_finds_it(root):
 
 
 def test_a_run_without_knowledge_names_the_command_that_makes_it(root, monkeypatch):
-    monkeypatch.setattr("tribe.source.SHIPPED", root / "nothing")  # the package brings some for this network
+    monkeypatch.setattr("tribe.knowledge.SHIPPED", root / "nothing")  # the package brings some for this network
     small = ("--data", root, "--scenario", "ptta", "--set", "dataset.corruptions=('stripe',)", "--no-chart")
     result = command("run", *small, "--methods", "eata")
     assert result.exit_code == 2
@@ -293,7 +292,7 @@ def test_a_run_without_knowledge_names_the_command_that_makes_it(root, monkeypat
 
 
 def test_what_several_methods_lack_is_told_at_once(root, monkeypatch):
-    monkeypatch.setattr("tribe.source.SHIPPED", root / "nothing")
+    monkeypatch.setattr("tribe.knowledge.SHIPPED", root / "nothing")
     small = ("--data", root, "--scenario", "ptta", "--set", "dataset.corruptions=('stripe',)", "--no-chart")
     result = command("run", *small, "--methods", "eata,source,ttac")
     assert result.exit_code == 2
@@ -355,7 +354,7 @@ def test_knowledge_of_other_weights_is_not_used_in_silence(root):
     Path("mine.py").write_text(OWN)
     arguments = ("--model", "mine.py:net", "--dataset", "cifar10", "--data", root, "--batch", 20)
     assert command("source", "eata", *arguments).exit_code == 0
-    assert source.find("eata", "mine.py:net", "cifar10", root) is not None
+    assert find_knowledge("eata", "mine.py:net", "cifar10", root) is not None
     Path("mine.py").write_text(OWN.replace("manual_seed(0)", "manual_seed(1)"))
     played = ("--dataset", "cifar10-c", "--model", "mine.py:net", "--data", root, "--scenario", "ptta")
     played += ("--set", "dataset.corruptions=('fog',)", "--no-chart")
@@ -392,7 +391,7 @@ def test_a_folder_of_pictures(root):
     advice = message(missing).partition("Here: tribe ")[2].replace("TRAINING_IMAGES", str(root / "camera"))
     assert command(*advice.split(), "--batch", 5).exit_code == 0, "there was no folder for it yet"
     assert command("run", *played, "--methods", "eata").exit_code == 0
-    made = source.find("eata", "mine.py:two", "folder", Path(os.environ["TRIBE_DATA"]))
+    made = find_knowledge("eata", "mine.py:two", "folder", Path(os.environ["TRIBE_DATA"]))
     made.unlink()
     given = command("run", *played, "--methods", "eata", "--set", "eata.knowledge=camera.safetensors")
     assert given.exit_code == 0, given.output
@@ -400,7 +399,7 @@ def test_a_folder_of_pictures(root):
         "something was put among the pictures"
     )
     assert command("source", "eata", *arguments).exit_code == 0
-    assert source.find("eata", "mine.py:two", "folder", Path(os.environ["TRIBE_DATA"])) is not None
+    assert find_knowledge("eata", "mine.py:two", "folder", Path(os.environ["TRIBE_DATA"])) is not None
     assert command("run", *played, "--methods", "eata").exit_code == 0
 
 
@@ -565,7 +564,7 @@ def test_unreadable_pictures_are_left_out(root):
 
 def test_a_run_refuses_knowledge_of_another_data_set(root, tmp_path):
     """The same network, but told to have been studied on other images."""
-    shipped = Knowledge.load(source.SHIPPED / "eata_compact_mnist.safetensors")
+    shipped = Knowledge.load(SHIPPED / "eata_compact_mnist.safetensors")
     dataclasses.replace(shipped, spec={**shipped.spec, "dataset": "cifar10"}).save(tmp_path / "other.safetensors")
     small = ("--data", root, "--scenario", "ptta", "--set", "dataset.corruptions=('stripe',)", "--no-chart")
     result = command("run", *small, "--methods", "eata", "--set", f"eata.knowledge={tmp_path / 'other.safetensors'}")

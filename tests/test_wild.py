@@ -299,7 +299,7 @@ def test_a_state_dict_of_another_network_is_refused_where_source_knowledge_belon
     adapter = tribe.adapt(small_network(), ready("ttac"))
     before, net = adapter.digest(), adapter.net
     given = {k: t + 0.1 if k.startswith("net.model") else t for k, t in adapter.state_dict().items()}
-    with pytest.raises(tribe.source.KnowledgeError, match="belongs to another network"):
+    with pytest.raises(tribe.knowledge.KnowledgeError, match="belongs to another network"):
         adapter.load_state_dict(given)
     assert adapter.digest() == before
     assert adapter.net is net

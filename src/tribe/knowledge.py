@@ -118,12 +118,12 @@ class Knowledge:
         return f"Knowledge({self.method}, {self.digest[:12]}{'' if self.path is None else f', {self.path}'})"
 
 
-Given = Knowledge | str | PathLike[str] | None  # what a method's field `knowledge` may be set to
+KnowledgeLike = Knowledge | str | PathLike[str] | None  # what a method's field `knowledge` may be set to
 
 
-def settle(method: Method) -> None:
+def resolve_knowledge(method: Method) -> None:
     """Replace a path in a method's field ``knowledge`` by what the file holds, and refuse another method's."""
-    given: Given = getattr(method, "knowledge", None)
+    given: KnowledgeLike = getattr(method, "knowledge", None)
     if given is None:
         return
     if not isinstance(given, (Knowledge, str, PathLike)):
@@ -137,7 +137,7 @@ def settle(method: Method) -> None:
     object.__setattr__(method, "knowledge", known)
 
 
-def known(method: Method, net: Backbone, shapes: Mapping[str, Sequence[int | str]]) -> dict[str, Tensor]:
+def checked_tensors(method: Method, net: Backbone, shapes: Mapping[str, Sequence[int | str]]) -> dict[str, Tensor]:
     """A method's source knowledge on the network's device; refused if it is missing or cannot serve this network.
 
     Args:
@@ -181,7 +181,9 @@ def _shown(shape: Sequence[int | str]) -> str:
     return f"({', '.join(map(str, shape))})"
 
 
-def looked_at(net: Backbone, batches: Iterable[tuple[Tensor, Tensor | None]]) -> Iterator[tuple[Tensor, Tensor | None]]:
+def study_batches(
+    net: Backbone, batches: Iterable[tuple[Tensor, Tensor | None]]
+) -> Iterator[tuple[Tensor, Tensor | None]]:
     """Source images (1, B, ...) and their labels (1, B) where the network lives, for `study`; bad images are left out.
 
     Labels may be None: most methods ask the network instead.
@@ -203,7 +205,7 @@ def looked_at(net: Backbone, batches: Iterable[tuple[Tensor, Tensor | None]]) ->
             yield x[good].unsqueeze(0), None if y is None else y.to(net.device)[good].long().unsqueeze(0)
 
 
-def labels(y: Tensor | None, logits: Tensor) -> Tensor:
+def require_labels(y: Tensor | None, logits: Tensor) -> Tensor:
     """The labels that logits (..., K) are to be held to; refused if there are none, or others than 0 to K - 1."""
     if y is None:
         raise ValueError("source images came without labels, and here they are needed: one class number for each image")
@@ -212,27 +214,27 @@ def labels(y: Tensor | None, logits: Tensor) -> Tensor:
     return y
 
 
-def find(
+def find_knowledge(
     method: str, model: str, dataset: str, root: str | PathLike[str], fields: Mapping[str, Any] | None = None
 ) -> Path | None:
     """Where the source knowledge of a method lies: where `tribe source` puts it, or in the package; None: nowhere.
 
     Of several files, that which most of the method's fields shaped, and no others.
     """
-    own, marks = place(method, model, dataset, root), set(_marks(fields or {}))
+    own, marks = knowledge_path(method, model, dataset, root), set(_marks(fields or {}))
     there = (path for folder in (own.parent, SHIPPED) for path in (folder / own.name, *folder.glob(f"{own.stem}+*")))
     fitting = [path for path in there if path.is_file() and marks.issuperset(path.stem.split("+")[1:])]
     return max(fitting, key=lambda path: path.stem.count("+"), default=None)
 
 
-def place(
+def knowledge_path(
     method: str, model: str, dataset: str, root: str | PathLike[str], fields: Mapping[str, Any] | None = None
 ) -> Path:
     """Where `tribe source` puts a method's source knowledge; ``fields`` shaped it and are not what they usually are.
 
-    >>> place("eata", "timm/resnet50", "imagenet", "data").as_posix()
+    >>> knowledge_path("eata", "timm/resnet50", "imagenet", "data").as_posix()
     'data/source/eata_timm_resnet50_imagenet.safetensors'
-    >>> place("ttac", "compact", "mnist", "data", {"statistics": "frozen"}).name
+    >>> knowledge_path("ttac", "compact", "mnist", "data", {"statistics": "frozen"}).name
     'ttac_compact_mnist+statistics=frozen.safetensors'
     """
     name = "+".join((_plain(f"{method}_{model}_{dataset}"), *_marks(fields or {})))

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple, Union, get_args, get_origin
 import torch
 
 from tribe import datasets, methods, models, scenarios
-from tribe import knowledge as source
 from tribe.datasets import Dataset
 from tribe.datasets.files import data_root
 from tribe.datasets.fingerprint import fingerprint
 from tribe.engine.backbone import Backbone
+from tribe.knowledge import Knowledge, KnowledgeError, find_knowledge, knowledge_path
 from tribe.lab.provenance import code_at, code_of, coded
 from tribe.lab.stream import Stream
 from tribe.methods import Method
@@ -67,7 +67,7 @@ def model(asked: Asked, data: Dataset, fields: Mapping[str, Any]) -> torch.nn.Mo
     return models.load(asked.model, weights, **fields)
 
 
-class Unlearned(source.KnowledgeError):
+class Unlearned(KnowledgeError):
     """A method whose source knowledge is missing or cannot be used: why, and the command that makes it."""
 
     def __init__(self, why: str, command: str) -> None:
@@ -97,12 +97,12 @@ def method(name: str, net: Backbone, data: Dataset, asked: Asked, fields: Mappin
         return plain_method(name, net, data, asked.dataset, fields)
     learned = trained_on(data, asked.dataset)
     told = departures(name, net, data, asked.dataset, fields)
-    found = source.find(name, asked.model, learned, asked.root, told)
+    found = find_knowledge(name, asked.model, learned, asked.root, told)
     try:
         built = plain_method(name, net, data, asked.dataset, {"knowledge": found, **fields})
         built.init(net)  # what is missing, or belongs to another network, is refused here
         _same_data(built, learned)
-    except source.KnowledgeError as error:
+    except KnowledgeError as error:
         raise Unlearned(str(error), _source_command(name, learned, asked, told)) from error
     return built
 
@@ -124,7 +124,7 @@ def in_precision(net: Backbone, method: Method, precision: str) -> tuple[Backbon
         return net, method
     rounded = copy.deepcopy(net).to(torch.bfloat16)
     knowledge = getattr(method, "knowledge", None)
-    if isinstance(knowledge, source.Knowledge):
+    if isinstance(knowledge, Knowledge):
         own = dataclasses.replace(knowledge, network=rounded.fingerprint(exact=False))
         method = dataclasses.replace(method, knowledge=own)  # type: ignore[call-arg]
     return rounded, method
@@ -133,9 +133,9 @@ def in_precision(net: Backbone, method: Method, precision: str) -> tuple[Backbon
 def _same_data(method: Method, learned: str) -> None:
     """Refuse knowledge of other images than the network of this data set was trained on."""
     knowledge = getattr(method, "knowledge", None)
-    of = knowledge.spec.get("dataset") if isinstance(knowledge, source.Knowledge) else None
+    of = knowledge.spec.get("dataset") if isinstance(knowledge, Knowledge) else None
     if of is not None and of not in (learned, "folder"):
-        raise source.KnowledgeError(f"{knowledge!r} was taken from {of}, not from {learned}")
+        raise KnowledgeError(f"{knowledge!r} was taken from {of}, not from {learned}")
 
 
 def _source_command(method: str, learned: str, asked: Asked, fields: Mapping[str, Any]) -> str:
@@ -144,7 +144,7 @@ def _source_command(method: str, learned: str, asked: Asked, fields: Mapping[str
     if learned in datasets.names() and learned != "folder":
         words += ["--dataset", learned, *([] if asked.data is None else ["--data", str(asked.data)])]
     else:
-        place = source.place(method, asked.model, learned, asked.root, fields)
+        place = knowledge_path(method, asked.model, learned, asked.root, fields)
         words += ["--dataset", "folder", "--data", "TRAINING_IMAGES"]
         words += [] if learned == "folder" else ["--out", str(place)]
     words += [] if asked.weights is None else ["--weights", str(asked.weights)]
@@ -217,7 +217,7 @@ def model_code(name: str) -> str | None:
 
 def _told(value: Any) -> Any:
     """Source knowledge by its hash and how it was made; everything else as it is."""
-    return {"digest": value.digest, **value.spec} if isinstance(value, source.Knowledge) else value
+    return {"digest": value.digest, **value.spec} if isinstance(value, Knowledge) else value
 
 
 def _meant(component: type[Any], fields: Mapping[str, Any]) -> dict[str, Any]:

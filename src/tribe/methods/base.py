@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tribe import knowledge as source
 from tribe.engine.backbone import NO_AFFINE, Backbone, Output
 from tribe.engine.losses import entropy, mean_over
 from tribe.engine.rng import Key
 from tribe.engine.screening import sound
 from tribe.engine.state import Affine, Info, Stats, leaves, select, streams_of
 from tribe.fields import is_number, is_whole, plain_numbers, require
+from tribe.knowledge import Knowledge, resolve_knowledge
 from tribe.norms import Norm
 from tribe.registry import Registry, nearest
 
@@ -80,7 +80,7 @@ class Method(ABC):
     variants: ClassVar[Mapping[str, Mapping[str, Any]]] = {}  # settings with a name of their own
     eager_only: ClassVar[str | None] = None  # why a step cannot be captured in one CUDA graph; see tribe.engine.graphs
     in_segments: ClassVar[bool] = False  # but then in several, see tribe.engine.segments
-    needs: ClassVar[str | None] = None  # what it must know of the source data, in words; see tribe.source
+    needs: ClassVar[str | None] = None  # what it must know of the source data, in words; see tribe.knowledge
     works_on: ClassVar[tuple[Literal["affine", "statistics", "features"], ...]] = ()  # what a network must have for it
     more_than_a_pass: ClassVar[str | None] = None  # how `predict` goes beyond the network `deployed` describes
 
@@ -94,7 +94,7 @@ class Method(ABC):
             )
 
     def __post_init__(self) -> None:
-        source.settle(self)
+        resolve_knowledge(self)
         _settle_numbers(self)
         if self.classes is not None and self.classes < 2:
             raise ValueError(f"classes is the number of classes, at least 2; got {self.classes!r}")
@@ -111,7 +111,7 @@ class Method(ABC):
             raise ValueError(f"{cls.name} has no preset {dataset!r}: {nearest(dataset, published)}")
         return cls(**{**published[dataset], **fields})
 
-    def study(self, net: Backbone, batches: Iterable[tuple[Tensor, Tensor]]) -> source.Knowledge:
+    def study(self, net: Backbone, batches: Iterable[tuple[Tensor, Tensor]]) -> Knowledge:
         """Take from source images (B, ...) and labels (B,) what the method needs to know; for methods with `needs`."""
         raise TypeError(f"{self.name} needs to know nothing of the source data")
 

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from tribe import knowledge as source
 from tribe.engine.backbone import Backbone
 from tribe.engine.losses import cross_entropy, entropy, mean_over
 from tribe.engine.moments import wide
 from tribe.engine.optim import Adam, adam_init, adam_step
 from tribe.engine.rng import Key
 from tribe.engine.state import Affine, Info, select
+from tribe.knowledge import Knowledge, KnowledgeError, KnowledgeLike, checked_tensors, study_batches
 from tribe.methods.base import Deployed, Method, finish, new_info, new_key, register, screen
 from tribe.norms.batch import PerBatch
 
@@ -45,7 +45,7 @@ class Eata(Method):
     d: float = 0.05  # a prediction whose cosine with the moving mean reaches this is redundant
     alpha: float = 2000.0  # weight of the Fisher penalty; at 0 no source knowledge is needed (ETA)
     lr: float = 1e-3  # Adam's learning rate
-    knowledge: source.Given = None  # F, from `study`
+    knowledge: KnowledgeLike = None  # F, from `study`
 
     # NOTE: the paper's own CIFAR-10 runs use d = 0.4, alpha = 1 and SGD; the comparison TRIBE is part of does not.
     paper = "Niu et al., Efficient test-time model adaptation without forgetting, ICML 2022"
@@ -66,11 +66,11 @@ class Eata(Method):
         if min(self.e0, self.d, self.alpha, self.lr) < 0:
             raise ValueError(f"e0, d, alpha and lr are not negative; got {self.e0}, {self.d}, {self.alpha}, {self.lr}")
 
-    def study(self, net: Backbone, batches: Iterable[tuple[Tensor, Tensor]]) -> source.Knowledge:
+    def study(self, net: Backbone, batches: Iterable[tuple[Tensor, Tensor]]) -> Knowledge:
         """F: squared gradients of each batch's cross-entropy with its own most likely classes, summed over batches."""
         origin, stats = net.source()
         fisher, images, count = Affine(*(torch.zeros_like(t[0]) for t in origin)), 0, 0
-        for x, _ in source.looked_at(net, batches):
+        for x, _ in study_batches(net, batches):
             with torch.enable_grad():
                 affine = Affine(*(t.requires_grad_() for t in origin))
                 logits = net(x, affine, stats, PerBatch()).logits
@@ -78,15 +78,15 @@ class Eata(Method):
             fisher = Affine(*(f + g[0].square() for f, g in zip(fisher, grads, strict=True)))
             images, count = images + x.shape[1], count + 1
         if not images:
-            raise source.KnowledgeError("EATA's Fisher information needs source images, and there were none")
+            raise KnowledgeError("EATA's Fisher information needs source images, and there were none")
         spec = {"images": images, "batches": count}
-        return source.Knowledge(self.name, fisher._asdict(), net.fingerprint(exact=False), spec)
+        return Knowledge(self.name, fisher._asdict(), net.fingerprint(exact=False), spec)
 
     def init(self, net: Backbone, streams: int = 1, seed: int = 0) -> EataState:
         """Start at the source, nothing kept."""
         affine, _ = net.source(streams)
         if self.alpha:
-            source.known(self, net, dict.fromkeys(Affine._fields, (net.channels,)))
+            checked_tensors(self, net, dict.fromkeys(Affine._fields, (net.channels,)))
         mean = affine.weight.new_zeros(streams, self.classes or 0)
         return EataState(affine, adam_init(affine), mean, new_key(net, streams, seed), new_info(net, streams))
 
@@ -122,7 +122,7 @@ class Eata(Method):
 
     def _penalty(self, net: Backbone, affine: Affine) -> Tensor | float:
         """alpha sum F (theta - theta_0)^2 of every stream, (S,)."""
-        if not self.alpha or not isinstance(self.knowledge, source.Knowledge):
+        if not self.alpha or not isinstance(self.knowledge, Knowledge):
             return 0.0
         known, (origin, _) = self.knowledge.on(net), net.source()
         fisher = Affine(known["weight"], known["bias"])

@@ -11,12 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tribe import knowledge as source
 from tribe.engine.all_weights import Parameters, WeightLayout, flat, forward, gradients, leaf, quantile, restore
 from tribe.engine.backbone import Backbone
 from tribe.engine.losses import cross_entropy
 from tribe.engine.state import tree_map
-from tribe.knowledge import Knowledge
+from tribe.knowledge import Knowledge, KnowledgeLike, checked_tensors, require_labels, study_batches
 from tribe.methods.base import register
 from tribe.methods.cotta import AveragedTeacher, CottaState
 from tribe.norms.batch import PerBatch
@@ -34,7 +33,7 @@ class Petal(AveragedTeacher):
     swag_lr: float = 0.01  # `study`: the constant learning rate of SGD
     swag_momentum: float = 0.9  # `study`: SGD's momentum
     swag_every: int = 1  # `study`: batches between two snapshots of the weights
-    knowledge: source.Given = None
+    knowledge: KnowledgeLike = None
 
     paper = "Brahma & Rai, A probabilistic framework for lifelong test-time adaptation, CVPR 2023"
     needs = "the mean and variance of every weight under source training (SWAG-diagonal)"
@@ -58,7 +57,9 @@ class Petal(AveragedTeacher):
     def init(self, net: Backbone, streams: int = 1, seed: int = 0) -> CottaState:
         """Student and teacher start at the source."""
         names = WeightLayout(net).names()
-        source.known(self, net, {f"{kind}/{name}": shape for kind in ("mean", "var") for name, shape in names.items()})
+        checked_tensors(
+            self, net, {f"{kind}/{name}": shape for kind in ("mean", "var") for name, shape in names.items()}
+        )
         return super().init(net, streams, seed)
 
     def regularised(self, layout: WeightLayout, state: CottaState, grads: Parameters) -> Parameters:
@@ -86,12 +87,12 @@ class Petal(AveragedTeacher):
         theta = mean = layout.source()
         speed = spread = tree_map(torch.zeros_like, theta)
         images = snapshots = 0
-        for count, (x, y) in enumerate(source.looked_at(net, batches), 1):
+        for count, (x, y) in enumerate(study_batches(net, batches), 1):
             with torch.enable_grad():
                 params = leaf(theta)
                 valid = torch.ones(x.shape[:2], dtype=torch.bool, device=net.device)
                 logits = forward(layout, params, x, PerBatch(), valid).logits
-                grads = gradients(cross_entropy(logits, source.labels(y, logits)).mean(), params)
+                grads = gradients(cross_entropy(logits, require_labels(y, logits)).mean(), params)
             speed = tree_map(lambda s, g: self.swag_momentum * s + g, speed, grads)
             theta = tree_map(lambda t, s: t - self.swag_lr * s, theta, speed)
             images += x.shape[1]

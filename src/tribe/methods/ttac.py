@@ -12,14 +12,13 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tribe import knowledge as source
 from tribe.engine.all_weights import Parameters, WeightLayout, forward, gradients, leaf, stack_streams
 from tribe.engine.backbone import Backbone
 from tribe.engine.moments import wide
 from tribe.engine.optim import Adam, adam_init, adam_step
 from tribe.engine.rng import Key
 from tribe.engine.state import Affine, Info
-from tribe.knowledge import Knowledge, KnowledgeError
+from tribe.knowledge import Knowledge, KnowledgeError, KnowledgeLike, checked_tensors, study_batches
 from tribe.methods.base import (
     NO_FEATURES,
     Deployed,
@@ -79,7 +78,7 @@ class Ttac(Method):
     class_aware: bool = True  # align classes too; without, all features together only
     # NOTE: the released code uses the batch's statistics; the paper's numbers look like frozen ones.
     statistics: Literal["batch", "frozen"] = "batch"
-    knowledge: source.Given = None
+    knowledge: KnowledgeLike = None
 
     eager_only = "the host looks which classes are present: covariances of the others are not made"
     paper = "Su et al., Revisiting realistic test-time training: anchored clustering, NeurIPS 2022"
@@ -120,7 +119,7 @@ class Ttac(Method):
         """The classes' clusters start as the source's, the one of all samples from nothing."""
         if net.classifier is None:
             raise ValueError(NO_FEATURES.format(self.name))
-        known = source.known(self, net, SHAPES)
+        known = checked_tensors(self, net, SHAPES)
         self._check(known)
         classes, features = (self.classes or 0) if self.class_aware else 0, len(known["mean"])
         mean, cov = (
@@ -226,7 +225,7 @@ class Ttac(Method):
         """
         sums: Sums | None = None
         images = 0
-        for x, _ in source.looked_at(net, batches):
+        for x, _ in study_batches(net, batches):
             output = net(x, *net.source(), self.norm)
             logits, features = output.logits[0], features_of(self, output)[0]
             sums = sums or Sums(logits.shape[-1] if self.class_aware else 0, features)

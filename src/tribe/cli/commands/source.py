@@ -21,7 +21,7 @@ from tribe.datasets import Dataset
 from tribe.engine.backbone import Backbone
 from tribe.engine.precision import choose_device, deterministic, float32_precision
 from tribe.engine.screening import sound
-from tribe.knowledge import Knowledge, place
+from tribe.knowledge import Knowledge, knowledge_path
 from tribe.lab import components
 from tribe.methods import Method
 
@@ -78,7 +78,7 @@ def source(
         most = images if images is not None else getattr(student, "source_images", None)
         batches = Batches(pictures, most, batch, seed, f"{method}, {dataset}")
         root = components.Asked(dataset, model, weights, data).root
-        usual = place(method, model, dataset, root).parent
+        usual = knowledge_path(method, model, dataset, root).parent
         folder = usual if out is None else out.parent
         if folder.name == usual.name:  # of any root: there `tribe run` looks
             folder.mkdir(parents=True, exist_ok=True)
@@ -88,7 +88,7 @@ def source(
             knowledge = _learned(student, net, batches)
         unusual = components.departures(method, net, pictures, dataset, wanted[method])
         shaped = {field: value for field, value in unusual.items() if field in knowledge.spec}  # how it was made
-        target = out or place(method, model, dataset, root, shaped)
+        target = out or knowledge_path(method, model, dataset, root, shaped)
         told = {"model": model, "dataset": dataset, "images": batches.images, "batch": batch, "seed": seed}
         knowledge = dataclasses.replace(knowledge, spec={**told, **knowledge.spec})
         knowledge.save(target)
