@@ -19,6 +19,7 @@ from tribe.engine import kernels, moments, rng
 from tribe.engine.augment import Augment
 from tribe.engine.backbone import Backbone
 from tribe.engine.graphs import Captured
+from tribe.engine.kernels import launch
 from tribe.engine.precision import float32_precision
 from tribe.engine.state import Affine, Stats, leaves
 from tribe.norms.balanced import Balanced
@@ -73,11 +74,11 @@ def near(a: torch.Tensor, b: torch.Tensor, tolerance: float = 1e-5) -> bool:
 
 def test_nothing_is_launched_where_it_cannot_be_or_when_told():
     x = torch.rand(1, 2, 3, 4)
-    assert kernels.ready(x) == kernels.INTERPRETED
-    assert not kernels.ready(x.double())
-    assert not kernels.ready(x[:, :0])
+    assert kernels.can_run(x) == kernels.INTERPRETED
+    assert not kernels.can_run(x.double())
+    assert not kernels.can_run(x[:, :0])
     with kernels.using("off"):
-        assert not kernels.ready(x)
+        assert not kernels.can_run(x)
     assert kernels.mode() == "auto"
 
 
@@ -91,7 +92,7 @@ def test_where_kernels_cannot_be_built_that_is_said_once_and_nothing_breaks(fail
 
     capability = (7, 5) if failing == "an old GPU" else (9, 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(kernels, "_try", Broken())
+    monkeypatch.setattr(launch, "_try", Broken())
     monkeypatch.setattr(torch, "zeros", lambda *shape, device: None)
     kernels.works.cache_clear()
     try:
@@ -148,7 +149,7 @@ def test_passes_over_activations(shape, last, dtype):
 
     with kernels.using("auto"):
         x, g = x.to(DEVICE), g.to(DEVICE)
-        assert kernels.laid_out(x)
+        assert kernels.can_normalise(x)
         seen = kernels.observe(x)
         assert near(seen[0], mean, 1e-6)
         assert near(seen[1], var, 2e-5)
@@ -158,7 +159,7 @@ def test_passes_over_activations(shape, last, dtype):
             assert y.stride() == x.stride()
             assert near(y, wide_x * over + 2 * over, rounding)
             assert torch.equal(kernels.apply(x, on, 2 * on, relu=True), y.relu())
-            by_scale, by_shift = kernels.slopes(g, x, on, on)
+            by_scale, by_shift = kernels.apply_backward(g, x, on, on)
             pixels = tuple(range(3, x.dim()))
             wanted = [t.sum(pixels) if pixels else t for t in (wide_g * wide_x, wide_g)]
             wanted = [t if s.shape == scale.shape else t.sum(1, keepdim=True) for t in wanted]
@@ -169,7 +170,7 @@ def test_passes_over_activations(shape, last, dtype):
             b = dmean.double() / count - a * mean
             a, b = (moments._over_pixels(t, wide_x) for t in (a, b))
             given = tuple(t.float().to(DEVICE) for t in (mean, dmean, dvar))
-            dx = kernels.joint(g, x, on, on, given)
+            dx = kernels.joint_backward(g, x, on, on, given)
             assert (dx.double().cpu() - (wide_g * over + wide_x * a + b)).abs().max() <= max(rounding, 5e-5) * (
                 1 + float((wide_x * a).abs().max() if dtype is torch.float32 else (wide_g * over).abs().max())
             )
@@ -178,19 +179,19 @@ def test_passes_over_activations(shape, last, dtype):
 @runs
 def test_a_gradient_of_another_layout_is_brought_into_the_activations_own():
     x, g = channels_last(drawn(2, 3, 4, 5, 5)).to(DEVICE), drawn(2, 3, 4, 1, 1).to(DEVICE).expand(2, 3, 4, 5, 5)
-    brought = kernels.alike(g, x)
+    brought = kernels.match_layout(g, x)
     assert brought.stride() == x.stride()
     assert torch.equal(brought, g)
-    assert kernels.alike(brought, x) is brought
+    assert kernels.match_layout(brought, x) is brought
 
 
 @runs
 def test_layouts_without_one_run_are_left_to_the_tensor_operations():
     x = drawn(2, 3, 4, 6, 6).to(DEVICE)
     with kernels.using("auto"):
-        assert kernels.laid_out(x)
-        assert not kernels.laid_out(x[..., :4])
-        assert not kernels.laid_out(x[:, :2].expand(2, 2, 4, 6, 6))
+        assert kernels.can_normalise(x)
+        assert not kernels.can_normalise(x[..., :4])
+        assert not kernels.can_normalise(x[:, :2].expand(2, 2, 4, 6, 6))
 
 
 @runs
@@ -312,8 +313,8 @@ def test_a_layer_gives_the_same_numbers_and_gradients(norm, layer, batch, pixels
 @runs
 def test_batches_too_large_for_the_class_sums_fall_back():
     with kernels.using("auto"):
-        assert kernels.updates(torch.zeros(1, kernels.SAMPLES, 4, device=DEVICE))
-        assert not kernels.updates(torch.zeros(1, kernels.SAMPLES + 1, 4, device=DEVICE))
+        assert kernels.can_update(torch.zeros(1, kernels.SAMPLES, 4, device=DEVICE))
+        assert not kernels.can_update(torch.zeros(1, kernels.SAMPLES + 1, 4, device=DEVICE))
 
 
 @runs

@@ -156,7 +156,7 @@ def check_view(augment: object) -> None:
 
 def _jitter(x: Tensor, order: Tensor, strength: Sequence[Tensor]) -> Tensor:
     """Apply the five operations, each set in its own order (G, 5). May overwrite x."""
-    if kernels.jitters(x):
+    if kernels.can_jitter(x):
         return kernels.jitter(x, order, torch.stack(tuple(strength), 1))
     for place in order.unbind(1):
         for i in sorted(set(place.tolist())) if _readable(x) else range(5):
@@ -283,7 +283,7 @@ def _padded(size: int) -> int:
 
 def _source(key: Key) -> Any:
     """Who draws: the same numbers either way."""
-    return kernels if kernels.draws(key.seed) else rng
+    return kernels if kernels.can_draw(key.seed) else rng
 
 
 def _times(bounds: Range, size: int) -> Range:

@@ -32,7 +32,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 def observe(x: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and (biased) variance of each sample and channel over its pixels: (R, B, C, ...) -> (R, B, C) twice."""
-    if kernels.laid_out(x):
+    if kernels.can_normalise(x):
         return kernels.observe(x)
     x, pixels = x.to(wide(x.dtype)), tuple(range(3, x.dim()))
     if not pixels:
@@ -67,7 +67,7 @@ def scale_and_shift(x: Tensor, scale: Tensor, shift: Tensor, relu: bool = False)
 
 def fold(mean: Tensor, var: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Statistics (R, 1|B, C) and affine parameters (R, C) as a scale and a shift, (R, 1|B, C)."""
-    if kernels.ready(mean) and mean.dtype == weight.dtype == torch.float32:
+    if kernels.can_run(mean) and mean.dtype == weight.dtype == torch.float32:
         return _Fold.apply(mean, var, weight, bias, eps)  # type: ignore[no-any-return,no-untyped-call]
     scale = weight.unsqueeze(1) * torch.rsqrt(var + eps)
     return scale, bias.unsqueeze(1) - mean * scale
@@ -78,7 +78,7 @@ def _over_pixels(t: Tensor, x: Tensor) -> Tensor:
 
 
 def _apply(x: Tensor, scale: Tensor, shift: Tensor, relu: bool = False) -> Tensor:
-    if kernels.laid_out(x):
+    if kernels.can_normalise(x):
         return kernels.apply(x, scale, shift, relu)
     y = torch.addcmul(_over_pixels(shift, x), x.to(shift.dtype), _over_pixels(scale, x)).to(x.dtype)
     return y.relu_() if relu else y
@@ -97,7 +97,7 @@ class _Observe(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, joint: _Joint) -> tuple[Tensor, Tensor, Tensor]:
         mean, var = observe(x)
         ctx.save_for_backward(x, mean)
-        ctx.joint, ctx.launches = joint, kernels.laid_out(x)
+        ctx.joint, ctx.launches = joint, kernels.can_normalise(x)
         return x.view_as(x), mean, var
 
     @staticmethod
@@ -107,7 +107,9 @@ class _Observe(torch.autograd.Function):
         if ctx.launches:
             joint = ctx.joint
             moments = mean, dmean, dvar
-            return kernels.joint(kernels.alike(g, x), x, joint.scale, joint.shift, moments, joint.relu), None
+            return kernels.joint_backward(
+                kernels.match_layout(g, x), x, joint.scale, joint.shift, moments, joint.relu
+            ), None
         count = max(x[0, 0, 0].numel(), 1)
         a = dvar * (2 / count)
         b = dmean / count - a * mean
@@ -119,7 +121,7 @@ class _Apply(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor, shift: Tensor, joint: _Joint | None, relu: bool) -> Tensor:
         y = _apply(x, scale, shift, relu)
-        ctx.joint, ctx.relu, ctx.launches = joint, relu, kernels.laid_out(x)
+        ctx.joint, ctx.relu, ctx.launches = joint, relu, kernels.can_normalise(x)
         # The output tells where ReLU was active, and the next layer keeps it anyway; kernels find out on the way.
         ctx.save_for_backward(x, scale, shift, y if relu and not ctx.launches else None)
         return y
@@ -131,9 +133,9 @@ class _Apply(torch.autograd.Function):
         if ctx.joint is not None:  # without their graph: they would hold the node that holds them, for ever
             ctx.joint.scale, ctx.joint.shift, ctx.joint.relu = scale.detach(), shift.detach(), ctx.relu
         if ctx.launches:
-            g = kernels.alike(g, x)
-            slopes = kernels.slopes(g, x, scale, shift, ctx.relu)
-            dx = g if ctx.joint is not None else kernels.joint(g, x, scale, shift, None, ctx.relu)
+            g = kernels.match_layout(g, x)
+            slopes = kernels.apply_backward(g, x, scale, shift, ctx.relu)
+            dx = g if ctx.joint is not None else kernels.joint_backward(g, x, scale, shift, None, ctx.relu)
             return dx, *slopes, None, None
         if ctx.relu:
             g = torch.ops.aten.threshold_backward(g, y, 0)

@@ -119,7 +119,7 @@ class Balanced:
         if labels is None:
             return *self.pool(stats), stats
         groups = labels if isinstance(labels, Groups) else self.group(labels, valid, mean.dtype)
-        update = _Kernel if kernels.updates(mean) else _Update
+        update = _Kernel if kernels.can_update(mean) else _Update
         pooled_mean, pooled_var, *kept = update.apply(mean, var, *stats, groups, self)  # type: ignore[no-untyped-call]
         return pooled_mean, pooled_var, Stats(*kept)
 
@@ -208,7 +208,7 @@ class _Kernel(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g_mean: Tensor | None, g_var: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-        sums = kernels.Sums(*ctx.saved_tensors)
+        sums = kernels.UpdateTerms(*ctx.saved_tensors)
         g_mean, g_var = (torch.zeros_like(sums.move) if g is None else g for g in (g_mean, g_var))
         return *kernels.update_backward(g_mean, g_var, sums, ctx.groups, *_settings(ctx.norm)), None, None, None, None
 

@@ -1,0 +1,59 @@
+"""Triton kernels for CUDA: normalisation, Balanced BN, random numbers and colour jitter, one launch each.
+
+With tensor operations (`tribe.engine.moments`, `tribe.norms.balanced`) a normalisation layer takes about a hundred
+launches, forward and backward, and reads its activations many times. With the kernels it takes nine launches, and every
+pass reads once. The numbers are the same up to rounding. Sums are in float32, centred before they are squared, and in a
+fixed order, so that a run repeats bit by bit.
+
+The kernels serve tensors on CUDA. Tensor operations serve elsewhere: on other devices, in float64, where Triton is not
+installed, and after ``kernels.use("off")`` or with TRIBE_KERNELS=off in the environment. Triton's interpreter
+(TRITON_INTERPRET=1) runs the kernels on the CPU, for tests.
+
+Callers ask the ``can_*`` function of an operation first.
+"""
+
+from tribe.engine.kernels.activations import (
+    apply,
+    apply_backward,
+    can_normalise,
+    joint_backward,
+    match_layout,
+    observe,
+)
+from tribe.engine.kernels.class_update import SAMPLES, UpdateTerms, can_update, update, update_backward
+from tribe.engine.kernels.colour import can_jitter, jitter
+from tribe.engine.kernels.launch import INSTALLED, INTERPRETED, Mode, can_run, mode, use, using, works
+from tribe.engine.kernels.pooling import can_pool, fold, fold_backward, pool, pool_backward
+from tribe.engine.kernels.random_numbers import can_draw, normal, uniform
+
+__all__ = [
+    "INSTALLED",
+    "INTERPRETED",
+    "SAMPLES",
+    "Mode",
+    "UpdateTerms",
+    "apply",
+    "apply_backward",
+    "can_draw",
+    "can_jitter",
+    "can_normalise",
+    "can_pool",
+    "can_run",
+    "can_update",
+    "fold",
+    "fold_backward",
+    "jitter",
+    "joint_backward",
+    "match_layout",
+    "mode",
+    "normal",
+    "observe",
+    "pool",
+    "pool_backward",
+    "uniform",
+    "update",
+    "update_backward",
+    "use",
+    "using",
+    "works",
+]

@@ -1,0 +1,105 @@
+"""Whether kernels can be launched: Triton, the GPU, and the switch that turns them off."""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, import-not-found, import-untyped"
+
+import contextlib
+import functools
+import os
+import warnings
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except (
+    ImportError
+):  # as in torch's CPU builds: these stand-ins let the files of the kernels be imported, nothing is launched
+
+    class tl:  # type: ignore[no-redef]  # noqa: D101
+        constexpr = int
+
+    class triton:  # type: ignore[no-redef]  # noqa: D101
+        @staticmethod
+        def jit(kernel: Any) -> Any:  # noqa: D102
+            return kernel
+
+    INSTALLED = False
+else:
+    INSTALLED = True
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+LINE = 256  # bytes of adjacent channels that a program reads; also how many numbers one takes where there are few
+NEEDED = (8, 0)  # compute capability: Ampere, whose TF32 products one kernel uses
+
+Mode = Literal["auto", "off"]
+_mode: Mode = "off" if os.environ.get("TRIBE_KERNELS") == "off" else "auto"
+
+
+def use(mode: Mode) -> None:
+    """Use the kernels wherever they can run ("auto"), or nowhere ("off"), in the whole process."""
+    global _mode
+    if mode not in ("auto", "off"):
+        raise ValueError(f"kernels are 'auto' or 'off'; got {mode!r}")
+    _mode = mode
+
+
+def mode() -> Mode:
+    """The mode in force."""
+    return _mode
+
+
+@contextlib.contextmanager
+def using(mode: Mode) -> Iterator[None]:
+    """Set the mode; restore it on exit."""
+    before = _mode
+    use(mode)
+    try:
+        yield
+    finally:
+        use(before)
+
+
+def can_run(x: Tensor) -> bool:
+    """Whether kernels can work on this tensor: its type, size and device."""
+    return x.dtype in DTYPES and x.numel() > 0 and can_launch(x)
+
+
+def can_launch(x: Tensor) -> bool:
+    """Whether kernels can be launched on the device of this tensor."""
+    if _mode == "off" or not INSTALLED:
+        return False
+    if INTERPRETED:
+        return x.device.type == "cpu"
+    # Triton launches on the current device.
+    return x.is_cuda and x.device.index == torch.cuda.current_device() and works(x.device.index)
+
+
+@functools.cache
+def works(device: int) -> bool:
+    """Whether kernels can be built and launched on a GPU: Triton needs a C compiler and a recent GPU.
+
+    Where they cannot, it warns once, and the tensor operations serve.
+    """
+    try:
+        if (capability := torch.cuda.get_device_capability(device)) < NEEDED:
+            raise RuntimeError(f"they need a GPU of compute capability {NEEDED} or more; this one has {capability}")
+        _try[(1,)](torch.zeros(1, device=f"cuda:{device}"))
+    except Exception as error:  # a compiler may raise anything
+        warnings.warn(
+            f"Triton's kernels cannot be used on cuda:{device} ({type(error).__name__}: {error}): steps take several "
+            "times as long. Set TRIBE_KERNELS=off to silence this warning",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return False
+    return True
+
+
+@triton.jit
+def _try(x):
+    tl.store(x, 1.0)
