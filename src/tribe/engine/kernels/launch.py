@@ -15,9 +15,7 @@ from torch import Tensor
 try:
     import triton
     import triton.language as tl
-except (
-    ImportError
-):  # as in torch's CPU builds: these stand-ins let the files of the kernels be imported, nothing is launched
+except ImportError:  # torch's CPU builds lack it: these stand-ins let the kernels' files be imported
 
     class tl:  # type: ignore[no-redef]  # noqa: D101
         constexpr = int
