@@ -29,6 +29,8 @@ from tribe.norms.robust import Robust
 from tribe.scenarios.replay import Replay
 
 K = testing.CLASSES
+ALL_CHECKS = testing.METHOD_CHECKS + testing.NORM_CHECKS + testing.SCENARIO_CHECKS + testing.DATASET_CHECKS
+CHECKS = {check.__name__: check for check in ALL_CHECKS}
 
 
 class PooledOverRows(PerBatch):
@@ -810,7 +812,7 @@ DATASET_MUTANTS = [
 )
 def test_dataset_mutant_dies(mutant, check):
     with pytest.raises(AssertionError):
-        getattr(testing, check)(mutant)
+        CHECKS[check](mutant)
 
 
 class SeedOfTheClock(Replay):
@@ -822,12 +824,12 @@ class SeedOfTheClock(Replay):
 
 def test_a_scenario_that_draws_although_it_says_it_does_not_dies():
     with pytest.raises(AssertionError, match="the seed changes the stream"):
-        testing.same_seed_same_schedule(SeedOfTheClock())
+        CHECKS["same_seed_same_schedule"](SeedOfTheClock())
 
 
 def _kills(mutant, check):
     with pytest.raises((AssertionError, IndexError)):  # an error of the mutant's own is a failure, too
-        getattr(testing, check)(mutant)
+        CHECKS[check](mutant)
 
 
 @pytest.mark.parametrize(("mutant", "check"), NORM_MUTANTS, ids=lambda v: v if isinstance(v, str) else type(v).__name__)
@@ -862,7 +864,7 @@ def test_a_method_with_its_own_predict_says_what_it_does_besides():
 
 def test_what_grew_is_named_with_its_shape_and_type():
     with pytest.raises(AssertionError, match=r"past .* \(1, 1, 14\) of torch.float32 .* \(1, 7, 14\) of"):
-        testing.cost_does_not_grow(Growing())
+        CHECKS["cost_does_not_grow"](Growing())
 
 
 def test_every_check_kills_something():

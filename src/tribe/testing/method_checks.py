@@ -1,0 +1,385 @@
+"""The contract of methods. A check is named for the property it asserts; its docstring names the bug it catches."""
+
+import copy
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from safetensors.torch import load, save
+from torch import Tensor
+
+from tribe.engine.backbone import Backbone, Output
+from tribe.engine.memory import Reservoir, Timely
+from tribe.engine.screening import sound
+from tribe.engine.slots import SlotHook
+from tribe.engine.state import Affine, Stats, clone, digest, leaves, rebuild, stream
+from tribe.methods import Method
+from tribe.norms import Norm
+from tribe.testing.samples import CLASSES, SIZE, generators_stay, images, seed_generators, small_backbone, small_network
+
+
+class _StrictBackbone(Backbone):
+    """A network that refuses to count an image twice, and returns arbitrary logits for images that are not valid."""
+
+    def forward(
+        self,
+        x: Tensor,
+        affine: Affine,
+        stats: Stats,
+        norm: Norm,
+        labels: Tensor | None = None,
+        valid: Tensor | None = None,
+        weights: Mapping[str, Tensor] | None = None,
+        spare: Stats | None = None,
+        slot_hook: SlotHook | None = None,
+    ) -> Output:
+        counted = torch.ones(x.shape[:2], dtype=torch.bool) if valid is None else valid
+        for row, mask in zip(x.detach(), counted, strict=True):
+            distinct = row[mask].unique(dim=0)
+            assert len(distinct) == int(mask.sum()), (
+                "a pass counts an image twice: the copy that replaces padding, or that fills a free place of the memory"
+            )
+        output = super().forward(x, affine, stats, norm, labels, valid, weights, spare, slot_hook)
+        arbitrary = torch.linspace(-3, 3, output.logits.shape[-1], dtype=output.logits.dtype)
+        features = None if output.features is None else output.features.where(counted.unsqueeze(-1), 3.0)
+        return output._replace(logits=output.logits.where(counted.unsqueeze(-1), arbitrary), features=features)
+
+
+def _play(method: Method, net: Backbone, state: Any, batches: Iterable[Tensor]) -> tuple[list[Tensor], Any]:
+    outputs = []
+    for x in batches:
+        y, state = method.step(net, state, x)
+        outputs.append(y)
+    return outputs, state
+
+
+def _stream_of(streams: int, batch: int = 6, steps: int = 4) -> list[Tensor]:
+    return [images(streams, batch, seed) for seed in range(steps)]
+
+
+def _adapted(state: Any) -> dict[str, Tensor]:
+    """The tensors of a state that can change predictions: all but `key` and `info`."""
+    return {name: t for name, t in leaves(state).items() if not name.startswith(("key.", "info."))}
+
+
+def _finite(state: Any) -> bool:
+    return all(bool(t.isfinite().all()) for t in leaves(state).values())
+
+
+def never_sees_labels(method: Method) -> None:
+    """Catches a method that takes labels or domains, under any name."""
+    names = list(inspect.signature(method.step).parameters)
+    allowed = ["net", "state", "x", "valid", "retired"]
+    assert names in (allowed[:4], allowed), f"step takes {names}; expected {allowed}, the last one optional"
+
+
+def is_deterministic(method: Method) -> None:
+    """Catches draws from the global random generators, and anything kept outside the state."""
+    net, batches = small_backbone(), _stream_of(2)
+    runs = []
+    for seed in (1, 2):
+        seed_generators(seed)
+        outputs, state = _play(method, net, method.init(net, 2, seed=5), batches)
+        runs.append((outputs, digest(state)))
+    (first, first_state), (second, second_state) = runs
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True)), "predictions differ between equal runs"
+    assert first_state == second_state, "states differ between equal runs"
+
+
+def leaves_global_random_state_alone(method: Method) -> None:
+    """Catches a step that draws from torch's, numpy's or Python's global generator, or seeds it."""
+    net = small_backbone()
+    with generators_stay():
+        _, state = _play(method, net, method.init(net), _stream_of(1, steps=2))
+        method.predict(net, state, images(1, 6))
+
+
+def its_clock_ticks(method: Method) -> None:
+    """Catches a clock that does not advance, so that every step draws the same numbers, and a seed that changes.
+
+    It also holds for methods that draw nothing: the clock is the number of batches that a stream reports.
+    """
+    net = small_backbone()
+    state, clocks = method.init(net, 2, seed=5), []
+    for x in _stream_of(2, steps=3):
+        _, state = method.step(net, state, x)
+        clocks.append(state.key.clock.tolist())
+    assert clocks == [[1, 1], [2, 2], [3, 3]], f"the clocks of two streams after each of three steps are {clocks}"
+    assert state.key.seed.tolist() == [5, 6], f"seeds 5 and 6 became {state.key.seed.tolist()}"
+
+
+def mutates_nothing(method: Method) -> None:
+    """Catches in-place optimisers, a trained backbone, counters on the object, and changed input images."""
+    net = small_backbone()
+    _, state = _play(method, net, method.init(net, 2), _stream_of(2, steps=2))
+    x = images(2, 6, seed=9)
+    x[0, 1] = 0  # an image that screening or clipping might touch
+    old_state, old_x, old_method = clone(state), x.clone(), copy.deepcopy(vars(method))
+    old_net = net.fingerprint()
+    method.step(net, state, x)
+    method.predict(net, state, x)
+    assert digest(state) == digest(old_state), "the step changed the state it was given"
+    assert torch.equal(x, old_x), "the step changed the images"
+    assert vars(method) == old_method, "the step changed the method"
+    assert net.fingerprint() == old_net, "the step changed the network"
+    assert not any(p.requires_grad for p in net.parameters()), "the step unfroze the network"
+
+
+def reusing_memory_changes_no_number(method: Method) -> None:
+    """Catches a step that reads the memory it reuses, or that reuses the memory of the state it was given."""
+    net, batches = small_backbone(), _stream_of(2, steps=6)
+    expected, expected_state = _play(method, net, method.init(net, 2), batches)
+    state, retired, outputs = method.init(net, 2), None, []
+    for x in batches:
+        before, old = digest(state), state
+        y, state = method.step_reusing(net, state, x, retired=retired)
+        assert digest(old) == before, "the step changed its state, although another one was retired"
+        outputs.append(y)
+        retired = old
+    assert all(torch.equal(a, b) for a, b in zip(expected, outputs, strict=True)), "predictions differ"
+    assert digest(expected_state) == digest(state), "states differ"
+
+
+def streams_are_independent(method: Method) -> None:
+    """Catches statistics, losses, thresholds or random draws shared between streams: S together = each alone."""
+    net, streams = small_backbone(torch.float64), 3
+    batches = [images(streams, 6, seed, torch.float64) for seed in range(4)]
+    together, state = _play(method, net, method.init(net, streams, seed=7), batches)
+    for i in range(streams):
+        alone, alone_state = _play(method, net, method.init(net, 1, seed=7 + i), [x[i : i + 1] for x in batches])
+        for a, b in zip(together, alone, strict=True):
+            assert torch.allclose(a[i], b[0], rtol=0, atol=1e-9), f"stream {i} differs when it is alone"
+        for name, t in _adapted(stream(state, i, streams)).items():
+            other = leaves(alone_state)[name]
+            assert torch.allclose(t.double(), other.double(), rtol=0, atol=1e-9), f"{name} of stream {i} differs"
+
+
+def saves_and_resumes(method: Method) -> None:
+    """Catches anything outside the state that a step depends on: the state is saved in mid-stream and loaded."""
+    net, batches = small_backbone(), _stream_of(2)
+    whole, end = _play(method, net, method.init(net, 2, seed=3), batches)
+    _, middle = _play(method, net, method.init(net, 2, seed=3), batches[:2])
+    blob = save({name: t.contiguous() for name, t in leaves(middle).items()})
+    del middle
+    resumed = rebuild(method.init(net, 2), load(blob))
+    rest, resumed_end = _play(copy.deepcopy(method), small_backbone(), resumed, batches[2:])
+    assert all(torch.equal(a, b) for a, b in zip(whole[2:], rest, strict=True)), "predictions differ after resuming"
+    assert digest(end) == digest(resumed_end), "states differ after resuming"
+
+
+def keeps_no_graph(method: Method) -> None:
+    """Catches an autograd graph that grows with the stream, and a step that differs under no_grad."""
+    net, batches = small_backbone(), _stream_of(1)
+    with torch.no_grad():
+        plain, plain_state = _play(method, net, method.init(net), batches)
+    with torch.enable_grad():
+        outputs, state = _play(method, net, method.init(net), [x.clone().requires_grad_() for x in batches])
+    for t in (*outputs, *leaves(state).values()):
+        assert not t.requires_grad, "a result still has a graph"
+    assert all(torch.equal(a, b) for a, b in zip(plain, outputs, strict=True)), "grad mode changes predictions"
+    assert digest(plain_state) == digest(state), "grad mode changes the state"
+
+
+def stays_finite(method: Method) -> None:
+    """Catches empty means, division by an empty class and log 0: one image, black, white, one class, NaN."""
+    net = small_backbone()
+    normal = images(1, 6)
+    broken = normal.clone()
+    broken[0, 2, 0, 3, 3], broken[0, 4] = float("nan"), float("inf")
+    cases = {
+        "a batch of one": normal[:, :1],
+        "black images": torch.zeros_like(normal),
+        "white images": torch.ones_like(normal),
+        "one class only": normal[:, :1].expand_as(normal).clone(),
+        "gray images": torch.full_like(normal, 0.5),
+        "images with NaN and infinity": broken,
+        "a finite value whose square is not": torch.where(broken.isfinite(), normal, 3e19),
+        "nothing but NaN": torch.full_like(normal, float("nan")),
+    }
+    for case, x in cases.items():
+        state, bad = method.init(net), 0
+        for batch in (x, normal, x, x):
+            y, state = method.step(net, state, batch)
+            bad += int((~sound(batch)).sum())
+            assert y.isfinite().all(), f"{case}: a prediction is not finite"
+            assert _finite(state), f"{case}: the state is not finite"
+            assert int(state.info.skipped) == bad, (
+                f"{case}: {int(state.info.skipped)} images were skipped, and {bad} are bad. `finish` also skips good "
+                "images if the step's results for them are not finite"
+            )
+
+
+def padding_weighs_nothing(method: Method) -> None:
+    """Catches invalid images, or free places of a memory, that enter a statistic, a loss or a mean.
+
+    The invalid images come last, because the noise of a random augmentation depends on the place in the batch.
+    """
+    net, strict = small_backbone(), _StrictBackbone(small_network())
+    clean = [images(1, 5, seed) for seed in range(3)]
+    garbage = torch.full((1, 3, 3, SIZE, SIZE), 0.9)
+    garbage[0, 1] = float("nan")
+    _, state = _play(method, net, method.init(net), clean)
+    padded = method.init(net)
+    for i, x in enumerate(clean):
+        valid = torch.arange(8).lt(5).unsqueeze(0)
+        y, padded = method.step(strict, padded, torch.cat((x, garbage), 1), valid)
+        alone = method.predict(net, method.init(net), x) if i == 0 else None
+        assert alone is None or torch.allclose(y[:, :5], alone, rtol=0, atol=1e-5), "padding changed a prediction"
+    assert int(padded.info.images) == 15, "padding was counted as images"
+    for name, t in _adapted(padded).items():
+        assert torch.allclose(t.float(), leaves(state)[name].float(), rtol=1e-4, atol=1e-5), f"padding moved {name}"
+
+
+def a_poisoned_batch_touches_nothing(method: Method) -> None:
+    """Catches a clock, an optimiser or a statistic that moves although no image was valid."""
+    net = small_backbone()
+    _, state = _play(method, net, method.init(net, 2), _stream_of(2, steps=2))
+    x = images(2, 6, seed=5)
+    x[0] = float("nan")
+    _, after = method.step(net, state, x)
+    new, old = stream(after, 0, 2), stream(state, 0, 2)
+    assert int(new.info.skipped) == int(old.info.skipped) + 6, "the skipped images were not counted"
+    unchanged = new._replace(info=new.info._replace(skipped=old.info.skipped))
+    assert digest(unchanged) == digest(old), "a batch of nothing but NaN moved the state"
+    assert int(after.info.images[1]) == int(state.info.images[1]) + 6, "the other stream did not learn"
+
+
+def says_nothing_of_what_does_not_count(method: Method) -> None:
+    """Catches raw predictions of padding, or of images that are not finite: their logits must be equal."""
+    net = small_backbone()
+    _, state = _play(method, net, method.init(net, 2), _stream_of(2, steps=2))
+    x = images(2, 6, seed=5)
+    x[0, 2, 0, 3, 3], x[1] = float("nan"), float("inf")
+    real = torch.arange(6).lt(5).expand(2, 6)
+    for valid in (None, real):
+        ignored = ~x.isfinite().flatten(2).all(2) | (~real if valid is not None else False)
+        for what, y in (
+            ("step", method.step(net, state, x, valid)[0]),
+            ("predict", method.predict(net, state, x, valid)),
+        ):
+            assert bool((y.amax(-1) == y.amin(-1))[ignored].all()), (
+                f"{what} prefers a class for padding, or for an image that is not finite; expected equal ones, see "
+                "tribe.methods.quiet"
+            )
+
+
+def batch_size_may_change(method: Method) -> None:
+    """Catches shapes remembered from the first batch."""
+    net = small_backbone()
+    state = method.init(net)
+    for size in (6, 1, 9, 3):
+        y, state = method.step(net, state, images(1, size, size))
+        assert y.shape == (1, size, CLASSES), f"{size} images gave {tuple(y.shape)}"
+
+
+def cost_does_not_grow(method: Method) -> None:
+    """Catches a state that grows with the stream, or changes its precision."""
+    for dtype in (torch.float32, torch.float64):
+        net = small_backbone(dtype)
+        start = method.init(net)
+        _, end = _play(method, net, start, [images(1, 6, seed, dtype) for seed in range(6)])
+        before, after = leaves(start), leaves(end)
+        assert before.keys() == after.keys(), f"the state lost or gained {sorted(before.keys() ^ after.keys())}"
+        for name, t in before.items():
+            old, new = (f"{tuple(u.shape)} of {u.dtype}" for u in (t, after[name]))
+            assert old == new, f"{name} of the state was {old} and after six batches is {new}"
+
+
+def adapts(method: Method) -> None:
+    """Catches a method that does not adapt, and one that adapts but sets `does_not_adapt`."""
+    net = small_backbone()
+    start = method.init(net)
+    x = images(1, 24, seed=1)
+    _, state = _play(method, net, start, [images(1, 24, seed) * 0.3 for seed in range(8)])
+    changed = not torch.equal(method.predict(net, start, x), method.predict(net, state, x))
+    if method.does_not_adapt is None:
+        assert changed, "eight batches changed no prediction"
+    else:
+        assert not changed, f"does_not_adapt is {method.does_not_adapt!r}, but predictions changed"
+
+
+SMALL = "Declare in `small`, on the class, the fields with which a few images are enough: see tribe.testing.small"
+
+
+def a_few_images_are_enough(method: Method) -> None:
+    """Catches a method that does nothing in the other checks: what moves in a long stream moves in a short one too.
+
+    If there is a memory, more images have arrived than it holds.
+    """
+    net = small_backbone()
+    start = method.init(net)
+    before, moved = _adapted(start), []
+    for batches in ([images(1, 24, seed) for seed in range(8)], _stream_of(1, steps=2)):
+        _, end = _play(method, net, start, batches)
+        moved.append({name for name, t in _adapted(end).items() if not torch.equal(t, before[name])})
+    later = sorted(moved[0] - moved[1])
+    assert not later, (
+        f"{', '.join(later)} of the state moved in 192 images and not in 12, so most checks do not test it. {SMALL}"
+    )
+    for memory in end:
+        if isinstance(memory, Timely | Reservoir) and bool(memory.arrivals.any()):
+            assert bool((memory.held < memory.arrivals).all()), f"its memory holds all of 12 images. {SMALL}"
+
+
+def prediction_comes_before_learning(method: Method) -> None:
+    """Catches a step that learns from a batch before it predicts it, and a predict that disagrees with step."""
+    net = small_backbone()
+    _, state = _play(method, net, method.init(net), _stream_of(1, steps=2))
+    x = images(1, 6, seed=8)
+    y, _ = method.step(net, state, x)
+    assert torch.allclose(y, method.predict(net, state, x), rtol=0, atol=1e-5), "step and predict disagree"
+
+
+def predicts_with_what_it_deploys(method: Method) -> None:
+    """Catches a `deployed` that is not the network that predicts, and corrected predictions without `more_than_a_pass`.
+
+    The network of `deployed` is the one that is exported.
+    """
+    net = small_backbone(torch.float64)
+    _, state = _play(method, net, method.init(net, 2), [images(2, 6, seed, torch.float64) for seed in range(4)])
+    x = images(2, 6, 8, torch.float64)
+    passed = method.deployed(net, state).logits(net, x, torch.ones(2, 6, dtype=torch.bool))
+    predicted = method.predict(net, state, x)
+    gap = (passed - predicted).abs().max().item()
+    if method.more_than_a_pass is None:
+        assert gap <= 1e-9, (
+            f"predict differs from a pass of the network in deployed by up to {gap:.2g}. If predict does more than "
+            "that pass, describe it in more_than_a_pass"
+        )
+    else:
+        assert gap > 1e-9, f"more_than_a_pass is {method.more_than_a_pass!r}, but a pass of deployed predicts the same"
+
+
+def is_documented(method: Method) -> None:
+    """Catches a method without a docstring, a paper or a name."""
+    cls = type(method)
+    module = inspect.getmodule(cls)
+    assert cls.__doc__, "the class has no docstring"
+    assert module is None or module.__name__ == "__main__" or module.__doc__, "the module has no docstring"
+    assert getattr(cls, "paper", ""), "no paper"
+    assert getattr(cls, "name", ""), "not registered: no name"
+
+
+METHOD_CHECKS: tuple[Callable[[Method], None], ...] = (
+    never_sees_labels,
+    is_deterministic,
+    leaves_global_random_state_alone,
+    its_clock_ticks,
+    mutates_nothing,
+    reusing_memory_changes_no_number,
+    streams_are_independent,
+    saves_and_resumes,
+    keeps_no_graph,
+    stays_finite,
+    padding_weighs_nothing,
+    a_poisoned_batch_touches_nothing,
+    says_nothing_of_what_does_not_count,
+    batch_size_may_change,
+    cost_does_not_grow,
+    adapts,
+    a_few_images_are_enough,
+    prediction_comes_before_learning,
+    predicts_with_what_it_deploys,
+    is_documented,
+)

@@ -1,0 +1,111 @@
+"""What the checks run on: a small network, images, methods for it, and a watch on the global random generators."""
+
+import dataclasses
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from tribe import methods
+from tribe.engine.backbone import Backbone
+from tribe.methods import Method
+
+CLASSES = 4  # of the small network
+SIZE = 8  # of images, in pixels
+
+
+def small_network(
+    classes: int = CLASSES, channels: int = 3, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> nn.Module:
+    """Build a small convolutional classifier with BatchNorm: random weights, running statistics of random images."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = nn.Sequential(
+            nn.Conv2d(channels, 6, 3, padding=1, bias=False),
+            nn.BatchNorm2d(6),
+            nn.ReLU(),
+            nn.Conv2d(6, 8, 3, padding=1, stride=2, bias=False),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(8, classes),
+        )
+        with torch.no_grad():
+            for layer in model.modules():
+                if isinstance(layer, nn.BatchNorm2d):
+                    layer.weight.uniform_(0.5, 1.5)
+                    layer.bias.normal_(0, 0.2)
+            cast(nn.Linear, model[-1]).weight.mul_(16)  # confident: methods must trust some predictions
+            model.train()
+            for _ in range(20):
+                model(torch.rand(32, channels, SIZE, SIZE))
+    return model.eval().to(dtype)
+
+
+def small_backbone(dtype: torch.dtype = torch.float32) -> Backbone:
+    """Wrap the small network."""
+    return Backbone(small_network(dtype=dtype))
+
+
+def images(streams: int, batch: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Draw images (S, B, 3, 8, 8) in [0, 1]; each stream has its own brightness and contrast."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.rand(streams, batch, 3, SIZE, SIZE, generator=generator, dtype=dtype)
+    shift = torch.rand(streams, 1, 1, 1, 1, generator=generator, dtype=dtype)
+    return (0.3 + 0.7 * x) * (0.4 + 0.6 * shift)
+
+
+def informed(method: Method, net: Backbone | None = None) -> Method:
+    """Return the method with the source knowledge it needs, if any, from the small network (or another)."""
+    if method.needs is None:
+        return method
+    net = net or small_backbone()
+    sources = [images(1, 16, seed)[0] for seed in range(100, 106)]
+    labels = [torch.randint(CLASSES, (16,), generator=torch.Generator().manual_seed(seed)) for seed in range(6)]
+    return dataclasses.replace(method, knowledge=method.study(net, zip(sources, labels, strict=True)))  # type: ignore[call-arg]
+
+
+def ready(name: str, **fields: Any) -> Method:
+    """Build a registered method for the small network, with the source knowledge it needs."""
+    return informed(methods.create(name, classes=CLASSES, **fields))
+
+
+def small(method: Method) -> Method:
+    """Return the method with the values its class declares in `small`, where its own are larger."""
+    limits: Mapping[str, int] = method.small
+    return dataclasses.replace(
+        method, **{name: limit for name, limit in limits.items() if getattr(method, name) > limit}
+    )
+
+
+@contextmanager
+def generators_stay() -> Iterator[None]:
+    """Fail if the code inside draws from a global random generator, or seeds it."""
+    torch.rand(1)  # advance each: otherwise seeding with the seed of a moment ago would not show
+    np.random.random()
+    random.random()
+    before = _generators()
+    yield
+    for (owner, old), new in zip(before.items(), _generators().values(), strict=True):
+        assert old == new, f"{owner} global generator moved"
+
+
+def _generators() -> dict[str, Any]:
+    """The states of the global generators."""
+    return {
+        "torch's": torch.get_rng_state().tolist(),
+        "numpy's": [np.asarray(part).tolist() for part in np.random.get_state()],
+        "Python's": random.getstate(),
+    }
+
+
+def seed_generators(seed: int) -> None:
+    """Seed all global random generators."""
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
