@@ -255,7 +255,7 @@ class Adapter(nn.Module):
                 logits = images.new_zeros(self.streams, 0, self.classes)
             elif learn:
                 old = self.state
-                logits, state = self._steps(old, images, valid, donate=self._retired or False)
+                logits, state = self._steps(old, images, valid, self._retired)
                 self._check_logits(logits, good)
                 self._put(state)
                 self._retired = old  # its memory serves the step after next; a step that fails has touched no other

@@ -57,7 +57,7 @@ def step_without_values(method, streams=2):
     if isinstance(known := getattr(method, "knowledge", None), tribe.knowledge.Knowledge):
         known.on(net)  # moved once, not in every step
     with Device():
-        return method.step(net, state, x, donate=clone(state))
+        return method.step_reusing(net, state, x, retired=clone(state))
 
 
 @pytest.mark.parametrize(("name", "fields"), CAPTURABLE, ids=str)
@@ -474,8 +474,8 @@ def test_autocast_is_captured_with_the_rest():
 class Looking(tribe.methods.get("tent")):
     """Somebody's method that looks at a value and does not say so."""
 
-    def step(self, net, state, x, valid=None, *, donate=False):
-        return super().step(net, state, x if x.sum() > 0 else x + 1, valid, donate=donate)
+    def step(self, net, state, x, valid=None):
+        return super().step(net, state, x if x.sum() > 0 else x + 1, valid)
 
 
 @gpu

@@ -45,7 +45,7 @@ class Trouble(BN):
     kind: str = "none"
     log: str = ""
 
-    def step(self, net, state, x, valid=None, *, donate=False):
+    def step(self, net, state, x, valid=None):
         clock, log = int(state.key.clock[0]), Path(self.log)
         first = not log.exists() or " 5\\n" not in log.read_text()
         with log.open("a") as file:
@@ -56,7 +56,7 @@ class Trouble(BN):
             os.kill(os.getpid(), signal.SIGKILL)
         while clock == 5 and first and self.kind == "hang":
             time.sleep(0.1)
-        return super().step(net, state, x, valid, donate=donate)
+        return super().step(net, state, x, valid)
 """
 
 

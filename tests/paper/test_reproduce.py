@@ -724,11 +724,11 @@ import time
 from tribe.methods.source import Source
 
 class Slow(Source):
-    def step(self, net, state, x, valid=None, *, donate=False):
+    def step(self, net, state, x, valid=None):
         with open("steps", "a") as file:
             file.write("a step\\n")
         time.sleep(0.05)
-        return super().step(net, state, x, valid, donate=donate)
+        return super().step(net, state, x, valid)
 """
 
 

@@ -111,7 +111,7 @@ class TentWith(Tent):
     def loss(self, logits, valid):
         return (entropy(logits) * valid).sum(1) / valid.sum(1).clamp_min(1)
 
-    def step(self, net, state, x, valid=None, *, donate=False):
+    def step(self, net, state, x, valid=None):
         x, valid, rejected = screen(x, valid)
         with torch.enable_grad():
             affine = state.affine.leaf()
@@ -131,7 +131,7 @@ class StreamsMeet(TentWith):
 class InPlaceOptimiser(TentWith):
     """An optimiser that moves the old state."""
 
-    def step(self, net, state, x, valid=None, *, donate=False):
+    def step(self, net, state, x, valid=None):
         y, new = super().step(net, state, x, valid)
         state.affine.weight.copy_(new.affine.weight)
         return y, new
@@ -140,7 +140,7 @@ class InPlaceOptimiser(TentWith):
 class CounterOnTheObject(TentWith):
     """A clock on the method: two streams of one method would share it."""
 
-    def step(self, net, state, x, valid=None, *, donate=False):
+    def step(self, net, state, x, valid=None):
         object.__setattr__(self, "calls", getattr(self, "calls", 0) + 1)
         return super().step(net, state, x, valid)
 
@@ -173,7 +173,7 @@ class SeedsNumpy(TentWith):
 class SeedsPython(TentWith):
     """Seeds Python's generator, as the last of two equal runs did."""
 
-    def step(self, net, state, x, valid=None, *, donate=False):
+    def step(self, net, state, x, valid=None):
         random.seed(2)
         return super().step(net, state, x, valid)
 
@@ -191,7 +191,7 @@ class PredictionSeeds(TentWith):
 class StandingClock(Tribe):
     """Every step draws the augmentation of the first."""
 
-    def step(self, net, state, x, valid=None, *, donate=False):
+    def step(self, net, state, x, valid=None):
         y, new = super().step(net, state, x, valid)
         return y, new._replace(key=state.key)
 
@@ -199,7 +199,7 @@ class StandingClock(Tribe):
 class LeapingClock(Tribe):
     """Counts images, where batches are reported."""
 
-    def step(self, net, state, x, valid=None, *, donate=False):
+    def step(self, net, state, x, valid=None):
         y, new = super().step(net, state, x, valid)
         return y, new._replace(key=state.key._replace(clock=new.info.images))
 
@@ -207,7 +207,7 @@ class LeapingClock(Tribe):
 class OneSeed(Tribe):
     """Every stream draws what the first draws, once it has begun."""
 
-    def step(self, net, state, x, valid=None, *, donate=False):
+    def step(self, net, state, x, valid=None):
         y, new = super().step(net, state, x, valid)
         return y, new._replace(key=new.key._replace(seed=new.key.seed[:1].expand_as(new.key.seed).clone()))
 
@@ -223,7 +223,7 @@ class EmptyMean(TentWith):
 class TrainedBackbone(TentWith):
     """A weight of the frozen network moves."""
 
-    def step(self, net, state, x, valid=None, *, donate=False):
+    def step(self, net, state, x, valid=None):
         y, new = super().step(net, state, x, valid)
         with torch.no_grad():
             next(net.model.parameters()).mul_(1.001)
@@ -233,7 +233,7 @@ class TrainedBackbone(TentWith):
 class KeepsGraph(TentWith):
     """Results that still carry the graph of the step."""
 
-    def step(self, net, state, x, valid=None, *, donate=False):
+    def step(self, net, state, x, valid=None):
         with torch.enable_grad():
             weight = state.affine.weight.detach().requires_grad_()
             y, new = super().step(net, state, x, valid)
@@ -250,7 +250,7 @@ class IgnoresPadding(TentWith):
 class NoScreen(TentWith):
     """NaN images go straight in."""
 
-    def step(self, net, state, x, valid=None, *, donate=False):
+    def step(self, net, state, x, valid=None):
         with torch.enable_grad():
             affine = state.affine.leaf()
             logits = net(x, affine, _statistics(net, state), PerBatch()).logits
@@ -271,7 +271,7 @@ class NoScreen(TentWith):
 class MovesOnNothing(TentWith):
     """Adam's momentum carries a stream on although every image was poisoned."""
 
-    def step(self, net, state, x, valid=None, *, donate=False):
+    def step(self, net, state, x, valid=None):
         y, new = super().step(net, state, x, valid)
         moved, moments = adam_step(new.affine, Affine(*map(torch.zeros_like, new.affine)), new.adam, self.lr)
         return y, new._replace(affine=moved, adam=moments)
@@ -280,7 +280,7 @@ class MovesOnNothing(TentWith):
 class RawStep(TentWith):
     """A prediction of the black image that took the place of one that is not finite."""
 
-    def step(self, net, state, x, valid=None, *, donate=False):
+    def step(self, net, state, x, valid=None):
         y, new = super().step(net, state, x, valid)
         x, valid, _ = screen(x, valid)
         return torch.where(valid.unsqueeze(-1), y, self.deployed(net, state).logits(net, x, valid)), new
@@ -299,7 +299,7 @@ class RawPredict(TentWith):
 class RawPadding(TentWith):
     """Silent about images that are not finite; padding it predicts."""
 
-    def step(self, net, state, x, valid=None, *, donate=False):
+    def step(self, net, state, x, valid=None):
         y, new = super().step(net, state, x, valid)
         x, finite, _ = screen(x, None)
         return torch.where(finite.unsqueeze(-1), self.deployed(net, state).logits(net, x, finite), y), new
@@ -308,18 +308,18 @@ class RawPadding(TentWith):
 class RawProbabilities(Lame):
     """Probabilities that prefer a class for an image that is not finite."""
 
-    def step(self, net, state, x, valid=None, *, donate=False):
+    def step(self, net, state, x, valid=None):
         y, new = super().step(net, state, x, valid)
         counts = screen(x, valid)[1].unsqueeze(-1)
         return torch.where(counts, y, torch.eye(K)[0]), new
 
 
 class ReusesTheState(TentWith):
-    """Another state was donated, and the one in use is overwritten."""
+    """Overwrites the state in use, although another one was retired."""
 
-    def step(self, net, state, x, valid=None, *, donate=False):
+    def step(self, net, state, x, valid=None, retired=None):
         y, new = super().step(net, state, x, valid)
-        if donate is not False:
+        if retired is not None:
             state.affine.bias.copy_(new.affine.bias)
         return y, new
 
@@ -327,7 +327,7 @@ class ReusesTheState(TentWith):
 class PredictsLast(TentWith):
     """The prediction has already seen the batch."""
 
-    def step(self, net, state, x, valid=None, *, donate=False):
+    def step(self, net, state, x, valid=None):
         _, new = super().step(net, state, x, valid)
         return self.predict(net, new, x, valid), new
 
@@ -367,7 +367,7 @@ class Corrected(TentWith):
     more_than_a_pass = "a prior corrects the network's predictions"
     prior: ClassVar = torch.linspace(0, 1, K)
 
-    def step(self, net, state, x, valid=None, *, donate=False):
+    def step(self, net, state, x, valid=None):
         y, new = super().step(net, state, x, valid)
         return self._correct(y, x, valid), new
 
@@ -405,7 +405,7 @@ class Growing(TentWith):
         start = super().init(net, streams, seed)
         return GrowingState(*start, past=start.affine.weight.unsqueeze(1))
 
-    def step(self, net, state, x, valid=None, *, donate=False):
+    def step(self, net, state, x, valid=None):
         y, new = super().step(net, state, x, valid)
         return y, new._replace(past=torch.cat((new.past, new.affine.weight.unsqueeze(1)), 1))
 
@@ -413,7 +413,7 @@ class Growing(TentWith):
 class Widening(TentWith):
     """A report that is of another type from the first batch on."""
 
-    def step(self, net, state, x, valid=None, *, donate=False):
+    def step(self, net, state, x, valid=None):
         y, new = super().step(net, state, x, valid)
         return y, new._replace(info=new.info._replace(entropy=new.info.entropy.double()))
 
@@ -421,7 +421,7 @@ class Widening(TentWith):
 class SeesLabels(TentWith):
     """Takes labels by another name."""
 
-    def step(self, net, state, x, valid=None, *, donate=False, targets=None):
+    def step(self, net, state, x, valid=None, targets=None):
         return super().step(net, state, x, valid)
 
 
@@ -458,7 +458,7 @@ class SecretlyAdapting(Tent):
 class SharedThreshold(Tribe):
     """TRIBE whose trusted samples are counted over all streams."""
 
-    def step(self, net, state, x, valid=None, *, donate=False):
+    def step(self, net, state, x, valid=None):
         valid = torch.ones(x.shape[:2], dtype=torch.bool) if valid is None else valid
         return super().step(net, state, x * x.mean() * 2, valid)
 
@@ -578,7 +578,7 @@ METHOD_MUTANTS = [
     (RawPredict(), "says_nothing_of_what_does_not_count"),
     (RawPadding(), "says_nothing_of_what_does_not_count"),
     (RawProbabilities(), "says_nothing_of_what_does_not_count"),
-    (ReusesTheState(), "donating_changes_no_number"),
+    (ReusesTheState(), "reusing_memory_changes_no_number"),
     (PredictsLast(), "prediction_comes_before_learning"),
     (DeploysNothing(), "predicts_with_what_it_deploys"),
     (DeploysZeroWeights(p_th=0.0), "predicts_with_what_it_deploys"),
@@ -600,7 +600,7 @@ METHOD_MUTANTS = [
     (UpdateFromOutside(classes=K), "leaves_global_random_state_alone"),
     (UpdateKeepsGraph(classes=K), "keeps_no_graph"),
     (UpdateInPlace(classes=K), "mutates_nothing"),
-    (UpdateInPlace(classes=K), "donating_changes_no_number"),
+    (UpdateInPlace(classes=K), "reusing_memory_changes_no_number"),
     (UpdatePooled(classes=K), "streams_are_independent"),
     (FreePlacesWeigh(classes=K), "padding_weighs_nothing"),
     (StandInsWeigh(classes=K), "padding_weighs_nothing"),

@@ -39,8 +39,8 @@ class Method(Protocol):
     eager_only: ClassVar[str | None]  # why a step cannot be captured in one CUDA graph
     in_segments: ClassVar[bool]  # but then in several
 
-    def step(
-        self, net: Backbone, state: Any, x: Tensor, valid: Tensor | None = None, *, donate: Any = False
+    def step_reusing(
+        self, net: Backbone, state: Any, x: Tensor, valid: Tensor | None = None, retired: Any = None
     ) -> tuple[Tensor, Any]:
         """Predict, then adapt."""
         ...
@@ -87,9 +87,7 @@ class Steps:
             return "graphs=False"
         return self.failed or refusal(self.method, self.net.device)
 
-    def __call__(
-        self, state: Any, x: Tensor, valid: Tensor | None = None, *, donate: Any = False
-    ) -> tuple[Tensor, Any]:
+    def __call__(self, state: Any, x: Tensor, valid: Tensor | None = None, retired: Any = None) -> tuple[Tensor, Any]:
         """As `Method.step`. What a captured step returns as state is good until the step after the next."""
         on_its_device = torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()  # where kernels launch
         with on_its_device, deterministic() if self.deterministic else contextlib.nullcontext():
@@ -108,7 +106,7 @@ class Steps:
                         raise
                     self.failed, self._captured = f"the step could not be captured in a CUDA graph ({error})", None
                     warnings.warn(f"{self.failed}; it is taken one launch at a time", RuntimeWarning, stacklevel=2)
-            return self.method.step(self.net, state, x, valid, donate=donate)
+            return self.method.step_reusing(self.net, state, x, valid, retired)
 
     def forget(self) -> None:
         """Drop what was recorded: the network moves."""
@@ -165,7 +163,7 @@ class Captured:
 
     def _work(self, turn: int) -> None:
         old, spare = self._states[turn], self._states[1 - turn]
-        logits, new = self.method.step(self.net, old, self._x, self._valid, donate=spare)
+        logits, new = self.method.step_reusing(self.net, old, self._x, self._valid, spare)
         if self._logits is None:
             self._logits = torch.empty_like(logits)
         self._logits.copy_(logits)
@@ -194,7 +192,7 @@ class CapturedSegments:
         if short := self._batch - batch:
             x, valid = (nn.functional.pad(t, [0, 0] * (t.dim() - 2) + [0, short]) for t in (x, valid))
         with run_segments_with(self._recordings):
-            logits, state = self.method.step(self.net, state, x, valid)
+            logits, state = self.method.step_reusing(self.net, state, x, valid)
         return logits[:, :batch], state
 
 

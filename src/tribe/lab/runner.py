@@ -80,7 +80,7 @@ def run(
     words = named if spec is not None else named | _described(net, method, stream)
     identity = _identity(net, method, stream, seed, named) if checkpoint is not None else ""
     state, columns, start = clone(source), _nothing(streams), 0
-    steps, retired = Steps(method, net, graphs, deterministic), False
+    steps, retired = Steps(method, net, graphs, deterministic), None
     if checkpoint is not None and Path(checkpoint).exists():
         state, columns, start = _resume(checkpoint, source, identity)
     wrong, judged = _tally((column["label"][0], column["prediction"][0]) for column in columns)
@@ -93,8 +93,8 @@ def run(
             begun = time.perf_counter()
             x, valid, reset = (t.to(net.device, non_blocking=pin) for t in (batch.x, batch.valid, batch.reset))
             if batch.reset.any():
-                state, retired = select(reset, clone(source), state), False  # a copy: its memory will be reused
-            old, (output, state) = state, steps(state, x, valid, donate=retired)
+                state, retired = select(reset, clone(source), state), None  # a copy: its memory will be reused
+            old, (output, state) = state, steps(state, x, valid, retired)
             retired = old  # its memory serves the step after next
             p = output if method.output == "probabilities" else output.float().softmax(-1)
             confidence, prediction = (t.cpu() for t in p.max(-1))  # waits for the device, so that the time is the whole

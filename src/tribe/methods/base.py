@@ -1,6 +1,7 @@
 """What every method shares: the protocol of a pure step, and the care for images that must not count."""
 
 import dataclasses
+import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -82,10 +83,12 @@ class Method(ABC):
     in_segments: ClassVar[bool] = False  # but then in several, see tribe.engine.segments
     needs: ClassVar[str | None] = None  # what it must know of the source data, in words; see tribe.knowledge
     works_on: ClassVar[tuple[Literal["affine", "statistics", "features"], ...]] = ()  # what a network must have for it
+    reuses_memory: ClassVar[bool] = False  # whether step takes `retired`; set for every subclass
     more_than_a_pass: ClassVar[str | None] = None  # how `predict` goes beyond the network `deployed` describes
 
-    def __init_subclass__(cls, **given: Any) -> None:
-        super().__init_subclass__(**given)
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.reuses_memory = "retired" in inspect.signature(cls.step).parameters
         if "predict" in vars(cls) and "more_than_a_pass" not in vars(cls):
             raise TypeError(
                 f"{cls.__name__} overrides predict and does not say whether it still predicts what the network that "
@@ -120,15 +123,24 @@ class Method(ABC):
         """The state before the first image. Stream i of seed s is stream 0 of seed s + i."""
 
     @abstractmethod
-    def step(
-        self, net: Backbone, state: Any, x: Tensor, valid: Tensor | None = None, *, donate: Any = False
-    ) -> tuple[Tensor, Any]:
+    def step(self, net: Backbone, state: Any, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Any]:
         """Predict (S, B, ...) images, then adapt: (S, B, K) predictions and the next state.
 
-        ``valid`` (S, B) marks real images: padding weighs nothing. ``donate`` allows (and does not oblige) the step to
-        reuse memory that the caller will not look at again: True gives up ``state`` itself; a retired state, say the
-        one before it, is given up instead, and then an error on the way leaves ``state`` whole.
+        ``valid`` (S, B) marks real images: padding weighs nothing. A step that can write the next state into memory
+        that exists already takes one more argument, ``retired``: see `step_reusing`.
         """
+
+    def step_reusing(
+        self, net: Backbone, state: Any, x: Tensor, valid: Tensor | None = None, retired: Any = None
+    ) -> tuple[Tensor, Any]:
+        """Call `step`, which may write the next state into the memory of ``retired``.
+
+        ``retired`` is a state that the caller no longer reads, such as the one before ``state``; an error leaves
+        ``state`` intact. Class statistics of 1000 classes are hundreds of megabytes.
+        """
+        if self.reuses_memory:
+            return self.step(net, state, x, valid, retired=retired)  # type: ignore[call-arg]
+        return self.step(net, state, x, valid)
 
     @abstractmethod
     def deployed(self, net: Backbone, state: Any) -> Deployed:

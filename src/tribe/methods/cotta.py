@@ -10,7 +10,7 @@ All weights adapt, and every batch is normalised with its own statistics. Per ba
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -98,7 +98,7 @@ class AveragedTeacher(Method):
         return quiet(said, valid & finite(said))
 
     def step(
-        self, net: Backbone, state: CottaState, x: Tensor, valid: Tensor | None = None, *, donate: Any = False
+        self, net: Backbone, state: CottaState, x: Tensor, valid: Tensor | None = None
     ) -> tuple[Tensor, CottaState]:
         """Predict with the teacher, teach the student, let the teacher follow, forget."""
         x, valid, rejected = screen(x, valid)

@@ -8,7 +8,7 @@ ties down the parameters the source data depend on.
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -94,9 +94,7 @@ class Eata(Method):
         """The adapted parameters, the batch's statistics."""
         return Deployed(state.affine, net.source(len(state.key.seed))[1], PerBatch())
 
-    def step(
-        self, net: Backbone, state: EataState, x: Tensor, valid: Tensor | None = None, *, donate: Any = False
-    ) -> tuple[Tensor, EataState]:
+    def step(self, net: Backbone, state: EataState, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, EataState]:
         """Predict, then take one Adam step in the streams where a prediction is worth it."""
         x, valid, rejected = screen(x, valid)
         _, stats, norm = self.deployed(net, state)

@@ -9,7 +9,7 @@ which lowers E(Y) = sum(-Y log p - (W Y) Y + Y log Y) in every round. Nothing is
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -74,7 +74,7 @@ class Lame(Source):
         return super().init(net, streams, seed)
 
     def step(
-        self, net: Backbone, state: SourceState, x: Tensor, valid: Tensor | None = None, *, donate: Any = False
+        self, net: Backbone, state: SourceState, x: Tensor, valid: Tensor | None = None
     ) -> tuple[Tensor, SourceState]:
         """Predict."""
         x, valid, rejected = screen(x, valid)

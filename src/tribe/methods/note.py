@@ -9,7 +9,7 @@ Per batch:
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -107,9 +107,7 @@ class Note(Method):
             memory = count_predictions(memory, label, counted)
         return memory
 
-    def step(
-        self, net: Backbone, state: NoteState, x: Tensor, valid: Tensor | None = None, *, donate: Any = False
-    ) -> tuple[Tensor, NoteState]:
+    def step(self, net: Backbone, state: NoteState, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, NoteState]:
         """Predict, remember, then take one Adam step down the entropy of the memory."""
         x, valid, rejected = screen(x, valid)
         said, seen = segment(self.look, net, state, x, valid)

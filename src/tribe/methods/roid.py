@@ -8,7 +8,7 @@ Per batch:
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -98,9 +98,7 @@ correction, WACV 2024"
             said = self._corrected(logits, valid)
             return quiet(said, valid & finite(said)).softmax(-1)
 
-    def step(
-        self, net: Backbone, state: RoidState, x: Tensor, valid: Tensor | None = None, *, donate: Any = False
-    ) -> tuple[Tensor, RoidState]:
+    def step(self, net: Backbone, state: RoidState, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, RoidState]:
         """Predict, learn, and step back towards the source."""
         x, valid, rejected = screen(x, valid)
         _, stats, norm = self.deployed(net, state)

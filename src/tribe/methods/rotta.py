@@ -11,7 +11,7 @@ come in bursts. Per batch:
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -103,7 +103,7 @@ class Rotta(Method):
         return Deployed(*state.teacher, Frozen())
 
     def step(
-        self, net: Backbone, state: RottaState, x: Tensor, valid: Tensor | None = None, *, donate: Any = False
+        self, net: Backbone, state: RottaState, x: Tensor, valid: Tensor | None = None
     ) -> tuple[Tensor, RottaState]:
         """Predict with the teacher, remember, and learn from the memory whenever another 64 images have passed."""
         x, valid, rejected = screen(x, valid)

@@ -7,7 +7,7 @@ the network must have collapsed, the source's parameters come back.
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -89,9 +89,7 @@ class Sar(Method):
         """The adapted parameters, the batch's statistics."""
         return Deployed(state.affine, net.source(len(state.key.seed))[1], PerBatch())
 
-    def step(
-        self, net: Backbone, state: SarState, x: Tensor, valid: Tensor | None = None, *, donate: Any = False
-    ) -> tuple[Tensor, SarState]:
+    def step(self, net: Backbone, state: SarState, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, SarState]:
         """Predict; climb to the worst place nearby; step from here along the slope found there."""
         x, valid, rejected = screen(x, valid)
         adapted = self._adapted(net)

@@ -137,7 +137,7 @@ class SelfTraining(Tribe):
         return Deployed(state.teacher, stats, norm)
 
     def step(  # type: ignore[override]
-        self, net: Backbone, state: SelfTrainingState, x: Tensor, valid: Tensor | None = None, *, donate: Any = False
+        self, net: Backbone, state: SelfTrainingState, x: Tensor, valid: Tensor | None = None
     ) -> tuple[Tensor, SelfTrainingState]:
         """Predict with the teacher; then the branches see the batch, or the memory, and the student learns from it."""
         x, valid, rejected = screen(x, valid)

@@ -1,7 +1,7 @@
 """The source model as it is: what adaptation is measured against (TEST in the paper's tables)."""
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -36,7 +36,7 @@ class Source(Method):
         return Deployed(*net.source(len(state.key.seed)), Frozen())
 
     def step(
-        self, net: Backbone, state: SourceState, x: Tensor, valid: Tensor | None = None, *, donate: Any = False
+        self, net: Backbone, state: SourceState, x: Tensor, valid: Tensor | None = None
     ) -> tuple[Tensor, SourceState]:
         """Predict."""
         x, valid, rejected = screen(x, valid)

@@ -1,7 +1,7 @@
 """Make the network surer of its own predictions, one step a batch: TENT (Wang et al., ICLR 2021)."""
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,9 +52,7 @@ class Tent(Method):
         """What every prediction (S, B, K) is to lose: (S, B)."""
         return entropy(logits)
 
-    def step(
-        self, net: Backbone, state: TentState, x: Tensor, valid: Tensor | None = None, *, donate: Any = False
-    ) -> tuple[Tensor, TentState]:
+    def step(self, net: Backbone, state: TentState, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, TentState]:
         """Predict, then take one Adam step down the loss of these predictions."""
         x, valid, rejected = screen(x, valid)
         with torch.enable_grad():

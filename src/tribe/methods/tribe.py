@@ -10,7 +10,7 @@ has its own Balanced BN statistics, all moved by the same pseudo labels. Per bat
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -117,10 +117,15 @@ class Tribe(Method):
         return Deployed(state.affine, self.norm.pool(teacher), Frozen())
 
     def step(
-        self, net: Backbone, state: TribeState, x: Tensor, valid: Tensor | None = None, *, donate: Any = False
+        self,
+        net: Backbone,
+        state: TribeState,
+        x: Tensor,
+        valid: Tensor | None = None,
+        retired: TribeState | None = None,
     ) -> tuple[Tensor, TribeState]:
         """Predict with the teacher, then let the three branches see the batch and the affine parameters learn."""
-        norm, retired = self.norm, donate if isinstance(donate, TribeState) else None
+        norm = self.norm
         x, valid, rejected = screen(x, valid)
         prediction = self.predict(net, state, x, valid)
         labels = prediction.argmax(-1)  # (S, B) pseudo labels for the statistics of all branches

@@ -7,7 +7,7 @@ classifier among them, learn to make the two alike, as measured by the symmetric
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -159,9 +159,7 @@ class Ttac(Method):
         weights = [layout.views(row) for row in state.weights]
         return Deployed(state.affine, net.source(len(state.key.seed))[1], self.norm, weights)
 
-    def step(
-        self, net: Backbone, state: TtacState, x: Tensor, valid: Tensor | None = None, *, donate: Any = False
-    ) -> tuple[Tensor, TtacState]:
+    def step(self, net: Backbone, state: TtacState, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, TtacState]:
         """Predict, let the clusters follow, and take one Adam step that makes them more like the source's."""
         assert isinstance(self.knowledge, Knowledge)
         x, valid, rejected = screen(x, valid)
