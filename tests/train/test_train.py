@@ -1,4 +1,4 @@
-"""Training learns, repeats itself, survives being killed, and says what is wrong; on real digits in MNIST's format."""
+"""Training learns, is reproducible, resumes after a kill, and explains errors; on real digits in MNIST's format."""
 
 import hashlib
 import json
@@ -26,8 +26,8 @@ from tribe.datasets.embedded import mnist_test
 from tribe.datasets.files import MissingData
 from tribe.train import AugMix, CheckpointError, Progress, Recipe, TrainingError, change, preset, train
 from tribe.train.augmix import OPERATIONS, consistency, operate
-from tribe.train.loop import Learner
-from tribe.train.views import Plan, look, plan
+from tribe.train.learner import Learner
+from tribe.train.views import Views, crop, draw_views
 
 SMALL = Recipe(epochs=3, batch=40, optimizer="adamw", lr=5e-3, weight_decay=1e-2, warmup=0.3, shift=2, border="zero")
 CPU = torch.device("cpu")
@@ -193,8 +193,8 @@ def test_the_rate_rises_and_falls():
 def test_a_view_is_a_crop_of_the_padded_image_flipped_or_not(border):
     draw = np.random.default_rng(0)
     images = draw.integers(256, size=(7, 3, 8, 10)).astype(np.uint8)
-    part = plan(7, 3, True, seed=1, epoch=2, device=CPU)
-    got = look(torch.from_numpy(images), part, border).numpy()
+    part = draw_views(7, 3, True, seed=1, epoch=2, device=CPU)
+    got = crop(torch.from_numpy(images), part, border).numpy()
     mode = {"reflect": "reflect", "zero": "constant"}[border]
     for i, (index, dx, dy, flip) in enumerate(zip(*(column.tolist() for column in part[:4]), strict=True)):
         padded = np.pad(images[index], ((0, 0), (3, 3), (3, 3)), mode=mode)
@@ -205,18 +205,18 @@ def test_a_view_is_a_crop_of_the_padded_image_flipped_or_not(border):
 
 def test_a_hole_is_a_black_square_anywhere_cut_off_at_the_border():
     images = torch.full((500, 1, 8, 10), 9, dtype=torch.uint8)
-    part = plan(500, 0, False, seed=1, epoch=2, device=CPU)
-    got = look(images, part, "reflect", cutout=4)[:, 0]
+    part = draw_views(500, 0, False, seed=1, epoch=2, device=CPU)
+    got = crop(images, part, "reflect", cutout=4)[:, 0]
     for picture, (y, x) in zip(got.tolist(), part.hole.tolist(), strict=True):
         top, left = int(y * 8) - 2, int(x * 10) - 2
         inside = [[top <= i < top + 4 and left <= j < left + 4 for j in range(10)] for i in range(8)]
         assert picture == [[0 if black else 9 for black in row] for row in inside]
     assert (got == 0).any(0).all(), "every pixel is hidden at some time"
-    assert torch.equal(look(images, part, "reflect"), images)
+    assert torch.equal(crop(images, part, "reflect"), images)
 
 
 def test_an_epoch_looks_at_every_image_once_everywhere_and_never_alike():
-    first, second = (plan(5000, 2, True, seed=0, epoch=epoch, device=CPU) for epoch in (0, 1))
+    first, second = (draw_views(5000, 2, True, seed=0, epoch=epoch, device=CPU) for epoch in (0, 1))
     assert torch.equal(first.order.sort().values, torch.arange(5000))
     assert (first.order == second.order).float().mean() < 0.01
     for moved in (first.dx, first.dy):
@@ -224,11 +224,11 @@ def test_an_epoch_looks_at_every_image_once_everywhere_and_never_alike():
         assert share.tolist() == pytest.approx([0.2] * 5, abs=0.03)
     assert first.flip.float().mean().item() == pytest.approx(0.5, abs=0.03)
     assert torch.corrcoef(torch.stack((first.dx, first.dy, first.flip)).double())[0, 1:].abs().max() < 0.05
-    assert not plan(5000, 2, False, seed=0, epoch=0, device=CPU).flip.any()
+    assert not draw_views(5000, 2, False, seed=0, epoch=0, device=CPU).flip.any()
 
 
 def test_batches_are_whole_and_the_rest_waits():
-    whole = Plan(*torch.arange(5 * 11).view(5, 11))
+    whole = Views(*torch.arange(5 * 11).view(5, 11))
     parts = list(whole.batches(4))
     assert [len(part.order) for part in parts] == [4, 4]
     assert torch.cat([part.dx for part in parts]).tolist() == whole.dx[:8].tolist()
@@ -393,10 +393,10 @@ def interrupted(few, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "other", "named"),
     [
-        ({"lr": 0.5}, {}, r"recipe\.lr is 0\.005, asked for is 0\.5"),
+        ({"lr": 0.5}, {}, r"recipe\.lr is 0\.005, yours is 0\.5"),
         ({"augmix": AugMix()}, {}, r"recipe\.augmix"),
-        ({}, {"seed": 8}, "seed is 0, asked for is 8"),
-        ({}, {"precision": "bf16"}, "precision is 'float32', asked for is 'bf16'"),
+        ({}, {"seed": 8}, "seed is 0, yours is 8"),
+        ({}, {"precision": "bf16"}, "precision is 'float32', yours is 'bf16'"),
     ],
 )
 def test_a_checkpoint_of_another_training_is_refused_by_name(interrupted, changes, other, named):
@@ -441,7 +441,7 @@ def test_a_disk_that_refuses_the_weights_leaves_the_checkpoint(few, tmp_path):
 
     options = {"data": few, "device": "cpu", "out": out, "save_every": 0}
     with pytest.raises(
-        TrainingError, match=r"after epoch 3 of 3 .*checkpoint is kept: make room, then go on with --res"
+        TrainingError, match=r"after epoch 3 of 3 .*checkpoint is kept: free disk space, then continue with --res"
     ):
         train("compact", "mnist", SMALL, **options, progress=block)
     out.rmdir()
@@ -449,12 +449,12 @@ def test_a_disk_that_refuses_the_weights_leaves_the_checkpoint(few, tmp_path):
     assert equal(resumed.net.state_dict(), train("compact", "mnist", SMALL, data=few, device="cpu").net.state_dict())
 
 
-def test_a_full_disk_is_told_in_words(few, tmp_path):
+def test_a_full_disk_is_explained(few, tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     options = {"data": few, "device": "cpu", "out": tmp_path / "compact.safetensors", "save_every": 0}
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))  # a write beyond fails, as on a full disk
     try:
-        with pytest.raises(TrainingError, match=r"after epoch 0 of 3 .*nothing was saved yet: make room"):
+        with pytest.raises(TrainingError, match=r"after epoch 0 of 3 .*nothing was saved yet: free disk space"):
             train("compact", "mnist", SMALL, **options)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -516,7 +516,7 @@ def test_a_recipe_refuses_nonsense(fields, message):
         ({"model": nn.Linear(3, 10)}, ValueError, "Linear does not take the images of mnist, 1x28x28"),
         ({"model": nn.Sequential(nn.Flatten(), nn.Linear(784, 7))}, ValueError, "gives .7,. numbers .* 10 classes"),
         ({"model": nn.Flatten()}, ValueError, "no parameters"),
-        ({"dataset": "mnist-c"}, ValueError, "no images to learn from: .*mnist"),
+        ({"dataset": "mnist-c"}, ValueError, "no training images: .*mnist"),
         ({"dataset": "cifar10"}, MissingData, "data_batch_1"),
         ({"recipe": "papers"}, ValueError, "no preset 'papers': .*paper"),
         ({"recipe": replace(SMALL, batch=500)}, ValueError, "batch of 500 images is more than the 200 there are"),
@@ -586,7 +586,7 @@ def test_the_command_trains_where_the_data_lies(few):
     assert "exists already" in again.stderr
     forced = invoke("mnist", "--data", few, "--epochs", 1, "--batch", 50, "--force", "--augmix")
     assert forced.exit_code == 0
-    assert "test images right after 1 epochs" in forced.stdout
+    assert "test images correct after 1 epochs" in forced.stdout
     assert json.loads(path.with_suffix(".json").read_text())["recipe"]["augmix"] == {
         "width": 3,
         "depth": 3,
@@ -600,7 +600,7 @@ def test_resuming_what_never_began_is_said(few, tmp_path):
     result = invoke("mnist", "--data", few, "--out", out, "--epochs", 1, "--batch", 50, "--resume", "--json")
     assert result.exit_code == 0, result.stderr
     lines = result.stderr.splitlines()
-    assert lines[0] == f"warning: there is no checkpoint of {out} to go on from: training starts from the beginning"
+    assert lines[0] == f"warning: there is no checkpoint of {out} to continue: training starts from the beginning"
     assert lines[1].startswith("epoch 1/1 ")
     assert len(json.loads(result.stdout)["history"]) == 1
 
@@ -609,7 +609,7 @@ def test_a_name_says_the_data_set_once(tmp_path):
     pytest.importorskip("typer")
     from tribe.cli.commands.train import _default_out
 
-    assert [_default_out(m, "mnist", str(tmp_path)).name for m in ("resnet18_mnist", "compact", "timm/resnet10t")] == [
+    assert [_default_out(m, "mnist", tmp_path).name for m in ("resnet18_mnist", "compact", "timm/resnet10t")] == [
         "resnet18_mnist.safetensors",
         "compact_mnist.safetensors",
         "timm_resnet10t_mnist.safetensors",

@@ -15,8 +15,17 @@ from tribe.methods import registry
 
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")]
 Precision = Annotated[
-    str, typer.Option(help="tf32 (on a CPU float32), float32 for IEEE's, or bf16: a network of bfloat16.")
+    str, typer.Option(help="tf32 (float32 on a CPU), float32 (IEEE's), or bf16: a network of bfloat16.")
 ]
+DataRoot = Annotated[
+    Path | None, typer.Option(help="Root of the data sets.", show_default="$TRIBE_DATA or the cache directory")
+]
+Imbalance = Annotated[
+    float | None,
+    typer.Option(help="How many times rarer the rarest class is.", show_default="the scenario's"),
+]
+Severity = Annotated[str | None, typer.Option(help="Severities of the corruptions: 5, or 1,3,5.", show_default="5")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
 
 def build_dataset(name: str, data: Path | None, severity: str | None, fields: dict[str, Any]) -> Dataset:

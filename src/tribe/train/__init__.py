@@ -1,9 +1,9 @@
-"""Train a source network, the one that is adapted later: by name, from the published files, resumable, with a card.
+"""Train a source network from the published images: resumable, with a card that says how it was trained.
 
     trained = tribe.train.train("compact", "mnist", out="compact_mnist.safetensors")
     trained.accuracy, trained.net
 
-Read `recipe` for the numbers, `loop` for what happens to them.
+`recipe` holds the hyper-parameters, `loop` the training loop, `learner` one epoch.
 """
 
 from tribe.train.augmix import AugMix

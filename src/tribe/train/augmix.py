@@ -1,8 +1,8 @@
-"""AugMix: mix an image with chains of harmless operations on it, and ask for the same prediction on all of them.
+"""AugMix: mix an image with augmented copies of itself, and train for the same prediction on all of them.
 
 Hendrycks et al., "AugMix: A Simple Data Processing Method to Improve Robustness and Uncertainty", ICLR 2020. Every
-operation is an affine map of positions or a table of 256 values for each channel: so a whole batch, each image with
-operations of its own, takes one resampling and one look-up a step. None of them is a corruption of the test sets.
+operation is an affine map of positions or a table of 256 values for each channel. So a whole batch, each image with
+its own operation, takes one resampling and one look-up a step. None of them is a corruption of the test sets.
 
 Shapes: M images, C channels, H rows, W columns; V views of K chains of B images.
 """
@@ -28,26 +28,26 @@ OPERATIONS = (
     "translate_y",
 )
 CHAINS, MIXING = 0x41554D43, 0x41554D4D  # purposes of the draws ("AUMC", "AUMM" in ASCII)
-LEVELS = 10  # an operation's strength goes from 0 to this
+LEVELS = 10  # the highest strength of an operation
 DEGREES, SHEAR, SHIFT = 30.0, 0.3, 1 / 3  # at full strength; SHIFT is a share of the width
-BITS = 4  # that posterize leaves at least as many of, less its strength
+BITS = 4  # posterize keeps this many bits at strength 0, and fewer at higher strengths
 
 
 @dataclass(frozen=True)
 class AugMix:
-    """Draw the mixtures by calling the object with images and a key; `consistency` is the loss that goes with them."""
+    """Call the object with images and a key to draw mixtures; `consistency` is their loss."""
 
-    width: int = 3  # chains mixed
-    depth: int = 3  # operations in a chain at most, at least one
-    severity: float = 3.0  # strength of an operation at most, out of 10
-    weight: float = 12.0  # of the consistency beside the cross entropy of the clean image
+    width: int = 3  # number of chains
+    depth: int = 3  # operations in a chain: 1 to this many
+    severity: float = 3.0  # highest strength of an operation, out of 10
+    weight: float = 12.0  # of the consistency loss; the cross entropy of the clean image has weight 1
 
     def __post_init__(self) -> None:
         if min(self.width, self.depth) < 1:
             raise ValueError(f"AugMix needs width and depth of at least 1; got {self.width} and {self.depth}")
         if not 0.1 <= self.severity <= LEVELS or self.weight < 0:
             raise ValueError(
-                f"AugMix needs a severity from 0.1 to {LEVELS} and a weight not below 0; got {self.severity} and "
+                f"AugMix needs a severity from 0.1 to {LEVELS} and a weight of at least 0; got {self.severity} and "
                 f"{self.weight}"
             )
 
@@ -72,7 +72,7 @@ class AugMix:
 
 
 def consistency(*logits: Tensor) -> Tensor:
-    """Jensen-Shannon divergence of several predictions (B, classes) of the same images, the mean over them."""
+    """Jensen-Shannon divergence of several predictions (B, classes) of the same images, averaged over the images."""
     predictions = [F.log_softmax(each.float(), -1) for each in logits]
     mean = torch.stack(predictions).exp().mean(0).clamp(1e-7, 1).log()
     divergences = [F.kl_div(mean, each, reduction="batchmean", log_target=True) for each in predictions]
@@ -80,9 +80,9 @@ def consistency(*logits: Tensor) -> Tensor:
 
 
 def operate(x: Tensor, operation: Tensor, level: Tensor, sign: Tensor) -> Tensor:
-    """Do to each image x (M, C, H, W) uint8 its own operation (M,), an index into OPERATIONS.
+    """Apply to each image x (M, C, H, W) uint8 its own operation (M,), an index into OPERATIONS.
 
-    The level (M,) is a strength out of 10, the sign (M,) its direction where it has one.
+    The level (M,) is a strength out of 10; the sign (M,) is the direction of a geometric operation.
     """
     return _look_up(_warp(x, _matrices(operation, level, sign, x.shape[-1])), _tables(x, operation, level))
 
@@ -112,14 +112,14 @@ def _whole(level: Tensor, most: float) -> Tensor:
 
 
 def _warp(x: Tensor, matrix: Tensor) -> Tensor:
-    """Resample x (M, C, H, W) uint8 between four pixels; black where the map leaves the image."""
+    """Resample x (M, C, H, W) uint8 bilinearly; black where the map leaves the image."""
     height, width = x.shape[-2:]
     across, down = (torch.arange(size, device=x.device) + 0.5 for size in (width, height))
-    a, b, c = matrix[..., None, None].unbind(2)  # (M, 2, 1, 1) each; no matrix product: those are coarse on some GPUs
-    there = (a * across + b * down[:, None] + c).permute(0, 2, 3, 1)  # (M, H, W, 2)
-    size = there.new_tensor((width, height))
-    inside = ((there >= 0) & (there < size)).all(-1)
-    y = F.grid_sample(x.float(), there / size * 2 - 1, "bilinear", "border", align_corners=False)
+    a, b, c = matrix[..., None, None].unbind(2)  # (M, 2, 1, 1) each; matrix products are less precise on some GPUs
+    source = (a * across + b * down[:, None] + c).permute(0, 2, 3, 1)  # (M, H, W, 2)
+    size = source.new_tensor((width, height))
+    inside = ((source >= 0) & (source < size)).all(-1)
+    y = F.grid_sample(x.float(), source / size * 2 - 1, "bilinear", "border", align_corners=False)
     return (y * inside[:, None]).round_().to(torch.uint8)
 
 
@@ -133,8 +133,8 @@ def _tables(x: Tensor, operation: Tensor, level: Tensor) -> Tensor:
     bits = 8 - BITS + _whole(level, BITS).long()[:, None, None]
     threshold = 256 - _whole(level, 256)[:, None, None]
     tables = {
-        "autocontrast": _stretched(count, values),
-        "equalize": _equalized(count, values),
+        "autocontrast": _autocontrast(count, values),
+        "equalize": _equalize(count, values),
         "posterize": (values >> bits) << bits,
         "solarize": torch.where(values < threshold, values, 255 - values),
     }
@@ -152,8 +152,8 @@ def _histogram(x: Tensor) -> Tensor:
     )
 
 
-def _stretched(count: Tensor, values: Tensor) -> Tensor:
-    """From the lowest value to the highest over the whole range; a channel of one value stays."""
+def _autocontrast(count: Tensor, values: Tensor) -> Tensor:
+    """Stretch the values of a channel to 0 to 255; a channel with one value stays."""
     present = count > 0
     low = torch.where(present, values, 255).amin(-1, keepdim=True)
     high = torch.where(present, values, 0).amax(-1, keepdim=True)
@@ -161,8 +161,8 @@ def _stretched(count: Tensor, values: Tensor) -> Tensor:
     return torch.where(high > low, stretched, values)
 
 
-def _equalized(count: Tensor, values: Tensor) -> Tensor:
-    """Values by rank, so that all are as frequent, as Pillow does it."""
+def _equalize(count: Tensor, values: Tensor) -> Tensor:
+    """Equalise the histogram, as Pillow does."""
     total = count.cumsum(-1)
     highest = torch.where(count > 0, values, 0).amax(-1, keepdim=True)
     step = (total[..., -1:] - count.gather(-1, highest)) // 255

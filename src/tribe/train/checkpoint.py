@@ -1,6 +1,6 @@
-"""A training as one file: weights, the optimiser's memory, where it stands and what it is; tensors and JSON, no pickle.
+"""Checkpoints of a training: weights, optimiser state, settings and history in one file of tensors and JSON, no pickle.
 
-Random numbers are a function of seed and epoch, so there are none to save.
+Random numbers are a function of seed and epoch, so there is no generator state to save.
 """
 
 import json
@@ -17,18 +17,18 @@ from tribe.lab.spec import differences
 from tribe.storage.atomic import write_atomically
 
 FORMAT = "tribe-training"
-WEIGHTS, MEMORY = "net.", "optimizer."  # what names of tensors begin with
+WEIGHTS, OPTIMIZER = "net.", "optimizer."  # prefixes of tensor names
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be gone on from, and why."""
+    """A checkpoint that a training cannot continue from, and the reason."""
 
 
 class Checkpoint(NamedTuple):
-    """Where a training stands."""
+    """The contents of a checkpoint."""
 
-    identity: dict[str, Any]  # all that makes it what it is: model, data set, recipe, seed, precision
-    history: list[dict[str, Any]]  # an entry for every epoch done
+    identity: dict[str, Any]  # the settings of the training: model, data set, recipe, seed, precision
+    history: list[dict[str, Any]]  # one entry for each finished epoch
     scaler: dict[str, Any]  # of fp16's gradients; empty in other precisions
     tensors: dict[str, Tensor]
 
@@ -44,18 +44,18 @@ def save(
     """Write a checkpoint, whole or not at all."""
     tensors = {WEIGHTS + name: tensor for name, tensor in net.state_dict().items()}
     for i, memory in optimizer.state_dict()["state"].items():
-        tensors |= {f"{MEMORY}{i}.{name}": value for name, value in memory.items() if value is not None}
+        tensors |= {f"{OPTIMIZER}{i}.{name}": value for name, value in memory.items() if value is not None}
     header = {"format": FORMAT, "identity": identity, "history": history, "scaler": dict(scaler)}
     write_atomically(path, to_bytes(portable(tensors), {k: json.dumps(v) for k, v in header.items()}))
 
 
 def portable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors as a file takes them: on the CPU, in one piece."""
+    """Tensors on the CPU, contiguous, as a file needs them."""
     return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
 
 
 def read(path: Path) -> Checkpoint:
-    """Read a checkpoint, or say why it is not one."""
+    """Read a checkpoint; CheckpointError if it is damaged or another kind of file."""
     try:
         with safe_open(path, framework="pt") as file:
             header = {name: json.loads(text) for name, text in (file.metadata() or {}).items()}
@@ -70,22 +70,22 @@ def read(path: Path) -> Checkpoint:
 
 
 def check_identity(path: Path, saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Refuse the checkpoint of another training, naming what differs."""
+    """Raise CheckpointError, with the first difference, if a checkpoint belongs to other settings."""
     for field, theirs, ours in differences(saved, wanted):
         if theirs != ours:
             raise CheckpointError(
-                f"{path} is the checkpoint of another training: its {field} is {theirs!r}, asked for is {ours!r}. Ask "
-                "for the same to go on, or start over with force (which replaces it)"
+                f"{path} is the checkpoint of another training: its {field} is {theirs!r}, yours is {ours!r}. Use "
+                "the same settings to continue, or start over with force (which replaces it)"
             )
 
 
 def restore(saved: Checkpoint, net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Put weights and the optimiser's memory back."""
-    parts = {name.removeprefix(WEIGHTS): t for name, t in saved.tensors.items() if name.startswith(WEIGHTS)}
-    net.load_state_dict(parts)
-    memory: dict[int, dict[str, Tensor]] = {}
+    """Load weights and optimiser state into the network and the optimiser."""
+    weights = {name.removeprefix(WEIGHTS): t for name, t in saved.tensors.items() if name.startswith(WEIGHTS)}
+    net.load_state_dict(weights)
+    state: dict[int, dict[str, Tensor]] = {}
     for name, tensor in saved.tensors.items():
-        if name.startswith(MEMORY):
-            i, _, part = name.removeprefix(MEMORY).partition(".")
-            memory.setdefault(int(i), {})[part] = tensor
-    optimizer.load_state_dict({"state": memory, "param_groups": optimizer.state_dict()["param_groups"]})
+        if name.startswith(OPTIMIZER):
+            i, _, field = name.removeprefix(OPTIMIZER).partition(".")
+            state.setdefault(int(i), {})[field] = tensor
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})

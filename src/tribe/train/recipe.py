@@ -1,4 +1,4 @@
-"""A recipe is all the numbers of a training; presets are recipes with names, and the networks they are for."""
+"""Recipes: the hyper-parameters of a training. A preset is a named recipe with its network."""
 
 import math
 from collections.abc import Mapping
@@ -21,21 +21,21 @@ def _check_choice(field: str, value: str, choices: tuple[str, ...]) -> None:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a network is trained; the rate rises for a while, then falls to zero, a step at a time."""
+    """The hyper-parameters of a training. The learning rate rises during the warm-up, then falls to zero."""
 
     epochs: int
-    batch: int = 128  # images a step; those left over at the end of an epoch wait for the next
+    batch: int = 128  # images a step; those left over at the end of an epoch are not used in it
     optimizer: str = "sgd"  # with Nesterov's momentum; or adam, adamw
-    lr: float = 0.1  # the highest rate
+    lr: float = 0.1  # the highest learning rate
     momentum: float = 0.9  # of sgd
-    weight_decay: float = 5e-4  # not of biases and normalisation, whose size means something
-    schedule: str = "cosine"  # how the rate falls
+    weight_decay: float = 5e-4  # not of biases and normalisation
+    schedule: str = "cosine"  # how the learning rate falls
     warmup: float = 0.0  # share of the steps during which it rises; one-cycle is about a quarter, then linear
-    smoothing: float = 0.0  # of labels; none by default, since methods that adapt look at how sure a network is
-    shift: int = 4  # pixels an image moves at most, each way
-    border: Border = "reflect"  # what comes in from outside
-    flip: bool = False  # left and right, half of the time
-    cutout: int = 0  # side of a square that is blacked out (DeVries and Taylor, 2017), in pixels
+    smoothing: float = 0.0  # of labels; 0 by default, since many methods use the confidence of the network
+    shift: int = 4  # pixels an image is shifted at most, in each direction
+    border: Border = "reflect"  # what fills the pixels from outside
+    flip: bool = False  # mirror half of the images, left to right
+    cutout: int = 0  # side of a square that is set to 0, in pixels (DeVries and Taylor, 2017)
     augmix: AugMix | None = None
 
     def __post_init__(self) -> None:
@@ -54,7 +54,7 @@ class Recipe:
                 raise ValueError(f"{field} must lie in [0, 1); got {getattr(self, field)}")
 
     def rate(self, step: int, steps: int) -> float:
-        """The learning rate of a step, of all steps of the training.
+        """The learning rate of a step, out of all steps of the training.
 
         >>> recipe = Recipe(epochs=1, lr=1.0, schedule="linear", warmup=0.25)
         >>> [recipe.rate(step, 8) for step in (0, 1, 2, 5, 7)]
@@ -76,11 +76,11 @@ class Preset(NamedTuple):
     recipe: Recipe
 
 
-DEFAULT = "fast"  # what reaches the accuracy in the least time
+DEFAULT = "fast"  # the shortest training
 PRESETS: Mapping[str, Mapping[str, Preset]] = {
     "mnist": {
-        # Adam with one cycle: 99.5 % in eight passes. Shifts by two pixels, as digits are written; nothing that would
-        # prepare the network for MNIST-C, whose source it is.
+        # Adam with one cycle: 99.5 % in eight epochs. Shifts by two pixels, and no augmentation that resembles the
+        # corruptions of MNIST-C: the network is their source model.
         "fast": Preset(
             "compact",
             Recipe(
@@ -94,21 +94,21 @@ PRESETS: Mapping[str, Mapping[str, Preset]] = {
                 border="zero",
             ),
         ),
-        # TRIBE (Su et al., AAAI-24), MNIST-C: Adam at 1e-3, cosine, 100 epochs, images as they are.
+        # TRIBE (Su et al., AAAI-24), MNIST-C: Adam at 1e-3, cosine, 100 epochs, no augmentation.
         "paper": Preset("resnet18_mnist", Recipe(epochs=100, optimizer="adam", lr=1e-3, weight_decay=0.0, shift=0)),
     },
     "cifar10": {
-        # One cycle needs a small part of the usual 200 epochs. A batch of 256 keeps a large GPU busy (5 s an epoch on
-        # an H200 in bf16; 512 gain 6 %). 30 epochs without holes gave 94.58 %, and 99.6 % on the training images.
+        # One cycle needs far fewer than the usual 200 epochs. A batch of 256 keeps a large GPU busy (5 s an epoch on
+        # an H200 in bf16; 512 gain 6 %). 30 epochs without cutout gave 94.58 %, and 99.6 % on the training images.
         "fast": Preset(
             "wrn28_10", Recipe(epochs=46, batch=256, lr=0.2, schedule="linear", warmup=0.25, flip=True, cutout=8)
         ),
-        # Zagoruyko and Komodakis, with the cosine that has since replaced their steps.
+        # Zagoruyko and Komodakis, with a cosine schedule in place of their steps.
         "full": Preset("wrn28_10", Recipe(epochs=200, lr=0.1, flip=True)),
     },
     "cifar100": {
         "fast": Preset("resnext29", Recipe(epochs=40, batch=256, lr=0.2, schedule="linear", warmup=0.25, flip=True)),
-        # Hendrycks et al., ICLR 2020: what RobustBench's ResNeXt-29 was trained with; zeros come in at the border.
+        # Hendrycks et al., ICLR 2020: the recipe of RobustBench's ResNeXt-29; the border is zero.
         "augmix": Preset("resnext29", Recipe(epochs=200, lr=0.1, border="zero", flip=True, augmix=AugMix())),
     },
 }
@@ -121,20 +121,20 @@ def preset(dataset: str, name: str = DEFAULT) -> Preset:
     'compact'
     """
     if dataset not in PRESETS:
-        raise ValueError(f"no recipe for data set {dataset!r}: {nearest(dataset, PRESETS)}; pass a Recipe of your own")
+        raise ValueError(f"no recipe for data set {dataset!r}: {nearest(dataset, PRESETS)}; pass a Recipe")
     if name not in PRESETS[dataset]:
         raise ValueError(f"{dataset} has no preset {name!r}: {nearest(name, PRESETS[dataset])}")
     return PRESETS[dataset][name]
 
 
 def change(recipe: Recipe, **changes: Any) -> Recipe:
-    """A recipe with some numbers changed, where they are given: None keeps what is there.
+    """A recipe with some fields changed; None keeps the current value.
 
     >>> change(preset("mnist").recipe, epochs=2, lr=None).epochs
     2
     """
-    known = [field.name for field in fields(recipe)]
+    names = [field.name for field in fields(recipe)]
     for field in changes:
-        if field not in known:
-            raise TypeError(f"a recipe has no field {field!r}: {nearest(field, known)}")
+        if field not in names:
+            raise TypeError(f"a recipe has no field {field!r}: {nearest(field, names)}")
     return replace(recipe, **{field: value for field, value in changes.items() if value is not None})

@@ -1,4 +1,4 @@
-"""What is trained, on what and where: settled, or refused in words, before the first step."""
+"""The network, images, device and files of a training: opened and checked before the first step."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -16,42 +16,42 @@ from tribe.datasets.clean import Clean
 from tribe.engine.precision import choose_device
 from tribe.registry import nearest
 from tribe.train.checkpoint import CheckpointError
-from tribe.train.views import Images, read
+from tribe.train.views import Images, read_images
 
 PRECISIONS = ("auto", "float32", "tf32", "bf16", "fp16")
 SUFFIX = ".safetensors"
 
 
-class Data(NamedTuple):
-    """Images to learn from and to test on, and how many kinds there are."""
+class TrainingData(NamedTuple):
+    """Training and test images, and the number of classes."""
 
     name: str
-    learn: Images
+    train: Images
     test: Images
     classes: int
 
 
-def open_data(dataset: str | tuple[Dataset, Dataset], root: str | None) -> Data:
+def open_data(dataset: str | tuple[Dataset, Dataset], root: str | None) -> TrainingData:
     """Read both splits into memory."""
     if isinstance(dataset, str):
         cls: Any = datasets.get(dataset)
         if not issubclass(cls, Clean):
-            known = [name for name in datasets.names() if issubclass(datasets.get(name), Clean)]
-            raise ValueError(f"{dataset!r} has no images to learn from: {nearest(dataset, known)}")
+            names = [name for name in datasets.names() if issubclass(datasets.get(name), Clean)]
+            raise ValueError(f"{dataset!r} has no training images: {nearest(dataset, names)}")
         pair: tuple[Dataset, Dataset] = cls(data=root, split="train"), cls(data=root, split="test")
     else:
         pair = dataset
     name = dataset if isinstance(dataset, str) else type(pair[0]).__name__
-    return Data(name, read(pair[0]), read(pair[1]), len(pair[0].classes))
+    return TrainingData(name, read_images(pair[0]), read_images(pair[1]), len(pair[0].classes))
 
 
-def build(
-    model: str | nn.Module, fields: Mapping[str, Any] | None, data: Data, seed: int, device: torch.device
+def build_network(
+    model: str | nn.Module, fields: Mapping[str, Any] | None, data: TrainingData, seed: int, device: torch.device
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """The network, and its name and fields for the card; refused if it does not take these images."""
-    shape = tuple(data.learn.pixels.shape[1:])
+    """The network, and its name and fields for the card; an error if it does not take these images."""
+    shape = tuple(data.train.pixels.shape[1:])
     if isinstance(model, nn.Module):
-        net, name, described = model, type(model).__name__, {}
+        net, name, settings = model, type(model).__name__, {}
     else:
         design = models.architecture(model, **{"classes": data.classes, **(fields or {})})
         if design.channels != shape[0]:
@@ -60,13 +60,13 @@ def build(
                 f"another network, or one with channels={shape[0]}"
             )
         with seeded(seed, device):
-            net, name, described = design.build(), model, asdict(design)
-    _try_out(net, name, data, shape)
-    return net.to(device), {"model": name, "fields": described}
+            net, name, settings = design.build(), model, asdict(design)
+    _check_network(net, name, data, shape)
+    return net.to(device), {"model": name, "fields": settings}
 
 
-def _try_out(net: nn.Module, name: str, data: Data, shape: tuple[int, ...]) -> None:
-    """One image through the network, which says more about what fits than any table of sizes."""
+def _check_network(net: nn.Module, name: str, data: TrainingData, shape: tuple[int, ...]) -> None:
+    """Raise ValueError if the network cannot classify a black image of this shape."""
     parameter = next(net.parameters(), None)
     if parameter is None:
         raise ValueError(f"{name} has no parameters to train")
@@ -86,7 +86,7 @@ def _times(shape: tuple[int, ...]) -> str:
 
 
 def open_device(name: str) -> torch.device:
-    """The device, after it has answered."""
+    """The device; an error if it cannot be used."""
     device = choose_device(name)
     try:
         torch.empty(1, device=device).fill_(0).cpu()
@@ -96,7 +96,7 @@ def open_device(name: str) -> torch.device:
 
 
 def choose_precision(precision: str, device: torch.device) -> str:
-    """What to compute in; "auto" is bf16 on GPUs that have it, else float32."""
+    """The precision; "auto" is bf16 on GPUs that have it, else float32."""
     if precision not in PRECISIONS:
         raise ValueError(f"precision is one of {', '.join(PRECISIONS)}; got {precision!r}")
     cuda = device.type == "cuda"
@@ -109,14 +109,14 @@ def choose_precision(precision: str, device: torch.device) -> str:
 
 @contextlib.contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """torch's own random numbers (initial weights, dropout) from a seed, and as if nothing had happened afterwards."""
+    """Seed torch's generators (initial weights, dropout), and restore them on exit."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         yield
 
 
 class Files(NamedTuple):
-    """Where a training writes."""
+    """The files of a training."""
 
     weights: Path
     card: Path
@@ -124,10 +124,10 @@ class Files(NamedTuple):
 
 
 def open_files(out: str | PathLike[str], *, resume: bool, force: bool) -> Files:
-    """The files of an output; refused if something would be lost without being asked for."""
+    """The files of an output; an error if they exist and neither ``resume`` nor ``force`` allows that."""
     weights = Path(out)
     if weights.suffix != SUFFIX:
-        raise ValueError(f"{out}: weights are written as {SUFFIX}; name a file that ends so")
+        raise ValueError(f"{out}: weights are written as {SUFFIX}; name a file with this suffix")
     if weights.is_dir():
         raise IsADirectoryError(f"{out} is a folder; expected the path of a file")
     if not weights.parent.is_dir():
@@ -137,7 +137,7 @@ def open_files(out: str | PathLike[str], *, resume: bool, force: bool) -> Files:
         return files
     if files.checkpoint.exists():
         raise CheckpointError(
-            f"{files.checkpoint} holds a training that was interrupted: go on with --resume (resume=True), or start "
+            f"{files.checkpoint} holds a training that was interrupted: continue with --resume (resume=True), or start "
             "over with --force (force=True)"
         )
     for path in (files.weights, files.card):
