@@ -70,7 +70,7 @@ def test_the_corruption_of_contributing_is_applied_listed_and_played():
         again = tribe.corruptions.apply(clean[4:], "haze", 5, seed=1, index=torch.tensor([4, 5]))
         tribe.datasets.create("live-cifar10-c", corruptions=("haze",))
     finally:
-        tribe.corruptions.base._families["common"].pop("haze", None)
+        tribe.corruptions.families._families["common"].pop("haze", None)
     assert torch.equal(clean, before)
     assert torch.equal(again, strong[4:])
     assert clean.mean() < mild.mean() < strong.mean()

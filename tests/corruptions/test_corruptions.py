@@ -16,7 +16,8 @@ from torch import Tensor
 
 from places import DATA, SHARED
 from tribe import corruptions
-from tribe.corruptions import base, common
+from tribe.corruptions import families
+from tribe.corruptions.common import noise
 from tribe.engine.rng import Key
 
 GOLDENS = SHARED / "goldens"
@@ -172,7 +173,7 @@ def test_an_image_does_not_depend_on_its_batch(name: str, monkeypatch: pytest.Mo
     for i in (0, 4, 8):
         alone = corruptions.apply(x[i : i + 1], name, 5, index=torch.tensor([i]))
         assert torch.equal(alone[0], together[i])
-    monkeypatch.setattr(base, "CHUNK", {"cpu": 2 * x[0].numel()})
+    monkeypatch.setattr(families, "CHUNK", {"cpu": 2 * x[0].numel()})
     assert torch.equal(corruptions.apply(x, name, 5), together)
 
 
@@ -252,11 +253,11 @@ def test_large_images_take_the_other_table() -> None:
 
 def test_shot_noise_has_its_law_between_grey_levels() -> None:
     """Mean and variance of Poisson(c x) / c are x and x / c; x is rounded, but to much less than a grey level."""
-    rounding = 1 / (2 * 255 * common.FINE)
+    rounding = 1 / (2 * 255 * noise.FINE)
     for value, c in ((0.0, 400.0), (0.0031, 400.0), (0.2, 400.0), (0.5013, 60.0), (1.0, 3.0)):
         x = torch.full((64, 1, 64, 64), value)
         draw = corruptions.Draw(Key(torch.zeros(64, dtype=torch.int64), torch.arange(64)), "test")
-        y = common._shot_noise(x, (c,), draw).double()
+        y = noise.shot_noise(x, (c,), draw).double()
         assert abs(y.mean().item() - value) <= 5 * (value / c / x.numel()) ** 0.5 + rounding
         assert y.var().item() == pytest.approx(value / c, rel=0.03, abs=rounding / c)
 
@@ -273,16 +274,16 @@ def test_small_digits_are_of_the_other_family() -> None:
     [
         ({"name": "gausian_noise"}, ValueError, "did you mean 'gaussian_noise'"),
         ({"family": "comon"}, ValueError, "did you mean 'common'"),
-        ({"severity": 0}, ValueError, "severity must be 1, 2, 3, 4 or 5, got 0"),
+        ({"severity": 0}, ValueError, "a severity is 1, 2, 3, 4 or 5; got 0"),
         ({"severity": 6}, ValueError, "got 6"),
         ({"severity": "3"}, ValueError, "got '3'"),
         (
             {"images": torch.zeros(3, 32, 32)},
             ValueError,
-            r"\(number, channels, height, width\), got shape \(3, 32, 32\)",
+            r"\(number, channels, height, width\); got shape \(3, 32, 32\)",
         ),
         ({"images": torch.zeros(1, 3, 32, 32, dtype=torch.uint8)}, TypeError, "divide uint8 images by 255"),
-        ({"images": torch.full((1, 3, 32, 32), 255.0)}, ValueError, r"lie in \[0, 1\], got values from 255"),
+        ({"images": torch.full((1, 3, 32, 32), 255.0)}, ValueError, r"lie in \[0, 1\]; got values from 255"),
         ({"images": torch.full((1, 3, 32, 32), torch.nan)}, ValueError, r"lie in \[0, 1\]"),
         ({"index": torch.arange(4)}, ValueError, "index must hold 2 integers"),
         ({"index": torch.zeros(2)}, ValueError, "index must hold 2 integers"),
@@ -301,7 +302,7 @@ def test_a_missing_pillow_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_tables_have_an_entry_a_severity() -> None:
-    with pytest.raises(ValueError, match="needs an entry a severity"):
+    with pytest.raises(ValueError, match="has 2 entries; expected 1, or one per severity"):
         corruptions.corruption("half", family="common", table=(1, 2))
 
 

@@ -12,7 +12,7 @@ import torch
 from scipy import stats
 
 from places import DATA, SHARED
-from tribe.corruptions import Draw, apply, base, mnist, names
+from tribe.corruptions import Draw, apply, families, mnist, names
 from tribe.engine.rng import Key
 
 FULL, SMALL = SHARED / "goldens/corruptions_mnist.npz", DATA / "corruptions_mnist.npz"
@@ -99,7 +99,7 @@ def test_what_is_not_random_equals_the_recording(golden, name):
 def test_the_right_parameter_makes_the_recorded_image(golden, name):
     """A warp about another centre, a wrong side, a stroke of another shape or a blur the other way round fail here."""
     x = images(golden)
-    entry = base._families["mnist"][name]
+    entry = families._families["mnist"][name]
     best, choice = torch.zeros(len(x), dtype=torch.float64), torch.zeros(len(x), dtype=torch.int64)
     for i, values in enumerate(CANDIDATES[name]):
         y = levels(entry.function(x, entry.table[0], Given(len(x), *values)).clamp(0, 1))
@@ -155,7 +155,7 @@ def test_pixels_swap_as_if_one_after_the_other():
     key = Key(torch.tensor([7, 7, 7]), torch.arange(3))
     for reach, rounds in ((1, 2), (2, 1)):
         draw, again = Draw(key, "swap"), Draw(key, "swap")
-        y = mnist._glass_blur(x, (0.0, reach, rounds), draw).mul(255).round()
+        y = mnist.glass_blur(x, (0.0, reach, rounds), draw).mul(255).round()
         z = (x[:, 0] * 255).floor().numpy()
         order = torch.cat(mnist._turns(28, 28, reach)).tolist()
         assert sorted(order) == sorted(
@@ -182,7 +182,7 @@ def test_an_image_is_corrupted_the_same_in_any_company(name, monkeypatch):
     assert torch.equal(whole, torch.cat(parts))
     order = torch.randperm(11, generator=torch.Generator().manual_seed(1))
     assert torch.equal(whole[order], apply(x[order], name, 5, index=index[order]))
-    monkeypatch.setitem(base.CHUNK, "cpu", 3 * 28 * 28)
+    monkeypatch.setitem(families.CHUNK, "cpu", 3 * 28 * 28)
     monkeypatch.setitem(mnist.CLOUDS, "cpu", 2 * 256**2)
     assert torch.equal(whole, apply(x, name, 5, index=index))
 

@@ -251,5 +251,5 @@ def test_code_in_no_file_is_refused():
 
 
 def test_a_corruption_does_not_take_the_name_of_another():
-    with pytest.raises(ValueError, match=r"mnist/fog is registered already, by tribe\.corruptions"):
+    with pytest.raises(ValueError, match=r"mnist/fog is already registered by tribe\.corruptions"):
         tribe.corruptions.corruption("fog", family="mnist")(lambda x, params, draw: x)

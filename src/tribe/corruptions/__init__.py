@@ -1,7 +1,7 @@
 """Corruptions of ImageNet-C, CIFAR-C ("common") and MNIST-C ("mnist"), batched, on any device, and replayable.
 
-`apply(images, name, severity)` corrupts a batch; what happens to an image depends on its index, the corruption, the
-severity and the seed alone. A file of this package registers the corruptions it holds.
+`apply(images, name, severity)` corrupts a batch. The result for an image depends only on its index, the corruption,
+the severity and the seed. To add a corruption, put a file beside this one that registers it. See CONTRIBUTING.
 
 >>> import torch
 >>> apply(torch.rand(2, 3, 32, 32), "contrast", 3).shape
@@ -11,9 +11,29 @@ torch.Size([2, 3, 32, 32])
 import importlib
 import pkgutil
 
-from tribe.corruptions.base import SEVERITIES, Draw, Function, apply, corruption, function, names
+from tribe.corruptions.families import (
+    SEVERITIES,
+    Draw,
+    Function,
+    apply,
+    corruption,
+    family_for,
+    function,
+    names,
+    require_severity,
+)
 
-__all__ = ["SEVERITIES", "Draw", "Function", "apply", "corruption", "function", "names"]
+__all__ = [
+    "SEVERITIES",
+    "Draw",
+    "Function",
+    "apply",
+    "corruption",
+    "family_for",
+    "function",
+    "names",
+    "require_severity",
+]
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")

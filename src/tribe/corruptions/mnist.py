@@ -1,10 +1,10 @@
 """The fifteen corruptions of MNIST-C: noise, blur, warps, weather, strokes and edges.
 
 Mu and Gilmer, "MNIST-C: A robustness benchmark for computer vision", 2019. Each has one strength, the published one,
-and any severity stands for it (the randomness still differs from one severity to the next). Those that MNIST-C took
-from ImageNet-C unchanged are registered here with their numbers and live in `common`.
+for every severity (the random numbers still differ between severities). Those that MNIST-C took from ImageNet-C
+unchanged are registered here with their numbers; their code is in `common`.
 
-NOTE: MNIST-C is stored as the result times 255, rounded half to even: nothing is cut off, as it is in the other two.
+NOTE: MNIST-C stores the result times 255, rounded half to even; the other two benchmarks truncate.
 
 Shapes: N images, H rows, W columns, P = H W pixels; x (N, 1, H, W) in [0, 1].
 """
@@ -20,8 +20,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tribe.corruptions.base import Draw, Function, Params, corruption
-from tribe.corruptions.common import _brightness, _drag, _impulse_noise, _shot_noise, _smooth, plasma
+from tribe.corruptions.common.digital import brightness
+from tribe.corruptions.common.filters import blur_along_line, gaussian_blur
+from tribe.corruptions.common.noise import impulse_noise, shot_noise
+from tribe.corruptions.common.weather import plasma
+from tribe.corruptions.families import Draw, Function, Params, corruption
 from tribe.engine import rng
 from tribe.engine.rng import Key
 
@@ -29,7 +32,7 @@ LARGEST = 256  # pixels: the size of the fog
 
 
 def _mnist(name: str, *params: float) -> Callable[[Function], Function]:
-    """Function decorator: make a corruption known with these parameters, for grey images only."""
+    """Register a corruption with these parameters, for grey images only (function decorator)."""
 
     def add(function: Function) -> Function:
         @functools.wraps(function)
@@ -37,7 +40,7 @@ def _mnist(name: str, *params: float) -> Callable[[Function], Function]:
             if x.shape[1] != 1 or max(x.shape[2:]) > LARGEST:
                 raise ValueError(
                     f"the corruptions of MNIST-C take images of one channel and at most {LARGEST} x {LARGEST} pixels, "
-                    f"got {tuple(x.shape[1:])}; those of family='common' take any"
+                    f"got {tuple(x.shape[1:])}; those of family='common' take any size"
                 )
             return function(x, params, draw)
 
@@ -49,39 +52,39 @@ def _mnist(name: str, *params: float) -> Callable[[Function], Function]:
 
 # --- noise and blur ---------------------------------------------------------------------------------------------------
 
-_mnist("shot_noise", 3)(_shot_noise)
-_mnist("impulse_noise", 0.17)(_impulse_noise)
+_mnist("shot_noise", 3)(shot_noise)
+_mnist("impulse_noise", 0.17)(impulse_noise)
 
 
 @_mnist("glass_blur", 0.7, 1, 2)  # sd, reach, rounds
-def _glass_blur(x: Tensor, params: Params, draw: Draw) -> Tensor:
+def glass_blur(x: Tensor, params: Params, draw: Draw) -> Tensor:
     """Blur, swap half of the pixels with a near one, blur again.
 
-    The turns go from the last row and column to the first. Those that cannot meet are taken together.
+    The swaps go from the last row and column to the first. Swaps that cannot touch the same pixel run together.
     """
     sd, reach, rounds = params
     height, width = x.shape[2:]
     steps = _turns(height, width, reach)
     here = torch.cat(steps).to(x.device)
-    y = (_smooth(x, sd) * 255).floor_().flatten(1)  # (N, P)
+    y = (gaussian_blur(x, sd) * 255).floor_().flatten(1)  # (N, P)
     for _ in range(rounds):
         jump = draw.integers(0, 2 * (2 * reach) ** 2, here.shape)  # a coin and both directions in one number
         swaps, jump = jump % 2, jump // 2
         jump = jump // (2 * reach) * width + jump % (2 * reach) - reach * (width + 1)
-        there = here + jump * swaps  # (N, turns); with itself if not at all
+        there = here + jump * swaps  # (N, turns); no swap is a swap with itself
         for a, b in zip(here.split([len(s) for s in steps]), there.split([len(s) for s in steps], 1), strict=True):
             old, new = y[:, a], y.gather(1, b)
             y.scatter_(1, b, old)
             y[:, a] = new
-    return _smooth(y.div_(255).view(x.shape), sd)
+    return gaussian_blur(y.div_(255).view(x.shape), sd)
 
 
 @lru_cache(8)
 def _turns(height: int, width: int, reach: int) -> tuple[Tensor, ...]:
-    """Pixels in the order of their turns, grouped.
+    """Pixels in the order of their swaps, in groups that can run together.
 
-    A turn touches no pixel further than `reach`. So a row may begin as soon as the one before it, which is the lower
-    one, is 2 reach columns ahead.
+    A swap touches no pixel further away than `reach`. So a row may start when the row below it is 2 reach columns
+    ahead.
     """
     last = range(height - reach, reach, -1), range(width - reach, reach, -1)
     groups: dict[int, list[int]] = {}
@@ -92,10 +95,10 @@ def _turns(height: int, width: int, reach: int) -> tuple[Tensor, ...]:
 
 
 @_mnist("motion_blur", 10, 3)  # radius, sd
-def _motion_blur(x: Tensor, params: Params, draw: Draw) -> Tensor:
-    """Average along a random direction; the grey levels of the benchmark's images are cut off, not rounded."""
+def motion_blur(x: Tensor, params: Params, draw: Draw) -> Tensor:
+    """Average along a random direction; the benchmark truncates the grey levels here."""
     radius, sd = params
-    y = _drag(x, radius, sd, draw.uniform().mul_(90).sub_(45))
+    y = blur_along_line(x, radius, sd, draw.uniform().mul_(90).sub_(45))
     return y.mul_(255).add_(1e-3).floor_().div_(255)
 
 
@@ -103,24 +106,24 @@ def _motion_blur(x: Tensor, params: Params, draw: Draw) -> Tensor:
 
 
 @_mnist("shear", 0.4)  # radians
-def _shear(x: Tensor, params: Params, draw: Draw) -> Tensor:
-    """Slant by that angle, to the left or to the right."""
+def shear(x: Tensor, params: Params, draw: Draw) -> Tensor:
+    """Slant by an angle, to the left or to the right."""
     (angle,) = params
     slope = _sign(draw) * math.tan(angle)
     return _warp(x, torch.ones_like(slope), slope, torch.zeros_like(slope), torch.ones_like(slope))
 
 
 @_mnist("scale", 1 / 0.7)  # old pixels a new one
-def _scale(x: Tensor, params: Params, draw: Draw) -> Tensor:
-    """Shrink by that factor."""
+def scale(x: Tensor, params: Params, draw: Draw) -> Tensor:
+    """Shrink by a factor."""
     (factor,) = params
     zoom = x.new_full((len(x),), factor)
     return _warp(x, zoom, torch.zeros_like(zoom), torch.zeros_like(zoom), zoom)
 
 
 @_mnist("rotate", 0.4)  # radians
-def _rotate(x: Tensor, params: Params, draw: Draw) -> Tensor:
-    """Turn by that angle, clockwise or anticlockwise."""
+def rotate(x: Tensor, params: Params, draw: Draw) -> Tensor:
+    """Rotate by an angle, clockwise or anticlockwise."""
     (angle,) = params
     sin = _sign(draw) * math.sin(angle)
     cos = torch.full_like(sin, math.cos(angle))
@@ -133,9 +136,9 @@ def _sign(draw: Draw) -> Tensor:
 
 
 def _warp(x: Tensor, xx: Tensor, xy: Tensor, yx: Tensor, yy: Tensor) -> Tensor:
-    """Look x up, bilinearly, where the matrix ((xx, xy), (yx, yy)), (N,) each, sends a pixel; its centre stays.
+    """Sample x bilinearly where the matrix ((xx, xy), (yx, yy)), (N,) each, maps a pixel; the centre is fixed.
 
-    Beyond the border there is black.
+    Outside the image is black.
     """
     height, width = x.shape[2:]
     u, v = (torch.arange(s, device=x.device, dtype=x.dtype) - (s - 1) / 2 for s in (width, height))
@@ -145,12 +148,12 @@ def _warp(x: Tensor, xx: Tensor, xy: Tensor, yx: Tensor, yy: Tensor) -> Tensor:
     return F.grid_sample(x, grid, padding_mode="zeros", align_corners=True)  # grid (N, H, W, 2)
 
 
-_mnist("brightness", 0.5)(_brightness)
+_mnist("brightness", 0.5)(brightness)
 
 
 @_mnist("translate", 3)  # pixels
-def _translate(x: Tensor, params: Params, draw: Draw) -> Tensor:
-    """Move by so many whole pixels, up or down and to the left or to the right; what comes in is black."""
+def translate(x: Tensor, params: Params, draw: Draw) -> Tensor:
+    """Move by a number of pixels, up or down and left or right; fill with black."""
     (step,) = params
     n, _, height, width = x.shape
     x = F.pad(x, (step,) * 4)
@@ -162,8 +165,8 @@ def _translate(x: Tensor, params: Params, draw: Draw) -> Tensor:
 
 
 @_mnist("stripe", 7, 21)  # columns
-def _stripe(x: Tensor, params: Params, draw: Draw) -> Tensor:
-    """Invert what is left of the first and from the second column on."""
+def stripe(x: Tensor, params: Params, draw: Draw) -> Tensor:
+    """Invert the columns before the first number and from the second number on."""
     left, right = params
     return torch.cat((1 - x[..., :left], x[..., left:right], 1 - x[..., right:]), -1)
 
@@ -172,42 +175,42 @@ def _stripe(x: Tensor, params: Params, draw: Draw) -> Tensor:
 
 
 @_mnist("fog", 3, 1.4, LARGEST)  # strength, decay, size of the clouds
-def _fog(x: Tensor, params: Params, draw: Draw) -> Tensor:
-    """Add the upper left corner of large clouds."""
+def fog(x: Tensor, params: Params, draw: Draw) -> Tensor:
+    """Add the upper left corner of a large cloud."""
     strength, decay, size = params
     height, width = x.shape[2:]
     top = x.amax((1, 2, 3), keepdim=True)
     layer = torch.empty_like(x)
-    step = max(1, CLOUDS.get(x.device.type, ELSEWHERE) // size**2)
-    for i in range(0, len(x), step):  # far more pixels of cloud than of image
+    step = max(1, CLOUDS.get(x.device.type, CLOUDS_ELSEWHERE) // size**2)
+    for i in range(0, len(x), step):  # in parts: a cloud has far more pixels than an image
         part = Key(draw.key.seed[i : i + step], draw.key.clock[i : i + step])
         layer[i : i + step, 0] = plasma(_Bytes(part, draw.name), size, decay)[:, :height, :width]
     return layer.mul_(strength).add_(x).mul_(top / (top + strength))
 
 
-CLOUDS = {"cpu": 2**20}  # pixels of cloud worked on at once: on a CPU what its caches like,
-ELSEWHERE = 2**26  # elsewhere what memory holds
+CLOUDS = {"cpu": 2**20}  # pixels of clouds made at once: few enough for the caches of a CPU
+CLOUDS_ELSEWHERE = 2**26  # on other devices: memory is the limit
 
 
 @dataclass(frozen=True)
 class _Bytes(Draw):
-    """Random numbers that have eight bits where many are asked for: fifteen of sixteen are grain of a grey level."""
+    """Random numbers with eight bits in large draws: fifteen of sixteen of them move a pixel by about a grey level."""
 
     def uniform(self, shape: Sequence[int] = ()) -> Tensor:
         n = math.prod(shape)
         if n < 2**13:
             return super().uniform(shape)
         words = rng.bits(self.key, self._purpose(), -(-n // 4))
-        eights = words.to(torch.int32).contiguous().view(torch.uint8)[:, :n]  # four of a word
+        eights = words.to(torch.int32).contiguous().view(torch.uint8)[:, :n]  # four per word
         return eights.to(torch.float32).add_(0.5).mul_(2.0**-8).view(len(words), *shape)
 
 
 @_mnist("spatter", 0.65, 0.3, 1, 0.65, 1.5, 0.8, 63 / 255)  # mean, sd, smoothness and cut of the noise; rim; colour
-def _spatter(x: Tensor, params: Params, draw: Draw) -> Tensor:
-    """Cover with drops of mud: where smooth noise is high, softly; the thin rim is left out."""
+def spatter(x: Tensor, params: Params, draw: Draw) -> Tensor:
+    """Cover with soft drops of mud where smooth noise is high; leave out their thin rim."""
     mean, sd, size, cut, rim, thin, colour = params
-    layer = _smooth(draw.normal(x.shape[1:]).mul_(sd).add_(mean), size)
-    mud = _smooth((layer > cut).to(x.dtype), rim)
+    layer = gaussian_blur(draw.normal(x.shape[1:]).mul_(sd).add_(mean), size)
+    mud = gaussian_blur((layer > cut).to(x.dtype), rim)
     mud = torch.where(mud < thin, 0, mud)
     return (x * (1 - mud)).add_(mud, alpha=colour)
 
@@ -216,7 +219,7 @@ def _spatter(x: Tensor, params: Params, draw: Draw) -> Tensor:
 
 
 @_mnist("dotted_line")
-def _dotted_line(x: Tensor, params: Params, draw: Draw) -> Tensor:
+def dotted_line(x: Tensor, params: Params, draw: Draw) -> Tensor:
     """Draw a line from the first to the last column (excluded), between two random rows: two columns of every four."""
     height, width = x.shape[2:]
     start, end = draw.integers(0, height - 1, (2, 1, 1, 1)).to(x.dtype).unbind(1)  # (N, 1, 1, 1)
@@ -226,8 +229,8 @@ def _dotted_line(x: Tensor, params: Params, draw: Draw) -> Tensor:
 
 
 @_mnist("zigzag", 2, 25, 5, 2.0, 2.0)  # columns, most rows to rise; length and depth of a tooth
-def _zigzag(x: Tensor, params: Params, draw: Draw) -> Tensor:
-    """Draw a saw from one column to another: a random row to begin at, and a random number of rows to rise or fall."""
+def zigzag(x: Tensor, params: Params, draw: Draw) -> Tensor:
+    """Draw a saw from one column to another; the row where it starts and how far it rises or falls are random."""
     first, last, rise, length, depth = params
     height, width = x.shape[2:]
     saws = torch.stack([_saw(height, width, first, last, r, length, depth) for r in range(-rise, rise)]).to(x.device)
@@ -238,12 +241,12 @@ def _zigzag(x: Tensor, params: Params, draw: Draw) -> Tensor:
 
 @lru_cache(64)
 def _saw(height: int, width: int, first: int, last: int, rise: int, length: float, depth: float) -> Tensor:
-    """A saw that begins in the middle row, (2 H, W): its corners, turned to rise by so many rows, and lines between."""
+    """A saw (2 H, W) that starts in the middle row and rises by a number of rows: corners with lines between them."""
     run = last - first
     whole = math.hypot(run, rise)
     teeth = int((whole - length) // (2 * length)) + 1
     corners = [(0.0, 0.0)] + [((2 * i + 1) * length, (-1) ** i * depth) for i in range(teeth)]
-    # The last line stops short of the middle; where, is a fact of the benchmark's images and no part of an idea.
+    # The last line stops before the middle; the position is measured from the benchmark's images.
     rest = whole - 2 * (teeth - 1) * length
     corners.append((whole, corners[-1][1] / (2 * rest)))
     cos, sin = run / whole, rise / whole
@@ -258,19 +261,19 @@ def _saw(height: int, width: int, first: int, last: int, rise: int, length: floa
 
 
 def _ink(distance: Tensor) -> Tensor:
-    """How dark a stroke is at a distance (in rows) from its middle line: none from 1.45 rows on."""
+    """The intensity of a stroke at a distance (in rows) from its middle line; 0 from 1.45 rows on."""
     return (1 - distance.abs().clamp(max=2) / 2.3).log_().add_(1).clamp_(min=0)
 
 
 @_mnist("canny_edges", 1, 0.1, 0.2)  # sd, low and high threshold
-def _canny_edges(x: Tensor, params: Params, draw: Draw) -> Tensor:
-    """Canny's edges: where the slope is a ridge above the low threshold that is connected to one above the high."""
+def canny_edges(x: Tensor, params: Params, draw: Draw) -> Tensor:
+    """Canny's edges: ridges of the slope above the low threshold that are connected to one above the high threshold."""
     sd, low, high = params
     margin = int(4 * sd + 0.5)
     inside = slice(margin, -margin or None)
-    x = x.to(torch.float64)  # equal ridges are common in drawings: rounding must not decide too early
-    # Smooth with black beyond the border, and divide by what that does to white.
-    y, white = (_smooth(F.pad(z, (margin,) * 4), sd)[..., inside, inside] for z in (x, torch.ones_like(x[:1])))
+    x = x.to(torch.float64)  # drawings have many equal slopes, and rounding must not decide between them
+    # Smooth with black outside the border, then divide by the same for a white image.
+    y, white = (gaussian_blur(F.pad(z, (margin,) * 4), sd)[..., inside, inside] for z in (x, torch.ones_like(x[:1])))
     y = F.pad(y / white, (1,) * 4, mode="replicate")
     down = y[..., 2:, :] - y[..., :-2, :]
     down = down[..., :-2] + 2 * down[..., 1:-1] + down[..., 2:]
@@ -282,7 +285,7 @@ def _canny_edges(x: Tensor, params: Params, draw: Draw) -> Tensor:
     def near(i: int, j: int) -> Tensor:
         return slope[..., 1 + i : height - 1 + i, 1 + j : width - 1 + j]
 
-    # A ridge is no lower than its neighbours up and down the gradient, read between a straight and a diagonal one.
+    # A ridge is not lower than its neighbours along the gradient, interpolated between a straight and a diagonal one.
     middle, down, right = near(0, 0), down[..., 1:-1, 1:-1], right[..., 1:-1, 1:-1]
     steep, falling = down.abs() >= right.abs(), down * right >= 0
     mix = torch.minimum(down.abs(), right.abs()) / torch.maximum(down.abs(), right.abs()).clamp(min=1e-300)

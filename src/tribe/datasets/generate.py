@@ -23,7 +23,7 @@ from torch import Tensor
 from tribe._version import __version__
 from tribe.corruptions import SEVERITIES, apply
 from tribe.corruptions import names as known_corruptions
-from tribe.corruptions.base import CHUNK, ELSEWHERE
+from tribe.corruptions.families import CHUNK, CHUNK_ELSEWHERE
 from tribe.datasets import Dataset, create
 from tribe.datasets.cifar_c import Cifar10C, Cifar100C
 from tribe.datasets.corrupted import to_bytes
@@ -375,7 +375,7 @@ def _corrupt(images: Tensor, name: str, severity: int, seed: int, index: Tensor)
 
 
 def _at_once(shape: Sequence[int], device: torch.device) -> int:
-    return max(1, CHUNK.get(device.type, ELSEWHERE) // int(np.prod(shape)))
+    return max(1, CHUNK.get(device.type, CHUNK_ELSEWHERE) // int(np.prod(shape)))
 
 
 def _rounding(shape: Sequence[int]) -> str:

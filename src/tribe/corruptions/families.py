@@ -1,12 +1,12 @@
-"""What every corruption shares: a registry of functions, their tables of parameters, and their randomness.
+"""Families of corruptions: a registry of functions with their tables of parameters and their random numbers.
 
-A corruption is a function `f(x, params, draw) -> x`: x (N, C, H, W) float32 in [0, 1], `params` the numbers of one
-severity, `draw` the source of its random numbers. It is registered beside its table, and nothing else is edited:
+A corruption is a function `f(x, params, draw) -> x`: x is (N, C, H, W) float32 in [0, 1], `params` are the numbers of
+one severity, `draw` draws random numbers. The decorator registers it with its table:
 
     @corruption("fog", family="common", table=((0.2, 3), ...), large=((1.5, 2), ...))
-    def _fog(x, params, draw): ...
+    def fog(x, params, draw): ...
 
-What it returns is clipped to [0, 1] for it; x must not be changed in place.
+`apply` clips the result to [0, 1]. The function must not change x in place.
 
 Shapes: N images, C channels, H rows, W columns.
 """
@@ -23,14 +23,13 @@ from torch import Tensor
 
 from tribe.engine import rng
 from tribe.engine.rng import Key
+from tribe.fields import is_whole, require
 from tribe.registry import nearest
 
-__all__ = ["SEVERITIES", "Draw", "apply", "corruption", "function", "names"]
-
 SEVERITIES = range(1, 6)
-LARGE = 100  # pixels: from here on (the shorter side) the parameters of ImageNet-C, below them those of CIFAR-C
-CHUNK = {"cpu": 2**20}  # values worked on at once: on a CPU what its caches like,
-ELSEWHERE = 2**26  # elsewhere what fits into memory some twenty times over
+LARGE = 100  # pixels of the shorter side from which the parameters of ImageNet-C apply; below it those of CIFAR-C
+CHUNK = {"cpu": 2**20}  # values corrupted at once: few enough for the caches of a CPU
+CHUNK_ELSEWHERE = 2**26  # on other devices: a corruption needs about twenty times this memory
 
 Params = tuple[Any, ...]
 Function = Callable[[Tensor, Params, "Draw"], Tensor]
@@ -38,9 +37,9 @@ Function = Callable[[Tensor, Params, "Draw"], Tensor]
 
 @dataclass(frozen=True)
 class Draw:
-    """Random numbers for N images: a row each, a function of its index, the seed, the corruption and the severity.
+    """Random numbers for N images, one row each: a function of index, seed, corruption and severity.
 
-    Each call gives fresh numbers, independent of those of the calls before.
+    Each call gives new numbers, independent of the earlier calls.
 
     >>> draw = Draw(Key(seed=torch.tensor([0, 0]), clock=torch.tensor([3, 8])), "common/fog@1")
     >>> draw.uniform((4, 4)).shape, draw.integers(-1, 1, ()).shape
@@ -48,11 +47,11 @@ class Draw:
     """
 
     key: Key
-    name: str  # whose numbers these are
+    name: str  # family, corruption and severity
     calls: Iterator[int] = field(default_factory=count, repr=False, compare=False)
 
     def uniform(self, shape: Sequence[int] = ()) -> Tensor:
-        """Draw (N, *shape) float32 on [0, 1); one never appears."""
+        """Draw (N, *shape) float32 in [0, 1), without 1."""
         return rng.uniform(self.key, self._purpose(), shape)
 
     def normal(self, shape: Sequence[int] = ()) -> Tensor:
@@ -60,7 +59,7 @@ class Draw:
         return rng.normal(self.key, self._purpose(), shape)
 
     def integers(self, low: int, high: int, shape: Sequence[int] = ()) -> Tensor:
-        """Draw (N, *shape) int64, low <= value < high, with high - low at most 2**31."""
+        """Draw (N, *shape) int64 with low <= value < high; high - low is at most 2**31."""
         words = rng.bits(self.key, self._purpose(), math.prod(shape))
         return (words * (high - low) >> 32).add_(low).view(len(words), *shape)
 
@@ -80,22 +79,22 @@ _families: dict[str, dict[str, _Entry]] = {}
 def corruption(
     name: str, *, family: str, table: Sequence[Any] = ((),), large: Sequence[Any] | None = None
 ) -> Callable[[Function], Function]:
-    """Function decorator: make a corruption known.
+    """Register a corruption (function decorator).
 
-    `table` holds its parameters, an entry a severity (a number or a tuple); a single entry serves every severity.
-    `large` is the table for images of 100 pixels and more, where that differs.
+    `table` holds its parameters, one entry per severity (a number or a tuple); a single entry applies to every
+    severity. `large` is the table for images of 100 pixels and more, where it differs.
     """
     tables = [tuple(_params(entry) for entry in t) for t in (table, table if large is None else large)]
     for t in tables:
         if len(t) not in (1, len(SEVERITIES)):
             raise ValueError(
-                f"the table of {name!r} needs an entry a severity ({len(SEVERITIES)}) or one, got {len(t)}"
+                f"the table of {name!r} has {len(t)} entries; expected 1, or one per severity ({len(SEVERITIES)})"
             )
 
     def add(function: Function) -> Function:
         known = _families.setdefault(family, {}).get(name)
         if known is not None and known.function.__module__ != function.__module__:
-            raise ValueError(f"corruption {family}/{name} is registered already, by {known.function.__module__}")
+            raise ValueError(f"corruption {family}/{name} is already registered by {known.function.__module__}")
         _families[family][name] = _Entry(function, *tables)
         return function
 
@@ -103,15 +102,29 @@ def corruption(
 
 
 def names(family: str | None = None) -> list[str]:
-    """All known corruptions of a family, in the order of the benchmark; of all families, as family/name, for None."""
+    """The corruptions of a family, in the order of the benchmark; None: those of all families, as family/name."""
     if family is None:
         return [f"{f}/{name}" for f in sorted(_families) for name in _families[f]]
     return list(_family(family))
 
 
 def function(name: str, family: str) -> Function:
-    """What corrupts, under a name."""
+    """The function of a corruption."""
     return _family(family)[name].function
+
+
+def family_for(shape: Sequence[int]) -> str:
+    """The family of corruptions for images of a shape (C, H, W): "mnist" for 28 x 28 grey images, else "common".
+
+    >>> family_for((1, 28, 28)), family_for((3, 32, 32))
+    ('mnist', 'common')
+    """
+    return "mnist" if tuple(shape) == (1, 28, 28) else "common"
+
+
+def require_severity(severity: Any) -> None:
+    """Raise a ValueError unless this is a severity."""
+    require(is_whole(severity) and severity in SEVERITIES, "a severity is 1, 2, 3, 4 or 5", severity)
 
 
 @torch.no_grad()
@@ -125,14 +138,13 @@ def apply(
     params: Any = None,
     family: str | None = None,
 ) -> Tensor:
-    """Corrupt images (N, C, H, W), floating-point in [0, 1], on any device; same shape and dtype come back.
+    """Corrupt images (N, C, H, W), floating-point in [0, 1], on any device; return the same shape and dtype.
 
-    What happens to an image is a function of its number in `index` (N,), the name, the severity and the seed, not of
-    the other images of the batch; `index` counts from 0 if not given. `params` replaces the table's entry.
+    The result for an image is a function of its number in `index` (N,), the name, the severity and the seed. It does
+    not depend on the other images of the batch. `index` counts from 0 by default. `params` replaces the table's entry.
 
-    `family` says whose corruption of that name is meant, "common" (ImageNet-C and CIFAR-C) or "mnist" (MNIST-C); if
-    not given, that of MNIST-C for images of one channel and 28 x 28 pixels, else the common one. MNIST-C knows a
-    single strength, which any severity stands for.
+    `family` is "common" (ImageNet-C and CIFAR-C) or "mnist" (MNIST-C), by default that of `family_for`. MNIST-C has a
+    single strength, the same for every severity.
 
     >>> x = torch.rand(4, 3, 32, 32)
     >>> apply(x, "fog", 5).shape
@@ -141,29 +153,28 @@ def apply(
     True
     """
     if images.ndim != 4 or images.shape[1] == 0 or min(images.shape[2:]) < 2:
-        raise ValueError(f"images must be (number, channels, height, width), got shape {tuple(images.shape)}")
+        raise ValueError(f"images must be (number, channels, height, width); got shape {tuple(images.shape)}")
     if not images.is_floating_point():
         raise TypeError(f"images must be floating-point in [0, 1], got {images.dtype}; divide uint8 images by 255")
     if family is None:
-        family = "mnist" if images.shape[1:] == (1, 28, 28) else "common"
+        family = family_for(images.shape[1:])
     entry = _find(name, family)
-    if isinstance(severity, bool) or severity not in SEVERITIES:
-        raise ValueError(f"severity must be 1, 2, 3, 4 or 5, got {severity!r}")
+    require_severity(severity)
     severity, n = int(severity), len(images)
     if index is None:
         index = torch.arange(n)
     elif index.shape != (n,) or index.is_floating_point() or index.is_complex() or index.dtype == torch.bool:
-        raise ValueError(f"index must hold {n} integers, one an image, got {index.dtype} {tuple(index.shape)}")
+        raise ValueError(f"index must hold {n} integers, one per image; got {index.dtype} {tuple(index.shape)}")
     if n == 0:
         return images.clone()
     low, high = images.aminmax()
-    if not (low >= -1e-3 and high <= 1 + 1e-3):  # so that NaN is refused, too
-        raise ValueError(f"images must lie in [0, 1], got values from {low:g} to {high:g}")
+    if not (low >= -1e-3 and high <= 1 + 1e-3):  # written so that NaN is refused too
+        raise ValueError(f"images must lie in [0, 1]; got values from {low:g} to {high:g}")
     table = entry.large if min(images.shape[2:]) >= LARGE else entry.table
     chosen = table[min(severity, len(table)) - 1] if params is None else _params(params)
     index = index.to(images.device, torch.int64)
     key = Key(torch.full_like(index, seed), index)
-    step = max(1, CHUNK.get(images.device.type, ELSEWHERE) // images[0].numel())
+    step = max(1, CHUNK.get(images.device.type, CHUNK_ELSEWHERE) // images[0].numel())
     out = torch.empty_like(images, memory_format=torch.contiguous_format)
     for i in range(0, n, step):
         x = images[i : i + step].to(torch.float32).contiguous().clamp(0, 1)
