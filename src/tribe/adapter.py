@@ -28,7 +28,7 @@ from tribe.engine.state import Store, clone, digest, leaves, rebuild, select, tr
 from tribe.fields import is_whole, require
 from tribe.methods import Method
 from tribe.methods.base import check_classes, check_fits, screen
-from tribe.methods.encoding import method_from_json, method_to_json
+from tribe.methods.encoding import method_from_file, method_for_file
 from tribe.norms.batch import PerBatch
 from tribe.norms.frozen import Frozen
 from tribe.storage import states
@@ -126,7 +126,7 @@ def load(
     """
     saved = states.read(path)
     net = model if isinstance(model, Backbone) else Backbone(model)
-    method = method_from_json(path, saved.method, saved.fields, fields)
+    method = method_from_file(path, saved.method, saved.fields, fields)
     states.check_fingerprint(path, saved.fingerprint, net)
     adapter = Adapter(net, method, streams=saved.streams, seed=0, graphs=graphs, deterministic=deterministic)
     states.check_tensors(path, saved.tensors, leaves(adapter.state))
@@ -363,7 +363,7 @@ class Adapter(nn.Module):
             path,
             leaves(self.state),
             method=self.method.name,
-            fields=method_to_json(self.method),
+            fields=method_for_file(self.method),
             streams=self.streams,
             frozen=self._frozen,
             fingerprint=self.net.fingerprint(),

@@ -16,14 +16,13 @@ from tribe.datasets.fingerprint import fingerprint
 from tribe.engine.backbone import Backbone
 from tribe.engine.graphs import Steps, Switch
 from tribe.engine.state import clone, digest, leaves, rebuild, select
-from tribe.lab.components import setting, settings_of
 from tribe.lab.provenance import code_of, coded, is_own
 from tribe.lab.record import Record
-from tribe.lab.spec import plain
+from tribe.lab.spec import describe
 from tribe.lab.stream import Stream
 from tribe.methods import Method
 from tribe.methods.base import check_fits
-from tribe.methods.encoding import method_to_json
+from tribe.methods.encoding import encode_fields
 from tribe.storage.atomic import write_atomically
 from tribe.storage.states import StateFileError, file_digest
 
@@ -135,11 +134,19 @@ def run(
 def _described(net: Backbone, method: Method, stream: Stream) -> dict[str, Any]:
     """How a run is made, in the words of `tribe run`."""
     code = code_of(*{type(m) for m in net.model.modules() if is_own(type(m))}, strict=False)
-    model = {"name": type(net.model).__name__, "fields": {}, **coded(code)}
-    told: dict[str, Any] = plain(
-        setting(net, stream, model, strict=False) | settings_of(method.name, method, strict=False)
+    data, scenario = (
+        describe(getattr(part, "name", type(part).__name__), part, strict=False).json()
+        for part in (stream.dataset, stream.scenario)
     )
-    return told
+    fields = describe(method.name, method, strict=False).json()
+    del fields["name"]
+    return {
+        "dataset": data | {"fingerprint": fingerprint(stream.dataset)},
+        "model": {"name": type(net.model).__name__, "fields": {}, **coded(code), "fingerprint": net.fingerprint()},
+        "scenario": scenario,
+        "batch": stream.batch,
+        **fields,
+    }
 
 
 def _check_plain(words: Mapping[str, Any]) -> None:
@@ -173,7 +180,7 @@ def _identity(net: Backbone, method: Method, stream: Stream, seed: int, words: M
     """All that makes a run what it is, so that a checkpoint of another is never taken for its own."""
     facts = {
         **words,
-        "fields": method_to_json(method),
+        "fields": encode_fields(method),
         "seed": seed,
         "batch": stream.batch,
         "schedules": [digest(schedule) for schedule in stream.schedules],

@@ -1,37 +1,69 @@
-"""A spec is plain data in nested mappings, and what it says has a place there, such as ``scenario.fields.sigma``."""
+"""A spec is plain data that says all that a result depends on. What it says has a place, as ``scenario.fields.sigma``."""
 
 import dataclasses
+import json
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
+from tribe.lab.provenance import code_of, coded
+from tribe.methods import Method
+from tribe.methods.encoding import decode_value, encode_fields
 
-def by_place(spec: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """All that a spec says.
+NOT_IN_SPECS = ("data", "root", "workers")  # fields of data sets that no number depends on: paths, processes
 
-    >>> by_place({"batch": 64, "scenario": {"name": "gli-f", "fields": {"sigma": 0.1}}})
-    {'batch': 64, 'scenario.name': 'gli-f', 'scenario.fields.sigma': 0.1}
+
+@dataclass(frozen=True)
+class ComponentSpec:
+    """A component: its name in the registry, and its fields as plain data."""
+
+    name: str
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    code: str | None = None  # hash of custom code, see tribe.lab.provenance; None: it is part of tribe
+
+    def json(self) -> dict[str, Any]:
+        """As plain data."""
+        return {"name": self.name, "fields": self.fields, **coded(self.code)}
+
+    @staticmethod
+    def of(given: "str | ComponentSpec") -> "ComponentSpec":
+        """A spec as it is; a name alone is the component with default fields."""
+        return given if isinstance(given, ComponentSpec) else ComponentSpec(given)
+
+
+def describe(name: str, component: Any, strict: bool = True) -> ComponentSpec:
+    """The spec of a data set, scenario or method.
+
+    A field that JSON cannot hold, or custom code that is in no file, is refused; not ``strict``: such a field becomes
+    its repr, such code is left out.
     """
-    found: dict[str, Any] = {}
-    for name, value in spec.items():
-        found |= by_place(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
-    return found
+    fields = encode_fields(component) if dataclasses.is_dataclass(component) else {}
+    if not isinstance(component, Method):
+        fields = {key: value for key, value in fields.items() if key not in NOT_IN_SPECS}
+    code = code_of(type(component), *getattr(component, "functions", ()), strict=strict)
+    if not strict:
+        return ComponentSpec(name, plain(fields), code)
+    for key, value in fields.items():
+        if isinstance(value, dict) and "callable" in value:
+            raise ValueError(f"{name}.{key} is {value['callable']}, which no file can hold; an experiment is plain data")
+    return ComponentSpec(name, json.loads(canonical(fields)), code)
 
 
-def differences(one: Mapping[str, Any], other: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """The places where two specs differ, and what each says there: None, too, where one says nothing at all.
+def decode_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields as a component takes them, from plain data; source knowledge is left out: it is found by its place."""
+    known = {name: value for name, value in fields.items() if not is_knowledge(value)}
+    return {name: decode_value(value) for name, value in known.items()}
 
-    >>> list(differences({"batch": 64, "scenario": {"sigma": 0.1}}, {"batch": 64, "scenario": {"sigma": 0.2}}))
-    [('scenario.sigma', 0.1, 0.2)]
-    >>> list(differences({"knowledge": {"digest": "5f"}}, {"knowledge": None, "code": None}))
-    [('code', None, None), ('knowledge', {'digest': '5f'}, None)]
-    """
-    for name in sorted(one.keys() | other.keys()):
-        a, b = one.get(name), other.get(name)
-        if isinstance(a, Mapping) and isinstance(b, Mapping):
-            yield from differences(a, b, f"{prefix}{name}.")
-        elif a != b or (name in one) != (name in other):
-            yield f"{prefix}{name}", a, b
+
+def is_knowledge(value: Any) -> bool:
+    """Whether an encoded field is source knowledge, which has only a digest there."""
+    return isinstance(value, dict) and value.keys() == {"knowledge"}
+
+
+def canonical(value: Any) -> str:
+    """The one JSON text of plain data: equal texts, equal data. Ids are hashes of it."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 def plain(value: Any) -> Any:
@@ -49,3 +81,31 @@ def plain(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     return value if value is None or isinstance(value, bool | int | str) else repr(value)
+
+
+def by_place(spec: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """All values of a spec by their place.
+
+    >>> by_place({"batch": 64, "scenario": {"name": "gli-f", "fields": {"sigma": 0.1}}})
+    {'batch': 64, 'scenario.name': 'gli-f', 'scenario.fields.sigma': 0.1}
+    """
+    found: dict[str, Any] = {}
+    for name, value in spec.items():
+        found |= by_place(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return found
+
+
+def differences(one: Mapping[str, Any], other: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """The places where two specs differ, with both values; None also where a spec lacks the place.
+
+    >>> list(differences({"batch": 64, "scenario": {"sigma": 0.1}}, {"batch": 64, "scenario": {"sigma": 0.2}}))
+    [('scenario.sigma', 0.1, 0.2)]
+    >>> list(differences({"knowledge": {"digest": "5f"}}, {"knowledge": None, "code": None}))
+    [('code', None, None), ('knowledge', {'digest': '5f'}, None)]
+    """
+    for name in sorted(one.keys() | other.keys()):
+        a, b = one.get(name), other.get(name)
+        if isinstance(a, Mapping) and isinstance(b, Mapping):
+            yield from differences(a, b, f"{prefix}{name}.")
+        elif a != b or (name in one) != (name in other):
+            yield f"{prefix}{name}", a, b

@@ -1,4 +1,4 @@
-"""A method's fields as plain data, and back: one encoding for state files, records and experiments."""
+"""The fields of a component as plain data, and back: one encoding for experiments, records and state files."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -11,49 +11,54 @@ from tribe.methods.base import Method, registry
 from tribe.storage.states import StateFileError
 
 
-def method_to_json(method: Method) -> dict[str, Any]:
-    """A method's fields as plain data; a callable is named, since no file can hold it."""
-    return {f.name: _to_json(getattr(method, f.name)) for f in dataclasses.fields(method)}
+def encode_fields(component: Any) -> dict[str, Any]:
+    """The fields of a dataclass as plain data; the ids of experiments are hashes of it.
+
+    Source knowledge becomes ``{"knowledge": digest}``, an augmentation ``{"augment": fields}``, any other callable
+    ``{"callable": name}``, since no file can hold it. All other values stay as they are.
+    """
+    return {field.name: _encode(getattr(component, field.name)) for field in dataclasses.fields(component)}
 
 
-def _to_json(value: Any) -> Any:
+def _encode(value: Any) -> Any:
     if isinstance(value, Augment):
         return {"augment": dataclasses.asdict(value)}
     if isinstance(value, Knowledge):
-        return {"knowledge": value.path, "digest": value.digest} if value.path else {"callable": repr(value)}
+        return {"knowledge": value.digest}
     if callable(value):
         return {"callable": getattr(value, "__qualname__", type(value).__qualname__)}
     return value
 
 
-def _knowledge(path: str | PathLike[str], saved: Mapping[str, Any], given: Any) -> Knowledge:
-    """The source knowledge that a state was saved with, from where it lay then, or from what is given."""
-    where = saved["knowledge"] if given is None else given
-    moved = "If its file has moved or was renamed, say where it lies now: load(path, model, knowledge=FILE)"
-    try:
-        known = where if isinstance(where, Knowledge) else Knowledge.load(where)
-    except KnowledgeError as error:
-        raise StateFileError(
-            f"{path} was saved with source knowledge from {saved['knowledge']}: {error}. {moved}"
-        ) from error
-    if known.digest != saved["digest"]:
-        raise StateFileError(
-            f"{path} was saved with source knowledge {saved['digest'][:12]} from {saved['knowledge']}; {where} holds "
-            f"{known.digest[:12]}. {moved}"
-        )
-    return known
+def decode_value(value: Any) -> Any:
+    """A value of `encode_fields` after it went through JSON; knowledge and callables stay encoded."""
+    if isinstance(value, list):
+        return tuple(decode_value(item) for item in value)
+    if isinstance(value, dict) and value.keys() == {"augment"}:
+        return Augment(**{name: decode_value(field) for name, field in value["augment"].items()})
+    return value
 
 
-def _from_json(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+# -- state files ------------------------------------------------------------------------------------------------------
 
 
-def method_from_json(
+def method_for_file(method: Method) -> dict[str, Any]:
+    """The fields of a method as a state file holds them: source knowledge also has the path of its file."""
+    fields = encode_fields(method)
+    for name in fields:
+        if isinstance(known := getattr(method, name), Knowledge):
+            with_path = {"knowledge": known.path, "digest": known.digest}
+            fields[name] = with_path if known.path else {"callable": repr(known)}
+    return fields
+
+
+def method_from_file(
     path: str | PathLike[str], name: str, saved: Mapping[str, Any], given: Mapping[str, Any]
 ) -> Method:
-    """Build the saved method; a field that could not be saved must be among those given, and no other may be.
+    """Build the method of a state file.
 
-    Source knowledge may: its file can move, and its digest tells whether it is the one.
+    A field that could not be saved must be among ``given``, and no other may be, except source knowledge: its file can
+    move, and its digest identifies it.
     """
     if name not in registry.names():
         raise StateFileError(f"{path} was saved with method {name!r}, unknown here: import what registers it")
@@ -70,14 +75,29 @@ def method_from_json(
             fields[field] = _knowledge(path, value, given.get(field))
         elif field in given:
             raise StateFileError(f"{path} holds {field}={value!r} already; only what could not be saved can be given")
-        elif isinstance(value, dict) and "augment" in value:
-            ranges: dict[str, Any] = {k: _from_json(v) for k, v in value["augment"].items()}
-            fields[field] = Augment(**ranges)
         else:
-            fields[field] = _from_json(value)
+            fields[field] = decode_value(value)
     if unknown := sorted(given.keys() - saved.keys()):
         raise TypeError(f"{name} has no field {unknown[0]!r}")
     try:
         return registry.create(name, **fields)
     except (TypeError, ValueError) as error:
         raise StateFileError(f"{path} holds settings that {name} does not take here: {error}") from error
+
+
+def _knowledge(path: str | PathLike[str], saved: Mapping[str, Any], given: Any) -> Knowledge:
+    """The source knowledge that a state was saved with, from its saved path or from ``given``."""
+    place = saved["knowledge"] if given is None else given
+    hint = "If its file has moved or was renamed, give its new path: load(path, model, knowledge=FILE)"
+    try:
+        knowledge = place if isinstance(place, Knowledge) else Knowledge.load(place)
+    except KnowledgeError as error:
+        raise StateFileError(
+            f"{path} was saved with source knowledge from {saved['knowledge']}: {error}. {hint}"
+        ) from error
+    if knowledge.digest != saved["digest"]:
+        raise StateFileError(
+            f"{path} was saved with source knowledge {saved['digest'][:12]} from {saved['knowledge']}; {place} holds "
+            f"{knowledge.digest[:12]}. {hint}"
+        )
+    return knowledge
