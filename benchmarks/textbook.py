@@ -22,7 +22,7 @@ from tribe import metrics
 from tribe.datasets import Dataset
 from tribe.datasets.fingerprint import fingerprint
 from tribe.engine.precision import PRECISIONS, choose_device, deterministic, float32_precision
-from tribe.lab import components as build
+from tribe.lab import workbench
 from tribe.lab.provenance import machine
 from tribe.storage.atomic import write_atomically
 
@@ -66,8 +66,8 @@ def _norms(net: nn.Module) -> list[nn.BatchNorm2d]:
 
 def built(o: argparse.Namespace, seed: int) -> tuple[Dataset, nn.Module]:
     """The data and the network of a draw, the latter as it was trained."""
-    data = build.dataset(o.dataset, o.data, {"seed": seed} if is_live(o) else {})
-    return data, build.model(build.Asked(o.dataset, o.model, data=o.data), data, {})
+    data = workbench.build_dataset(o.dataset, o.data, {"seed": seed} if is_live(o) else {})
+    return data, workbench.build_model(workbench.Request(o.dataset, o.model, data=o.data), data, {})
 
 
 def is_live(o: argparse.Namespace) -> bool:

@@ -12,25 +12,28 @@ import time
 
 import torch
 
-from tribe.lab.experiment import Bench, Experiment, Named
+from tribe.lab.execution import run_experiment
+from tribe.lab.experiment import Experiment
+from tribe.lab.spec import ComponentSpec
+from tribe.lab.workbench import Workbench
 
 METHODS = ("source", "tribe", "bn", "rotta", "tent", "selftrain/fixmatch")
 
 
-def experiments(count, bench):
+def experiments(count, workbench):
     """Real digits under one corruption, about 1,200 images each."""
-    data = Named("live-mnist-c", {"corruptions": ["impulse_noise"]})
-    scenario = Named("gli-f", {"imbalance": 1_000_000})
+    data = ComponentSpec("live-mnist-c", {"corruptions": ["impulse_noise"]})
+    scenario = ComponentSpec("gli-f", {"imbalance": 1_000_000})
     for i in range(count):
         seed = i // len(METHODS)
-        yield Experiment.of(data, "compact", scenario, METHODS[i % len(METHODS)], seeds=(seed,), bench=bench)
+        yield Experiment.of(data, "compact", scenario, METHODS[i % len(METHODS)], seeds=(seed,), workbench=workbench)
 
 
 def play(runs, count):
     torch.set_num_threads(1)
-    bench = Bench(device="cpu")
-    for experiment in experiments(count, bench):
-        experiment.run(runs, bench=bench, every=3)
+    workbench = Workbench(device="cpu")
+    for experiment in experiments(count, workbench):
+        run_experiment(experiment, runs, workbench=workbench, every=3)
 
 
 def main(runs, count, kills, seed):

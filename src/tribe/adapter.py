@@ -28,7 +28,7 @@ from tribe.engine.state import Store, clone, digest, leaves, rebuild, select, tr
 from tribe.fields import is_whole, require
 from tribe.methods import Method
 from tribe.methods.base import check_classes, check_fits, screen
-from tribe.methods.encoding import method_from_file, method_for_file
+from tribe.methods.encoding import method_for_file, method_from_file
 from tribe.norms.batch import PerBatch
 from tribe.norms.frozen import Frozen
 from tribe.storage import states

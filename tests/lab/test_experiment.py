@@ -16,32 +16,23 @@ from safetensors.torch import save_file
 import tribe
 from places import TESTS
 from tribe import metrics
-from tribe.lab.experiment import (
-    Bench,
-    Damaged,
-    Experiment,
-    MixedResults,
-    Named,
-    NewerResults,
-    difference,
-    finished,
-    keep,
-    load,
-    refuse_mixture,
-    survey,
-)
+from tribe.lab.execution import run_experiment
+from tribe.lab.experiment import Experiment, MixedResults, difference, refuse_mixture
+from tribe.lab.spec import ComponentSpec
+from tribe.lab.store import Damaged, NewerResults, find, finished, keep, load, survey
+from tribe.lab.workbench import Workbench
 from tribe.storage.lock import Busy
 
 GRID = TESTS / "grid.py"
-DATA = Named("live-mnist-c", {"corruptions": ["impulse_noise"]})
-STREAM = Named("gli-f", {"imbalance": 1_000_000})  # about 1,200 images
+DATA = ComponentSpec("live-mnist-c", {"corruptions": ["impulse_noise"]})
+STREAM = ComponentSpec("gli-f", {"imbalance": 1_000_000})  # about 1,200 images
 
 pytestmark = pytest.mark.filterwarnings("ignore:an imbalance of")
 
 
 @pytest.fixture(scope="module")
-def bench():
-    return Bench(device="cpu")
+def workbench():
+    return Workbench(device="cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -50,14 +41,14 @@ def nowhere(tmp_path, monkeypatch):
     monkeypatch.setenv("TRIBE_DATA", str(tmp_path / "nothing"))
 
 
-def small(bench, method="source", **options):
-    return Experiment.of(DATA, "compact", STREAM, method, bench=bench, **options)
+def small(workbench, method="source", **options):
+    return Experiment.of(DATA, "compact", STREAM, method, workbench=workbench, **options)
 
 
 @pytest.fixture(scope="module")
-def result(bench, tmp_path_factory):
+def result(workbench, tmp_path_factory):
     """TENT on two streams, never disturbed."""
-    return small(bench, "tent", seeds=(0, 1)).run(tmp_path_factory.mktemp("runs"), bench=bench)
+    return run_experiment(small(workbench, "tent", seeds=(0, 1)), tmp_path_factory.mktemp("runs"), workbench=workbench)
 
 
 def again(result, root):
@@ -76,47 +67,49 @@ def never(*_):
 # -- what an experiment is --------------------------------------------------------------------------------------------
 
 
-def test_the_id_is_a_hash_of_all_that_matters(bench):
-    one = small(bench, "tribe")
-    assert one == small(bench, Named("tribe", {"lr": 1e-3})), "a default that is said is the same"
-    assert len({one, small(bench, "tribe")}) == 1
+def test_the_id_is_a_hash_of_all_that_matters(workbench):
+    one = small(workbench, "tribe")
+    assert one == small(workbench, ComponentSpec("tribe", {"lr": 1e-3})), "a default that is said is the same"
+    assert len({one, small(workbench, "tribe")}) == 1
     others = [
-        small(bench, Named("tribe", {"lr": 2e-3})),
-        small(bench, "selftrain/tribe"),
-        small(bench, "tribe", seeds=(1,)),
-        small(bench, "tribe", batch=32),
-        Experiment.of(Named(DATA.name, {**DATA.fields, "seed": 1}), "compact", STREAM, "tribe", bench=bench),
-        Experiment.of(DATA, "compact", Named("gli-v", STREAM.fields), "tribe", bench=bench),
+        small(workbench, ComponentSpec("tribe", {"lr": 2e-3})),
+        small(workbench, "selftrain/tribe"),
+        small(workbench, "tribe", seeds=(1,)),
+        small(workbench, "tribe", batch=32),
+        Experiment.of(
+            ComponentSpec(DATA.name, {**DATA.fields, "seed": 1}), "compact", STREAM, "tribe", workbench=workbench
+        ),
+        Experiment.of(DATA, "compact", ComponentSpec("gli-v", STREAM.fields), "tribe", workbench=workbench),
     ]
     assert len({one.id, *(other.id for other in others)}) == 7
     assert len(one.id) == 16
 
 
-def test_it_goes_through_json(bench):
-    one = small(bench, "ttac", seeds=(3, 4))
+def test_it_goes_through_json(workbench):
+    one = small(workbench, "ttac", seeds=(3, 4))
     text = json.dumps(one.json())
     assert Experiment.from_json(json.loads(text)) == one
     assert "/" not in text.replace("://", ""), "no paths: where files lie is no part of it"
     assert one.json()["method"]["fields"]["knowledge"].keys() == {"knowledge"}
 
 
-def test_weights_and_threads_are_part_of_it(bench, tmp_path):
+def test_weights_and_threads_are_part_of_it(workbench, tmp_path):
     net = tribe.models.load("compact", tribe.models.find("compact", "mnist", "nowhere"))
     next(net.parameters()).data.mul_(1.001)
     save_file(net.state_dict(), tmp_path / "other.safetensors")
-    other = Bench(device="cpu", weights={"compact": tmp_path / "other.safetensors"})
-    told = difference(small(bench), small(other))
+    other = Workbench(device="cpu", weights={"compact": tmp_path / "other.safetensors"})
+    told = difference(small(workbench), small(other))
     assert len(told) == 1
     assert told[0].startswith("weights is ")
-    assert small(bench).threads == torch.get_num_threads()
-    assert difference(small(bench), small(Bench(device="cpu", threads=2))) == ["threads is 1 and 2"]
+    assert small(workbench).threads == torch.get_num_threads()
+    assert difference(small(workbench), small(Workbench(device="cpu", threads=2))) == ["threads is 1 and 2"]
     with pytest.raises(ValueError, match="threads is how many"):
-        Bench(threads=0)
+        Workbench(threads=0)
 
 
-def test_a_field_that_only_one_has_is_a_difference(bench):
+def test_a_field_that_only_one_has_is_a_difference(workbench):
     """Even one that is None: it has an id of its own."""
-    told = small(bench, "ttac").json()
+    told = small(workbench, "ttac").json()
     fields = told["method"]["fields"]
     one, newer, other = (
         Experiment.from_json({**told, "method": {"name": "ttac", "fields": {**fields, **change}}})
@@ -131,26 +124,27 @@ def made(root, seed):
     """Corrupted digits on the disk: the same names whatever the seed."""
     command = ["corrupt", "mnist", "--corruptions", "impulse_noise", "--seed", str(seed), "--out", str(root)]
     subprocess.run([sys.executable, "-m", "tribe", *command], check=True, capture_output=True)
-    return Bench(root, device="cpu")
+    return Workbench(root, device="cpu")
 
 
 def test_the_images_are_part_of_it(tmp_path):
     """Files of one name may hold other images; results of one are never taken for the other's."""
-    data = Named("mnist-c", {"corruptions": ["impulse_noise"]})
+    data = ComponentSpec("mnist-c", {"corruptions": ["impulse_noise"]})
     one, other = (
-        Experiment.of(data, "compact", STREAM, "source", bench=made(tmp_path / str(seed), seed)) for seed in (0, 1)
+        Experiment.of(data, "compact", STREAM, "source", workbench=made(tmp_path / str(seed), seed)) for seed in (0, 1)
     )
     (told,) = difference(one, other)
     assert told.startswith("images is ")
     errors = [
-        e.run(tmp_path / "runs", bench=Bench(tmp_path / str(i), "cpu")).error() for i, e in enumerate((one, other))
+        run_experiment(e, tmp_path / "runs", workbench=Workbench(tmp_path / str(i), "cpu")).error()
+        for i, e in enumerate((one, other))
     ]
     assert errors[0] != errors[1]
     with pytest.raises(ValueError, match="cannot be computed here, where something differs: images is"):
-        one.run(tmp_path / "elsewhere", bench=Bench(tmp_path / "1", "cpu"))
+        run_experiment(one, tmp_path / "elsewhere", workbench=Workbench(tmp_path / "1", "cpu"))
     (tmp_path / "0/mnist_c/made.json").unlink()  # as a published archive comes: looked at, not trusted by its name
     (tmp_path / "1/mnist_c/made.json").unlink()
-    looked = [Bench(tmp_path / str(seed), "cpu").fingerprint(data) for seed in (0, 1)]
+    looked = [Workbench(tmp_path / str(seed), "cpu").fingerprint(data) for seed in (0, 1)]
     assert len({*looked, one.images, other.images}) == 4
 
 
@@ -164,25 +158,25 @@ def test_the_images_are_part_of_it(tmp_path):
         ({"method": {"nom": "tribe"}}, ["no experiment"]),
     ],
 )
-def test_a_spec_that_is_none_is_refused(bench, change, words):
+def test_a_spec_that_is_none_is_refused(workbench, change, words):
     with pytest.raises(ValueError) as caught:  # noqa: PT011
-        Experiment.from_json(small(bench).json() | change)
+        Experiment.from_json(small(workbench).json() | change)
     for word in words:
         assert word in str(caught.value)
 
 
-def test_a_component_with_an_unknown_field_is_refused(bench):
+def test_a_component_with_an_unknown_field_is_refused(workbench):
     with pytest.raises(ValueError, match=r"no field 'gama'.*gamma"):
-        small(bench, Named("tribe", {"gama": 1}))
+        small(workbench, ComponentSpec("tribe", {"gama": 1}))
     with pytest.raises(ValueError, match="no field 'sewerity'"):
-        Experiment.of(Named("live-mnist-c", {"sewerity": 1}), "compact", STREAM, "bn", bench=bench)
+        Experiment.of(ComponentSpec("live-mnist-c", {"sewerity": 1}), "compact", STREAM, "bn", workbench=workbench)
 
 
-def test_what_differs_here_is_named(bench, tmp_path):
-    told = small(bench).json()
+def test_what_differs_here_is_named(workbench, tmp_path):
+    told = small(workbench).json()
     elsewhere = Experiment.from_json(told | {"weights": "0" * 32})
     with pytest.raises(ValueError, match=r"cannot be computed here.*weights is '0000"):
-        elsewhere.run(tmp_path, bench=bench)
+        run_experiment(elsewhere, tmp_path, workbench=workbench)
 
 
 # -- what it leaves ---------------------------------------------------------------------------------------------------
@@ -207,8 +201,8 @@ def test_the_layout(result):
     assert result.environment["seconds"] > 0
 
 
-def test_what_is_there_is_not_computed_again(result, bench):
-    found = result.experiment.run(result.folder.parent, bench=bench, progress=never)
+def test_what_is_there_is_not_computed_again(result, workbench):
+    found = run_experiment(result.experiment, result.folder.parent, workbench=workbench, progress=never)
     assert found.metrics == result.metrics
     assert [r.experiment.id for r in finished(result.folder.parent)] == [result.experiment.id]
     assert list(finished("nowhere")) == []
@@ -218,7 +212,7 @@ class Stopped(Exception):
     pass
 
 
-def test_it_goes_on_in_the_middle_of_the_stream_and_ends_with_the_same_numbers(result, bench, tmp_path):
+def test_it_goes_on_in_the_middle_of_the_stream_and_ends_with_the_same_numbers(result, workbench, tmp_path):
     steps = []
 
     def stop(done, of, wrong):
@@ -227,13 +221,13 @@ def test_it_goes_on_in_the_middle_of_the_stream_and_ends_with_the_same_numbers(r
             raise Stopped
 
     with pytest.raises(Stopped):
-        result.experiment.run(tmp_path, bench=bench, progress=stop, every=4)
+        run_experiment(result.experiment, tmp_path, workbench=workbench, progress=stop, every=4)
     folder = tmp_path / result.experiment.id
     assert (folder / "checkpoint.safetensors").is_file()
     with pytest.raises(FileNotFoundError):
         load(folder)
     assert list(finished(tmp_path)) == []
-    resumed = result.experiment.run(tmp_path, bench=bench, progress=stop, every=4)
+    resumed = run_experiment(result.experiment, tmp_path, workbench=workbench, progress=stop, every=4)
     assert steps[11] == 9, "after the checkpoint of batch 8"
     assert (folder / "metrics.json").read_bytes() == (result.folder / "metrics.json").read_bytes()
     for one, other in zip(resumed.records(), result.records(), strict=True):
@@ -243,7 +237,7 @@ def test_it_goes_on_in_the_middle_of_the_stream_and_ends_with_the_same_numbers(r
 
 
 @pytest.mark.parametrize("harm", ["cut short", "a flipped byte", "of another experiment"])
-def test_a_damaged_record_is_named_set_aside_and_computed_again(result, bench, tmp_path, harm):
+def test_a_damaged_record_is_named_set_aside_and_computed_again(result, workbench, tmp_path, harm):
     folder = again(result, tmp_path)
     path = folder / "record-1.npz"
     bad = bytearray(path.read_bytes())
@@ -255,14 +249,14 @@ def test_a_damaged_record_is_named_set_aside_and_computed_again(result, bench, t
         bad[len(bad) // 2] ^= 0xFF
     path.write_bytes(bad)
     with pytest.warns(UserWarning, match=r"record-1.npz.*set aside as record-1.npz.damaged-1"):
-        repaired = result.experiment.run(tmp_path, bench=bench)
+        repaired = run_experiment(result.experiment, tmp_path, workbench=workbench)
     assert (folder / "record-1.npz.damaged-1").read_bytes() == bad, "nothing is lost"
     assert repaired.metrics == result.metrics
-    assert result.experiment.run(tmp_path, bench=bench, progress=never).metrics == result.metrics
+    assert run_experiment(result.experiment, tmp_path, workbench=workbench, progress=never).metrics == result.metrics
 
 
 @pytest.mark.parametrize("content", [None, b"{", b"[]", b'{"seeds": {}}', "changed"])
-def test_metrics_are_made_again_from_the_records(result, bench, tmp_path, content):
+def test_metrics_are_made_again_from_the_records(result, workbench, tmp_path, content):
     path = again(result, tmp_path) / "metrics.json"
     whole = path.read_bytes()
     if content is None:
@@ -270,30 +264,30 @@ def test_metrics_are_made_again_from_the_records(result, bench, tmp_path, conten
     else:
         path.write_bytes(whole.replace(b'"images": 1', b'"images": 2') if content == "changed" else content)
         assert path.read_bytes() != whole
-    result.experiment.run(tmp_path, bench=bench, progress=never)
+    run_experiment(result.experiment, tmp_path, workbench=workbench, progress=never)
     assert path.read_bytes() == whole
 
 
-def test_the_json_files_alone_are_a_result(result, bench, tmp_path):
+def test_the_json_files_alone_are_a_result(result, workbench, tmp_path):
     folder = again(result, tmp_path)
     for path in folder.glob("record-*"):
         path.unlink()
-    found = result.experiment.run(tmp_path, bench=bench, progress=never)
+    found = run_experiment(result.experiment, tmp_path, workbench=workbench, progress=never)
     assert found.metrics == result.metrics
     assert not found.has_records
     with pytest.raises(FileNotFoundError, match="no record at"):
         found.records()
 
 
-def test_one_record_of_two_is_not_whole(result, bench, tmp_path):
+def test_one_record_of_two_is_not_whole(result, workbench, tmp_path):
     folder = again(result, tmp_path)
     (folder / "record-0.npz").unlink()
-    assert result.experiment.found(tmp_path) is None
-    assert result.experiment.run(tmp_path, bench=bench).metrics == result.metrics
+    assert find(result.experiment, tmp_path, verified=True) is None
+    assert run_experiment(result.experiment, tmp_path, workbench=workbench).metrics == result.metrics
     assert (folder / "record-0.npz").is_file()
 
 
-def test_a_kill_after_a_record_was_set_aside_does_not_lose_it(result, bench, tmp_path):
+def test_a_kill_after_a_record_was_set_aside_does_not_lose_it(result, workbench, tmp_path):
     """Else the metrics, alone, would pass for a result that is kept without its records."""
     folder = again(result, tmp_path)
     for path in folder.glob("record-*"):
@@ -303,21 +297,21 @@ def test_a_kill_after_a_record_was_set_aside_does_not_lose_it(result, bench, tmp
         raise Stopped
 
     with pytest.raises(Stopped), pytest.warns(UserWarning, match="set aside"):
-        result.experiment.run(tmp_path, bench=bench, progress=stop)
-    assert result.experiment.found(tmp_path) is None
-    assert result.experiment.run(tmp_path, bench=bench).metrics == result.metrics
+        run_experiment(result.experiment, tmp_path, workbench=workbench, progress=stop)
+    assert find(result.experiment, tmp_path, verified=True) is None
+    assert run_experiment(result.experiment, tmp_path, workbench=workbench).metrics == result.metrics
     assert len(list(folder.glob("record-*.npz"))) == 2
 
 
-def test_sums_may_round_otherwise_on_another_processor(result, bench, tmp_path):
+def test_sums_may_round_otherwise_on_another_processor(result, workbench, tmp_path):
     path = again(result, tmp_path) / "metrics.json"
     told = json.loads(path.read_text())
     told["seeds"]["0"]["calibration_error"] *= 1 + 1e-12
     path.write_text(json.dumps(told))
-    assert result.experiment.found(tmp_path) is not None
+    assert find(result.experiment, tmp_path, verified=True) is not None
     told["seeds"]["0"]["calibration_error"] *= 1 + 1e-6
     path.write_text(json.dumps(told))
-    assert result.experiment.found(tmp_path) is None
+    assert find(result.experiment, tmp_path, verified=True) is None
 
 
 def test_whatever_byte_is_damaged_a_record_is_whole_or_refused(result, tmp_path):
@@ -336,79 +330,85 @@ def test_whatever_byte_is_damaged_a_record_is_whole_or_refused(result, tmp_path)
 
 
 @pytest.mark.parametrize("content", [None, b"{"])
-def test_a_lost_environment_is_no_reason_to_compute_again(result, bench, tmp_path, content):
+def test_a_lost_environment_is_no_reason_to_compute_again(result, workbench, tmp_path, content):
     path = again(result, tmp_path) / "environment.json"
     path.unlink() if content is None else path.write_bytes(content)
     with contextlib.nullcontext() if content is None else pytest.warns(UserWarning, match="environment.json.damaged-1"):
-        found = result.experiment.run(tmp_path, bench=bench, progress=never)
+        found = run_experiment(result.experiment, tmp_path, workbench=workbench, progress=never)
     assert found.values("seconds_per_image") == result.values("seconds_per_image")
     assert found.environment["machine"] == {}
 
 
-def test_records_that_cannot_be_written_do_not_cost_the_run(result, bench, tmp_path):
+def test_records_that_cannot_be_written_do_not_cost_the_run(result, workbench, tmp_path):
     """A disk may be full at the last moment; here a folder is where a record belongs."""
     folder, first, second = tmp_path / result.experiment.id, [], []
     (folder / "record-1.npz").mkdir(parents=True)
     with pytest.raises(IsADirectoryError):
-        result.experiment.run(tmp_path, bench=bench, every=3, progress=lambda done, *_: first.append(done))
+        run_experiment(
+            result.experiment, tmp_path, workbench=workbench, every=3, progress=lambda done, *_: first.append(done)
+        )
     (folder / "record-1.npz").rmdir()
-    written = result.experiment.run(tmp_path, bench=bench, every=3, progress=lambda done, *_: second.append(done))
+    written = run_experiment(
+        result.experiment, tmp_path, workbench=workbench, every=3, progress=lambda done, *_: second.append(done)
+    )
     assert second == first[len(first) // 3 * 3 :], "what came after the last checkpoint"
     assert written.metrics == result.metrics
     assert not (folder / "checkpoint.safetensors").exists()
 
 
-def test_a_kill_after_the_records_were_written_leaves_no_checkpoint_behind(result, bench, tmp_path):
+def test_a_kill_after_the_records_were_written_leaves_no_checkpoint_behind(result, workbench, tmp_path):
     folder = again(result, tmp_path)
     (folder / "metrics.json").unlink()
     (folder / "checkpoint.safetensors").write_bytes(b"of the same run")
-    assert result.experiment.run(tmp_path, bench=bench, progress=never).metrics == result.metrics
+    assert run_experiment(result.experiment, tmp_path, workbench=workbench, progress=never).metrics == result.metrics
     assert not (folder / "checkpoint.safetensors").exists()
 
 
-def test_a_flipped_bit_in_a_checkpoint_changes_no_number(result, bench, tmp_path):
+def test_a_flipped_bit_in_a_checkpoint_changes_no_number(result, workbench, tmp_path):
     def stop(done, of, wrong):
         if done == 9:
             raise Stopped
 
     with pytest.raises(Stopped):
-        result.experiment.run(tmp_path, bench=bench, progress=stop, every=4)
+        run_experiment(result.experiment, tmp_path, workbench=workbench, progress=stop, every=4)
     path = tmp_path / result.experiment.id / "checkpoint.safetensors"
     bad = bytearray(path.read_bytes())
     bad[-5] ^= 0x40
     path.write_bytes(bad)
     with pytest.warns(UserWarning, match=r"damaged.*set aside as checkpoint.safetensors.damaged-1"):
-        computed = result.experiment.run(tmp_path, bench=bench)
+        computed = run_experiment(result.experiment, tmp_path, workbench=workbench)
     assert computed.metrics == result.metrics
     assert path.with_name(f"{path.name}.damaged-1").read_bytes() == bad, "nothing is lost"
 
 
-def test_a_damaged_checkpoint_is_set_aside(bench, tmp_path):
-    experiment = small(bench)
+def test_a_damaged_checkpoint_is_set_aside(workbench, tmp_path):
+    experiment = small(workbench)
     folder = tmp_path / experiment.id
     folder.mkdir()
     (folder / "checkpoint.safetensors").write_bytes(b"torn")
     with pytest.warns(UserWarning, match="checkpoint.safetensors.damaged-1"):
-        experiment.run(tmp_path, bench=bench)
+        run_experiment(experiment, tmp_path, workbench=workbench)
     assert (folder / "checkpoint.safetensors.damaged-1").read_bytes() == b"torn"
 
 
-def test_a_damaged_spec_is_set_aside(result, bench, tmp_path):
+def test_a_damaged_spec_is_set_aside(result, workbench, tmp_path):
     folder = again(result, tmp_path)
     (folder / "spec.json").write_text("{")
     with pytest.raises(ValueError, match=r"spec.json is damaged"):
         load(folder)
     with pytest.warns(UserWarning, match="spec.json.damaged-1"):
-        assert result.experiment.run(tmp_path, bench=bench, progress=never).metrics == result.metrics
+        assert (
+            run_experiment(result.experiment, tmp_path, workbench=workbench, progress=never).metrics == result.metrics
+        )
 
 
-def test_results_of_a_newer_version_are_refused_and_left_alone(result, bench, tmp_path):
+def test_results_of_a_newer_version_are_refused_and_left_alone(result, workbench, tmp_path):
     folder = again(result, tmp_path)
     told = json.loads((folder / "spec.json").read_text()) | {"schema": 3, "new": True}
     (folder / "spec.json").write_text(json.dumps(told))
     (folder / "record-0.npz").unlink()
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    for use in (lambda: result.experiment.run(tmp_path, bench=bench), lambda: load(folder)):
+    for use in (lambda: run_experiment(result.experiment, tmp_path, workbench=workbench), lambda: load(folder)):
         with pytest.raises(NewerResults, match="newer version of tribe"):
             use()
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
@@ -431,29 +431,34 @@ def test_a_folder_under_another_name_is_refused(result, tmp_path):
 # -- in bfloat16 ------------------------------------------------------------------------------------------------------
 
 
-def test_bf16_is_a_network_of_bfloat16_and_a_precision_of_its_own(bench, tmp_path):
-    experiment = small(bench, "tent", precision="bf16")
-    whole = small(bench, "tent")
+def test_bf16_is_a_network_of_bfloat16_and_a_precision_of_its_own(workbench, tmp_path):
+    experiment = small(workbench, "tent", precision="bf16")
+    whole = small(workbench, "tent")
     assert difference(experiment, whole) == ["precision is 'bf16' and 'float32'"], "the weights are those of float32"
-    (record,) = experiment.run(tmp_path, bench=bench).records()
+    (record,) = run_experiment(experiment, tmp_path, workbench=workbench).records()
     net = tribe.models.load("compact", tribe.models.find("compact", "mnist", "nowhere"))
     rounded, method = tribe.Backbone(net).to(torch.bfloat16), tribe.methods.create("tent", classes=10)
-    (expected,) = tribe.run(rounded, method, bench.stream(experiment))
+    (expected,) = tribe.run(rounded, method, experiment.stream(workbench))
     assert torch.equal(record.prediction, expected.prediction)
     assert torch.equal(record.confidence, expected.confidence)
-    (plain,) = whole.run(tmp_path, bench=bench).records()
+    (plain,) = run_experiment(whole, tmp_path, workbench=workbench).records()
     assert not torch.equal(record.confidence, plain.confidence)
     assert metrics.instance_error(record).item() == pytest.approx(metrics.instance_error(plain).item(), abs=0.02)
 
 
-def test_tf32_on_a_cpu_is_float32(bench):
-    assert small(bench, precision="tf32") == small(bench)
+def test_tf32_on_a_cpu_is_float32(workbench):
+    assert small(workbench, precision="tf32") == small(workbench)
 
 
 @pytest.mark.parametrize("method", ["eata", "ttac", "petal"])
-def test_source_knowledge_of_a_network_serves_its_bf16_self(bench, tmp_path, method):
+def test_source_knowledge_of_a_network_serves_its_bf16_self(workbench, tmp_path, method):
     experiment = Experiment.of(
-        DATA, "compact", Named("gli-f", {"imbalance": 1e9, "sigma": 1.0}), method, precision="bf16", bench=bench
+        DATA,
+        "compact",
+        ComponentSpec("gli-f", {"imbalance": 1e9, "sigma": 1.0}),
+        method,
+        precision="bf16",
+        workbench=workbench,
     )
     calls = []
 
@@ -462,21 +467,21 @@ def test_source_knowledge_of_a_network_serves_its_bf16_self(bench, tmp_path, met
         raise Stopped
 
     with pytest.raises(Stopped):  # after a step: all its parts were there
-        experiment.run(tmp_path, bench=bench, progress=stop)
+        run_experiment(experiment, tmp_path, workbench=workbench, progress=stop)
     assert calls == [1]
 
 
-def test_a_bf16_run_goes_on_from_its_checkpoint(bench, tmp_path):
-    experiment = small(bench, "tribe", precision="bf16")
-    never_stopped = experiment.run(tmp_path / "whole", bench=bench)
+def test_a_bf16_run_goes_on_from_its_checkpoint(workbench, tmp_path):
+    experiment = small(workbench, "tribe", precision="bf16")
+    never_stopped = run_experiment(experiment, tmp_path / "whole", workbench=workbench)
 
     def stop(done, of, wrong):
         if done == 7:
             raise Stopped
 
     with pytest.raises(Stopped):
-        experiment.run(tmp_path / "cut", bench=bench, progress=stop, every=3)
-    resumed = experiment.run(tmp_path / "cut", bench=bench, every=3)
+        run_experiment(experiment, tmp_path / "cut", workbench=workbench, progress=stop, every=3)
+    resumed = run_experiment(experiment, tmp_path / "cut", workbench=workbench, every=3)
     (one,), (other,) = never_stopped.records(), resumed.records()
     assert torch.equal(one.confidence, other.confidence)
 
@@ -484,7 +489,7 @@ def test_a_bf16_run_goes_on_from_its_checkpoint(bench, tmp_path):
 # -- what is kept -----------------------------------------------------------------------------------------------------
 
 
-def test_the_json_is_kept_elsewhere_and_is_enough(result, bench, tmp_path):
+def test_the_json_is_kept_elsewhere_and_is_enough(result, workbench, tmp_path):
     runs = tmp_path / "runs"
     runs.mkdir()
     folder = again(result, runs)
@@ -501,7 +506,7 @@ def test_the_json_is_kept_elsewhere_and_is_enough(result, bench, tmp_path):
     (kept.folder / "metrics.json").write_text("{")
     (mended,) = keep(runs, tmp_path / "kept")
     assert mended.metrics == result.metrics
-    found = result.experiment.run(tmp_path / "kept", bench=bench, progress=never)
+    found = run_experiment(result.experiment, tmp_path / "kept", workbench=workbench, progress=never)
     assert found.metrics == result.metrics
 
 
@@ -514,11 +519,11 @@ def test_the_json_is_kept_elsewhere_and_is_enough(result, bench, tmp_path):
         ("spec", '{"format": "tribe-experiment", "schema": 99}'),
     ],
 )
-def test_damaged_results_are_told_apart_from_those_that_are_whole(result, bench, tmp_path, name, content):
+def test_damaged_results_are_told_apart_from_those_that_are_whole(result, workbench, tmp_path, name, content):
     runs = tmp_path / "runs"
     runs.mkdir()
     torn = again(result, runs)
-    whole = small(bench).run(runs, bench=bench)
+    whole = run_experiment(small(workbench), runs, workbench=workbench)
     (torn / f"{name}.json").write_text(content)
     (damaged,) = [found for found in survey(runs) if isinstance(found, Damaged)]
     assert damaged.folder == torn
@@ -531,20 +536,22 @@ def test_damaged_results_are_told_apart_from_those_that_are_whole(result, bench,
     assert [r.experiment for r in keep(runs, tmp_path / "kept", damaged="skip")] == [whole.experiment]
 
 
-def test_a_method_is_built_once_for_all_streams(bench):
+def test_a_method_is_built_once_for_all_streams(workbench):
     """To read and check what a method knows of the source takes seconds with a large network."""
-    streams = [Named("gli-f", {"imbalance": factor}) for factor in (10, 100)]
-    first, second = (bench.prepare(DATA, Named("compact"), stream, Named("petal")).method for stream in streams)
+    streams = [ComponentSpec("gli-f", {"imbalance": factor}) for factor in (10, 100)]
+    first, second = (
+        workbench.prepare(DATA, ComponentSpec("compact"), stream, ComponentSpec("petal")).method for stream in streams
+    )
     assert first is second
-    other = bench.prepare(DATA, Named("compact"), streams[0], Named("petal", {"spw": 0.0})).method
+    other = workbench.prepare(DATA, ComponentSpec("compact"), streams[0], ComponentSpec("petal", {"spw": 0.0})).method
     assert other != first
 
 
 # -- one writer -------------------------------------------------------------------------------------------------------
 
 
-def test_the_second_process_is_told_or_waits(bench, tmp_path):
-    experiment = small(bench)
+def test_the_second_process_is_told_or_waits(workbench, tmp_path):
+    experiment = small(workbench)
     folder = tmp_path / experiment.id
     folder.mkdir()
     hold = (
@@ -555,15 +562,15 @@ def test_the_second_process_is_told_or_waits(bench, tmp_path):
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout.readline() == "held\n"
         with pytest.raises(Busy, match="another process is computing"):
-            experiment.run(tmp_path, bench=bench, wait=False)
+            run_experiment(experiment, tmp_path, workbench=workbench, wait=False)
         assert not (folder / "spec.json").exists(), "nothing was written"
-        waiting = threading.Thread(target=experiment.run, args=(tmp_path,), kwargs={"bench": bench})
+        waiting = threading.Thread(target=run_experiment, args=(experiment, tmp_path), kwargs={"workbench": bench})
         waiting.start()
         waiting.join(0.3)
         assert waiting.is_alive()
         other.stdin.close()
         waiting.join(60)
-    assert experiment.found(tmp_path) is not None
+    assert find(experiment, tmp_path, verified=True) is not None
     with (folder / ".lock").open("wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # let go
 
@@ -604,20 +611,22 @@ def test_a_grid_of_twelve_that_is_killed_twenty_times_ends_with_the_same_numbers
 # -- tables -----------------------------------------------------------------------------------------------------------
 
 
-def test_results_of_different_specs_are_never_mixed(bench):
-    rows = {"TEST": small(bench), "TRIBE": small(bench, "tribe")}
+def test_results_of_different_specs_are_never_mixed(workbench):
+    rows = {"TEST": small(workbench), "TRIBE": small(workbench, "tribe")}
     refuse_mixture(rows)
     with pytest.raises(MixedResults, match=r"TEST and BN do not belong .* seeds is \[0\] and \[1\]"):
-        refuse_mixture({**rows, "BN": small(bench, "bn", seeds=(1,))})
-    other = Experiment.of(DATA, "compact", Named("gli-f", {"imbalance": 10}), "bn", bench=bench)
+        refuse_mixture({**rows, "BN": small(workbench, "bn", seeds=(1,))})
+    other = Experiment.of(DATA, "compact", ComponentSpec("gli-f", {"imbalance": 10}), "bn", workbench=workbench)
     with pytest.raises(MixedResults, match=r"scenario.fields.imbalance is 1000000 and 10"):
         refuse_mixture({**rows, "BN": other})
     refuse_mixture({**rows, "BN": other}, varying=("method", "scenario.fields.imbalance"))
     with pytest.raises(MixedResults, match=r"method.fields.lr"):
-        refuse_mixture({"a": small(bench, "tent"), "b": small(bench, Named("tent", {"lr": 1.0}))}, varying=())
+        refuse_mixture(
+            {"a": small(workbench, "tent"), "b": small(workbench, ComponentSpec("tent", {"lr": 1.0}))}, varying=()
+        )
 
 
-def test_a_method_of_ones_own_is_known_by_its_code(bench, tmp_path):
+def test_a_method_of_ones_own_is_known_by_its_code(workbench, tmp_path):
     text = (
         "from tribe.methods.source import Source\nfrom tribe.methods import register\n"
         "@register('mine')\nclass Mine(Source):\n    pass\n"
@@ -628,9 +637,9 @@ def test_a_method_of_ones_own_is_known_by_its_code(bench, tmp_path):
     try:
         import mine_method  # noqa: F401
 
-        first = small(bench, "mine")
+        first = small(workbench, "mine")
         path.write_text(text + "# changed\n")
-        second = small(bench, "mine")
+        second = small(workbench, "mine")
     finally:
         sys.path.remove(str(tmp_path))
         tribe.methods.registry._classes.pop("mine", None)

@@ -10,8 +10,10 @@ import pytest
 
 import tribe
 from commands import tribe_command
-from tribe.lab.experiment import Bench, Experiment, Named
+from tribe.lab.experiment import Experiment
 from tribe.lab.provenance import code_at, code_of
+from tribe.lab.spec import ComponentSpec
+from tribe.lab.workbench import Workbench
 
 MINE = """
 from dataclasses import dataclass
@@ -22,7 +24,9 @@ import tribe
 from neighbour import AMOUNT
 from tribe.corruptions import corruption
 from tribe.datasets.corrupted import LiveMnistC
-from tribe.lab.experiment import Bench, Experiment, Named
+from tribe.lab.experiment import Experiment
+from tribe.lab.spec import ComponentSpec
+from tribe.lab.workbench import Workbench
 from tribe.methods.tent import Tent
 from tribe.models.base import Architecture
 
@@ -59,19 +63,19 @@ from mine import *
 from safetensors.torch import save_file
 torch.manual_seed(0)
 save_file(tribe.models.create("my-net").state_dict(), "net.safetensors")
-bench = Bench(device="cpu", weights={"my-net": "net.safetensors"})
+workbench = Workbench(device="cpu", weights={"my-net": "net.safetensors"})
 few = {"corruptions": ("stripe",)}
-usual = Named("live-mnist-c", few), "compact", "iid", "source"
+usual = ComponentSpec("live-mnist-c", few), "compact", "iid", "source"
 asked = {
     "nothing": usual,
     "method": (*usual[:3], "mine"),
     "scenario": (*usual[:2], "my-stream", "source"),
-    "dataset": (Named("my-data", few), *usual[1:]),
+    "dataset": (ComponentSpec("my-data", few), *usual[1:]),
     "model": (usual[0], "my-net", *usual[2:]),
-    "corruption": (Named("live-mnist-c", {"corruptions": ("mine",)}), *usual[1:]),
+    "corruption": (ComponentSpec("live-mnist-c", {"corruptions": ("mine",)}), *usual[1:]),
 }
 for name, parts in asked.items():
-    print(name, Experiment.of(*parts, bench=bench).id)
+    print(name, Experiment.of(*parts, workbench=workbench).id)
 """
 OWN = ["method", "scenario", "dataset", "model", "corruption"]
 
@@ -102,7 +106,11 @@ def test_other_code_is_another_experiment(tmp_path):
 
 def test_tribes_own_components_have_no_code():
     experiment = Experiment.of(
-        Named("live-mnist-c", {"corruptions": ("stripe",)}), "compact", "iid", "tent", bench=Bench(device="cpu")
+        ComponentSpec("live-mnist-c", {"corruptions": ("stripe",)}),
+        "compact",
+        "iid",
+        "tent",
+        workbench=Workbench(device="cpu"),
     )
     assert all("code" not in part for part in experiment.json().values() if isinstance(part, dict))
 

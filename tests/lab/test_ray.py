@@ -21,11 +21,15 @@ from grid import experiments
 from tribe.cli.commands import app
 from tribe.cli.custom import METHOD, component_name
 from tribe.datasets.files import MissingData
-from tribe.lab.experiment import Bench, Experiment, Named, Result
+from tribe.lab.execution import run_experiment
+from tribe.lab.experiment import Experiment
 from tribe.lab.ray import Failure, Foreign, Order, _brought_home, _packed, _serve, run_all
+from tribe.lab.spec import ComponentSpec
+from tribe.lab.store import Result
+from tribe.lab.workbench import Workbench
 
-DATA = Named("live-mnist-c", {"corruptions": ["impulse_noise"]})
-STREAM = Named("gli-f", {"imbalance": 1_000_000})  # about 1,200 images
+DATA = ComponentSpec("live-mnist-c", {"corruptions": ["impulse_noise"]})
+STREAM = ComponentSpec("gli-f", {"imbalance": 1_000_000})  # about 1,200 images
 
 pytestmark = pytest.mark.filterwarnings("ignore:an imbalance of")
 
@@ -61,8 +65,8 @@ class Trouble(BN):
 
 
 @pytest.fixture(scope="module")
-def bench():
-    return Bench(device="cpu", threads=1)
+def workbench():
+    return Workbench(device="cpu", threads=1)
 
 
 @pytest.fixture(scope="module")
@@ -81,16 +85,16 @@ def address():
 
 
 @pytest.fixture
-def trouble(tmp_path, bench):
+def trouble(tmp_path, workbench):
     """Experiments on a method in a file of one's own, and the log of its steps."""
     (tmp_path / "mine.py").write_text(TROUBLE)
     name, log = component_name(METHOD, f"{tmp_path / 'mine.py'}:Trouble"), tmp_path / "log"
-    yield lambda kind: small(bench, Named(name, {"kind": kind, "log": str(log)})), log
+    yield lambda kind: small(workbench, ComponentSpec(name, {"kind": kind, "log": str(log)})), log
     tribe.methods.registry._classes.pop(name)
 
 
-def small(bench, method, **options):
-    return Experiment.of(DATA, "compact", STREAM, method, bench=bench, **options)
+def small(workbench, method, **options):
+    return Experiment.of(DATA, "compact", STREAM, method, workbench=workbench, **options)
 
 
 def same(one, other):
@@ -116,19 +120,23 @@ def steps(log):
 # -- the same results -------------------------------------------------------------------------------------------------
 
 
-def test_on_ray_as_in_order(address, bench, tmp_path):
+def test_on_ray_as_in_order(address, workbench, tmp_path):
     """Two threads, more than a machine has, are part of the experiment, and kept to."""
-    asked = [small(bench, "bn"), small(bench, "tent", seeds=(0, 1)), small(Bench(device="cpu", threads=2), "tent")]
+    asked = [
+        small(workbench, "bn"),
+        small(workbench, "tent", seeds=(0, 1)),
+        small(Workbench(device="cpu", threads=2), "tent"),
+    ]
     seen, ended = {}, []
     there = run_all(
         [*asked, asked[0]],
         tmp_path / "there",
         ray=address,
-        bench=bench,
+        workbench=workbench,
         progress=lambda experiment, *told: seen.__setitem__(experiment, told),
         done=lambda experiment, outcome: ended.append((experiment, outcome)),
     )
-    here = run_all([*asked, asked[0]], tmp_path / "here", bench=bench)
+    here = run_all([*asked, asked[0]], tmp_path / "here", workbench=workbench)
     for one, other in zip(there, here, strict=True):
         same(one, other)
     assert [result.experiment for result in there] == [*asked, asked[0]]
@@ -139,24 +147,24 @@ def test_on_ray_as_in_order(address, bench, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_grid_of_twelve_on_two_workers(address, bench, tmp_path):
-    grid = list(experiments(12, bench))
-    there = run_all(grid, tmp_path / "there", ray=address, bench=bench)
-    for one, other in zip(there, run_all(grid, tmp_path / "here", bench=bench), strict=True):
+def test_a_grid_of_twelve_on_two_workers(address, workbench, tmp_path):
+    grid = list(experiments(12, workbench))
+    there = run_all(grid, tmp_path / "there", ray=address, workbench=workbench)
+    for one, other in zip(there, run_all(grid, tmp_path / "here", workbench=workbench), strict=True):
         same(one, other)
 
 
-def test_what_is_finished_is_not_run_again(bench, tmp_path):
-    asked = [small(bench, "bn"), small(bench, "source")]
-    first = run_all(asked, tmp_path, bench=bench)
+def test_what_is_finished_is_not_run_again(workbench, tmp_path):
+    asked = [small(workbench, "bn"), small(workbench, "source")]
+    first = run_all(asked, tmp_path, workbench=workbench)
     told = []
-    again = run_all(asked, tmp_path, bench=bench, progress=lambda *words: told.append(words))
+    again = run_all(asked, tmp_path, workbench=workbench, progress=lambda *words: told.append(words))
     assert [r.environment for r in again] == [r.environment for r in first]
     assert not told
 
 
-def test_what_another_process_computes_is_left_for_the_end(bench, tmp_path):
-    busy, free = small(bench, "bn"), small(bench, "source")
+def test_what_another_process_computes_is_left_for_the_end(workbench, tmp_path):
+    busy, free = small(workbench, "bn"), small(workbench, "source")
     (tmp_path / busy.id).mkdir()
     with (tmp_path / busy.id / ".lock").open("wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -166,13 +174,13 @@ def test_what_another_process_computes_is_left_for_the_end(bench, tmp_path):
             fcntl.flock(lock, fcntl.LOCK_UN)
 
         order = []
-        run_all([busy, free], tmp_path, bench=bench, done=done)
+        run_all([busy, free], tmp_path, workbench=workbench, done=done)
     assert order == [free, busy]
 
 
-def test_results_of_another_machine_are_brought_home(bench, tmp_path):
-    experiment = small(bench, "bn", seeds=(0, 1))
-    away = experiment.run(tmp_path / "away", bench=bench)
+def test_results_of_another_machine_are_brought_home(workbench, tmp_path):
+    experiment = small(workbench, "bn", seeds=(0, 1))
+    away = run_experiment(experiment, tmp_path / "away", workbench=workbench)
     same(_brought_home(experiment, tmp_path / "home", _packed(away)), away)
     assert "are not in" in _brought_home(experiment, tmp_path / "lost", {})
 
@@ -208,11 +216,11 @@ def test_a_table_on_ray_with_a_method_of_ones_own(address, trouble, tmp_path):
 
 
 @pytest.mark.parametrize("on_ray", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_what_fails_is_tried_again_and_told_and_the_others_finish(on_ray, trouble, bench, tmp_path, request):
+def test_what_fails_is_tried_again_and_told_and_the_others_finish(on_ray, trouble, workbench, tmp_path, request):
     made, log = trouble
-    bad, good = made("error"), small(bench, "bn")
+    bad, good = made("error"), small(workbench, "bn")
     ray = request.getfixturevalue("address") if on_ray else None
-    failure, result = run_all([bad, good], tmp_path / "runs", ray=ray, bench=bench, every=3)
+    failure, result = run_all([bad, good], tmp_path / "runs", ray=ray, workbench=workbench, every=3)
     assert isinstance(failure, Failure)
     assert failure.attempts == 3
     assert "RuntimeError: this method never gets further" in failure.reason
@@ -224,21 +232,21 @@ def test_what_fails_is_tried_again_and_told_and_the_others_finish(on_ray, troubl
 
 
 @pytest.mark.slow
-def test_a_killed_worker_is_replaced_and_goes_on(address, trouble, bench, tmp_path):
+def test_a_killed_worker_is_replaced_and_goes_on(address, trouble, workbench, tmp_path):
     made, log = trouble
     deadly = made("kill")
-    (there,) = run_all([deadly], tmp_path / "there", ray=address, bench=bench, every=3)
+    (there,) = run_all([deadly], tmp_path / "there", ray=address, workbench=workbench, every=3)
     killed, last = steps(log)
     assert killed == [0, 1, 2, 3, 4, 5]
     assert last[0] == 3
-    same(there, deadly.run(tmp_path / "here", bench=bench))
+    same(there, run_experiment(deadly, tmp_path / "here", workbench=workbench))
 
 
 @pytest.mark.slow
-def test_who_kills_every_worker_is_given_up(address, trouble, bench, tmp_path):
+def test_who_kills_every_worker_is_given_up(address, trouble, workbench, tmp_path):
     made, _ = trouble
     deadly = made("kill")
-    failure, result = run_all([deadly, small(bench, "bn")], tmp_path, ray=address, bench=bench, retries=0)
+    failure, result = run_all([deadly, small(workbench, "bn")], tmp_path, ray=address, workbench=workbench, retries=0)
     assert isinstance(failure, Failure)
     assert "died" in failure.reason
     assert "tried once" in str(failure)
@@ -246,7 +254,7 @@ def test_who_kills_every_worker_is_given_up(address, trouble, bench, tmp_path):
 
 
 @pytest.mark.slow
-def test_an_interrupted_driver_stops_its_workers(address, trouble, bench, tmp_path):
+def test_an_interrupted_driver_stops_its_workers(address, trouble, workbench, tmp_path):
     import ray
 
     made, log = trouble
@@ -259,7 +267,7 @@ def test_an_interrupted_driver_stops_its_workers(address, trouble, bench, tmp_pa
                 [hanging],
                 tmp_path / "there",
                 ray=address,
-                bench=bench,
+                workbench=workbench,
                 every=3,
                 progress=lambda *_: signal.raise_signal(signal.SIGINT),
             )
@@ -277,32 +285,37 @@ def test_an_interrupted_driver_stops_its_workers(address, trouble, bench, tmp_pa
         signal.signal(signal.SIGINT, before)
         ray.shutdown()
     log.write_text("0 5\n")  # so that it does not hang
-    same(hanging.run(tmp_path / "there", bench=bench), hanging.run(tmp_path / "here", bench=bench))
+    same(
+        run_experiment(hanging, tmp_path / "there", workbench=workbench),
+        run_experiment(hanging, tmp_path / "here", workbench=workbench),
+    )
 
 
 @pytest.mark.slow
 def test_a_worker_without_the_data_says_what_is_missing_and_where(address, tmp_path):
     layouts.write_mnist_c(tmp_path / "data" / "mnist_c", np.random.default_rng(0))
-    bench = Bench(tmp_path / "data", "cpu", threads=1)
-    missing = Experiment.of(Named("mnist-c", {"corruptions": ["fog"]}), "compact", "ptta", "bn", bench=bench)
+    workbench = Workbench(tmp_path / "data", "cpu", threads=1)
+    missing = Experiment.of(
+        ComponentSpec("mnist-c", {"corruptions": ["fog"]}), "compact", "ptta", "bn", workbench=workbench
+    )
     shutil.rmtree(tmp_path / "data")
     with pytest.raises(MissingData) as error:
-        missing.run(tmp_path / "here", bench=Bench(tmp_path / "data", "cpu"))
-    (failure,) = run_all([missing], tmp_path / "there", ray=address, bench=bench, retries=0)
+        run_experiment(missing, tmp_path / "here", workbench=Workbench(tmp_path / "data", "cpu"))
+    (failure,) = run_all([missing], tmp_path / "there", ray=address, workbench=workbench, retries=0)
     assert failure.reason == f"on {os.uname().nodename}: {' '.join(str(error.value).split())}"
     assert str(tmp_path / "data" / "mnist_c") in failure.reason
 
 
 @pytest.mark.slow
-def test_a_gpu_that_the_cluster_does_not_have(address, bench, tmp_path):
-    on_gpu = dataclasses.replace(small(bench, "bn"), device="cuda", threads=None)
-    (failure,) = run_all([on_gpu], tmp_path, ray=address, bench=bench)
+def test_a_gpu_that_the_cluster_does_not_have(address, workbench, tmp_path):
+    on_gpu = dataclasses.replace(small(workbench, "bn"), device="cuda", threads=None)
+    (failure,) = run_all([on_gpu], tmp_path, ray=address, workbench=workbench)
     assert "needs 0.25 of a GPU, but no machine of the cluster has more than 0" in failure.reason
 
 
-def test_a_worker_with_other_versions_refuses(bench, tmp_path):
+def test_a_worker_with_other_versions_refuses(workbench, tmp_path):
     versions = {"tribe": tribe.__version__, "torch": "1.0"}
-    order = Order(small(bench, "bn").json(), str(tmp_path), None, (), None, versions, "", 50, False)
+    order = Order(small(workbench, "bn").json(), str(tmp_path), None, (), None, versions, "", 50, False)
     assert f"torch is {torch.__version__}, not 1.0" in _serve(order, None).failed
     assert not list(tmp_path.iterdir())
 
@@ -314,15 +327,15 @@ def test_a_method_reaches_a_machine_that_has_not_its_file(trouble):
     tribe.methods.registry._classes.pop("trouble")
     sys.modules.pop(next(name for name in sys.modules if name.startswith("tribe_target_")))
     sent.admit()
-    assert small(Bench(device="cpu", threads=1), Named("trouble", experiment.method.fields)) == experiment
+    assert small(Workbench(device="cpu", threads=1), ComponentSpec("trouble", experiment.method.fields)) == experiment
     sent.admit()  # known already
-    assert Foreign.of(small(Bench(device="cpu"), "bn")) is None
+    assert Foreign.of(small(Workbench(device="cpu"), "bn")) is None
 
 
-def test_without_ray(bench, tmp_path, monkeypatch):
+def test_without_ray(workbench, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'tribe-tta\[ray\]'"):
-        run_all([small(bench, "bn")], tmp_path / "runs", ray="auto", bench=bench)
+        run_all([small(workbench, "bn")], tmp_path / "runs", ray="auto", workbench=workbench)
     embedded = ["--dataset", "live-mnist-c", "--model", "compact", "--methods", "BN", "--runs", str(tmp_path / "runs")]
     result = CliRunner().invoke(app, ["reproduce", "wall-clock", *embedded, "--ray"])
     assert result.exit_code == 2
@@ -338,10 +351,10 @@ def test_an_address_where_no_cluster_is(given, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_cluster_of_its_own_ends_with_the_work(bench, tmp_path):
+def test_a_cluster_of_its_own_ends_with_the_work(workbench, tmp_path):
     ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'tribe-tta[ray]'")
-    (result,) = run_all([small(bench, "bn")], tmp_path / "there", ray="auto", workers=1, bench=bench)
-    same(result, small(bench, "bn").run(tmp_path / "here", bench=bench))
+    (result,) = run_all([small(workbench, "bn")], tmp_path / "there", ray="auto", workers=1, workbench=workbench)
+    same(result, run_experiment(small(workbench, "bn"), tmp_path / "here", workbench=workbench))
     assert not ray.is_initialized()
 
 

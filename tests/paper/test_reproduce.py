@@ -20,7 +20,10 @@ from commands import message, tribe_command
 from places import ROOT
 from tribe import bench, datasets, methods, scenarios
 from tribe.datasets.made import Block, Made
-from tribe.lab.experiment import Bench, Experiment, MixedResults, Named, finished, method_fields, named
+from tribe.lab.experiment import Experiment, MixedResults
+from tribe.lab.spec import ComponentSpec, describe
+from tribe.lab.store import finished
+from tribe.lab.workbench import Workbench
 from tribe.paper import reproduce
 from tribe.paper import tables as paper
 from tribe.paper.claims import Verdict, claims
@@ -216,17 +219,17 @@ def test_columns_of_domains_are_those_of_the_stand_in(played):
 
 
 def test_means_over_data_sets_and_swept_fields():
-    bench = Bench(device="cpu")
+    workbench = Workbench(device="cpu")
     corruption = {"dataset": {"corruptions": ["impulse_noise"]}}
     wishes = Wishes("live-mnist-c", "compact", settings=corruption)
-    plan = reproduce.plan(paper.get("eta"), wishes, bench)
+    plan = reproduce.plan(paper.get("eta"), wishes, workbench)
     fields = [plan.cells["CIFAR10-C", column].experiment.method.fields["eta"] for column in plan.table.column_keys]
     assert fields == pytest.approx([5e-4, 0.01, 5e-2, 0.1]), "times 10 classes; the second is the release's"
-    plan = reproduce.plan(paper.get("learning-rate"), wishes, bench)
+    plan = reproduce.plan(paper.get("learning-rate"), wishes, workbench)
     rates = [plan.cells["NOTE x 0.1", column].experiment.method.fields["lr"] for column in plan.table.column_keys]
     assert rates == pytest.approx([5e-4, 1e-4, 5e-5, 1e-5, 1e-6])
     ablation = dataclasses.replace(wishes, only=("TEST",))
-    plan = reproduce.run(reproduce.plan(paper.get("ablation"), ablation, bench), "runs", bench)
+    plan = reproduce.run(reproduce.plan(paper.get("ablation"), ablation, workbench), "runs", workbench)
     entries = reproduce.compare(plan, "runs").entries
     mean = (entries["TEST", "CIFAR10-C cat"].ours + entries["TEST", "CIFAR100-C cat"].ours) / 2
     assert entries["TEST", "Avg. cat"].ours == pytest.approx(mean)
@@ -412,17 +415,17 @@ def test_results_in_no_folder_are_refused(words):
 
 def test_a_claim_is_judged_on_our_numbers():
     """Balanced BN against Robust BN, both run here."""
-    bench = Bench(device="cpu")
+    workbench = Workbench(device="cpu")
     small = {"dataset": {"corruptions": ["impulse_noise"]}, "scenario": {"imbalance": 1_000_000}}
     wishes = Wishes("live-mnist-c", "compact", settings=small)
     rows = ("Robust BN", "Balanced BN")
-    plan = reproduce.plan(paper.get("ablation"), dataclasses.replace(wishes, only=rows), bench)
-    comparison = reproduce.compare(reproduce.run(plan, "runs", bench), "runs")
+    plan = reproduce.plan(paper.get("ablation"), dataclasses.replace(wishes, only=rows), workbench)
+    comparison = reproduce.compare(reproduce.run(plan, "runs", workbench), "runs")
     columns = [c for c in comparison.columns if not c.startswith("Avg.")]
     gaps = [comparison.entries[rows[0], c].ours - comparison.entries[rows[1], c].ours for c in columns]
     better = min(gaps) > 5  # as "substantially" is read
     for known in ([comparison], []):  # once more from the files alone, with all rows planned
-        judged = reproduce.judged(lambda table: reproduce.plan(table, wishes, bench), "runs", known, "ablation")
+        judged = reproduce.judged(lambda table: reproduce.plan(table, wishes, workbench), "runs", known, "ablation")
         verdicts = {claim.name: ours.holds for claim, _, ours in judged}
         assert verdicts.pop("balanced-beats-robust") is better
         assert set(verdicts.values()) == {None}, "nothing else was run"
@@ -504,7 +507,9 @@ def test_a_method_is_added_as_the_paper_spells_it(word):
 
 
 def test_a_row_is_added_to_every_group():
-    plan = reproduce.plan(paper.get("cifar10-fixed"), Wishes("live-mnist-c", "compact", ("TENT",), ("sar",)), Bench())
+    plan = reproduce.plan(
+        paper.get("cifar10-fixed"), Wishes("live-mnist-c", "compact", ("TENT",), ("sar",)), Workbench()
+    )
     assert plan.table.row_keys == ["10 TENT", "100 TENT", "200 TENT", "10 sar", "100 sar", "200 sar"]
     cell = plan.cells["200 sar", "Inst.Avg."]
     assert cell.experiment.method.name == "sar"
@@ -513,10 +518,10 @@ def test_a_row_is_added_to_every_group():
 
 def test_rows_and_columns_are_chosen_by_pattern():
     def keys(name, **wishes):
-        table = reproduce.plan(paper.get(name), Wishes("live-mnist-c", "compact", **wishes), bench).table
+        table = reproduce.plan(paper.get(name), Wishes("live-mnist-c", "compact", **wishes), workbench).table
         return table.row_keys, table.column_keys, table
 
-    bench = Bench(device="cpu")
+    workbench = Workbench(device="cpu")
     rows, columns, table = keys("cifar10", only=("cotta", "PETAL"), columns=("F 100 *", "V 100 inst"))
     assert rows == ["CoTTA", "PETAL"]
     assert columns == ["F 100 inst", "F 100 cat", "V 100 inst"]
@@ -624,10 +629,10 @@ def test_what_cannot_be_done_is_said_in_a_paragraph(arguments, words):
 
 def test_results_that_do_not_fit_are_refused(played):
     """A plan whose experiments differ in more than the table is about, as only a mistake could make one."""
-    bench = Bench(device="cpu")
+    workbench = Workbench(device="cpu")
     wishes = Wishes("live-mnist-c", "compact", ("source", "BN"), settings={"dataset": {"corruptions": ["fog"]}})
-    one = reproduce.plan(paper.get("wall-clock"), wishes, bench)
-    other = reproduce.plan(paper.get("wall-clock"), dataclasses.replace(wishes, seeds=(1,)), bench)
+    one = reproduce.plan(paper.get("wall-clock"), wishes, workbench)
+    other = reproduce.plan(paper.get("wall-clock"), dataclasses.replace(wishes, seeds=(1,)), workbench)
     mixed = dataclasses.replace(one, cells={**one.cells, ("BN", "error"): other.cells["BN", "error"]})
     with pytest.raises(MixedResults, match=r"seeds is \[0\] and \[1\]"):
         reproduce.compare(mixed, "runs")
@@ -755,9 +760,9 @@ def test_stopped_by_hand_it_says_how_to_go_on(tmp_path):
 
 
 def test_what_another_process_computes_is_left_for_the_end():
-    bench = Bench(device="cpu")
+    workbench = Workbench(device="cpu")
     wishes = Wishes("live-mnist-c", "compact", ("TEST", "BN"), settings={"dataset": {"corruptions": ["impulse_noise"]}})
-    plan = reproduce.plan(paper.get("wall-clock"), wishes, bench)
+    plan = reproduce.plan(paper.get("wall-clock"), wishes, workbench)
     first, second = plan.experiments
     folder = Path("runs") / first.id
     folder.mkdir(parents=True)
@@ -775,7 +780,7 @@ def test_what_another_process_computes_is_left_for_the_end():
             if experiment == second:
                 other.stdin.close()  # lets go of the first
 
-        reproduce.run(plan, "runs", bench, done=done)
+        reproduce.run(plan, "runs", workbench, done=done)
     assert order == [second, first]
     assert len(list(finished("runs"))) == 2
 
@@ -829,18 +834,18 @@ def test_processes_that_are_started_together_share_the_work(tmp_path):
 
 
 def test_the_longest_is_begun_first():
-    bench, settings = Bench(device="cpu"), {"dataset": {"corruptions": ["impulse_noise"]}}
+    workbench, settings = Workbench(device="cpu"), {"dataset": {"corruptions": ["impulse_noise"]}}
     only, columns = ("TEST", "Balanced BN"), ("100", "200")
     wishes = Wishes("live-mnist-c", "compact", only, ("tent",), columns=columns, settings=settings)
-    plan = reproduce.plan(paper.get("norms"), wishes, bench)
-    order = [(e.method.name, bench.images(e)) for e in reproduce.longest_first(plan.experiments, "runs", bench)]
+    plan = reproduce.plan(paper.get("norms"), wishes, workbench)
+    order = [(e.method.name, e.length(workbench)) for e in reproduce.longest_first(plan.experiments, "runs", workbench)]
     most, least = sorted({count for _, count in order}, reverse=True)
     names = ("selftrain/balanced-bn", "tent", "source")
     assert order == [(name, count) for name in names for count in (most, least)], "though tent is the last row"
-    assert sorted(map(str, order)) == sorted(str((e.method.name, bench.images(e))) for e in plan.experiments)
+    assert sorted(map(str, order)) == sorted(str((e.method.name, e.length(workbench))) for e in plan.experiments)
     done = []
-    reproduce.run(plan, "runs", bench, done=lambda experiment, _: done.append(experiment))
-    assert [(e.method.name, bench.images(e)) for e in done] == order
+    reproduce.run(plan, "runs", workbench, done=lambda experiment, _: done.append(experiment))
+    assert [(e.method.name, e.length(workbench)) for e in done] == order
 
 
 # -- what is kept, and the page that is made of it --------------------------------------------------------------------
@@ -883,12 +888,12 @@ def fabricate(
     stream = scenarios.create(scenario, **({} if imbalance is None else {"imbalance": imbalance}))
     data = datasets.create(played[0], **data_fields)
     experiment = Experiment(
-        named(played[0], data),
+        describe(played[0], data),
         images,
-        Named(played[1]),
+        ComponentSpec(played[1]),
         weights,
-        named(scenario, stream.on(data.domains)),
-        Named(method, method_fields(told)),
+        describe(scenario, stream.on(data.domains)),
+        describe(method, told),
         *(seeds, 64, "tf32", "cuda", None),
     )
     instance, category = (error / 100 for error in errors)
@@ -1100,8 +1105,8 @@ def test_draws_know_images_and_weights_as_experiments_do():
     setting = textbook.setting(textbook.options(words), tribe.engine.precision.choose_device("cpu"))
     errors = {"inst": [1.0], "cat": [2.0]}
     Path("draws.json").write_text(json.dumps(setting | {"ours": errors, "textbook": errors}))
-    protocol = Named("gli-f", {"imbalance": 100})
-    how = {"seeds": (425,), "precision": "float32", "bench": Bench(device="cpu")}
+    protocol = ComponentSpec("gli-f", {"imbalance": 100})
+    how = {"seeds": (425,), "precision": "float32", "workbench": Workbench(device="cpu")}
     experiment = Experiment.of("live-mnist-c", "compact", protocol, "tent", **how)
     draws = read_draws(Path("draws.json"))
     assert (draws.images, draws.weights) == (experiment.images, experiment.weights)

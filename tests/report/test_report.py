@@ -16,7 +16,9 @@ import tribe
 from commands import tribe_command
 from places import ROOT
 from tribe import metrics, report, scenarios
-from tribe.lab.experiment import Experiment, Named
+from tribe.lab.execution import run_experiment
+from tribe.lab.experiment import Experiment
+from tribe.lab.spec import ComponentSpec
 from tribe.report import markup
 
 VOID = {"br", "hr", "input", "link", "meta"}
@@ -268,9 +270,11 @@ def test_the_command_on_the_page_makes_the_same_records_again(tmp_path, monkeypa
 def test_an_experiment_is_reported_with_its_machine_and_a_command_of_the_same_numbers(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TRIBE_DATA", str(tmp_path / "nothing"))
-    data = Named("live-mnist-c", {"corruptions": ["impulse_noise"]})
+    data = ComponentSpec("live-mnist-c", {"corruptions": ["impulse_noise"]})
     for method in ("source", "bn"):
-        Experiment.of(data, "compact", Named("gli-f", {"imbalance": 400}), method, seeds=(0, 1)).run("runs")
+        run_experiment(
+            Experiment.of(data, "compact", ComponentSpec("gli-f", {"imbalance": 400}), method, seeds=(0, 1)), "runs"
+        )
     page = page_of(tmp_path / "runs")
     assert [row[0]["text"] for row in page.tables[0][2:]] == ["source", "bn"]
     assert f"torch {torch.__version__}" in page.text

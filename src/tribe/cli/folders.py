@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import tribe
-from tribe.lab.components import PLACES
 from tribe.lab.record import Record
 from tribe.lab.spec import differences
 
 LONG = 120  # letters of a name, beyond which a hash stands for what was set
 SHORT_NAMES = {"scenario.imbalance": "imbalance", "dataset.severities": "severity"}  # these have options of their own
+PLACES = ("data", "root")  # of data sets
 OF_A_RECORD = ("method", "fields", "code", "seed")  # in its spec, beside what the folder is about
 
 Records = dict[str, list[Record]]  # by method, one a seed

@@ -10,7 +10,7 @@ import tribe
 from tribe.cli.custom import METHOD, component_name, load_custom_model
 from tribe.datasets import Dataset
 from tribe.engine.backbone import Backbone
-from tribe.lab import components
+from tribe.lab import workbench
 from tribe.methods import registry
 
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")]
@@ -36,7 +36,7 @@ def build_dataset(name: str, data: Path | None, severity: str | None, fields: di
             given["severities"] = tuple(int(s) for s in severity.split(","))
         except ValueError:
             raise ValueError(f"--severity is a number from 1 to 5, or several: 1,3,5; got {severity!r}") from None
-    return components.dataset(name, data, given)
+    return workbench.build_dataset(name, data, given)
 
 
 def build_network(
@@ -50,7 +50,7 @@ def build_network(
 ) -> Backbone:
     """The network of ``--model``: a name, or ``file.py:attribute``, a module or a `Backbone`."""
     if ":" not in name:
-        built = components.model(components.Asked(dataset, name, weights, root), data, fields)
+        built = workbench.build_model(workbench.Request(dataset, name, weights, root), data, fields)
     else:
         built = load_custom_model(name)
         built = built if weights is None else tribe.models.load(built, weights)

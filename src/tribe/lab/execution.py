@@ -162,9 +162,7 @@ def _record_spec(experiment: Experiment) -> dict[str, Any]:
     return {**marked, **same, "experiment": experiment.id, **method, **coded(experiment.method.code)}
 
 
-def _environment(
-    experiment: Experiment, records: Sequence[Record], computer: Mapping[str, Any]
-) -> dict[str, Any]:
+def _environment(experiment: Experiment, records: Sequence[Record], computer: Mapping[str, Any]) -> dict[str, Any]:
     times = {str(record.spec["seed"]): record.seconds.double() for record in records}
     return {
         "schema": store.SCHEMA,

@@ -1,8 +1,8 @@
 """An experiment is plain data, and its id is a hash of it.
 
-    experiment = Experiment.of("live-mnist-c", "compact", "gli-f", "tribe", seeds=(0, 1))
-    result = run_experiment(experiment, "runs")    # tribe.lab.execution: found in the store, or computed
-    result.error()                                 # mean instance error over its seeds
+experiment = Experiment.of("live-mnist-c", "compact", "gli-f", "tribe", seeds=(0, 1))
+result = run_experiment(experiment, "runs")    # tribe.lab.execution: found in the store, or computed
+result.error()                                 # mean instance error over its seeds
 """
 
 import dataclasses
@@ -61,9 +61,7 @@ class Experiment:
         workbench = workbench or Workbench()
         components = workbench.prepare(*(ComponentSpec.of(given) for given in (dataset, model, scenario, method)))
         settled = precision_on(workbench.device, precision)
-        return Experiment.of_components(
-            components, seeds, batch, settled, workbench.device.type, workbench.threads
-        )
+        return Experiment.of_components(components, seeds, batch, settled, workbench.device.type, workbench.threads)
 
     @staticmethod
     def of_components(

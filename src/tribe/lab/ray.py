@@ -38,9 +38,12 @@ import torch
 
 from tribe import methods
 from tribe._version import __version__
-from tribe.lab.experiment import EVERY, Bench, Experiment, Result
+from tribe.lab.execution import EVERY, run_experiment
+from tribe.lab.experiment import Experiment
 from tribe.lab.modules import from_file
 from tribe.lab.runner import Progress
+from tribe.lab.store import Result, find
+from tribe.lab.workbench import Workbench
 from tribe.storage.atomic import write_atomically
 from tribe.storage.lock import Busy
 
@@ -70,7 +73,7 @@ def run_all(
     *,
     ray: str | None = None,
     workers: int | None = None,
-    bench: Bench | None = None,
+    workbench: Workbench | None = None,
     gpus: float = 0.25,
     retries: int = 2,
     every: int = EVERY,
@@ -88,7 +91,7 @@ def run_all(
             starts one here; "local" always starts one; else the address of a cluster. A session of Ray that the caller
             has begun is used as it is.
         workers: start a cluster here, with as many cores; None: with all, if one is started.
-        bench: where data and weights lie, on all workers; where it does not say, each looks into its own $TRIBE_DATA.
+        workbench: where data and weights are, on all workers; by default in each worker's own $TRIBE_DATA.
         gpus: share of a GPU that an experiment on CUDA takes on Ray; 0.25 lets four share one.
         retries: how often a failed experiment is tried again.
         every: batches between checkpoints.
@@ -100,10 +103,10 @@ def run_all(
     with contextlib.ExitStack() as stack:
         pool: Pool
         if ray is None:
-            pool = Here(root, bench, every, progress)
+            pool = Here(root, workbench, every, progress)
         else:
             cluster = stack.enter_context(_cluster(ray, workers))
-            pool = stack.enter_context(contextlib.closing(Workers(cluster, root, bench, gpus, every, progress)))
+            pool = stack.enter_context(contextlib.closing(Workers(cluster, root, workbench, gpus, every, progress)))
         outcomes = _conduct(pool, list(dict.fromkeys(asked)), retries, done)
     return [outcomes[experiment] for experiment in asked]
 
@@ -169,10 +172,10 @@ def _conduct(
 
 
 def _attempt(
-    experiment: Experiment, root: Path, bench: Bench, progress: Progress | None, every: int, wait: bool
+    experiment: Experiment, root: Path, workbench: Workbench, progress: Progress | None, every: int, wait: bool
 ) -> Outcome:
     try:
-        return experiment.run(root, bench=bench, progress=progress, every=every, wait=wait)
+        return run_experiment(experiment, root, workbench=workbench, progress=progress, every=every, wait=wait)
     except Busy as busy:
         return busy
     except Exception as error:  # a method may be anyone's, and raise anything; the others go on
@@ -197,9 +200,11 @@ def in_words(error: BaseException) -> str:
 class Here:
     """This process: one experiment after the other."""
 
-    def __init__(self, root: str | PathLike[str], bench: Bench | None, every: int, progress: Follow | None) -> None:
+    def __init__(
+        self, root: str | PathLike[str], workbench: Workbench | None, every: int, progress: Follow | None
+    ) -> None:
         self._root, self._every, self._progress = Path(root), every, progress
-        self._given, self._benches = bench, dict[str, Bench]()
+        self._given, self._benches = workbench, dict[str, Workbench]()
         self._queue: deque[tuple[Experiment, bool]] = deque()
 
     def start(self, experiment: Experiment, wait: bool) -> None:
@@ -213,16 +218,16 @@ class Here:
         experiment, wait = self._queue.popleft()
         follow = None if self._progress is None else functools.partial(self._progress, experiment)
         try:
-            bench = self._bench(experiment.device)
+            workbench = self._bench(experiment.device)
         except ValueError as error:  # no such device here
             return experiment, str(error)
-        return experiment, _attempt(experiment, self._root, bench, follow, self._every, wait)
+        return experiment, _attempt(experiment, self._root, workbench, follow, self._every, wait)
 
-    def _bench(self, device: str) -> Bench:
+    def _bench(self, device: str) -> Workbench:
         if self._given is not None:
             return self._given
         if device not in self._benches:
-            self._benches[device] = Bench(device=device)
+            self._benches[device] = Workbench(device=device)
         return self._benches[device]
 
 
@@ -265,7 +270,7 @@ class Foreign(NamedTuple):
             path = Path(_folder().name) / hashlib.sha256(self.source).hexdigest() / path.name
             path.parent.mkdir(exist_ok=True)
             path.write_bytes(self.source)
-        # Named by its place, so that a file that was changed takes the place of its older self in the registry.
+        # ComponentSpec by its place, so that a file that was changed takes the place of its older self in the registry.
         return from_file(path, f"tribe_method_{hashlib.sha256(self.file.encode()).hexdigest()[:16]}")
 
 
@@ -337,8 +342,8 @@ def _carry_out(order: Order, board: Any) -> Reply:
     if experiment.threads is not None:
         torch.set_num_threads(experiment.threads)  # building a data set computes, too
     voice = _Voice(board, experiment.id)
-    bench = _bench(order.data, experiment.device, order.weights)
-    outcome = _attempt(experiment, Path(order.root), bench, voice, order.every, order.wait)
+    workbench = _bench(order.data, experiment.device, order.weights)
+    outcome = _attempt(experiment, Path(order.root), workbench, voice, order.every, order.wait)
     voice.finish()
     if isinstance(outcome, Busy):
         return Reply(busy=True)
@@ -349,9 +354,9 @@ def _carry_out(order: Order, board: Any) -> Reply:
 
 
 @functools.lru_cache(maxsize=2)
-def _bench(data: str | None, device: str, weights: tuple[tuple[str, str], ...]) -> Bench:
+def _bench(data: str | None, device: str, weights: tuple[tuple[str, str], ...]) -> Workbench:
     """A worker plays many experiments: data and networks are read once."""
-    return Bench(data, device, dict(weights))
+    return Workbench(data, device, dict(weights))
 
 
 def _packed(result: Result) -> dict[str, bytes]:
@@ -445,15 +450,15 @@ class Workers:
         self,
         ray: Any,
         root: str | PathLike[str],
-        bench: Bench | None,
+        workbench: Workbench | None,
         gpus: float,
         every: int,
         progress: Follow | None,
     ) -> None:
         self._ray, self._root, self._gpus = ray, Path(root).resolve(), gpus
         self._every, self._progress = every, progress
-        self._data = None if bench is None or bench.data is None else str(bench.data.expanduser().resolve())
-        places = {} if bench is None else bench.weights
+        self._data = None if workbench is None or workbench.data is None else str(workbench.data.expanduser().resolve())
+        places = {} if workbench is None else workbench.weights
         self._weights = tuple((name, str(path.expanduser().resolve())) for name, path in places.items())
         self._node = ray.get_runtime_context().get_node_id()
         self._task = ray.remote(max_retries=0)(_serve)  # retries are counted in one place, `_conduct`
@@ -464,7 +469,7 @@ class Workers:
     def start(self, experiment: Experiment, wait: bool) -> None:
         """Send the experiment to a worker, unless its results are here."""
         try:
-            if (found := experiment.found(self._root)) is not None:
+            if (found := find(experiment, self._root, verified=True)) is not None:
                 self._ended.append((experiment, found))
                 return
             order = Order(
@@ -547,10 +552,10 @@ class Workers:
 def _brought_home(experiment: Experiment, root: Path, files: Mapping[str, bytes]) -> Outcome:
     """The results in the folder here, which a worker on another machine may not see."""
     folder = root / experiment.id
-    found = experiment.found(root)
+    found = find(experiment, root, verified=True)
     if found is None and files:
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
             write_atomically(folder / name, content)
-        found = experiment.found(root)
+        found = find(experiment, root, verified=True)
     return found or f"a worker finished it, but its results are not in {folder}"

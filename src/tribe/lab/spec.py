@@ -1,4 +1,4 @@
-"""A spec is plain data that says all that a result depends on. What it says has a place, as ``scenario.fields.sigma``."""
+"""A spec is plain data: all that a result depends on. A value in it has a place, such as ``scenario.fields.sigma``."""
 
 import dataclasses
 import json
@@ -46,7 +46,9 @@ def describe(name: str, component: Any, strict: bool = True) -> ComponentSpec:
         return ComponentSpec(name, plain(fields), code)
     for key, value in fields.items():
         if isinstance(value, dict) and "callable" in value:
-            raise ValueError(f"{name}.{key} is {value['callable']}, which no file can hold; an experiment is plain data")
+            raise ValueError(
+                f"{name}.{key} is {value['callable']}, which no file can hold; an experiment is plain data"
+            )
     return ComponentSpec(name, json.loads(canonical(fields)), code)
 
 

@@ -3,15 +3,15 @@
 Layout of ``runs/<id>/``, where ``<id>`` is `Experiment.id`:
 
     spec.json               {"format": "tribe-experiment", "schema": 2, "id": ..., "spec": Experiment.json()}
-    record-<seed>.npz       a `tribe.Record` for each seed; its ``spec`` is that of the experiment, with its own "seed" in
-                              place of "seeds", and the id as "experiment"
+    record-<seed>.npz       a `tribe.Record` for each seed; its ``spec`` is that of the experiment, with "seed" in place
+                              of "seeds", and the id as "experiment"
     metrics.json            {"schema": 2, "id": ..., "seeds": {"<seed>": {...}}}, a function of the records alone:
                               images, instance_error, category_error, category_error_absent_correct,
                               calibration_error (shares; null without labels), domain_error {domain: share or null},
                               class_counts {domain: [images of each class]}
-    environment.json        {"schema": 2, "id": ..., "machine": tribe.lab.provenance.machine(), "seconds": of all streams
-                              together, "seconds_per_image": {"<seed>": ...}, "finished": ISO time}: what differs
-                              between two computations of the same experiment
+    environment.json        {"schema": 2, "id": ..., "machine": tribe.lab.provenance.machine(), "seconds": of all
+                              streams together, "seconds_per_image": {"<seed>": ...}, "finished": ISO time}: what
+                              differs between two computations of the same experiment
     checkpoint.safetensors  until the records are written: where to resume
     *.damaged-<n>           a damaged file that was set aside
 
@@ -23,7 +23,6 @@ import contextlib
 import json
 import math
 import os
-import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +34,7 @@ from tribe.lab import metrics
 from tribe.lab.experiment import Experiment
 from tribe.lab.record import Record
 from tribe.storage.atomic import write_atomically
+from tribe.storage.lock import exclusive
 
 FORMAT, SCHEMA = "tribe-experiment", 2  # schema 1 had no fingerprint of the images
 SPEC, METRICS, ENVIRONMENT = "spec.json", "metrics.json", "environment.json"
@@ -43,10 +43,6 @@ CHECKPOINT = "checkpoint.safetensors"
 
 class NewerResults(ValueError):
     """Results that a newer version of tribe wrote."""
-
-
-class Busy(OSError):
-    """Another process is computing the same experiment."""
 
 
 @dataclass(frozen=True)
@@ -241,18 +237,11 @@ def keep(
 
 @contextlib.contextmanager
 def locked(folder: Path, wait: bool) -> Iterator[None]:
-    """Make a folder and lock it for this process; the OS releases the lock if the process dies."""
+    """Make a folder and hold an exclusive lock on it. Where there are no locks, the last writer wins."""
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("wb") as lock:
-        if sys.platform != "win32":
-            import fcntl
-
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            except BlockingIOError as error:
-                raise Busy(f"another process is computing {folder}") from error
-            except OSError as error:
-                warnings.warn(f"{folder} cannot be locked ({error}): let one process at a time write", stacklevel=3)
+    with exclusive(folder / ".lock", wait=wait, busy=f"another process is computing {folder}") as is_locked:
+        if not is_locked:
+            warnings.warn(f"{folder} cannot be locked: let one process at a time write", stacklevel=3)
         yield
 
 

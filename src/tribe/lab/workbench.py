@@ -15,12 +15,13 @@ from typing import Any, NamedTuple, Union, get_args, get_origin
 
 import torch
 
-from tribe import datasets, knowledge, methods, models, scenarios
+from tribe import datasets, methods, models, scenarios
 from tribe.datasets import Dataset
 from tribe.datasets.files import data_root
 from tribe.datasets.fingerprint import fingerprint
 from tribe.engine.backbone import Backbone
 from tribe.engine.precision import choose_device
+from tribe.knowledge import Knowledge, KnowledgeError, find_knowledge, knowledge_path
 from tribe.lab.provenance import code_at, code_of
 from tribe.lab.spec import ComponentSpec, canonical, decode_fields, is_knowledge
 from tribe.lab.stream import Stream
@@ -156,7 +157,7 @@ class Request(NamedTuple):
         return data_root(str(self.data) if of_all else None)
 
 
-class MissingKnowledge(knowledge.KnowledgeError):
+class MissingKnowledge(KnowledgeError):
     """A method whose source knowledge is missing or cannot be used: why, and the command that makes it."""
 
     def __init__(self, why: str, command: str) -> None:
@@ -199,12 +200,12 @@ def build_method(name: str, net: Backbone, data: Dataset, request: Request, fiel
         return plain_method(name, net, data, request.dataset, fields)
     clean = trained_on(data, request.dataset)
     unusual = departures(name, net, data, request.dataset, fields)
-    path = knowledge.find(name, request.model, clean, request.root, unusual)
+    path = find_knowledge(name, request.model, clean, request.root, unusual)
     try:
         method = plain_method(name, net, data, request.dataset, {"knowledge": path, **fields})
         method.init(net)  # refuses knowledge that is missing or belongs to another network
         _check_knowledge(method, clean)
-    except knowledge.KnowledgeError as error:
+    except KnowledgeError as error:
         raise MissingKnowledge(str(error), _source_command(name, clean, request, unusual)) from error
     return method
 
@@ -240,7 +241,7 @@ def in_precision(net: Backbone, method: Method, precision: str) -> tuple[Backbon
         return net, method
     rounded = copy.deepcopy(net).to(torch.bfloat16)
     known = getattr(method, "knowledge", None)
-    if isinstance(known, knowledge.Knowledge):
+    if isinstance(known, Knowledge):
         known = dataclasses.replace(known, network=rounded.fingerprint(exact=False))
         method = dataclasses.replace(method, knowledge=known)  # type: ignore[call-arg]
     return rounded, method
@@ -248,7 +249,7 @@ def in_precision(net: Backbone, method: Method, precision: str) -> tuple[Backbon
 
 def trained_on(data: Dataset, name: str) -> str:
     """The clean data set behind a corrupted one: what a source network was trained on."""
-    return str(getattr(data, "source", name))
+    return str(getattr(data, "clean_name", name))
 
 
 def model_code(name: str) -> str | None:
@@ -260,9 +261,9 @@ def model_code(name: str) -> str | None:
 def _check_knowledge(method: Method, clean: str) -> None:
     """Refuse knowledge of other images than the network of this data set was trained on."""
     known = getattr(method, "knowledge", None)
-    images = known.spec.get("dataset") if isinstance(known, knowledge.Knowledge) else None
+    images = known.spec.get("dataset") if isinstance(known, Knowledge) else None
     if images is not None and images not in (clean, "folder"):
-        raise knowledge.KnowledgeError(f"{known!r} was taken from {images}, not from {clean}")
+        raise KnowledgeError(f"{known!r} was taken from {images}, not from {clean}")
 
 
 def _source_command(method: str, clean: str, request: Request, fields: Mapping[str, Any]) -> str:
@@ -271,7 +272,7 @@ def _source_command(method: str, clean: str, request: Request, fields: Mapping[s
     if clean in datasets.names() and clean != "folder":
         words += ["--dataset", clean, *([] if request.data is None else ["--data", str(request.data)])]
     else:
-        place = knowledge.place(method, request.model, clean, request.root, fields)
+        place = knowledge_path(method, request.model, clean, request.root, fields)
         words += ["--dataset", "folder", "--data", "TRAINING_IMAGES"]
         words += [] if clean == "folder" else ["--out", str(place)]
     words += [] if request.weights is None else ["--weights", str(request.weights)]

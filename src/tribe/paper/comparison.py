@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from tribe import scenarios
 from tribe.lab import statistics
-from tribe.lab.experiment import Experiment, MixedResults, Result, load, refuse_mixture
+from tribe.lab.experiment import Experiment, MixedResults, refuse_mixture
+from tribe.lab.store import Result, find, load
 from tribe.paper import tables as paper
 from tribe.paper.alone import measured_alone
 from tribe.paper.claims import Claim, Verdict, claims, judge, of_paper
@@ -70,7 +71,7 @@ class Judged(NamedTuple):
 
 def compare(plan: Plan, root: str | PathLike[str]) -> Comparison:
     """Compare with the paper what lies in ``root``; nothing is run. Results that do not fit together are refused."""
-    results = {e.id: found for e in plan.experiments if (found := e.found(root)) is not None}
+    results = {e.id: found for e in plan.experiments if (found := find(e, root, verified=True)) is not None}
     check(plan)
     table, counts = plan.table, _class_counts(plan)
     entries: dict[tuple[str, str], Entry] = {}
@@ -259,7 +260,7 @@ def _class_counts(plan: Plan) -> dict[str, dict[int | None, int]]:
     for column in plan.table.column_keys:
         planned = plan.cells[plan.table.row_keys[0], column]
         if planned.cell.metric == "class_count" and planned.problem is None:
-            stream = played(planned.cell, plan.wishes, plan.bench)
+            stream = played(planned.cell, plan.wishes, plan.workbench)
             classes = len(stream.dataset.classes)
             found[column] = dict(enumerate(class_counts(stream.schedules[0], stream.labels, classes)[0].tolist()))
     return found

@@ -3,7 +3,8 @@
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from tribe.lab.experiment import Experiment, Result
+from tribe.lab.experiment import Experiment
+from tribe.lab.store import Result
 
 # Seconds an image of one pass through a network, on an H200 and on one core: guesses until something was run.
 PASS = {

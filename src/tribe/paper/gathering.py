@@ -15,21 +15,12 @@ import torch
 
 from tribe import methods
 from tribe.engine.precision import precision_on
-from tribe.lab import components as build
-from tribe.lab.experiment import (
-    Bench,
-    Damaged,
-    Experiment,
-    MixedResults,
-    difference,
-    load,
-    method_fields,
-    named,
-    revived,
-    survey,
-)
-from tribe.lab.provenance import code_of
+from tribe.lab import workbench as build
+from tribe.lab.experiment import Experiment, MixedResults, difference
 from tribe.lab.ray import in_words
+from tribe.lab.spec import decode_fields, describe
+from tribe.lab.store import Damaged, find, load, survey
+from tribe.lab.workbench import Workbench
 from tribe.paper.plans import (
     CHOICE,
     FAILURES,
@@ -75,7 +66,9 @@ class Origin:
         return [f"{what} is {has}, not {wanted}" for what, has, wanted in made if wanted not in (None, has)]
 
 
-def gather(table: Table, wishes: Wishes, root: str | PathLike[str], bench: Bench, origin: Origin | None = None) -> Plan:
+def gather(
+    table: Table, wishes: Wishes, root: str | PathLike[str], workbench: Workbench, origin: Origin | None = None
+) -> Plan:
     """Plan a table with what lies in ``root``; where two results fit a cell, refuse, naming where they differ.
 
     A result of which a file is damaged is no result: that stands in its cells. Where nobody knows which these are, it
@@ -83,7 +76,7 @@ def gather(table: Table, wishes: Wishes, root: str | PathLike[str], bench: Bench
     """
     there = list(survey(root))
     known = [found.experiment for found in there if found.experiment is not None]
-    plan = gather_from(table, wishes, known, bench, origin)
+    plan = gather_from(table, wishes, known, workbench, origin)
     plan = plan.without({e.id: why for e in plan.experiments if (why := damage(e, root)) is not None})
     unknown = [in_words(found.error) for found in there if isinstance(found, Damaged) and found.experiment is None]
     return _doubted(plan, unknown) if unknown else plan
@@ -111,7 +104,7 @@ def damaged(root: str | PathLike[str]) -> dict[str, str]:
 
 def damage(experiment: Experiment, root: str | PathLike[str]) -> str | None:
     """Why what a finished experiment left in ``root`` cannot be used, naming the file; None: it can."""
-    if experiment.found(root) is not None:
+    if find(experiment, root, verified=True) is not None:
         return None
     folder = Path(root) / experiment.id
     try:
@@ -123,23 +116,25 @@ def damage(experiment: Experiment, root: str | PathLike[str]) -> str | None:
 
 
 def gather_from(
-    table: Table, wishes: Wishes, experiments: Sequence[Experiment], bench: Bench, origin: Origin | None = None
+    table: Table, wishes: Wishes, experiments: Sequence[Experiment], workbench: Workbench, origin: Origin | None = None
 ) -> Plan:
     """Plan a table with some finished experiments."""
     told = [(experiment, _told(experiment)) for experiment in experiments]
-    return planned_by(table, wishes, bench, lambda cell: _gathered(cell, wishes, told, bench, origin or Origin()))
+    return planned_by(
+        table, wishes, workbench, lambda cell: _gathered(cell, wishes, told, workbench, origin or Origin())
+    )
 
 
 def _gathered(
-    cell: Cell, wishes: Wishes, told: Sequence[tuple[Experiment, dict[str, Any]]], bench: Bench, origin: Origin
+    cell: Cell, wishes: Wishes, told: Sequence[tuple[Experiment, dict[str, Any]]], workbench: Workbench, origin: Origin
 ) -> Planned:
     if cell.mean_of or (cell.method is None and cell.dataset is None):
         return Planned(cell)
     try:
         if cell.method is None:
-            played(cell, wishes, bench)
+            played(cell, wishes, workbench)
             return Planned(cell)
-        expected = _expected(cell, wishes, bench)
+        expected = _expected(cell, wishes, workbench)
     except FAILURES as error:
         return Planned(cell, problem=in_words(error))
     there = [experiment for experiment, words in told if words == expected]
@@ -155,22 +150,22 @@ def _gathered(
     return Planned(cell, fitting[0]) if fitting else Planned(cell, problem=NOTHING)
 
 
-def _expected(cell: Cell, wishes: Wishes, bench: Bench) -> dict[str, Any]:
+def _expected(cell: Cell, wishes: Wishes, workbench: Workbench) -> dict[str, Any]:
     """What a cell says of its experiment, every default filled in."""
     dataset, scenario, model = named_dataset(cell, wishes), named_scenario(cell, wishes), named_model(cell, wishes)
-    data, name = bench.dataset(dataset), cell.method or ""
+    data, name = workbench.dataset(dataset), cell.method or ""
     learned = build.trained_on(data, dataset.name)
     published: Mapping[str, Any] = methods.get(name).presets.get(learned, {})
     known = methods.get("tribe").presets.get(learned, {})  # it has one for each of the paper's: no file need be opened
     classes = known["classes"] if known else len(data.classes)
     fields = {**published, "classes": classes, **method_settings(cell, wishes, lambda: classes)}
-    protocol = named(scenario.name, build.scenario(scenario.name, None, revived(scenario.fields)))
-    method = methods.create(name, **fields)
+    protocol = describe(scenario.name, build.build_scenario(scenario.name, None, decode_fields(scenario.fields)))
+    method = describe(name, methods.create(name, **fields))
     return {
-        "dataset": named(dataset.name, data).json(),
+        "dataset": describe(dataset.name, data).json(),
         "model": dataclasses.replace(model, code=build.model_code(model.name)).json(),
         "scenario": (protocol.name, _without(protocol.fields, UNTOLD), protocol.code),
-        "method": (name, _without(method_fields(method), (MADE,)), code_of(type(method))),
+        "method": (name, _without(method.fields, (MADE,)), method.code),
     }
 
 

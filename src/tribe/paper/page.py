@@ -16,7 +16,9 @@ from typing import NamedTuple
 
 from tribe import datasets, methods
 from tribe.datasets.made import read_made
-from tribe.lab.experiment import Bench, Experiment, Result, finished
+from tribe.lab.experiment import Experiment
+from tribe.lab.store import Result, finished
+from tribe.lab.workbench import Workbench
 from tribe.paper import tables as paper
 from tribe.paper.alone import measured_alone
 from tribe.paper.beside import Times, beside, near_the_released, released
@@ -39,7 +41,7 @@ class Series(NamedTuple):
 
     results: Sequence[Result]
     root: Path
-    bench: Bench
+    workbench: Workbench
 
     @property
     def first(self) -> Experiment:
@@ -61,7 +63,7 @@ class Series(NamedTuple):
 
     def plan(self, table: Table, wishes: Wishes | None = None) -> Plan:
         """A table with what is here."""
-        return gather_from(table, wishes or Wishes(), [result.experiment for result in self.results], self.bench)
+        return gather_from(table, wishes or Wishes(), [result.experiment for result in self.results], self.workbench)
 
     def compare(self, table: Table, wishes: Wishes | None = None) -> Comparison | None:
         """A table, ours and the paper's, without rows and columns that are empty; None if nothing of it was run."""
@@ -71,7 +73,7 @@ class Series(NamedTuple):
 
 def document(root: str | PathLike[str], origin: Origin | None = None) -> str:
     """The page, in Markdown, of results that were made in one way, or in any; without those that `damaged` names."""
-    root, here, made = Path(root), Bench(device="cpu"), origin or Origin()
+    root, here, made = Path(root), Workbench(device="cpu"), origin or Origin()
     results = [result for result in finished(root, damaged="skip") if not made.otherwise(result.experiment)]
     series = [Series(alike, root, here) for alike in _alike(results)]
     lines = [

@@ -9,9 +9,12 @@ from typing import Any
 
 from tribe import datasets, methods, models, scenarios
 from tribe.datasets import Dataset
-from tribe.lab.experiment import Bench, Experiment, Named, Result, finished
+from tribe.lab.experiment import Experiment
 from tribe.lab.ray import Failure, Follow, in_words, run_all
+from tribe.lab.spec import ComponentSpec
+from tribe.lab.store import Result, finished
 from tribe.lab.stream import Stream
+from tribe.lab.workbench import Workbench
 from tribe.paper import tables as paper
 from tribe.paper.claims import matching
 from tribe.paper.costs import history
@@ -66,7 +69,7 @@ class Plan:
     table: Table
     cells: Mapping[tuple[str, str], Planned]
     wishes: Wishes
-    bench: Bench
+    workbench: Workbench
 
     @property
     def experiments(self) -> list[Experiment]:
@@ -93,14 +96,14 @@ class Plan:
         return dataclasses.replace(self, cells=cells)
 
 
-def plan(table: Table, wishes: Wishes, bench: Bench) -> Plan:
+def plan(table: Table, wishes: Wishes, workbench: Workbench) -> Plan:
     """Plan every cell of a table; what cannot be done is noted in its cell, what was asked wrongly is refused."""
-    return planned_by(table, wishes, bench, lambda cell: _planned(cell, wishes, bench))
+    return planned_by(table, wishes, workbench, lambda cell: _planned(cell, wishes, workbench))
 
 
-def planned_by(table: Table, wishes: Wishes, bench: Bench, planning: Callable[[Cell], Planned]) -> Plan:
+def planned_by(table: Table, wishes: Wishes, workbench: Workbench, planning: Callable[[Cell], Planned]) -> Plan:
     """The rows and columns that are wished for, and for each cell what ``planning`` says; once for each experiment."""
-    table = _with_rows(_chosen(_with_domains(table, wishes, bench), wishes), wishes)
+    table = _with_rows(_chosen(_with_domains(table, wishes, workbench), wishes), wishes)
     unknown = wishes.settings.keys() - {"dataset", "model", "scenario", *(row.get("method") for row in table.rows)}
     unknown -= {table.common.get("method")}
     if unknown:
@@ -116,13 +119,13 @@ def planned_by(table: Table, wishes: Wishes, bench: Bench, planning: Callable[[C
             if asked not in known:
                 known[asked] = planning(cell)
             cells[row, column] = dataclasses.replace(known[asked], cell=cell)
-    return Plan(table, cells, wishes, bench)
+    return Plan(table, cells, wishes, workbench)
 
 
 def run(
     plan: Plan,
     root: str | PathLike[str],
-    bench: Bench,
+    workbench: Workbench,
     *,
     ray: str | None = None,
     workers: int | None = None,
@@ -134,24 +137,26 @@ def run(
     Args:
         plan: of a table.
         root: the folder of results.
-        bench: where they are computed.
+        workbench: where they are computed.
         ray: None runs them here; see `tribe.lab.ray.run_all` for this and the others.
         workers: cores of a cluster that is started here.
         progress: follows the experiments, batch by batch.
         done: called after each, with its result or with why there is none.
     """
     retries = 0 if ray is None else 2  # another worker may have what one lacks; this process has not
-    order = longest_first(plan.experiments, root, bench)
+    order = longest_first(plan.experiments, root, workbench)
     outcomes = run_all(
-        order, root, ray=ray, workers=workers, bench=bench, retries=retries, progress=progress, done=done
+        order, root, ray=ray, workers=workers, workbench=workbench, retries=retries, progress=progress, done=done
     )
     return plan.without({failed.experiment.id: failed.reason for failed in outcomes if isinstance(failed, Failure)})
 
 
-def longest_first(experiments: Sequence[Experiment], root: str | PathLike[str], bench: Bench) -> list[Experiment]:
+def longest_first(
+    experiments: Sequence[Experiment], root: str | PathLike[str], workbench: Workbench
+) -> list[Experiment]:
     """In the order in which several that share the work are done soonest: none begins a long one when others end."""
     known = history(finished(root, damaged="skip"))
-    return sorted(experiments, key=lambda e: -known.estimate(e, bench.images(e))[0])
+    return sorted(experiments, key=lambda e: -known.estimate(e, e.length(workbench))[0])
 
 
 def refuse_unknown_fields(tables: Sequence[Table], wishes: Wishes) -> None:
@@ -184,11 +189,11 @@ def _fields(owner: str, component: str) -> set[str]:
 # -- rows and columns -------------------------------------------------------------------------------------------------
 
 
-def _with_domains(table: Table, wishes: Wishes, bench: Bench) -> Table:
+def _with_domains(table: Table, wishes: Wishes, workbench: Workbench) -> Table:
     """Where another data set is played: columns of its domains in place of the paper's, which say nothing of it."""
     if wishes.dataset is None or not any("domain" in column for column in table.columns):
         return table
-    names = _dataset(Cell(dataset=wishes.dataset), wishes, bench).domains
+    names = _dataset(Cell(dataset=wishes.dataset), wishes, workbench).domains
     own = [
         {"key": name, "metric": "domain_error", "domain": name}
         for name in dict.fromkeys(name.partition("@")[0] for name in names)
@@ -261,43 +266,45 @@ def _names(row: Mapping[str, Any]) -> set[str]:
 # -- cells ------------------------------------------------------------------------------------------------------------
 
 
-def _planned(cell: Cell, wishes: Wishes, bench: Bench) -> Planned:
+def _planned(cell: Cell, wishes: Wishes, workbench: Workbench) -> Planned:
     if cell.mean_of or (cell.method is None and cell.dataset is None):
         return Planned(cell)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of classes without an image: the paper's tables have them
             if cell.method is None:
-                played(cell, wishes, bench)
+                played(cell, wishes, workbench)
                 return Planned(cell)
             experiment = Experiment.of(
                 named_dataset(cell, wishes),
                 named_model(cell, wishes),
                 named_scenario(cell, wishes),
-                Named(cell.method, method_settings(cell, wishes, lambda: len(_dataset(cell, wishes, bench).classes))),
+                ComponentSpec(
+                    cell.method, method_settings(cell, wishes, lambda: len(_dataset(cell, wishes, workbench).classes))
+                ),
                 seeds=wishes.seeds,
                 precision=wishes.precision,
-                bench=bench,
+                workbench=workbench,
             )
-            bench.stream(experiment)  # data that are not there are missed here
+            experiment.stream(workbench)  # data that are not there are missed here
     except FAILURES as error:
         return Planned(cell, problem=in_words(error))
     return Planned(cell, experiment)
 
 
-def played(cell: Cell, wishes: Wishes, bench: Bench) -> Stream:
+def played(cell: Cell, wishes: Wishes, workbench: Workbench) -> Stream:
     """The stream of a cell of which nothing but that is looked at."""
-    return bench.play(named_dataset(cell, wishes), named_scenario(cell, wishes), wishes.seeds[:1])
+    return workbench.stream(named_dataset(cell, wishes), named_scenario(cell, wishes), wishes.seeds[:1])
 
 
-def named_model(cell: Cell, wishes: Wishes) -> Named:
+def named_model(cell: Cell, wishes: Wishes) -> ComponentSpec:
     """The network of a cell, as wished."""
-    return Named(wishes.model or cell.model or "", wishes.settings.get("model", {}))
+    return ComponentSpec(wishes.model or cell.model or "", wishes.settings.get("model", {}))
 
 
-def named_scenario(cell: Cell, wishes: Wishes) -> Named:
+def named_scenario(cell: Cell, wishes: Wishes) -> ComponentSpec:
     """The protocol of a cell, as wished."""
-    return Named(cell.scenario or "", {**cell.scenario_fields, **wishes.settings.get("scenario", {})})
+    return ComponentSpec(cell.scenario or "", {**cell.scenario_fields, **wishes.settings.get("scenario", {})})
 
 
 def method_settings(cell: Cell, wishes: Wishes, classes: Callable[[], int]) -> dict[str, Any]:
@@ -310,13 +317,15 @@ def method_settings(cell: Cell, wishes: Wishes, classes: Callable[[], int]) -> d
     return {**wishes.settings.get(cell.method or "", {}), **swept}
 
 
-def named_dataset(cell: Cell, wishes: Wishes) -> Named:
+def named_dataset(cell: Cell, wishes: Wishes) -> ComponentSpec:
     """The data set of a cell, as wished."""
-    return Named(wishes.dataset or cell.dataset or "", {**cell.dataset_fields, **wishes.settings.get("dataset", {})})
+    return ComponentSpec(
+        wishes.dataset or cell.dataset or "", {**cell.dataset_fields, **wishes.settings.get("dataset", {})}
+    )
 
 
-def _dataset(cell: Cell, wishes: Wishes, bench: Bench) -> Dataset:
-    return bench.dataset(named_dataset(cell, wishes))
+def _dataset(cell: Cell, wishes: Wishes, workbench: Workbench) -> Dataset:
+    return workbench.dataset(named_dataset(cell, wishes))
 
 
 def artifacts() -> list[Table]:

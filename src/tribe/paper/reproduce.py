@@ -1,8 +1,8 @@
 """The paper's tables and figures again: plan the experiments behind them, run what is missing, and compare.
 
-    bench = tribe.lab.experiment.Bench()
-    plan = tribe.paper.reproduce.plan(tables.get("mnist"), Wishes(dataset="live-mnist-c", model="compact"), bench)
-    tribe.paper.reproduce.run(plan, "runs", bench)
+    workbench = tribe.lab.workbench.Workbench()
+    plan = tribe.paper.reproduce.plan(tables.get("mnist"), Wishes(dataset="live-mnist-c", model="compact"), workbench)
+    tribe.paper.reproduce.run(plan, "runs", workbench)
     print(tribe.paper.reproduce.markdown(tribe.paper.reproduce.compare(plan, "runs")))
 
 On the command line: ``tribe reproduce mnist --dataset live-mnist-c --model compact``. What was run is kept as small

@@ -24,9 +24,11 @@ from tribe.datasets.files import data_root
 from tribe.datasets.made import FILE as MADE
 from tribe.engine.precision import check_precision
 from tribe.lab import plots
-from tribe.lab.experiment import Bench, Damaged, Experiment, Result, finished, keep, survey
+from tribe.lab.experiment import Experiment
 from tribe.lab.ray import Failure
 from tribe.lab.spec import plain
+from tribe.lab.store import Damaged, Result, find, finished, keep, survey
+from tribe.lab.workbench import Workbench
 from tribe.methods import names as method_names
 from tribe.paper import reproduce
 from tribe.paper import tables as paper
@@ -149,12 +151,12 @@ def reproduce_artifact(
         if artifact == DOCUMENT:
             _document(runs, given, style, out)
             return
-        bench = Bench(data, "cpu" if looked else device, threads=threads)
+        workbench = Workbench(data, "cpu" if looked else device, threads=threads)
         if artifact == CLAIMS:
             told = parse_overrides(settings, ("dataset", "model", "scenario"))
             wishes = dataclasses.replace(wanted, settings={owner: fields for owner, fields in told.items() if fields})
             refuse_unknown_fields(artifacts(), wishes)
-            judgements = reproduce.judged(lambda table: reproduce.gather(table, wishes, runs, bench, given), runs)
+            judgements = reproduce.judged(lambda table: reproduce.gather(table, wishes, runs, workbench, given), runs)
             _claims(judgements, style, out)
             _tell_damage(runs)
             return
@@ -162,7 +164,11 @@ def reproduce_artifact(
         with stdout_to_stderr():
             wishes = _with_rows(wanted, table, methods, rows, columns, settings)
         refuse_unknown_fields([table], wishes)
-        plan = reproduce.gather(table, wishes, runs, bench, given) if no_run else reproduce.plan(table, wishes, bench)
+        plan = (
+            reproduce.gather(table, wishes, runs, workbench, given)
+            if no_run
+            else reproduce.plan(table, wishes, workbench)
+        )
         if dry_run:
             _dry_run(plan, runs, style, out)
             return
@@ -173,7 +179,7 @@ def reproduce_artifact(
                 with stdout_to_stderr():
                     plan = _run(plan, runs, console, cluster, workers)
         comparison = reproduce.compare(plan, runs)
-        others = _planning(wishes.of_any_table, bench, runs, given if no_run else None)
+        others = _planning(wishes.of_any_table, workbench, runs, given if no_run else None)
         judgements = reproduce.judged(others, runs, [comparison], table.name)
         _show(comparison, judgements, style, out)
         if plot is not None:
@@ -263,17 +269,19 @@ def _need(runs: Path) -> None:
         raise ValueError(f"there is no folder {runs} of results: --runs names it")
 
 
-def _planning(wishes: Wishes, bench: Bench, runs: Path, gathered: Origin | None) -> Callable[[paper.Table], Plan]:
+def _planning(
+    wishes: Wishes, workbench: Workbench, runs: Path, gathered: Origin | None
+) -> Callable[[paper.Table], Plan]:
     """How tables that a claim needs beside the one that was asked for are looked up: planned, or gathered alone."""
     if gathered is not None:
-        return lambda table: reproduce.gather(table, wishes, runs, bench, gathered)
-    alike = Origin(wishes.seeds[0], len(wishes.seeds), wishes.precision, bench.device.type, bench.threads)
+        return lambda table: reproduce.gather(table, wishes, runs, workbench, gathered)
+    alike = Origin(wishes.seeds[0], len(wishes.seeds), wishes.precision, workbench.device.type, workbench.threads)
 
     def plan(table: paper.Table) -> Plan:
         fetched = any("/" in str(part.get("model", "")) for part in (table.common, *table.rows))
         if fetched and wishes.model is None:  # another library's network: a sentence is not worth a download
-            return reproduce.gather(table, wishes, runs, bench, alike)
-        return reproduce.plan(table, wishes, bench)
+            return reproduce.gather(table, wishes, runs, workbench, alike)
+        return reproduce.plan(table, wishes, workbench)
 
     return plan
 
@@ -308,7 +316,7 @@ def _run(plan: Plan, runs: Path, console: Console, ray: str | None, workers: int
             count = f"{int(progress.tasks[0].completed)} of {len(plan.experiments)} runs"
             progress.update(whole, description=f"{plan.table.name}: {count}")
 
-        return reproduce.run(plan, runs, plan.bench, ray=ray, workers=workers, progress=follow, done=done)
+        return reproduce.run(plan, runs, plan.workbench, ray=ray, workers=workers, progress=follow, done=done)
 
 
 def _stream_words(experiment: Experiment) -> str:
@@ -330,7 +338,7 @@ def _dry_run(plan: Plan, runs: Path, style: str, out: Path | None) -> None:
     known = reproduce.history(finished(runs, damaged="skip"))
     rows: list[dict[str, Any]] = []
     for experiment in plan.experiments:
-        images = plan.bench.images(experiment)
+        images = experiment.length(plan.workbench)
         seconds, measured = known.estimate(experiment, images)
         rows.append(
             {
@@ -339,7 +347,7 @@ def _dry_run(plan: Plan, runs: Path, style: str, out: Path | None) -> None:
                 "model": experiment.model.name,
                 "stream": _stream_words(experiment),
                 "images": images,
-                "done": experiment.found(runs) is not None,
+                "done": find(experiment, runs, verified=True) is not None,
                 "minutes": seconds / 60,
                 "measured": measured,
             }

@@ -26,13 +26,13 @@ from tribe.cli.output import (
     stdout_to_stderr,
 )
 from tribe.cli.overrides import parse_overrides
+from tribe.datasets.fingerprint import fingerprint
 from tribe.engine.backbone import Backbone
 from tribe.engine.precision import choose_device, float32_precision, precision_on
-from tribe.lab import components, metrics, plots
-from tribe.lab.components import model_code, setting, settings_of
+from tribe.lab import metrics, plots, workbench
 from tribe.lab.provenance import coded, machine
 from tribe.lab.record import Record
-from tribe.lab.spec import plain
+from tribe.lab.spec import describe, plain
 from tribe.methods import Method
 from tribe.registry import nearest
 from tribe.storage.atomic import write_atomically
@@ -118,14 +118,23 @@ def run(
             raise ValueError(f"--methods {methods!r} names no method: {nearest('', tribe.methods.names())}")
         wanted = parse_overrides(settings, ("dataset", "scenario", "model", *chosen))
         source = build_dataset(dataset, data, severity, wanted["dataset"])
-        protocol = components.scenario(scenario, imbalance, wanted["scenario"])
+        protocol = workbench.build_scenario(scenario, imbalance, wanted["scenario"])
         stream = tribe.Stream(source, protocol, range(seed, seed + seeds), batch)
         net = build_network(model, weights, source, dataset, data, wanted["model"], where)
-        asked = components.Asked(dataset, model, weights, data)
-        built = components.ready(chosen, net, source, asked, wanted)
-        said = {"name": model, "fields": wanted["model"], **coded(model_code(model))}
-        spec = {**setting(net, stream, said), "precision": precision}
-        specs = {name: plain(spec | settings_of(name, method)) for name, method in built.items()}
+        asked = workbench.Request(dataset, model, weights, data)
+        built = _ready(chosen, net, source, asked, wanted)
+        said = {"name": model, "fields": wanted["model"], **coded(workbench.model_code(model))}
+        spec = {
+            "dataset": describe(dataset, source).json() | {"fingerprint": fingerprint(source)},
+            "model": {**said, "fingerprint": net.fingerprint()},
+            "scenario": describe(scenario, protocol).json(),
+            "batch": batch,
+            "precision": precision,
+        }
+        specs = {}
+        for name, method in built.items():
+            fields = describe(name, method)
+            specs[name] = plain(spec | {"fields": fields.fields, **coded(fields.code)})
         images, network = (spec[part]["fingerprint"] for part in ("dataset", "model"))
         options = (  # and what they are by default
             ("pictures", f"{data.name}@{images[:8]}" if data is not None and dataset == "folder" else None, None),
@@ -172,6 +181,19 @@ def run(
         fail(f"{', '.join(failed)} could not be played to the end; the reasons are told above")
 
 
+def _ready(chosen: Any, net: Any, data: Any, asked: Any, fields: Any) -> dict[str, Method]:
+    built: dict[str, Method] = {}
+    missing = []
+    for name in chosen:
+        try:
+            built[name] = workbench.build_method(name, net, data, asked, fields[name])
+        except workbench.MissingKnowledge as error:
+            missing.append(error)
+    if missing:
+        raise workbench.MissingKnowledge.of_all(missing)
+    return built
+
+
 def _play(
     net: Backbone,
     methods: Mapping[str, Method],
@@ -190,7 +212,7 @@ def _play(
             for name, method in methods.items():
                 show = _shown(progress, name, len(stream))
                 try:
-                    rounded, ready = components.in_precision(net, method, precision)
+                    rounded, ready = workbench.in_precision(net, method, precision)
                     played = tribe.run(rounded, ready, stream, seed=stream.seeds[0], spec=specs[name], progress=show)
                     for record in played:  # now: the command may be stopped before the next is done
                         record.save(record_file(folder, name, record.spec["seed"]))

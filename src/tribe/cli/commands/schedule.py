@@ -13,7 +13,8 @@ from tribe.cli.custom import DATASET, SCENARIO, component_name
 from tribe.cli.options import build_dataset
 from tribe.cli.output import errors_as_messages, print_json, stdout_to_stderr
 from tribe.cli.overrides import parse_overrides
-from tribe.lab import components, plots
+from tribe.lab import plots
+from tribe.lab.workbench import build_scenario
 from tribe.scenarios import class_counts, digest, local_balance, save
 
 MOST = 20  # classes that a table can show
@@ -47,7 +48,7 @@ def schedule(
         dataset, scenario = component_name(DATASET, dataset), component_name(SCENARIO, scenario)
         wanted = parse_overrides(settings, ("dataset", "scenario"))
         source = build_dataset(dataset, data, severity, wanted["dataset"])
-        protocol = components.scenario(scenario, imbalance, wanted["scenario"])
+        protocol = build_scenario(scenario, imbalance, wanted["scenario"])
         stream = tribe.Stream(source, protocol, (seed,))
         plan, labels = stream.schedules[0], stream.labels
         if out is not None:

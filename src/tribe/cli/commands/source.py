@@ -22,7 +22,7 @@ from tribe.engine.backbone import Backbone
 from tribe.engine.precision import choose_device, deterministic, float32_precision
 from tribe.engine.screening import sound
 from tribe.knowledge import Knowledge, knowledge_path
-from tribe.lab import components
+from tribe.lab.workbench import Request, departures, plain_method, trained_on
 from tribe.methods import Method
 
 SHOWN = 6  # tensors that are named; a network has hundreds of weights
@@ -74,10 +74,10 @@ def source(
         wanted = parse_overrides(settings, ("dataset", "model", method))
         pictures = _training_images(dataset, data, wanted["dataset"])
         net = build_network(model, weights, pictures, dataset, data, wanted["model"], where)
-        student = components.plain_method(method, net, pictures, dataset, wanted[method])
+        student = plain_method(method, net, pictures, dataset, wanted[method])
         most = images if images is not None else getattr(student, "source_images", None)
         batches = Batches(pictures, most, batch, seed, f"{method}, {dataset}")
-        root = components.Asked(dataset, model, weights, data).root
+        root = Request(dataset, model, weights, data).root
         usual = knowledge_path(method, model, dataset, root).parent
         folder = usual if out is None else out.parent
         if folder.name == usual.name:  # of any root: there `tribe run` looks
@@ -86,7 +86,7 @@ def source(
             raise ValueError(f"there is no folder {folder} to write {out} into")
         with float32_precision("float32"), deterministic():  # the same images make the same file, and experiment
             knowledge = _learned(student, net, batches)
-        unusual = components.departures(method, net, pictures, dataset, wanted[method])
+        unusual = departures(method, net, pictures, dataset, wanted[method])
         shaped = {field: value for field, value in unusual.items() if field in knowledge.spec}  # how it was made
         target = out or knowledge_path(method, model, dataset, root, shaped)
         told = {"model": model, "dataset": dataset, "images": batches.images, "batch": batch, "seed": seed}
@@ -111,7 +111,7 @@ def _training_images(name: str, data: Path | None, fields: dict[str, object]) ->
     if "root" in known and data is None and "root" not in fields:
         raise ValueError(f"--dataset {name} needs --data DIR, the folder of the pictures")
     pictures = build_dataset(name, data, None, split | fields)
-    if (clean := components.trained_on(pictures, name)) != name:
+    if (clean := trained_on(pictures, name)) != name:
         there = f"--dataset {clean}" if clean in tribe.datasets.names() else "--dataset folder --data DIR"
         raise ValueError(f"{name} holds corrupted images; source knowledge comes from the clean ones: {there}")
     return pictures
