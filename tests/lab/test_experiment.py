@@ -564,7 +564,7 @@ def test_the_second_process_is_told_or_waits(workbench, tmp_path):
         with pytest.raises(Busy, match="another process is computing"):
             run_experiment(experiment, tmp_path, workbench=workbench, wait=False)
         assert not (folder / "spec.json").exists(), "nothing was written"
-        waiting = threading.Thread(target=run_experiment, args=(experiment, tmp_path), kwargs={"workbench": bench})
+        waiting = threading.Thread(target=run_experiment, args=(experiment, tmp_path), kwargs={"workbench": workbench})
         waiting.start()
         waiting.join(0.3)
         assert waiting.is_alive()
