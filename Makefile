@@ -1,12 +1,12 @@
-# Two commands do all the set-up on a fresh clone: `make run` and `make test`.
+# `make run` and `make test` also install everything they need on a fresh clone.
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help run test test-slow check lint bench clean
+.PHONY: help run test test-slow test-extras check lint bench docs clean
 
-help:  ## what there is
+help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
 $(INSTALLED): pyproject.toml constraints.txt
@@ -14,26 +14,33 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
-run: $(INSTALLED)  ## the main job: real digits, corrupted in 15 ways, four methods, a chart (offline, about a minute)
+run: $(INSTALLED)  ## run the main job: real digits, corrupted in 15 ways, four methods, a chart (offline, about a minute)
 	$(BIN)/tribe run
 
-test: $(INSTALLED)  ## the test suite, without the slow tests
+test: $(INSTALLED)  ## run the tests, without the slow ones
 	$(BIN)/python -m pytest -m "not slow" -n auto --maxprocesses 8 --dist worksteal
 
-test-slow: $(INSTALLED)  ## the slow tests only, those on Ray among them
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,ray]'
+test-slow: test-extras  ## run the slow tests only; some need Ray
 	$(BIN)/python -m pytest -m slow
 
-lint: $(INSTALLED)
+test-extras: $(INSTALLED)  ## install the optional packages that tests can use: ray, timm, torchvision
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,ray,models]'
+
+lint: $(INSTALLED)  ## check style and types: ruff, mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-check: lint test  ## ruff, mypy, tests
+check: lint test  ## lint, then test
 
-bench: $(INSTALLED)  ## speed and memory of the methods, as ratios to plain inference in one run
+bench: $(INSTALLED)  ## measure speed and memory of the methods, as ratios to plain inference
 	$(BIN)/python -m benchmarks --model resnet20
 	$(BIN)/python -m benchmarks --model wrn16_4 --batch 16
 
-clean:
+docs: $(INSTALLED)  ## generate the pages and drawings that are made from code and results
+	$(BIN)/python tests/test_layers.py
+	$(BIN)/python -m benchmarks.methods > docs/methods.md.new && mv docs/methods.md.new docs/methods.md
+	$(BIN)/tribe reproduce document --runs results --out docs/reproduction.md
+
+clean:  ## remove the environment and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

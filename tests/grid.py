@@ -1,4 +1,4 @@
-"""A grid of small experiments that is killed again and again: started as a process by tests/test_experiment.py.
+"""A grid of small experiments that is killed again and again: started as a process by tests/lab/test_experiment.py.
 
 usage: grid.py RUNS SPECS KILLS SEED. The grid is started afresh, as a process of its own, after each kill (SIGKILL, at
 a random moment) and in the end left alone until it is finished. With 0 kills: undisturbed.

@@ -1,7 +1,12 @@
-"""What the documents show runs, and what they name exists."""
+"""The code in the documents runs, and every file and name that they mention exists."""
 
-import importlib
+import ast
+import importlib.util
+import io
 import re
+import tokenize
+import tomllib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -65,7 +70,8 @@ def test_the_corruption_of_contributing_is_applied_listed_and_played():
     try:
         exec(compile(blocks("CONTRIBUTING.md")[2], "haze.py", "exec"), {"__name__": "haze"})
         assert "common/haze" in tribe.corruptions.names()
-        assert describe_corruption("common/haze")["summary"] == "Mix every image with white, up to a share of its own."
+        summary = "Mix every image with white; each image draws its own share."
+        assert describe_corruption("common/haze")["summary"] == summary
         mild, strong = (tribe.corruptions.apply(clean, "haze", severity, seed=1) for severity in (1, 5))
         again = tribe.corruptions.apply(clean[4:], "haze", 5, seed=1, index=torch.tensor([4, 5]))
         tribe.datasets.create("live-cifar10-c", corruptions=("haze",))
@@ -82,35 +88,108 @@ def test_the_docstring_example_of_the_package_is_the_readme():
         assert line in blocks("README.md")[0]
 
 
-ROWS = re.findall(
-    r"^\| .*? \| `(tribe\.[\w.]+)` \| `(\w+\.py)::(\w+)` \|$", (ROOT / "docs/paper-to-code.md").read_text(), re.M
-)
+# -- names and paths ---------------------------------------------------------------------------------------------------
+
+PAGES = sorted([*ROOT.glob("*.md"), ROOT / "NOTICE", *(ROOT / "docs").rglob("*.md")])
+CODE = sorted(path for folder in ("src", "tests", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py"))
+HOMES = (ROOT, ROOT / "src", ROOT / "src/tribe", ROOT / "tests")  # where a path in a text may start
+FOLDERS = "src|tests|docs|benchmarks|examples|results"
+PATH = re.compile(rf"(?<![\w/.])((?:{FOLDERS})/[\w./*-]*[\w*]|[\w./-]+/[\w.-]+\.(?:py|md|json|npz))(?:::(\w+))?")
+NAME = re.compile(r"(?<![\w/.-])tribe(?:\.\w+)+(?!\.?\w*=)")  # not a field that is set, as in tribe.gamma=0.1
+EXAMPLES = ("mine.py",)  # files that a reader would write
 
 
-def test_the_table_was_found():
-    assert len(ROWS) >= 8
+def ids(path):
+    return str(path.relative_to(ROOT))
 
 
-@pytest.mark.parametrize(("function", "file", "test"), ROWS)
-def test_paper_to_code_names_what_exists(function, file, test):
-    parts = function.split(".")
-    for cut in range(len(parts) - 1, 0, -1):
+def resolves(name):
+    """Whether a dotted name is a module, or something in one."""
+    parts = name.split(".")
+    for cut in range(len(parts), 0, -1):
         try:
             found = importlib.import_module(".".join(parts[:cut]))
         except ModuleNotFoundError:
             continue
-        for name in parts[cut:]:
-            found = getattr(found, name)
-        break
-    assert callable(found)
-    assert f"def {test}(" in (ROOT / "tests" / file).read_text()
+        for part in parts[cut:]:
+            if not hasattr(found, part):
+                return False
+            found = getattr(found, part)
+        return True
+    return False
+
+
+def missing_paths(text, folder):
+    """The paths in a text that are no file, and the tests that are not in theirs."""
+    for path, test in PATH.findall(text):
+        found = next((file for home in (folder, *HOMES) for file in home.glob(path)), None)
+        if found is None:
+            if Path(path).name not in EXAMPLES:
+                yield path
+        elif test and f"def {test}(" not in found.read_text():
+            yield f"{path}::{test}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_what_a_page_mentions_exists(page):
+    text = page.read_text()
+    links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
+    assert [link for link in links if not (page.parent / link).exists()] == []
+    assert list(missing_paths(text, page.parent)) == []
+    assert [name for name in NAME.findall(text) if not resolves(name)] == []
+    modules = set(re.findall(r"python3? -m ([\w.]+)", text))
+    assert [name for name in modules if importlib.util.find_spec(name) is None] == []
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    assert set(re.findall(r"`make ([a-z-]+)", text)) <= targets
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_commands_in_a_page_have_the_options_that_it_shows(page):
+    get_command = pytest.importorskip("typer.main").get_command
+    from tribe.cli.commands import app
+
+    commands = get_command(app).commands
+    for command, rest in re.findall(r"(?:`|^|\.venv/bin/)tribe ([a-z]+)\b([^`#\n]*)", page.read_text(), re.M):
+        assert command in commands, command
+        known = {option for parameter in commands[command].params for option in (*parameter.opts, "--help")}
+        assert set(re.findall(r"(?<!\S)--[a-z-]+", rest)) <= known, f"tribe {command}{rest}"
+
+
+def prose(source):
+    """The docstrings and comments of a module. Other strings are data: they may name what does not exist."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    texts = [ast.get_docstring(node) or "" for node in ast.walk(ast.parse(source)) if isinstance(node, documented)]
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    return "\n".join(texts + [token.string for token in tokens if token.type == tokenize.COMMENT])
+
+
+def test_what_comments_and_docstrings_mention_exists():
+    missing = {}
+    for file in CODE:
+        text = prose(file.read_text())
+        found = [path for path in missing_paths(text, file.parent) if re.match(r"(src|tests|docs|benchmarks)/", path)]
+        found += [name for name in re.findall(r"`(tribe(?:\.\w+)+)`", text) if not resolves(name)]
+        if found:
+            missing[ids(file)] = found
+    assert missing == {}
+
+
+def test_every_equation_has_a_function_and_a_test():
+    rows = re.findall(r"^\| .*? \| `(tribe\.[\w.]+)` \| `([\w/]+\.py::\w+)` \|$", page("paper-to-code"), re.M)
+    assert len(rows) >= 8
+    assert page("paper-to-code").count("| `tribe.") == len(rows), "each row is checked by the test above"
+
+
+# -- pages that are generated ------------------------------------------------------------------------------------------
+
+
+def page(name):
+    return (ROOT / f"docs/{name}.md").read_text()
 
 
 def test_decisions_are_numbered_and_every_dependency_has_a_line():
     decisions = sorted((ROOT / "docs/decisions").glob("*.md"))
     assert [p.name[:4] for p in decisions] == [f"{i:04}" for i in range(1, len(decisions) + 1)]
-    import tomllib
-
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     named = [*project["dependencies"], *(d for group in project["optional-dependencies"].values() for d in group)]
     text = (ROOT / "docs/decisions/0006-dependencies.md").read_text()
@@ -126,11 +205,12 @@ def test_torch_is_pinned_for_the_repository_only():
 
 @pytest.mark.parametrize("name", tribe.methods.names())
 def test_the_table_of_methods_says_what_is_measured(name):
-    """docs/methods.md is generated; `python -m benchmarks.methods > docs/methods.md` brings it up to date."""
+    """`make docs` generates the page."""
     from benchmarks.methods import NETWORKS, measured, megabytes
 
-    page = (ROOT / "docs/methods.md").read_text()
-    (line,) = [line for line in page.splitlines() if line.startswith(f"| `{name}` |") and line.count("|") > 5]
+    (line,) = [
+        line for line in page("methods").splitlines() if line.startswith(f"| `{name}` |") and line.count("|") > 5
+    ]
     cells = [cell.strip() for cell in line.strip("|").split(" | ")]
     forward, backward, adapts, keeps = measured(name)
     assert cells[2:4] == [adapts, keeps]
@@ -139,6 +219,5 @@ def test_the_table_of_methods_says_what_is_measured(name):
 
 
 def test_the_table_names_every_variant():
-    page = (ROOT / "docs/methods.md").read_text()
     for variant in tribe.methods.variants():
-        assert f"| `{variant.partition('/')[2]}` |" in page
+        assert f"| `{variant.partition('/')[2]}` |" in page("methods")
