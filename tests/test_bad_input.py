@@ -417,8 +417,8 @@ def _rewrite(path, **changes):
 
 
 FILES = {
-    "missing": (lambda p: p.unlink(), FileNotFoundError, "no state file at"),
-    "a folder": (lambda p: (p.unlink(), p.mkdir()), IsADirectoryError, "is a folder; expected a state file"),
+    "missing": (lambda p: p.unlink(), FileNotFoundError, "no tribe state file at"),
+    "a folder": (lambda p: (p.unlink(), p.mkdir()), IsADirectoryError, "is a folder; expected a tribe state file"),
     "with a wrong number": (
         lambda p: _rewrite(p, digest="0", tensors={"affine.bias": torch.zeros(1, 14)}),
         tribe.StateFileError,
@@ -434,13 +434,22 @@ FILES = {
     "a pickle": (lambda p: p.write_bytes(pickle.dumps({"a": 1})), tribe.StateFileError, "not a tribe state file"),
     "truncated": (lambda p: p.write_bytes(p.read_bytes()[:-7]), tribe.StateFileError, "cut short"),
     "a truncated header": (lambda p: p.write_bytes(p.read_bytes()[:40]), tribe.StateFileError, "cut short"),
-    "weights of some network": (lambda p: save_file({"w": torch.ones(2)}, p), tribe.StateFileError, "no tribe state"),
+    "weights of some network": (
+        lambda p: save_file({"w": torch.ones(2)}, p),
+        tribe.StateFileError,
+        "not a tribe state",
+    ),
     "from a newer version": (
         lambda p: _rewrite(p, schema="2", tribe="9.1"),
         tribe.StateFileError,
         "written by tribe 9.1 with schema 2.*upgrade",
     ),
     "from another model": (lambda p: _rewrite(p, fingerprint="0"), tribe.StateFileError, "saved from another model"),
+    "with more streams in its header than in its tensors": (
+        lambda p: _rewrite(p, streams="10000000"),
+        tribe.StateFileError,
+        r"says 10000000 streams, its tensors hold seeds of shape \(1,\)",
+    ),
     "of an unknown method": (lambda p: _rewrite(p, method="tribe2"), tribe.StateFileError, "'tribe2', unknown here"),
     "with a broken header": (lambda p: _rewrite(p, fields="{"), tribe.StateFileError, "header"),
     "with a field too many": (

@@ -32,6 +32,7 @@ from tribe.methods.encoding import method_for_file, method_from_file
 from tribe.norms.batch import PerBatch
 from tribe.norms.frozen import Frozen
 from tribe.storage import states
+from tribe.storage.states import Saved
 
 NOT_EXPORTED = (
     "{0} cannot be exported as an ordinary module that predicts what it predicts, because {0} {1}. Keep the adapter in "
@@ -359,15 +360,8 @@ class Adapter(nn.Module):
 
         A state that is not finite is refused, and a file that is there stays.
         """
-        states.write(
-            path,
-            leaves(self.state),
-            method=self.method.name,
-            fields=method_for_file(self.method),
-            streams=self.streams,
-            frozen=self._frozen,
-            fingerprint=self.net.fingerprint(),
-        )
+        fields, fingerprint = method_for_file(self.method), self.net.fingerprint()
+        states.write(path, Saved(self.method.name, fields, self.streams, self._frozen, fingerprint, leaves(self.state)))
 
     @_in_turn
     @torch.inference_mode(False)

@@ -8,7 +8,6 @@ that beforehand from labelled source images, and is handed the result:
     method = tribe.methods.create("eata", classes=10, knowledge="eata_wrn28_10_cifar10.safetensors")
 """
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,16 +17,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save as to_bytes
 from torch import Tensor
 
 from tribe.engine.backbone import Backbone
 from tribe.engine.screening import sound
 from tribe.engine.state import hash_tensors
-from tribe.storage.atomic import write_atomically
+from tribe.storage import tensors as tensor_file
 
-FORMAT, SCHEMA = "tribe-source", 1
 SHIPPED = Path(__file__).parent / "models" / "shipped"  # what belongs to the network that comes with the package
 
 
@@ -40,8 +36,26 @@ class Method(Protocol):
     def needs(self) -> str | None: ...  # noqa: D102
 
 
-class KnowledgeError(ValueError):
+class KnowledgeError(tensor_file.TensorFileError):
     """Source knowledge that is missing or cannot be used, and why."""
+
+
+def _digest(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
+    """The digest of a file; that of schema 1 covers the tensors alone."""
+    if metadata.get("schema") == "1":
+        return hash_tensors(dict(sorted(tensors.items())))
+    return tensor_file.content_digest(metadata, tensors)
+
+
+KNOWLEDGE = tensor_file.Kind(
+    "tribe-source",
+    2,
+    {"method": str, "network": str, "spec": dict},
+    noun="file of source knowledge",
+    advice="`tribe source` makes one",
+    error=KnowledgeError,
+    digest=_digest,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,34 +88,16 @@ class Knowledge:
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write a file, whole or not at all."""
-        words = {"format": FORMAT, "schema": str(SCHEMA), "method": self.method, "network": self.network}
-        words["digest"] = self.digest
-        tensors = {name: t.detach().cpu().contiguous() for name, t in self.tensors.items()}
-        write_atomically(path, to_bytes(tensors, words | {"spec": json.dumps(dict(self.spec))}))
+        header = {"method": self.method, "network": self.network, "spec": dict(self.spec)}
+        tensor_file.write(path, KNOWLEDGE, header, self.tensors)
 
     @staticmethod
     def load(path: str | PathLike[str]) -> "Knowledge":
         """Read what `save` wrote, or say why it cannot be read."""
         if not Path(path).is_file():
             raise KnowledgeError(f"no source knowledge at {path}; `tribe source` makes it")
-        try:
-            with safe_open(path, framework="pt") as file:
-                words = file.metadata() or {}
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except SafetensorError as error:
-            raise KnowledgeError(f"{path} is no source knowledge, or it was cut short ({error})") from error
-        if words.get("format") != FORMAT or not words.get("schema", "").isdigit() or int(words["schema"]) > SCHEMA:
-            raise KnowledgeError(f"{path} is no source knowledge that this version reads; `tribe source` makes it")
-        try:
-            known = Knowledge(words["method"], tensors, words["network"], json.loads(words["spec"]), str(path))
-            whole = words["digest"] == known.digest
-        except (KeyError, ValueError):
-            whole = False
-        if not whole:
-            raise KnowledgeError(
-                f"{path} is damaged: its numbers are not those that were saved. `tribe source` makes it"
-            )
-        return known
+        header, tensors = tensor_file.read(path, KNOWLEDGE)
+        return Knowledge(**header, tensors=tensors, path=str(path))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Knowledge):

@@ -381,6 +381,16 @@ def test_a_process_killed_in_the_middle_resumes_bit_for_bit(few, tmp_path):
     assert left == ["compact.json", "compact.safetensors"]
 
 
+def test_a_checkpoint_from_before_digests_is_resumed(interrupted):
+    path = Path(f"{interrupted['out']}.checkpoint")
+    with safe_open(path, "pt") as file:
+        names = ("identity", "history", "scaler")
+        header = {"format": '"tribe-training"'} | {name: file.metadata()[name] for name in names}
+    save_file(load_file(path), path, header)
+    trained = train("compact", "mnist", replace(SMALL, epochs=4), **interrupted, resume=True)
+    assert len(trained.card["history"]) == 4
+
+
 @pytest.fixture
 def interrupted(few, tmp_path):
     """The options of a training that was interrupted after two epochs of four."""
@@ -425,10 +435,15 @@ def test_a_damaged_checkpoint_is_refused(interrupted):
     whole = path.read_bytes()
     for damage in (whole[: len(whole) // 2], b"", b"no checkpoint at all"):
         path.write_bytes(damage)
-        with pytest.raises(CheckpointError, match="damaged"):
+        with pytest.raises(CheckpointError, match="cut short or damaged"):
             train("compact", "mnist", replace(SMALL, epochs=4), **interrupted, resume=True)
+    flipped = bytearray(whole)
+    flipped[-5] ^= 0x10
+    path.write_bytes(flipped)
+    with pytest.raises(CheckpointError, match=r"damaged: it does not hold what was saved\. Remove it"):
+        train("compact", "mnist", replace(SMALL, epochs=4), **interrupted, resume=True)
     save_file({"a": torch.zeros(1)}, path)
-    with pytest.raises(CheckpointError, match="no checkpoint of a training"):
+    with pytest.raises(CheckpointError, match="not a checkpoint of a training"):
         train("compact", "mnist", replace(SMALL, epochs=4), **interrupted, resume=True)
 
 

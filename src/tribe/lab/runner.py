@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save as to_bytes
 from torch import Tensor
 
 from tribe.datasets.fingerprint import fingerprint
@@ -23,9 +21,17 @@ from tribe.lab.stream import Stream
 from tribe.methods import Method
 from tribe.methods.base import check_fits
 from tribe.methods.encoding import encode_fields
-from tribe.storage.atomic import write_atomically
-from tribe.storage.states import StateFileError, file_digest
+from tribe.storage import tensors as tensor_file
+from tribe.storage.states import StateFileError
 
+CHECKPOINT = tensor_file.Kind(
+    "tribe-run",
+    1,
+    {"step": int, "run": str},
+    noun="checkpoint of a run",
+    advice="Remove it, or name another",
+    error=StateFileError,
+)
 SLOW = 0.5  # seconds for a checkpoint that are too many to spend whenever they are due
 
 Progress = Callable[[int, int, float | None], None]  # batches done, in all, error so far (None without labels)
@@ -194,31 +200,19 @@ def _save(
     path: str | PathLike[str], columns: Columns, state: Any, rows: Sequence[int], step: int, identity: str
 ) -> None:
     """Write a checkpoint; of the columns only these rows, as a batch that was interrupted may have added some."""
-    tensors = {f"state.{name}": t.detach().cpu().contiguous() for name, t in leaves(state).items()}
+    tensors = {f"state.{name}": t for name, t in leaves(state).items()}
     for s, column in enumerate(columns):
         for name, parts in column.items():
             parts[:] = [torch.cat(parts)[: rows[s]]]
             tensors[f"record.{s}.{name}"] = parts[0]
-    header = {"format": "tribe-run", "step": str(step), "run": identity}
-    header["digest"] = file_digest(header, tensors)
-    write_atomically(path, to_bytes(tensors, header))
+    tensor_file.write(path, CHECKPOINT, {"step": step, "run": identity}, tensors)
 
 
 def _resume(path: str | PathLike[str], like: Any, identity: str) -> tuple[Any, Columns, int]:
-    try:
-        with safe_open(path, "pt") as file:
-            header = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-        raise StateFileError(f"{path} is not a checkpoint of a run, or it is damaged ({error}); remove it") from error
-    if header.get("format") != "tribe-run" or header.get("digest") != file_digest(header, tensors):
-        raise StateFileError(
-            f"{path} is not a checkpoint of a run, or it is damaged and does not hold what was saved; remove it or "
-            "name another"
-        )
+    header, tensors = tensor_file.read(path, CHECKPOINT)
     if header["run"] != identity:
         raise StateFileError(f"{path} is the checkpoint of another run ({header['run']}); remove it or name another")
     named = {name: tensors[f"state.{name}"].to(t.device) for name, t in leaves(like).items()}
     streams = len(like.key.seed)
     columns = [{n: [tensors[f"record.{s}.{n}"]] for n in _nothing(1)[0]} for s in range(streams)]
-    return rebuild(like, named), columns, int(header["step"])
+    return rebuild(like, named), columns, header["step"]

@@ -1,30 +1,21 @@
-"""State files: safetensors with a schema version, the method's fields and a fingerprint of the source model.
+"""State files: what an adapter saves. They hold its state, its method's fields and a fingerprint of the source model.
 
-Written atomically; never a pickle. A digest of all of it tells a damaged file from a good one, and a state that is not
-finite, which could predict nothing ever again, is neither written nor read.
+A state that is not finite could never predict anything again: it is neither written nor read.
 """
 
-import hashlib
-import json
 from collections.abc import Mapping
 from os import PathLike
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save as to_bytes
 from torch import Tensor
 
-from tribe._version import __version__
 from tribe.engine.backbone import Backbone
-from tribe.engine.state import hash_tensors, per_stream
-from tribe.storage.atomic import write_atomically
-
-FORMAT = "tribe-state"
-SCHEMA = 1
+from tribe.engine.state import per_stream
+from tribe.storage import tensors as tensor_file
+from tribe.storage.tensors import Kind, TensorFileError
 
 
-class StateFileError(ValueError):
+class StateFileError(TensorFileError):
     """A state file that cannot be used, and why."""
 
 
@@ -39,87 +30,50 @@ class Saved(NamedTuple):
     tensors: dict[str, Tensor]
 
 
-def write(
-    path: str | PathLike[str],
-    tensors: Mapping[str, Tensor],
-    *,
-    method: str,
-    fields: Mapping[str, Any],
-    streams: int,
-    frozen: bool,
-    fingerprint: str,
-) -> None:
-    """Write a state file; a state that is not finite is refused."""
-    if lost := not_finite(tensors):
-        rows = [per_stream(tensors[name], streams).isfinite().flatten(1).all(1) for name in lost]
-        which = ", ".join(str(i) for i in range(streams) if not all(row[i] for row in rows))
+STATE = Kind(
+    "tribe-state",
+    1,
+    {"method": str, "fields": dict, "streams": int, "frozen": bool, "fingerprint": str},
+    noun="tribe state file",
+    advice="Use a file that Adapter.save wrote, or start anew with tribe.adapt",
+    error=StateFileError,
+    needs_digest=False,
+)
+
+
+def write(path: str | PathLike[str], saved: Saved) -> None:
+    """Write a state file; refuse a state that is not finite."""
+    if names := not_finite(saved.tensors):
+        rows = [per_stream(saved.tensors[name], saved.streams).isfinite().flatten(1).all(1) for name in names]
+        which = ", ".join(str(i) for i in range(saved.streams) if not all(row[i] for row in rows))
         raise StateFileError(
-            f"the state of stream {which} is not finite ({', '.join(lost[:4])}), so it can predict nothing any more: "
+            f"the state of stream {which} is not finite ({', '.join(names[:4])}), so it can predict nothing any more: "
             f"reset(stream=...) starts it anew, restore(snapshot) goes back. Nothing was written to {path}"
         )
-    placed = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
-    metadata = {
-        "format": FORMAT,
-        "schema": str(SCHEMA),
-        "tribe": __version__,
-        "method": method,
-        "fields": json.dumps(dict(fields)),
-        "streams": str(streams),
-        "frozen": json.dumps(frozen),
-        "fingerprint": fingerprint,
-    }
-    metadata["digest"] = file_digest(metadata, placed)
-    write_atomically(path, to_bytes(placed, metadata))
+    header = saved._asdict()
+    tensor_file.write(path, STATE, header, header.pop("tensors"))
 
 
 def read(path: str | PathLike[str]) -> Saved:
     """Read a state file, or say why it is not one."""
-    if Path(path).is_dir():
-        raise IsADirectoryError(f"{path} is a folder; expected a state file written by Adapter.save")
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"no state file at {path}")
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            _check_header(path, metadata)
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except SafetensorError as error:
+    header, tensors = tensor_file.read(path, STATE)
+    saved = Saved(**header, tensors=tensors)
+    # The file's own tensors must agree with its header before a state of that many streams is allocated.
+    seeds = tensors.get("key.seed")
+    if seeds is None or seeds.dim() != 1 or not 1 <= saved.streams == len(seeds):
+        found = "no seeds" if seeds is None else f"seeds of shape {tuple(seeds.shape)}"
         raise StateFileError(
-            f"{path} is not a tribe state file, or it was cut short ({error}); expected one written by Adapter.save"
-        ) from error
-    if "digest" in metadata and metadata["digest"] != file_digest(metadata, tensors):  # older files have none
-        raise StateFileError(
-            f"{path} is damaged: it does not hold what was saved. Use an earlier file, or start anew with tribe.adapt"
+            f"{path} is damaged: its header says {saved.streams} streams, its tensors hold {found}; expected one seed "
+            f"a stream. {STATE.advice}"
         )
-    try:
-        fields, streams, frozen = (json.loads(metadata[name]) for name in ("fields", "streams", "frozen"))
-        return Saved(metadata["method"], dict(fields), int(streams), bool(frozen), metadata["fingerprint"], tensors)
-    except (KeyError, ValueError, TypeError) as error:
-        raise StateFileError(f"{path}: the header cannot be read ({error}); the file is damaged") from error
-
-
-def file_digest(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
-    """A hash of all that a file says, in whatever order it gives the tensors back."""
-    words = json.dumps({name: word for name, word in metadata.items() if name != "digest"}, sort_keys=True)
-    return hashlib.sha256((words + hash_tensors(dict(sorted(tensors.items())))).encode()).hexdigest()
+    return saved
 
 
 def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
-    """The tensors of a state that are lost; `info` only watches, and the next step writes it anew."""
+    """The names of the tensors that are not finite; `info` does not count, since the next step replaces it."""
     numbers = {n: t for n, t in tensors.items() if t.is_floating_point() and t.numel() and not n.startswith("info.")}
     # The extremes are NaN where anything is; they take one pass and no memory, which isfinite() of all would.
     return [name for name, t in numbers.items() if not all(end.isfinite() for end in t.aminmax())]
-
-
-def _check_header(path: str | PathLike[str], metadata: Mapping[str, str]) -> None:
-    if metadata.get("format") != FORMAT:
-        raise StateFileError(f"{path} is a safetensors file, but no tribe state; expected one written by Adapter.save")
-    schema = metadata.get("schema", "")
-    if not schema.isdigit() or int(schema) > SCHEMA:
-        raise StateFileError(
-            f"{path} was written by tribe {metadata.get('tribe', '?')} with schema {schema or '?'}; this version "
-            f"reads up to {SCHEMA}: upgrade tribe"
-        )
 
 
 def check_fingerprint(path: str | PathLike[str], fingerprint: str, net: Backbone) -> None:
@@ -127,13 +81,13 @@ def check_fingerprint(path: str | PathLike[str], fingerprint: str, net: Backbone
     if net.fingerprint() != fingerprint:
         raise StateFileError(
             f"{path} was saved from another model: its weights differ from this one's. Load it with the network it was "
-            "adapted on, with the same weights and precision; if the adapter was cast, with a network that is cast so, "
-            "as tribe.Backbone(net).to(torch.bfloat16)"
+            "adapted on, with the same weights and precision; if the adapter was cast, with a network that is cast the "
+            "same way, as tribe.Backbone(net).to(torch.bfloat16)"
         )
 
 
 def check_tensors(path: str | PathLike[str], tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> None:
-    """Refuse a state whose tensors are not those the method keeps, or not finite."""
+    """Refuse a state that is not finite, or whose tensors are not those of the method."""
     if wrong := sorted(tensors.keys() ^ like.keys()):
         raise StateFileError(f"{path} does not hold this method's state: {', '.join(wrong[:4])} missing or unexpected")
     for name, tensor in tensors.items():
@@ -142,8 +96,8 @@ def check_tensors(path: str | PathLike[str], tensors: Mapping[str, Tensor], like
                 f"{path}: {name} is {tuple(tensor.shape)} {tensor.dtype}; expected {tuple(like[name].shape)} "
                 f"{like[name].dtype}"
             )
-    if lost := not_finite(tensors):
+    if names := not_finite(tensors):
         raise StateFileError(
-            f"{path} holds a state that is not finite ({', '.join(lost[:4])}), which can predict nothing. Use an "
+            f"{path} holds a state that is not finite ({', '.join(names[:4])}), which can predict nothing. Use an "
             "earlier file, or start anew with tribe.adapt"
         )

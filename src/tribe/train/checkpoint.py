@@ -3,25 +3,32 @@
 Random numbers are a function of seed and epoch, so there is no generator state to save.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save as to_bytes
 from torch import Tensor, nn
 
 from tribe.lab.spec import differences
-from tribe.storage.atomic import write_atomically
+from tribe.storage import tensors as tensor_file
 
-FORMAT = "tribe-training"
 WEIGHTS, OPTIMIZER = "net.", "optimizer."  # prefixes of tensor names
 
 
-class CheckpointError(ValueError):
+class CheckpointError(tensor_file.TensorFileError):
     """A checkpoint that a training cannot continue from, and the reason."""
+
+
+CHECKPOINT = tensor_file.Kind(
+    "tribe-training",
+    1,
+    {"identity": dict, "history": list, "scaler": dict},
+    noun="checkpoint of a training",
+    advice="Remove it, or name another output",
+    error=CheckpointError,
+    needs_digest=False,
+)
 
 
 class Checkpoint(NamedTuple):
@@ -45,28 +52,14 @@ def save(
     tensors = {WEIGHTS + name: tensor for name, tensor in net.state_dict().items()}
     for i, memory in optimizer.state_dict()["state"].items():
         tensors |= {f"{OPTIMIZER}{i}.{name}": value for name, value in memory.items() if value is not None}
-    header = {"format": FORMAT, "identity": identity, "history": history, "scaler": dict(scaler)}
-    write_atomically(path, to_bytes(portable(tensors), {k: json.dumps(v) for k, v in header.items()}))
-
-
-def portable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors on the CPU, contiguous, as a file needs them."""
-    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    header = {"identity": identity, "history": history, "scaler": dict(scaler)}
+    tensor_file.write(path, CHECKPOINT, header, tensors)
 
 
 def read(path: Path) -> Checkpoint:
     """Read a checkpoint; CheckpointError if it is damaged or another kind of file."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            header = {name: json.loads(text) for name, text in (file.metadata() or {}).items()}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, ValueError) as error:
-        raise CheckpointError(
-            f"{path} is no checkpoint of a training, or it is damaged ({error}); remove it"
-        ) from error
-    if header.get("format") != FORMAT:
-        raise CheckpointError(f"{path} is a safetensors file, but no checkpoint of a training; name another output")
-    return Checkpoint(header["identity"], header["history"], header["scaler"], tensors)
+    header, tensors = tensor_file.read(path, CHECKPOINT)
+    return Checkpoint(**header, tensors=tensors)
 
 
 def check_identity(path: Path, saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from tribe.datasets import Dataset
 from tribe.lab.provenance import machine
 from tribe.storage.atomic import write_atomically
-from tribe.train import checkpoint
+from tribe.storage.tensors import portable
 from tribe.train.learner import SEED_LIMIT, Learner
 from tribe.train.recipe import DEFAULT, Recipe, preset
 from tribe.train.setup import Files, build_network, choose_precision, open_data, open_device, open_files
@@ -222,7 +222,7 @@ def _write(files: Files, net: nn.Module, card: dict[str, Any]) -> None:
     """Write weights and card, and remove the checkpoint; the hash of the weights goes into the card."""
     epochs = len(card["history"])
     with _explain_failed_write(files, epochs, epochs):
-        weights = to_bytes(checkpoint.portable(net.state_dict()), {"format": "pt"})
+        weights = to_bytes(portable(net.state_dict()), {"format": "pt"})
         card["sha256"] = hashlib.sha256(weights).hexdigest()
         write_atomically(files.weights, weights)
         write_atomically(files.card, (json.dumps(card, indent=1) + "\n").encode())
