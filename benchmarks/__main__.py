@@ -8,21 +8,21 @@ import typer
 
 import tribe
 from benchmarks.released import Released
-from tribe.bench import METHODS, Contender, Ground, contender
+from tribe.bench import METHODS, Contender, Workload, contender
 from tribe.cli.commands.bench import bench
 
 RELEASED = "released"
 
 
 @contender(RELEASED)
-def released(ground: Ground) -> Contender:
+def released(workload: Workload) -> Contender:
     """Three networks, one launch at a time, one stream."""
-    if len(ground.images) > 1:
+    if len(workload.images) > 1:
         raise ValueError(f"{RELEASED} is a yardstick for one stream; `tribe bench` measures several without it")
-    if ground.images.dtype != torch.float32:
+    if workload.images.dtype != torch.float32:
         raise ValueError(f"{RELEASED} keeps its statistics in the network's precision: --precision float32 or tf32")
-    yardstick = Released(ground.net, tribe.methods.create("tribe", classes=ground.classes))
-    return Contender(partial(yardstick, ground.images[0]), yardstick.nbytes())
+    yardstick = Released(workload.net, tribe.methods.create("tribe", classes=workload.classes))
+    return Contender(partial(yardstick, workload.images[0]), yardstick.nbytes())
 
 
 def main(argv: list[str]) -> None:

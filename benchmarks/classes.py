@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import tribe
-from tribe.bench.clock import Call, race, summary, warm_up
+from tribe.bench.clock import Call, summary, time_in_turns, warm_up
 from tribe.bench.networks import build, noise
 from tribe.bench.text import milliseconds, table
 from tribe.engine.precision import float32_precision
@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> None:
         calls = contenders(o.model, methods, [int(n) for n in o.classes.split(",")], o.batch, place)
         for call in calls.values():
             warm_up(call, place)
-        took = {name: summary(times) for name, times in race(calls, o.repeats, place).items()}
+        took = {name: summary(times) for name, times in time_in_turns(calls, o.repeats, place).items()}
     firsts = {name.partition(",")[0]: took[name][0] for name in reversed(took)}
     cells = [
         (name, milliseconds(1e3 * median), f"{spread:.0%}", f"{median / firsts[name.partition(',')[0]]:.3f}")

@@ -22,7 +22,7 @@ import torch
 import tribe
 from benchmarks import growth
 from benchmarks.released import Released
-from tribe.bench.clock import peak_memory, race, summary, warm_up
+from tribe.bench.clock import peak_memory, summary, time_in_turns, warm_up
 from tribe.bench.networks import build, noise
 from tribe.bench.text import table
 from tribe.engine import kernels
@@ -144,7 +144,7 @@ def apart() -> None:
         calls = {"streams 16 x 1 in one step": lambda: together(x), "streams 16 x 1, an adapter each": in_turn}
         for call in calls.values():
             warm_up(call, CUDA)
-        for label, times in race(calls, ROUNDS, CUDA, block=SECONDS).items():
+        for label, times in time_in_turns(calls, ROUNDS, CUDA, block=SECONDS).items():
             report(label, 1e3 * summary(times)[0] / 16)
 
 
@@ -276,7 +276,7 @@ def tuned() -> Iterator[None]:
 def measure(call: Callable[[], object], images: int) -> float:
     """Median milliseconds an image."""
     warm_up(call, CUDA)
-    return 1e3 * summary(race({"": call}, ROUNDS, CUDA, block=SECONDS)[""])[0] / images
+    return 1e3 * summary(time_in_turns({"": call}, ROUNDS, CUDA, block=SECONDS)[""])[0] / images
 
 
 def report(label: str, ms: float, peak: int | None = None, eager_because: str | None = None) -> None:

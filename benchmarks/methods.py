@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import tribe
-from tribe.bench.contenders import informed as studied
+from tribe.bench.contenders import with_knowledge as studied
 from tribe.engine.state import leaves
 from tribe.methods import Method
 from tribe.testing import CLASSES, images, informed, small_network

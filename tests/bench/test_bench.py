@@ -1,4 +1,4 @@
-"""`tribe bench`: what is measured is what was asked for, files can be compared, and nothing is left changed."""
+"""`tribe bench` measures the given setting, compares files, and restores all global settings."""
 
 import copy
 import json
@@ -14,8 +14,8 @@ from commands import message, tribe_command
 from places import ROOT
 from tribe import bench
 from tribe.bench import clock, contenders
-from tribe.bench.contenders import Ground
-from tribe.bench.rates import operations
+from tribe.bench.contenders import Workload
+from tribe.bench.rates import count_operations
 from tribe.engine import kernels
 
 CPU = torch.device("cpu")
@@ -23,7 +23,7 @@ SHAPE = (3, 8, 8)
 OWN = """
 from torch import nn
 
-print("words of the model's own")
+print("printed by the model")
 net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 4))
 fixed = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(288, 4))
 """
@@ -38,9 +38,9 @@ def setting(**fields):
     return bench.Setting(**{"model": "tiny", "shape": SHAPE, "classes": 4, "batch": 4, **fields})
 
 
-def ground(batch=4, streams=1):
+def workload(batch=4, streams=1):
     net = network()
-    return Ground(net, tribe.Backbone(net), torch.rand(streams, batch, *SHAPE), 4, False)
+    return Workload(net, tribe.Backbone(net), torch.rand(streams, batch, *SHAPE), 4, False)
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def result():
 
 @pytest.fixture
 def own(tmp_path, monkeypatch):
-    """A folder with a network of one's own, and the options that name it."""
+    """A folder with a custom network, and the options that name it."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(OWN)
     return "bench", "--model", "mine.py:net", "--shape", "3,8,8", "--batch", "4", "--repeats", "2"
@@ -68,7 +68,7 @@ def test_every_contender_has_its_numbers(result):
         assert row.ms_per_image > 0
         assert row.times["plain"] == pytest.approx(row.ms_per_image / plain.ms_per_image)
         assert row.share == pytest.approx(row.tflops / result.matmul_tflops)
-        assert row.eager_because is None  # nobody asked for CUDA graphs on a CPU
+        assert row.eager_because is None  # there are no CUDA graphs on a CPU
     assert result.matmul_tflops > 0
     assert result.machine["torch"] == torch.__version__
 
@@ -80,30 +80,30 @@ def test_state_is_that_of_all_streams(result):
 
 def test_operations_are_those_of_the_layers():
     forward = 2 * 4 * (8 * 3 * 9 * 36 + 288 * 4)  # multiply and add, of 4 images: convolution and classifier
-    assert operations(contenders.create("plain", ground())) == forward
-    assert operations(contenders.create("source", ground())) == forward
+    assert count_operations(contenders.create("plain", workload())) == forward
+    assert count_operations(contenders.create("source", workload())) == forward
     # TENT goes back through the classifier to the norm layer; the convolution's input needs no gradient.
-    assert operations(contenders.create("tent", ground())) == forward + 2 * 4 * 288 * 4
+    assert count_operations(contenders.create("tent", workload())) == forward + 2 * 4 * 288 * 4
 
 
 def test_a_method_that_learns_now_and_then_is_counted_and_timed_over_whole_periods():
-    every_fourth = contenders.create("rotta", ground(batch=16))
+    every_fourth = contenders.create("rotta", workload(batch=16))
     assert every_fourth.period == 4
-    assert contenders.create("rotta", ground(batch=64)).period == 1
-    assert contenders.create("rotta", ground(batch=48)).period == 4  # 4 batches of 48 are 3 updates
-    assert contenders.create("tribe", ground(batch=16)).period == 1
-    quarter = operations(contenders.create("rotta", ground(batch=64))) / 4
-    assert operations(every_fourth) == pytest.approx(quarter, rel=0.01)
+    assert contenders.create("rotta", workload(batch=64)).period == 1
+    assert contenders.create("rotta", workload(batch=48)).period == 4  # 4 batches of 48 are 3 updates
+    assert contenders.create("tribe", workload(batch=16)).period == 1
+    quarter = count_operations(contenders.create("rotta", workload(batch=64))) / 4
+    assert count_operations(every_fourth) == pytest.approx(quarter, rel=0.01)
 
     calls = []
-    clock.race({"a": lambda: calls.append(1)}, 3, CPU, block=0.0, periods={"a": 4})
-    assert len(calls) == 4 * (1 + 3)  # a look at its length, then three timings
+    clock.time_in_turns({"a": lambda: calls.append(1)}, 3, CPU, block=0.0, periods={"a": 4})
+    assert len(calls) == 4 * (1 + 3)  # one call to choose the number of calls, then three timings
 
 
-def test_contenders_take_turns_and_nobody_always_follows_the_same_one():
+def test_contenders_take_turns_and_none_always_follows_the_same_one():
     order = []
     calls = {name: (lambda: None) for name in "abc"}
-    times = clock.race(calls, 3, CPU, block=0.0, watch=order.append)
+    times = clock.time_in_turns(calls, 3, CPU, block=0.0, on_timing=order.append)
     assert order == list("abcbcacab")
     assert {name: len(t) for name, t in times.items()} == {"a": 3, "b": 3, "c": 3}
 
@@ -113,7 +113,7 @@ def test_median_and_spread():
     assert clock.summary([4.0, 1.0, 2.0, 3.0, 100.0]) == (3.0, pytest.approx(2 / 3))
 
 
-def test_peak_memory_sees_what_was_there_for_a_moment():
+def test_peak_memory_includes_memory_that_was_freed():
     with clock.peak_memory(CPU) as peak:
         torch.ones(2**26)  # 256 MB, freed at once
     if peak.bytes is None:
@@ -127,7 +127,7 @@ def test_peak_memory_sees_what_was_there_for_a_moment():
 @pytest.mark.parametrize("method", [*tribe.methods.names(), "selftrain/fixmatch"])
 def test_any_method_can_take_part(method):
     """With the source knowledge it needs, if any, and a memory with room for the images."""
-    call = contenders.create(method, ground(batch=6, streams=2)).call
+    call = contenders.create(method, workload(batch=6, streams=2)).call
     assert call().shape == (2, 6, 4)
     assert call().shape == (2, 6, 4)
 
@@ -143,7 +143,7 @@ def test_bf16_is_bf16_for_all():
     try:
         bench.measure(network(), setting(precision="bf16"), ["tribe", "spy"], repeats=1)
     finally:
-        del contenders._known["spy"]
+        del contenders._builders["spy"]
     assert set(seen.values()) == {torch.bfloat16}
 
 
@@ -160,7 +160,7 @@ def test_everything_is_put_back():
     try:
         bench.measure(net, setting(threads=1, kernels=False), ["spy"], repeats=1)
     finally:
-        del contenders._known["spy"]
+        del contenders._builders["spy"]
     assert set(used) == {(1, "off")}
     assert (torch.get_num_threads(), kernels.mode()) == (threads, mode)
     assert torch.equal(torch.get_rng_state(), drawn)
@@ -177,9 +177,9 @@ def test_the_networks_that_are_timed_are_always_the_same_and_keep_their_activati
 
 
 def test_progress_reaches_its_end():
-    told = []
-    bench.measure(network(), setting(), ["tent"], repeats=2, watch=lambda *words: told.append(words))
-    done, total, _ = zip(*told, strict=True)
+    calls = []
+    bench.measure(network(), setting(), ["tent"], repeats=2, progress=lambda *call: calls.append(call))
+    done, total, _ = zip(*calls, strict=True)
     assert list(done) == list(range(1, total[0] + 1))
 
 
@@ -189,12 +189,12 @@ def test_progress_reaches_its_end():
         ({"batch": 0}, "batch is a whole number, at least 1"),
         ({"streams": 0}, "streams is a whole number"),
         ({"threads": 0}, "threads is a whole number"),
-        ({"shape": ()}, "shape is that of one image"),
+        ({"shape": ()}, "shape is the shape of one image"),
         ({"precision": "fp8"}, "precision is float32, tf32 or bf16; got 'fp8'"),
         ({"precision": "tf32"}, "tf32 is a format of NVIDIA GPUs"),
     ],
 )
-def test_a_setting_that_cannot_be_is_refused(fields, words):
+def test_an_impossible_setting_is_refused(fields, words):
     with pytest.raises(ValueError, match=words):
         setting(**fields)
 
@@ -218,14 +218,16 @@ def test_compare_names_what_changed(result):
     slower = [dict(vars(row)) for row in result.rows]
     slower[-1]["ms_per_image"] *= 2
     machine = {**result.machine, "torch": "9.9"}
-    new = bench.Result(result.setting, machine, result.repeats, 1.0, tuple(bench.Row(**row) for row in slower[1:]))
+    new = bench.BenchResult(
+        result.setting, machine, result.repeats, 1.0, tuple(bench.BenchRow(**row) for row in slower[1:])
+    )
     changes = {change.name: change for change in bench.compare(result, new)}
     assert changes["tribe"].ratio == 2
     assert changes["source"].ratio == 1
-    assert changes["plain"].ratio is None  # took no part in the new one
-    around = bench.surroundings(result, new)
-    assert around == [f"torch {torch.__version__} -> 9.9"]
-    text = bench.show_changes(list(changes.values()), around)
+    assert changes["plain"].ratio is None  # missing in the new one
+    differences = bench.machine_differences(result, new)
+    assert differences == [f"torch {torch.__version__} -> 9.9"]
+    text = bench.show_changes(list(changes.values()), differences)
     assert "-> 9.9" in text
     assert next(line for line in text.splitlines() if line.startswith("tribe")).split()[5] == "2.00"
 
@@ -245,15 +247,15 @@ def test_other_settings_are_not_compared(result):
         (lambda data: data.pop("rows"), "it lacks 'rows'"),
         (lambda data: data["setting"].pop("batch"), "it lacks 'batch'"),
         (lambda data: data["setting"].update(batch="many"), "batch is a whole number"),
-        (lambda data: data["rows"][0].update(ms_per_image=0), "a time that is none"),
-        (lambda data: data["rows"][0].update(ms_per_image="fast"), "a time that is none"),
+        (lambda data: data["rows"][0].update(ms_per_image=0), "a time that is not a positive number"),
+        (lambda data: data["rows"][0].update(ms_per_image="fast"), "a time that is not a positive number"),
         (lambda data: data["rows"][0].update(times=3), "damaged"),
         (lambda data: data.update(rows=[3]), "damaged"),
         (lambda data: data.update(schema=7), "has format 7"),
-        (lambda data: data.update(kind="something"), "is no result"),
+        (lambda data: data.update(kind="something"), "is not a result"),
     ],
 )
-def test_files_that_are_no_results_are_refused(result, tmp_path, spoil, words):
+def test_damaged_results_are_refused(result, tmp_path, spoil, words):
     data = json.loads(json.dumps(bench.to_data(result)))
     spoil(data)
     (tmp_path / "bad.json").write_text(json.dumps(data))
@@ -264,7 +266,7 @@ def test_files_that_are_no_results_are_refused(result, tmp_path, spoil, words):
 def test_a_file_cut_short_is_refused(result, tmp_path):
     whole = json.dumps(bench.to_data(result))
     (tmp_path / "half.json").write_text(whole[: len(whole) // 2])
-    with pytest.raises(ValueError, match="is no JSON, or was cut short"):
+    with pytest.raises(ValueError, match="is not JSON, or it was cut short"):
         bench.read(tmp_path / "half.json")
 
 
@@ -282,11 +284,11 @@ def test_the_command_prints_a_table_and_writes_json(own, tmp_path):
     assert [row.name for row in saved.rows] == ["plain", "channels-last", "tent", "tribe"]
 
 
-def test_json_on_stdout_is_alone_there(own):
+def test_only_json_is_on_stdout(own):
     result = tribe_command(*own, "--methods", "tent", "--json", "-")
     assert json.loads(result.stdout)["setting"]["model"] == "mine.py:net"
     assert "ms/image" in result.stderr
-    assert "words of the model's own" in result.stderr
+    assert "printed by the model" in result.stderr
 
 
 CHATTY = """
@@ -303,7 +305,7 @@ class Chatty(BN):
 """
 
 
-def test_json_on_stdout_is_alone_there_whatever_a_method_prints(own, tmp_path):
+def test_what_a_method_prints_does_not_mix_with_json_on_stdout(own, tmp_path):
     (tmp_path / "chatty.py").write_text(CHATTY)
     try:
         result = tribe_command(*own, "--methods", "chatty.py:Chatty", "--json", "-")
@@ -344,20 +346,20 @@ def test_the_command_compares(own, tmp_path):
         (("--model", "mine.py:fixed"), "nothing to adapt"),
         (("--model", "resnet21"), "unknown model 'resnet21'"),
         (("--compare", "nothing.json"), "there is no result at nothing.json"),
-        (("--compare", "mine.py"), "is no JSON"),
+        (("--compare", "mine.py"), "is not JSON"),
         (("--json", "nowhere/out.json"), "there is no folder nowhere"),
         (("--json", "."), "is a folder"),
         (("--device", "tpu"), "unknown device 'tpu'"),
         (("--batch", "1000000000000"), "there is not enough memory"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_in_words(own, options, words):
+def test_bad_options_are_explained(own, options, words):
     result = tribe_command(*own, *options)
     assert result.exit_code == 2
     assert words in message(result)
 
 
-def test_a_model_of_one_s_own_must_come_with_a_shape(own):
+def test_a_custom_model_needs_a_shape(own):
     result = tribe_command("bench", "--model", "mine.py:net")
     assert result.exit_code == 2
     assert "--shape" in message(result)

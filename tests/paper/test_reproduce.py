@@ -988,8 +988,8 @@ def test_the_page_says_that_it_holds_where_it_does():
 def measure(ms, precision="tf32"):
     """What `tribe bench` says of methods, beside the results."""
     setting = bench.Setting("wrn28_10", (3, 32, 32), 10, device="cuda", precision=precision)
-    rows = tuple(bench.Row(name, each, 0.0, {}, 1.0, 0.5, None, 0) for name, each in ms.items())
-    measured = bench.Result(setting, {"device": "a GPU"}, 5, 1.0, rows)
+    rows = tuple(bench.BenchRow(name, each, 0.0, {}, 1.0, 0.5, None, 0) for name, each in ms.items())
+    measured = bench.BenchResult(setting, {"device": "a GPU"}, 5, 1.0, rows)
     Path("results/bench").mkdir(exist_ok=True)
     bench.write(f"results/bench/{precision}.json", bench.to_data(measured))
 

@@ -1,4 +1,4 @@
-"""What adapting costs, measured side by side in one process; ``tribe bench`` is the command.
+"""Measure what adapting costs, side by side with plain inference; ``tribe bench`` is the command.
 
     from tribe import bench
 
@@ -6,35 +6,35 @@
     result = bench.measure(net, bench.Setting("resnet20", (3, 32, 32), classes=10))
     print(bench.show(result))
 
-Contenders take turns, so that a noisy machine hurts all alike, and what counts are ratios: to plain inference of the
-same network, and to the matrix products that the device does meanwhile.
+Contenders take turns, so that a noisy machine slows all of them equally. Compare the ratios: to plain inference of the
+same network, and to matrix products that are timed in the same turns.
 """
 
-from tribe.bench.contenders import Contender, Ground, check, contender
-from tribe.bench.contest import METHODS, REPEATS, Result, Row, Setting, measure
+from tribe.bench.contenders import Contender, Workload, check_names, contender
+from tribe.bench.measurement import METHODS, REPEATS, BenchResult, BenchRow, Setting, measure
 from tribe.bench.networks import build
-from tribe.bench.results import Change, check_comparable, compare, read, surroundings, to_data, write
+from tribe.bench.results import Change, check_comparable, compare, machine_differences, read, to_data, write
 from tribe.bench.text import show, show_changes
 
 __all__ = [
     "METHODS",
     "REPEATS",
+    "BenchResult",
+    "BenchRow",
     "Change",
     "Contender",
-    "Ground",
-    "Result",
-    "Row",
     "Setting",
+    "Workload",
     "build",
-    "check",
     "check_comparable",
+    "check_names",
     "compare",
     "contender",
+    "machine_differences",
     "measure",
     "read",
     "show",
     "show_changes",
-    "surroundings",
     "to_data",
     "write",
 ]

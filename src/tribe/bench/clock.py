@@ -1,4 +1,4 @@
-"""Time and memory under noise: contenders take turns, so that what disturbs the machine disturbs all alike."""
+"""Measure time and memory. Contenders take turns, so that a noisy machine slows all of them equally."""
 
 import contextlib
 import ctypes
@@ -14,8 +14,8 @@ import torch
 Call = Callable[[], object]
 Name = TypeVar("Name", bound=Hashable)
 
-WARM_UP = 3  # calls before any clock starts: libraries choose algorithms, steps are captured
-BLOCK = 0.05  # seconds: calls are timed in blocks at least this long, so that the clock costs little
+WARM_UP = 3  # calls before timing: libraries choose algorithms, steps are captured in CUDA graphs
+BLOCK = 0.05  # seconds: the shortest block of calls that is timed, so that the cost of the clock is small
 MOST = 100  # calls in a block
 CLEAR, STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 
@@ -24,30 +24,30 @@ CLEAR, STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 
 
 def warm_up(call: Call, device: torch.device, times: int = WARM_UP) -> None:
-    """Call until everything that happens once has happened."""
+    """Call a few times, so that one-time costs are not timed."""
     for _ in range(times):
         call()
     wait(device)
 
 
-def race(
+def time_in_turns(
     calls: Mapping[Name, Call],
     rounds: int,
     device: torch.device,
     *,
     block: float = BLOCK,
     periods: Mapping[Name, int] | None = None,
-    watch: Callable[[Name], None] | None = None,
+    on_timing: Callable[[Name], None] | None = None,
 ) -> dict[Name, list[float]]:
-    """Seconds a call, one value a round, of contenders that are warm and take turns.
+    """Time contenders in turns; returns seconds a call, one value a round. Warm them up first.
 
     Args:
         calls: the contenders.
-        rounds: how often each is timed.
-        device: what they run on.
-        block: seconds that a timing takes at least, as far as `MOST` calls go.
-        periods: after how many calls the cost of one repeats, where that is not every call; blocks are whole periods.
-        watch: told who was timed, after each timing.
+        rounds: the number of timings of each.
+        device: the device they run on.
+        block: the shortest timing in seconds, with at most `MOST` calls.
+        periods: calls after which the cost of a call repeats, where that is not 1; a block is whole periods.
+        on_timing: called with the name of a contender after each of its timings.
     """
     period = {name: (periods or {}).get(name, 1) for name in calls}
     length = {}
@@ -59,14 +59,14 @@ def race(
     for _ in range(rounds):
         for name in order:
             times[name].append(seconds(calls[name], length[name], device))
-            if watch is not None:
-                watch(name)
-        order.append(order.pop(0))  # nobody always runs after the same neighbour, in its caches
+            if on_timing is not None:
+                on_timing(name)
+        order.append(order.pop(0))  # so that no contender always runs after the same one, with its data in the caches
     return times
 
 
 def seconds(call: Call, times: int, device: torch.device) -> float:
-    """Mean seconds a call over a block of calls: by the device's own clock on CUDA, until it is done."""
+    """Mean seconds a call over a block of calls; CUDA events measure the time on a GPU."""
     wait(device)
     if device.type == "cuda":
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -76,20 +76,20 @@ def seconds(call: Call, times: int, device: torch.device) -> float:
         end.record()
         end.synchronize()
         return float(start.elapsed_time(end)) / 1e3 / times
-    begun = time.perf_counter()
+    start_time = time.perf_counter()
     for _ in range(times):
         call()
-    return (time.perf_counter() - begun) / times
+    return (time.perf_counter() - start_time) / times
 
 
 def wait(device: torch.device) -> None:
-    """Wait until the device has done what it was told."""
+    """Wait until the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def summary(times: Sequence[float]) -> tuple[float, float]:
-    """Median, and the distance between the quartiles relative to it: how noisy the machine was.
+    """The median, and the interquartile range divided by it, which shows how noisy the machine was.
 
     >>> summary([1.0, 2.0, 3.0])
     (2.0, 0.5)
@@ -104,17 +104,17 @@ def summary(times: Sequence[float]) -> tuple[float, float]:
 
 
 class Peak:
-    """Bytes in use at the height of a piece of work above those before it; None where that cannot be known."""
+    """Peak memory of a block of code above the memory before it, in bytes; None where it cannot be measured."""
 
     bytes: int | None = None
 
 
 @contextlib.contextmanager
 def peak_memory(device: torch.device) -> Iterator[Peak]:
-    """Watch a piece of work: what it keeps and what it needs for a moment, beside what there was before.
+    """Measure the peak memory of a ``with`` block, above the memory in use before it.
 
-    On CUDA that is what torch allocates; elsewhere what the system holds for the process, which is known where its
-    high-water mark can be reset (Linux).
+    On CUDA this is the memory that torch allocates; elsewhere the resident memory of the process, if its high-water
+    mark can be reset (Linux).
     """
     peak = Peak()
     if device.type == "cuda":
@@ -127,14 +127,14 @@ def peak_memory(device: torch.device) -> Iterator[Peak]:
         peak.bytes = torch.cuda.max_memory_allocated(device) - before
         return
     trim()
-    rest = resident("VmRSS") if _cleared() else None
+    before_block = resident("VmRSS") if _reset_peak() else None
     yield peak
-    height = resident("VmHWM")
-    peak.bytes = None if rest is None or height is None else max(height - rest, 0)
+    highest = resident("VmHWM")
+    peak.bytes = None if before_block is None or highest is None else max(highest - before_block, 0)
 
 
-def _cleared() -> bool:
-    """Reset the process's high-water mark, if the system lets us."""
+def _reset_peak() -> bool:
+    """Reset the high-water mark of the process; False if the system does not allow it."""
     try:
         CLEAR.write_text("5")
     except OSError:
@@ -151,7 +151,7 @@ def memory(device: torch.device) -> int | None:
 
 
 def resident(field: str) -> int | None:
-    """A field of the process's status in bytes, on Linux."""
+    """A field of /proc/self/status in bytes; None on other systems than Linux."""
     with contextlib.suppress(OSError):
         for line in STATUS.read_text().splitlines():
             if line.startswith(f"{field}:"):
@@ -160,6 +160,6 @@ def resident(field: str) -> int | None:
 
 
 def trim() -> None:
-    """Give freed memory back to the system, where the allocator can: it is not in use."""
+    """Return freed memory to the system, if the allocator can."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -1,7 +1,6 @@
-"""Who takes part: plain inference, and any method, on one network that all of them share.
+"""Contenders, which are timed: plain inference, and any method, on one shared network.
 
-A contender is built from a name. Beside the methods' there are those of `@contender`; code outside the package can add
-more.
+A contender has the name of a method, or of a function with `@contender`. Code outside the package can add more.
 """
 
 import copy
@@ -24,16 +23,16 @@ from tribe.methods import Method
 from tribe.registry import nearest
 
 PLAIN, CHANNELS_LAST, COMPILED = "plain", "channels-last", "compiled"
-INFERENCE = (PLAIN, CHANNELS_LAST, COMPILED)  # of the network as it is, nothing adapts
-STUDIED = 2  # batches of source images for methods that must know something of them
+INFERENCE = (PLAIN, CHANNELS_LAST, COMPILED)  # the network without adaptation
+STUDIED = 2  # batches of source images for methods that need source knowledge
 
 
 @dataclass(frozen=True)
-class Ground:
-    """What contenders are built on, in the precision asked for."""
+class Workload:
+    """The network and images of all contenders, in the precision of the setting."""
 
-    net: nn.Module  # as a user has it
-    backbone: Backbone  # tribe's copy, which all methods share
+    net: nn.Module  # the user's network
+    backbone: Backbone  # a copy, which all methods share
     images: Tensor  # (S, B, ...)
     classes: int
     graphs: Switch
@@ -41,91 +40,91 @@ class Ground:
 
 @dataclass(frozen=True)
 class Contender:
-    """Something to be timed."""
+    """A call to time."""
 
-    call: Call  # takes one step with all images
-    state_bytes: int = 0  # what adapts, at rest, of all streams
-    period: int = 1  # calls after which costs repeat
-    eager_because: Callable[[], str | None] = lambda: None  # why steps are not captured, once it was called
+    call: Call  # one step with all images
+    state_bytes: int = 0  # the state of all streams, between steps
+    period: int = 1  # calls after which the cost of a call repeats
+    eager_because: Callable[[], str | None] = lambda: None  # why steps are not captured; known after a call
 
 
-Build = Callable[[Ground], Contender]
-_known: dict[str, Build] = {}
+Build = Callable[[Workload], Contender]
+_builders: dict[str, Build] = {}
 
 
 def contender(name: str) -> Callable[[Build], Build]:
-    """Decorator: make something that is no method known by a name."""
+    """Decorator: register a contender that is not a method."""
 
     def add(build: Build) -> Build:
-        _known[name] = build
+        _builders[name] = build
         return build
 
     return add
 
 
-def create(name: str, ground: Ground) -> Contender:
+def create(name: str, workload: Workload) -> Contender:
     """Build a contender from its name."""
-    return _known[name](ground) if name in _known else _adapting(name, ground)
+    return _builders[name](workload) if name in _builders else _method(name, workload)
 
 
-def check(names: Sequence[str]) -> None:
-    """Refuse names that nobody has, and no names at all."""
+def check_names(names: Sequence[str]) -> None:
+    """Raise ValueError if a name is unknown, or if there are none."""
     if not names:
         raise ValueError(f"there is no method to measure: {nearest('', methods.names())}")
     for name in names:
-        if name not in _known and name not in methods.variants() and name not in methods.names():
-            raise ValueError(f"unknown method {name!r}: {nearest(name, [*methods.names(), *_known])}")
+        if name not in _builders and name not in methods.variants() and name not in methods.names():
+            raise ValueError(f"unknown method {name!r}: {nearest(name, [*methods.names(), *_builders])}")
 
 
 # -- plain inference ---------------------------------------------------------------------------------------------------
 
 
 @contender(PLAIN)
-def _plain(ground: Ground) -> Contender:
-    """The network as a user has it: eager, NCHW."""
-    return _passes(ground.net, ground.images.flatten(0, 1))
+def _plain(workload: Workload) -> Contender:
+    """The user's network: eager, NCHW."""
+    return _inference(workload.net, workload.images.flatten(0, 1))
 
 
 @contender(CHANNELS_LAST)
-def _channels_last(ground: Ground) -> Contender:
-    """The same in the layout that suits convolutions."""
-    return _passes(*_in_channels_last(ground))
+def _channels_last(workload: Workload) -> Contender:
+    """The same in channels-last layout, which is faster for most convolutions."""
+    return _inference(*_in_channels_last(workload))
 
 
 @contender(COMPILED)
-def _compiled(ground: Ground) -> Contender:
-    """The hardest to be measured against: compiled, channels-last, in a CUDA graph where there is CUDA."""
-    net, x = _in_channels_last(ground)
-    found = _passes(torch.compile(net, mode="reduce-overhead" if x.is_cuda else None), x)  # type: ignore[arg-type]
+def _compiled(workload: Workload) -> Contender:
+    """The fastest plain inference: compiled, channels-last, and on CUDA in a CUDA graph."""
+    net, x = _in_channels_last(workload)
+    built = _inference(torch.compile(net, mode="reduce-overhead" if x.is_cuda else None), x)  # type: ignore[arg-type]
     try:
-        found.call()
-    except Exception as error:  # a compiler may fail in any way
+        built.call()
+    except Exception as error:  # a compiler may raise anything
         raise ValueError(f"this network could not be compiled here ({type(error).__name__}: {error})") from error
-    return found
+    return built
 
 
-def _in_channels_last(ground: Ground) -> tuple[nn.Module, Tensor]:
-    images = ground.images.flatten(0, 1)
+def _in_channels_last(workload: Workload) -> tuple[nn.Module, Tensor]:
+    images = workload.images.flatten(0, 1)
     layout = torch.channels_last if images.dim() == 4 else torch.contiguous_format
-    net = copy.deepcopy(ground.net).to(memory_format=layout)  # type: ignore[call-overload]
+    net = copy.deepcopy(workload.net).to(memory_format=layout)  # type: ignore[call-overload]
     return net, images.contiguous(memory_format=layout)
 
 
-def _passes(net: nn.Module, x: Tensor) -> Contender:
+def _inference(net: nn.Module, x: Tensor) -> Contender:
     return Contender(torch.no_grad()(partial(net, x)))
 
 
 # -- methods -----------------------------------------------------------------------------------------------------------
 
 
-def _adapting(name: str, ground: Ground) -> Contender:
-    streams, batch, *shape = ground.images.shape
-    known = {field.name for field in dataclasses.fields(methods.get(name))}
-    room = {"room": math.prod(shape)} if "room" in known else {}  # for memories of images
-    method = informed(methods.create(name, classes=ground.classes, **room), ground.backbone, tuple(shape))
-    adapter = adapt(ground.backbone, method, streams=streams, graphs=ground.graphs)
+def _method(name: str, workload: Workload) -> Contender:
+    streams, batch, *shape = workload.images.shape
+    names = {field.name for field in dataclasses.fields(methods.get(name))}
+    room = {"room": math.prod(shape)} if "room" in names else {}  # values an image, for memories of images
+    method = with_knowledge(methods.create(name, classes=workload.classes, **room), workload.backbone, tuple(shape))
+    adapter = adapt(workload.backbone, method, streams=streams, graphs=workload.graphs)
     return Contender(
-        partial(adapter, ground.images if streams > 1 else ground.images[0]),
+        partial(adapter, workload.images if streams > 1 else workload.images[0]),
         state_bytes=sum(t.nbytes for t in adapter.adapted.buffers()),
         period=_period(method, batch),
         eager_because=lambda: adapter.eager_because,
@@ -133,13 +132,13 @@ def _adapting(name: str, ground: Ground) -> Contender:
 
 
 def _period(method: Method, batch: int) -> int:
-    """Calls after which costs repeat: a method that learns every so many images may do so in some calls only."""
+    """Calls after which the cost of a call repeats: a method that learns every N images learns in some calls only."""
     every = getattr(method, "every", 1)
     return int(every // math.gcd(every, batch))
 
 
-def informed(method: Method, net: Backbone, shape: tuple[int, ...]) -> Method:
-    """The method with the source knowledge it needs, if any, of noise: a step costs the same whatever it says."""
+def with_knowledge(method: Method, net: Backbone, shape: tuple[int, ...]) -> Method:
+    """The method with source knowledge from noise, if it needs any: the values do not change the cost of a step."""
     if method.needs is None:
         return method
     batches = noise((STUDIED, 8, *shape), net.device).to(net.dtype)

@@ -1,4 +1,4 @@
-"""The networks that are timed: those of `tribe.models`, with random weights and statistics that fit them."""
+"""Networks to time: those of `tribe.models`, with random weights and matching BatchNorm statistics."""
 
 import torch
 from torch import Tensor, nn
@@ -6,16 +6,16 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from tribe import models
 
-PASSES, BATCH = 3, 8  # that BatchNorm meets
+PASSES, BATCH = 3, 8  # to estimate the statistics of BatchNorm
 
 
 def build(name: str, classes: int = 10, device: str | torch.device = "cpu") -> nn.Module:
-    """A network by name, always the same, evaluating."""
+    """A network by name in evaluation mode; its weights are always the same."""
     design = models.architecture(name, classes=classes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         net = design.build()
-    return settled(net.to(device), noise((PASSES, BATCH, *design.shape), device))
+    return estimate_statistics(net.to(device), noise((PASSES, BATCH, *design.shape), device))
 
 
 def noise(shape: tuple[int, ...], device: str | torch.device = "cpu") -> Tensor:
@@ -24,8 +24,8 @@ def noise(shape: tuple[int, ...], device: str | torch.device = "cpu") -> Tensor:
 
 
 @torch.no_grad()
-def settled(net: nn.Module, batches: Tensor) -> nn.Module:
-    """Let BatchNorm meet a few batches: with untouched statistics activations would double at every block."""
+def estimate_statistics(net: nn.Module, batches: Tensor) -> nn.Module:
+    """Estimate BatchNorm's statistics from a few batches: with the initial ones activations double at every block."""
     norms = {layer: layer.momentum for layer in net.modules() if isinstance(layer, _BatchNorm)}
     for norm in norms:
         norm.momentum = None  # a plain average over the passes

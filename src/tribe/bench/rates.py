@@ -1,4 +1,4 @@
-"""How much arithmetic a contender does, and how much the device can do: operations counted, matrix products timed."""
+"""The number of operations of a contender, and the matrix product that measures the rate of the device."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,11 +12,11 @@ from tribe.bench.contenders import Contender
 from tribe.bench.networks import noise
 from tribe.engine import kernels
 
-SIDE = {"cuda": 8192, "cpu": 1024}  # of the matrices: large enough that nothing but arithmetic counts
+SIDE = {"cuda": 8192, "cpu": 1024}  # of the matrices: so large that arithmetic dominates
 
 
 class _Operations(TorchDispatchMode):
-    """Counts by torch's own formulas. (Its FlopCounterMode hooks into modules, which torch.autograd.grad refuses.)"""
+    """Counts with torch's formulas. (FlopCounterMode adds module hooks, which torch.autograd.grad refuses.)"""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -25,27 +25,27 @@ class _Operations(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        named = kwargs or {}
-        out = func(*args, **named)
+        options = kwargs or {}
+        out = func(*args, **options)
         formula = flop_registry.get(func.overloadpacket)
         if formula is not None:
-            self.total += formula(*args, **named, out_val=out)
+            self.total += formula(*args, **options, out_val=out)
         return out
 
 
-def operations(found: Contender) -> float:
+def count_operations(contender: Contender) -> float:
     """Floating-point operations of a call: convolutions and matrix products, forward and backward.
 
-    Of an eager contender; torch counts what it dispatches, so the kernels are off meanwhile.
+    The contender must be eager, and the kernels are off: torch counts only the operations that it dispatches.
     """
-    with kernels.using("off"), _Operations() as counted:
-        for _ in range(found.period):
-            found.call()
-    return float(counted.total) / found.period
+    with kernels.using("off"), _Operations() as counter:
+        for _ in range(contender.period):
+            contender.call()
+    return float(counter.total) / contender.period
 
 
 def matrix_product(device: torch.device, dtype: torch.dtype) -> tuple[Call, float]:
-    """A large matrix product, and how many operations it is."""
+    """A large matrix product, and its number of operations."""
     side = SIDE.get(device.type, 1024)
     a, b = noise((2, side, side), device).to(dtype)
     return lambda: a @ b, 2.0 * side**3

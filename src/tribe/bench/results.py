@@ -1,4 +1,4 @@
-"""Results as files, and what changed between two of them."""
+"""Write, read and compare results."""
 
 import dataclasses
 import json
@@ -7,7 +7,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tribe.bench.contest import Result, Row, Setting
+from tribe.bench.measurement import BenchResult, BenchRow, Setting
 from tribe.fields import is_number
 from tribe.storage.atomic import write_atomically
 
@@ -16,40 +16,40 @@ KIND = "tribe bench"
 
 
 class Change(NamedTuple):
-    """One contender then and now; None where it took no part."""
+    """One contender in two results; None where it is missing."""
 
     name: str
-    old: Row | None
-    new: Row | None
+    old: BenchRow | None
+    new: BenchRow | None
 
     @property
     def ratio(self) -> float | None:
-        """How many times as long it takes now."""
+        """The new time divided by the old one."""
         return None if self.old is None or self.new is None else self.new.ms_per_image / self.old.ms_per_image
 
 
-def to_data(result: Result) -> dict[str, Any]:
-    """A result in plain data, as it stands in a file."""
+def to_data(result: BenchResult) -> dict[str, Any]:
+    """A result as plain data, as in a file."""
     return {"kind": KIND, "schema": SCHEMA, **dataclasses.asdict(result)}
 
 
 def write(path: str | PathLike[str], data: Mapping[str, Any]) -> None:
-    """Write what `to_data` gave, with whatever was added to it, atomically."""
+    """Write the data of `to_data`, and any additional keys, atomically."""
     write_atomically(path, json.dumps(data, indent=1, allow_nan=False).encode())
 
 
-def read(path: str | PathLike[str]) -> Result:
-    """A result from a file that `write` wrote, on this machine or another."""
+def read(path: str | PathLike[str]) -> BenchResult:
+    """Read a result that `write` wrote, on any machine."""
     if not Path(path).is_file():
         raise FileNotFoundError(f"there is no result at {path}; `tribe bench --json {path}` writes one")
     try:
         data = json.loads(Path(path).read_bytes())
     except ValueError as error:
-        raise ValueError(f"{path} is no JSON, or was cut short: {error}") from error
+        raise ValueError(f"{path} is not JSON, or it was cut short: {error}") from error
     if not isinstance(data, dict) or data.get("kind") != KIND:
-        raise ValueError(f"{path} is no result of `tribe bench --json`")
+        raise ValueError(f"{path} is not a result of `tribe bench --json`")
     if data.get("schema") != SCHEMA:
-        raise ValueError(f"{path} has format {data.get('schema')!r}; this version reads format {SCHEMA}: measure anew")
+        raise ValueError(f"{path} has format {data.get('schema')!r}; this version reads format {SCHEMA}: measure again")
     try:
         return _result(data)
     except KeyError as error:
@@ -58,15 +58,15 @@ def read(path: str | PathLike[str]) -> Result:
         raise ValueError(f"{path} is a damaged result: {error}") from error
 
 
-def _result(data: Mapping[str, Any]) -> Result:
+def _result(data: Mapping[str, Any]) -> BenchResult:
     setting = _fields(Setting, data["setting"])
-    rows = tuple(Row(**_fields(Row, row)) for row in data["rows"])
+    rows = tuple(BenchRow(**_fields(BenchRow, row)) for row in data["rows"])
     for row in rows:
         numbers = (row.ms_per_image, row.spread, *row.times.values())
         if not all(map(is_number, numbers)) or row.ms_per_image <= 0:
-            raise ValueError(f"{row.name} has a time that is none")
-    whole = Setting(**{**setting, "shape": tuple(setting["shape"])})
-    return Result(whole, dict(data["machine"]), data["repeats"], data["matmul_tflops"], rows)
+            raise ValueError(f"{row.name} has a time that is not a positive number")
+    complete = Setting(**{**setting, "shape": tuple(setting["shape"])})
+    return BenchResult(complete, dict(data["machine"]), data["repeats"], data["matmul_tflops"], rows)
 
 
 def _fields(cls: Any, data: Mapping[str, Any]) -> dict[str, Any]:
@@ -74,23 +74,23 @@ def _fields(cls: Any, data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_comparable(old: Setting, new: Setting) -> None:
-    """Refuse to compare what was measured under different loads, naming what differs."""
+    """Raise ValueError, with the differences, if the settings are not the same."""
     then, now = dataclasses.asdict(old), dataclasses.asdict(new)
     then["device"], now["device"] = (d["device"].partition(":")[0] for d in (then, now))  # cuda:1 is cuda
     differ = [f"{name} {then[name]} then, {now[name]} now" for name in then if then[name] != now[name]]
     if differ:
-        raise ValueError(f"the settings differ, so that times cannot be compared: {'; '.join(differ)}")
+        raise ValueError(f"the settings differ, so the times cannot be compared: {'; '.join(differ)}")
 
 
-def surroundings(old: Result, new: Result) -> list[str]:
-    """What else differs: versions, the machine, and how often was measured."""
+def machine_differences(old: BenchResult, new: BenchResult) -> list[str]:
+    """The differences in machine, versions and repeats."""
     then, now = ({**result.machine, "repeats": result.repeats} for result in (old, new))
     differ = [name for name in {**then, **now} if then.get(name) != now.get(name)]
     return [f"{name} {then.get(name)} -> {now.get(name)}" for name in differ]
 
 
-def compare(old: Result, new: Result) -> list[Change]:
-    """What changed, a contender each, in the order of the new result."""
+def compare(old: BenchResult, new: BenchResult) -> list[Change]:
+    """The change of each contender, in the order of the new result."""
     check_comparable(old.setting, new.setting)
     then, now = ({row.name: row for row in result.rows} for result in (old, new))
     return [Change(name, then.get(name), now.get(name)) for name in {**now, **then}]

@@ -1,4 +1,4 @@
-"""``tribe bench``: what adapting costs, against plain inference of the same network, measured side by side."""
+"""``tribe bench``: measure what adapting costs, side by side with plain inference of the same network."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -14,8 +14,8 @@ from torch import nn
 
 import tribe
 import tribe.bench
-from tribe.bench import REPEATS
-from tribe.bench.contest import Watch
+from tribe.bench import REPEATS, BenchResult
+from tribe.bench.measurement import BenchProgress
 from tribe.cli.app import app
 from tribe.cli.custom import load_custom_model
 from tribe.cli.options import Device, Precision, method_names
@@ -32,53 +32,50 @@ def bench(
             show_default="resnet20; wrn28_10 on a GPU",
         ),
     ] = None,
-    classes: Annotated[
-        int | None, typer.Option(help="Classes it tells apart.", show_default="those it was made for")
-    ] = None,
+    classes: Annotated[int | None, typer.Option(help="Number of classes.", show_default="those of the network")] = None,
     shape: Annotated[
         str | None,
-        typer.Option(help="Shape of an image, such as 3,32,32.", show_default="what a named network is made for"),
+        typer.Option(help="Shape of an image, such as 3,32,32.", show_default="that of a named network"),
     ] = None,
     methods: Annotated[
-        str, typer.Option(help="Methods to measure, comma-separated; file.py:Class is your own.")
+        str, typer.Option(help="Methods to measure, comma-separated; file.py:Class for a custom one.")
     ] = ",".join(tribe.bench.METHODS),
     batch: Annotated[int, typer.Option(help="Images a stream and step.")] = 64,
     streams: Annotated[int, typer.Option(help="Independent streams in one step.")] = 1,
     precision: Precision = "tf32",
     device: Device = "auto",
-    threads: Annotated[int | None, typer.Option(help="Of torch on the CPU.", show_default="as torch decides")] = None,
-    graphs: Annotated[bool, typer.Option(help="Capture steps in CUDA graphs, where they can be.")] = True,
+    threads: Annotated[int | None, typer.Option(help="Threads of torch on the CPU.", show_default="torch's")] = None,
+    graphs: Annotated[bool, typer.Option(help="Capture steps in CUDA graphs, where possible.")] = True,
     kernels: Annotated[bool, typer.Option(help="Use the Triton kernels, on CUDA.")] = True,
     compiled: Annotated[
-        bool, typer.Option("--compiled", help="Measure compiled channels-last inference, too (it compiles a while).")
+        bool, typer.Option("--compiled", help="Also measure compiled channels-last inference (compiling takes time).")
     ] = False,
-    repeats: Annotated[int, typer.Option(help="Timings of each contender, in turn; the median counts.")] = REPEATS,
+    repeats: Annotated[int, typer.Option(help="Timings of each contender; the median is reported.")] = REPEATS,
     json_file: Annotated[
-        str | None, typer.Option("--json", metavar="FILE", help="Write the numbers here too; - is stdout.")
+        str | None, typer.Option("--json", metavar="FILE", help="Also write the numbers to this file; - is stdout.")
     ] = None,
     compare_file: Annotated[
-        Path | None, typer.Option("--compare", metavar="FILE", help="Show what changed since this --json was written.")
+        Path | None, typer.Option("--compare", metavar="FILE", help="Show what changed since this --json file.")
     ] = None,
 ) -> None:
-    """Measure what adapting costs: time, against plain inference and the device's own limit, and memory.
+    """Measure what adapting costs in time and memory, compared with plain inference and with matrix products.
 
-    All contenders take turns in one process, so that a noisy machine hurts all alike. Ratios are to eager inference of
-    the same network in the same precision, as it comes (NCHW) and in channels-last; TFLOP/s count the convolutions and
-    matrix products that a step does, next to what large matrix products reach meanwhile; peak memory is beside the
-    network and the images, the state's included.
+    All contenders take turns in one process, so that a noisy machine slows all of them equally. Ratios are to eager
+    inference of the same network in the same precision, in NCHW and in channels-last layout. TFLOP/s count the
+    convolutions and matrix products of a step; "of matmul" is their share of the rate of large matrix products. Peak
+    memory includes the state, but not the network and the images.
     """
-    console = Console(stderr=json_file == "-")
-    try:
-        with stdout_to_stderr(), errors_as_messages():
+    with errors_as_messages(), _out_of_memory_as_message():
+        refuse_unwritable(json_file)
+        old = None if compare_file is None else tribe.bench.read(compare_file)
+        where = choose_device(device)
+        with stdout_to_stderr():
             names = method_names(methods)
-            where = choose_device(device)
-            old = None if compare_file is None else tribe.bench.read(compare_file)
-            refuse_unwritable(json_file)
-            asked = model or ("wrn28_10" if where.type == "cuda" else "resnet20")
-            tribe.bench.check(names)
-            make, count, size = _network(asked, classes, _shape(shape))
+            tribe.bench.check_names(names)
+            name = model or ("wrn28_10" if where.type == "cuda" else "resnet20")
+            build, count, size = _network(name, classes, _shape(shape))
             setting = tribe.bench.Setting(
-                model=asked,
+                model=name,
                 shape=size,
                 classes=count,
                 batch=batch,
@@ -91,19 +88,33 @@ def bench(
             )
             if old is not None:
                 tribe.bench.check_comparable(old.setting, setting)  # before the work, not after it
-            with _progress() as watch:
-                net = make(where)
-                result = tribe.bench.measure(net, setting, names, compiled=compiled, repeats=repeats, watch=watch)
+            with _progress() as show:
+                net = build(where)
+                result = tribe.bench.measure(net, setting, names, compiled=compiled, repeats=repeats, progress=show)
+    _print(result, old, json_file)
+
+
+@contextlib.contextmanager
+def _out_of_memory_as_message() -> Iterator[None]:
+    try:
+        yield
     except RuntimeError as error:
         if "memory" not in str(error):
             raise
         fail(f"there is not enough memory for this: take fewer methods, images or streams. ({error})")
-    data = tribe.bench.to_data(result)
-    _say(console, tribe.bench.show(result))
+
+
+def _print(result: BenchResult, old: BenchResult | None, json_file: str | None) -> None:
+    """Print the table, and the changes since an old result; write the JSON file."""
+    console, data = Console(stderr=json_file == "-"), tribe.bench.to_data(result)
+    texts = [tribe.bench.show(result)]
     if old is not None:
-        changes, around = tribe.bench.compare(old, result), tribe.bench.surroundings(old, result)
-        data["compared"] = {"surroundings": around, "now_over_then": {change.name: change.ratio for change in changes}}
-        _say(console, tribe.bench.show_changes(changes, around))
+        changes, differences = tribe.bench.compare(old, result), tribe.bench.machine_differences(old, result)
+        ratios = {change.name: change.ratio for change in changes}
+        data["compared"] = {"surroundings": differences, "now_over_then": ratios}
+        texts.append(tribe.bench.show_changes(changes, differences))
+    for text in texts:
+        console.print(f"{text}\n", soft_wrap=True, markup=False, highlight=False)
     if json_file == "-":
         print_json(data)
     elif json_file is not None:
@@ -116,17 +127,17 @@ def bench(
 def _network(
     name: str, classes: int | None, shape: tuple[int, ...] | None
 ) -> tuple[Callable[[torch.device], nn.Module], int, tuple[int, ...]]:
-    """What makes the network, how many classes it tells apart, and the shape of its images."""
+    """A function that builds the network on a device, its number of classes, and the shape of its images."""
     if ":" not in name:
         fields: dict[str, Any] = {} if classes is None else {"classes": classes}
         design = tribe.models.architecture(name, **fields)
         return partial(tribe.bench.build, name, design.classes), design.classes, shape or design.shape
     if shape is None:
-        raise ValueError(f"{name} does not say what images it takes: --shape 3,224,224, say")
+        raise ValueError(f"the shape of the images of {name} is unknown: give it, such as --shape 3,224,224")
     net = load_custom_model(name)
     count = classes or tribe.Backbone(net).classes
     if count is None:
-        raise ValueError(f"{name} does not show how many classes it tells apart: --classes")
+        raise ValueError(f"the number of classes of {name} is unknown: give it with --classes")
     return net.to, count, shape
 
 
@@ -138,18 +149,14 @@ def _shape(text: str | None) -> tuple[int, ...] | None:
 
 
 @contextlib.contextmanager
-def _progress() -> Iterator[Watch]:
-    """A bar that moves between timings only: a thread that draws would be timed with the rest."""
-    words = TextColumn("{task.description:14}")
-    columns = (words, BarColumn(), TextColumn("{task.percentage:>3.0f}%"), TimeElapsedColumn(), TimeRemainingColumn())
+def _progress() -> Iterator[BenchProgress]:
+    """Show a bar that is drawn between timings only: a thread that draws would disturb them."""
+    name = TextColumn("{task.description:14}")
+    columns = (name, BarColumn(), TextColumn("{task.percentage:>3.0f}%"), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True, auto_refresh=False) as bar:
         task = bar.add_task("building", total=None)
 
-        def watch(done: int, of: int, what: str) -> None:
-            bar.update(task, completed=done, total=of, description=what, refresh=True)
+        def show(done: int, total: int, name: str) -> None:
+            bar.update(task, completed=done, total=total, description=name, refresh=True)
 
-        yield watch
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(f"{text}\n", soft_wrap=True, markup=False, highlight=False)
+        yield show
