@@ -95,8 +95,8 @@ def without_gradients(inner: nn.Module, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("run", "words"),
     [
-        (without_gradients, "gives logits without a gradient"),
-        (lambda inner, x: inner[8:](inner[:8](x).detach()), "gives logits without a gradient"),
+        (without_gradients, "returns logits without a gradient"),
+        (lambda inner, x: inner[8:](inner[:8](x).detach()), "returns logits without a gradient"),
         (lambda inner, x: checkpoint(inner, x, use_reentrant=False), "(turn checkpointing off)"),
         (lambda inner, x: inner(x) + inner[1].weight.sum(), "reads 'weight' of its normalisation layer 'inner.1'"),
     ],

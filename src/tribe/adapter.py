@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from tribe import methods
-from tribe.engine.backbone import Backbone, copied
+from tribe.engine.backbone import Backbone
 from tribe.engine.graphs import Steps, Switch
+from tribe.engine.model_copy import deepcopy_module
 from tribe.engine.screening import PROBABILITIES, are_probabilities, sound
 from tribe.engine.state import Store, clone, digest, leaves, rebuild, select, tree_map
 from tribe.fields import is_whole, require
@@ -434,7 +435,7 @@ class Adapter(nn.Module):
     @_in_turn
     @torch.inference_mode(False)
     def __deepcopy__(self, memo: dict[int, Any]) -> "Adapter":
-        return copied(self, memo)
+        return deepcopy_module(self, memo)
 
     @_in_turn
     @torch.inference_mode(False)

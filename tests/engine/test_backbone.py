@@ -538,7 +538,7 @@ def test_an_unknown_forward_is_left_alone_and_listed() -> None:
     model = small()
     model[4] = Doubled(8)
     net, x = Backbone(model.eval()), images("BatchNorm2d")
-    assert net.left_alone == {"4": "Doubled has a forward of its own"}
+    assert net.left_alone == {"4": "Doubled has a custom forward"}
     assert [slot.name for slot in net.slots] == ["1"]
     assert gap(net(x, *net.source(), FROZEN).logits[0], model(x[0])) <= 1e-5
 
@@ -594,7 +594,7 @@ def test_a_layer_with_an_activation_that_does_something_else_is_left_alone(kind:
     before = torch.get_rng_state()
     net, x = Backbone(model.eval()), images("BatchNorm2d")
     assert torch.equal(torch.get_rng_state(), before)
-    assert net.left_alone == {"4": f"{kind.__name__} has a forward of its own"}
+    assert net.left_alone == {"4": f"{kind.__name__} has a custom forward"}
     if kind is not Noisy:
         assert gap(net(x, *net.source(), FROZEN).logits[0], model(x[0])) <= 1e-5
 
@@ -616,7 +616,7 @@ def test_a_forward_put_on_a_layer_itself_is_left_alone() -> None:
     layer = model[4]
     layer.forward = lambda x: 3 * F.batch_norm(x, layer.running_mean, layer.running_var)
     net, x = Backbone(model), images("BatchNorm2d")
-    assert net.left_alone == {"4": "BatchNorm2d has a forward of its own"}
+    assert net.left_alone == {"4": "BatchNorm2d has a custom forward"}
     assert gap(net(x, *net.source(), FROZEN).logits[0], model(x[0])) <= 1e-5
 
 
@@ -629,7 +629,7 @@ def test_a_layer_whose_hooks_change_what_it_gives_is_left_alone(name: str, where
     else:
         model[1].register_forward_hook(lambda layer, args, y: 3 * y)
     net = Backbone(model)
-    assert net.left_alone == {"1": "its hooks change what it gives"}
+    assert net.left_alone == {"1": "its hooks change its output"}
     assert gap(net(x, *net.source(), FROZEN).logits[0], model(x[0])) <= 1e-5
 
 
@@ -739,7 +739,7 @@ def test_lazy_layers_work_once_their_size_is_known() -> None:
     [
         (
             nn.Sequential(nn.Conv2d(3, 4, 3), Doubled(4)),
-            "none of .* can be adapted .*1: Doubled has a forward of its own",
+            "none of .* can be adapted .*1: Doubled has a custom forward",
         ),
         (nn.Sequential(nn.Linear(3, 4), nn.ReLU()), "no normalisation layers.*folded into the convolutions"),
         (nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4, elementwise_affine=False)), "neither statistics nor affine"),
@@ -891,7 +891,7 @@ def test_arguments_of_another_shape_are_refused_in_words() -> None:
         net(x, affine, stats, BALANCED)
 
 
-# -- the desk -------------------------------------------------------------------------------------------------------
+# -- the current pass -----------------------------------------------------------------------------------------------
 
 
 def test_a_slot_outside_a_pass_raises() -> None:
@@ -900,7 +900,7 @@ def test_a_slot_outside_a_pass_raises() -> None:
 
 
 class Elsewhere(nn.Module):
-    """Runs a part of itself in some other way than by calling it."""
+    """Runs its inner network in some other way than by calling it."""
 
     def __init__(self, run: Callable[[nn.Module, Tensor], Tensor]) -> None:
         super().__init__()
@@ -910,19 +910,43 @@ class Elsewhere(nn.Module):
         return self.run(self.inner, x)
 
 
-def in_a_thread(part: nn.Module, x: Tensor) -> Tensor:
+def in_a_thread(inner: nn.Module, x: Tensor) -> Tensor:
     with ThreadPoolExecutor(1) as pool:
-        return pool.submit(part, x).result()
+        return pool.submit(inner, x).result()
 
 
 @pytest.mark.parametrize("run", [in_a_thread, partial(checkpoint, use_reentrant=False)])
-def test_parts_that_leave_the_pass_are_told_why(run: Callable[[nn.Module, Tensor], Tensor]) -> None:
+def test_layers_that_run_outside_the_pass_raise_with_the_reason(run: Callable[[nn.Module, Tensor], Tensor]) -> None:
     net = Backbone(Elsewhere(run))
     affine, stats = net.source()
     affine = Affine(*(t.requires_grad_() for t in affine))
-    words = r"torch.utils.checkpoint,.* \(turn checkpointing off\), .* a thread of its own"
-    with pytest.raises((ValueError, RuntimeError), match=words):
+    message = r"torch.utils.checkpoint,.* \(turn checkpointing off\), .* in another thread"
+    with pytest.raises((ValueError, RuntimeError), match=message):
         net(images("BatchNorm2d"), affine, stats, BATCH).logits.sum().backward()
+
+
+class Viewed(nn.Module):
+    """Flattens feature maps with view, which channels-last order does not allow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5), nn.LazyLinear(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.conv(x)).view(len(x), -1))
+
+
+def test_a_pass_with_labels_is_repeated_without_channels_last() -> None:
+    """Catches a second try that groups labels which the first try has grouped."""
+    model, x = Viewed(), images("BatchNorm2d")
+    model(x[0])
+    net, again = Backbone(model), Backbone(model)
+    affine, stats, _, labels, valid = different_rows(net, BALANCED, 1)
+    first = net(x, affine, stats, BALANCED, labels, valid)
+    again(x, *again.source(), FROZEN)
+    second = again(x, affine, stats, BALANCED, labels, valid)
+    assert net.moves == again.moves == 1
+    assert torch.equal(first.logits, second.logits)
 
 
 class Listed(nn.Module):
@@ -969,7 +993,7 @@ def test_layers_that_no_pass_calls_are_named_once() -> None:
 
 
 @pytest.mark.parametrize("error", [RuntimeError("late"), KeyError("late"), KeyboardInterrupt()])
-def test_the_desk_is_empty_after_an_error_in_a_pass(error: BaseException) -> None:
+def test_the_current_pass_is_cleared_after_an_error(error: BaseException) -> None:
     """Catches a pass that outlives its forward, so that the next use of a slot takes another's arguments."""
 
     def fail(y: Tensor) -> Tensor:
@@ -983,7 +1007,7 @@ def test_the_desk_is_empty_after_an_error_in_a_pass(error: BaseException) -> Non
 
 
 def test_threads_with_one_backbone_do_not_meet() -> None:
-    """Catches a desk that all threads share: other rows, rules, statistics and labels than one's own."""
+    """Catches a current pass that all threads share: a thread gets the rows, rules and labels of another."""
     net = Backbone(build("nested"))
     rules = [FROZEN, BATCH, norms.create("robust", alpha=0.3), BALANCED]
     work = [

@@ -39,6 +39,12 @@ class Norm(Protocol):
         ...
 
 
+def group_labels(norm: Norm, labels: Tensor, valid: Tensor, dtype: torch.dtype) -> Any:
+    """The labels as ``norm`` takes them: what its ``group`` makes of them, if it has one."""
+    group = getattr(norm, "group", None)
+    return labels if group is None else group(labels, valid, dtype)
+
+
 @dataclass(frozen=True)
 class Frozen:
     """The stored statistics, whatever the batch; (R, 1, C) only."""
