@@ -1,6 +1,7 @@
-"""What the package itself has no use for: the yardstick of `tribe bench`, and measurements that are made now and then.
+"""Measurements that the package does not need: a reference implementation to compare with, and occasional studies.
 
-``python -m benchmarks`` is ``tribe bench`` with the released structure among the contenders; ``.growth`` watches a long
-run, ``.classes`` the price of more classes, ``.operations`` counts launches without a GPU, ``.methods`` makes
-docs/methods.md, ``.gpu_session`` measures everything there is to measure on a GPU.
+``python -m benchmarks`` is ``tribe bench`` with the structure of the released code among the contenders. ``.growth``
+measures time and memory over a long run, ``.classes`` the cost of more classes, ``.operations`` counts launches without
+a GPU, ``.textbook`` compares TENT with a plain PyTorch version, ``.methods`` generates docs/methods.md, and
+``.gpu_session`` measures everything on a GPU.
 """

@@ -1,4 +1,4 @@
-"""``tribe bench``, all its options, and one contender more: TRIBE in the structure of the released code."""
+"""``tribe bench`` with all its options and one more contender: TRIBE in the structure of the released code."""
 
 import sys
 from functools import partial
@@ -18,17 +18,19 @@ RELEASED = "released"
 def released(workload: Workload) -> Contender:
     """Three networks, one launch at a time, one stream."""
     if len(workload.images) > 1:
-        raise ValueError(f"{RELEASED} is a yardstick for one stream; `tribe bench` measures several without it")
+        raise ValueError(f"{RELEASED} runs one stream only; use `tribe bench` without it for several")
     if workload.images.dtype != torch.float32:
-        raise ValueError(f"{RELEASED} keeps its statistics in the network's precision: --precision float32 or tf32")
-    yardstick = Released(workload.net, tribe.methods.create("tribe", classes=workload.classes))
-    return Contender(partial(yardstick, workload.images[0]), yardstick.nbytes())
+        raise ValueError(f"{RELEASED} keeps its statistics in the network's precision; use --precision float32 or tf32")
+    reference = Released(workload.net, tribe.methods.create("tribe", classes=workload.classes))
+    return Contender(partial(reference, workload.images[0]), reference.nbytes())
 
 
 def main(argv: list[str]) -> None:
     """Call the command."""
     app = typer.Typer(add_completion=False)
-    app.command(help=f"`tribe bench`, whose --methods may also be {RELEASED!r}, and are by default with it.")(bench)
+    app.command(help=f"`tribe bench` with one more method, {RELEASED!r}, which is part of the default of --methods.")(
+        bench
+    )
     chosen = any(word.partition("=")[0] == "--methods" for word in argv)
     app([*argv, *([] if chosen else ["--methods", ",".join([*METHODS, RELEASED])])], prog_name="python -m benchmarks")
 

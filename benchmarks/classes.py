@@ -1,4 +1,4 @@
-"""What more classes cost: steps on one network with heads of different sizes, in turn.
+"""Measure the cost of more classes: steps on one network with heads of different sizes, interleaved.
 
 ``python -m benchmarks.classes --model resnet50 --classes 10,1000``
 """
@@ -18,7 +18,7 @@ from tribe.engine.precision import float32_precision
 
 
 def contenders(model: str, methods: list[str], counts: list[int], batch: int, place: torch.device) -> dict[str, Call]:
-    """A method's step with each number of classes, on the same body."""
+    """Return each method's step for each number of classes, on the same body."""
     design = tribe.models.architecture(model)
     body, x = build(model, counts[0], place), noise((batch, *design.shape), place)
     calls: dict[str, Call] = {}

@@ -1,8 +1,8 @@
-"""Everything there is to measure on a GPU, in one call: tests, then times, a short table last.
+"""Run all GPU tests and measurements in one call: first the tests, then the times, at the end a short table.
 
-``PYTHONPATH=src:. python3 -m benchmarks.gpu_session --out FOLDER``, on a machine with pytest. Every section runs in a
-process of its own, under a time limit, and hands over each number as soon as it has it, so that a section that fails or
-hangs costs only its own rest. All numbers go to ``gpu_session.json`` in that folder.
+``PYTHONPATH=src:. python3 -m benchmarks.gpu_session --out FOLDER``, on a machine with pytest. Every section runs in its
+own process with a time limit and prints each number as soon as it is measured. So a section that fails or hangs loses
+only its remaining numbers. All numbers go to ``gpu_session.json`` in the folder.
 """
 
 import argparse
@@ -30,21 +30,21 @@ from tribe.engine.graphs import Switch
 from tribe.engine.precision import float32_precision
 from tribe.lab.provenance import machine
 
-TESTS = {  # side by side: most of their time is compilation
-    "gpu": ["tests/test_gpu.py"],
-    "graphs": ["tests/test_graphs.py"],
-    "kernels": ["tests/test_kernels.py", "-k", "not passes"],
-    "passes-float32": ["tests/test_kernels.py", "-k", "passes and dtype0"],
-    "passes-bfloat16": ["tests/test_kernels.py", "-k", "passes and dtype1"],
-    "passes-float16": ["tests/test_kernels.py", "-k", "passes and dtype2"],
+TESTS = {  # in parallel: most of their time is compilation
+    "gpu": ["tests/engine/test_gpu.py"],
+    "graphs": ["tests/engine/test_graphs.py"],
+    "kernels": ["tests/engine/test_kernels.py", "-k", "not passes"],
+    "passes-float32": ["tests/engine/test_kernels.py", "-k", "passes and dtype0"],
+    "passes-bfloat16": ["tests/engine/test_kernels.py", "-k", "passes and dtype1"],
+    "passes-float16": ["tests/engine/test_kernels.py", "-k", "passes and dtype2"],
 }
-MARK = "result "  # begins a line that carries a number
+MARK = "result "  # starts a line with a number
 LIMITS = {"wrn": 60, "others": 60, "bf16": 60, "resnext": 60, "streams": 45, "apart": 45, "resnet50": 60}  # seconds
 LIMITS |= {"long": 45, "profile": 35, "compiled": 60}
-ROUNDS, SECONDS = 7, 0.12  # of a measurement; the median counts
-LONG, WITHIN = 2000, 18.0  # steps of the long run, and seconds after which it is long enough
+ROUNDS, SECONDS = 7, 0.12  # of a measurement; the median is used
+LONG, WITHIN = 2000, 18.0  # steps of the long run, and its time limit in seconds
 CUDA = torch.device("cuda")
-PARTS = {  # of a step, by the names of kernels
+PURPOSES = {  # of launches, by the names of kernels
     "dgrad": "convolutions, backward",
     "fprop|convolve_common": "convolutions, forward",
     "^_(moments|slopes)": "statistics",
@@ -59,7 +59,7 @@ REST = "the rest"
 
 
 def wrn() -> None:
-    """WRN-28-10, batch 64, TF32: where the time goes, one change at a time."""
+    """WRN-28-10, batch 64, TF32: the effect of each change."""
     with float32_precision("tf32"):
         ceilings()
         net, x = build("wrn28_10", 10, CUDA), pictures(1, 64, 32)
@@ -81,7 +81,7 @@ def wrn() -> None:
 
 
 def others() -> None:
-    """WRN-28-10, batch 64, TF32: methods in whose steps the host decides something, and TRIBE bit for bit."""
+    """WRN-28-10, batch 64, TF32: methods with a decision on the host, and TRIBE with deterministic=True."""
     with float32_precision("tf32"):
         shared, x = tribe.Backbone(build("wrn28_10", 10, CUDA)), pictures(1, 64, 32)
         for method in ("rotta", "note", "lame"):
@@ -93,7 +93,7 @@ def others() -> None:
 
 
 def bf16() -> None:
-    """WRN-28-10, batch 64, bf16: by autocast, and with weights in bf16 (no weight is cast again in every pass)."""
+    """WRN-28-10, batch 64, bf16: by autocast, and with weights in bf16 (which need no cast in every pass)."""
     with float32_precision("tf32"):
         net, x = build("wrn28_10", 10, CUDA), pictures(1, 64, 32)
         with torch.autocast("cuda", torch.bfloat16):
@@ -131,7 +131,7 @@ def streams() -> None:
 
 
 def apart() -> None:
-    """16 streams of batch 1 in one step, against 16 adapters that are called in turn; all captured, one network."""
+    """16 streams of batch 1 in one step, and 16 adapters that are called in turn; all captured, one network."""
     with float32_precision("tf32"), kernels.using("auto"):
         shared, x = tribe.Backbone(build("wrn28_10", 10, CUDA)), pictures(16, 1, 32)
         together = tribe.adapt(shared, "tribe", streams=16, graphs=True)
@@ -149,7 +149,7 @@ def apart() -> None:
 
 
 def long() -> None:
-    """Whether a step takes as long at the end of a long run as at its beginning."""
+    """Compare the time of a step at the start and at the end of a long run."""
     with float32_precision("tf32"), kernels.using("auto"):
         windows = growth.watch("wrn28_10", "tribe", 10, 64, 1, LONG, str(CUDA), WITHIN)
     first, last = windows[0], windows[-1]
@@ -170,7 +170,7 @@ def resnet50() -> None:
 
 
 def profile() -> None:
-    """Which launches a TRIBE step with kernels spends its time on."""
+    """Measure where a TRIBE step with kernels spends its time."""
     for precision in ("tf32", "bf16"):
         with float32_precision("tf32"), kernels.using("auto"):
             net = tribe.Backbone(build("wrn28_10", 10, CUDA))
@@ -183,7 +183,7 @@ def profile() -> None:
                 for _ in range(3):
                     adapter(x)
                 torch.cuda.synchronize()
-        work = [e for e in seen.key_averages() if e.self_device_time_total > 0]  # not the calls of the host
+        work = [e for e in seen.key_averages() if e.self_device_time_total > 0]  # without the calls on the host
         rows = [(e.key, e.count // 3, e.self_device_time_total / 3e3) for e in work]
         rows.sort(key=lambda row: -row[2])
         total, launches = sum(ms for *_, ms in rows), sum(n for _, n, _ in rows)
@@ -196,16 +196,16 @@ def profile() -> None:
 
 
 def grouped(rows: list[tuple[str, int, float]]) -> dict[str, tuple[int, float]]:
-    """Launches and milliseconds by what they are for; see docs/performance.md."""
-    found = dict.fromkeys([*PARTS.values(), REST], (0, 0.0))
+    """Group launches and milliseconds by purpose; see docs/performance.md."""
+    found = dict.fromkeys([*PURPOSES.values(), REST], (0, 0.0))
     for name, n, ms in rows:
-        part = next((part for pattern, part in PARTS.items() if re.search(pattern, name)), REST)
-        found[part] = found[part][0] + n, found[part][1] + ms
+        purpose = next((purpose for pattern, purpose in PURPOSES.items() if re.search(pattern, name)), REST)
+        found[purpose] = found[purpose][0] + n, found[purpose][1] + ms
     return found
 
 
 def compiled() -> None:
-    """Compiled channels-last inference, the hardest thing to be measured against."""
+    """Compiled channels-last inference: the fastest baseline."""
     with float32_precision("tf32"), torch.no_grad():
         for dtype, label in ((torch.float32, "tf32"), (torch.bfloat16, "bf16")):
             net = build("wrn28_10", 10, CUDA).to(dtype=dtype, memory_format=torch.channels_last)
@@ -223,7 +223,7 @@ SECTIONS: Mapping[str, Callable[[], None]] = {
 
 
 def ceilings() -> None:
-    """What the machine can do: matrix products and copies."""
+    """The limits of the machine: matrix products and copies."""
     found = {}
     for name, dtype in (("tf32", torch.float32), ("bf16", torch.bfloat16)):
         a, b = (torch.randn(8192, 8192, device="cuda", dtype=dtype) for _ in range(2))
@@ -240,17 +240,17 @@ def pictures(streams: int, batch: int, size: int) -> torch.Tensor:
 
 
 def inference(net: torch.nn.Module, x: torch.Tensor, label: str) -> None:
-    """Plain inference as a user has it, and in the layout that suits convolutions."""
-    there, last = (t.to(memory_format=torch.channels_last) for t in (copy.deepcopy(net), x[0]))
+    """Plain inference in the user's layout, and in channels-last."""
+    fast_net, fast_x = (t.to(memory_format=torch.channels_last) for t in (copy.deepcopy(net), x[0]))
     with torch.no_grad():
         report(f"{label} inference, plain eager", measure(lambda: net(x[0]), x.shape[1]))
-        report(f"{label} inference, channels-last eager", measure(lambda: there(last), x.shape[1]))
+        report(f"{label} inference, channels-last eager", measure(lambda: fast_net(fast_x), x.shape[1]))
 
 
 def adapting(
     net: tribe.Backbone, method: str, x: torch.Tensor, label: str, graphs: Switch, mode: kernels.Mode, **options: Any
 ) -> None:
-    """A method's steps; a failure is a result, too."""
+    """Measure a method's steps; record a failure as a result."""
     try:
         with kernels.using(mode), peak_memory(CUDA) as peak:
             adapter = tribe.adapt(net, method, streams=len(x), graphs=graphs, **options)
@@ -265,7 +265,7 @@ def adapting(
 
 @contextlib.contextmanager
 def tuned() -> Iterator[None]:
-    """Let cuDNN try its algorithms and take the fastest."""
+    """Let cuDNN try its algorithms and use the fastest."""
     torch.backends.cudnn.benchmark = True
     try:
         yield
@@ -274,7 +274,7 @@ def tuned() -> Iterator[None]:
 
 
 def measure(call: Callable[[], object], images: int) -> float:
-    """Median milliseconds an image."""
+    """Return the median milliseconds per image."""
     warm_up(call, CUDA)
     return 1e3 * summary(time_in_turns({"": call}, ROUNDS, CUDA, block=SECONDS)[""])[0] / images
 
@@ -289,44 +289,44 @@ def note(label: str, values: Mapping[str, Any]) -> None:
     print(MARK + json.dumps({"label": label, **values}), flush=True)
 
 
-# -- the whole ---------------------------------------------------------------------------------------------------------
+# -- the session -------------------------------------------------------------------------------------------------------
 
 
 def main(argv: list[str] | None = None) -> None:
     p = argparse.ArgumentParser("python -m benchmarks.gpu_session", description=__doc__.partition("\n")[0])
-    p.add_argument("--section", choices=SECTIONS, help="one section, in this process")
+    p.add_argument("--section", choices=SECTIONS, help="run one section in this process")
     p.add_argument("--only", help="sections, such as wrn,bf16; default: all")
     p.add_argument("--no-tests", action="store_true")
-    p.add_argument("--out", type=Path, default=Path(), help="folder for numbers and logs; default: this one")
+    p.add_argument("--out", type=Path, default=Path(), help="folder for numbers and logs; default: the current one")
     p.add_argument("--tests-limit", type=int, default=110, help="seconds")
-    p.add_argument("--seconds", type=int, default=420, help="no section begins after this")
+    p.add_argument("--seconds", type=int, default=420, help="start no section after this time")
     o = p.parse_args(argv)
     if o.section:
         SECTIONS[o.section]()
         return
     begun, out = time.monotonic(), o.out
     results: list[dict[str, Any]] = []
-    words = [] if o.no_tests else run_tests(out, o.tests_limit)
+    messages = [] if o.no_tests else run_tests(out, o.tests_limit)
     for name in o.only.split(",") if o.only else SECTIONS:
         if time.monotonic() - begun > o.seconds:
-            words.append(f"{name}: not begun, out of time")
+            messages.append(f"{name}: not started, out of time")
             continue
-        found, word = run_section(name, out)
+        found, message = run_section(name, out)
         results += found
-        words += [word] if word else []
-        save = {"machine": machine(torch.device("cuda")), "words": words, "results": results}
+        messages += [message] if message else []
+        save = {"machine": machine(torch.device("cuda")), "words": messages, "results": results}
         (out / "gpu_session.json").write_text(json.dumps(save, indent=1))
     cells = [
         (r["label"], f"{r['ms an image']:.4f}", "" if r["peak MB"] is None else f"{r['peak MB']:,.0f}")
         for r in results
         if "ms an image" in r
     ]
-    print("\n".join(words))
+    print("\n".join(messages))
     print(f"\n{table(('', 'ms/image', 'peak MB'), cells)}\n\n{time.monotonic() - begun:.0f} s in all")
 
 
 def run_tests(out: Path, limit: int) -> list[str]:
-    """The last line of each part, and what failed."""
+    """Run the tests; return the last line of each group, and the failures."""
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--tb=short", "--maxfail=8"]
     logs = {name: out / f"tests-{name}.log" for name in TESTS}
     jobs = {}
@@ -334,35 +334,35 @@ def run_tests(out: Path, limit: int) -> list[str]:
         with log.open("w") as file:
             jobs[name] = subprocess.Popen([*command, *TESTS[name]], stdout=file, stderr=subprocess.STDOUT)
     end = time.monotonic() + limit
-    words = []
+    messages = []
     for name, job in jobs.items():
         try:
             job.wait(max(end - time.monotonic(), 1))
         except subprocess.TimeoutExpired:
             job.kill()
-            words.append(f"{name}: stopped after {limit} s")
+            messages.append(f"{name}: stopped after {limit} s")
         lines = logs[name].read_text().splitlines()
-        words += [f"{name}: {line}" for line in lines if line.startswith(("FAILED", "ERROR", "E  "))][:12]
-        words += [f"{name}: {line}" for line in lines[-1:]]
-    return words
+        messages += [f"{name}: {line}" for line in lines if line.startswith(("FAILED", "ERROR", "E  "))][:12]
+        messages += [f"{name}: {line}" for line in lines[-1:]]
+    return messages
 
 
 def run_section(name: str, out: Path) -> tuple[list[dict[str, Any]], str | None]:
-    """A section's numbers, as far as it got, and a word on how it ended if that was not well."""
+    """Run a section; return the numbers it printed, and a message if it failed."""
     command = [sys.executable, "-m", "benchmarks.gpu_session", "--section", name]
-    log, word = out / f"{name}.log", None
+    log, message = out / f"{name}.log", None
     with log.open("w") as file:
         try:
             code = subprocess.run(
                 command, stdout=file, stderr=subprocess.STDOUT, timeout=LIMITS[name], check=False
             ).returncode
-            word = f"{name}: ended with {code}: {log.read_text()[-600:]}" if code else None
+            message = f"{name}: ended with {code}: {log.read_text()[-600:]}" if code else None
         except subprocess.TimeoutExpired:
-            word = f"{name}: stopped after {LIMITS[name]} s"
+            message = f"{name}: stopped after {LIMITS[name]} s"
     lines = log.read_text().splitlines()
     found = [json.loads(line.removeprefix(MARK)) for line in lines if line.startswith(MARK)]
     print("\n".join(line for line in lines if not line.startswith(MARK)), flush=True)
-    return found, word
+    return found, message
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Whether a long stream costs more as it goes on: step time and memory over many steps, in ten windows.
+"""Measure whether steps get slower or need more memory over a long stream, in ten windows.
 
 ``python -m benchmarks.growth --steps 5000``
 """
@@ -20,16 +20,16 @@ from tribe.engine import kernels
 from tribe.engine.precision import float32_precision
 
 WINDOWS = 10
-BATCHES = 8  # distinct ones, over and over: new images every step would time the generator
+BATCHES = 8  # distinct batches, used in turn: new images at every step would also time the generator
 
 
 @dataclass(frozen=True)
 class Window:
-    """A tenth of the run."""
+    """Measurements of one tenth of the run."""
 
-    steps: int  # done at its end
+    steps: int  # finished at the end of the window
     ms_per_step: float  # median
-    memory_bytes: int | None  # in use at its end
+    memory_bytes: int | None  # in use at the end of the window
 
 
 def watch(
@@ -42,7 +42,7 @@ def watch(
     device: str,
     within: float = float("inf"),
 ) -> list[Window]:
-    """Adapt for many steps; no window begins later than ``within`` seconds."""
+    """Adapt for many steps; start no window after ``within`` seconds."""
     place = torch.device(device)
     adapter = tribe.adapt(build(model, classes, place), method, streams=streams, graphs="auto")
     x = noise((BATCHES, streams, batch, *tribe.models.architecture(model).shape), place)
@@ -60,10 +60,10 @@ def watch(
 
 
 def show(windows: Sequence[Window]) -> str:
-    """The windows as text, and the last against the first."""
+    """Format the windows as a table, and compare the last with the first."""
     cells = [(str(w.steps), f"{w.ms_per_step:.3f}", size(w.memory_bytes)) for w in windows]
     first, last = windows[0], windows[-1]
-    verdict = f"last window against the first: time x {last.ms_per_step / first.ms_per_step:.3f}"
+    verdict = f"last window compared with the first: time x {last.ms_per_step / first.ms_per_step:.3f}"
     if first.memory_bytes is not None and last.memory_bytes is not None:
         verdict += f", memory {(last.memory_bytes - first.memory_bytes) / 1e6:+.1f} MB"
     return f"{table(('steps', 'ms/step', 'in use'), cells)}\n\n{verdict}"
@@ -80,7 +80,7 @@ def main(argv: list[str] | None = None) -> None:
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     o = p.parse_args(argv)
     if o.steps < WINDOWS:
-        p.error(f"--steps is at least {WINDOWS}")
+        p.error(f"--steps must be at least {WINDOWS}")
     print(", ".join(f"{name} {value}" for name, value in vars(o).items()), end="\n\n", flush=True)
     with float32_precision("tf32"), kernels.using("auto"):
         print(show(watch(**vars(o))))

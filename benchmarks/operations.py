@@ -1,7 +1,7 @@
-"""How many operations a step launches: a GPU waits for each of them, so fewer and larger ones are faster.
+"""Count the operations that a step launches: a GPU waits for each of them, so fewer and larger ones are faster.
 
-Counted on torch's meta device, where tensors have shapes and no values: nothing is computed, and a step that looked at
-a value would fail. ``python -m benchmarks.operations --model wrn28_10`` prints a table.
+The count runs on torch's meta device, where tensors have shapes but no values. Nothing is computed, and a step that
+reads a value fails. ``python -m benchmarks.operations --model wrn28_10`` prints a table.
 """
 
 import argparse
@@ -32,7 +32,7 @@ FREE = {
 
 
 class Count(TorchDispatchMode):
-    """Counts what reaches the device: views and allocations do not."""
+    """Count the operations that reach the device; views and allocations do not."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Count(TorchDispatchMode):
 
 
 def count(network: str, method: str, classes: int, batch: int, streams: int = 1) -> Counter[str]:
-    """The operations of one step, by name."""
+    """Count the operations of one step, by name."""
     net = tribe.Backbone(build(network, classes)).to("meta")
     rule = tribe.methods.create(method, classes=classes)
     state = tree_map(lambda t: t.to("meta"), rule.init(net, streams))
@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None) -> None:
     p.add_argument("--classes", type=int, default=10)
     p.add_argument("--batch", type=int, default=64)
     p.add_argument("--streams", type=int, default=1)
-    p.add_argument("--top", type=int, default=12, help="operations to name")
+    p.add_argument("--top", type=int, default=12, help="how many operations to list")
     o = p.parse_args(argv)
     for method in o.method or ["source", "tent", "tribe"]:
         seen = count(o.model, method, o.classes, o.batch, o.streams)

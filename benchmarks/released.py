@@ -1,9 +1,9 @@
-"""The yardstick: TRIBE as one would first write it, three networks side by side and one launch at a time.
+"""TRIBE in the structure of the released code: three networks and one launch at a time. Benchmarks compare with it.
 
-The same method as `tribe.methods.tribe`, in the released convention, in the structure that research code has: teacher,
-student and anchor are copies of the network, BatchNorm layers are replaced by modules that keep class statistics and
-find the pseudo labels in an attribute, every equation is a line over pixels, and torch's own Adam moves the parameters.
-For one stream. The library's speed is measured against it, so that the ratio can be shown on any machine.
+It is the method of `tribe.methods.tribe`, in the released convention. Teacher, student and anchor are copies of the
+network. Modules that keep class statistics replace the BatchNorm layers and read the pseudo labels from an attribute.
+Every equation is a line over pixels, and torch's Adam updates the parameters. It runs one stream. The library's speed
+is measured as a ratio to it, which can be done on any machine.
 """
 
 import copy
@@ -20,7 +20,7 @@ from tribe.methods.tribe import Tribe
 
 
 class ClassNorm(nn.Module):
-    """Balanced BN as a layer: with ``label`` set it learns from the batch and normalises it, without it normalises."""
+    """Balanced BN as a layer: it normalises; if ``label`` is set, it first learns from the batch."""
 
     def __init__(self, layer: Any, method: Tribe) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class ClassNorm(nn.Module):
         self.eta, self.gamma = float(method.eta or 0), float(method.gamma or 0)
         self.register_buffer("mean", layer.running_mean.expand(method.classes, -1).clone())  # (K, C)
         self.register_buffer("var", layer.running_var.expand(method.classes, -1).clone())
-        self.act = getattr(layer, "act", nn.Identity())  # of a layer that activates, too
+        self.act = getattr(layer, "act", nn.Identity())  # of a layer with an activation
         self.label: Tensor | None = None  # (B,)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -40,7 +40,7 @@ class ClassNorm(nn.Module):
         return self.act(y * self.weight.view(over) + self.bias.view(over))  # type: ignore[no-any-return]
 
     def updated(self, x: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
-        """Eqs. 1, 3 and 4: the class statistics with this batch in them."""
+        """Return the class statistics after this batch: Eqs. 1, 3 and 4."""
         pixels = tuple(range(2, x.dim()))
         count = torch.zeros_like(self.mean[:, :1]).index_add(0, label, torch.ones_like(x[:, :1].flatten(1)[:, :1]))
         present = count > 0  # (K, 1)
@@ -59,17 +59,17 @@ class ClassNorm(nn.Module):
 
 
 class Released:
-    """TRIBE for one stream; calling it predicts a batch (B, ...) and adapts."""
+    """TRIBE for one stream; a call predicts a batch (B, ...) and adapts."""
 
     def __init__(self, model: nn.Module, method: Tribe, seed: int = 0) -> None:
         self.method = method
         self.teacher, self.student, self.anchor = (_with_class_norms(model, method) for _ in range(3))
         self.anchor.requires_grad_(False)
-        taught = dict(self.teacher.named_modules())
+        teacher_layers = dict(self.teacher.named_modules())
         parameters = []
         for name, layer in self.student.named_modules():
             if isinstance(layer, ClassNorm):
-                layer.weight, layer.bias = taught[name].weight, taught[name].bias
+                layer.weight, layer.bias = teacher_layers[name].weight, teacher_layers[name].bias
                 parameters += [layer.weight, layer.bias]
         self.adam = torch.optim.Adam(parameters, lr=method.lr)
         device = parameters[0].device
@@ -97,7 +97,7 @@ class Released:
         return prediction
 
     def nbytes(self) -> int:
-        """Of what adapts: class statistics of three networks, parameters, and what Adam remembers of these."""
+        """Return the size of the state: class statistics of three networks, parameters, and Adam's moments of them."""
         layers = [m for net in (self.teacher, self.student, self.anchor) for m in net.modules()]
         statistics = sum(t.nbytes for m in layers if isinstance(m, ClassNorm) for t in (m.mean, m.var))
         return statistics + 3 * sum(p.nbytes for group in self.adam.param_groups for p in group["params"])

@@ -1,10 +1,11 @@
-"""TENT in plain PyTorch, BatchNorm in training mode and torch.optim, beside ours over a whole stream of images.
+"""Compare our TENT with TENT in plain PyTorch (BatchNorm in training mode, torch.optim) over a whole stream.
 
-``python -m benchmarks.textbook --model wrn28_10 --device cuda --seeds 16 --json results/draws/tent.json``: where a
-method collapses, errors of whole streams are chaotic, and one says little about whether two implementations are the
-same; many do. Of data that are corrupted as they are read (``live-cifar10-c``) every seed draws other noise; images
-that lie on the disk (``cifar10-c``) stay the same, and every seed moves the affine parameters that both begin with by
-their last digits. ``tribe reproduce document`` shows what lies in ``results/draws``.
+``python -m benchmarks.textbook --model wrn28_10 --device cuda --seeds 16 --json results/draws/tent.json``
+
+When a method collapses, the errors of whole streams are chaotic. One run cannot show whether two implementations agree;
+many can. With data that are corrupted while they are read (``live-cifar10-c``), every seed draws other noise. Images on
+disk (``cifar10-c``) stay the same, and every seed changes the last digits of the affine parameters at the start.
+``tribe reproduce document`` shows the files in ``results/draws``.
 """
 
 import argparse
@@ -32,7 +33,7 @@ ERRORS = {"inst": metrics.instance_error, "cat": metrics.category_error}
 
 
 def textbook(net: nn.Module, stream: tribe.Stream, device: torch.device, lr: float = 1e-3) -> Tensor:
-    """What is predicted, image by image."""
+    """Run plain TENT over a stream and return its predictions, image by image."""
     net = copy.deepcopy(net).to(device).train().requires_grad_(False)
     affine: list[nn.Parameter] = []
     for layer in _norms(net):
@@ -52,7 +53,7 @@ def textbook(net: nn.Module, stream: tribe.Stream, device: torch.device, lr: flo
 
 
 def nudge(net: nn.Module, seed: int) -> None:
-    """Move the affine parameters by their last digits."""
+    """Change the last digits of the affine parameters."""
     draws = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for layer in _norms(net):
@@ -64,38 +65,40 @@ def _norms(net: nn.Module) -> list[nn.BatchNorm2d]:
     return [layer for layer in net.modules() if isinstance(layer, nn.BatchNorm2d)]
 
 
-def built(o: argparse.Namespace, seed: int) -> tuple[Dataset, nn.Module]:
-    """The data and the network of a draw, the latter as it was trained."""
+def build_draw(o: argparse.Namespace, seed: int) -> tuple[Dataset, nn.Module]:
+    """Return the data and the trained network of a draw."""
     data = workbench.build_dataset(o.dataset, o.data, {"seed": seed} if is_live(o) else {})
     return data, workbench.build_model(workbench.Request(o.dataset, o.model, data=o.data), data, {})
 
 
 def is_live(o: argparse.Namespace) -> bool:
-    """Whether images are corrupted as they are read."""
+    """Return whether images are corrupted while they are read."""
     return bool(o.dataset.startswith("live-"))
 
 
 def setting(o: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """What all draws share, with the marks by which experiments know images and weights."""
-    data, net = built(o, o.first)
-    told = {name: getattr(o, name) for name in ("dataset", "model", "imbalance", "seed", "precision")}
-    told |= {"images": fingerprint(data), "weights": tribe.Backbone(net).fingerprint()}
-    return told | {"method": "tent", "device": device.type, "machine": machine(device), "batch": BATCH}
+    """Return what all draws share, with the fingerprints of images and weights."""
+    data, net = build_draw(o, o.first)
+    shared = {name: getattr(o, name) for name in ("dataset", "model", "imbalance", "seed", "precision")}
+    shared |= {"images": fingerprint(data), "weights": tribe.Backbone(net).fingerprint()}
+    return shared | {"method": "tent", "device": device.type, "machine": machine(device), "batch": BATCH}
 
 
 def options(argv: list[str] | None = None) -> argparse.Namespace:
-    """What was asked for."""
+    """Parse the command line."""
     p = argparse.ArgumentParser("python -m benchmarks.textbook", description=__doc__.partition("\n")[0])
-    p.add_argument("--dataset", default="live-cifar10-c", help="live-...: other noise; else: other last digits")
+    p.add_argument(
+        "--dataset", default="live-cifar10-c", help="live-...: each draw has other noise; else: other last digits"
+    )
     p.add_argument("--model", default="resnet20")
     p.add_argument("--data", type=Path, help="root of the data sets and of weights")
-    p.add_argument("--seeds", type=int, default=1, help="how many draws")
+    p.add_argument("--seeds", type=int, default=1, help="number of draws")
     p.add_argument("--first", type=int, default=0, help="seed of the first draw")
     p.add_argument("--imbalance", type=float, default=100)
     p.add_argument("--seed", type=int, default=425, help="seed of the stream")
     p.add_argument("--device", default="auto")
     p.add_argument("--precision", default="tf32", choices=PRECISIONS[:2])
-    p.add_argument("--json", type=Path, help="write the numbers here, too, after every draw")
+    p.add_argument("--json", type=Path, help="also write the numbers to this file, after every draw")
     return p.parse_args(argv)
 
 
@@ -103,12 +106,12 @@ def main(argv: list[str] | None = None) -> None:
     o = options(argv)
     device = choose_device(o.device)
     scenario = tribe.scenarios.create("gli-f", imbalance=o.imbalance)
-    told = setting(o, device)
+    shared = setting(o, device)
     drawn: list[int] = []
     errors: dict[str, dict[str, list[float]]] = {who: {kind: [] for kind in ERRORS} for who in ("ours", "textbook")}
     with float32_precision(o.precision), deterministic():  # as experiments compute
         for seed in range(o.first, o.first + o.seeds):
-            data, net = built(o, seed)
+            data, net = build_draw(o, seed)
             if not is_live(o):
                 nudge(net, seed)
             stream = tribe.Stream(data, scenario, seeds=(o.seed,), batch=BATCH)
@@ -122,7 +125,7 @@ def main(argv: list[str] | None = None) -> None:
             ends = {who: " / ".join(f"{values[-1]:.2f}" for values in of.values()) for who, of in errors.items()}
             print(f"draw {seed}: tribe {ends['ours']}, torch.optim {ends['textbook']}", flush=True)
             if o.json is not None:
-                write_atomically(o.json, json.dumps({**told, "draws": drawn, **errors}, indent=1).encode() + b"\n")
+                write_atomically(o.json, json.dumps({**shared, "draws": drawn, **errors}, indent=1).encode() + b"\n")
     if len(drawn) > 1:
         for who, of in errors.items():
             spread = (

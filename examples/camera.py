@@ -1,7 +1,7 @@
-"""Adapt inside an inference loop, stop, and go on where it stopped: ``python examples/camera.py``.
+"""Adapt inside an inference loop, stop, and resume: ``python examples/camera.py``.
 
-The camera here plays real digits that it sees through noise and blur. In your program `frames` is your camera, and
-`net` your network; nothing else changes.
+The camera here shows real digits through noise and blur. In your program, `frames` is your camera and `net` is your
+network; nothing else changes.
 """
 
 import tempfile
@@ -18,12 +18,12 @@ with tempfile.TemporaryDirectory() as folder:
     wrong = {"as it was trained": 0, "adapting": 0}
     model = tribe.adapt(net)
     for step, frame in enumerate(frames):
-        images, labels = frame.x[0], frame.y[0]  # of the one stream there is; labels are for the score alone
+        images, labels = frame.x[0], frame.y[0]  # of the only stream; labels are used for the score alone
         wrong["adapting"] += int((model(images).argmax(-1) != labels).sum())
         wrong["as it was trained"] += int((net(images).argmax(-1) != labels).sum())
         if step == len(frames) // 2:
             model.save(state)  # the program stops here ...
-            model = tribe.load(state, net)  # ... and goes on, as if it had not
+            model = tribe.load(state, net)  # ... and resumes here
     seen = model.info[0]
 
 total = sum(frame.y.numel() for frame in frames)

@@ -366,13 +366,19 @@ def test_a_custom_model_needs_a_shape(own):
 
 
 def test_the_released_structure_is_a_contender_of_the_benchmarks(tmp_path):
-    command = [sys.executable, "-m", "benchmarks", "--model", "wrn10_1", "--batch", "2", "--repeats", "1"]
     out = tmp_path / "out.json"
+    command = [sys.executable, "-m", "benchmarks", "--model", "wrn10_1", "--batch", "2", "--repeats", "1"]
     done = subprocess.run([*command, "--json", str(out)], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     rows = {row.name: row for row in bench.read(out).rows}
     assert {"source", "tent", "rotta", "tribe", "released"} < rows.keys()
     assert rows["released"].state_bytes > 0
-    done = subprocess.run([*command, "--streams", "2"], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "yardstick for one stream" in " ".join(done.stderr.split())
+
+
+def test_the_released_structure_refuses_several_streams(capsys):
+    from benchmarks.__main__ import main
+
+    with pytest.raises(SystemExit) as ended:
+        main(["--model", "wrn10_1", "--batch", "2", "--repeats", "1", "--streams", "2", "--methods", "released"])
+    assert ended.value.code == 2
+    assert "runs one stream only" in " ".join(capsys.readouterr().err.split())

@@ -1,4 +1,4 @@
-"""The yardstick of the benchmarks computes the method it is compared with."""
+"""The structure of the released code, which benchmarks compare with, computes the same as the library."""
 
 import pytest
 import torch
@@ -16,21 +16,21 @@ from tribe.testing import CLASSES, images, small_network
 )
 def test_three_networks_and_the_rows_of_one_give_the_same_logits(fields):
     model, method = small_network(), tribe.methods.create("tribe", classes=CLASSES, **fields)
-    adapter, yardstick = tribe.adapt(model, method, seed=3), Released(model, method, seed=3)
+    adapter, reference = tribe.adapt(model, method, seed=3), Released(model, method, seed=3)
     for seed in range(5):
         x = images(1, 12, seed)[0]
-        assert (adapter(x) - yardstick(x)).abs().max() <= 5e-5
-    moved = torch.cat([p.flatten() for p in yardstick.adam.param_groups[0]["params"][::2]])
+        assert (adapter(x) - reference(x)).abs().max() <= 5e-5
+    moved = torch.cat([p.flatten() for p in reference.adam.param_groups[0]["params"][::2]])
     assert torch.allclose(adapter.state.affine.weight[0], moved, atol=1e-5)
 
 
 def test_a_network_of_the_package_gives_the_same_logits():
     """Some of their layers normalise and activate at once."""
     model, method = bench.build("resnet8"), tribe.methods.create("tribe", classes=10, h0=0.9)
-    adapter, yardstick = tribe.adapt(model, method), Released(model, method)
+    adapter, reference = tribe.adapt(model, method), Released(model, method)
     for seed in range(3):
         x = torch.rand(8, 3, 32, 32, generator=torch.Generator().manual_seed(seed))
-        expected = yardstick(x)
+        expected = reference(x)
         assert (adapter(x) - expected).abs().max() <= 1e-4 * expected.abs().max().clamp_min(1)
 
 
