@@ -1,16 +1,16 @@
-"""HTML and SVG as nested calls: whatever is not markup already is escaped on its way in."""
+"""HTML and SVG as nested calls. Every string that is not `Markup` is escaped."""
 
 import re
 from collections.abc import Iterable
 from html import escape
 
-# What HTML cannot hold: control characters, and halves of characters beyond the basic plane that JSON lets through.
+# Characters that HTML does not allow: control characters, and single surrogates, which JSON allows.
 UNPRINTABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]")
 VOID = frozenset(("br", "hr", "input", "link", "meta"))
 
 
 class Markup(str):
-    """Text that is markup; every other string is not, and is escaped."""
+    """Text that is markup already, so it is not escaped."""
 
     __slots__ = ()
 
@@ -19,7 +19,7 @@ Child = str | float | Iterable["Child"] | None
 
 
 def text(value: Child) -> Markup:
-    """Any value as markup; None is nothing.
+    """A value as markup; None is empty.
 
     >>> text(["a < b", None, tag("b", 3)])
     'a &lt; b<b>3</b>'
@@ -34,17 +34,17 @@ def text(value: Child) -> Markup:
 
 
 def tag(name: str, /, *children: Child, **attributes: str | float | bool | None) -> Markup:
-    """An element. In attribute names ``_`` is ``-``, and one at the end is dropped; None and False leave one out.
+    """An element. In attribute names ``_`` becomes ``-``, and a trailing one is dropped. None and False omit one.
 
     >>> tag("a", "<x>", href="#x", class_="big", aria_label='"', hidden=False)
     '<a href="#x" class="big" aria-label="&quot;">&lt;x&gt;</a>'
     """
-    words = "".join(_attribute(key, value) for key, value in attributes.items() if value is not None)
-    return Markup(f"<{name}{words}>" + ("" if name in VOID else f"{text(children)}</{name}>"))
+    joined = "".join(_attribute(key, value) for key, value in attributes.items() if value is not None)
+    return Markup(f"<{name}{joined}>" + ("" if name in VOID else f"{text(children)}</{name}>"))
 
 
 def number(value: float) -> str:
-    """A coordinate: a tenth of a pixel is enough.
+    """A coordinate, rounded to a tenth of a pixel.
 
     >>> number(3.0), number(-0.04), number(12.345)
     ('3', '0', '12.3')
@@ -55,10 +55,10 @@ def number(value: float) -> str:
 
 def _attribute(key: str, value: str | float | bool) -> str:
     if isinstance(value, bool):
-        return f" {_hyphened(key)}" if value else ""
+        return f" {_hyphenated(key)}" if value else ""
     shown = number(value) if isinstance(value, float) else value
-    return f' {_hyphened(key)}="{text(shown)}"'
+    return f' {_hyphenated(key)}="{text(shown)}"'
 
 
-def _hyphened(key: str) -> str:
+def _hyphenated(key: str) -> str:
     return key.removesuffix("_").replace("_", "-")

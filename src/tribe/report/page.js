@@ -1,4 +1,4 @@
-// The page reads without any of this: it sorts tables, copies commands, and unfolds what a link leads to.
+// Sort tables, copy commands, and open the details that a link leads to. The page can be read without this script.
 "use strict";
 
 function value(row, column) {
@@ -11,9 +11,9 @@ function sort(table, head, column) {
   for (const other of table.querySelectorAll("[aria-sort]")) other.removeAttribute("aria-sort");
   head.setAttribute("aria-sort", up ? "ascending" : "descending");
   const body = table.tBodies[0];
-  const known = (row) => "v" in row.children[column].dataset;
+  const hasNumber = (row) => "v" in row.children[column].dataset;
   const rows = [...body.rows].sort((a, b) => {
-    if (known(a) !== known(b)) return known(a) ? -1 : 1; // what has no number stays at the end
+    if (hasNumber(a) !== hasNumber(b)) return hasNumber(a) ? -1 : 1; // rows without a number stay at the end
     const order = value(a, column).localeCompare(value(b, column), "en", { numeric: true });
     const number = Number(value(a, column)) - Number(value(b, column));
     return (up ? 1 : -1) * (Number.isNaN(number) ? order : number);

@@ -1,4 +1,4 @@
-"""The page: everything in one file, which loads nothing, runs nothing but its own script, and reads without that."""
+"""The page: one HTML file that loads no other file, and that can be read without its script."""
 
 import base64
 import hashlib
@@ -9,7 +9,7 @@ from importlib.resources import files
 from tribe._version import __version__
 from tribe.report.charts import MARKERS
 from tribe.report.collect import Group, Runs
-from tribe.report.elements import Series, many, score_cell, scroller, swatch
+from tribe.report.elements import Series, plural, score_cell, scroller, swatch
 from tribe.report.markup import Child, Markup, tag
 from tribe.report.scores import INSTANCE, SHORT, best, score
 from tribe.report.sections import section
@@ -18,22 +18,22 @@ DASHES = ("none", "6 3", "2 2", "8 3 2 3")  # of the first eight methods, of the
 ABOUT = {
     "Instance error": "The share of images that were misclassified.",
     "Category error": "The mean over domains of the mean over classes of the error; a class that is absent from a "
-    "domain is skipped. Where classes are rare, it tells more than the instance error.",
+    "domain is skipped. Rare classes weigh as much as frequent ones.",
     "ECE": "Expected calibration error: the mean gap between confidence and accuracy, over 15 equal bins of "
     "confidence.",
-    "ms per image": "The time to predict and adapt, shared evenly by the images of a batch and by the streams that "
-    "ran side by side. It depends on the machine, which each row's origin names where it is known.",
-    "±": "Standard deviation over seeds: each is a stream of its own.",
+    "ms per image": "The time to predict and adapt, divided by the images of a batch and by the streams that "
+    "ran together. It depends on the machine, which the origin of each row names if it is known.",
+    "±": "Standard deviation over seeds; each seed gives another stream.",
 }
 
-Named = tuple[str, str, Group]  # anchor, title, group
+Entry = tuple[str, str, Group]  # anchor, title, group
 
 
 def render(runs: Runs) -> str:
-    """The whole page. The same records make the same text."""
+    """The whole page. The same records give the same text."""
     series = {label: i for i, label in enumerate(runs.labels)}
     titles, common = _titles(runs.groups)
-    named = [(f"g{i}", title, group) for i, (title, group) in enumerate(zip(titles, runs.groups, strict=True), 1)]
+    entries = [(f"g{i}", title, group) for i, (title, group) in enumerate(zip(titles, runs.groups, strict=True), 1)]
     style, script = _asset("page.css") + _colours(len(series)), _asset("page.js")
     head = tag(
         "head",
@@ -48,14 +48,14 @@ def render(runs: Runs) -> str:
         "body",
         tag("a", "Skip to the numbers", href="#main", class_="skip"),
         _markers(),
-        tag("aside", tag("div", _navigation(named, runs), _switches(series), class_="held")),
+        tag("aside", tag("div", _navigation(entries, runs), _switches(series), class_="held")),
         tag(
             "main",
             tag("h1", "What adapting changed"),
             tag("p", _lead(runs, common), class_="facts"),
             _warning(runs),
-            _overview(named, series) if named else None,
-            [section(group, name, title, series) for name, title, group in named],
+            _overview(entries, series) if entries else None,
+            [section(group, name, title, series) for name, title, group in entries],
             _problems(runs),
             _about(),
             tag("footer", f"Written by tribe {__version__} from the records alone."),
@@ -68,32 +68,32 @@ def render(runs: Runs) -> str:
 
 
 def _titles(groups: Sequence[Group]) -> tuple[list[str], list[str]]:
-    """What tells each group from the others, and what all of them share."""
-    spread = Counter(fact for group in groups for fact in dict.fromkeys(group.facts))
-    common = [fact for fact, count in spread.items() if count == len(groups) > 1]
+    """The title of each group, without the facts that all groups share, and these facts."""
+    counts = Counter(fact for group in groups for fact in dict.fromkeys(group.facts))
+    common = [fact for fact, count in counts.items() if count == len(groups) > 1]
     return [", ".join(f for f in group.facts if f not in common) or group.title for group in groups], common
 
 
 def _lead(runs: Runs, common: Sequence[str]) -> str:
-    """What is here, and who does best."""
+    """The number of records, methods and streams, and which methods have the lowest error."""
     records = sum(len(row.played) for group in runs.groups for row in group.rows)
-    streams = many(len(runs.groups), "kind of stream", "kinds of stream")
-    what = f"{many(records, 'record')}, {many(len(runs.labels), 'method')}, {streams}"
-    what += f", all of {', '.join(common)}." if common else "."
+    streams = plural(len(runs.groups), "kind of stream", "kinds of stream")
+    text = f"{plural(records, 'record')}, {plural(len(runs.labels), 'method')}, {streams}"
+    text += f", all of {', '.join(common)}." if common else "."
     wins: Counter[str] = Counter()
     for group in runs.groups:
         scores = {row.label: score(row, INSTANCE) for row in group.rows}
         lowest = best(list(scores.values()))
-        wins.update(label for label, found in scores.items() if found.shown == lowest)
+        wins.update(label for label, found in scores.items() if found.text == lowest)
     if wins:
         most = ", ".join(f"{label} on {n}" for label, n in sorted(wins.items(), key=lambda win: (-win[1], win[0])))
-        what += f" Lowest instance error: {most} of {len(runs.groups):,}."
-    return what
+        text += f" Lowest instance error: {most} of {len(runs.groups):,}."
+    return text
 
 
-def _navigation(named: Sequence[Named], runs: Runs) -> Markup:
-    links = [("overview", "Overview")] if named else []
-    links += [(name, title) for name, title, _ in named]
+def _navigation(entries: Sequence[Entry], runs: Runs) -> Markup:
+    links = [("overview", "Overview")] if entries else []
+    links += [(name, title) for name, title, _ in entries]
     links += [("problems", "Files with problems")] if runs.damaged or runs.repeated else []
     links += [("about", "About the numbers")]
     items = [tag("li", tag("a", title, href=f"#{name}")) for name, title in links]
@@ -101,7 +101,7 @@ def _navigation(named: Sequence[Named], runs: Runs) -> Markup:
 
 
 def _switches(series: Series) -> Markup | None:
-    """Which methods the charts show; style alone does it."""
+    """Checkboxes that show and hide methods in the charts; they work without a script."""
     boxes = [
         tag("label", tag("input", type="checkbox", id=f"show{i}", checked=True), swatch(i), label)
         for label, i in series.items()
@@ -110,10 +110,10 @@ def _switches(series: Series) -> Markup | None:
 
 
 def _warning(runs: Runs) -> Markup | None:
-    """One line at the top, for what must not be overlooked."""
-    words = {"damaged, left out": len(runs.damaged), "repeated, counted once": len(runs.repeated)}
-    said = "; ".join(f"{count:,} {what}" for what, count in words.items() if count)
-    return tag("p", "Files: ", said, ". ", tag("a", "See which", href="#problems"), class_="warning") if said else None
+    """One line at the top that counts the files with problems."""
+    counts = {"damaged, left out": len(runs.damaged), "repeated, counted once": len(runs.repeated)}
+    text = "; ".join(f"{count:,} {what}" for what, count in counts.items() if count)
+    return tag("p", "Files: ", text, ". ", tag("a", "See which", href="#problems"), class_="warning") if text else None
 
 
 def _problems(runs: Runs) -> Markup | None:
@@ -123,18 +123,18 @@ def _problems(runs: Runs) -> Markup | None:
     repeated = [tag("li", tag("code", path), f" {reason}") for path, reason in runs.repeated]
     parts: list[Child] = [tag("h2", "Files with problems", id="problems")]
     if damaged:
-        parts += [tag("p", "Damaged or not readable, so left out of every number:"), tag("ul", damaged)]
+        parts += [tag("p", "Damaged or not readable, so left out of all numbers:"), tag("ul", damaged)]
     if repeated:
         parts += [tag("p", "Repeated, so counted once:"), tag("ul", repeated)]
     return tag("section", parts, aria_labelledby="problems")
 
 
-def _overview(named: Sequence[Named], series: Series) -> Markup:
-    """Methods down, groups across."""
+def _overview(entries: Sequence[Entry], series: Series) -> Markup:
+    """A table with a row for each method and columns for each group."""
     above: list[Markup] = []
     below: list[Markup] = []
     cells: dict[str, list[Child]] = {label: [] for label in series}
-    for name, title, group in named:
+    for name, title, group in entries:
         above.append(tag("th", tag("a", title, href=f"#{name}"), class_="group", colspan=len(SHORT), scope="colgroup"))
         links = {row.label: f"#{name}m{i}" for i, row in enumerate(group.rows)}
         for column in SHORT:
@@ -144,29 +144,29 @@ def _overview(named: Sequence[Named], series: Series) -> Markup:
             lowest = best(list(scores.values()))
             for label, row in cells.items():
                 link = links.get(label) if first else None
-                known = label in scores
-                row.append(score_cell(scores[label], lowest, link, first) if known else tag("td", class_=first))
+                empty = tag("td", class_=first)
+                row.append(score_cell(scores[label], lowest, link, first) if label in scores else empty)
     method = [tag("th", swatch(i), label, scope="row", data_v=label) for label, i in series.items()]
     body = [tag("tr", label, row) for label, row in zip(method, cells.values(), strict=True)]
     head = tag("tr", tag("td"), above), tag("tr", tag("th", "method", scope="col", data_col=0), below)
-    words = "Instance and category error in %, mean ± standard deviation over seeds, and milliseconds per image. Lower "
-    words += "is better, the lowest is bold. Each instance error leads to the command and the spec that made it."
+    note = "Instance and category error in %, mean ± standard deviation over seeds, and milliseconds per image. Lower "
+    note += "is better, the lowest is bold. Each instance error links to the command and the spec that made it."
     whole = tag("table", tag("thead", head), tag("tbody", body), class_="sortable overview")
     return tag(
         "section",
         tag("h2", "Overview", id="overview"),
-        tag("p", words, class_="note"),
+        tag("p", note, class_="note"),
         scroller(whole, "Overview"),
         aria_labelledby="overview",
     )
 
 
 def _about() -> Markup:
-    told = [(tag("dt", name), tag("dd", words)) for name, words in ABOUT.items()]
-    return tag("section", tag("h2", "About the numbers", id="about"), tag("dl", told), aria_labelledby="about")
+    terms = [(tag("dt", name), tag("dd", text)) for name, text in ABOUT.items()]
+    return tag("section", tag("h2", "About the numbers", id="about"), tag("dl", terms), aria_labelledby="about")
 
 
-# -- what makes it one file -------------------------------------------------------------------------------------------
+# -- style and script -------------------------------------------------------------------------------------------
 
 
 def _asset(name: str) -> str:
@@ -179,7 +179,7 @@ def _markers() -> Markup:
 
 
 def _colours(count: int) -> str:
-    """A colour and a dash for each method, and the rule that hides it where its switch is off."""
+    """CSS rules: a colour and a dash for each method, and one that hides it if its checkbox is off."""
     rules = []
     for i in range(count):
         colour, dash = i % len(MARKERS), DASHES[i // len(MARKERS) % len(DASHES)]
@@ -193,12 +193,12 @@ def _colours(count: int) -> str:
 
 
 def _policy(style: str, script: str) -> str:
-    """Nothing is loaded from anywhere, and only these two texts count as style and as script."""
+    """The content security policy: the page loads nothing, and only this style and this script are used."""
     return (
         f"default-src 'none'; img-src data:; base-uri 'none'; form-action 'none'; style-src {_hash(style)}; "
         f"script-src {_hash(script)}"
     )
 
 
-def _hash(words: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(words.encode()).digest()).decode()}'"
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

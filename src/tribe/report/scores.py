@@ -1,4 +1,4 @@
-"""The numbers of a row: means over seeds, their spread, and which is the best of several."""
+"""The scores of a row: means and standard deviations over seeds, and the best of several."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -13,15 +13,15 @@ from tribe.report.collect import Row
 
 
 class Column(NamedTuple):
-    """A number that every row has."""
+    """A metric that every row of a table shows."""
 
     name: str
     short: str
     metric: Callable[[Record], Tensor]
     scale: float
-    judged: bool = True  # whether it needs labels
-    spread: bool = True  # whether it is worth knowing how far seeds lie apart
-    best: bool = True  # whether the lowest is marked
+    needs_labels: bool = True
+    spread: bool = True  # whether to show the standard deviation over seeds
+    best: bool = True  # whether to mark the lowest
 
 
 def _confidence(record: Record) -> Tensor:
@@ -31,36 +31,36 @@ def _confidence(record: Record) -> Tensor:
 INSTANCE = Column("instance error, %", "instance", metrics.instance_error, 100)
 CATEGORY = Column("category error, %", "category", metrics.category_error, 100)
 CALIBRATION = Column("ECE, %", "ECE", metrics.calibration_error, 100)
-CONFIDENCE = Column("confidence, %", "confidence", _confidence, 100, judged=False, best=False)
-COST = Column("ms per image", "ms", metrics.seconds_per_image, 1000, judged=False, spread=False)
+CONFIDENCE = Column("confidence, %", "confidence", _confidence, 100, needs_labels=False, best=False)
+COST = Column("ms per image", "ms", metrics.seconds_per_image, 1000, needs_labels=False, spread=False)
 SHORT = (INSTANCE, CATEGORY, COST)
 LONG = (INSTANCE, CATEGORY, CALIBRATION, CONFIDENCE, COST)
 
 
 class Score(NamedTuple):
-    """A number over seeds; NaN where there is none."""
+    """Mean and standard deviation over seeds; NaN where there are no records."""
 
     mean: float
-    spread: float | None = None  # standard deviation; None of a single seed
+    spread: float | None = None  # standard deviation; None for a single seed
 
     @property
-    def shown(self) -> str:
-        """The mean as it is printed."""
+    def text(self) -> str:
+        """The mean, as printed."""
         return "–" if math.isnan(self.mean) else f"{self.mean:.2f}"
 
     @property
-    def words(self) -> str:
-        """Mean and spread.
+    def text_with_spread(self) -> str:
+        """Mean and standard deviation, as printed.
 
-        >>> Score(10.204, 0.5).words, Score(math.nan).words
+        >>> Score(10.204, 0.5).text_with_spread, Score(math.nan).text_with_spread
         ('10.20 ± 0.50', '–')
         """
-        return self.shown if self.spread is None else f"{self.shown} ± {self.spread:.2f}"
+        return self.text if self.spread is None else f"{self.text} ± {self.spread:.2f}"
 
 
 def score(row: Row, column: Column) -> Score:
-    """A column's number of a row."""
-    records = row.judged if column.judged else row.records
+    """The score of a row in a column."""
+    records = row.judged if column.needs_labels else row.records
     if not records:
         return Score(math.nan)
     values = column.scale * torch.stack([column.metric(record).double() for record in records])
@@ -68,6 +68,6 @@ def score(row: Row, column: Column) -> Score:
 
 
 def best(scores: Sequence[Score]) -> str | None:
-    """The lowest mean as printed, which several may share; None where there is nothing to compare."""
-    means = [found.mean for found in scores if not math.isnan(found.mean)]
-    return Score(min(means)).shown if len(means) > 1 else None
+    """The lowest mean, as printed; several scores may have it. None if fewer than two have a mean."""
+    means = [score.mean for score in scores if not math.isnan(score.mean)]
+    return Score(min(means)).text if len(means) > 1 else None

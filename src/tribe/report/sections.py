@@ -1,6 +1,6 @@
-"""A group of runs on the page: its numbers, its charts, and where each number comes from.
+"""The section of a group of runs: its numbers, its charts, and the origin of each number.
 
-What needs labels is left out where there are none.
+Numbers and charts that need labels are left out if there are none.
 """
 
 import json
@@ -10,26 +10,26 @@ from typing import Any
 from tribe.report import classes, curves
 from tribe.report.collect import Group, Played, Row
 from tribe.report.command import command
-from tribe.report.elements import Series, many, score_cell, scroller, swatch, table
+from tribe.report.elements import Series, plural, score_cell, scroller, swatch, table
 from tribe.report.markup import Child, Markup, tag
 from tribe.report.scores import LONG, best, score
 
 
 def section(group: Group, name: str, title: str, series: Series) -> Markup:
-    """All about a group; ``name`` is its anchor."""
+    """The section of a group; ``name`` is its anchor."""
     judged = [row for row in group.rows if row.judged]
     charts: list[Child] = []
     if judged:
         charts += [curves.per_domain(group, judged, series), curves.over_time(judged, series)]
         charts += [curves.calibration(judged, series), curves.cost(judged, series)]
-    pictures = [classes.played(judged) if judged else None, classes.predicted(group)]
+    class_charts = [classes.played(judged) if judged else None, classes.predicted(group)]
     return tag(
         "section",
         tag("h2", title, id=f"{name}-title"),
         tag("p", _facts(group), class_="facts"),
         _results(group, name, series),
         tag("div", charts, class_="figures") if judged else tag("p", "No labels, so no errors.", class_="note"),
-        tag("div", pictures, class_="figures"),
+        tag("div", class_charts, class_="figures"),
         classes.confusions(judged, series) if judged else None,
         tag("h3", "Where the numbers come from"),
         [_origin(row, f"{name}m{i}", series) for i, row in enumerate(group.rows)],
@@ -42,7 +42,7 @@ def _facts(group: Group) -> str:
     images = [len(record.label) for row in group.rows for record in row.records]
     length = f"{min(images):,}" + (f" to {max(images):,}" if max(images) > min(images) else "")
     machines = sorted({str(p.machine["device"]) for row in group.rows for p in row.played if p.machine.get("device")})
-    size = f"{many(len(group.domains), 'domain')}, {many(group.classes, 'class', 'classes')}"
+    size = f"{plural(len(group.domains), 'domain')}, {plural(group.classes, 'class', 'classes')}"
     on = f", on {' and '.join(machines)}" if machines else ""
     return f"{group.title}: streams of {length} images, {size}{on}."
 
@@ -59,43 +59,48 @@ def _results(group: Group, name: str, series: Series) -> Markup:
         label = tag("th", swatch(series[row.label]), row.label, scope="row", data_v=row.label)
         body.append(tag("tr", label, cells, seeds))
     names = ("method", *(column.name for column in LONG), "seeds")
-    head = tag("tr", [tag("th", words, scope="col", data_col=i) for i, words in enumerate(names)])
+    head = tag("tr", [tag("th", column, scope="col", data_col=i) for i, column in enumerate(names)])
     return scroller(tag("table", tag("thead", head), tag("tbody", body), class_="sortable"), f"Results, {group.title}")
 
 
 def _origin(row: Row, name: str, series: Series) -> Markup:
-    """How a row was made: command, files with their own numbers, machine, spec."""
+    """The origin of a row: command, records with their numbers, machine, spec."""
     spec = {key: value for key, value in row.played[0].spec.items() if key not in ("seed", "experiment")}
-    made = command(spec, [played.seed for played in row.played if isinstance(played.seed, int)])
+    rerun = command(spec, [played.seed for played in row.played if isinstance(played.seed, int)])
     head = ["record", "seed", "images", *(column.name for column in LONG)]
     inside = tag(
         "div",
-        [tag("pre", tag("code", line), class_="command") for line in made.lines],
-        [tag("p", note, class_="note") for note in made.notes],
-        table(head, [_file(played) for played in row.played], f"Records of {row.label}"),
+        [tag("pre", tag("code", line), class_="command") for line in rerun.lines],
+        [tag("p", note, class_="note") for note in rerun.notes],
+        table(head, [_record_cells(played) for played in row.played], f"Records of {row.label}"),
         [
-            tag("p", f"Made on {words}.", class_="note")
-            for words in sorted({_words(p.machine) for p in row.played})
-            if words
+            tag("p", f"Made on {machine}.", class_="note")
+            for machine in sorted({_describe(p.machine) for p in row.played})
+            if machine
         ],
-        tag("p", "The spec, which these records share but for the seed:", class_="note"),
+        tag("p", "The spec of these records, without the seed:", class_="note"),
         tag("pre", tag("code", _json(spec))),
         id=name,
     )
     return tag("details", tag("summary", swatch(series[row.label]), row.label), inside, class_="origin")
 
 
-def _file(played: Played) -> list[str]:
+def _record_cells(played: Played) -> list[str]:
     alone = Row("", (played,))
-    return [played.path, str(played.seed), f"{len(played.record.label):,}", *(score(alone, c).words for c in LONG)]
+    return [
+        played.path,
+        str(played.seed),
+        f"{len(played.record.label):,}",
+        *(score(alone, c).text_with_spread for c in LONG),
+    ]
 
 
-def _words(machine: Mapping[str, Any]) -> str:
+def _describe(machine: Mapping[str, Any]) -> str:
     return ", ".join(f"{key} {value}" for key, value in machine.items() if value is not None)
 
 
 def _json(value: Any, indent: str = "") -> str:
-    """JSON for readers: a line for each field, but a list of plain values in one.
+    """JSON with one line for each field; a list is on one line.
 
     >>> print(_json({"a": [1, 2], "b": {"c": None}}))
     {

@@ -9,7 +9,7 @@ from rich.console import Console
 from tribe import report as pages
 from tribe.cli.app import app
 from tribe.cli.output import fail, print_json, print_message
-from tribe.report.elements import many
+from tribe.report.elements import plural
 
 
 @app.command()
@@ -44,7 +44,7 @@ def report(
         )
     else:
         Console().print(
-            f"{many(records, 'record')} in {many(len(runs.groups), 'group')}: {out}", soft_wrap=True, markup=False
+            f"{plural(records, 'record')} in {plural(len(runs.groups), 'group')}: {out}", soft_wrap=True, markup=False
         )
     if runs.damaged:
         raise typer.Exit(1)
