@@ -1,17 +1,16 @@
-"""A grid of small experiments that is killed again and again: started as a process by tests/lab/test_experiment.py.
+"""Run a grid of small experiments that is killed at given points; tests/lab/test_experiment.py starts it as a process.
 
-usage: grid.py RUNS SPECS KILLS SEED. The grid is started afresh, as a process of its own, after each kill (SIGKILL, at
-a random moment) and in the end left alone until it is finished. With 0 kills: undisturbed.
+usage: grid.py RUNS SPECS [FILE:COUNT ...]. For each FILE:COUNT a new process runs the grid and is killed just before
+the file of this name is replaced for the COUNT-th time. At the end the grid runs without a kill.
 """
 
 import os
-import random
 import signal
 import sys
-import time
 
 import torch
 
+from processes import watch_files
 from tribe.lab.execution import run_experiment
 from tribe.lab.experiment import Experiment
 from tribe.lab.spec import ComponentSpec
@@ -36,18 +35,18 @@ def play(runs, count):
         run_experiment(experiment, runs, workbench=workbench, every=3)
 
 
-def main(runs, count, kills, seed):
-    moments = random.Random(seed)
-    for _ in range(kills):
-        child = os.fork()  # nothing has been computed in this process, so there are no threads that a child could miss
+def main(runs, count, *points):
+    for point in points:
+        name, _, times = point.partition(":")
+        child = os.fork()  # nothing has been computed in this process, so a child misses no threads
         if not child:
-            play(runs, count)
+            watch_files(signal.SIGKILL, "os.rename", name, int(times))
+            play(runs, int(count))
             os._exit(0)
-        time.sleep(moments.uniform(0.05, 1.5))
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-    play(runs, count)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        assert code == -signal.SIGKILL, f"the grid ended with {code} before it came to {point}"
+    play(runs, int(count))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], *map(int, sys.argv[2:]))
+    main(*sys.argv[1:])

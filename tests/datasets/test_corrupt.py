@@ -24,6 +24,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import tribe
+from processes import Prints, interrupted, killed
 from tribe import corruptions, datasets
 from tribe.cli.commands import app
 from tribe.datasets.files import MissingData
@@ -341,12 +342,7 @@ def test_killed_while_adding_a_severity_nothing_is_lost(clean, tmp_path, elsewhe
 
 def test_a_killed_command_goes_on(clean, tmp_path):
     args = ["corrupt", "cifar10", "--data", clean, "--out", tmp_path / "killed"]
-    command = [sys.executable, "-m", "tribe", *map(str, args)]
-    with subprocess.Popen(
-        command, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    ) as run:
-        assert run.stderr.readline() == "motion_blur@5: done\n"
-        run.kill()
+    assert killed("-m", "tribe", *args, when=Prints("done\n")).err == "motion_blur@5: done\n"
     result = call(*args[1:])
     assert result.exit_code == 0
     assert "already there: motion_blur@5" in result.stderr
@@ -358,16 +354,12 @@ def test_a_killed_command_goes_on(clean, tmp_path):
     ("options", "same"), [((), "the same command"), (("--force",), "the same command without --force")]
 )
 def test_stopped_by_hand_it_says_how_to_go_on(clean, tmp_path, options, same):
-    command = [sys.executable, "-m", "tribe", "corrupt", "cifar10", "--data", clean, "--out", tmp_path, *options]
-    with subprocess.Popen(
-        list(map(str, command)), stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    ) as run:
-        assert run.stderr.readline() == "motion_blur@5: done\n"
-        run.send_signal(signal.SIGINT)
-        _, errors = run.communicate()
-    assert run.returncode == 130, errors
-    assert errors.splitlines()[-1] == f"stopped; {same} goes on from there"
-    assert "Traceback" not in errors
+    args = ("corrupt", "cifar10", "--data", clean, "--out", tmp_path, *options)
+    ended = interrupted("-m", "tribe", *args, when=Prints("done\n"))
+    assert ended.code == 130, ended.err
+    *before, last = ended.err.splitlines()
+    assert last == f"stopped; {same} goes on from there"
+    assert set(before) == {"motion_blur@5: done"}
     result = call("cifar10", "--data", clean, "--out", tmp_path)
     assert result.exit_code == 0
     assert "already there: motion_blur@5" in result.stderr

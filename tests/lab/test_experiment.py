@@ -576,16 +576,16 @@ def test_the_second_process_is_told_or_waits(workbench, tmp_path):
 
 
 def test_two_processes_that_race_compute_each_experiment_once(tmp_path):
-    commands = [[sys.executable, "-W", "ignore", str(GRID), str(tmp_path), "2", "0", "0"] for _ in range(2)]
+    commands = [[sys.executable, "-W", "ignore", str(GRID), str(tmp_path), "2"] for _ in range(2)]
     processes = [subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}) for command in commands]
     assert [process.wait() for process in processes] == [0, 0]
     assert len(list(finished(tmp_path))) == 2
     assert not list(tmp_path.glob("*/*.damaged-*"))
 
 
-def killed_grid(root, specs, kills):
-    for runs, times in (("whole", 0), ("killed", kills)):
-        command = [sys.executable, "-W", "ignore", str(GRID), str(root / runs), str(specs), str(times), "1"]
+def killed_grid(root, specs, points):
+    for runs, kills in (("whole", ()), ("killed", points)):
+        command = [sys.executable, "-W", "ignore", str(GRID), str(root / runs), str(specs), *kills]
         subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     whole, killed = (sorted(finished(root / runs), key=lambda r: r.experiment.id) for runs in ("whole", "killed"))
     assert [r.experiment for r in whole] == [r.experiment for r in killed]
@@ -599,13 +599,22 @@ def killed_grid(root, specs, kills):
     assert not list(root.glob("killed/*/checkpoint.safetensors"))
 
 
-def test_a_grid_that_is_killed_at_random_moments_ends_with_the_same_numbers(tmp_path):
-    killed_grid(tmp_path, specs=2, kills=4)
+def test_a_grid_that_is_killed_ends_with_the_same_numbers(tmp_path):
+    points = (
+        "spec.json:1",
+        "checkpoint:1",
+        "checkpoint:3",
+        "record-:1",
+        "metrics.json:1",
+        "checkpoint:2",
+        "metrics.json:1",
+    )
+    killed_grid(tmp_path, 2, points)
 
 
 @pytest.mark.slow
 def test_a_grid_of_twelve_that_is_killed_twenty_times_ends_with_the_same_numbers(tmp_path):
-    killed_grid(tmp_path, specs=12, kills=20)
+    killed_grid(tmp_path, 12, ("checkpoint:2", "metrics.json:2", "spec.json:1", "record-:1") * 5)
 
 
 # -- tables -----------------------------------------------------------------------------------------------------------
