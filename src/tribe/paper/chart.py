@@ -1,42 +1,46 @@
-"""A comparison as a picture: ours as lines or bars, the paper's as hollow marks of the same colour."""
+"""Draw a comparison: ours as lines or bars, the paper's as hollow marks of the same colour."""
 
 from typing import TYPE_CHECKING, Any
 
 from tribe.lab.plots import COLOURS, MARKERS
-from tribe.paper.comparison import Comparison
+from tribe.paper.compare import Comparison
+from tribe.paper.tables import Value
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-FEW = 12  # rows beyond which a legend says nothing
+LEGEND_ROWS = 12  # with more rows there is no legend
 
 
-def chart(comparison: Comparison) -> "Figure":
-    """Rows as lines over the columns, or, with one column, as bars. Category errors are left to the table."""
+def draw_chart(comparison: Comparison) -> "Figure":
+    """Rows as lines over the columns or, if there is one column, as bars. Category errors are left out."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError("charts need matplotlib: pip install 'tribe-tta[plots]'", name=error.name) from error
-    columns = [c for c in comparison.columns if not c.endswith((" cat", "Cat.Avg.")) and _numbers(comparison, c)]
+    columns = [c for c in comparison.columns if not c.endswith((" cat", "Cat.Avg.")) and _has_numbers(comparison, c)]
     if not columns:
         raise ValueError(f"there is nothing to draw of {comparison.name} yet: it holds no numbers")
-    units = {comparison.entries[comparison.rows[0], column].unit for column in columns}
-    if len(units) > 1:  # say errors and seconds
-        columns = [c for c in columns if comparison.entries[comparison.rows[0], c].unit == "%"]
-    if comparison.entries[comparison.rows[0], columns[0]].unit == "images":
-        return _over_classes(comparison, columns, Figure(figsize=(7, 4), layout="constrained"))
-    figure = Figure(figsize=(max(6.0, 2 + 0.6 * len(columns)), 4.8), layout="constrained")
+    units = {column: comparison.entries[comparison.rows[0], column].unit for column in columns}
+    if len(set(units.values())) > 1:  # errors and seconds
+        columns = [column for column in columns if units[column] == "%"]
+    per_class = units[columns[0]] == "images"
+    size = (7.0, 4.0) if per_class else (max(6.0, 2 + 0.6 * len(columns)), 4.8)
+    figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots()
-    if len(columns) == 1:
+    if per_class:
+        _class_lines(axes, comparison, columns)
+    elif len(columns) == 1:
         _bars(axes, comparison, columns[0])
     else:
         _lines(axes, comparison, columns)
-    axes.set_title(comparison.title, fontsize="medium")
-    axes.grid(axis="y", alpha=0.3)
+    axes.set_title(comparison.title, fontsize="large" if per_class else "medium")
+    if not per_class:
+        axes.grid(axis="y", alpha=0.3)
     return figure
 
 
-def _numbers(comparison: Comparison, column: str) -> bool:
+def _has_numbers(comparison: Comparison, column: str) -> bool:
     return any(isinstance(comparison.entries[row, column].ours, float) for row in comparison.rows)
 
 
@@ -49,7 +53,7 @@ def _lines(axes: Any, comparison: Comparison, columns: list[str]) -> None:
         axes.plot(range(len(columns)), [_value(e.paper) for e in entries], **hollow)
     axes.set(ylabel="error, % (hollow: paper)", ylim=(0, None), xticks=range(len(columns)))
     axes.set_xticklabels(columns, rotation=40, ha="right", fontsize="small")
-    if len(comparison.rows) <= FEW:
+    if len(comparison.rows) <= LEGEND_ROWS:
         axes.legend(fontsize="small", ncols=2)
 
 
@@ -63,15 +67,13 @@ def _bars(axes: Any, comparison: Comparison, column: str) -> None:
     axes.legend(fontsize="small")
 
 
-def _over_classes(comparison: Comparison, columns: list[str], figure: "Figure") -> "Figure":
-    axes = figure.subplots()
+def _class_lines(axes: Any, comparison: Comparison, columns: list[str]) -> None:
     for i, column in enumerate(columns):
         images = [_value(comparison.entries[row, column].ours) for row in comparison.rows]
         axes.plot(range(len(images)), images, color=COLOURS[i % len(COLOURS)], label=f"imbalance {column}")
-    axes.set(xlabel="class", ylabel="images in a domain", ylim=(0, None), title=comparison.title)
+    axes.set(xlabel="class", ylabel="images in a domain", ylim=(0, None))
     axes.legend(fontsize="small")
-    return figure
 
 
-def _value(value: object) -> float:
+def _value(value: Value) -> float:
     return value if isinstance(value, float) else float("nan")

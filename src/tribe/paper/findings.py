@@ -1,19 +1,24 @@
-"""Where our findings are not the paper's, said plainly: TRIBE's place, the side of TEST, the best, and single cells."""
+"""Sections of the document: how ours differs from the paper and from the code that its authors released."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
-from tribe.paper import tables as paper
-from tribe.paper.comparison import Comparison, Entry, Judged
-from tribe.paper.render import claims_markdown, number, table_row
+from tribe.lab import statistics
+from tribe.paper import tables
+from tribe.paper.compare import Comparison, Entry, Judged
+from tribe.paper.gather import KINDS, Draws
+from tribe.paper.render import claims_markdown, number, table_head, table_row
+from tribe.paper.tables import Value, released
 
-APART = 1.5  # points: what lies farther from the paper's number is said in words
-BAR = {"F 100 inst": 18.0}  # what this project wants TRIBE's error to be at most, where that is less than the paper's
-SOURCE, OURS = "TEST", "TRIBE"
-_LIMIT = (
+APART = 1.5  # points: larger differences from the paper are listed
+AIM = {"F 100 inst": 18.0}  # this project's limits for TRIBE's error, where they are below the paper's number
+SOURCE, TRIBE = "TEST", "TRIBE"  # rows
+LIMIT = (
     "the paper's number, or this project's aim where that is less ("
-    + ", ".join(f"{column.removesuffix(' inst')}: {limit:.1f}" for column, limit in BAR.items())
+    + ", ".join(f"{column.removesuffix(' inst')}: {limit:.1f}" for column, limit in AIM.items())
     + ")"
 )
 SAME_STREAM = {"V 1 inst": "F 1 inst"}  # columns that repeat another
@@ -23,92 +28,232 @@ SAME_STREAM = {"V 1 inst": "F 1 inst"}  # columns that repeat another
 
 
 class Standing(NamedTuple):
-    """TRIBE's instance error in one cell of a table."""
+    """TRIBE's instance error in one cell of a table, next to its limit and to the other methods."""
 
     cell: str  # such as F 100
     ours: float | None
     limit: float
-    others: dict[str, float]  # what other methods have there
+    others: dict[str, float]  # errors of the other methods
 
     @property
     def best(self) -> str | None:
-        """The lowest of the others."""
+        """The best of the other methods."""
         return min(self.others, key=lambda row: self.others[row], default=None)
 
     @property
     def within(self) -> bool:
-        """Whether it is at most what it is to be."""
+        """Whether the error is at most the limit."""
         return self.ours is not None and self.ours <= self.limit
 
     @property
     def lowest(self) -> bool:
-        """Whether it is lower than all others."""
+        """Whether the error is lower than those of all other methods."""
         return self.ours is not None and all(self.ours < other for other in self.others.values())
 
 
 def standings(comparison: Comparison) -> Iterator[Standing]:
-    """Every cell of a table."""
-    table = paper.get(comparison.name)
+    """TRIBE's standing in every cell of a table."""
+    table = tables.get(comparison.name)
     for column in table.column_keys:
         if column.endswith(" inst") and column not in SAME_STREAM:
-            said = table.value(OURS, column)
-            assert isinstance(said, float)
-            ours, others = _numbers(comparison, column)
-            yield Standing(column.removesuffix(" inst"), ours, min(said, BAR.get(column, said)), others)
+            paper = table.value(TRIBE, column)
+            assert isinstance(paper, float)
+            entries = {row: comparison.entries.get((row, column)) for row in comparison.rows}
+            errors = {row: e.ours for row, e in entries.items() if e is not None and isinstance(e.ours, float)}
+            ours = errors.pop(TRIBE, None)
+            yield Standing(column.removesuffix(" inst"), ours, min(paper, AIM.get(column, paper)), errors)
 
 
 def in_every_cell(comparison: Comparison) -> list[str]:
-    """Whether TRIBE's instance error is at most the paper's, and lower than all others', in each cell of a table."""
-    table, failures, without = paper.get(comparison.name), list[str](), dict[str, list[str]]()
-    lines = [f"### {OURS}'s instance error in every cell of `{table.label}`", ""]
-    lines += [table_row(["", "ours", "at most", "", "next", "", ""])]
-    lines += [table_row(["---", "---:", "---:", "---", "---", "---:", "---"])]
-    for one in standings(comparison):
-        cell, ours, limit, others = one
+    """The section that shows TRIBE's instance error, its limit and the next method in each cell of a table."""
+    table, failures, not_run = tables.get(comparison.name), list[str](), dict[str, list[str]]()
+    lines = [f"### {TRIBE}'s instance error in every cell of `{table.label}`", ""]
+    lines += table_head(["", "ours", "at most", "", "next", "", ""], "lrrllrl")
+    for standing in standings(comparison):
+        cell, ours, limit, others = standing
         if ours is None:
             failures.append(f"{cell} was not run")
             lines.append(table_row([cell, "–", f"{limit:.2f}", "not run", "", "", ""]))
             continue
-        best = one.best
-        words = ["–", "–", "alone"] if best is None else [best, f"{others[best]:.2f}", _mark(one.lowest, "lowest")]
-        lines.append(table_row([cell, f"{ours:.2f}", f"{limit:.2f}", _mark(one.within, "yes"), *words]))
-        failures += [] if one.within else [f"{cell}: {ours:.2f} is more than {limit:.2f}"]
-        failures += [] if one.lowest else [f"{cell}: {best} has {others[best or '']:.2f}, {OURS} {ours:.2f}"]
-        if lacking := ", ".join(row for row in table.row_keys if row not in others and row != OURS):
-            without.setdefault(lacking, []).append(cell)
-    failures += [f"{rows} not run at {', '.join(cells)}" for rows, cells in without.items()]
-    lines += ["", f"At most: {_LIMIT}. V 1 is the stream of F 1.", ""]
-    return [*lines, *(_said(failures) if failures else ["It holds in every cell, against every method."]), ""]
+        best, within = standing.best, "yes" if standing.within else "**no**"
+        lowest = "lowest" if standing.lowest else "**not lowest**"
+        rival = ["–", "–", "alone"] if best is None else [best, f"{others[best]:.2f}", lowest]
+        lines.append(table_row([cell, f"{ours:.2f}", f"{limit:.2f}", within, *rival]))
+        failures += [] if standing.within else [f"{cell}: {ours:.2f} is more than {limit:.2f}"]
+        failures += [] if standing.lowest else [f"{cell}: {best} has {others[best or '']:.2f}, {TRIBE} {ours:.2f}"]
+        if lacking := ", ".join(row for row in table.row_keys if row not in others and row != TRIBE):
+            not_run.setdefault(lacking, []).append(cell)
+    failures += [f"{rows} not run at {', '.join(cells)}" for rows, cells in not_run.items()]
+    lines += ["", f"At most: {LIMIT}. V 1 is the stream of F 1.", ""]
+    if not failures:
+        return [*lines, "It holds in every cell, against every method.", ""]
+    return [*lines, "It does not hold, or was not shown, in these:", "", *(f"- {f}" for f in failures), ""]
 
 
-def _numbers(comparison: Comparison, column: str) -> tuple[float | None, dict[str, float]]:
-    """TRIBE's number, and those of the others."""
-    numbers = {
-        row: value
-        for row in comparison.rows
-        if (row, column) in comparison.entries and isinstance(value := comparison.entries[row, column].ours, float)
-    }
-    return numbers.pop(OURS, None), numbers
+# -- next to the released code ----------------------------------------------------------------------------------------
 
 
-def _said(failures: Sequence[str]) -> list[str]:
-    return ["It does not hold, or was not shown, in these:", "", *(f"- {failure}" for failure in failures)]
+class Times(NamedTuple):
+    """Milliseconds per image, by row."""
+
+    running: Mapping[str, float]  # in the experiments
+    alone: Mapping[str, float]  # with nothing else running
+    how: str  # the latter were measured
 
 
-def _mark(holds: bool, word: str) -> str:
-    return word if holds else f"**not {word}**" if word != "yes" else "**no**"
+@dataclass(frozen=True)
+class BesideReleased:
+    """Our errors on one data set next to those of the released code."""
+
+    comparison: Comparison  # of Released.table
+    dataset: str
+    draws: Mapping[str, Sequence[Draws]]  # by row, where a method was run more than once
+
+    @cached_property
+    def entries(self) -> dict[str, dict[str, Entry]]:
+        """Both errors of each row that was run."""
+        entries = {row: {k: self.comparison.entries[row, f"{self.dataset} {k}"] for k in KINDS} for row in self.rows}
+        return {row: both for row, both in entries.items() if all(isinstance(e.ours, float) for e in both.values())}
+
+    @property
+    def rows(self) -> Sequence[str]:
+        """All rows."""
+        return self.comparison.rows
+
+    @property
+    def held(self) -> list[str]:
+        """Rows that should be close, if the released code was measured there."""
+        return [row for row in released().held if released().table.value(row, f"{self.dataset} inst") is not None]
+
+    @property
+    def apart(self) -> list[str]:
+        """Rows that should be close, and are not."""
+        return [row for row in self.held if row in self.entries and distance(self.entries[row]) > released().points]
+
+    def means(self, row: str, draws: Draws) -> dict[str, Entry]:
+        """The errors of a row, with the mean of many draws in place of one run."""
+        return {kind: entry._replace(ours=draws.mean(kind)) for kind, entry in self.entries[row].items()}
+
+    def sentence(self) -> str:
+        """How many rows are close, and which are not."""
+        run = [row for row in self.held if row in self.entries]
+        no = f" (not {'; not '.join(map(self._gap, self.apart))})" if self.apart else ""
+        return f"{len(run) - len(self.apart)} of {len(run)} methods on {self.dataset}{no}"
+
+    def _gap(self, row: str) -> str:
+        """How far a row is from the released code, in one run and in means, and whether plain PyTorch agrees."""
+        draws = self.draws.get(row, ())
+        text = f"{row}: one run by {distance(self.entries[row]):.2f}"
+        if draws:
+            times = " and ".join(dict.fromkeys(str(drawn.times) for drawn in draws))
+            means = " and ".join(f"{distance(self.means(row, drawn)):.2f}" for drawn in draws)
+            text += f", the mean{'s' * (len(draws) > 1)} of {times} run{'s' * (times != '1')} by {means}"
+        verdicts = [drawn.agree for drawn in draws if drawn.agree is not None]
+        agrees = "agrees" if all(verdicts) else "does not agree"
+        return text + (f"; plain PyTorch's {row} {agrees} with ours" if verdicts else "")
+
+    def section(self, times: Times) -> list[str]:
+        """A table of all rows, and what it shows."""
+        goal, dataset = released(), self.dataset
+        limits = goal.limits.get(dataset, {})
+        slow = [
+            f"{row} {ms:.3f} ms" for row, ms in times.alone.items() if row in self.entries and ms > limits.get(row, ms)
+        ]
+        gaps = [f"{row} by {distance(self.entries[row]):.2f}" for row in self.apart]
+        close = f"Within {goal.points:g} points of the released code ({', '.join(self.held)})"
+        lines = [*self._table(times), "", *_verdict(close, gaps, [row for row in self.held if row not in self.entries])]
+        lines += self._unlike_the_paper()
+        if limits:
+            words = ", ".join(f"{row} at most {limit:g} ms" for row, limit in limits.items())
+            lines += _verdict(f"Time an image ({words})", slow, [row for row in limits if row not in times.alone])
+        how = times.how or "not measured yet"
+        lines += [f"- ms: {how}. Side by side: in the experiments, which may have shared the device: it says little."]
+        draws = {row: several for row, several in self.draws.items() if row in self.entries}
+        return [*lines, "", *_draws_table(draws), ""] if draws else [*lines, ""]
+
+    def _table(self, times: Times) -> Iterator[str]:
+        errors = [word for kind in KINDS.values() for word in (f"{kind} error", "released", "Δ", "paper", "Δ")]
+        head = [self.dataset, *errors, f"within {released().points:g}", "ms", "ms, side by side", "ms, released"]
+        yield from table_head(head, "l" + "r" * len(errors) + "lrrr")
+        nothing = number(None, "ms")
+        for row in self.entries:
+            theirs = released().ms.get(self.dataset, {}).get(row, nothing)
+            took = [number(times.alone.get(row), "ms"), number(times.running.get(row), "ms"), theirs]
+            yield table_row([row, *self._cells(row, self.entries[row]), *took])
+            for drawn in self.draws.get(row, ()):
+                name = f"{row}, mean of {drawn.times}: {drawn.what}"
+                yield table_row([name, *self._cells(row, self.means(row, drawn)), *[nothing] * 3])
+
+    def _cells(self, row: str, entries: Mapping[str, Entry]) -> Iterator[str]:
+        """Our errors, the released code's and the paper's with the differences, and whether a row is close enough."""
+        for kind, entry in entries.items():
+            yield number(entry.ours, "%")
+            for theirs in (entry.paper, self._paper(row, kind)):
+                yield number(theirs, "%")
+                yield number(entry._replace(paper=theirs).difference, "%", signed=True)
+        yield "" if row not in self.held else "yes" if distance(entries) <= released().points else "**no**"
+
+    def _paper(self, row: str, kind: str) -> Value:
+        """The paper's number for the same stream."""
+        table = tables.get(self.dataset.lower().removesuffix("-c"))
+        return table.value(row, f"F 100 {kind}") if row in table.row_keys else None
+
+    def _unlike_the_paper(self) -> list[str]:
+        """Errors that are close to the released code's, but not to the paper's."""
+        rows: dict[str, list[str]] = {}
+        for row, entries in self.entries.items():
+            for kind, entry in entries.items():
+                paper = self._paper(row, kind)
+                near, far = entry.difference, entry._replace(paper=paper).difference
+                if near is not None and far is not None and abs(near) <= released().points and abs(far) > APART:
+                    numbers = ", ".join(number(value, "%") for value in (entry.paper, paper))
+                    rows.setdefault(row, []).append(f"{KINDS[kind]} {number(entry.ours, '%')} ({numbers})")
+        found = "; ".join(f"{row} {', '.join(words)}" for row, words in rows.items())
+        what = f"Within {released().points:g} points of the released code, yet more than {APART:g} from the paper"
+        return [f"- {what}, ours (released, paper): {found}."] if found else []
+
+
+def distance(entries: Mapping[str, Entry]) -> float:
+    """The larger difference of both errors, in points; 0 if there is nothing to compare."""
+    return max((abs(e.difference) for e in entries.values() if e.difference is not None), default=0.0)
+
+
+def _verdict(what: str, against: Sequence[str], lacking: Sequence[str]) -> list[str]:
+    verdict = f"no: {'; '.join(against)}" if against else "not shown" if lacking else "yes"
+    return [f"- {what}: {verdict}" + (f". Not measured: {', '.join(lacking)}." if lacking else ".")]
+
+
+def _draws_table(draws: Mapping[str, Sequence[Draws]]) -> list[str]:
+    """The spread of methods that were run many times."""
+    lines = [
+        "One method many times, mean ± standard deviation. Plain PyTorch: torch's BatchNorm and torch.optim, on the "
+        "same images (`python -m benchmarks.textbook`):",
+        "",
+    ]
+    head = [word for kind in KINDS.values() for word in (f"{kind} error", "plain PyTorch", "difference")]
+    lines += table_head(["", "times", *head], "lr" + "r" * len(head))
+    for row, several in draws.items():
+        for drawn in several:
+            cells = [f"{row}: {drawn.what}", str(drawn.times)]
+            for kind in KINDS:
+                mean, error = drawn.difference(kind)
+                cells += [str(statistics.spread(errors[kind])) for errors in (drawn.ours, drawn.textbook)]
+                gap = number(mean, "%", signed=True)
+                cells.append(gap if error is None else f"{gap}, standard error {error:.2f}")
+            lines.append(table_row(cells))
+    return lines
 
 
 # -- in a few sentences -----------------------------------------------------------------------------------------------
 
 
 def in_short(comparisons: Sequence[Comparison], judgements: Sequence[Judged], table: str) -> list[str]:
-    """What a reader should know first.
+    """The findings that a reader should know first.
 
     Args:
         comparisons: all tables of a series.
         judgements: of all claims on these.
-        table: the one in which TRIBE is to be best throughout.
+        table: the one in which TRIBE should be best everywhere.
     """
     lines = []
     for comparison in comparisons:
@@ -116,25 +261,25 @@ def in_short(comparisons: Sequence[Comparison], judgements: Sequence[Judged], ta
             above = ", ".join(one.cell for one in run if not one.within)
             but = f" (not at {above})" if above else ""
             lines.append(
-                f"- {OURS}'s instance error is at most {_LIMIT} in {sum(one.within for one in run)} of {len(run)} "
+                f"- {TRIBE}'s instance error is at most {LIMIT} in {sum(one.within for one in run)} of {len(run)} "
                 f"cells of `{comparison.label}`{but}, and the lowest of all methods that were run in "
                 f"{sum(one.lowest for one in run)}."
             )
-    judged = [j.ours.holds for j in judgements]
-    fallen = sum(j.paper.holds is False for j in judgements)
+    verdicts = [j.ours.holds for j in judgements]
+    failing = sum(j.paper.holds is False for j in judgements)
     lines.append(
-        f"- Of {len(judged)} sentences of the paper about its tables, {judged.count(True)} hold on our numbers, "
-        f"{judged.count(False)} do not, and {judged.count(None)} are not judged on ours; {fallen} do not hold on the "
-        "paper's own numbers."
+        f"- Of {len(verdicts)} sentences of the paper about its tables, {verdicts.count(True)} hold on our numbers, "
+        f"{verdicts.count(False)} do not, and {verdicts.count(None)} are not judged on ours; {failing} do not hold on "
+        "the paper's own numbers."
     )
-    single = {c["key"] for name in paper.names() for c in paper.get(name).columns if "domain" in c}
-    cells = {  # a number may stand in several tables, where the paper may round its own otherwise
+    by_domain = {c["key"] for name in tables.names() for c in tables.get(name).columns if "domain" in c}
+    cells = {  # a number may stand in several tables, where the paper rounds its own differently
         (entry.experiment, entry.ours): abs(entry.difference)
         for comparison in comparisons
         for (_, column), entry in comparison.entries.items()
-        if entry.difference is not None and entry.experiment and entry.unit == "%" and column not in single
+        if entry.difference is not None and entry.experiment and entry.unit == "%" and column not in by_domain
     }
-    near = sum(apart <= APART for apart in cells.values())
+    near = sum(gap <= APART for gap in cells.values())
     lines.append(f"- Of {len(cells)} errors of whole streams, {near} lie within {APART} points of the paper's number.")
     return lines
 
@@ -143,111 +288,91 @@ def in_short(comparisons: Sequence[Comparison], judgements: Sequence[Judged], ta
 
 
 def differences(comparisons: Sequence[Comparison], judgements: Sequence[Judged]) -> list[str]:
-    """All that is other than the paper says: sentences first, then tables."""
-    lines = ["### Where ours differs from the paper", ""]
-    fallen = [j for j in judgements if j.ours.holds is False]
-    lines += ["Sentences of the paper that our numbers contradict:", ""] if fallen else []
-    for claim, own, mine in fallen:
-        before = " (on the paper's own numbers, too)" if own.holds is False else ""
-        lines.append(f"- “{claim.says}”{before}: {mine.why}")
-    lines += [""] if fallen else []
-    risen = [j for j in judgements if j.ours.holds and j.paper.holds is False]
-    lines += ["Sentences that hold on our numbers, though not on the paper's own:", ""] if risen else []
-    lines += [*(f"- “{claim.says}”: {mine.why}" for claim, _, mine in risen), *[""] * bool(risen)]
+    """The section of all differences from the paper: first its claims, then its tables."""
+    lines = []
+    if failing := [j for j in judgements if j.ours.holds is False]:
+        lines += ["Sentences of the paper that our numbers contradict:", ""]
+        for claim, paper, ours in failing:
+            too = " (on the paper's own numbers, too)" if paper.holds is False else ""
+            lines.append(f"- “{claim.says}”{too}: {ours.why}")
+        lines.append("")
+    if holding := [j for j in judgements if j.ours.holds and j.paper.holds is False]:
+        lines += ["Sentences that hold on our numbers, though not on the paper's own:", ""]
+        lines += [*(f"- “{claim.says}”: {ours.why}" for claim, _, ours in holding), ""]
     for comparison in comparisons:
-        found = [*_best(comparison), *_sides(comparison)]
-        far = _apart(comparison)
+        found, far = [*_best(comparison), *_sides(comparison)], _far_cells(comparison)
         if found or far:
             lines += [f"{comparison.title} (`{comparison.label}`):", "", *(f"- {line}" for line in (*found, *far[:1]))]
             lines += [*(f"  - {line}" for line in far[1:]), ""]
-    return lines if len(lines) > 2 else [*lines, "Nowhere, in what was run.", ""]
+    return ["### Where ours differs from the paper", "", *(lines or ["Nowhere, in what was run.", ""])]
 
 
 def judged_claims(judgements: Sequence[Judged]) -> list[str]:
-    """The claims that could be judged on ours, or fail on the paper's own numbers."""
-    told = [j for j in judgements if j.ours.holds is not None or j.paper.holds is False]
-    rest = len(judgements) - len(told)
+    """The section of the claims that could be judged on ours, or fail on the paper's own numbers."""
+    shown = [j for j in judgements if j.ours.holds is not None or j.paper.holds is False]
+    rest = len(judgements) - len(shown)
     more = [f"{rest} more could not be judged on ours, and do not fail on the paper's own numbers.", ""] if rest else []
-    return ["### What the paper claims", "", *claims_markdown(told), "", *more]
+    return ["### What the paper claims", "", *claims_markdown(shown), "", *more]
 
 
-def _errors(comparison: Comparison) -> Iterator[str]:
-    """The columns that hold errors."""
-    return (c for c in comparison.columns if any(comparison.entries[r, c].unit == "%" for r in comparison.rows))
+def best_methods(comparison: Comparison) -> list[str]:
+    """For a table on other data than the paper's: in how many columns each method is the best, ours and theirs."""
+    winners = [_winners(errors) for _, errors in comparison.rivals()]
+    if not winners:
+        return []
+    counts = (Counter(names).most_common() for names in zip(*winners, strict=True))
+    ours, theirs = (", ".join(f"{row} in {n}" for row, n in count) for count in counts)
+    return [f"The lowest of {len(winners)} columns: {ours}. In the paper: {theirs}.", ""]
 
 
-def _both(comparison: Comparison, column: str, group: str) -> dict[str, tuple[float, float]]:
-    """Ours and the paper's of the methods that met the same stream."""
-    entries = {r: comparison.entries[r, column] for r in comparison.rows if comparison.groups.get(r) == group}
-    return {
-        r: (e.ours, e.paper) for r, e in entries.items() if isinstance(e.ours, float) and isinstance(e.paper, float)
-    }
-
-
-def _rivals(comparison: Comparison) -> Iterator[tuple[str, dict[str, tuple[float, float]]]]:
-    for column in _errors(comparison):
-        for group in dict.fromkeys(comparison.groups.values()):
-            both = _both(comparison, column, group)
-            if len(both) > 1:
-                yield column, both
+def _winners(errors: Mapping[str, tuple[float, float]]) -> tuple[str, str]:
+    """The row with the lowest error of ours, and of the paper's."""
+    return min(errors, key=lambda row: errors[row][0]), min(errors, key=lambda row: errors[row][1])
 
 
 def _best(comparison: Comparison) -> list[str]:
-    """Columns in which another method is the lowest."""
-    told = []
-    for place, both in _rivals(comparison):
-        ours, theirs = (min(both, key=lambda row, i=i: both[row][i]) for i in (0, 1))  # type: ignore[misc]
+    """Columns in which another method is the best."""
+    found = []
+    for column, errors in comparison.rivals():
+        ours, theirs = _winners(errors)
         if ours != theirs:
-            told.append(f"{place}: {ours} {both[ours][0]:.2f}, not {theirs} {both[theirs][0]:.2f}")
-    return [f"The lowest is another: {'; '.join(told)}"] if told else []
-
-
-def other_than_the_paper(comparison: Comparison) -> list[str]:
-    """Of a table on other data than the paper's: what can be compared all the same, which method is the best."""
-    rivals = list(_rivals(comparison))
-    if not rivals:
-        return []
-    counts = [Counter(min(both, key=lambda row, i=i: both[row][i]) for _, both in rivals) for i in (0, 1)]  # type: ignore[misc]
-    ours, theirs = (", ".join(f"{row} in {n}" for row, n in count.most_common()) for count in counts)
-    return [f"The lowest of {len(rivals)} columns: {ours}. In the paper: {theirs}.", ""]
+            found.append(f"{column}: {ours} {errors[ours][0]:.2f}, not {theirs} {errors[theirs][0]:.2f}")
+    return [f"The lowest is another: {'; '.join(found)}"] if found else []
 
 
 def _sides(comparison: Comparison) -> list[str]:
-    """Methods that help in the paper and harm here, or the other way round."""
-    helps, harms = list[str](), list[str]()
-    for place, both in _rivals(comparison):
-        source = next((row for row in both if row == SOURCE or row.endswith(f" {SOURCE}")), None)
-        for row, (ours, theirs) in both.items() if source is not None else ():
-            source_ours, source_theirs = both[source or ""]
-            words = f"{row} at {place} ({ours:.2f}; {SOURCE} {source_ours:.2f})"
-            here, there = ours < source_ours, theirs < source_theirs
-            (helps if here else harms).extend([words] if row != source and here != there else [])
-    told = [f"Better than {SOURCE} here, not in the paper: {'; '.join(helps)}"] if helps else []
-    return told + ([f"Better than {SOURCE} in the paper, not here: {'; '.join(harms)}"] if harms else [])
+    """Methods that are better than TEST in the paper and worse here, or the other way round."""
+    better, worse = list[str](), list[str]()
+    for column, errors in comparison.rivals():
+        source = next((row for row in errors if row == SOURCE or row.endswith(f" {SOURCE}")), None)
+        if source is None:
+            continue
+        for row, (ours, theirs) in errors.items():
+            is_better = ours < errors[source][0]
+            if row != source and is_better != (theirs < errors[source][1]):
+                text = f"{row} at {column} ({ours:.2f}; {SOURCE} {errors[source][0]:.2f})"
+                (better if is_better else worse).append(text)
+    lines = [f"Better than {SOURCE} here, not in the paper: {'; '.join(better)}"] if better else []
+    return lines + ([f"Better than {SOURCE} in the paper, not here: {'; '.join(worse)}"] if worse else [])
 
 
-def _apart(comparison: Comparison) -> list[str]:
-    """Cells that lie far from the paper's, row by row; of single corruptions how many, and the farthest."""
-    single = {column["key"] for column in paper.get(comparison.name).columns if "domain" in column}
-    columns = list(_errors(comparison))
-    told, cells, found = [], 0, 0
+def _far_cells(comparison: Comparison) -> list[str]:
+    """Cells far from the paper's, by row; of the columns of single corruptions their number, and the farthest."""
+    by_domain = {column["key"] for column in tables.get(comparison.name).columns if "domain" in column}
+    lines, cells, found = [], 0, 0
     for row in comparison.rows:
-        entries = {c: e for c in columns if (e := comparison.entries[row, c]).difference is not None and e.unit == "%"}
-        far = {c: e for c, e in entries.items() if abs(e.difference or 0.0) > APART}
-        cells, found = cells + len(entries), found + len(far)
-        words = [f"{c} {_beside(e)}" for c, e in far.items() if c not in single]
-        if many := {c: e for c, e in far.items() if c in single}:
-            most = max(many, key=lambda c: abs(many[c].difference or 0.0))
-            words.append(
-                f"{len(many)} of {len(single & entries.keys())} corruptions, most at {most}: {_beside(many[most])}"
-            )
-        told += [f"{row}: {'; '.join(words)}"] if words else []
-    if not told:
-        return []
-    return [
-        f"More than {APART} points from the paper's number, ours (paper's, difference), {found} of {cells} cells:",
-        *told,
-    ]
+        entries = {c: comparison.entries[row, c] for c in comparison.error_columns}
+        gaps = {c: abs(e.difference) for c, e in entries.items() if e.difference is not None and e.unit == "%"}
+        far = [c for c, gap in gaps.items() if gap > APART]
+        cells, found = cells + len(gaps), found + len(far)
+        words = [f"{c} {_beside(entries[c])}" for c in far if c not in by_domain]
+        if corruptions := [c for c in far if c in by_domain]:
+            most = max(corruptions, key=lambda c: gaps[c])
+            of = f"{len(corruptions)} of {len(by_domain & gaps.keys())} corruptions"
+            words.append(f"{of}, most at {most}: {_beside(entries[most])}")
+        lines += [f"{row}: {'; '.join(words)}"] if words else []
+    head = f"More than {APART} points from the paper's number, ours (paper's, difference), {found} of {cells} cells:"
+    return [head, *lines] if lines else []
 
 
 def _beside(entry: Entry) -> str:

@@ -1,4 +1,4 @@
-"""A comparison as text: Markdown, LaTeX, CSV or JSON; ours first, then the paper's and the difference."""
+"""Render a comparison as Markdown, LaTeX, CSV or JSON: our number, the paper's, and the difference."""
 
 import csv
 import io
@@ -6,14 +6,15 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from tribe.paper.comparison import Comparison, Entry, Judged
+from tribe.paper.compare import Comparison, Entry, Judged
 
-WORDS = {True: "holds", False: "fails", None: "not judged"}
-ESCAPES = {"%": r"\%", "_": r"\_", "&": r"\&", "#": r"\#", "±": r"$\pm$"}
+VERDICTS = {True: "holds", False: "fails", None: "not judged"}
+DECIMALS = {"s": 5, "ms": 3, "images": 0}  # others: 2
+ESCAPES = str.maketrans({"%": r"\%", "_": r"\_", "&": r"\&", "#": r"\#", "±": r"$\pm$"})
 
 
 def number(value: float | str | None, unit: str, signed: bool = False) -> str:
-    """A number as a table shows it.
+    """Format a number of a table.
 
     >>> number(19.528, "%"), number(0.0043, "s"), number(None, "%"), number(2.5, "%", signed=True)
     ('19.53', '0.00430', '–', '+2.50')
@@ -24,24 +25,31 @@ def number(value: float | str | None, unit: str, signed: bool = False) -> str:
         return "–"
     if isinstance(value, str):
         return value
-    places = {"s": 5, "ms": 3, "images": 0}.get(unit, 2)
-    return f"{value:+z.{places}f}" if signed else f"{value:z.{places}f}"
+    return f"{value:{'+' * signed}z.{DECIMALS.get(unit, 2)}f}"
 
 
 def ours(entry: Entry) -> str:
-    """Our number, with its spread if there are several seeds."""
-    told = number(entry.ours, entry.unit)
-    return told if entry.deviation is None else f"{told} ± {number(entry.deviation, entry.unit)}"
+    """Our number, with its standard deviation if there are several seeds."""
+    mean = number(entry.ours, entry.unit)
+    return mean if entry.deviation is None else f"{mean} ± {number(entry.deviation, entry.unit)}"
+
+
+def table_row(cells: Sequence[str]) -> str:
+    """A row of a table in Markdown."""
+    return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
+
+
+def table_head(names: Sequence[str], align: str) -> list[str]:
+    """The two lines above the rows of a table; ``align`` has a letter per column, l or r."""
+    return [table_row(names), table_row(["---:" if letter == "r" else "---" for letter in align])]
 
 
 def markdown(comparison: Comparison, judgements: Sequence[Judged] = (), level: int = 2) -> str:
-    """Ours, the paper's in brackets, and the difference; our lowest number of a column in bold."""
-    head = f"`{comparison.label}`: ours ({comparison.theirs}'s, difference)"
-    lines = [f"{'#' * level} {comparison.title}", "", head, ""]
-    lines += [table_row(["", *comparison.columns]), table_row(["---", *["---:"] * len(comparison.columns)])]
-    for row in comparison.rows:
-        cells = [_marked(comparison, row, column, "**{}**") for column in comparison.columns]
-        lines.append(table_row([row, *cells]))
+    """Our number, in brackets the paper's and the difference; our lowest number of a column is bold."""
+    columns = comparison.columns
+    lines = [f"{'#' * level} {comparison.title}", "", _legend(comparison), ""]
+    lines += table_head(["", *columns], "l" + "r" * len(columns))
+    lines += [table_row([row, *(_cell(comparison, row, c, "**{}**") for c in columns)]) for row in comparison.rows]
     lines += ["", *(f"- {note}" for note in comparison.notes)]
     lines += [
         f"- Missing, {len(cells)} cell{'s' * (len(cells) > 1)} from {cells[0]}: {reason}"
@@ -50,47 +58,24 @@ def markdown(comparison: Comparison, judgements: Sequence[Judged] = (), level: i
     return "\n".join([*lines, *([""] if judgements else []), *claims_markdown(judgements)]) + "\n"
 
 
-def claims_markdown(judgements: Sequence[Judged]) -> list[str]:
-    """The lines of a table of claims."""
-    if not judgements:
-        return []
-    lines = ["| the paper says | on its own numbers | on ours |", "| --- | --- | --- |"]
-    for claim, own, mine in judgements:
-        lines.append(table_row([claim.says, f"{WORDS[own.holds]}: {own.why}", f"{WORDS[mine.holds]}: {mine.why}"]))
-    return lines
-
-
-def claims_json(judgements: Sequence[Judged]) -> list[dict[str, Any]]:
-    """Claims as plain data."""
-    return [
-        {
-            "name": c.name,
-            "says": c.says,
-            "where": c.where,
-            "tables": c.tables,
-            "paper": p._asdict(),
-            "ours": o._asdict(),
-        }
-        for c, p, o in judgements
-    ]
-
-
 def latex(comparison: Comparison, judgements: Sequence[Judged] = ()) -> str:
-    """A tabular of booktabs."""
-    head = " & ".join(["", *map(_tex, comparison.columns)])
+    """A tabular that needs the package booktabs."""
     lines = [
-        f"% {comparison.label}: ours ({comparison.theirs}'s, difference)",
+        f"% {_legend(comparison).replace('`', '')}",
         rf"\begin{{tabular}}{{l{'r' * len(comparison.columns)}}}",
+        r"\toprule",
+        " & ".join(["", *(column.translate(ESCAPES) for column in comparison.columns)]) + r" \\",
+        r"\midrule",
     ]
-    lines += [r"\toprule", head + r" \\", r"\midrule"]
     for row in comparison.rows:
-        cells = [_tex(_marked(comparison, row, column, "<<{}>>")) for column in comparison.columns]
-        lines.append(" & ".join([_tex(row), *cells]).replace("<<", r"\textbf{").replace(">>", "}") + r" \\")
+        cells = [row, *(_cell(comparison, row, column, "<<{}>>") for column in comparison.columns)]
+        line = " & ".join(cell.translate(ESCAPES) for cell in cells) + r" \\"
+        lines.append(line.replace("<<", r"\textbf{").replace(">>", "}"))
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", *(f"% {note}" for note in comparison.notes)]) + "\n"
 
 
 def as_csv(comparison: Comparison, judgements: Sequence[Judged] = ()) -> str:
-    """A line a cell, in full precision."""
+    """A line per cell, in full precision."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["artifact", "row", "column", "ours", "deviation", "paper", "difference", "unit", "experiment"])
@@ -110,7 +95,7 @@ def as_json(comparison: Comparison, judgements: Sequence[Judged] = ()) -> str:
         for column in comparison.columns
         for e in [comparison.entries[row, column]]
     ]
-    told: dict[str, Any] = {
+    data: dict[str, Any] = {
         "artifact": comparison.name,
         "label": comparison.label,
         "title": comparison.title,
@@ -119,29 +104,41 @@ def as_json(comparison: Comparison, judgements: Sequence[Judged] = ()) -> str:
         "missing": [{"reason": reason, "cells": list(cells)} for reason, cells in comparison.missing.items()],
         "claims": claims_json(judgements),
     }
-    return json.dumps(told, indent=1, allow_nan=False) + "\n"
+    return json.dumps(data, indent=1, allow_nan=False) + "\n"
 
 
-def _marked(comparison: Comparison, row: str, column: str, best: str) -> str:
+def claims_markdown(judgements: Sequence[Judged]) -> list[str]:
+    """The lines of a table of claims."""
+    if not judgements:
+        return []
+    rows = [[j.claim.says, *(f"{VERDICTS[v.holds]}: {v.why}" for v in (j.paper, j.ours))] for j in judgements]
+    return [*table_head(["the paper says", "on its own numbers", "on ours"], "lll"), *map(table_row, rows)]
+
+
+def claims_json(judgements: Sequence[Judged]) -> list[dict[str, Any]]:
+    """Claims as plain data."""
+    return [
+        {name: getattr(claim, name) for name in ("name", "says", "where", "tables")}
+        | {"paper": paper._asdict(), "ours": ours._asdict()}
+        for claim, paper, ours in judgements
+    ]
+
+
+def _legend(comparison: Comparison) -> str:
+    return f"`{comparison.label}`: ours ({comparison.theirs}'s, difference)"
+
+
+def _cell(comparison: Comparison, row: str, column: str, best: str) -> str:
     entry = comparison.entries[row, column]
-    told = ours(entry)
+    text = ours(entry)
     if comparison.is_best(row, column):
-        told = best.format(told)
+        text = best.format(text)
     if entry.paper is None:
-        return told
-    beside = number(entry.paper, entry.unit)
+        return text
+    paper = number(entry.paper, entry.unit)
     if entry.difference is not None:
-        beside += f", {number(entry.difference, entry.unit, signed=True)}"
-    return f"{told} ({beside})"
-
-
-def table_row(cells: Sequence[str]) -> str:
-    """A row of a table in Markdown."""
-    return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
-
-
-def _tex(text: str) -> str:
-    return "".join(ESCAPES.get(letter, letter) for letter in text)
+        paper += f", {number(entry.difference, entry.unit, signed=True)}"
+    return f"{text} ({paper})"
 
 
 FORMATS = {"markdown": markdown, "latex": latex, "csv": as_csv, "json": as_json}

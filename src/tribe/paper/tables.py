@@ -1,33 +1,34 @@
-"""The paper's numbers as data: every table, with the experiment behind each cell, and what its sentences claim of them.
+"""The paper's tables as data: every number, with the experiment that it was measured in.
 
     table = tribe.paper.tables.get("cifar10")      # or by its label in the paper, "tab:global_imbalance_cifar10"
     table.value("TRIBE", "F 100 inst")             # 19.53
-    table.cell("TRIBE", "F 100 inst")              # the data set, network, scenario, method and metric that it is of
+    table.cell("TRIBE", "F 100 inst")              # its data set, network, scenario, method and metric
 
-A table is one file, ``data/<name>.json``: rows and columns with their keys, and what they say of their cells; a cell
-is what table (``common``), column and row say together. Su et al., Towards Real-World Test-Time Adaptation: Tri-net
-Self-Training with Balanced Normalization, AAAI 2024; numbers are percent where no unit is given.
+Each table is one file, ``data/<name>.json``. The fields of a cell come from the table (``common``), its column and its
+row, in this order. Numbers are percent where no unit is given. The paper: Su et al., Towards Real-World Test-Time
+Adaptation: Tri-net Self-Training with Balanced Normalization, AAAI 2024. `released` is the same for the code that its
+authors released.
 """
 
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tribe.registry import nearest
 
 FOLDER = Path(__file__).parent / "data"
-NESTED = ("dataset_fields", "scenario_fields", "fields")  # parts of a cell to which table, column and row each add
+NESTED = ("dataset_fields", "scenario_fields", "fields")  # merged field by field from table, column and row
 
-Value = float | str | None  # a number, a word, or nothing: a figure of which the paper gives no numbers
+Value = float | str | None  # a number, a word, or None: the paper shows a figure without numbers
 
 
 @dataclass(frozen=True)
 class Cell:
-    """What a number is of: an experiment, and what is looked at in its result."""
+    """The experiment behind a number, and the metric that is read from its result."""
 
     dataset: str | None = None  # None: no data are needed
     dataset_fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -42,24 +43,24 @@ class Cell:
     unit: str = "%"
     property: str | None = None  # of "protocol"
     number: int | None = None  # the class, of "class_count"
-    mean_of: Sequence[str] = ()  # columns of which this is the mean
+    mean_of: Sequence[str] = ()  # the columns whose mean this is
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table of the paper, or a figure as the table of what it shows."""
+    """A table of the paper, or a figure as the table of the numbers that it shows."""
 
     name: str
-    label: str  # in the paper's source
+    label: str  # in the paper's LaTeX
     kind: str  # "table" or "figure"
     where: str  # "main" or "supplement"
     title: str
     notes: Sequence[str]
     common: Mapping[str, Any]
-    columns: Sequence[Mapping[str, Any]]  # with a "key", perhaps a "group", and fields of Cell
+    columns: Sequence[Mapping[str, Any]]  # a "key", an optional "group", and fields of Cell
     rows: Sequence[Mapping[str, Any]]
     values: Sequence[Sequence[Value]]
-    theirs: str = "paper"  # whose numbers they are
+    theirs: str = "paper"  # who published the numbers
 
     @property
     def row_keys(self) -> list[str]:
@@ -72,25 +73,37 @@ class Table:
         return [column["key"] for column in self.columns]
 
     def value(self, row: str, column: str) -> Value:
-        """What the paper says."""
-        return self.values[_place(row, self.row_keys, "row")][_place(column, self.column_keys, "column")]
+        """The published number."""
+        return self.values[_position(row, self.row_keys, "row")][_position(column, self.column_keys, "column")]
 
     def cell(self, row: str, column: str) -> Cell:
-        """What it says it of."""
-        said = [
-            self.common,
-            self.columns[_place(column, self.column_keys, "column")],
-            self.rows[_place(row, self.row_keys, "row")],
-        ]
+        """The experiment and the metric behind a number."""
         merged: dict[str, Any] = {}
-        for part in said:
-            merged |= {k: {**merged.get(k, {}), **v} if k in NESTED else v for k, v in part.items()}
-        known = {field.name for field in dataclasses.fields(Cell)}
-        return Cell(**{name: value for name, value in merged.items() if name in known})
+        for fields in (
+            self.common,
+            self.columns[_position(column, self.column_keys, "column")],
+            self.rows[_position(row, self.row_keys, "row")],
+        ):
+            merged |= {k: {**merged.get(k, {}), **v} if k in NESTED else v for k, v in fields.items()}
+        return Cell(**{field.name: merged[field.name] for field in dataclasses.fields(Cell) if field.name in merged})
+
+    @cached_property
+    def cells(self) -> dict[tuple[str, str], Cell]:
+        """All cells, by the keys of row and column."""
+        return {(row, column): self.cell(row, column) for row in self.row_keys for column in self.column_keys}
+
+    def select(self, rows: Sequence[int], columns: Sequence[int]) -> "Table":
+        """The table with these rows and columns only."""
+        return dataclasses.replace(
+            self,
+            rows=[self.rows[i] for i in rows],
+            columns=[self.columns[i] for i in columns],
+            values=[[self.values[i][j] for j in columns] for i in rows],
+        )
 
 
 def names() -> list[str]:
-    """The names of all tables and figures, the paper's order aside."""
+    """The names of all tables and figures, sorted."""
     return sorted(path.stem for path in FOLDER.glob("*.json"))
 
 
@@ -105,7 +118,31 @@ def get(name: str) -> Table:
     return Table(**json.loads((FOLDER / f"{name}.json").read_text()))
 
 
-def _place(key: str, keys: Sequence[str], what: str) -> int:
+def all_tables() -> list[Table]:
+    """All tables and figures: the main text first, tables before figures."""
+    return sorted((get(name) for name in names()), key=lambda t: (t.where, t.kind != "table", t.name))
+
+
+def _position(key: str, keys: Sequence[str], kind: str) -> int:
     if key not in keys:
-        raise ValueError(f"there is no {what} {key!r}: {nearest(key, keys)}")
+        raise ValueError(f"there is no {kind} {key!r}: {nearest(key, keys)}")
     return keys.index(key)
+
+
+class Released(NamedTuple):
+    """Measurements of the code that the paper's authors released, and how close ours should be to them."""
+
+    source: str  # how they were measured
+    seed: int
+    points: float  # the largest difference allowed between ours and theirs,
+    held: Sequence[str]  # in these rows
+    ms: Mapping[str, Mapping[str, str]]  # their milliseconds per image, by data set and row
+    limits: Mapping[str, Mapping[str, float]]  # the most milliseconds per image allowed for ours, likewise
+    table: Table  # their errors, in place of the paper's
+
+
+@cache
+def released() -> Released:
+    """The measurements of the released code."""
+    data: dict[str, Any] = json.loads(Path(__file__).with_name("released.json").read_text())
+    return Released(**{**data, "table": Table(**data["table"])})

@@ -1,0 +1,285 @@
+"""Compare our results with the paper: each cell, the claims of the paper, and which differences are significant."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from os import PathLike
+from typing import NamedTuple
+
+from tribe import scenarios
+from tribe.lab import statistics
+from tribe.lab.experiment import Experiment, MixedResults, refuse_mixture
+from tribe.lab.store import Result
+from tribe.paper import tables
+from tribe.paper.claims import Claim, Verdict, claims, judge, of_paper
+from tribe.paper.gather import SELECTING, measured_alone
+from tribe.paper.plan import Plan, Planned, stream_of
+from tribe.paper.tables import Cell, Table, Value
+from tribe.scenarios import Scenario, class_counts
+from tribe.scenarios.sampling import LongTail, Natural, Shuffled
+
+ALONE = "of seconds those count that `tribe bench` measured with nothing else running"
+TRIBE = "tribe"  # the method that added methods are compared with
+
+
+class Entry(NamedTuple):
+    """Our number and the paper's, in the unit of the cell."""
+
+    ours: Value
+    deviation: float | None  # between seeds
+    paper: Value
+    unit: str
+    experiment: str | None = None  # its id
+
+    @property
+    def difference(self) -> float | None:
+        """Ours minus the paper's."""
+        if isinstance(self.ours, float) and isinstance(self.paper, float):
+            return self.ours - self.paper
+        return None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A table with our numbers and the paper's."""
+
+    name: str
+    label: str
+    title: str
+    rows: Sequence[str]
+    columns: Sequence[str]
+    entries: Mapping[tuple[str, str], Entry]
+    notes: Sequence[str]
+    missing: Mapping[str, Sequence[str]]  # why cells are empty: each reason with its cells
+    groups: Mapping[str, str]  # of the rows that are methods: rows of one group had the same streams
+    theirs: str = "paper"  # who published the other numbers
+    experiments: Mapping[str, Experiment] = field(default_factory=dict)  # by id
+
+    def is_best(self, row: str, column: str) -> bool:
+        """Whether ours is the lowest number of the methods that had the same stream."""
+        rivals = [other for other in self.rows if row in self.groups and self.groups.get(other) == self.groups[row]]
+        numbers = [value for other in rivals if isinstance(value := self.entries[other, column].ours, float)]
+        return len(numbers) > 1 and self.entries[row, column].ours == min(numbers)
+
+    @property
+    def error_columns(self) -> list[str]:
+        """The columns of errors."""
+        return [c for c in self.columns if any(self.entries[row, c].unit == "%" for row in self.rows)]
+
+    def rivals(self) -> Iterator[tuple[str, dict[str, tuple[float, float]]]]:
+        """The methods that had the same stream, two or more: the column, and ours and the paper's error of each."""
+        for column in self.error_columns:
+            for group in dict.fromkeys(self.groups.values()):
+                entries = {r: self.entries[r, column] for r in self.rows if self.groups.get(r) == group}
+                errors = {
+                    row: (entry.ours, entry.paper)
+                    for row, entry in entries.items()
+                    if isinstance(entry.ours, float) and isinstance(entry.paper, float)
+                }
+                if len(errors) > 1:
+                    yield column, errors
+
+
+def compare_plan(plan: Plan, results: Mapping[str, Result]) -> Comparison:
+    """Compare results, given by the ids of their experiments, with the paper; results that do not fit are refused."""
+    check(plan)
+    table, counts = plan.table, _class_counts(plan)
+    entries = {
+        (row, column): _entry(planned, results, counts.get(column, {}), table.value(row, column))
+        for (row, column), planned in plan.cells.items()
+    }
+    for (row, column), planned in plan.cells.items():
+        if parts := planned.cell.mean_of:
+            numbers = [value for part in parts if isinstance(value := entries[row, part].ours, float)]
+            mean = sum(numbers) / len(numbers) if len(numbers) == len(parts) else None
+            entries[row, column] = Entry(mean, None, table.value(row, column), planned.cell.unit)
+    replaced = ", ".join(name for name in (plan.choices.dataset, plan.choices.model) if name)
+    return Comparison(
+        table.name,
+        table.label,
+        table.title + (f" (ours: {replaced})" if replaced else ""),
+        table.row_keys,
+        table.column_keys,
+        entries,
+        notes=[*table.notes, *_departures(plan), *_duels(plan, results)],
+        missing=plan.problems,
+        groups={row["key"]: str(row.get("group")) for row in table.rows if row.get("method")},
+        theirs=table.theirs,
+        experiments={experiment.id: experiment for experiment in plan.experiments},
+    )
+
+
+def _entry(planned: Planned, results: Mapping[str, Result], counts: Mapping[int | None, int], paper: Value) -> Entry:
+    cell, experiment = planned.cell, planned.experiment
+    if cell.metric == "class_count":
+        images = counts.get(cell.number)
+        return Entry(None if images is None else float(images), None, paper, "images")
+    if cell.metric == "protocol":
+        return Entry(_protocol(cell), None, paper, "")
+    if experiment is None or experiment.id not in results:
+        return Entry(None, None, paper, cell.unit)
+    scale = 100 if cell.unit == "%" else 1
+    values = [scale * value for value in results[experiment.id].values(cell.metric or "", cell.domain)]
+    if any(value != value for value in values):
+        return Entry(None, None, paper, cell.unit, experiment.id)
+    spread = statistics.spread(values)
+    return Entry(spread.mean, spread.deviation, paper, cell.unit, experiment.id)
+
+
+def _class_counts(plan: Plan) -> dict[str, dict[int | None, int]]:
+    """By column: the number of images of each class in the first domain of the stream."""
+    found: dict[str, dict[int | None, int]] = {}
+    for column in plan.table.column_keys:
+        planned = plan.cells[plan.table.row_keys[0], column]
+        if planned.cell.metric == "class_count" and planned.problem is None:
+            stream = stream_of(planned.cell, plan.choices, plan.workbench)
+            classes = len(stream.dataset.classes)
+            found[column] = dict(enumerate(class_counts(stream.schedules[0], stream.labels, classes)[0].tolist()))
+    return found
+
+
+def _protocol(cell: Cell) -> str:
+    """A property of a scenario, in the terms of the paper's table."""
+    scenario: Scenario = scenarios.create(cell.scenario or "")
+    if cell.property == "domain":
+        return "stationary" if scenario.resets else "shifting"
+    if cell.property == "local":
+        return "balanced" if isinstance(scenario.local, Shuffled) else "imbalanced"
+    profile = scenario.profile
+    if isinstance(profile, Natural):
+        return "balanced"
+    return f"imbalanced, {'varying' if isinstance(profile, LongTail) and profile.varying else 'fixed'}"
+
+
+# -- which results may share a table ----------------------------------------------------------------------------------
+
+
+def check(plan: Plan) -> None:
+    """Raise MixedResults if experiments differ in more than the table is about, naming the field."""
+    cells = {f"{row}, {column}": p.experiment for (row, column), p in plan.cells.items() if p.experiment is not None}
+    try:
+        refuse_mixture(cells, varying=("method", "scenario", "dataset", "images", "model", "weights"))
+        for dataset in dict.fromkeys(repr(e.dataset) for e in cells.values()):
+            alike = {place: e for place, e in cells.items() if repr(e.dataset) == dataset}
+            refuse_mixture(alike, varying=("method", "scenario", "model", "weights"))
+        for group in _groups(plan):
+            refuse_mixture(group, varying=("method",))
+    except MixedResults as error:
+        raise MixedResults(
+            f"{error}. With --no-run, {SELECTING} choose among results; --columns and --rows leave cells out"
+        ) from error
+
+
+def _groups(plan: Plan) -> Iterator[dict[str, Experiment]]:
+    """The experiments of each column that had the same stream, by row."""
+    group_of = {row["key"]: row.get("group") for row in plan.table.rows}
+    for column in plan.table.column_keys:
+        groups: dict[object, dict[str, Experiment]] = {}
+        for row in plan.table.row_keys:
+            experiment = plan.cells[row, column].experiment
+            if experiment is not None:
+                groups.setdefault(group_of[row], {})[row] = experiment
+        yield from groups.values()
+
+
+# -- notes ------------------------------------------------------------------------------------------------------------
+
+
+def _departures(plan: Plan) -> list[str]:
+    """How our experiments differ from the paper's."""
+    pairs = {(p.experiment.dataset.name, p.experiment.model.name) for p in plan.cells.values() if p.experiment}
+    papers = {(p.cell.dataset, p.cell.model) for p in plan.cells.values() if p.cell.method is not None}
+    notes = []
+    if not pairs <= papers:
+        ours, theirs = (
+            " and ".join(", ".join(map(str, pair)) for pair in sorted(some, key=str)) for some in (pairs, papers)
+        )
+        notes.append(f"Ours is {ours}; the paper's is {theirs}: differences say little.")
+    overrides = [
+        f"{owner}.{name}={value}" for owner, fields in plan.choices.overrides.items() for name, value in fields.items()
+    ]
+    return notes + ([f"Ours departs from the paper: {', '.join(overrides)}."] if overrides else [])
+
+
+def _duels(plan: Plan, results: Mapping[str, Result]) -> list[str]:
+    """For each stream: is the best method significantly better than the second, and do added methods beat TRIBE?"""
+    notes, seen = [], set()
+    for group in _groups(plan):
+        row_of = {e.id: row for row, e in reversed(group.items()) if e.id in results}  # once, if two rows are the same
+        finished = {row_of[name]: results[name] for name in reversed(row_of)}
+        if len(finished) < 2 or frozenset(row_of) in seen:
+            continue
+        seen.add(frozenset(row_of))
+        for a, b in _opponents(plan, finished):
+            one, other = finished[a], finished[b]
+            if one.has_records and other.has_records:
+                duel = statistics.duel(one.records(), other.records())
+                notes.append(f"{_stream_name(one.experiment)}: {a} against {b}: {duel}")
+    return notes
+
+
+def _opponents(plan: Plan, results: Mapping[str, Result]) -> list[tuple[str, str]]:
+    """The pairs of rows to compare on one stream."""
+    best, second = sorted(results, key=lambda row: results[row].error())[:2]
+    method_of = {row["key"]: row.get("method") for row in plan.table.rows}
+    added = [row for row in results if method_of[row] in plan.choices.added and method_of[row] != TRIBE]
+    against = [(row, other) for row in added for other in results if method_of[other] == TRIBE]
+    return [(best, second), *(pair for pair in against if set(pair) != {best, second})]
+
+
+def _stream_name(experiment: Experiment) -> str:
+    scenario = experiment.scenario
+    fields = {name: scenario.fields.get(name) for name in ("imbalance", "sigma")}
+    words = ", ".join(f"{name} {value:g}" for name, value in fields.items() if value is not None)
+    return f"{scenario.name} ({words})" if words else scenario.name
+
+
+# -- claims -----------------------------------------------------------------------------------------------------------
+
+
+class Judged(NamedTuple):
+    """A claim with its verdicts on the paper's numbers and on ours."""
+
+    claim: Claim
+    paper: Verdict
+    ours: Verdict
+
+
+def judge_claims(
+    compare_table: Callable[[Table], Comparison],
+    root: str | PathLike[str],
+    known: Sequence[Comparison] = (),
+    table: str | None = None,
+) -> list[Judged]:
+    """Judge the paper's claims on its own numbers and on ours.
+
+    Args:
+        compare_table: returns the comparison of a table that is not in ``known``.
+        root: the folder of results, with the times of `tribe bench`.
+        known: tables that were compared already.
+        table: judge the claims about this table; None: all claims.
+    """
+    compared = {comparison.name: comparison for comparison in known}
+
+    def ours(name: str, row: str, column: str) -> float | None:
+        if name not in compared:
+            compared[name] = compare_table(tables.get(name))
+        entry = compared[name].entries.get((row, column))
+        if entry is None or not isinstance(entry.ours, float):
+            return None
+        if entry.unit != "s":
+            return entry.ours
+        experiment = compared[name].experiments[entry.experiment or ""]
+        ms = measured_alone(root, experiment, experiment.model.name).ms.get(experiment.method.name)
+        return None if ms is None else ms / 1e3
+
+    def judge_ours(claim: Claim) -> Verdict:
+        verdict = judge(claim, ours)
+        return verdict._replace(why=f"{verdict.why} ({ALONE})") if _is_about_time(claim) else verdict
+
+    about = [claim for claim in claims() if table is None or table in claim.tables]
+    return [Judged(claim, judge(claim, of_paper), judge_ours(claim)) for claim in about]
+
+
+def _is_about_time(claim: Claim) -> bool:
+    columns = (column for name in claim.tables for column in tables.get(name).columns)
+    return any(column["key"] == claim.arguments.get("column") and column.get("unit") == "s" for column in columns)

@@ -1,0 +1,295 @@
+"""Write the document ``docs/reproduction.md`` from results alone.
+
+Results with the same seeds, batch, precision, device and threads form a series; a table holds results of one series.
+Next to the results, their folder may hold
+
+    bench/*.json              times that `tribe bench --json` measured, with nothing else running
+    draws/*.json              errors that `python -m benchmarks.textbook --json` measured: one method, many times
+    data/<folder>/made.json   how `tribe corrupt` made the images
+"""
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from os import PathLike
+from pathlib import Path
+
+from tribe import datasets, methods
+from tribe.datasets.made import read_made
+from tribe.lab.experiment import Experiment
+from tribe.lab.store import Result, finished
+from tribe.lab.workbench import Workbench
+from tribe.paper import tables
+from tribe.paper.compare import Comparison, compare_plan, judge_claims
+from tribe.paper.findings import (
+    BesideReleased,
+    Times,
+    best_methods,
+    differences,
+    in_every_cell,
+    in_short,
+    judged_claims,
+)
+from tribe.paper.gather import LIVE, Origin, damage, measured_alone, plan_from_experiments, read_draws
+from tribe.paper.plan import Choices
+from tribe.paper.render import markdown, table_head, table_row
+from tribe.paper.tables import Table, all_tables, released
+
+COMMAND = "tribe reproduce document --runs results --out docs/reproduction.md"
+DATA = "data"
+WITH_LATER = ("mnist", "cifar10", "cifar100")  # tables of all methods: methods that the paper lacks are added as rows
+IN_EVERY_CELL = "cifar10"  # the table in which TRIBE should be best everywhere
+
+
+@dataclass(frozen=True)
+class Series:
+    """Results that were computed with the same settings."""
+
+    results: Mapping[str, Result]  # by the ids of their experiments
+    root: Path
+    workbench: Workbench
+
+    @cached_property
+    def experiments(self) -> list[Experiment]:
+        """Their experiments."""
+        return [result.experiment for result in self.results.values()]
+
+    @property
+    def title(self) -> str:
+        """The settings that all of them share."""
+        e = self.experiments[0]
+        threads = "" if e.threads is None else f", {e.threads} thread{'s' * (e.threads > 1)}"
+        seeds = f"seed {e.seeds[0]}" if len(e.seeds) == 1 else f"seeds {e.seeds[0]} to {e.seeds[-1]}"
+        return f"{self.machine('device')}{threads}, {e.precision}, {seeds}, batch {e.batch}"
+
+    def machine(self, field: str) -> str:
+        """A fact about the machines that computed them."""
+        machines = [result.environment.get("machine", {}) for result in self.results.values()]
+        return " and ".join(sorted({str(machine.get(field, "unknown")) for machine in machines}))
+
+    def compare(self, table: Table, choices: Choices | None = None) -> Comparison:
+        """A table with these results."""
+        return compare_plan(
+            plan_from_experiments(table, choices or Choices(), self.experiments, self.workbench), self.results
+        )
+
+    @cached_property
+    def beside_released(self) -> Comparison | None:
+        """The table of the released code, if it was measured with the same seed, and something of it was run here."""
+        if self.experiments[0].seeds != (released().seed,):
+            return None
+        return _without_empty(self.compare(released().table))
+
+    @cached_property
+    def tables(self) -> tuple[list[Comparison], list[Comparison]]:
+        """Tables on the paper's own data and network, and tables on others that replace them."""
+        own, replaced = list[Comparison | None](), list[Comparison | None]()
+        for table in all_tables():
+            choices = Choices(added=self._later_methods(table), row_names=_row_names())
+            own.append(_without_empty(self.compare(table, choices)))
+            for dataset, model in self._replacements(table):
+                other = dataclasses.replace(choices, dataset=dataset, model=model)
+                replaced.append(_without_empty(self.compare(table, other)))
+        return [c for c in own if c is not None], [c for c in replaced if c is not None]
+
+    def _later_methods(self, table: Table) -> list[str]:
+        """Methods with results that the paper lacks."""
+        if table.name not in WITH_LATER:
+            return []
+        later = {e.method.name for e in self.experiments} - {row.get("method") for row in table.rows}
+        return sorted(name for name in later if name in methods.names() and not methods.get(name).variants)
+
+    def _replacements(self, table: Table) -> list[tuple[str, str]]:
+        """Data sets of the same clean images, with their networks, that were played in place of a table's."""
+        papers = {(cell.dataset, cell.model) for cell in table.cells.values() if cell.method is not None}
+        if len(papers) != 1:
+            return []
+        played = {(e.dataset.name, e.model.name) for e in self.experiments} - papers
+        ((dataset, _),) = papers
+        return sorted(
+            pair for pair in played if _attribute(pair[0], "clean_name") == _attribute(dataset or "", "clean_name")
+        )
+
+
+def make_document(root: str | PathLike[str], origin: Origin | None = None) -> str:
+    """The document, in Markdown. Only results of ``origin`` are shown, and no damaged ones."""
+    root, workbench, origin = Path(root), Workbench(device="cpu"), origin or Origin()
+    results = [
+        result
+        for result in finished(root, damaged="skip")
+        if damage(result) is None and not origin.mismatches(result.experiment)
+    ]
+    series = [Series({r.experiment.id: r for r in alike}, root, workbench) for alike in _alike(results)]
+    lines = [
+        "# Reproduction",
+        "",
+        "The paper's tables and figures, computed with this library, next to the paper's own.",
+        f"Written by `{COMMAND}` from the results in that folder, not by hand.",
+        "",
+    ]
+    short, body = list[str](), list[str]()
+    for one in series:
+        own, replaced = one.tables
+        sentences, sections = _findings(one, own)
+        short = short or ([f"On {one.title}:", "", *sentences, ""] if sentences else [])
+        body += [f"## {one.title}", "", *sections, *(markdown(c, level=3) for c in own)]
+        for comparison in replaced:
+            body += [markdown(comparison, level=3), *best_methods(comparison)]
+        body += _left_over(one)
+    lines += ["## In short", "", *short] if short else []
+    return "\n".join([*lines, *_what_was_run(series), *body, *_not_run(series)]).rstrip() + "\n"
+
+
+def _alike(results: Iterable[Result]) -> list[list[Result]]:
+    """Series: first those from a GPU, which ran the paper's networks, then the largest."""
+    found: dict[str, list[Result]] = {}
+    for result in results:
+        e = result.experiment
+        found.setdefault(repr((e.device, e.precision, e.seeds, e.batch, e.threads)), []).append(result)
+    return sorted(found.values(), key=lambda alike: (alike[0].experiment.device != "cuda", -len(alike)))
+
+
+def _row_names() -> dict[str, str]:
+    """The rows of methods with their default settings: the same names in all tables."""
+    return {str(row["method"]): str(row["key"]) for row in released().table.rows if not row.get("fields")}
+
+
+def _attribute(dataset: str, name: str) -> str:
+    """An attribute of a data set's class, such as the clean set behind it; by default the name of the data set."""
+    return str(getattr(datasets.get(dataset), name, dataset))
+
+
+def _without_empty(comparison: Comparison) -> Comparison | None:
+    """The comparison without empty rows and columns; None if all are empty."""
+    filled = {place for place, entry in comparison.entries.items() if entry.ours is not None}
+    if not comparison.experiments:
+        return None
+    rows = [row for row in comparison.rows if any(row == r for r, _ in filled)]
+    columns = [column for column in comparison.columns if any(column == c for _, c in filled)]
+    shown = {f"{row}, {column}" for row in rows for column in columns}
+    missing = {reason: [cell for cell in cells if cell in shown] for reason, cells in comparison.missing.items()}
+    missing = {reason: cells for reason, cells in missing.items() if cells}
+    return dataclasses.replace(comparison, rows=rows, columns=columns, missing=missing)
+
+
+# -- what was found ---------------------------------------------------------------------------------------------------
+
+
+def _findings(series: Series, own: Sequence[Comparison]) -> tuple[list[str], list[str]]:
+    """The findings in a few sentences, and in full."""
+    if not own:
+        return [], []
+    judgements = judge_claims(series.compare, series.root, own)
+    sentences = in_short(own, judgements, IN_EVERY_CELL)
+    lines = [line for c in own if c.name == IN_EVERY_CELL for line in in_every_cell(c)]
+    if (comparison := series.beside_released) is not None:
+        goal, sections = released(), list(_beside_released(series, comparison))
+        close = ", ".join(section.sentence() for section in sections)
+        sentences.insert(0, f"- Within {goal.points:g} points of the released code, both errors: {close}.")
+        lines += ["### Next to the released code", "", f"The {goal.source}. Ours: the same streams, our images."]
+        lines += ["How near the errors and how short the times are to be are aims of this project.", ""]
+        for section in sections:
+            lines += section.section(_times(series, comparison, section.dataset))
+    return sentences, [*lines, *differences(own, judgements), *judged_claims(judgements)]
+
+
+def _beside_released(series: Series, comparison: Comparison) -> Iterator[BesideReleased]:
+    """A section per data set, with the draws that are of its experiments."""
+    every = read_draws(series.root)
+    for dataset in dict.fromkeys(column.rpartition(" ")[0] for column in comparison.columns):
+        draws = {}
+        for row in _row_names().values():
+            id = comparison.entries[row, f"{dataset} inst"].experiment
+            if id is not None and (found := [drawn for drawn in every if drawn.are_of(comparison.experiments[id])]):
+                draws[row] = found
+        yield BesideReleased(comparison, dataset, draws)
+
+
+def _times(series: Series, comparison: Comparison, dataset: str) -> Times:
+    """The milliseconds per image of all rows on a data set."""
+    model = next(str(column["model"]) for column in released().table.columns if column["group"] == dataset)
+    used = {row: comparison.entries[row, f"{dataset} inst"].experiment for row in comparison.rows}
+    seconds = {row: series.results[id].values("seconds_per_image") for row, id in used.items() if id is not None}
+    alone = measured_alone(series.root, series.experiments[0], model)
+    return Times(
+        {row: 1e3 * (sum(values) / len(values)) for row, values in seconds.items()},
+        {row: alone.ms[method] for method, row in _row_names().items() if method in alone.ms},
+        alone.how,
+    )
+
+
+def _left_over(series: Series) -> list[str]:
+    """Results that are in none of the tables."""
+    own, replaced = series.tables
+    shown = [*own, *replaced, *([series.beside_released] if series.beside_released else [])]
+    ids = {entry.experiment for comparison in shown for entry in comparison.entries.values()}
+    rest = ", ".join(f"{e.method.name} ({e.id})" for e in series.experiments if e.id not in ids)
+    return [f"In none of these tables: {rest}.", ""] if rest else []
+
+
+# -- what was run -----------------------------------------------------------------------------------------------------
+
+
+def _what_was_run(series: Sequence[Series]) -> list[str]:
+    lines = ["## What was run", ""]
+    if not series:
+        return [*lines, "Nothing yet.", ""]
+    lines += table_head(["computed on", "experiments", "images", "hours", "torch", "tribe", "finished"], "lrrrlll")
+    for one in series:
+        results = one.results.values()
+        images = sum(scores["images"] for result in results for scores in result.metrics.values())
+        hours = sum(float(result.environment.get("seconds", 0)) for result in results) / 3600
+        days = sorted({str(result.environment.get("finished", ""))[:10] for result in results})
+        versions = one.machine("torch"), one.machine("tribe"), " to ".join(dict.fromkeys((days[0], days[-1])))
+        lines.append(table_row([one.title, str(len(results)), f"{images:,}", f"{hours:.2f}", *versions]))
+    lines += ["", "Hours add up those of all experiments, several of which may have shared a device.", ""]
+    experiments = [e for one in series for e in one.experiments]
+    networks = sorted({(e.model.name, e.weights) for e in experiments})
+    lines += _data(experiments, series[0].root)
+    lines += [f"- Network `{model}`: the weights with fingerprint {weights}." for model, weights in networks]
+    return [*lines, ""]
+
+
+def _data(experiments: Sequence[Experiment], root: Path) -> Iterator[str]:
+    """The data sets that were played, and how their images were made."""
+    for name in sorted({e.dataset.name for e in experiments}):
+        folder = _attribute(name, "folder")
+        marks = sorted({(_severities(e), f"fingerprint {e.images}") for e in experiments if e.dataset.name == name})
+        words = f"- Data `{name}` ({'; '.join(': '.join(filter(None, mark)) for mark in marks)})"
+        if name.startswith(LIVE):
+            yield f"{words}: that of the clean test images, corrupted by `tribe.corruptions` as they are read."
+        elif (made := read_made(root / DATA / folder)) is not None:
+            places = sorted({f"{block.device} with torch {block.torch}" for block in made.blocks.values()})
+            yield (
+                f"{words}: not the published archive but our corruptions of the {made.images:,} clean test "
+                f"images of {made.dataset} (sha256 {made.clean}), made by `tribe corrupt` with seed {made.seed} on "
+                f"{' and '.join(places)}. The sha256 of each of its {len(made.blocks)} parts is in "
+                f"`{root.name}/{DATA}/{folder}/made.json`."
+            )
+        else:
+            yield f"{words}: how its images were made is not recorded beside the results."
+
+
+def _severities(experiment: Experiment) -> str:
+    """The severities of the corruptions, if the data set has some."""
+    severities = experiment.dataset.fields.get("severities", ())
+    return f"severit{'y' if len(severities) == 1 else 'ies'} {', '.join(map(str, severities))}" if severities else ""
+
+
+def _not_run(series: Sequence[Series]) -> list[str]:
+    """Tables that are incomplete, with the command that runs them; then the tables that need no run."""
+    done: dict[str, int] = {}  # cells, by table
+    for comparison in (comparison for one in series for comparison in one.tables[0]):
+        rows = tables.get(comparison.name).row_keys
+        cells = sum(entry.ours is not None for (row, _), entry in comparison.entries.items() if row in rows)
+        done[comparison.name] = max(done.get(comparison.name, 0), cells)
+    free = [table for table in all_tables() if all(cell.method is None for cell in table.cells.values())]
+    lines = ["## Not run, or not in full", ""]
+    for table in (table for table in all_tables() if table not in free):
+        cells, of = done.get(table.name, 0), len(table.cells)
+        some = f", {cells} of {of} cells are there" if cells else ""
+        if cells < of:
+            lines.append(f"- {table.title} (`{table.label}`): `tribe reproduce {table.name} --seed 425`{some}")
+    lines += ["", "These follow from labels and definitions, and need no results:", ""]
+    return [*lines, *(f"- {table.title} (`{table.label}`): `tribe reproduce {table.name}`" for table in free)]
