@@ -62,8 +62,8 @@ def test_probabilities_in_place_of_logits_are_named(dtype: torch.dtype) -> None:
     net = small_network()
     report = tribe.doctor(nn.Sequential(net, nn.Softmax(-1)).to(dtype), X)
     assert len(report.problems) == 1
-    assert "gives probabilities" in report.problems[0]
-    assert "Take off its Softmax" in report.problems[0]
+    assert "returns probabilities" in report.problems[0]
+    assert "Remove its Softmax" in report.problems[0]
     assert report.confidence == pytest.approx(tribe.doctor(net, X).confidence, abs=1e-5 if dtype.itemsize > 2 else 1e-1)
     assert problems(nn.Sequential(net, nn.LogSoftmax(-1))) == ""  # logits as good as any
 
@@ -244,7 +244,9 @@ def test_noise_is_not_judged_but_what_the_network_does_with_it_is() -> None:
     assert "close to uniform" in problems(net)
     assert tribe.doctor(net, X, noise=True).problems == []
     assert "could not take images" in "\n".join(tribe.doctor(net, X[:, :1], noise=True).problems)
-    assert "gives probabilities" in "\n".join(tribe.doctor(nn.Sequential(net, nn.Softmax(-1)), X, noise=True).problems)
+    assert "returns probabilities" in "\n".join(
+        tribe.doctor(nn.Sequential(net, nn.Softmax(-1)), X, noise=True).problems
+    )
 
 
 @pytest.mark.usefixtures("nowhere")

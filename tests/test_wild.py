@@ -433,7 +433,7 @@ def test_a_network_that_gives_probabilities_is_told_of_once(recwarn):
     for seed in range(3):
         adapter(batch(seed))
     (told,) = recwarn
-    assert "Take off its Softmax" in str(told.message)
+    assert "Remove its Softmax" in str(told.message)
     assert told.filename == __file__
 
 

@@ -1,8 +1,8 @@
-"""What a process does to the machine it runs on."""
+"""Settings of torch and of the process: memory, deterministic algorithms, the meaning of float32."""
 
 import contextlib
+import ctypes
 import os
-import platform
 import subprocess
 import sys
 import threading
@@ -10,45 +10,55 @@ import threading
 import pytest
 import torch
 
-from tribe.engine.precision import deterministic, float32_precision
+from tribe.engine.precision import deterministic, float32_precision, keep_memory
 
-ROUNDS = """
-import resource
-import torch
+BUFFER = """
+import ctypes
 from tribe.engine.precision import keep_memory
+
+class Heap(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in
+                "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()]
+
+glibc = ctypes.CDLL(None)
+glibc.malloc.restype, glibc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+glibc.free.argtypes, glibc.mallinfo2.restype = [ctypes.c_void_p], Heap
 {}
-def round():
-    return [torch.ones(6 << 20) for _ in range(4)]  # of 24 MB
-round()
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(32):
-    round()
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+before = glibc.mallinfo2()
+buffer = glibc.malloc(24 << 20)
+during = glibc.mallinfo2()
+glibc.free(buffer)
+print(during.hblks - before.hblks, glibc.mallinfo2().fordblks >= 24 << 20)
 """
 
 
-def faults(command=""):
-    """Pages that the kernel had to bring while buffers were made and freed again and again.
+def allocator(command=""):
+    """What glibc does with a buffer of 24 MB: how many blocks it maps for it, and whether it keeps it when it is freed.
 
-    Left alone, glibc raises its threshold as buffers are freed, and whether it then gives them back depends on where
-    the heap happens to lie. Told a threshold, it gives back every one, until it is told another.
+    glibc raises its default threshold as buffers are freed. A threshold from the environment stays.
     """
-    code = [sys.executable, "-c", ROUNDS.format(command)]
-    surroundings = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(128 << 10)}
-    return int(subprocess.run(code, check=True, capture_output=True, text=True, env=surroundings).stdout)
+    code = [sys.executable, "-c", BUFFER.format(command)]
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(128 << 10)}
+    return subprocess.run(code, check=True, capture_output=True, text=True, env=environment).stdout.split()
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
-def test_memory_that_is_kept_needs_no_fresh_pages():
-    assert 10 * faults("assert keep_memory()") < faults()
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="needs glibc 2.33")
+def test_memory_that_is_freed_is_kept():
+    assert allocator() == ["1", "False"]
+    assert allocator("assert keep_memory()") == ["0", "True"]
 
 
-# -- switches that torch has once for all threads ---------------------------------------------------------------------
+def test_without_glibc_memory_is_not_kept(monkeypatch):
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
+    assert not keep_memory()
+
+
+# -- flags that torch has once for all threads ------------------------------------------------------------------------
 
 
 def algorithms():
-    careful = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    return *careful, torch.backends.cudnn.benchmark, torch.utils.deterministic.fill_uninitialized_memory
+    chosen = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    return *chosen, torch.backends.cudnn.benchmark, torch.utils.deterministic.fill_uninitialized_memory
 
 
 def float32():
@@ -56,7 +66,7 @@ def float32():
 
 
 class Other:
-    """Another thread that is inside a scope until it is told to leave."""
+    """Another thread, which is inside a scope until the end of the with block."""
 
     def __init__(self, scope):
         self.inside, self.leaving, self.raised = threading.Event(), threading.Event(), None
@@ -89,11 +99,11 @@ SCOPES = {
 
 
 @pytest.mark.parametrize("name", SCOPES)
-def test_threads_share_a_scope_and_the_last_one_out_puts_things_back(name):
-    """The first one out would switch off what the second still counts on, and the second what the first had set."""
+def test_threads_share_a_scope_and_the_last_one_out_restores_the_flags(name):
+    """Catches a first thread that resets the flags while a second is inside, or a second that restores the first's."""
     scope, now, within = SCOPES[name]
     before = now()
-    assert before != within, "else nothing is tested"
+    assert before != within, "the test needs a difference"
     with contextlib.ExitStack() as stack:
         with scope():
             stack.enter_context(Other(scope()))
@@ -101,7 +111,7 @@ def test_threads_share_a_scope_and_the_last_one_out_puts_things_back(name):
     assert now() == before
 
 
-def test_a_thread_is_refused_another_meaning_of_float32():
+def test_another_thread_cannot_change_the_meaning_of_float32():
     before = float32()
     with float32_precision("float32"), Other(float32_precision("tf32")) as other:
         assert "one for all threads" in str(other.raised)
@@ -113,7 +123,7 @@ def test_a_thread_is_refused_another_meaning_of_float32():
     assert float32() == before
 
 
-def test_whoever_is_alone_may_change_the_meaning_of_float32_inside():
+def test_one_thread_may_nest_both_meanings_of_float32():
     before = float32()
     with float32_precision("tf32"):
         with float32_precision("float32"):
@@ -124,7 +134,7 @@ def test_whoever_is_alone_may_change_the_meaning_of_float32_inside():
     assert float32() == before
 
 
-def test_an_error_inside_puts_things_back():
+def test_an_error_inside_restores_the_flags():
     before = algorithms()
     with pytest.raises(ZeroDivisionError), deterministic():
         raise ZeroDivisionError

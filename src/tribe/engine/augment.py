@@ -3,7 +3,7 @@
 An image is clipped to [0, 1]; goes through five colour operations in a random order; is padded by half its size with
 edge values, turned, moved and scaled about its centre, blurred and cropped back; is flipped half of the time, gets a
 little noise and is clipped again. `sample` draws the parameters and `apply` uses them, so that an augmentation can be
-kept and replayed; both are functions of a `Key`, and what happens to one stream never depends on its neighbours.
+kept and replayed. Both are functions of a `Key`, and the augmentation of one stream never depends on other streams.
 
 Shapes: S streams, B images a batch, C channels, H rows, W columns; G sets of parameters, M images that share a set.
 
@@ -26,22 +26,22 @@ from tribe.engine.rng import Key
 
 __all__ = ["Augment", "Params", "View", "check_view", "view"]
 
-# Purposes of the two draws ("AUGP", "AUGN" in ASCII: no other module will take them by accident). All parameters come
-# from one draw, a column each: a draw of sixteen numbers costs what a draw of one does.
+# Purposes of the two draws ("AUGP" and "AUGN" in ASCII, so that no other module uses the same by accident). All
+# parameters come from one draw, a column each: a draw of sixteen numbers costs as much as a draw of one.
 PARAMETERS = 0x41554750
 NOISE = 0x4155474E
 
-MARGIN = 2  # what a blur of five taps needs around the crop
+MARGIN = 2  # pixels that a blur of five taps needs around the crop
 EXPECTED = (
     "Augment takes a floating-point tensor (streams, batch, channels, height, width) with values in [0, 1], got {}; "
-    "for other inputs pass your own callable as `augment=`"
+    "for other inputs pass a custom callable as `augment=`"
 )
 
 Range = tuple[float, float]
 
 
 class Params(NamedTuple):
-    """One augmentation, drawn: tensors (S, n) with n = 1 (a set for each stream's batch) or n = B (a set an image)."""
+    """The parameters of an augmentation, (S, n) each: n = 1 (one set for a stream's batch) or n = B (one an image)."""
 
     order: Tensor  # (S, n, 5) int64: which of brightness, contrast, saturation, hue, gamma comes first, second, ...
     brightness: Tensor
@@ -62,7 +62,7 @@ class Params(NamedTuple):
 class Augment:
     """Draw parameters with `sample`, use them with `apply`, or do both by calling the object."""
 
-    per: Literal["batch", "image"] = "batch"  # who shares parameters: a stream's batch (as published) or no one
+    per: Literal["batch", "image"] = "batch"  # which images share parameters: those of a batch (as published), or none
     brightness: Range = (0.6, 1.4)
     contrast: Range = (0.7, 1.3)
     saturation: Range = (0.5, 1.5)
@@ -100,8 +100,8 @@ class Augment:
         colour = self.brightness, self.contrast, self.saturation, self.hue, self.gamma
         affine = self.rotation, *(_times(self.translation, _padded(size)) for size in (width, height)), self.scale
         ranges = (*colour, *affine, self.sigma, (0.0, 1.0))
-        u = _source(key).uniform(key, PARAMETERS, (batch if self.per == "image" else 1, 5 + len(ranges)))
-        order = u[..., :5].argsort(stable=True, dim=-1)  # the ranks of five numbers: all 120 orders are as likely
+        u = _generator(key).uniform(key, PARAMETERS, (batch if self.per == "image" else 1, 5 + len(ranges)))
+        order = u[..., :5].argsort(stable=True, dim=-1)  # the ranks of five numbers: all 120 orders are equally likely
         values = [v * (high - low) + low for v, (low, high) in zip(u[..., 5:].unbind(-1), ranges, strict=True)]
         *colour_and_rotation, dx, dy, scale, sigma, coin = values
         return Params._make((order, *colour_and_rotation, dx.round(), dy.round(), scale, sigma, coin < self.flip, key))
@@ -126,30 +126,30 @@ class Augment:
         y = _move(y, rotation, dx, dy, scale, flip)
         y = _blur(_blur(y, sigma, -2), sigma, -1).reshape(x.shape)
         if self.noise:
-            y.add_(_source(params.key).normal(params.key, NOISE, x.shape[1:]).to(dtype), alpha=self.noise)
+            y.add_(_generator(params.key).normal(params.key, NOISE, x.shape[1:]).to(dtype), alpha=self.noise)
         return y.clamp_(0, 1).to(x.dtype)
 
 
 # --- colour: x (G, M, C, H, W) in [0, 1], f (G, 1, 1, 1, 1) -----------------------------------------------------------
 
 
-View = Augment | Callable[[Tensor], Tensor]  # a caller's own function gets and gives (B, ...)
+View = Augment | Callable[[Tensor], Tensor]  # a custom function takes and returns (B, ...)
 
 
 def view(augment: View, x: Tensor, key: Key) -> Tensor:
-    """What a network that learns sees of images (S, B, ...): the same every time for the same key."""
+    """The augmented images (S, B, ...); the same key gives the same images."""
     if isinstance(augment, Augment):
         return augment(x, key)
     views = [augment(images) for images in x]
-    for own in views:
-        if not isinstance(own, Tensor) or own.shape != x.shape[1:]:
-            got = tuple(own.shape) if isinstance(own, Tensor) else type(own).__name__
+    for augmented in views:
+        if not isinstance(augmented, Tensor) or augmented.shape != x.shape[1:]:
+            got = tuple(augmented.shape) if isinstance(augmented, Tensor) else type(augmented).__name__
             raise ValueError(f"augment turned images of shape {tuple(x.shape[1:])} into {got}; expected the same")
     return torch.stack(views).to(x)
 
 
 def check_view(augment: object) -> None:
-    """Refuse what cannot augment."""
+    """Refuse an ``augment`` that is not callable."""
     if not callable(augment):
         raise TypeError(f"augment is an Augment or a callable Tensor -> Tensor; got {augment!r}")
 
@@ -175,7 +175,7 @@ def _where(due: Tensor, operation: Callable[[Tensor, Tensor], Tensor], x: Tensor
 
 
 def _readable(x: Tensor) -> bool:
-    """Say whether values can be looked at for free, to do only what is due; elsewhere the host would have to wait."""
+    """Whether reading values does not synchronise: then only the operations that are due are computed."""
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
@@ -184,7 +184,7 @@ def _brightness(x: Tensor, f: Tensor) -> Tensor:
 
 
 def _contrast(x: Tensor, f: Tensor) -> Tensor:
-    # Rows, then columns: a sum over a whole image would be cut among threads in a way that depends on the batch.
+    # Rows, then columns: threads would divide a sum over a whole image in a way that depends on the batch.
     return _blend(x, f, _grey(x).mean(-1, keepdim=True).mean(-2, keepdim=True))
 
 
@@ -195,8 +195,8 @@ def _saturation(x: Tensor, f: Tensor) -> Tensor:
 def _hue(x: Tensor, f: Tensor) -> Tensor:
     """Turn the hue h by f turns.
 
-    In HSV a channel is `low + depth * clamp(2 - 6 d, 0, 1)`, d the distance on the colour wheel from h to the
-    channel's own hue: 0, 1/3, 2/3 for red, green, blue. So the way back from HSV needs no case for each sector.
+    In HSV a channel is `low + depth * clamp(2 - 6 d, 0, 1)`, where d is the distance on the colour wheel from h to the
+    hue of the channel: 0, 1/3, 2/3 for red, green, blue. So the conversion from HSV needs no case for each sector.
     """
     if x.shape[2] != 3:
         return x
@@ -212,7 +212,7 @@ def _hue(x: Tensor, f: Tensor) -> Tensor:
 
 
 def _gamma(x: Tensor, f: Tensor) -> Tensor:
-    # Not `pow`: on a CPU its last bit depends on where in the tensor a pixel lies, that is, on the other streams.
+    # Not `pow`: on a CPU its last bit depends on the position of a pixel in the tensor, and so on the other streams.
     return x.clamp(1e-8, 1).log_().mul_(f).exp_()
 
 
@@ -236,15 +236,15 @@ OPERATIONS = (_brightness, _contrast, _saturation, _hue, _gamma)
 def _move(x: Tensor, rotation: Tensor, dx: Tensor, dy: Tensor, scale: Tensor, flip: Tensor) -> Tensor:
     """Sample the padded, moved image on the centre crop and its margin: (G, M, C, H, W) -> (G, M, C, H + 4, W + 4).
 
-    The padded image is never made. Inside it, sampling with the nearest edge is sampling the original with its
-    nearest edge. Outside it are zeros, and as the two taps that straddle its border along an axis differ in nothing
-    but that, what remains is the share of the inner one: a factor of the position alone.
+    The padded image is never computed. Inside it, sampling is sampling the original image with its nearest edge.
+    Outside it are zeros. The two taps across its border along an axis differ in that alone, so the result is the share
+    of the inner tap: a factor that depends on the position only.
     """
     sets, images, _, height, width = x.shape
     radians = rotation.deg2rad()
     cos, sin = (radians.cos() / scale)[:, None, None], (radians.sin() / scale)[:, None, None]
-    # From output to input, in pixels from the centre: undo the flip, the translation, then rotation and scale. Doing
-    # the flip here is exact as crop, margin and blur are symmetric.
+    # From output to input, in pixels from the centre: undo the flip, the translation, then rotation and scale. The
+    # flip is exact here because crop, margin and blur are symmetric.
     u = _centres(width, x) * torch.where(flip, -1, 1)[:, None] - dx[:, None]  # (G, W + 4)
     v = _centres(height, x) - dy[:, None]  # (G, H + 4)
     u, v = u[:, None, :], v[:, :, None]
@@ -257,14 +257,14 @@ def _move(x: Tensor, rotation: Tensor, dx: Tensor, dy: Tensor, scale: Tensor, fl
 
 
 def _centres(size: int, like: Tensor) -> Tensor:
-    """Positions along one axis of crop and margin, from the centre; beyond the padded image they are reflected."""
+    """Positions of crop and margin along one axis, from the centre; reflected outside the padded image."""
     c = torch.arange(size + 2 * MARGIN, dtype=like.dtype, device=like.device) - (size - 1 + 2 * MARGIN) / 2
     last = (_padded(size) - 1) / 2
     return (2 * c.clamp(-last, last) - c).clamp(-last, last)  # an axis of one pixel has no neighbour: it repeats
 
 
 def _inside(position: Tensor, size: int) -> Tensor:
-    """Weight of the taps that lie in the padded image."""
+    """The weight of the taps inside the padded image."""
     return ((_padded(size) + 1) / 2 - position.abs()).clamp_(0, 1)
 
 
@@ -281,8 +281,8 @@ def _padded(size: int) -> int:
     return size + 2 * (size // 2)
 
 
-def _source(key: Key) -> Any:
-    """Who draws: the same numbers either way."""
+def _generator(key: Key) -> Any:
+    """The module that draws: both give the same numbers."""
     return kernels if kernels.can_draw(key.seed) else rng
 
 

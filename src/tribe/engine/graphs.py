@@ -1,15 +1,15 @@
 """A method's whole step as one launch: recorded in CUDA graphs for one shape of batch, then replayed.
 
 A step is thousands of small launches, and a fast GPU waits for most of them. A CUDA graph replays them all at once, but
-always on the memory it was recorded with. So there are two states in static memory and two graphs in ping-pong: one
-reads state 0 and writes state 1, the other the reverse. Nothing large is copied between steps; the class statistics of
-K = 1000 classes are written where they belong. Images go into static memory, too; a batch smaller than the recorded one
-is padded with images that are not `valid`, which weigh nothing.
+always on the memory it was recorded with. So there are two states in static memory and two graphs that alternate: one
+reads state 0 and writes state 1, the other the reverse. Nothing large is copied between steps, not even the statistics
+of K = 1000 classes. Images are copied into static memory; a batch smaller than the recorded one is padded with images
+that are not `valid`, which weigh nothing.
 
 A step in which the host decides something midway is captured in segments (`tribe.engine.segments`), one launch each.
 Their arguments are copied into static memory, and their results out of it.
 
-A recording is made with steps whose results are thrown away (a step is pure), so that it disturbs no stream.
+The steps of a recording are discarded, which affects no stream: a step is pure.
 """
 
 import contextlib
@@ -29,15 +29,15 @@ from tribe.engine.state import clone, leaves
 
 Switch = bool | Literal["auto"]  # capture steps; "auto": where that is possible
 Work = Callable[[], None]
-Record = Callable[[Work], Work]  # makes of a piece of work, on static memory, something that repeats it
+Recorder = Callable[[Work], Work]  # records work on static memory; the result repeats it
 
 
 class Method(Protocol):
-    """What this module needs of a method; `tribe.methods.Method` has it."""
+    """The members of `tribe.methods.Method` that this module uses."""
 
     name: ClassVar[str]
     eager_only: ClassVar[str | None]  # why a step cannot be captured in one CUDA graph
-    in_segments: ClassVar[bool]  # but then in several
+    in_segments: ClassVar[bool]  # True: it can be captured in several, see `tribe.engine.segments`
 
     def step_reusing(
         self, net: Backbone, state: Any, x: Tensor, valid: Tensor | None = None, retired: Any = None
@@ -46,8 +46,8 @@ class Method(Protocol):
         ...
 
 
-SHAPES = 8  # recordings of an adapter's steps before "auto" gives up: images that change their shape all the time
-WARM_UP = 3  # eager rounds before a recording: libraries choose algorithms and allocate, kernels are compiled
+SHAPES = 8  # shapes of batches that "auto" records before it gives up: recording each costs more than it saves
+WARM_UP = 3  # eager steps before a recording: libraries choose algorithms and allocate, kernels are compiled
 
 
 def refusal(method: Method, device: torch.device) -> str | None:
@@ -57,17 +57,17 @@ def refusal(method: Method, device: torch.device) -> str | None:
     if method.eager_only is not None and not method.in_segments:
         return f"{method.name} cannot be captured in a CUDA graph: {method.eager_only}"
     if not isinstance(getattr(method, "augment", Augment()), Augment):
-        return f"{method.name} has an augment= of its own, which may look at values; only tribe.Augment is captured"
+        return f"{method.name} has a custom augment=, which may read values; only tribe.Augment can be captured"
     return None
 
 
 class Steps:
-    """Takes a method's steps on a network, captured where that is asked for and possible.
+    """Takes a method's steps on a network, captured in CUDA graphs if that is requested and possible.
 
     Args:
         method: what adapts.
-        net: the network, which must not be changed afterwards: a recording knows its weights by their place in memory.
-        graphs: True captures, or says why it cannot; "auto" captures where it can and shapes last; False never does.
+        net: the network, which must not be changed afterwards: a recording uses the addresses of its weights.
+        graphs: True captures, or raises with the reason; "auto" captures where it can; False never captures.
         deterministic: choose algorithms that give the same bits every time, see `tribe.engine.precision.deterministic`.
     """
 
@@ -75,20 +75,20 @@ class Steps:
         if graphs not in (True, False, "auto"):
             raise ValueError(f"graphs is True, False or 'auto'; got {graphs!r}")
         if graphs is True and (reason := refusal(method, net.device)):
-            raise ValueError(f"{reason}. graphs='auto' would take its steps one launch at a time")
+            raise ValueError(f"{reason}. With graphs='auto' its steps are taken one launch at a time")
         self.method, self.net, self.graphs, self.deterministic = method, net, graphs, deterministic
-        self.failed: str | None = None  # what went wrong with a recording
+        self.failed: str | None = None  # why a recording failed
         self._captured: Captured | CapturedSegments | None = None
 
     @property
     def eager_because(self) -> str | None:
-        """Why steps are taken one launch at a time; None: they are captured, whole or in parts."""
+        """Why steps are taken one launch at a time; None: they are captured, whole or in segments."""
         if self.graphs is False:
             return "graphs=False"
         return self.failed or refusal(self.method, self.net.device)
 
     def __call__(self, state: Any, x: Tensor, valid: Tensor | None = None, retired: Any = None) -> tuple[Tensor, Any]:
-        """As `Method.step`. What a captured step returns as state is good until the step after the next."""
+        """As `Method.step`. The state that a captured step returns is valid until the step after the next."""
         on_its_device = torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()  # where kernels launch
         with on_its_device, deterministic() if self.deterministic else contextlib.nullcontext():
             if self.eager_because is None and x.shape[1]:
@@ -98,7 +98,7 @@ class Steps:
                         self._captured = (Captured if whole else CapturedSegments)(self.method, self.net)
                     result = self._captured.step(state, x, valid)
                     if self._captured.recorded > SHAPES and self.graphs == "auto":
-                        self.failed = f"batches came in more than {SHAPES} shapes, each of which is recorded anew"
+                        self.failed = f"batches had more than {SHAPES} shapes, and each shape needs a recording"
                         self._captured = None
                     return result
                 except RuntimeError as error:
@@ -109,20 +109,20 @@ class Steps:
             return self.method.step_reusing(self.net, state, x, valid, retired)
 
     def forget(self) -> None:
-        """Drop what was recorded: the network moves."""
+        """Drop the recordings, as when the network moves."""
         self._captured = self.failed = None
 
     def __reduce__(self) -> Any:
-        return type(self), (self.method, self.net, self.graphs, self.deterministic)  # recordings are made anew
+        return type(self), (self.method, self.net, self.graphs, self.deterministic)  # without the recordings
 
 
 class Captured:
-    """A method's steps in two graphs over two static states, for the shape of batch it has seen last.
+    """A method's steps in two graphs over two static states, for the shape of the last batch.
 
-    ``record`` makes something that can be repeated of a piece of work; CUDA graphs, unless told otherwise.
+    ``record`` makes a `Recorder`; by default it records CUDA graphs.
     """
 
-    def __init__(self, method: Method, net: Backbone, record: Callable[[], Record] | None = None) -> None:
+    def __init__(self, method: Method, net: Backbone, record: Callable[[], Recorder] | None = None) -> None:
         self.method, self.net = method, net
         self._record = record or cuda_graphs
         self.recorded = 0  # shapes of batches so far
@@ -135,7 +135,7 @@ class Captured:
 
     @torch.no_grad()
     def step(self, state: Any, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Any]:
-        """As `Method.step`; ``state`` is copied into static memory, unless it is what the last step returned."""
+        """As `Method.step`; ``state`` is copied into static memory, unless the last step returned it."""
         batch = x.shape[1]
         if self._setting != _setting(self.net, x) or batch > self._x.shape[1]:
             self._capture(state, x)
@@ -151,8 +151,8 @@ class Captured:
         return self._logits[:, :batch].clone(), self._states[1 - turn]
 
     def _capture(self, state: Any, x: Tensor) -> None:
-        """Record both directions for batches of this shape."""
-        self._setting = None  # not done yet
+        """Recorder both directions for batches of this shape."""
+        self._setting = None  # in case recording fails
         self._states, self._x = (clone(state), clone(state)), x.clone()
         self._valid = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
         self._logits, self._replay = None, []
@@ -171,9 +171,9 @@ class Captured:
 
 
 class CapturedSegments:
-    """A method's steps with each of their parts recorded, for the shape of batch it has seen last."""
+    """A method's steps with each of their segments recorded, for the shape of the last batch."""
 
-    def __init__(self, method: Method, net: Backbone, record: Callable[[], Record] | None = None) -> None:
+    def __init__(self, method: Method, net: Backbone, record: Callable[[], Recorder] | None = None) -> None:
         self.method, self.net = method, net
         self._record = record or cuda_graphs
         self.recorded = 0  # shapes of batches so far
@@ -183,7 +183,7 @@ class CapturedSegments:
 
     @torch.no_grad()
     def step(self, state: Any, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Any]:
-        """As `Method.step`; nothing it returns is static memory."""
+        """As `Method.step`; no tensor that it returns is in static memory."""
         batch = x.shape[1]
         if self._setting != _setting(self.net, x) or batch > self._batch:
             self._recordings, self._setting, self._batch = Recordings(self._record()), _setting(self.net, x), batch
@@ -197,21 +197,19 @@ class CapturedSegments:
 
 
 class Recordings:
-    """Work on tensors in static memory, recorded at the first call with arguments of a kind and repeated since."""
+    """Runs functions on static memory: recorded at the first call with arguments of a kind, then replayed."""
 
-    def __init__(self, record: Record) -> None:
+    def __init__(self, record: Recorder) -> None:
         self._record = record
-        self._known: dict[Any, tuple[Any, list[Any], Work]] = {}  # arguments and results, in static memory
+        self._recordings: dict[Any, tuple[Any, list[Any], Work]] = {}  # arguments and results, in static memory
 
     def __call__(self, work: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """``work(*args)``."""
         kind = work.__qualname__, *(_kind(value) for value in flatten(args))
-        if kind not in self._known:
-            self._known[kind] = self._recorded(work, args)
-        static, results, replay = self._known[kind]
-        for place, value in zip(flatten(static), flatten(args), strict=True):
-            if isinstance(place, Tensor):
-                place.copy_(value)
+        if kind not in self._recordings:
+            self._recordings[kind] = self._recorded(work, args)
+        static, results, replay = self._recordings[kind]
+        _copy_tensors(args, static)
         replay()
         return map_tensors(Tensor.clone, results[0])
 
@@ -219,18 +217,16 @@ class Recordings:
         static: Any = map_tensors(Tensor.clone, args)
         results: list[Any] = []
 
-        def go() -> None:
+        def run() -> None:
             done = work(*static)
             results[:] = results or [map_tensors(torch.empty_like, done)]
-            for place, value in zip(flatten(results[0]), flatten(done), strict=True):
-                if isinstance(place, Tensor):
-                    place.copy_(value)
+            _copy_tensors(done, results[0])
 
-        return static, results, self._record(go)
+        return static, results, self._record(run)
 
 
-def cuda_graphs() -> Record:
-    """Record work as CUDA graphs that share their memory, as they never run at the same time."""
+def cuda_graphs() -> Recorder:
+    """Recorder work as CUDA graphs that share their memory, as they never run at the same time."""
     pool = torch.cuda.graph_pool_handle()
 
     def record(work: Work) -> Work:
@@ -241,7 +237,7 @@ def cuda_graphs() -> Record:
                 work()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        # Of this thread only: others may pin memory for the next batch meanwhile.
+        # Capture this thread only: others may pin memory for the next batch at the same time.
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             work()
         return graph.replay
@@ -250,7 +246,7 @@ def cuda_graphs() -> Record:
 
 
 def _setting(net: Backbone, x: Tensor) -> tuple[Any, ...]:
-    """All that a recording is tied to, apart from the number of images."""
+    """All that a recording depends on, apart from the number of images."""
     kind = x.device.type
     autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     backends: Any = torch.backends
@@ -270,7 +266,7 @@ def _setting(net: Backbone, x: Tensor) -> tuple[Any, ...]:
 
 
 def _kind(value: Any) -> Any:
-    """All of an argument that a recording is tied to: of tensors not their values."""
+    """What a recording depends on of an argument: not the values of a tensor."""
     return (value.shape, value.dtype, value.device) if isinstance(value, Tensor) else value
 
 
@@ -278,8 +274,14 @@ def _same(a: Any, b: Any) -> bool:
     return all(s is t for s, t in zip(leaves(a).values(), leaves(b).values(), strict=True))
 
 
-def _copy(source: Any, target: Any) -> None:
-    """Copy every tensor of a state that is not in its place already."""
-    for s, t in zip(leaves(source).values(), leaves(target).values(), strict=True):
+def _copy(state: Any, target: Any) -> None:
+    """Copy every tensor of a state that is not in the target's memory already."""
+    for s, t in zip(leaves(state).values(), leaves(target).values(), strict=True):
         if s.data_ptr() != t.data_ptr():
             t.copy_(s)
+
+
+def _copy_tensors(values: Any, targets: Any) -> None:
+    for value, target in zip(flatten(values), flatten(targets), strict=True):
+        if isinstance(target, Tensor):
+            target.copy_(value)

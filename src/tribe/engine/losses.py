@@ -1,4 +1,4 @@
-"""Losses over the last axis of logits, in float32 at least, and means over the samples that count."""
+"""Losses over the last axis of logits, in float32 at least, and means over a choice of samples."""
 
 import torch
 from torch import Tensor
@@ -23,14 +23,14 @@ def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def soft_cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
-    """Cross-entropy with the distribution that other logits stand for: (..., K) twice -> (...)."""
+    """Cross-entropy with softmax(target) as the distribution: (..., K) twice -> (...)."""
     return -(_precise(target).softmax(-1) * _precise(logits).log_softmax(-1)).sum(-1)
 
 
 def soft_likelihood_ratio(logits: Tensor, clip: float = 0.99, eps: float = 1e-5) -> Tensor:
-    """Minus the mean log odds of a prediction, whose gradient, unlike the entropy's, does not fade for sure ones.
+    """Minus the mean log odds of a prediction; its gradient does not vanish for confident ones, as the entropy's does.
 
-    Probabilities are clipped (Marsden et al., WACV 2024): beyond ``clip`` a prediction is sure enough.
+    Probabilities are clipped (Marsden et al., WACV 2024): above ``clip`` a prediction is confident enough.
     """
     p = _precise(logits).softmax(-1).clamp_max(clip)
     return -(p * (p / (1 - p) + eps).log()).sum(-1)
@@ -43,7 +43,7 @@ def symmetric_cross_entropy(logits: Tensor, others: Tensor) -> Tensor:
 
 
 def mean_over(values: Tensor, counts: Tensor) -> Tensor:
-    """Mean over the last axis of the values that count; 0 where none does, so that an empty mean moves nothing.
+    """Mean over the last axis of the values where ``counts`` is True; 0, not NaN, where there is none.
 
     >>> import torch
     >>> mean_over(torch.tensor([[1.0, 3.0], [5.0, 7.0]]), torch.tensor([[True, True], [False, False]]))

@@ -1,15 +1,15 @@
 """The two passes over activations that every norm rule needs, with one joint backward.
 
-A rule (`tribe.norms`) is a function of per-sample moments. So a normalisation layer is: *observe* the mean and
-variance of each sample, let the rule turn these few numbers into a scale and a shift, *apply* them. Only the first
-and the last touch pixels. Done naively their backwards would each write a gradient as large as the activations, to be
-added up; here they make one pass together:
+A rule (`tribe.norms`) is a function of per-sample moments. So a normalisation layer has three steps: *observe* the mean
+and variance of each sample; let the rule turn these into a scale and a shift; *apply* them. Only the first and the last
+read pixels. Computed separately, their backwards would each write a gradient as large as the activations, and then add
+the two. Here one pass computes both:
 
     dx = g * scale + x * a + b,    a = 2 dvar / L,    b = dmean / L - a * mean
 
-where dmean and dvar are what autograd brought back through the rule.
+where dmean and dvar are the gradients that autograd takes through the rule.
 
-Every function here has its kernel in `tribe.engine.kernels`, which is asked first.
+Every function has a kernel in `tribe.engine.kernels`, which is used where it can run.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ Rule = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The precision statistics are kept in: float32 at least."""
+    """The precision of statistics: float32 at least."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -40,16 +40,16 @@ def observe(x: Tensor) -> tuple[Tensor, Tensor]:
     if x.device.type != "cpu":
         var, mean = torch.var_mean(x, pixels, correction=0)
         return mean, var
-    # On the CPU var_mean is many times slower than these two plain sums. Centred first: E[x^2] - E[x]^2 would cancel.
+    # On the CPU var_mean is many times slower than two plain sums. Centred first: E[x^2] - E[x]^2 would cancel.
     mean = x.mean(pixels)
     centred = x - _over_pixels(mean, x)
     return mean, centred.mul_(centred).mean(pixels)
 
 
 def normalise(x: Tensor, rule: Rule, relu: bool = False) -> Tensor:
-    """Scale and shift (R, B, C, ...) by what ``rule`` makes of its per-sample moments; gradients flow through both.
+    """Scale and shift (R, B, C, ...) as ``rule`` says for its per-sample moments; gradients flow through both.
 
-    ``relu`` sets to zero what is negative afterwards, on the way.
+    ``relu`` sets negative results to zero in the same pass.
     """
     if not torch.is_grad_enabled():
         return _apply(x, *rule(*observe(x)), relu)
@@ -66,7 +66,7 @@ def scale_and_shift(x: Tensor, scale: Tensor, shift: Tensor, relu: bool = False)
 
 
 def fold(mean: Tensor, var: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Statistics (R, 1|B, C) and affine parameters (R, C) as a scale and a shift, (R, 1|B, C)."""
+    """Turn statistics (R, 1|B, C) and affine parameters (R, C) into a scale and a shift, (R, 1|B, C)."""
     if kernels.can_run(mean) and mean.dtype == weight.dtype == torch.float32:
         return _Fold.apply(mean, var, weight, bias, eps)  # type: ignore[no-any-return,no-untyped-call]
     scale = weight.unsqueeze(1) * torch.rsqrt(var + eps)
@@ -85,7 +85,7 @@ def _apply(x: Tensor, scale: Tensor, shift: Tensor, relu: bool = False) -> Tenso
 
 
 class _Joint:
-    """The private line between the two halves: `_Apply` hands g and its scale back instead of their product."""
+    """Links the two backwards: `_Apply` passes g and its scale to `_Observe` instead of their product."""
 
     scale: Tensor
     shift: Tensor
@@ -97,19 +97,16 @@ class _Observe(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, joint: _Joint) -> tuple[Tensor, Tensor, Tensor]:
         mean, var = observe(x)
         ctx.save_for_backward(x, mean)
-        ctx.joint, ctx.launches = joint, kernels.can_normalise(x)
+        ctx.joint, ctx.by_kernel = joint, kernels.can_normalise(x)
         return x.view_as(x), mean, var
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor, dmean: Tensor, dvar: Tensor) -> tuple[Tensor, None]:
         x, mean = ctx.saved_tensors
-        if ctx.launches:
-            joint = ctx.joint
-            moments = mean, dmean, dvar
-            return kernels.joint_backward(
-                kernels.match_layout(g, x), x, joint.scale, joint.shift, moments, joint.relu
-            ), None
+        if ctx.by_kernel:
+            joint, g = ctx.joint, kernels.match_layout(g, x)
+            return kernels.joint_backward(g, x, joint.scale, joint.shift, (mean, dmean, dvar), joint.relu), None
         count = max(x[0, 0, 0].numel(), 1)
         a = dvar * (2 / count)
         b = dmean / count - a * mean
@@ -121,22 +118,22 @@ class _Apply(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor, shift: Tensor, joint: _Joint | None, relu: bool) -> Tensor:
         y = _apply(x, scale, shift, relu)
-        ctx.joint, ctx.relu, ctx.launches = joint, relu, kernels.can_normalise(x)
-        # The output tells where ReLU was active, and the next layer keeps it anyway; kernels find out on the way.
-        ctx.save_for_backward(x, scale, shift, y if relu and not ctx.launches else None)
+        ctx.joint, ctx.relu, ctx.by_kernel = joint, relu, kernels.can_normalise(x)
+        # The output shows where ReLU was active, and the next layer saves it anyway; kernels compute it again.
+        ctx.save_for_backward(x, scale, shift, y if relu and not ctx.by_kernel else None)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         x, scale, shift, y = ctx.saved_tensors
-        if ctx.joint is not None:  # without their graph: they would hold the node that holds them, for ever
+        if ctx.joint is not None:  # detached: with their graph they would form a cycle that is never freed
             ctx.joint.scale, ctx.joint.shift, ctx.joint.relu = scale.detach(), shift.detach(), ctx.relu
-        if ctx.launches:
+        if ctx.by_kernel:
             g = kernels.match_layout(g, x)
-            slopes = kernels.apply_backward(g, x, scale, shift, ctx.relu)
+            by_scale, by_shift = kernels.apply_backward(g, x, scale, shift, ctx.relu)
             dx = g if ctx.joint is not None else kernels.joint_backward(g, x, scale, shift, None, ctx.relu)
-            return dx, *slopes, None, None
+            return dx, by_scale, by_shift, None, None
         if ctx.relu:
             g = torch.ops.aten.threshold_backward(g, y, 0)
         pixels = tuple(range(3, x.dim())) + ((1,) if scale.shape[1] != x.shape[1] else ())

@@ -1,4 +1,4 @@
-"""Input normalisation as a layer, so that it is part of the model and can be neither forgotten nor done twice."""
+"""Input normalisation as a layer of the model, so that callers neither forget it nor apply it twice."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""What a number depends on beside the code: the machine, its versions, and the precision it is computed in."""
+"""Device, precision, deterministic algorithms and memory: settings of torch and the process that results depend on."""
 
 import contextlib
 import ctypes
@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-# float32 and tf32: what float32 means on CUDA. bf16: the network's weights and activations are bfloat16, and what stays
-# float32 (statistics, affine parameters of norm layers, losses) uses TF32 there.
+# float32 and tf32: what float32 means on CUDA. bf16: the network's weights and activations are bfloat16; statistics,
+# affine parameters of norm layers and losses stay float32, with TF32 on CUDA.
 PRECISIONS = ("float32", "tf32", "bf16")
 
 
 def choose_device(name: str = "auto") -> torch.device:
-    """The device of a name; "auto" is the GPU where there is one.
+    """The device of this name; "auto" is the GPU if there is one.
 
     >>> choose_device("cpu")
     device(type='cpu')
@@ -27,18 +27,18 @@ def choose_device(name: str = "auto") -> torch.device:
     except RuntimeError as error:
         raise ValueError(f"unknown device {name!r}: expected auto, cpu, cuda or cuda:0") from error
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device {name!r} was asked for, but this torch sees no CUDA device; use cpu")
+        raise ValueError(f"device {name!r} was requested, but torch finds no CUDA device; use cpu")
     return device
 
 
 def check_precision(precision: str) -> None:
-    """Refuse what is none of `PRECISIONS`."""
+    """Refuse a precision that is not in `PRECISIONS`."""
     if precision not in PRECISIONS:
         raise ValueError(f"precision is {', '.join(PRECISIONS[:-1])} or {PRECISIONS[-1]}; got {precision!r}")
 
 
 def precision_on(device: torch.device, precision: str) -> str:
-    """What a precision comes to on a device: a CPU has no TF32 and computes in float32; bf16 is bf16 everywhere.
+    """The effective precision on a device: a CPU has no TF32 and computes in float32; bf16 is bf16 everywhere.
 
     >>> precision_on(torch.device("cpu"), "tf32"), precision_on(torch.device("cpu"), "bf16")
     ('float32', 'bf16')
@@ -47,27 +47,31 @@ def precision_on(device: torch.device, precision: str) -> str:
     return "float32" if precision == "tf32" and device.type != "cuda" else precision
 
 
-Setting = tuple[Any, ...]  # a value for each of some switches
+# glibc's options for mallopt, by number, each at its maximum: a buffer up to M_MMAP_THRESHOLD (-3) bytes comes from the
+# heap, and the heap shrinks only if M_TRIM_THRESHOLD (-1) bytes at its end are free.
+KEEP_MEMORY = ((-3, 32 << 20), (-1, 2**31 - 1))
+
+Setting = tuple[Any, ...]  # a value for each of several flags
 
 
-class _Switches:
-    """Switches that torch has once for all threads: the first one in saves them, the last one out puts them back."""
+class _GlobalFlags:
+    """Flags that torch has once for all threads: the first thread that enters saves them, the last restores them."""
 
     def __init__(self, what: str, read: Callable[[], Setting], write: Callable[[Setting], None]) -> None:
         self._what, self._read, self._write = what, read, write
         self._lock = threading.Lock()
-        self._inside: dict[object, tuple[int, Setting]] = {}  # the thread and the setting of each who is in
+        self._inside: dict[object, tuple[int, Setting]] = {}  # thread and setting of each context that is open
         self._before: Setting = ()
 
     @contextlib.contextmanager
     def at(self, setting: Setting) -> Iterator[None]:
-        """Switch, unless another thread is inside and counts on another setting."""
+        """Set the flags; restore them on exit. Raises if another thread is inside with another setting."""
         entry, thread = object(), threading.get_ident()
         with self._lock:
-            if apart := [held for other, held in self._inside.values() if other != thread and held != setting]:
+            if other := [used for by, used in self._inside.values() if by != thread and used != setting]:
                 raise RuntimeError(
-                    f"{self._what} is one for all threads, and another thread is computing with {apart[0]}; asked for "
-                    f"is {setting}: wait until it is done, or compute in another process"
+                    f"{self._what} is one for all threads, and another thread is computing with {other[0]}; this one "
+                    f"requests {setting}: wait until the other is done, or compute in another process"
                 )
             if not self._inside:
                 self._before = self._read()
@@ -104,40 +108,39 @@ def _write_algorithms(setting: Setting) -> None:
     torch.use_deterministic_algorithms(mode, warn_only=warn_only)
 
 
-_float32 = _Switches("what float32 means on CUDA", _read_float32, _write_float32)
-_algorithms = _Switches("the choice of algorithms", _read_algorithms, _write_algorithms)
+_float32 = _GlobalFlags("what float32 means on CUDA", _read_float32, _write_float32)
+_algorithms = _GlobalFlags("the choice of algorithms", _read_algorithms, _write_algorithms)
 
 
 def float32_precision(precision: str) -> contextlib.AbstractContextManager[None]:
-    """Decide whether float32 on CUDA means IEEE arithmetic ("float32") or TF32, and put things back afterwards.
+    """Set whether float32 on CUDA means IEEE arithmetic ("float32") or TF32; restore it on exit.
 
-    It is decided for all threads: while one is inside, another that asks for the other meaning is refused, with a
-    RuntimeError. Who is alone may change it inside, for a while.
+    The setting holds for all threads: while one is inside, another that requests the other meaning gets a RuntimeError.
+    A single thread may nest both.
     """
     check_precision(precision)
     return _float32.at(("ieee",) * 2 if precision == "float32" else ("tf32",) * 2)
 
 
 def deterministic() -> contextlib.AbstractContextManager[None]:
-    """The same bits every time on a GPU too, so that a resumed run equals one that never stopped.
+    """Use deterministic algorithms, also on a GPU, so that a resumed run equals an uninterrupted one bit by bit.
 
-    Where torch has no such algorithm for an operation of the network, it warns, and names it. Torch decides it for all
-    threads: until the last one that is inside leaves, it holds for those outside, too.
+    If torch has no such algorithm for an operation of the network, it warns and names the operation. The setting holds
+    for all threads, until the last one that is inside leaves.
     """
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch asks for it
-    # What cuDNN finds fastest now may not be the next time; and memory need not be filled, as none is read unwritten.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch requires it
+    # No cuDNN benchmark: its choice may differ between runs. No filling of memory: none is read before it is written.
     return _algorithms.at((True, True, False, False))
 
 
 def keep_memory() -> bool:
-    """Let this process keep memory that it frees, for the next step, and say whether it does (glibc can).
+    """Let this process keep memory that it frees for the next step; returns whether it does (glibc only).
 
-    By default glibc gives large buffers back to the kernel at once, which then clears fresh pages for the next layer:
-    up to a quarter of a step on a CPU. For a program of its own, not for a library in somebody else's.
+    By default glibc returns large buffers to the kernel at once, and the kernel clears new pages for the next layer: up
+    to a quarter of a step on a CPU. For programs such as the command line, not for a library inside another program.
     """
-    trim_threshold, mmap_threshold = -1, -3  # the names that mallopt has for them
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError, TypeError):
         return False
-    return bool(mallopt(mmap_threshold, 32 << 20) and mallopt(trim_threshold, 2**31 - 1))  # as large as they may be
+    return all(mallopt(option, value) for option, value in KEEP_MEMORY)

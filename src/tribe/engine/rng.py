@@ -1,8 +1,8 @@
 """Random numbers as a pure function of (seed, clock, purpose, position).
 
 Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) written in integer tensor
-operations. There is no state to save but a seed and a clock per stream, no host synchronisation, and the same words
-come out on every device: that is what makes "together equals alone" and "resumed equals uninterrupted" exact.
+operations. The only state is a seed and a clock per stream, nothing synchronises with the host, and every device gives
+the same words. So "together equals alone" and "resumed equals uninterrupted" hold exactly.
 
 Shapes: S streams, one row each.
 
@@ -27,19 +27,19 @@ WORD = 0xFFFFFFFF
 
 
 class Key(NamedTuple):
-    """Where each stream stands: everything a draw depends on, apart from its purpose."""
+    """Seed and clock of each stream: all that a draw depends on, apart from its purpose."""
 
-    seed: Tensor  # (S,) int64, any value: one seed a stream
-    clock: Tensor  # (S,) int64, any value: one tick a step
+    seed: Tensor  # (S,) int64, any value
+    clock: Tensor  # (S,) int64, any value; it counts the steps
 
 
 def bits(key: Key, purpose: int, n: int) -> Tensor:
-    """Draw (S, n) int64 words, uniform on [0, 2**32); `purpose` (a 32-bit number) separates draws of one tick."""
+    """Draw (S, n) int64 words, uniform on [0, 2**32); `purpose` (a 32-bit number) separates draws of one step."""
     return torch.stack(_words(key, purpose, n), -1).flatten(1)[:, :n]
 
 
 def uniform(key: Key, purpose: int, shape: Sequence[int]) -> Tensor:
-    """Draw (S, *shape) float32, uniform on the multiples of 2**-24 in [0, 1): one never appears."""
+    """Draw (S, *shape) float32, uniform on the multiples of 2**-24 in [0, 1)."""
     words = bits(key, purpose, math.prod(shape))
     return (words >> 8).to(torch.float32).mul_(2.0**-24).view(len(words), *shape)
 
@@ -59,8 +59,8 @@ def normal(key: Key, purpose: int, shape: Sequence[int]) -> Tensor:
 def _words(key: Key, purpose: int, n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the four words, (S, blocks) each, of the blocks that hold the first n words of every stream."""
     seed, clock = key.seed[:, None], key.clock[:, None]  # (S, 1)
-    block = torch.arange(-(-n // 4), device=seed.device)[None]  # (1, blocks): the only thing that varies along a row
-    # The mask is for compilers: they take a product of `arange` for an address, and addresses for 32-bit numbers.
+    block = torch.arange(-(-n // 4), device=seed.device)[None]  # (1, blocks), varies along a row
+    # The mask is for compilers: they treat a product of `arange` as an address, and addresses as 32-bit numbers.
     counter = block & WORD, clock & WORD, clock >> 32 & WORD, torch.full_like(clock, purpose)
     return _philox(counter, (seed & WORD, seed >> 32 & WORD))
 
@@ -71,8 +71,8 @@ def _philox(
     """Philox4x32-10 of 32-bit words held in int64; counter and key words broadcast against each other."""
     (c0, c1, c2, c3), (k0, k1) = counter, key
     for _ in range(ROUNDS):
-        # A product may wrap to a negative number: its 64 bits are still right. Its sign then fills the high half of
-        # `>> 32`, and the low word c1 or c3 is the product unmasked; one mask per factor removes both kinds of litter.
+        # A product may wrap to a negative number: its 64 bits are still correct. Its sign then fills the high half of
+        # `>> 32`, and the low word c1 or c3 is the product unmasked; one mask per factor clears the extra bits of both.
         p0, p1 = c0 * MULTIPLIER[0], c2 * MULTIPLIER[1]
         c0, c1 = (p1 >> 32 ^ c1).bitwise_xor_(k0).bitwise_and_(WORD), p1
         c2, c3 = (p0 >> 32 ^ c3).bitwise_xor_(k1).bitwise_and_(WORD), p0

@@ -14,8 +14,8 @@ from tribe.engine.state import Stats
 class Norm(Protocol):
     """A function from the per-sample moments of a batch to the statistics that normalise it.
 
-    A rule may also have ``group(labels, valid, dtype)``: what that makes of the labels, once a pass, is then handed to
-    every call in their place. It spares the layers of a network doing the same work each.
+    A rule may also have ``group(labels, valid, dtype)``. It is called once a pass, and every layer gets its result in
+    place of the labels. So work that is the same for all layers is done once.
     """
 
     @property
@@ -23,7 +23,7 @@ class Norm(Protocol):
         """K, the statistics kept per channel."""
         ...
 
-    observes: ClassVar[bool]  # False: mean and var are not looked at (and not computed)
+    observes: ClassVar[bool]  # False: the rule ignores mean and var, which are then not computed
 
     def __call__(
         self,
@@ -31,8 +31,8 @@ class Norm(Protocol):
         var: Tensor,  # (R, B, C) biased
         count: int,
         stats: Stats,  # (R, K, C) as they stood before this batch
-        labels: Tensor | None,  # (R, B) pseudo labels; None: none are known
-        valid: Tensor,  # (R, B) False: padding or a poisoned image, which weighs nothing
+        labels: Tensor | None,  # (R, B) pseudo labels, if there are any
+        valid: Tensor,  # (R, B) False: padding or a bad image, which weighs nothing
         eps: float,
     ) -> tuple[Tensor, Tensor, Stats]:
         """Return the mean and var to normalise with, (R, 1|B, C), and the statistics to keep."""
@@ -47,7 +47,7 @@ def group_labels(norm: Norm, labels: Tensor, valid: Tensor, dtype: torch.dtype) 
 
 @dataclass(frozen=True)
 class Frozen:
-    """The stored statistics, whatever the batch; (R, 1, C) only."""
+    """The stored statistics (R, 1, C), for every batch."""
 
     classes: ClassVar[int] = 1
     observes: ClassVar[bool] = False
@@ -55,21 +55,23 @@ class Frozen:
     def __call__(
         self, mean: Tensor, var: Tensor, count: int, stats: Stats, labels: Tensor | None, valid: Tensor, eps: float
     ) -> tuple[Tensor, Tensor, Stats]:
-        """Return what is stored."""
+        """Return the stored statistics."""
         return stats.mean, stats.var, stats
 
 
 def pool_batch(mean: Tensor, var: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
     """Pool per-sample moments (R, B, C) over the valid samples: (R, 1, C) mean and biased variance."""
     if kernels.can_pool(mean):
-        return _Pool.apply(mean, var, valid)  # type: ignore[no-any-return,no-untyped-call]
+        return _PoolBatch.apply(mean, var, valid)  # type: ignore[no-any-return,no-untyped-call]
     share = valid.to(mean.dtype)
     share = (share / share.sum(1, keepdim=True).clamp_min(1)).unsqueeze(-1)  # (R, B, 1)
     centre = (share * mean).sum(1, keepdim=True)
     return centre, (share * (var + (mean - centre).square())).sum(1, keepdim=True)
 
 
-class _Pool(torch.autograd.Function):
+class _PoolBatch(torch.autograd.Function):
+    """`pool_batch` by a kernel."""
+
     @staticmethod
     def forward(ctx: Any, mean: Tensor, var: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
         centre, spread, count = kernels.pool(mean, var, valid)
@@ -84,7 +86,7 @@ class _Pool(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class PerBatch:
-    """The batch's own statistics. A batch of one sample without pixels normalises to the bias."""
+    """The statistics of the batch. A batch of one sample without pixels normalises to the bias."""
 
     classes: ClassVar[int] = 1
     observes: ClassVar[bool] = True

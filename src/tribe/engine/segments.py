@@ -1,13 +1,13 @@
-"""Parts of a step that look at no value, so that they can be recorded where the step as a whole cannot.
+"""Segments of a step that read no values, so that they can be captured where the whole step cannot.
 
-A method whose step needs a decision of the host in the middle (which images enter a memory) calls what comes before and
-after it through `part`:
+A step may need a decision of the host midway, such as which images enter a memory. The method then calls the functions
+before and after the decision through `segment`:
 
     prediction = segment(self._look, net, state, x, valid)
     ...                                                     # the host decides
     state = segment(self._learn, net, state, memory)
 
-As a rule that is the call itself. While `tribe.engine.graphs` takes the step on a GPU, each part is one launch.
+By default `segment` just calls the function. While `tribe.engine.graphs` takes the step on a GPU, it is one launch.
 """
 
 import contextlib
@@ -18,29 +18,29 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 T = TypeVar("T")
-Perform = Callable[[Callable[..., Any], tuple[Any, ...]], Any]  # does work with its arguments, in some way
+Runner = Callable[[Callable[..., Any], tuple[Any, ...]], Any]  # runs a function with these arguments
 
-_perform: ContextVar[Perform | None] = ContextVar("tribe_parts", default=None)
+_runner: ContextVar[Runner | None] = ContextVar("tribe_segments", default=None)
 
 
 def segment(work: Callable[..., T], *args: Any) -> T:
-    """``work(*args)``: a pure function of its tensors, alone or in (named) tuples, and of plain values that hash."""
-    perform = _perform.get()
-    return work(*args) if perform is None else perform(work, args)
+    """``work(*args)``, for a pure function of tensors, alone or in (named) tuples, and of hashable plain values."""
+    run = _runner.get()
+    return work(*args) if run is None else run(work, args)
 
 
 @contextlib.contextmanager
-def run_segments_with(perform: Perform) -> Iterator[None]:
-    """Let parts be done in this way for a while."""
-    token = _perform.set(perform)
+def run_segments_with(runner: Runner) -> Iterator[None]:
+    """Run segments with this function; stop on exit."""
+    token = _runner.set(runner)
     try:
         yield
     finally:
-        _perform.reset(token)
+        _runner.reset(token)
 
 
 def flatten(value: Any) -> Iterator[Any]:
-    """Tensors and plain values within tuples, in order."""
+    """The tensors and plain values in nested tuples, in order."""
     if isinstance(value, tuple):
         for item in value:
             yield from flatten(item)

@@ -1,13 +1,13 @@
-"""What adapts, as plain data: named tuples of tensors with a leading row axis.
+"""The state of a method as plain data: named tuples of tensors with a leading row axis.
 
-One vocabulary of shapes serves the whole library:
+The whole library uses one vocabulary of shapes:
 
     R  rows = streams x branches (teacher, student, ...); the rows of one stream are adjacent
     S  streams         B  batch               K  classes, or statistics kept per channel
-    L  pixels          C  normalised channels of the whole network, side by side; for statistics those of BatchNorm only
+    L  pixels          C  normalised channels of the whole network, concatenated; for statistics those of BatchNorm only
 
-A method's state is a (nested) named tuple whose every tensor has a leading axis of S, or of a multiple of S. So a
-state can be cloned, saved, sliced by stream, compared and hashed by the few functions below, whatever the method.
+A method's state is a (nested) named tuple, and each of its tensors has a leading axis of S or a multiple of S. So the
+few functions below clone, save, slice by stream, compare and hash the state of any method.
 """
 
 import hashlib
@@ -42,13 +42,13 @@ class Stats(NamedTuple):
 
 
 class Info(NamedTuple):
-    """What a stream's last step saw, kept in the state so that watching costs no second pass."""
+    """What a stream's last step saw. It is part of the state, so that monitoring needs no second pass."""
 
     images: Tensor  # (S,) int64, images learned from so far
-    skipped: Tensor  # (S,) int64, images that were bad or ended in what is no number, and touched nothing, so far
-    trusted: Tensor  # (S,) share of the last batch that was trusted; 1 where a method does not choose, or not learn
+    skipped: Tensor  # (S,) int64, images so far that were bad, or whose output was not finite, and changed nothing
+    trusted: Tensor  # (S,) share of the last batch that was trusted; 1 if the method does not choose or learn
     entropy: Tensor  # (S,) mean entropy of the last batch's predictions, as a share of log K
-    distance: Tensor  # (S,) norm of the move of the affine parameters that predict, relative to the source's
+    distance: Tensor  # (S,) how far the affine parameters have moved, relative to the norm of the source's
 
 
 def tree_map(fn: Callable[..., Tensor], state: T, *others: T) -> T:
@@ -57,10 +57,10 @@ def tree_map(fn: Callable[..., Tensor], state: T, *others: T) -> T:
     >>> tree_map(lambda t: t + 1, Affine(torch.zeros(1), torch.ones(1))).bias
     tensor([2.])
     """
-    parts = []
+    mapped = []
     for values in zip(state, *others, strict=True):
-        parts.append(fn(*values) if isinstance(values[0], Tensor) else tree_map(fn, *values))
-    return type(state)(*parts)
+        mapped.append(fn(*values) if isinstance(values[0], Tensor) else tree_map(fn, *values))
+    return type(state)(*mapped)
 
 
 def leaves(state: tuple[Any, ...], prefix: str = "") -> dict[str, Tensor]:
@@ -82,7 +82,7 @@ def rebuild(like: T, named: Mapping[str, Tensor]) -> T:
 
 
 def clone(state: T) -> T:
-    """Copy a state; nothing is shared with the original."""
+    """Copy a state; the copy shares no memory with it."""
     return tree_map(Tensor.clone, state)
 
 
@@ -93,21 +93,21 @@ def per_stream(t: Tensor, streams: int) -> Tensor:
 
 
 def streams_of(x: Tensor, streams: int) -> range:
-    """The numbers of the streams whose images (S, B, ...) these are; refused where others have come."""
+    """The indices of the streams of images (S, B, ...); raises if x does not have this number of streams."""
     if len(x) != streams:
         raise ValueError(f"x has {len(x)} rows and the state {streams} streams; expected a row for each stream")
     return range(streams)
 
 
 def stream(state: T, index: int, streams: int) -> T:
-    """Take one stream out of many: a state of one stream, a copy."""
+    """Copy one stream out of a state: a state of one stream."""
     return tree_map(lambda t: per_stream(t, streams)[index].clone(), state)
 
 
 def select(chosen: Tensor, new: T, old: T, *, in_place: bool = False) -> T:
-    """Keep ``new`` for the streams chosen (S,) and ``old`` for the rest; in the memory of ``new``, if nobody else's."""
+    """Keep ``new`` for the chosen streams (S,) and ``old`` for the rest; ``in_place``: in the memory of ``new``."""
     streams = len(chosen)
-    if chosen.device.type == "cpu" and chosen.all():  # elsewhere a look would wait for the device
+    if chosen.device.type == "cpu" and chosen.all():  # on other devices this would synchronise
         return new
 
     def pick(a: Tensor, b: Tensor) -> Tensor:
@@ -146,9 +146,9 @@ def hash_tensors(named: Mapping[str, Tensor]) -> str:
 class Store(nn.Module):
     """A state as the buffers of a module, so that ``.to(device)`` and ``state_dict()`` see it.
 
-    A state follows its network to another precision, as the moments that are taken of the network's activations do,
-    but never below float32: statistics must not lose what they know when a network is cast to half. A tensor of the
-    name ``image`` holds images that are kept for the network, in its own precision.
+    A state follows its network to another precision, as the moments of the network's activations do, but never below
+    float32: casting a network to half must not round its statistics. A tensor named ``image`` holds images for the
+    network, in the network's precision.
     """
 
     def __init__(self, state: tuple[Any, ...]) -> None:
@@ -161,17 +161,17 @@ class Store(nn.Module):
                 self.add_module(name, Store(value))
 
     def get(self) -> Any:
-        """The state as it stands: the stored tensors themselves, not copies."""
+        """The stored tensors themselves, not copies."""
         return self._type(*(v.get() if isinstance(v := getattr(self, n), Store) else v for n in self._type._fields))
 
     def put(self, state: tuple[Any, ...]) -> None:
-        """Store another state of the same kind; whoever is interrupted here has the old one or the new, not half."""
+        """Store another state of the same kind; an interrupt leaves the old one or the new one, not a mixture."""
         places = list(self._places(state))
-        # Ctrl-C comes between two steps of the interpreter, and there are none in this loop.
+        # Python handles Ctrl-C between two bytecode instructions, and this loop runs in C.
         deque(starmap(operator.setitem, places), maxlen=0)
 
     def _places(self, state: tuple[Any, ...]) -> Iterator[tuple[dict[str, Tensor | None], str, Tensor]]:
-        """Where each tensor of a state goes: buffers, their name, the tensor."""
+        """Where each tensor of a state goes: the dict of buffers, the name, the tensor."""
         for name, value in zip(self._type._fields, state, strict=True):
             if isinstance(value, Tensor):
                 yield self._buffers, name, value
@@ -183,10 +183,10 @@ class Store(nn.Module):
             moved = fn(t)
             if moved.dtype == t.dtype or t is self._buffers.get("image"):
                 return moved
-            if self._type is Info:  # for people, in float32 whatever the network
+            if self._type is Info:  # for people: float32 for every network
                 return t.to(moved.device)
-            return t.to(moved.device, torch.promote_types(moved.dtype, torch.float32))  # from t: half has rounded
+            return t.to(moved.device, torch.promote_types(moved.dtype, torch.float32))  # from t: moved may be rounded
 
-        for part in self.children() if recurse else ():  # each in its own way
-            part._apply(fn)
+        for store in self.children() if recurse else ():
+            store._apply(fn)
         return super()._apply(move, recurse=False)  # type: ignore[no-any-return,no-untyped-call]
