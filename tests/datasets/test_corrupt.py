@@ -27,10 +27,12 @@ import tribe
 from processes import Prints, interrupted, killed
 from tribe import corruptions, datasets
 from tribe.cli.commands import app
-from tribe.datasets.files import MissingData
-from tribe.datasets.generate import CannotWrite, Watch, generate, generate_pictures
-from tribe.datasets.pictures import read_picture
-from tribe.datasets.writing import check_space, held, replacing
+from tribe.datasets.array_generation import generate
+from tribe.datasets.generation import GenerationProgress
+from tribe.datasets.image_files import read_image
+from tribe.datasets.image_generation import generate_imagenet
+from tribe.datasets.locations import MissingData
+from tribe.datasets.writing import CannotWrite, check_space, held, replacing
 from tribe.scenarios.orders import CIFAR_C, MNIST_C
 
 N = 20
@@ -143,7 +145,7 @@ def obey(do, args, fields, kill, limit):
         if seen == kill[0]:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    class Touching(Watch):
+    class Touching(GenerationProgress):
         def advance(self, domain, images):
             touch()
 
@@ -153,13 +155,13 @@ def obey(do, args, fields, kill, limit):
 
     if kill is not None:
         sys.addaudithook(audit)
-        fields["watch"] = Touching()
+        fields["progress"] = Touching()
     if limit is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     if do == "command":
         result = call(*args)
         return f"{result.exit_code} {result.stderr}"
-    return {"generate": generate, "generate_pictures": generate_pictures}[do](*args, **fields)
+    return {"generate": generate, "generate_imagenet": generate_imagenet}[do](*args, **fields)
 
 
 @pytest.fixture(scope="module")
@@ -301,7 +303,7 @@ def test_another_file_of_the_folder_stays_as_it_is(clean, tmp_path):
 
 def survives_every_kill(elsewhere, do, *args, folder, **fields):
     """Kill at every moment in turn; whoever runs again ends with the bytes of an uninterrupted run."""
-    function = {"generate": generate, "generate_pictures": generate_pictures}[do]
+    function = {"generate": generate, "generate_imagenet": generate_imagenet}[do]
     function(*args, out=str(folder / "whole"), **fields)
     reference, out = tree(folder / "whole"), folder / "killed"
     moment, killed = 1, 0
@@ -521,11 +523,11 @@ def test_missing_data_names_the_command(tmp_path):
 
 
 def test_a_half_written_folder_names_the_command(clean, tmp_path):
-    def stop(watch):
+    def stop(progress):
         with contextlib.suppress(KeyboardInterrupt):
-            generate("cifar10", data=str(clean), out=str(tmp_path), watch=watch)
+            generate("cifar10", data=str(clean), out=str(tmp_path), progress=progress)
 
-    class Stop(Watch):
+    class Stop(GenerationProgress):
         def advance(self, domain, images):
             raise KeyboardInterrupt
 
@@ -576,7 +578,7 @@ def test_a_file_of_the_wrong_size_names_the_command(clean, tmp_path, name, file,
         (["cifar10", "--seed", "-1"], ["a seed is at least 0"]),
         (["imagenet"], ["--images"]),
         (["cifar10", "--images", "val"], ["--images is for imagenet alone"]),
-        (["imagenet", "--images", "nowhere"], ["no folder of pictures at nowhere"]),
+        (["imagenet", "--images", "nowhere"], ["no folder of images at nowhere"]),
     ],
 )
 def test_bad_requests(clean, tmp_path, args, words):
@@ -641,7 +643,7 @@ def test_pictures_are_prepared_corrupted_and_stored_as_published(pictures, tmp_p
     for name in ("contrast", "fog"):
         for severity in (2, 5):
             for i, path in enumerate(paths):
-                x = read_picture(path, resize=256, crop=224)[None] / 255
+                x = read_image(path, resize=256, crop=224)[None] / 255
                 expected = corruptions.apply(x, name, severity, index=torch.tensor([i])).mul(255).byte()[0]
                 file = io.BytesIO()
                 Image.fromarray(expected.permute(1, 2, 0).numpy()).save(file, "JPEG", quality=85)
@@ -660,23 +662,23 @@ def test_pictures_are_prepared_corrupted_and_stored_as_published(pictures, tmp_p
 
 def test_pictures_killed_at_any_moment_go_on(pictures, tmp_path, elsewhere):
     fields = {"corruptions": ["contrast", "brightness"]}
-    assert survives_every_kill(elsewhere, "generate_pictures", str(pictures), folder=tmp_path, **fields)
+    assert survives_every_kill(elsewhere, "generate_imagenet", str(pictures), folder=tmp_path, **fields)
 
 
 def test_pictures_that_are_gone_are_made_again(pictures, tmp_path):
-    generate_pictures(str(pictures), out=str(tmp_path), corruptions=["contrast"])
+    generate_imagenet(str(pictures), out=str(tmp_path), corruptions=["contrast"])
     before = tree(tmp_path)
     (tmp_path / "ImageNet-C/contrast/5/n02/val_1.JPEG").unlink()
-    assert generate_pictures(str(pictures), out=str(tmp_path), corruptions=["contrast"]).made == ["contrast@5"]
+    assert generate_imagenet(str(pictures), out=str(tmp_path), corruptions=["contrast"]).made == ["contrast@5"]
     assert tree(tmp_path) == before
 
 
 def test_pictures_that_are_none(tmp_path):
     (tmp_path / "val/n01").mkdir(parents=True)
     args = ("imagenet", "--images", tmp_path / "val", "--out", tmp_path / "out")
-    assert refused(call(*args), "no pictures in", "<class>/NAME.JPEG")
+    assert refused(call(*args), "no images in", "<class>/NAME.JPEG")
     (tmp_path / "val/n01/a.JPEG").write_bytes(b"no picture")
-    assert refused(call(*args, "--corruptions", "fog"), "a.JPEG cannot be read as a picture")
+    assert refused(call(*args, "--corruptions", "fog"), "a.JPEG cannot be read as an image")
     assert set(tree(tmp_path / "out")) == {"ImageNet-C/made.json"}
 
 

@@ -13,7 +13,7 @@ import layouts
 from layouts import PER, made
 from tribe import datasets, scenarios
 from tribe.datasets.corrupted import Corrupted
-from tribe.datasets.files import MissingData, data_root
+from tribe.datasets.locations import MissingData, data_root
 from tribe.datasets.unpickle import UnpickleError, unpickle
 from tribe.lab.stream import Stream
 from tribe.testing import check_dataset

@@ -17,8 +17,8 @@ from PIL import Image
 import layouts
 from layouts import WNIDS, made, picture, pixels
 from tribe import datasets, methods, metrics, scenarios
-from tribe.datasets.files import MissingData
-from tribe.datasets.pictures import SUFFIXES, PictureError, read_picture
+from tribe.datasets.image_files import SUFFIXES, ImageFileError, read_image
+from tribe.datasets.locations import MissingData
 from tribe.engine.backbone import Backbone
 from tribe.lab.runner import run
 from tribe.lab.stream import Stream
@@ -63,7 +63,7 @@ def test_a_picture_is_its_bytes(tmp_path):
     array = pixels(draw, 5, 7, 3)
     for suffix in ("png", "bmp", "ppm", "tif"):
         Image.fromarray(array).save(tmp_path / f"a.{suffix}")
-        read = read_picture(tmp_path / f"a.{suffix}")
+        read = read_image(tmp_path / f"a.{suffix}")
         assert read.dtype == torch.uint8
         assert torch.equal(read, torch.from_numpy(array).permute(2, 0, 1)), suffix
 
@@ -73,20 +73,20 @@ def test_other_colours_become_rgb(mode, tmp_path):
     source = picture(draw, 6, 9).convert(mode)
     source.save(tmp_path / "a.tif")
     expected = np.array(source.convert("RGB")).transpose(2, 0, 1)
-    assert np.array_equal(read_picture(tmp_path / "a.tif").numpy(), expected)
+    assert np.array_equal(read_image(tmp_path / "a.tif").numpy(), expected)
 
 
 def test_more_than_eight_bits_are_refused_rather_than_cut_off(tmp_path):
     Image.fromarray(np.full((4, 4), 40_000, np.uint16)).save(tmp_path / "deep.png")
-    with pytest.raises(PictureError, match=r"deep.png .*mode I;16, more than eight bits"):
-        read_picture(tmp_path / "deep.png")
+    with pytest.raises(ImageFileError, match=r"deep.png .*mode I;16, more than eight bits"):
+        read_image(tmp_path / "deep.png")
 
 
 @pytest.mark.parametrize(("height", "width"), [(60, 90), (91, 60), (60, 60), (20, 31)])
 def test_resize_is_bilinear_with_antialiasing_on_the_shorter_side(height, width, tmp_path):
     picture(draw, height, width).save(tmp_path / "a.png")
-    whole = read_picture(tmp_path / "a.png")
-    resized = read_picture(tmp_path / "a.png", resize=32)
+    whole = read_image(tmp_path / "a.png")
+    resized = read_image(tmp_path / "a.png", resize=32)
     size = (32, int(32 * width / height)) if height <= width else (int(32 * height / width), 32)
     assert resized.shape == (3, *size)
     expected = F.interpolate(whole[None].float(), size, mode="bilinear", antialias=True)[0]
@@ -97,21 +97,21 @@ def test_the_crop_is_torchvisions(tmp_path):
     """Offsets by torchvision's rule: round half to even where it cuts, round down where it pads with black."""
     for height, width, side, top, left in ((9, 12, 6, 2, 3), (7, 11, 4, 2, 4), (11, 6, 6, 2, 0)):
         picture(draw, height, width).save(tmp_path / "a.png")
-        whole = read_picture(tmp_path / "a.png")
-        assert torch.equal(read_picture(tmp_path / "a.png", crop=side), whole[:, top : top + side, left : left + side])
+        whole = read_image(tmp_path / "a.png")
+        assert torch.equal(read_image(tmp_path / "a.png", crop=side), whole[:, top : top + side, left : left + side])
     picture(draw, 3, 9).save(tmp_path / "a.png")
-    whole, padded = read_picture(tmp_path / "a.png"), read_picture(tmp_path / "a.png", crop=6)
+    whole, padded = read_image(tmp_path / "a.png"), read_image(tmp_path / "a.png", crop=6)
     assert torch.equal(padded[:, 1:4], whole[:, :, 2:8])
     assert int(padded[:, 0].max()) == int(padded[:, 4:].max()) == 0
     with pytest.raises(ValueError, match="crop is a number of pixels"):
-        read_picture(tmp_path / "a.png", crop=0)
+        read_image(tmp_path / "a.png", crop=0)
 
 
 def test_an_exif_orientation_is_not_applied(tmp_path):
     exif = Image.Exif()
     exif[0x0112] = 6  # turn by 90 degrees
     picture(draw, 6, 9).save(tmp_path / "a.jpg", exif=exif)
-    assert read_picture(tmp_path / "a.jpg").shape == (3, 6, 9)
+    assert read_image(tmp_path / "a.jpg").shape == (3, 6, 9)
 
 
 @pytest.mark.parametrize("suffix", ["jpg", "png", "bmp", "gif", "tif", "webp", "ppm"])
@@ -120,35 +120,35 @@ def test_damage_is_one_error_that_names_the_file(suffix, tmp_path):
     picture(draw, 20, 30).save(path)
     assert path.suffix in SUFFIXES
     good, rng, said = path.read_bytes(), random.Random(0), []
-    read_picture(path)
+    read_image(path)
     for trial in range(60):
         damaged = bytearray(good[: rng.randrange(len(good))] if trial % 2 else good)
         for _ in range(0 if trial % 2 else 4):
             damaged[rng.randrange(len(good))] = rng.randrange(256)
         path.write_bytes(damaged)
-        with warnings.catch_warnings(), contextlib.suppress(PictureError):
+        with warnings.catch_warnings(), contextlib.suppress(ImageFileError):
             warnings.simplefilter("ignore")  # Pillow's own, about the metadata
             said.append("read")
-            read_picture(path)
+            read_image(path)
             said.pop()
     assert len(said) >= 20
     path.write_bytes(good[: 2 * len(good) // 3])
-    with pytest.raises(PictureError, match=f"{path.name} cannot be read as a picture"):
-        read_picture(path)
+    with pytest.raises(ImageFileError, match=f"{path.name} cannot be read as an image"):
+        read_image(path)
 
 
 def test_what_is_no_picture_is_named(tmp_path):
     for path in (tmp_path / "missing.png", tmp_path):
-        with pytest.raises(PictureError, match=f"{path.name} cannot be read"):
-            read_picture(path)
+        with pytest.raises(ImageFileError, match=f"{path.name} cannot be read"):
+            read_image(path)
 
 
 def test_without_pillow_the_error_says_what_to_install():
     program = (
         "import sys; sys.modules['PIL'] = None\n"
         "import tribe.datasets\n"  # data sets of arrays need no Pillow
-        "from tribe.datasets.pictures import read_picture\n"
-        "try: read_picture('a.png')\n"
+        "from tribe.datasets.image_files import read_image\n"
+        "try: read_image('a.png')\n"
         "except ImportError as error: print(error)"
     )
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
@@ -162,7 +162,7 @@ def test_domains_classes_and_order_are_those_of_the_names(camera):
     data = folder(camera)
     assert (data.domains, data.classes) == (("day", "night"), ("cat", "dog"))
     assert data.labels("day").tolist() == [0] * 4 + [1] * 4
-    expected = read_picture(camera / "night/dog/2.png").float() / 255
+    expected = read_image(camera / "night/dog/2.png").float() / 255
     assert torch.equal(data.images("night", torch.tensor([6]))[0], expected)
 
 
@@ -184,7 +184,7 @@ def test_size_resizes_and_crops(camera):
     picture(draw, 30, 50).save(camera / "day/cat/0.png")
     data = folder(camera, size=16)
     check_dataset(data)
-    expected = read_picture(camera / "day/cat/0.png", resize=16, crop=16).float() / 255
+    expected = read_image(camera / "day/cat/0.png", resize=16, crop=16).float() / 255
     assert torch.equal(data.images("day", torch.tensor([0]))[0], expected)
     with pytest.raises(ValueError, match=r"(0|1).png is (50x30|24x24) pixels; expected .*size= would"):
         folder(camera).images("day", torch.tensor([0, 1]))
@@ -200,20 +200,20 @@ def test_hidden_files_are_left_out_and_others_with_a_warning(camera):
         assert torch.equal(folder(camera).labels("day"), before)
     (camera / "day/cat/notes.txt").write_text("")
     (camera / "readme.md").write_text("")
-    with pytest.warns(UserWarning, match=r"left out, by the name no picture: .*readme.md and 1 more"):
+    with pytest.warns(UserWarning, match=r"ignored, no image by its name: .*readme.md and 1 more"):
         assert torch.equal(folder(camera).labels("day"), before)
 
 
 LAYOUTS = {
     "no root": (shutil.rmtree, "there is no folder"),
     "nothing": (lambda r: [shutil.rmtree(p) for p in r.iterdir()], "holds no folders"),
-    "pictures in the root": (lambda r: picture(draw, 4, 4).save(r / "a.png"), "holds pictures itself, such as a.png"),
+    "pictures in the root": (lambda r: picture(draw, 4, 4).save(r / "a.png"), "itself holds images, such as a.png"),
     "pictures beside classes": (
         lambda r: picture(draw, 4, 4).save(r / "day/a.png"),
         "such as a.png, beside class folders, such as cat",
     ),
-    "an empty domain": (lambda r: (r / "dusk").mkdir(), "dusk holds no pictures; remove it"),
-    "empty classes": (lambda r: (r / "dusk/cat").mkdir(parents=True), "dusk holds no pictures"),
+    "an empty domain": (lambda r: (r / "dusk").mkdir(), "dusk holds no images; remove it"),
+    "empty classes": (lambda r: (r / "dusk/cat").mkdir(parents=True), "dusk holds no images"),
     "too deep": (lambda r: (r / "day/cat/more").mkdir(), "cat is a class folder, but holds a folder, more"),
 }
 
@@ -292,7 +292,7 @@ def test_replay_keeps_the_contract_and_may_visit_domains_in_another_order():
 
 def test_an_unreadable_picture_stops_the_stream_and_is_named(camera):
     cut(camera / "day/dog/1.png")
-    with pytest.raises(PictureError, match=r"dog/1.png cannot be read.*--set dataset\.unreadable=skip"):
+    with pytest.raises(ImageFileError, match=r"dog/1.png cannot be read.*--set dataset\.unreadable=skip"):
         list(Stream(folder(camera), scenarios.create("replay"), batch=3))
 
 
@@ -331,7 +331,7 @@ def test_a_batch_of_nothing_but_unreadable_pictures_changes_nothing(method, unla
     shutil.rmtree(unlabelled / "monday")
     for path in (unlabelled / "tuesday").iterdir():
         path.write_bytes(b"")
-    with pytest.raises(PictureError, match="none of the pictures in"):
+    with pytest.raises(ImageFileError, match="none of the images in"):
         folder(unlabelled, unreadable="skip").images("tuesday", torch.tensor([0]))
 
 
@@ -362,7 +362,7 @@ def test_imagenet_c_in_both_layouts_sorted_by_class_and_name(imagenet):
         assert data.labels(domain).tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
         assert names_of(data, domain) == sorted(names_of(data, domain))
     path = imagenet / "ImageNet-C/noise/shot_noise/5" / WNIDS[1] / "ILSVRC2012_val_00000107.JPEG"
-    assert torch.equal(data.images("shot_noise@5", torch.tensor([4]))[0], read_picture(path).float() / 255)
+    assert torch.equal(data.images("shot_noise@5", torch.tensor([4]))[0], read_image(path).float() / 255)
     assert data._listing("fog@5").names is data._listing("shot_noise@5").names, "the names are held once"
 
 
@@ -419,7 +419,7 @@ BAD = {
         ValueError,
         r"00000000.JPEG is 224x200 pixels; expected 224x224",
     ),
-    "cut short": (lambda r: cut(r / FOG / FIRST), PictureError, "00000000.JPEG cannot be read as a picture"),
+    "cut short": (lambda r: cut(r / FOG / FIRST), ImageFileError, "00000000.JPEG cannot be read as an image"),
     "a class too few": (
         lambda r: shutil.rmtree(r / "ImageNet-C/noise/shot_noise/5" / WNIDS[1]),
         ValueError,
@@ -428,7 +428,7 @@ BAD = {
     "no pictures": (
         lambda r: [path.unlink() for path in (r / FOG).rglob("*.JPEG")],
         MissingData,
-        "holds no pictures in class folders",
+        "holds no images in class folders",
     ),
 }
 

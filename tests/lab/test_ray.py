@@ -20,7 +20,7 @@ import tribe
 from grid import experiments
 from tribe.cli.commands import app
 from tribe.cli.custom import METHOD, component_name
-from tribe.datasets.files import MissingData
+from tribe.datasets.locations import MissingData
 from tribe.lab.execution import run_experiment
 from tribe.lab.experiment import Experiment
 from tribe.lab.ray import Failure, Foreign, Order, _brought_home, _packed, _serve, run_all

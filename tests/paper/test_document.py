@@ -9,7 +9,7 @@ import pytest
 from commands import message
 from places import ROOT
 from reproduction import call, draw, fabricate, lines_of, measure, rename
-from tribe.datasets.made import Block, Made
+from tribe.datasets.manifest import Block, Manifest
 from tribe.lab.store import finished
 from tribe.paper import tables
 from tribe.paper.claims import Verdict, claims
@@ -225,7 +225,7 @@ def test_series_have_their_own_tables():
 def test_the_document_says_how_the_data_were_made():
     fabricate((16.0, 16.0), "results", method="tribe")
     block = Block("c" * 64, "a GPU", "2.11", "1")
-    made = Made("cifar10", 10_000, "a" * 64, 0, "common", "down", {"fog@5": block, "snow@5": block})
+    made = Manifest("cifar10", 10_000, "a" * 64, 0, "common", "down", {"fog@5": block, "snow@5": block})
     place = Path("results/data/CIFAR-10-C/made.json")
     place.parent.mkdir(parents=True)
     place.write_text(made.json())

@@ -20,7 +20,7 @@ from torch import nn
 import tribe
 from processes import Prints, ended, killed
 from tribe.datasets.embedded import mnist_test
-from tribe.datasets.files import MissingData
+from tribe.datasets.locations import MissingData
 from tribe.train import AugMix, CheckpointError, Progress, Recipe, TrainingError, change, preset, train
 from tribe.train.augmix import OPERATIONS, consistency, operate
 from tribe.train.learner import Learner

@@ -1,4 +1,4 @@
-"""CIFAR-10-C and CIFAR-100-C as published: ``<corruption>.npy`` with five blocks of images, mild to severe, and labels.
+"""CIFAR-10-C and CIFAR-100-C as published: ``<corruption>.npy`` with a block of images per severity, and labels.
 
 Hendrycks & Dietterich, Benchmarking neural network robustness to common corruptions and perturbations, ICLR 2019.
 """
@@ -12,18 +12,18 @@ from typing import Any, ClassVar
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tribe.corruptions import SEVERITIES, require_severity
 from tribe.datasets import register
-from tribe.datasets.files import data_root, find, open_labels, positions, to_images, unpack
-from tribe.datasets.made import check_made, command, damaged, open_whole, recorded, remedy
+from tribe.datasets.array_files import open_images, open_labels, positions, to_images
+from tribe.datasets.locations import data_root, download_hint, find
+from tribe.datasets.manifest import block_digest, corrupt_command, remedy, require_block, with_remedy
 from tribe.registry import nearest
 from tribe.scenarios.orders import CIFAR_C
-
-LEVELS = 5
 
 
 @dataclass(frozen=True)
 class CifarC:
-    """Corrupted images, memory-mapped; a domain is a corruption at a severity, "fog@5"."""
+    """Corrupted images, memory-mapped. A domain is a corruption at a severity, "fog@5"."""
 
     data: str | None = None  # root folder; None: $TRIBE_DATA or the cache directory
     corruptions: Sequence[str] = CIFAR_C
@@ -32,12 +32,11 @@ class CifarC:
     count: ClassVar[int]
     folder: ClassVar[str]
     archive: ClassVar[str]
-    clean_name: ClassVar[str]  # the clean data set it can be made from
+    clean_name: ClassVar[str]  # the clean data set that it is made from
 
     def __post_init__(self) -> None:
         for severity in self.severities:
-            if severity not in range(1, LEVELS + 1):
-                raise ValueError(f"a severity is 1 to {LEVELS}; got {severity!r}")
+            require_severity(severity)
 
     @property
     def classes(self) -> Sequence[str]:
@@ -46,23 +45,23 @@ class CifarC:
 
     @property
     def domains(self) -> Sequence[str]:
-        """Every corruption at every severity asked for."""
+        """Every corruption at every chosen severity."""
         return tuple(f"{name}@{severity}" for name in self.corruptions for severity in self.severities)
 
     @cached_property
     def _folder(self) -> Path:
-        root, again = data_root(self.data), self._command(self.corruptions, self.severities)
-        hint = f"To make it from the clean set, run `{again}`. {unpack(self.archive, root)}"
+        root, command = data_root(self.data), self._command(self.corruptions, self.severities)
+        hint = f"To make it from the clean set, run `{command}`. {download_hint(self.archive, root)}"
         return find(root, self.folder, what=self.folder, hint=hint)
 
     @cached_property
     def _labels(self) -> Tensor:
-        again = self._command(self.corruptions, self.severities)
-        path = find(self._folder, "labels.npy", what="the labels", hint=remedy(self._folder, again))
-        with damaged(self._folder, again):
+        command = self._command(self.corruptions, self.severities)
+        path = find(self._folder, "labels.npy", what="the labels", hint=remedy(self._folder, command))
+        with with_remedy(self._folder, command):
             labels = open_labels(path, self.count)
-            if len(labels) % LEVELS:
-                raise ValueError(f"{path} has {len(labels)} labels; expected {LEVELS} blocks of equal length")
+            if len(labels) % len(SEVERITIES):
+                raise ValueError(f"{path} has {len(labels)} labels; expected {len(SEVERITIES)} blocks of equal length")
         return labels
 
     @cached_property
@@ -74,7 +73,7 @@ class CifarC:
         return set()
 
     def labels(self, domain: str) -> Tensor:
-        """The labels of a severity's block, in file order."""
+        """The labels of a block, in file order."""
         _, block = self._block(domain)
         return self._labels[block]
 
@@ -82,32 +81,32 @@ class CifarC:
         """Read some images of a block."""
         name, block = self._block(domain)
         if name not in self._arrays:
-            again = self._command([name], self.severities)
-            path = find(self._folder, f"{name}.npy", what=f"corruption {name!r}", hint=remedy(self._folder, again))
-            with damaged(self._folder, again):
-                self._arrays[name] = open_whole(path, (len(self._labels), 32, 32, 3))
+            command = self._command([name], self.severities)
+            path = find(self._folder, f"{name}.npy", what=f"corruption {name!r}", hint=remedy(self._folder, command))
+            with with_remedy(self._folder, command):
+                self._arrays[name] = open_images(path, (len(self._labels), 32, 32, 3))
         rows = positions(index, block.stop - block.start, domain) + block.start
         return to_images(self._arrays[name][rows])
 
     def digest(self, domain: str) -> str | None:
-        """Which images they are, see `tribe.datasets.fingerprint`."""
+        """The hash of the images in the manifest; None for the published archive."""
         self._block(domain)
-        return recorded(self._folder, domain)
+        return block_digest(self._folder, domain)
 
     def _block(self, domain: str) -> tuple[str, slice]:
         if domain not in self.domains:
             raise ValueError(f"unknown domain {domain!r}: {nearest(domain, self.domains)}")
         name, _, severity = domain.partition("@")
         if domain not in self._checked:
-            check_made(self._folder, domain, self._command([name], [int(severity)]))
+            require_block(self._folder, domain, self._command([name], [int(severity)]))
             self._checked.add(domain)
-            self._arrays.pop(name, None)  # opened before this severity was added, it would show a hole
-        rows = len(self._labels) // LEVELS
+            self._arrays.pop(name, None)  # if opened before this severity was added, it has zeros in its place
+        rows = len(self._labels) // len(SEVERITIES)
         return name, slice((int(severity) - 1) * rows, int(severity) * rows)
 
     def _command(self, names: Sequence[str], severities: Sequence[int]) -> str:
-        some = () if tuple(names) == CIFAR_C else names
-        return command(self.clean_name, data_root(self.data), corruptions=some, severities=severities)
+        corruptions = () if tuple(names) == CIFAR_C else names
+        return corrupt_command(self.clean_name, data_root(self.data), corruptions=corruptions, severities=severities)
 
 
 @register("cifar10-c")

@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tribe.datasets import register
+from tribe.datasets.array_files import positions
 from tribe.datasets.embedded import mnist_test
-from tribe.datasets.files import data_root, find, positions, unpack
+from tribe.datasets.locations import data_root, download_hint, find
 from tribe.datasets.unpickle import unpickle
 from tribe.fields import is_whole
 
@@ -27,7 +28,7 @@ Bytes = NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Clean(ABC):
-    """Images as they were published, memory-mapped where the format allows."""
+    """Images in their published files, memory-mapped where the format allows."""
 
     data: str | None = None  # root folder; None: $TRIBE_DATA or the cache directory
     split: Literal["test", "train"] = "test"
@@ -41,12 +42,12 @@ class Clean(ABC):
 
     @property
     def classes(self) -> Sequence[str]:
-        """Numbers, as in the files."""
+        """The numbers of the classes: the files have no names."""
         return tuple(str(k) for k in range(self.count))
 
     @property
     def domains(self) -> Sequence[str]:
-        """One: nothing has happened to the images."""
+        """One domain."""
         return (DOMAIN,)
 
     def labels(self, domain: str = DOMAIN) -> Tensor:
@@ -63,7 +64,7 @@ class Clean(ABC):
 
     def _check(self, domain: str) -> None:
         if domain != DOMAIN:
-            raise ValueError(f"unknown domain {domain!r}; there is {DOMAIN!r} only")
+            raise ValueError(f"unknown domain {domain!r}; the only domain is {DOMAIN!r}")
 
     @property
     def _root(self) -> Path:
@@ -81,7 +82,7 @@ class Clean(ABC):
 
     @abstractmethod
     def _open(self) -> tuple[Bytes, NDArray[Any]]:
-        """Pixels (n, ...), not read yet if possible, and integer labels (n,)."""
+        """Pixels (n, ...), memory-mapped if possible, and integer labels (n,)."""
 
 
 @register("mnist")
@@ -110,14 +111,14 @@ class Mnist(Clean):
 
 @dataclass(frozen=True)
 class Cifar(Clean):
-    """Small photographs (Krizhevsky, 2009): the binary version, or else the python one."""
+    """Small photographs (Krizhevsky, 2009): the binary version, else the python version."""
 
     title: ClassVar[str]
     binary: ClassVar[str]  # folders of the two versions
     python: ClassVar[str]
     archive: ClassVar[str]
-    labels_a_row: ClassVar[int]  # in the binary version; the last one counts
-    key: ClassVar[bytes]  # of the labels, in the python version
+    labels_per_row: ClassVar[int]  # in the binary version; the last one is used
+    key: ClassVar[bytes]  # of the labels in the python version
 
     @property
     @abstractmethod
@@ -132,22 +133,22 @@ class Cifar(Clean):
         return np.concatenate(pixels), np.concatenate(labels)
 
     def _find(self, name: str) -> Path:
-        hint = unpack(f"https://www.cs.toronto.edu/~kriz/{self.archive}", self._root)
+        hint = download_hint(f"https://www.cs.toronto.edu/~kriz/{self.archive}", self._root)
         names = f"{self.binary}/{name}.bin", f"{self.python}/{name}"
         return find(self._root, *names, what=f"{self.title}'s {name}", hint=hint)
 
     def _part(self, path: Path) -> tuple[Bytes, NDArray[Any]]:
-        return _rows(path, self.labels_a_row) if path.suffix == ".bin" else _pickled(path, self.key)
+        return _rows(path, self.labels_per_row) if path.suffix == ".bin" else _pickled(path, self.key)
 
 
 @register("cifar10")
 @dataclass(frozen=True)
 class Cifar10(Cifar):
-    """Small photographs of ten kinds (Krizhevsky, 2009), binary or python version."""
+    """Small photographs of ten classes (Krizhevsky, 2009), binary or python version."""
 
     title, archive = "CIFAR-10", "cifar-10-binary.tar.gz"
     binary, python = "cifar-10-batches-bin", "cifar-10-batches-py"
-    labels_a_row, key = 1, b"labels"
+    labels_per_row, key = 1, b"labels"
 
     @property
     def _files(self) -> Sequence[str]:
@@ -157,12 +158,12 @@ class Cifar10(Cifar):
 @register("cifar100")
 @dataclass(frozen=True)
 class Cifar100(Cifar):
-    """Small photographs of a hundred kinds (Krizhevsky, 2009), binary or python version; the fine labels."""
+    """Small photographs of a hundred classes (Krizhevsky, 2009), binary or python version; the fine labels."""
 
     count = 100
     title, archive = "CIFAR-100", "cifar-100-binary.tar.gz"
     binary, python = "cifar-100-binary", "cifar-100-python"
-    labels_a_row, key = 2, b"fine_labels"
+    labels_per_row, key = 2, b"fine_labels"
 
     @property
     def _files(self) -> Sequence[str]:
@@ -174,15 +175,15 @@ def _rows(path: Path, labels: int) -> tuple[Bytes, Bytes]:
     width = labels + 3 * 32 * 32
     size = path.stat().st_size
     if size == 0 or size % width:
-        raise ValueError(f"{path} has {size} bytes, no whole number of records of {width}: it was cut short")
+        raise ValueError(f"{path} has {size} bytes; expected records of {width} bytes each: it was cut short")
     rows = np.memmap(path, np.uint8, "r").reshape(-1, width)
     return rows[:, labels:], np.array(rows[:, labels - 1])
 
 
 def _pickled(path: Path, key: bytes) -> tuple[Bytes, NDArray[Any]]:
     """A dictionary with the pixels, (n, 3072) bytes, and a list of labels."""
-    held = unpickle(path)
-    pixels, labels = (held.get(k) if isinstance(held, dict) else None for k in (b"data", key))
+    content = unpickle(path)
+    pixels, labels = (content.get(k) if isinstance(content, dict) else None for k in (b"data", key))
     if not isinstance(labels, list) or not all(map(is_whole, labels)):
         raise ValueError(f"{path} holds no labels; expected {key!r}, a list of integers")
     if not isinstance(pixels, np.ndarray) or pixels.dtype != np.uint8 or pixels.shape != (len(labels), 3 * 32 * 32):
@@ -194,22 +195,22 @@ def _pickled(path: Path, key: bytes) -> tuple[Bytes, NDArray[Any]]:
 def _idx(path: Path, axes: int) -> Bytes:
     """An idx file of bytes: two zeros, the type (8), the number of axes, their sizes, the values."""
     start = 4 * (1 + axes)
-    held: Bytes = _gunzipped(path) if path.suffix == ".gz" else _mapped(path)
-    header = held[:start].view(">u4") if len(held) >= start else np.zeros(1)
+    content: Bytes = _decompress(path) if path.suffix == ".gz" else _memory_map(path)
+    header = content[:start].view(">u4") if len(content) >= start else np.zeros(1)
     if header[0] != (8 << 8) + axes:
-        raise ValueError(f"{path} is no idx file of bytes with {axes} axes")
+        raise ValueError(f"{path} is not an idx file of bytes with {axes} axes")
     shape = tuple(int(size) for size in header[1:])
     expected = start + int(np.prod(shape))
-    if len(held) != expected:
-        raise ValueError(f"{path} has {len(held)} bytes; its header promises {expected}: it was cut short")
-    return held[start:].reshape(shape)
+    if len(content) != expected:
+        raise ValueError(f"{path} has {len(content)} bytes; its header promises {expected}: it was cut short")
+    return content[start:].reshape(shape)
 
 
-def _mapped(path: Path) -> Bytes:
-    return np.memmap(path, np.uint8, "r") if path.stat().st_size else np.empty(0, np.uint8)  # no map of nothing
+def _memory_map(path: Path) -> Bytes:
+    return np.memmap(path, np.uint8, "r") if path.stat().st_size else np.empty(0, np.uint8)  # an empty file has no map
 
 
-def _gunzipped(path: Path) -> Bytes:
+def _decompress(path: Path) -> Bytes:
     try:
         return np.frombuffer(gzip.decompress(path.read_bytes()), np.uint8)
     except (OSError, EOFError, zlib.error) as error:

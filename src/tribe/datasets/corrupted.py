@@ -1,29 +1,29 @@
-"""A clean data set, corrupted on the fly: the same pictures every time, whatever the order they are asked for in."""
+"""A clean data set, corrupted while it is read: always the same images, in any order of reading."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from tribe import corruptions
-from tribe.corruptions import Function
-from tribe.datasets import Dataset, create, register
+from tribe.corruptions import Function, family_for, require_severity
+from tribe.datasets import Dataset, create, get, register
 from tribe.registry import nearest
 from tribe.scenarios.orders import CIFAR_C, MNIST_C
 
 
 @dataclass(frozen=True)
 class Corrupted:
-    """Every image of a clean data set under every corruption; a domain is "fog@5".
+    """All images of a clean data set under every corruption. A domain is "fog@5".
 
     Args:
-        clean: the data set to corrupt; its first domain is used.
+        clean: the data set to corrupt; only its first domain is used.
         names: corruptions, see ``tribe.corruptions.names``.
-        severities: of each.
-        seed: of the corruptions' randomness.
+        severities: the severities of each corruption.
+        seed: seed of the corruptions' random numbers.
     """
 
     clean: Dataset
@@ -33,7 +33,7 @@ class Corrupted:
 
     @property
     def classes(self) -> Sequence[str]:
-        """Those of the clean data set."""
+        """The classes of the clean data set."""
         return self.clean.classes
 
     @property
@@ -42,7 +42,7 @@ class Corrupted:
         return tuple(f"{name}@{severity}" for name in self.names for severity in self.severities)
 
     def labels(self, domain: str) -> Tensor:
-        """The clean images' labels."""
+        """The labels of the clean images."""
         self._parse(domain)
         return self.clean.labels(self.clean.domains[0])
 
@@ -60,30 +60,40 @@ class Corrupted:
 
 
 def to_bytes(images: Tensor) -> Tensor:
-    """Cut images (N, C, H, W) in [0, 1] to uint8 as the published files hold them: MNIST-C rounds, others truncate."""
+    """Convert images (N, C, H, W) in [0, 1] to uint8 like the published files: MNIST-C rounds, the others truncate."""
     levels = images * 255
-    return (levels.round() if images.shape[1:] == (1, 28, 28) else levels).to(torch.uint8)
+    return (levels.round() if family_for(images.shape[1:]) == "mnist" else levels).to(torch.uint8)
+
+
+def family_of(clean_name: str) -> str:
+    """The family of corruptions for a clean data set, whose class has an attribute `shape`."""
+    clean: Any = get(clean_name)
+    return family_for(clean.shape)
+
+
+def check_corruptions(names: Sequence[str], family: str) -> None:
+    """Raise an error if a family has no corruption of one of these names."""
+    known = corruptions.names(family)
+    for name in names:
+        if name not in known:
+            raise ValueError(f"unknown corruption {name!r}: {nearest(name, known)}")
 
 
 @dataclass(frozen=True)
 class Live:
-    """A published clean test set, corrupted while it is read; needs no more than the clean files."""
+    """A published clean test set, corrupted while it is read. It needs only the clean files."""
 
     data: str | None = None  # root folder; None: $TRIBE_DATA or the cache directory
     corruptions: Sequence[str] = CIFAR_C
     severities: Sequence[int] = (5,)
-    seed: int = 0  # of the corruptions' randomness
+    seed: int = 0  # seed of the corruptions' random numbers
 
-    clean_name: ClassVar[str]  # the clean data set
+    clean_name: ClassVar[str]  # the clean data set, one with a class attribute `shape`
 
     def __post_init__(self) -> None:
-        known = corruptions.names("mnist" if self.clean_name == "mnist" else "common")
-        for name in self.corruptions:
-            if name not in known:
-                raise ValueError(f"unknown corruption {name!r}: {nearest(name, known)}")
+        check_corruptions(self.corruptions, family_of(self.clean_name))
         for severity in self.severities:
-            if severity not in corruptions.SEVERITIES:
-                raise ValueError(f"a severity is 1, 2, 3, 4 or 5; got {severity!r}")
+            require_severity(severity)
 
     @property
     def clean(self) -> Dataset:
@@ -92,8 +102,8 @@ class Live:
 
     @property
     def functions(self) -> list[Function]:
-        """What corrupts: code that the images depend on."""
-        family = "mnist" if self.clean_name == "mnist" else "common"
+        """The functions that corrupt: code that the images depend on."""
+        family = family_of(self.clean_name)
         return [corruptions.function(name, family) for name in self.corruptions]
 
     @cached_property
@@ -102,7 +112,7 @@ class Live:
 
     @property
     def classes(self) -> Sequence[str]:
-        """Those of the clean data set."""
+        """The classes of the clean data set."""
         return self._corrupted.classes
 
     @property
@@ -111,7 +121,7 @@ class Live:
         return self._corrupted.domains
 
     def labels(self, domain: str) -> Tensor:
-        """The clean images' labels."""
+        """The labels of the clean images."""
         return self._corrupted.labels(domain)
 
     def images(self, domain: str, index: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The 10,000 MNIST test images come with the package, so that everything can be tried offline (see NOTICE)."""
+"""The 10,000 MNIST test images that come with the package, so that everything runs offline (see NOTICE)."""
 
 from functools import cache
 from pathlib import Path
@@ -11,7 +11,7 @@ FILE = Path(__file__).parent / "data" / "mnist_test.npz"
 
 @cache
 def mnist_test() -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """Pixels (10000, 28, 28) and labels (10000,), as in the published idx files. Not to be written to.
+    """Pixels (10000, 28, 28) and labels (10000,), as in the published idx files; read-only.
 
     >>> mnist_test()[0].shape
     (10000, 28, 28)

@@ -1,31 +1,31 @@
-"""Which images a data set holds, in a few digits: its name says what they should be, not what lies on the disk."""
+"""A hash of the images on the disk: two copies of a data set may have the same name and other images."""
 
 import hashlib
 
 import torch
 
-from tribe.datasets import Dataset
-from tribe.datasets.corrupted import Corrupted, Live
+from tribe.datasets import Dataset, optional
 
-LOOKED_AT = 16  # images of a domain; another draw of the noise, or another archive, changes all of them
+SAMPLED = 16  # images per domain; another draw of the noise, or another archive, changes all of them
 
 
 def fingerprint(dataset: Dataset) -> str:
-    """32 hexadecimal digits of the labels and images of every domain.
+    """32 hexadecimal digits that identify the labels and images of every domain.
 
-    A data set that has a method ``digest(domain)`` knows its images by a hash, or says None; else a few are looked at,
-    spread evenly over the domain. Of what is corrupted while it is read, the clean images count: the rest is
-    in its fields, and need not come out the same to the last bit on every machine.
+    If the data set has a method ``digest(domain)`` and it returns a hash, that is used. Otherwise a few images are
+    read, evenly spaced in the domain. A data set that corrupts images while they are read has the fingerprint of the
+    clean images: its fields say the rest, and the last bit of a corrupted pixel may differ between machines.
     """
-    if isinstance(dataset, Live | Corrupted):
-        return fingerprint(dataset.clean)
-    known = getattr(dataset, "digest", lambda domain: None)
-    seen = hashlib.sha256()
+    clean = optional(dataset, "clean")
+    if clean is not None:
+        return fingerprint(clean)
+    digest_of = optional(dataset, "digest")
+    result = hashlib.sha256()
     for domain in dataset.domains:
-        labels, mark = dataset.labels(domain), known(domain)
-        seen.update(f"{domain} {len(labels)} {mark}".encode() + labels.numpy().tobytes())
-        if mark is None and len(labels):
-            few = torch.linspace(0, len(labels) - 1, min(LOOKED_AT, len(labels))).long()
-            levels = (255 * dataset.images(domain, few)).round().nan_to_num(-1).to(torch.int16)  # unreadable ones: NaN
-            seen.update(f"{tuple(levels.shape)}".encode() + levels.numpy().tobytes())
-    return seen.hexdigest()[:32]
+        labels, digest = dataset.labels(domain), digest_of(domain)
+        result.update(f"{domain} {len(labels)} {digest}".encode() + labels.numpy().tobytes())
+        if digest is None and len(labels):
+            sample = torch.linspace(0, len(labels) - 1, min(SAMPLED, len(labels))).long()
+            levels = (255 * dataset.images(domain, sample)).round().nan_to_num(-1).to(torch.int16)  # unreadable: NaN
+            result.update(f"{tuple(levels.shape)}".encode() + levels.numpy().tobytes())
+    return result.hexdigest()[:32]

@@ -13,24 +13,25 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tribe.datasets import register
-from tribe.datasets.files import data_root, find, open_labels, positions, to_images
-from tribe.datasets.made import check_made, command, damaged, open_whole, recorded, remedy
+from tribe.datasets.array_files import open_images, open_labels, positions, to_images
+from tribe.datasets.locations import data_root, find
+from tribe.datasets.manifest import block_digest, corrupt_command, remedy, require_block, with_remedy
 from tribe.registry import nearest
 from tribe.scenarios.orders import MNIST_C
 
 ARCHIVE = "https://zenodo.org/records/3239543/files/mnist_c.zip"
-STRENGTH = 5  # MNIST-C has a single strength; where a severity is asked for, it goes by this one
+SEVERITY = 5  # MNIST-C has a single strength; commands and manifests call it this severity
 
 
 @register("mnist-c")
 @dataclass(frozen=True)
 class MnistC:
-    """Corrupted digits, memory-mapped; a domain is a corruption, "fog". "identity" is the clean set."""
+    """Corrupted digits, memory-mapped. A domain is a corruption, "fog"; "identity" is the clean set."""
 
     data: str | None = None  # root folder; None: $TRIBE_DATA or the cache directory
     corruptions: Sequence[str] = MNIST_C
 
-    clean_name: ClassVar[str] = "mnist"  # the clean data set it can be made from
+    clean_name: ClassVar[str] = "mnist"  # the clean data set that it is made from
     folder: ClassVar[str] = "mnist_c"
 
     @property
@@ -65,30 +66,26 @@ class MnistC:
         return to_images(array[positions(index, len(labels), domain)])
 
     def digest(self, domain: str) -> str | None:
-        """Which images they are, see `tribe.datasets.fingerprint`."""
+        """The hash of the images in the manifest; None for the published archive."""
         self._open(domain)
-        return recorded(self._folder, f"{domain}@{STRENGTH}")
+        return block_digest(self._folder, f"{domain}@{SEVERITY}")
 
     def _open(self, domain: str) -> tuple[NDArray[Any], Tensor]:
         if domain not in self.domains:
             raise ValueError(f"unknown domain {domain!r}: {nearest(domain, self.domains)}")
         if domain not in self._opened:
-            again = self._command([domain])
-            check_made(self._folder, f"{domain}@{STRENGTH}", again)
-            paths = [
-                find(
-                    self._folder,
-                    f"{domain}/{name}.npy",
-                    what=f"corruption {domain!r}",
-                    hint=remedy(self._folder, again),
-                )
+            command = self._command([domain])
+            require_block(self._folder, f"{domain}@{SEVERITY}", command)
+            hint = remedy(self._folder, command)
+            images, labels = (
+                find(self._folder, f"{domain}/{name}.npy", what=f"corruption {domain!r}", hint=hint)
                 for name in ("test_images", "test_labels")
-            ]
-            with damaged(self._folder, again):
-                labels = open_labels(paths[1], len(self.classes))
-                self._opened[domain] = open_whole(paths[0], (len(labels), 28, 28, 1)), labels
+            )
+            with with_remedy(self._folder, command):
+                y = open_labels(labels, len(self.classes))
+                self._opened[domain] = open_images(images, (len(y), 28, 28, 1)), y
         return self._opened[domain]
 
     def _command(self, names: Sequence[str]) -> str:
-        some = () if tuple(names) == MNIST_C else names
-        return command(self.clean_name, data_root(self.data), corruptions=some)
+        corruptions = () if tuple(names) == MNIST_C else names
+        return corrupt_command(self.clean_name, data_root(self.data), corruptions=corruptions)

@@ -1,7 +1,7 @@
-"""Read a pickle that may hold numbers, lists, dictionaries and numpy arrays, and can run nothing.
+"""Read a pickle of numbers, lists, dictionaries and numpy arrays without running code from it.
 
-A pickle is a program: it names functions and calls them. The python versions of CIFAR are published as pickles, so the
-few names that they hold are permitted here, and any other is refused before it is imported.
+A pickle is a program: it names functions and calls them. The python versions of CIFAR are pickles. The few names in
+them are permitted here; any other name is refused before it is imported.
 """
 
 import io
@@ -18,12 +18,12 @@ class UnpickleError(ValueError):
 
 
 def _dtype(kind: bytes | str, *_: Any) -> Any:
-    """The type of an array, a copy since the file then writes into it; numpy no longer likes the flags of old files."""
+    """The dtype of an array: a copy, because the pickle then changes it; numpy rejects the flags of old files."""
     return np.dtype(kind.decode("ascii") if isinstance(kind, bytes) else kind, False, True)
 
 
 def _latin1(text: str, encoding: str | bytes = "latin1") -> bytes:
-    """How protocol 2 writes bytes."""
+    """Decode bytes as protocol 2 writes them."""
     if encoding not in ("latin1", b"latin1"):
         raise UnpickleError(f"bytes are encoded in latin1; got {encoding!r}")
     return text.encode("latin1")
@@ -42,15 +42,15 @@ PERMITTED: dict[tuple[str, str], Any] = {
 class _Restricted(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in PERMITTED:
-            raise UnpickleError(f"it asks for {module}.{name}, which no data file needs")
+            raise UnpickleError(f"it uses {module}.{name}, which no data file needs")
         return PERMITTED[module, name]
 
 
 def unpickle(path: Path) -> Any:
-    """Read a file; strings of Python 2 come as bytes.
+    """Read a file; strings of Python 2 become bytes.
 
     Raises:
-        UnpickleError: the file asks for a name that is not permitted (nothing was called), or is cut short.
+        UnpickleError: the file uses a name that is not permitted (nothing was called), or it is cut short.
     """
     try:
         return _Restricted(io.BytesIO(path.read_bytes()), encoding="bytes").load()
@@ -58,5 +58,7 @@ def unpickle(path: Path) -> Any:
         raise UnpickleError(f"{path} is refused: {error}. It may be malicious: get it from its publisher") from error
     except OSError:
         raise
-    except Exception as error:  # what is no pickle can fail in any way
-        raise UnpickleError(f"{path} cannot be read as a pickle ({error}): it was cut short, or is none") from error
+    except Exception as error:  # a file that is not a pickle can raise anything
+        raise UnpickleError(
+            f"{path} cannot be read as a pickle ({error}): it was cut short, or is no pickle"
+        ) from error

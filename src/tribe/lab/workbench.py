@@ -17,8 +17,8 @@ import torch
 
 from tribe import datasets, methods, models, scenarios
 from tribe.datasets import Dataset
-from tribe.datasets.files import data_root
 from tribe.datasets.fingerprint import fingerprint
+from tribe.datasets.locations import data_root
 from tribe.engine.backbone import Backbone
 from tribe.engine.precision import choose_device
 from tribe.knowledge import Knowledge, KnowledgeError, find_knowledge, knowledge_path

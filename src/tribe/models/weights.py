@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from tribe.datasets.files import data_root
+from tribe.datasets.locations import data_root
 from tribe.engine.normalize import Normalize
 from tribe.models.base import Architecture, Normalization, architecture
 

@@ -16,7 +16,7 @@ from os import PathLike
 from pathlib import Path
 
 from tribe import datasets, methods
-from tribe.datasets.made import read_made
+from tribe.datasets.manifest import read_manifest
 from tribe.lab.experiment import Experiment
 from tribe.lab.store import Result, finished
 from tribe.lab.workbench import Workbench
@@ -259,7 +259,7 @@ def _data(experiments: Sequence[Experiment], root: Path) -> Iterator[str]:
         words = f"- Data `{name}` ({'; '.join(': '.join(filter(None, mark)) for mark in marks)})"
         if name.startswith(LIVE):
             yield f"{words}: that of the clean test images, corrupted by `tribe.corruptions` as they are read."
-        elif (made := read_made(root / DATA / folder)) is not None:
+        elif (made := read_manifest(root / DATA / folder)) is not None:
             places = sorted({f"{block.device} with torch {block.torch}" for block in made.blocks.values()})
             yield (
                 f"{words}: not the published archive but our corruptions of the {made.images:,} clean test "

@@ -13,7 +13,9 @@ from rich.text import Text
 
 from tribe.cli.app import app
 from tribe.cli.output import fail, print_json
-from tribe.datasets.generate import LAYOUTS, Summary, Watch, generate, generate_pictures
+from tribe.datasets.array_generation import LAYOUTS, generate
+from tribe.datasets.generation import GenerationProgress, Summary
+from tribe.datasets.image_generation import generate_imagenet
 from tribe.registry import nearest
 
 EVERY = 30  # seconds between two lines where no bar can be drawn
@@ -64,11 +66,11 @@ def corrupt(
     how: How = {"corruptions": names, "severities": levels, "seed": seed, "device": device, "force": force}
     console = Console(stderr=True)
     try:
-        with _Bar(console) if console.is_terminal else _Lines(console) as watch:
+        with _Bar(console) if console.is_terminal else _Lines(console) as progress:
             if images is None:
-                summary = generate(dataset, out=below, data=root, watch=watch, **how)
+                summary = generate(dataset, out=below, data=root, progress=progress, **how)
             else:
-                summary = generate_pictures(str(images), out=below or root, watch=watch, **how)
+                summary = generate_imagenet(str(images), out=below or root, progress=progress, **how)
     except (ValueError, OSError, ImportError) as error:
         fail(str(error))
     except KeyboardInterrupt:
@@ -103,13 +105,13 @@ def _told(summary: Summary) -> str:
     return f"{summary.folder}: {', '.join(said)}, {summary.images} images each"
 
 
-class _Lines(Watch):
+class _Lines(GenerationProgress):
     """A line a domain, and one now and then while a long one is made."""
 
     def __init__(self, console: Console) -> None:
         self.console, self.total, self.done, self.said = console, 0, 0, time.monotonic()
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> GenerationProgress:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -144,7 +146,7 @@ class _Rate(ProgressColumn):
         return Text(f"{task.speed:,.0f} images/s" if task.speed else "", style="progress.data.speed")
 
 
-class _Bar(Watch):
+class _Bar(GenerationProgress):
     """A bar: domain, share, images a second, time left."""
 
     def __init__(self, console: Console) -> None:
@@ -152,7 +154,7 @@ class _Bar(Watch):
         self.bar = Progress(*columns, _Rate(), TimeRemainingColumn(), console=console, transient=True)
         self.task = self.bar.add_task("reading the clean set", total=None)
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> GenerationProgress:
         self.bar.start()
         return self
 

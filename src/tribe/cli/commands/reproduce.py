@@ -20,8 +20,8 @@ from tribe.cli.app import app
 from tribe.cli.custom import METHOD, component_name
 from tribe.cli.output import errors_as_messages, stdout_to_stderr
 from tribe.cli.overrides import parse_overrides
-from tribe.datasets.files import data_root
-from tribe.datasets.made import FILE as MADE
+from tribe.datasets.locations import data_root
+from tribe.datasets.manifest import FILE as MANIFEST
 from tribe.engine.precision import check_precision
 from tribe.lab import plots
 from tribe.lab.experiment import Experiment
@@ -374,7 +374,7 @@ def _dry_run(plan: Plan, runs: Path, output: Output) -> None:
 def _keep(runs: Path, target: Path, root: Path) -> None:
     """Copy results without records, and the files that say how corrupted images were made."""
     kept = keep(runs, target, damaged="skip")
-    for made in sorted(root.glob(f"*/{MADE}")):
+    for made in sorted(root.glob(f"*/{MANIFEST}")):
         place = target / DATA / made.parent.name
         place.mkdir(parents=True, exist_ok=True)
         write_atomically(place / made.name, made.read_bytes())
