@@ -486,7 +486,7 @@ def test_a_published_archive_is_read_as_complete_and_never_written_over(clean, t
     np.save(folder / "fog.npy", np.ones((5 * N, 32, 32, 3), np.uint8))
     before = tree(folder)
     assert datasets.create("cifar10-c", data=str(tmp_path)).images("fog@5", torch.tensor([0])).any()
-    assert refused(call("cifar10", "--data", clean, "--out", tmp_path), "not made here", "published", "--force")
+    assert refused(call("cifar10", "--data", clean, "--out", tmp_path), "but no made.json", "published", "--force")
     assert tree(folder) == before
     assert call("cifar10", "--data", clean, "--out", tmp_path, "--force", "--corruptions", "fog").exit_code == 0
     assert tree(folder)["fog.npy"] != before["fog.npy"]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tribe.registry import Registry
 
-PLACE_FIELDS = ("data", "root")  # fields that say where the files lie; they are no part of an experiment's spec
+NOT_IN_SPECS = ("data", "root", "workers")  # fields that no number depends on: paths and threads
 
 
 class Dataset(Protocol):
@@ -18,8 +18,8 @@ class Dataset(Protocol):
 
     These four members are all that a data set needs. `Defaults` lists the optional ones. If it is a dataclass, the
     commands set these fields where it has them: ``data`` (the root folder of all data sets) or ``root`` (its own
-    folder), ``corruptions`` and ``severities``, ``split`` ("train" or "test"). Experiments record all fields except
-    `PLACE_FIELDS`.
+    folder), ``corruptions`` and ``severities``, ``split`` ("train" or "test"). The spec of an experiment holds all
+    fields except `NOT_IN_SPECS`.
     """
 
     @property

@@ -7,11 +7,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from tribe.datasets import NOT_IN_SPECS, optional
 from tribe.lab.provenance import code_of, coded
 from tribe.methods import Method
 from tribe.methods.encoding import decode_value, encode_fields
-
-NOT_IN_SPECS = ("data", "root", "workers")  # fields of data sets that no number depends on: paths, processes
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ def describe(name: str, component: Any, strict: bool = True) -> ComponentSpec:
     fields = encode_fields(component) if dataclasses.is_dataclass(component) else {}
     if not isinstance(component, Method):
         fields = {key: value for key, value in fields.items() if key not in NOT_IN_SPECS}
-    code = code_of(type(component), *getattr(component, "functions", ()), strict=strict)
+    code = code_of(type(component), *optional(component, "functions"), strict=strict)
     if not strict:
         return ComponentSpec(name, plain(fields), code)
     for key, value in fields.items():

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Union, get_args, get_origin
 import torch
 
 from tribe import datasets, methods, models, scenarios
-from tribe.datasets import Dataset
+from tribe.datasets import Dataset, optional
 from tribe.datasets.fingerprint import fingerprint
 from tribe.datasets.locations import data_root
 from tribe.engine.backbone import Backbone
@@ -249,7 +249,7 @@ def in_precision(net: Backbone, method: Method, precision: str) -> tuple[Backbon
 
 def trained_on(data: Dataset, name: str) -> str:
     """The clean data set behind a corrupted one: what a source network was trained on."""
-    return str(getattr(data, "clean_name", name))
+    return optional(data, "clean_name") or name
 
 
 def model_code(name: str) -> str | None:

@@ -62,7 +62,7 @@ def _built(name: str | None, data: str | None, fields: Fields, asked: Fields) ->
     """The fields that a method has if it is asked for some; nothing of one that cannot be built here."""
     if name is None or not is_known(name):
         return {}
-    learned = getattr(_class(datasets.registry, data), "clean_name", data)
+    learned = datasets.optional(_class(datasets.registry, data), "clean_name") or data
     given = {**methods.get(name).presets.get(str(learned), {}), "classes": fields.get("classes"), **asked}
     try:
         made = methods.create(name, **{k: _frozen(v) for k, v in given.items() if not isinstance(v, Mapping)})
