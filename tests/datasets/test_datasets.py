@@ -210,7 +210,7 @@ def test_mnist_is_read_gzipped_as_published(root):
     for damaged, words in (
         (whole[:-30], "cut short"),
         (b"hello", "cannot be unpacked"),
-        (gzip.compress(b""), "no idx"),
+        (gzip.compress(b""), "not an idx"),
     ):
         path.write_bytes(damaged)
         with pytest.raises(ValueError, match=f"{path.name}.*{words}"):

@@ -157,7 +157,7 @@ def _row_names() -> dict[str, str]:
 
 def _attribute(dataset: str, name: str) -> str:
     """An attribute of a data set's class, such as the clean set behind it; by default the name of the data set."""
-    return str(getattr(datasets.get(dataset), name, dataset))
+    return datasets.optional(datasets.get(dataset), name) or dataset
 
 
 def _without_empty(comparison: Comparison) -> Comparison | None:
