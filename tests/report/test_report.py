@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import tribe
+import tribe.lab.record
 from commands import tribe_command
 from places import ROOT
 from tribe import metrics, report, scenarios
@@ -143,7 +144,7 @@ def test_per_domain_errors_calibration_confusion_and_class_counts_are_those_of_t
     assert [["", "0", "1"], ["a", "40", "·"], ["b", "·", "20"]] in tables  # played
     assert [["", "0", "1"], ["0", "75", "25"], ["1", "·", "100"]] in tables  # confused
     assert [["", "0", "1"], ["the labels", "67", "33"], ["tribe", "50", "50"]] in tables  # predicted
-    assert "takes most often 0 for 1 (10 images)" in page.text
+    assert "most often predicts 0 as 1 (10 images)" in page.text
 
 
 def test_records_without_labels_are_shown_without_errors(tmp_path):
@@ -438,7 +439,7 @@ def test_files_of_other_kinds_are_passed_over(tmp_path):
 
 
 def test_a_record_of_a_newer_version_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(tribe.record, "SCHEMA", 2)
+    monkeypatch.setattr(tribe.lab.record, "SCHEMA", 2)
     folder = keep(tmp_path / "runs", r=record())
     monkeypatch.undo()
     (damaged,) = report.collect(folder).damaged

@@ -106,9 +106,7 @@ def lines(
 def scatter(title: str, description: str, points: Sequence[Point], x: Axis, y: Axis) -> Markup:
     """A scatter plot; a label covers neither a point nor another label, if possible."""
     plot = _Plot(x, y, 48.0)
-    points = sorted(
-        points, key=lambda point: (-point.x, point.y)
-    )  # the points on the right have the fewest places for a label
+    points = sorted(points, key=lambda point: (-point.x, point.y))  # those on the right have the fewest places
     spots = [plot.at(point.x, point.y) for point in points]
     taken = [Box(across - 5, across + 5, down - 5, down + 5) for across, down in spots]
     marks: list[Child] = []
@@ -239,9 +237,8 @@ class _Plot(NamedTuple):
             tag("text", self.x.label, x=(LEFT + WIDTH - RIGHT) / 2, y=HEIGHT + 16, text_anchor="middle"),
             tag("text", self.y.label, transform=f"translate(11 {number(middle)}) rotate(-90)", text_anchor="middle"),
         )
-        return _svg(
-            title, description, HEIGHT + 22, [tag("path", class_="grid", d="".join(grid)), names, labels, marks]
-        )
+        lines = tag("path", class_="grid", d="".join(grid))
+        return _svg(title, description, HEIGHT + 22, [lines, names, labels, marks])
 
 
 def _svg(title: str, description: str, height: float, inside: Child) -> Markup:
