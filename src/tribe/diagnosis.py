@@ -17,7 +17,7 @@ from tribe.engine.moments import observe
 from tribe.engine.screening import PROBABILITIES, are_probabilities, sound
 from tribe.engine.slots import Slot, StatisticsSlot
 from tribe.engine.state import Affine
-from tribe.norms.batch import pool_batch
+from tribe.norms import pool_batch
 from tribe.norms.frozen import Frozen
 
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))

@@ -22,8 +22,8 @@ from tribe.engine.graphs import Captured
 from tribe.engine.kernels import launch
 from tribe.engine.precision import float32_precision
 from tribe.engine.state import Affine, Stats, leaves
+from tribe.norms import pool_batch
 from tribe.norms.balanced import Balanced
-from tribe.norms.batch import pool_batch
 from tribe.testing import CLASSES, images, small_network
 
 DEVICE = "cpu" if kernels.INTERPRETED else "cuda"

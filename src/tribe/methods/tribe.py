@@ -24,7 +24,7 @@ from tribe.engine.rng import Key
 from tribe.engine.state import Affine, Info, Stats
 from tribe.methods.base import Deployed, Method, finish, new_info, new_key, register, screen
 from tribe.norms.balanced import CONVENTIONS as NORM_CONVENTIONS
-from tribe.norms.balanced import Balanced, Convention, settle
+from tribe.norms.balanced import Balanced, Convention, apply_convention
 from tribe.norms.frozen import Frozen
 
 CONVENTIONS = {
@@ -78,7 +78,7 @@ class Tribe(Method):
         super().__post_init__()
         if self.classes is None:
             raise ValueError("TRIBE keeps statistics per class and needs their number: classes=")
-        settle(self, CONVENTIONS)
+        apply_convention(self, CONVENTIONS)
         expected = CONVENTIONS[self.convention]
         if all(getattr(self, field) != value for field, value in expected.items()):
             raise ValueError(

@@ -1,13 +1,27 @@
-"""Norm rules: what a normalisation layer does with the moments of a batch. A rule, not a layer; configuration only.
+"""Norm rules: how a normalisation layer turns the moments of a batch into statistics. A rule, not a layer.
 
-To add one, put a file beside this one: a frozen dataclass with `@register("name")`. See CONTRIBUTING.
+To add one, put a file beside this one: a frozen dataclass with `@register("name")` that holds configuration only. It
+imports what it needs from here. See CONTRIBUTING.
 """
 
-from tribe.engine.rules import Norm
+from tribe.engine.rules import Norm, pool_batch
+from tribe.engine.state import Stats
+from tribe.fields import is_whole, require
 from tribe.registry import Registry
 
 registry: Registry[Norm] = Registry("norm")
 register, create, names, get = registry.register, registry.create, registry.names, registry.get
 registry.load(__name__, __path__)
 
-__all__ = ["Norm", "create", "get", "names", "register", "registry"]
+__all__ = [
+    "Norm",
+    "Stats",
+    "create",
+    "get",
+    "is_whole",
+    "names",
+    "pool_batch",
+    "register",
+    "registry",
+    "require",
+]

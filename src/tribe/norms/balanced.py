@@ -1,9 +1,9 @@
-"""Keep statistics per class and pool them evenly, so that no class owns the normalisation: Balanced BN (AAAI-24).
+"""Keep statistics per class and pool them evenly, so that no class dominates the normalisation: Balanced BN (AAAI-24).
 
 Equation numbers are the paper's. F_bhw enters only through each sample's mean and variance over its pixels, because
-(1/HW) sum_hw (F_bhw - mu)^2 = var_b + (mean_b - mu)^2. Every sum over classes is written as a sum over samples: each
-sample knows the totals of its own class, and the first sample of a class (`lead`) speaks for it. So the cost grows
-with the batch and not with K, except for the pooling of the past, which needs no gradient.
+(1/HW) sum_hw (F_bhw - mu)^2 = var_b + (mean_b - mu)^2. Every sum over classes is computed as a sum over samples: each
+sample has the totals of its class, and only the first sample of a class (`lead`) counts. So the cost grows with the
+batch and not with K, except for the pooling of the past, which needs no gradient.
 """
 
 from dataclasses import dataclass
@@ -14,12 +14,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tribe.engine import kernels
-from tribe.engine.state import Stats
-from tribe.norms import register
+from tribe.norms import Stats, is_whole, register, require
 
 Convention = Literal["released", "paper"]
 
-# Where the released implementation and the paper part. NOTE: the paper prints sigma_k, not sigma_k', inside the sum
+# Where the released implementation and the paper differ. NOTE: the paper prints sigma_k, not sigma_k', inside the sum
 # over k' of Eq. 4; "paper" computes it as printed.
 CONVENTIONS: dict[str, dict[str, Any]] = {
     "released": {"pooled_ddof": 1, "rate_cap": True, "gamma_over": "present"},
@@ -27,17 +26,17 @@ CONVENTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def settle(config: Any, conventions: dict[str, dict[str, Any]]) -> None:
-    """Fill the fields a dataclass left open (None) from its convention, so that what is used is what is shown."""
-    if config.convention not in conventions:
-        raise ValueError(f"convention is one of {', '.join(conventions)}; got {config.convention!r}")
+def apply_convention(config: Any, conventions: dict[str, dict[str, Any]]) -> None:
+    """Fill the open fields (None) of a dataclass from its convention, so that its repr shows the values in use."""
+    known = f"convention is one of {', '.join(conventions)}"
+    require(config.convention in conventions, known, config.convention)
     for field, value in conventions[config.convention].items():
         if getattr(config, field) is None:
             object.__setattr__(config, field, value)
 
 
 class Groups(NamedTuple):
-    """Who shares a class in this batch: the same for every layer of a pass, so a pass works it out once."""
+    """Which samples of a batch share a class. It is the same for every layer, so each pass computes it once."""
 
     labels: Tensor  # (R, B)
     code: Tensor  # (R, B) the same, but -1 for samples that do not count
@@ -46,38 +45,35 @@ class Groups(NamedTuple):
     rate: Tensor  # (R, B, 1), how much one sample of this class counts
     weight: Tensor  # (R, B, 1), rate * n_k: how much this class moves
     over: Tensor  # (R, 1, 1), how many classes share the class-agnostic update
-    shrink: Tensor  # (R, 1, 1), how much every class forgets for that update
+    shrink: Tensor  # (R, 1, 1), how much every class shrinks for that update
     present: Tensor  # (R, K), which classes are in the batch
 
 
 @register("balanced")
 @dataclass(frozen=True)
 class Balanced:
-    """Balanced BN. Without labels (None) it normalises with the pooled statistics as they stand."""
+    """Balanced BN. Without labels (None) it normalises with the stored statistics, pooled."""
 
     classes: int = 10
     eta: float = 0.01  # momentum of one instance
     gamma: float = 0.0  # share of the class-agnostic update: 0 is per class, 1 is Robust BN
     convention: Convention = "released"
     pooled_ddof: int | None = None  # the spread of the class means is divided by K - pooled_ddof
-    rate_cap: bool | None = None  # let n_k samples of one class weigh at most 1 in all: rate min(eta, 1 / n_k)
+    rate_cap: bool | None = None  # limit the weight of the n_k samples of a class to 1: rate min(eta, 1 / n_k)
     gamma_over: Literal["present", "all"] | None = None  # classes that share the class-agnostic update
     observes: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        settle(self, CONVENTIONS)
-        if self.classes < 1:
-            raise ValueError(f"classes must be at least 1; got {self.classes}")
-        if not (0 < self.eta <= 1 and 0 <= self.gamma <= 1):
-            raise ValueError(f"eta lies in (0, 1] and gamma in [0, 1]; got eta {self.eta}, gamma {self.gamma}")
-        if self.pooled_ddof not in (0, 1) or self.gamma_over not in ("present", "all"):
-            raise ValueError(
-                f"pooled_ddof is 0 or 1 and gamma_over 'present' or 'all'; got {self.pooled_ddof}, {self.gamma_over!r}"
-            )
+        apply_convention(self, CONVENTIONS)
+        require(is_whole(self.classes, least=1), "classes is a whole number, at least 1", self.classes)
+        require(0 < self.eta <= 1, "eta lies in (0, 1]", self.eta)
+        require(0 <= self.gamma <= 1, "gamma lies in [0, 1]", self.gamma)
+        require(self.pooled_ddof in (0, 1), "pooled_ddof is 0 or 1", self.pooled_ddof)
+        require(self.gamma_over in ("present", "all"), "gamma_over is 'present' or 'all'", self.gamma_over)
 
     @property
     def freedom(self) -> int:
-        """What the spread of the class means is divided by."""
+        """The divisor of the spread of the class means."""
         return max(self.classes - (self.pooled_ddof or 0), 1)
 
     def pool(self, stats: Stats) -> Stats:
@@ -86,7 +82,7 @@ class Balanced:
         return Stats(centre, (within + between / self.freedom).clamp_min(0))  # see the NOTE in `_Update`
 
     def group(self, labels: Tensor, valid: Tensor, dtype: torch.dtype) -> Groups:
-        """Work out who shares a class, (R, B) labels and valid marks."""
+        """Find which samples share a class, from (R, B) labels and valid marks."""
         same = (labels.unsqueeze(2) == labels.unsqueeze(1)) & valid.unsqueeze(2) & valid.unsqueeze(1)
         lead = (valid & ~same.tril(-1).any(2)).unsqueeze(2).to(dtype)
         n = same.sum(2, keepdim=True).to(dtype)
@@ -96,7 +92,7 @@ class Balanced:
         over = lead.sum(1, keepdim=True).clamp_min(1)
         if self.gamma_over == "all":
             over = torch.full_like(over, self.classes)
-        # In float64 where there is one: class sums are small, and neither TF32 nor autocast reaches them there.
+        # In float64 where the device has it: class sums are small, and TF32 and autocast do not apply to float64.
         exact = dtype if labels.device.type == "mps" else torch.float64
         weight = rate * n
         shrink = self.gamma * (lead * weight).sum(1, keepdim=True) / over
@@ -115,7 +111,7 @@ class Balanced:
         valid: Tensor,
         eps: float,
     ) -> tuple[Tensor, Tensor, Stats]:
-        """Update the statistics of the classes in the batch (Eqs. 1, 3, 4), pool them (Eq. 2), normalise with that."""
+        """Update the statistics of the classes in the batch (Eqs. 1, 3, 4) and pool them (Eq. 2)."""
         if labels is None:
             return *self.pool(stats), stats
         groups = labels if isinstance(labels, Groups) else self.group(labels, valid, mean.dtype)
@@ -125,7 +121,7 @@ class Balanced:
 
 
 class _Update(torch.autograd.Function):
-    """Eqs. 1 to 4 with their gradient, which flows through this batch's share; the past carries none."""
+    """Eqs. 1 to 4 with their gradient, which flows through this batch's share and not through the past."""
 
     @staticmethod
     def forward(
@@ -133,10 +129,10 @@ class _Update(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         labels, _, same, lead, rate, weight, over, shrink, _ = groups
         classes, gamma = norm.classes, norm.gamma
-        own = labels.unsqueeze(2).expand(mean.shape)  # (R, B, C)
-        mu, sigma2 = past_mean.gather(1, own), past_var.gather(1, own)  # of each sample's class, before this batch
+        index = labels.unsqueeze(2).expand(mean.shape)  # (R, B, C)
+        mu, sigma2 = past_mean.gather(1, index), past_var.gather(1, index)  # of each sample's class, before this batch
 
-        # Eq. 1: what each class sees in this batch, told to every sample of it.
+        # Eq. 1: the sums over each class in this batch, for every sample of it.
         d = mean - mu
         seen = same @ torch.cat((d, torch.addcmul(var, d, d)), 2).to(same.dtype)  # (R, B, 2 C): sums over a class
         delta, square = (rate * seen.to(mean.dtype)).chunk(2, 2)  # delta_k, and eta sum_b (1/HW) sum_hw (F - mu_k)^2
@@ -145,11 +141,11 @@ class _Update(torch.autograd.Function):
         def total(t: Tensor) -> Tensor:  # over the classes present: (R, B, C) -> (R, 1, C)
             return (lead * t).sum(1, keepdim=True)
 
-        # A class's own part, which its first sample speaks for.
+        # The per-class update, for the first sample of each class only.
         step, growth = lead * delta, lead * torch.addcmul(fresh, weight, sigma2, value=-1)
         if gamma:
             step, growth = (1 - gamma) * step, (1 - gamma) * growth
-            if norm.gamma_over == "present":  # released: the shared part shrinks what the class's own part added, too
+            if norm.gamma_over == "present":  # released: the shared update shrinks the per-class update too
                 growth = growth * (1 - shrink)
 
         # Eq. 2, from the past's pooled moments and this batch's increments.
@@ -159,36 +155,36 @@ class _Update(torch.autograd.Function):
         spread = (step * (2 * off_centre + step)).sum(1, keepdim=True) - classes * move.square()
         pooled_mean = centre + move
 
-        # Eqs. 3 and 4: a share gamma goes to all classes alike.
+        # Eqs. 3 and 4: a share gamma of the update goes to all classes alike.
         if gamma:
             shared_step, shared_square = gamma * total(delta) / over, gamma * total(fresh) / over
             pooled_mean, within = pooled_mean + shared_step, torch.addcmul(shared_square, within, 1 - shrink)
             kept_mean, kept_var = past_mean + shared_step, torch.addcmul(shared_square, past_var, 1 - shrink)
         else:
             kept_mean, kept_var = past_mean.clone(), past_var.clone()
-        kept_mean.scatter_add_(1, own, step)
-        kept_var.scatter_add_(1, own, growth)
+        kept_mean.scatter_add_(1, index, step)
+        kept_var.scatter_add_(1, index, growth)
 
         pooled_var = within + growth.sum(1, keepdim=True) / classes + (between + spread) / norm.freedom
         ctx.save_for_backward(d, delta, off_centre, move, pooled_var)
-        _remember(ctx, groups, norm, kept_mean, kept_var)
-        # NOTE: the clamp is in no equation. Without the rate cap (as printed) a class with n_k > 1 / eta can drive its
-        # variance below 0.
+        _save(ctx, groups, norm, kept_mean, kept_var)
+        # NOTE: the clamp is in no equation. Without the rate cap (as printed) the variance of a class with
+        # n_k > 1 / eta can fall below 0.
         return pooled_mean, pooled_var.clamp_min(0), kept_mean, kept_var
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g_mean: Tensor | None, g_var: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-        """Each sample moves its class's delta by rate, and its class's square by rate * (1, 2 d)."""
+        """Each sample moves the delta of its class by rate, and the square of its class by rate * (1, 2 d)."""
         d, delta, off_centre, move, pooled_var = ctx.saved_tensors
         groups: Groups = ctx.groups
         norm: Balanced = ctx.norm
         g_mean, g_var = (torch.zeros_like(move) if g is None else g for g in (g_mean, g_var))
         g_var = torch.where(pooled_var >= 0, g_var, 0)
-        own, shared = (1 - norm.gamma) / norm.classes, norm.gamma / groups.over
-        by_fresh = g_var * (own * ((1 - groups.shrink) if norm.gamma_over == "present" else 1) + shared)  # (R, 1, C)
+        single, shared = (1 - norm.gamma) / norm.classes, norm.gamma / groups.over
+        by_fresh = g_var * (single * ((1 - groups.shrink) if norm.gamma_over == "present" else 1) + shared)  # (R, 1, C)
         by_spread = g_var * (2 * (1 - norm.gamma) / norm.freedom)
-        by_delta = g_mean * (own + shared) + by_spread * (off_centre + (1 - norm.gamma) * delta - move)
+        by_delta = g_mean * (single + shared) + by_spread * (off_centre + (1 - norm.gamma) * delta - move)
         by_mean = groups.rate * (by_delta + 2 * by_fresh * (d - delta))
         return by_mean, groups.rate * by_fresh, None, None, None, None
 
@@ -200,23 +196,23 @@ class _Kernel(torch.autograd.Function):
     def forward(
         ctx: Any, mean: Tensor, var: Tensor, past_mean: Tensor, past_var: Tensor, groups: Groups, norm: Balanced
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        *results, sums = kernels.update(mean, var, (past_mean, past_var), groups, *_settings(norm))
-        ctx.save_for_backward(*sums)
-        _remember(ctx, groups, norm, *results[2:])
+        *results, terms = kernels.update(mean, var, (past_mean, past_var), groups, *_settings(norm))
+        ctx.save_for_backward(*terms)
+        _save(ctx, groups, norm, *results[2:])
         return tuple(results)  # type: ignore[return-value]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g_mean: Tensor | None, g_var: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-        sums = kernels.UpdateTerms(*ctx.saved_tensors)
-        g_mean, g_var = (torch.zeros_like(sums.move) if g is None else g for g in (g_mean, g_var))
-        return *kernels.update_backward(g_mean, g_var, sums, ctx.groups, *_settings(ctx.norm)), None, None, None, None
+        terms = kernels.UpdateTerms(*ctx.saved_tensors)
+        g_mean, g_var = (torch.zeros_like(terms.move) if g is None else g for g in (g_mean, g_var))
+        return *kernels.update_backward(g_mean, g_var, terms, ctx.groups, *_settings(ctx.norm)), None, None, None, None
 
 
-def _remember(ctx: Any, groups: Groups, norm: Balanced, *kept: Tensor) -> None:
+def _save(ctx: Any, groups: Groups, norm: Balanced, *kept: Tensor) -> None:
     ctx.groups, ctx.norm = groups, norm
     ctx.mark_non_differentiable(*kept)
-    ctx.set_materialize_grads(False)  # or autograd makes zeros as large as the class statistics
+    ctx.set_materialize_grads(False)  # else autograd makes zeros as large as the class statistics
 
 
 def _settings(norm: Balanced) -> tuple[int, float, int, bool]:
@@ -224,6 +220,6 @@ def _settings(norm: Balanced) -> tuple[int, float, int, bool]:
 
 
 def _over_classes(stats: Stats) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean of the class means, mean of the class variances, and the class means' summed squared spread; (R, 1, C)."""
+    """Mean of the class means, mean of the class variances, summed squared deviation of the class means; (R, 1, C)."""
     centre = stats.mean.mean(1, keepdim=True)
     return centre, stats.var.mean(1, keepdim=True), (stats.mean - centre).square_().sum(1, keepdim=True)

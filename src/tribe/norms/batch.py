@@ -1,8 +1,8 @@
-"""Normalise each batch with its own mean and variance, and keep nothing (Schneider et al., NeurIPS 2020)."""
+"""Normalise each batch with its mean and variance, and leave the stored ones (Schneider et al., NeurIPS 2020)."""
 
-from tribe.engine.rules import PerBatch, pool_batch
+from tribe.engine.rules import PerBatch
 from tribe.norms import register
 
 register("batch")(PerBatch)
 
-__all__ = ["PerBatch", "pool_batch"]
+__all__ = ["PerBatch"]

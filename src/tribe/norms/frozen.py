@@ -1,4 +1,4 @@
-"""Normalise with the statistics as they stand, and keep them: ordinary inference."""
+"""Normalise with the stored statistics, and leave them: ordinary inference."""
 
 from tribe.engine.rules import Frozen
 from tribe.norms import register

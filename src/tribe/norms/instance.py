@@ -1,7 +1,7 @@
-"""Correct shared statistics by what one image shows beyond chance: instance-aware BN (NOTE, Gong et al., NeurIPS 2022).
+"""Correct shared statistics where an image deviates beyond chance: instance-aware BN (NOTE, Gong et al., NeurIPS 2022).
 
-An image's own mean and variance over L pixels scatter around the true ones by sqrt(var / L) and var sqrt(2 / (L-1)).
-Deviations of up to k such standard errors are taken for chance and shrink to nothing; of larger ones the excess stays.
+The mean and variance of one image over L pixels scatter around the true ones by sqrt(var / L) and var sqrt(2 / (L-1)).
+Deviations of up to k such standard errors count as chance and are ignored; larger ones count by their excess.
 """
 
 import math
@@ -10,34 +10,29 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from tribe.engine.state import Stats
-from tribe.norms import register
-from tribe.norms.batch import pool_batch
+from tribe.norms import Stats, pool_batch, register, require
 
 
 @register("instance")
 @dataclass(frozen=True)
 class Instance:
-    """IABN. Variances are unbiased; where a channel has one pixel there is no instance variance and no correction.
+    """IABN. Variances are unbiased; a channel with one pixel has no instance variance, and no correction.
 
-    It corrects the running statistics and leaves them (evaluation), or, ``observing``, the batch's, which the running
-    ones then follow (training). The ablation "IABN" predicts with the one and follows with the other. Gradients flow
-    through instance and batch.
+    It corrects the running statistics and leaves them (evaluation). With ``observing`` it corrects the batch's
+    statistics, and the running ones follow the batch (training). The ablation "IABN" predicts without ``observing`` and
+    learns with it. Gradients flow through instance and batch.
     """
 
-    k: float = 4.0  # standard errors of an instance's deviation that are taken for chance
+    k: float = 4.0  # standard errors of an instance's deviation that count as chance
     momentum: float = 0.01  # share of the newest batch in the running statistics
-    observing: bool = False  # correct the batch's statistics, and take them in
+    observing: bool = False  # correct the batch's statistics, and let the running ones follow
     classes: ClassVar[int] = 1
     observes: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not self.k >= 0:
-            raise ValueError(
-                f"k is the standard errors within which an instance is left alone, 0 or more; got {self.k}"
-            )
-        if not 0 <= self.momentum <= 1:
-            raise ValueError(f"momentum is the newest batch's share of the statistics, 0 to 1; got {self.momentum}")
+        require(self.k >= 0, "k is the standard errors that count as chance, 0 or more", self.k)
+        momentum = self.momentum
+        require(0 <= momentum <= 1, "momentum is the newest batch's share of the statistics, 0 to 1", momentum)
 
     def __call__(
         self, mean: Tensor, var: Tensor, count: int, stats: Stats, labels: Tensor | None, valid: Tensor, eps: float
@@ -56,12 +51,12 @@ class Instance:
         if count <= 1:
             return shared_mean, shared_var, stats
         error = (shared_var + eps) / count
-        own_var = var * (count / (count - 1))
+        unbiased = var * (count / (count - 1))
         mean = shared_mean + _shrink(mean - shared_mean, self.k * error.sqrt())
-        var = shared_var + _shrink(own_var - shared_var, self.k * (shared_var + eps) * math.sqrt(2 / (count - 1)))
+        var = shared_var + _shrink(unbiased - shared_var, self.k * (shared_var + eps) * math.sqrt(2 / (count - 1)))
         return mean, var.relu(), stats
 
 
 def _shrink(deviation: Tensor, chance: Tensor) -> Tensor:
-    """What exceeds chance, in either direction."""
+    """The excess of a deviation over chance, in either direction."""
     return (deviation - chance).relu() - (-deviation - chance).relu()

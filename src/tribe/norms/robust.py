@@ -1,27 +1,24 @@
-"""Normalise with a moving average that has just taken in this batch: Robust BN (RoTTA, Yuan et al., CVPR 2023)."""
+"""Normalise with a moving average that includes this batch: Robust BN (RoTTA, Yuan et al., CVPR 2023)."""
 
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
 
-from tribe.engine.state import Stats
-from tribe.norms import register
-from tribe.norms.batch import pool_batch
+from tribe.norms import Stats, pool_batch, register, require
 
 
 @register("robust")
 @dataclass(frozen=True)
 class Robust:
-    """stats <- (1 - alpha) stats + alpha batch, then used; gradients flow through the batch's share."""
+    """stats <- (1 - alpha) stats + alpha batch, which normalise the batch; gradients flow through the batch's share."""
 
     alpha: float = 0.05  # share of the newest batch
     classes: ClassVar[int] = 1
     observes: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not 0 <= self.alpha <= 1:
-            raise ValueError(f"alpha is the newest batch's share of the statistics, 0 to 1; got {self.alpha}")
+        require(0 <= self.alpha <= 1, "alpha is the newest batch's share of the statistics, 0 to 1", self.alpha)
 
     def __call__(
         self, mean: Tensor, var: Tensor, count: int, stats: Stats, labels: Tensor | None, valid: Tensor, eps: float
