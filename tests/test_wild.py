@@ -522,7 +522,7 @@ def test_padding_that_is_marked_touches_nothing_and_is_not_counted(method):
 def test_a_mask_that_does_not_fit_is_refused(valid):
     adapter = learner(small_network())
     before = adapter.digest()
-    with pytest.raises(ValueError, match=r"valid is a tensor of truths, one for each image, of shape \(6,\)"):
+    with pytest.raises(ValueError, match=r"valid is a tensor of booleans, one for each image, of shape \(6,\)"):
         adapter(batch(), valid)
     assert adapter.digest() == before
 

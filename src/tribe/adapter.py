@@ -1,20 +1,13 @@
 """The thin stateful shell: ``model = tribe.adapt(net); y = model(x)``.
 
-Everything that computes lives in pure methods; the adapter holds the state, checks what comes in, and replaces the
-state, in one place, after a step has succeeded. So an error on the way leaves it as it was. Threads take turns: each
-call finds the state as the one before it left it.
+Pure methods do the computation. The adapter holds the state, checks its input, and replaces the state in one place,
+after a step has succeeded; an error leaves the state as it was. A lock lets one thread at a time use the state.
 """
 
 import copy
-import os
-import sys
-import threading
-import warnings
-import weakref
 from collections.abc import Callable, Mapping
-from functools import wraps
 from os import PathLike
-from typing import Any, ClassVar, Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +16,14 @@ from torch.nn.modules.module import _IncompatibleKeys
 from tribe import methods
 from tribe.engine.backbone import Backbone
 from tribe.engine.graphs import Steps, Switch
+from tribe.engine.inputs import as_mask, as_streams, in_range, warn, warn_of_range
 from tribe.engine.model_copy import deepcopy_module
 from tribe.engine.screening import PROBABILITIES, are_probabilities, sound
 from tribe.engine.state import Store, clone, digest, leaves, rebuild, select, tree_map
+from tribe.engine.threads import Lock, locked
 from tribe.fields import is_whole, require
 from tribe.methods import Method
-from tribe.methods.base import check_classes, check_fits, screen
+from tribe.methods.base import check_classes, check_fits
 from tribe.methods.encoding import method_for_file, method_from_file
 from tribe.norms.batch import PerBatch
 from tribe.norms.frozen import Frozen
@@ -42,24 +37,26 @@ NOT_EXPORTED = (
 
 
 class StreamInfo(NamedTuple):
-    """What one stream is doing, in plain numbers."""
+    """What one stream does, in plain numbers."""
 
     images: int  # images learned from so far
-    skipped: int  # images to learn from that were bad, or ended in what is no number: they touched nothing
-    poisoned: tuple[int, ...]  # positions of bad images in the last batch, learned from or only predicted
-    trusted: float  # share of the last batch that was trusted; 1 where a method does not choose, or not learn
-    entropy: float  # mean entropy of the last predictions, as a share of log K: 0 is sure, 1 is uniform
-    distance: float  # how far the affine parameters that predict have moved, relative to the norm of the source's
+    skipped: int  # images that were bad or whose output was not finite, while learning; they changed nothing
+    poisoned: tuple[
+        int, ...
+    ]  # positions of bad images in the last batch, whether it was learned from or only predicted
+    trusted: float  # share of the last batch that was trusted; 1 for methods that do not choose or do not learn
+    entropy: float  # mean entropy of the last predictions, as a share of log K: 0 is certain, 1 is uniform
+    distance: float  # how far the affine parameters that predict have moved, relative to the source's norm
     steps: int  # batches learned from
     frozen: bool
 
 
 class Snapshot(NamedTuple):
-    """A copy of an adapter's state, to go back to, and whose it is."""
+    """A copy of an adapter's state for `Adapter.restore`, with the method and the network that it belongs to."""
 
     method: Method
     state: Any
-    net: Backbone  # itself, not a copy: a hash of its weights for every snapshot would cost more than the state's copy
+    net: Backbone  # not a copy, and no fingerprint: hashing its weights costs more than copying the state
     frozen: bool
 
 
@@ -106,7 +103,7 @@ def adapt(
         return Adapter(
             net, method, streams=streams, seed=seed, classes=classes, graphs=graphs, deterministic=deterministic
         )
-    methods.get(method)  # an unknown name is the first thing to say
+    methods.get(method)  # report an unknown name before anything else
     built = methods.create(method, classes=_count_classes(net, classes), **fields)
     return Adapter(net, built, streams=streams, seed=seed, graphs=graphs, deterministic=deterministic)
 
@@ -122,9 +119,8 @@ def load(
 ) -> "Adapter":
     """Resume from a file written by `Adapter.save`, on the model it was saved from.
 
-    What cannot be saved (a custom ``augment=``) is asked for again and given as a field; source knowledge whose file
-    has moved is given as ``knowledge=``. ``graphs`` and ``deterministic`` are as for `adapt`: a file knows nothing of
-    the machine it is used on.
+    A field that a file cannot hold (a custom ``augment=``) must be given again; source knowledge whose file has moved
+    is given as ``knowledge=``. ``graphs`` and ``deterministic`` are as for `adapt`: they depend on the machine.
     """
     saved = states.read(path)
     net = model if isinstance(model, Backbone) else Backbone(model)
@@ -138,59 +134,13 @@ def load(
     return adapter
 
 
-class _Turn:
-    """A lock that its holder may take again; a copy of it is another lock, so that what has one can be copied.
-
-    So is a forked process's: whoever held it there is not there any more.
-    """
-
-    all: ClassVar[weakref.WeakSet["_Turn"]] = weakref.WeakSet()
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self.all.add(self)
-
-    @classmethod
-    def renew(cls) -> None:
-        """Free every lock."""
-        for turn in cls.all:
-            turn._lock = threading.RLock()
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *error: object) -> None:
-        self._lock.release()
-
-    def __reduce__(self) -> Any:
-        return type(self), ()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_Turn.renew)
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def _in_turn(method: Callable[Concatenate["Adapter", P], R]) -> Callable[Concatenate["Adapter", P], R]:
-    """Let one thread at a time into the methods of an adapter that touch its state."""
-
-    @wraps(method)
-    def alone(self: "Adapter", /, *args: P.args, **kwargs: P.kwargs) -> R:
-        with self._turn:
-            return method(self, *args, **kwargs)
-
-    return alone
-
-
 class Adapter(nn.Module):
     """A classifier that adapts while it predicts. Made by `adapt`.
 
     Calling it predicts, then adapts. Images are (B, ...) for one stream or (S, B, ...) for S; logits come back in the
-    same layout. A bad image (one that is not finite or far too large, see `tribe.engine.screening`) gets equal logits
-    (the uniform prediction) and touches nothing; `info` says where it was in the last batch and, while the adapter
-    learns, how many there were. Calls from several threads are taken one by one.
+    same layout. A bad image (not finite or far too large, see `tribe.engine.screening`) gets equal logits (the uniform
+    prediction) and changes nothing; `info` says where bad images were in the last batch and how many were skipped
+    while learning. Calls from several threads run one after another.
     """
 
     def __init__(
@@ -205,116 +155,120 @@ class Adapter(nn.Module):
         deterministic: bool = False,
     ) -> None:
         super().__init__()
-        self._turn = _Turn()
+        self._lock = Lock()
         require(is_whole(streams, least=1), "streams is how many independent streams adapt, at least 1", streams)
         if not is_whole(seed):
             raise TypeError(f"seed is an int; got {seed!r}")
         count, start = int(streams), int(seed)
-        known = _count_classes(net, classes if classes is not None else method.classes)
-        if method.classes is not None and method.classes != known:
-            raise ValueError(f"the method was built for {method.classes} classes; the network has {known}")
+        found = _count_classes(net, classes if classes is not None else method.classes)
+        if method.classes is not None and method.classes != found:
+            raise ValueError(f"the method was built for {method.classes} classes; the network has {found}")
         check_fits(net, method)
         _check_source(net)
         self.net = net
         self.method = method
         self.streams = count
-        self.classes = known
+        self.classes = found
         self._frozen = False
-        self._warned = self._looked = False  # at the range of the images, and at what the network makes of them
-        self._poisoned: Tensor | None = None  # (S, B), of the last batch
+        self._range_checked = self._output_checked = False  # each check warns once
+        self._poisoned: Tensor | None = None  # (S, B), bad images of the last batch; None: there were none
         self._retired: Any = None  # the state before this one
         self._steps = Steps(method, net, graphs, deterministic)
-        self._place = _place(net)  # of the state
+        self._place = _place(net)  # device and precision of the state
         self.adapted = Store(method.init(net, count, start))
 
     # -- predicting and learning ------------------------------------------------------------------------------------
 
-    @_in_turn
+    @locked
     def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
         """Predict, then adapt (unless frozen).
 
-        ``valid``, (B,) for one stream or (S, B) for S, marks the images that there are: where a camera has fewer than
-        the others, or none, the rest is padding. It gets equal logits, touches nothing and is not counted.
+        ``valid``, (B,) for one stream or (S, B) for S, is True for real images and False for padding, which fills up a
+        stream that has fewer images than the others. Padding gets equal logits, changes nothing and is not counted.
         """
         return self._run(x, valid, learn=not self._frozen)
 
-    @_in_turn
+    @locked
     def predict(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
         """Predict without adapting: the state stays as it is."""
         return self._run(x, valid, learn=False)
 
     def learn(self, x: Tensor, valid: Tensor | None = None) -> None:
-        """Adapt to images without asking for their prediction. A frozen adapter learns nothing."""
+        """Adapt to images and return nothing. A frozen adapter learns nothing."""
         self(x, valid)
 
     def _run(self, x: Tensor, valid: Tensor | None, learn: bool) -> Tensor:
-        # torch.inference_mode forbids the gradients that adaptation needs, even to code that asks for them.
+        # torch.inference_mode forbids the gradients that adaptation needs, even under enable_grad.
         with torch.inference_mode(False), torch.no_grad():
-            images, valid, squeeze = self._images(x, valid)
-            good = sound(images)
-            poisoned = ~good if valid is None else valid & ~good
+            images, squeeze = as_streams(x, self.net, self.streams)
+            self._check_place()
+            valid = None if valid is None else as_mask(valid, images, squeeze)
+            bad = self._find_bad(images, valid)
             if images.shape[1] == 0:
                 logits = images.new_zeros(self.streams, 0, self.classes)
             elif learn:
                 old = self.state
                 logits, state = self._steps(old, images, valid, self._retired)
-                self._check_logits(logits, good)
+                self._check_logits(logits, bad)
                 self._put(state)
-                self._retired = old  # its memory serves the step after next; a step that fails has touched no other
+                self._retired = old  # the next step may reuse its memory; a step that fails has changed no other
             else:
                 logits = self.method.predict(self.net, self.state, images, valid)
-                self._check_logits(logits, good)
-            self._poisoned = poisoned
+                self._check_logits(logits, bad)
+            self._poisoned = bad if bad is None or valid is None else bad & valid
             return logits[0] if squeeze else logits
 
     def _put(self, state: Any) -> None:
-        """Replace the state: the one place where an adapter changes."""
-        self._poisoned = self._retired = None  # first: a step may have written the state into the retired one's memory
+        """Replace the state; nothing else does."""
+        self._poisoned = self._retired = None  # first: the new state may lie in the memory of the retired one
         self.adapted.put(state)
 
     # -- life cycle ---------------------------------------------------------------------------------------------------
 
     @property
-    @_in_turn
+    @locked
     def state(self) -> Any:
-        """The method's state, a named tuple of tensors, good until the next call; `snapshot` gives a copy to keep."""
+        """The method's state, a named tuple of tensors, valid until the next call; `snapshot` returns a copy."""
         return self.adapted.get()
 
     @property
     def eager_because(self) -> str | None:
-        """Why steps are not captured in CUDA graphs; None: they are."""
+        """Why steps are not captured in CUDA graphs; None if they are."""
         return self._steps.eager_because
 
     @property
-    @_in_turn
+    @locked
     def info(self) -> list[StreamInfo]:
-        """What each stream is doing."""
+        """What each stream does: a `StreamInfo` a stream."""
         state = self.state
         columns = [t.tolist() for t in state.info]
         steps = state.key.clock.tolist()
-        none: list[list[int]] = [[]] * self.streams
-        bad = none if self._poisoned is None else [row.nonzero().flatten().tolist() for row in self._poisoned]
+        bad = (
+            [()] * self.streams
+            if self._poisoned is None
+            else [tuple(torch.where(row)[0].tolist()) for row in self._poisoned]
+        )
         return [
-            StreamInfo(images, skipped, tuple(bad[i]), trusted, entropy, distance, steps[i], self._frozen)
+            StreamInfo(images, skipped, bad[i], trusted, entropy, distance, steps[i], self._frozen)
             for i, (images, skipped, trusted, entropy, distance) in enumerate(zip(*columns, strict=True))
         ]
 
-    @_in_turn
+    @locked
     def freeze(self) -> "Adapter":
-        """Predict only, from now on."""
+        """Stop adapting: only predict."""
         self._frozen = True
         return self
 
-    @_in_turn
+    @locked
     def unfreeze(self) -> "Adapter":
         """Adapt again."""
         self._frozen = False
         return self
 
-    @_in_turn
+    @locked
     @torch.inference_mode(False)
     def reset(self, stream: int | None = None) -> "Adapter":
-        """Go back to the source: all streams, or one."""
+        """Return all streams, or one, to the source model."""
         fresh = self.method.init(self.net, self.streams, int(self.state.key.seed[0]))
         if stream is not None:
             chosen = torch.arange(self.streams, device=self.net.device) == self._stream(stream)
@@ -322,16 +276,16 @@ class Adapter(nn.Module):
         self._put(fresh)
         return self
 
-    @_in_turn
+    @locked
     @torch.inference_mode(False)
     def snapshot(self) -> Snapshot:
-        """A copy of the state, to `restore` later."""
+        """A copy of the state for `restore`."""
         return Snapshot(self.method, clone(self.state), self.net, self._frozen)
 
-    @_in_turn
+    @locked
     @torch.inference_mode(False)
     def restore(self, snapshot: Snapshot) -> "Adapter":
-        """Go back to a snapshot of this adapter, or of another with the same method and network; frozen if it was."""
+        """Return to a snapshot of this adapter, or of another with an equal method and network; frozen if it was."""
         if not isinstance(snapshot, Snapshot):
             raise TypeError(f"restore takes what snapshot() gave; got {type(snapshot).__name__}")
         if snapshot.method != self.method:
@@ -350,35 +304,35 @@ class Adapter(nn.Module):
         self._frozen = snapshot.frozen
         return self
 
-    @_in_turn
+    @locked
     def digest(self) -> str:
         """A hash of the state: equal digests, equal states."""
         return digest(self.state)
 
-    @_in_turn
+    @locked
     def save(self, path: str | PathLike[str]) -> None:
         """Write the state, the method and a fingerprint of the source model to a safetensors file, atomically.
 
-        A state that is not finite is refused, and a file that is there stays.
+        A state that is not finite is refused, and an existing file stays as it is.
         """
         fields, fingerprint = method_for_file(self.method), self.net.fingerprint()
         states.write(path, Saved(self.method.name, fields, self.streams, self._frozen, fingerprint, leaves(self.state)))
 
-    @_in_turn
+    @locked
     @torch.inference_mode(False)
     def state_dict(self, /, *args: Any, prefix: str = "", **kwargs: Any) -> Any:
-        """As for any module, with a copy of the adapted state: its own memory is used again by later steps."""
+        """As for any module, with a copy of the adapted state, because later steps reuse its memory."""
         named = super().state_dict(*args, prefix=prefix, **kwargs)
         named |= {name: t.clone() for name, t in named.items() if name.startswith(f"{prefix}adapted.")}
         return named
 
-    @_in_turn
+    @locked
     @torch.inference_mode(False)
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As for any module, except that a state dict that does not fit is refused before anything is copied.
+        """As for any module, but a state dict that does not fit or is not finite is refused before anything is copied.
 
-        So is an adapted state that is not finite, as by `load`. It is copied even with ``assign``: its memory is used
-        again by later steps. Other weights than the network has go into a copy of it, as other adapters may share it.
+        The adapted state is copied even with ``assign``, because later steps reuse its memory. If the weights differ
+        from the network's, they go into a copy of the network, because other adapters may share it.
         """
         own = super().state_dict()
         wrong = sorted(own.keys() ^ state_dict.keys()) if strict else []
@@ -390,9 +344,10 @@ class Adapter(nn.Module):
                 "missing, unexpected, of another shape or no tensor. Nothing was loaded"
             )
         mine = "adapted."
-        if lost := states.not_finite({k.removeprefix(mine): state_dict[k] for k in shared if k.startswith(mine)}):
+        adapted = {k.removeprefix(mine): state_dict[k] for k in shared if k.startswith(mine)}
+        if names := states.not_finite(adapted):
             raise RuntimeError(
-                f"the state dict holds a state that is not finite ({', '.join(lost[:4])}), which can predict nothing. "
+                f"the state dict holds a state that is not finite ({', '.join(names[:4])}), which can predict nothing. "
                 "Nothing was loaded"
             )
         theirs = "net."
@@ -401,21 +356,19 @@ class Adapter(nn.Module):
             net = copy.deepcopy(self.net)
             net.load_state_dict(weights, strict, assign)
             _check_source(net)
-            self.method.init(net)  # refuses a network that the method's source knowledge does not belong to
+            self.method.init(net)  # refuses source knowledge of another network
             self.net, self._steps = net, Steps(self.method, net, self._steps.graphs, self._steps.deterministic)
-        named = leaves(self.state)
-        named |= {k.removeprefix(mine): state_dict[k] for k in shared if k.startswith(mine)}
-        self._put(tree_map(_copy_like, rebuild(self.state, named), self.state))
+        self._put(tree_map(_copy_like, rebuild(self.state, leaves(self.state) | adapted), self.state))
         return _IncompatibleKeys(sorted(own.keys() - state_dict.keys()), sorted(state_dict.keys() - own.keys()))
 
-    @_in_turn
+    @locked
     @torch.inference_mode(False)
     def export(self, stream: int | None = None) -> nn.Module:
-        """A plain module with ordinary normalisation layers that predicts what `predict` predicts for a stream.
+        """A plain module with ordinary normalisation layers that predicts for one stream as `predict` does.
 
-        Methods that normalise each batch with its own statistics (bn, tent) give BatchNorm layers that do the same.
-        Methods whose prediction is more than a pass of a network (cotta, lame, petal, roid) or that normalise as no
-        ordinary layer does (note) are refused.
+        For methods that normalise each batch with its own statistics (bn, tent) its BatchNorm layers do the same.
+        Methods that predict with more than a pass of a network (cotta, lame, petal, roid), or that normalise as no
+        ordinary layer does (note), are refused.
         """
         if stream is None and self.streams > 1:
             raise ValueError(f"which of the {self.streams} streams? export(stream=0), say")
@@ -425,22 +378,22 @@ class Adapter(nn.Module):
             )
         index = self._stream(stream or 0)
         chosen = self.method.deployed(self.net, self.state).stream(index)
-        if type(chosen.norm) not in (Frozen, PerBatch):  # a rule made from one of them is another rule
+        if type(chosen.norm) not in (Frozen, PerBatch):  # a subclass is another rule
             raise ValueError(
                 NOT_EXPORTED.format(self.method.name, f"normalises as no ordinary layer does: {chosen.norm}")
             )
         frozen = chosen.stats if isinstance(chosen.norm, Frozen) else None
         return self.net.plain(chosen.affine, frozen, chosen.weights[0] if chosen.weights else None)
 
-    @_in_turn
+    @locked
     @torch.inference_mode(False)
     def __deepcopy__(self, memo: dict[int, Any]) -> "Adapter":
         return deepcopy_module(self, memo)
 
-    @_in_turn
+    @locked
     @torch.inference_mode(False)
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Adapter":
-        self._retired = None  # of another device or precision, soon
+        self._retired = None  # its device or precision is about to change
         self._steps.forget()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._place = _place(self.net)
@@ -458,112 +411,67 @@ class Adapter(nn.Module):
             raise IndexError(f"stream {index!r}: this adapter has streams 0 to {self.streams - 1}")
         return int(number) % self.streams
 
-    def _images(self, x: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor | None, bool]:
-        """Bring images into (S, B, ...) and ``valid`` into (S, B), or say what is wrong with them."""
-        if not isinstance(x, Tensor):
-            raise TypeError(f"expected a tensor of images; got {type(x).__name__}. For an array: torch.from_numpy(x)")
-        if not x.is_floating_point():
-            hint = "divide by 255: images.float() / 255" if x.dtype == torch.uint8 else "convert them: images.float()"
-            raise TypeError(f"images are {x.dtype}; expected floating point in [0, 1]; {hint}")
-        x = x.detach().as_subclass(Tensor).to(self.net.dtype)  # what a subclass means by it ends here
-        if x.is_inference():
-            x = x.clone()
-        one = self.streams == 1 and not (self.net.rank and x.dim() == self.net.rank + 1 and x.shape[0] == 1)
-        if one:
-            x = x.unsqueeze(0)
-        if x.dim() < 3 or x.shape[0] != self.streams:
-            layout = "(B, ...)" if self.streams == 1 else f"({self.streams}, B, ...): one row of images a stream"
-            raise ValueError(f"expected images {layout}; got {tuple(x.shape[1:] if one else x.shape)}")
-        if x.device != self.net.device:
-            raise ValueError(f"images are on {x.device}, the network on {self.net.device}: move one with .to()")
-        self._check_together()
-        valid = None if valid is None else self._mask(valid, x, one)
-        if not self._warned and x.numel():
-            self._check_range(x, valid)
-        return x, valid, one
-
-    def _mask(self, valid: Tensor, x: Tensor, one: bool) -> Tensor:
-        """Bring ``valid`` into (S, B), or say what is wrong with it."""
-        expected = tuple(x.shape[one:2])
-        if not isinstance(valid, Tensor) or valid.dtype != torch.bool or tuple(valid.shape) != expected:
-            found = f"{valid.dtype} of shape {tuple(valid.shape)}" if isinstance(valid, Tensor) else repr(valid)
-            raise ValueError(f"valid is a tensor of truths, one for each image, of shape {expected}; got {found}")
-        valid = valid.to(x.device)
-        return valid.unsqueeze(0) if one else valid
-
-    def _check_together(self) -> None:
+    def _check_place(self) -> None:
         """Refuse to run on a network that was moved or cast without this adapter's state."""
         if (place := _place(self.net)) != self._place:
-            there, here = (f"on {device} in {dtype}" for device, dtype in (place, self._place))
+            of_network, of_state = (f"on {device} in {dtype}" for device, dtype in (place, self._place))
             raise RuntimeError(
-                f"the network is {there} by now, the state of this adapter {here}: the network, or another adapter "
+                f"the network is {of_network}, the state of this adapter {of_state}: the network, or another adapter "
                 "that shares it, was moved or cast. Call .to() on this one, too"
             )
 
-    def _check_range(self, x: Tensor, valid: Tensor | None) -> None:
-        low, high = (v.item() for v in screen(x, valid)[0].aminmax())
-        if x.device.type != "cpu":
-            self._warned = True  # a look at the values waits for the device: the first batch only
-        if low < -1e-3 or high > 1 + 1e-3:
-            self._warned = True
-            warnings.warn(_range_advice(low, high), UserWarning, stacklevel=_caller_level())
+    def _find_bad(self, x: Tensor, valid: Tensor | None) -> Tensor | None:
+        """Which images (S, B) are bad; None: no image is. Warns once of images outside [0, 1].
 
-    def _check_logits(self, logits: Tensor, good: Tensor) -> None:
+        The step screens its images itself. If the extremes of a batch lie in [0, 1], no image is bad, so a batch is
+        screened again only if they do not, or on a GPU, where reading them would wait for the device.
+        """
+        gpu = x.device.type != "cpu"
+        if x.numel() and not (gpu and self._range_checked) and in_range(x):
+            self._range_checked |= gpu
+            return None
+        good = sound(x)
+        if not self._range_checked:
+            self._range_checked = warn_of_range(x[good if valid is None else good & valid]) or gpu
+        return ~good
+
+    def _check_logits(self, logits: Tensor, bad: Tensor | None) -> None:
         if logits.shape[-1] != self.classes:
             raise ValueError(
                 f"the network gives {logits.shape[-1]} classes; the adapter was made for {self.classes}, the outputs "
                 f"of its layer {self.net.classifier!r}. Name the layer that classifies: "
                 "tribe.adapt(tribe.Backbone(model, classifier=...))"
             )
-        if not self._looked and self.method.output == "logits" and (kept := logits[good]).numel():
-            self._looked = True  # at the first batch only: a look at the values waits for the device
+        if self._output_checked or self.method.output != "logits":
+            return
+        if (kept := logits if bad is None else logits[~bad]).numel():
+            self._output_checked = True  # once: reading the values waits for the device
             if are_probabilities(kept):
-                warnings.warn(PROBABILITIES, UserWarning, stacklevel=_caller_level())
+                warn(PROBABILITIES)
 
 
 def _check_source(net: Backbone) -> None:
-    if lost := net.not_finite():
+    if names := net.not_finite():
         raise ValueError(
-            f"the network's normalisation holds numbers that are not finite ({', '.join(lost[:4])}), and nothing can "
-            "be learned beside them. Load its weights anew; a layer that it never calls may be an nn.Identity()"
+            f"the network's normalisation holds numbers that are not finite ({', '.join(names[:4])}), so nothing can "
+            "be learned. Load its weights again; replace a layer that it never calls by nn.Identity()"
         )
 
 
 def _place(net: Backbone) -> tuple[torch.device, torch.dtype]:
-    """Where a network keeps the source's normalisation, and in which precision; so is a state kept."""
+    """The device and precision of the source's affine parameters, which a state shares."""
     source: Tensor = net.origin.get().affine.weight
     return source.device, source.dtype
 
 
 def _copy_like(t: Tensor, other: Tensor) -> Tensor:
-    """A copy with the precision of another tensor, where that lies."""
+    """A copy with the precision and device of another tensor."""
     return t.detach().to(other, copy=True)
 
 
 def _count_classes(net: Backbone, classes: int | None) -> int:
     check_classes(net, classes)
-    known = classes if classes is not None else net.classes
-    if known is None:
+    count = classes if classes is not None else net.classes
+    if count is None:
         raise ValueError("the number of classes cannot be read from the network: pass classes=")
-    return known
-
-
-def _caller_level() -> int:
-    """The stack level of the caller's own line, past tribe and torch (`skip_file_prefixes` needs Python 3.12)."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("tribe", "torch"):
-        frame, level = frame.f_back, level + 1
-    return level
-
-
-def _range_advice(low: float, high: float) -> str:
-    if high > 2 and low >= 0:
-        cause = "they look like 0 to 255: divide by 255"
-    elif low < 0:
-        cause = (
-            "they look normalised already: give images in [0, 1] and put the normalisation into the network, "
-            "torch.nn.Sequential(tribe.Normalize(mean, std), net), because augmentation works on [0, 1]"
-        )
-    else:
-        cause = "check how they are scaled"
-    return f"images reach from {low:.3g} to {high:.3g}, outside [0, 1]; {cause}"
+    return count
