@@ -156,7 +156,7 @@ MAKING = {
     "a fraction of a stream": (lambda: tribe.adapt(small_network(), streams=1.5), ValueError, "streams.*got 1.5"),
     "a seed that is no int": (lambda: tribe.adapt(small_network(), seed="a"), TypeError, "seed is an int"),
     "eta out of range": (lambda: tribe.adapt(small_network(), eta=0.0), ValueError, r"eta lies in \(0, 1\]"),
-    "gamma out of range": (lambda: tribe.adapt(small_network(), gamma=1.5), ValueError, r"gamma in \[0, 1\]"),
+    "gamma out of range": (lambda: tribe.adapt(small_network(), gamma=1.5), ValueError, r"gamma lies in \[0, 1\]"),
     "a negative threshold": (lambda: tribe.adapt(small_network(), h0=-0.1), ValueError, "h0 are not negative"),
     "a negative learning rate": (lambda: tribe.adapt(small_network(), lr=-1.0), ValueError, "lr.*not negative"),
     "tent's negative learning rate": (

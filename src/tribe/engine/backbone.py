@@ -407,7 +407,8 @@ def _features(current: Pass) -> Tensor | None:
     if features is None or features.shape[0] != samples:
         return None
     features = features.flatten(2).mean(2) if features.dim() == 4 else features.flatten(1)
-    return features.unflatten(0, (current.rows, current.batch))
+    by_row: Tensor = features.unflatten(0, (current.rows, current.batch))
+    return by_row
 
 
 def _logits(result: Any, samples: int) -> Tensor:

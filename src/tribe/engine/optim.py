@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tribe.engine.state import leaves, tree_map
 
-P = TypeVar("P")  # a tree of parameters, (S, ...) each
+P = TypeVar("P", bound=tuple[Any, ...])  # a (nested) named tuple of parameters, (S, ...) each
 
 
 class Adam(NamedTuple):

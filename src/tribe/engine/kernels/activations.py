@@ -3,7 +3,7 @@
 Activations are N = R x B samples of C channels and L pixels, with any strides; channels-last is fastest.
 """
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, import-not-found, import-untyped"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, attr-defined"
 
 from typing import NamedTuple
 

@@ -1,6 +1,6 @@
 """Balanced BN's update of the class statistics, Eqs. 1 to 4 of the paper; see `tribe.norms.balanced`."""
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, import-not-found, import-untyped"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, attr-defined"
 
 from typing import Any, NamedTuple
 

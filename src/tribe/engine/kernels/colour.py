@@ -1,6 +1,6 @@
 """The colour jitter of `tribe.engine.augment`, one launch for all five operations."""
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, import-not-found, import-untyped"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, attr-defined"
 
 import torch
 from torch import Tensor

@@ -1,6 +1,6 @@
 """Small operations on moments: pool them over a batch, fold statistics and affine parameters into scale and shift."""
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, import-not-found, import-untyped"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, attr-defined"
 
 import torch
 from torch import Tensor

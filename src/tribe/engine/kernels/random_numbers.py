@@ -1,6 +1,6 @@
 """The random numbers of `tribe.engine.rng`, one launch a draw."""
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, import-not-found, import-untyped"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, attr-defined"
 
 import math
 from collections.abc import Sequence
