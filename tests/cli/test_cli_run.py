@@ -698,3 +698,13 @@ net = Grey()
             )
         assert result.exit_code == 0, result.output
         assert len(tribe.Record.load("out/tribe-seed0.npz").prediction) == 29
+
+
+def test_a_network_without_affine_parameters_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    norm = "nn.BatchNorm2d(4, affine=False), nn.AdaptiveAvgPool2d(1)"
+    code = f"from torch import nn\nnet = nn.Sequential(nn.Conv2d(1, 4, 3), {norm}, nn.Flatten(), nn.Linear(4, 10))\n"
+    (tmp_path / "plain.py").write_text(code)
+    result = tribe_command("run", "--model", "plain.py:net", "--methods", "tribe")
+    assert result.exit_code == 2, result.output
+    assert "no normalisation layer of the network has affine parameters to learn" in message(result)

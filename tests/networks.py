@@ -1,0 +1,63 @@
+"""Networks with unusual habits, and adapters of them, for several test files."""
+
+import torch
+from torch import nn
+
+import tribe
+from tribe.testing import CLASSES, images, ready, small_network
+
+
+def batch(seed=0, size=6):
+    return images(1, size, seed)[0]
+
+
+def learner(net, method="tribe", **given):
+    """An adapter that learns something of networks that were never trained."""
+    fields = {"h0": 2.0} if method == "tribe" else {}
+    return tribe.adapt(net, ready(method) if method != "tribe" else method, **given, **fields)
+
+
+class Around(nn.Module):
+    """Runs a network in some way of its own."""
+
+    def __init__(self, run, inner=None):
+        super().__init__()
+        self.inner, self.run = inner or small_network(), run
+
+    def forward(self, x):
+        return self.run(self.inner, x)
+
+
+class Viewed(nn.Module):
+    """Flattens feature maps with view, which needs them laid out as images are."""
+
+    def __init__(self, flat=lambda x: x.view(x.size(0), -1)):
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.norm, self.fc = nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.Linear(6 * 36, CLASSES)
+        self.flat = flat
+
+    def forward(self, x):
+        return self.fc(self.flat(self.norm(self.conv(x)).relu()))
+
+
+class Counting(nn.Module):
+    """Counts its passes in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = small_network()
+        self.register_buffer("passes", torch.zeros(()))
+
+    def forward(self, x):
+        self.passes += 1
+        return self.inner(x)
+
+
+def apart(inner, x):
+    a, b = inner(torch.cat((x, x.flip(-1)))).chunk(2)
+    return (a + b) / 2
+
+
+def side_by_side(inner, x):
+    return inner(torch.stack((x, x.flip(-1)), 1).flatten(0, 1)).unflatten(0, (-1, 2)).mean(1)
