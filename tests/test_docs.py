@@ -90,7 +90,7 @@ def test_the_docstring_example_of_the_package_is_the_readme():
 
 # -- names and paths ---------------------------------------------------------------------------------------------------
 
-PAGES = sorted([*ROOT.glob("*.md"), ROOT / "NOTICE", *(ROOT / "docs").rglob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), ROOT / "NOTICE", *(ROOT / "docs").rglob("*.md"), ROOT / "results/README.md"])
 CODE = sorted(path for folder in ("src", "tests", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py"))
 HOMES = (ROOT, ROOT / "src", ROOT / "src/tribe", ROOT / "tests")  # where a path in a text may start
 FOLDERS = "src|tests|docs|benchmarks|examples|results"
