@@ -34,8 +34,8 @@ def made(name, root, **fields):
     known = {field.name for field in dataclasses.fields(datasets.get(name))}
     if "corruptions" in known:
         fields.setdefault("corruptions", CORRUPTIONS.get(name, SMALL))
-    place = {"root": str(root / "camera")} if name == "folder" else {"data": str(root)}
-    return datasets.create(name, **place, **fields)
+    places = {"root": str(root / "camera")} if name == "folder" else {"data": str(root)}
+    return datasets.create(name, **{field: place for field, place in places.items() if field in known}, **fields)
 
 
 def pixels(draw, *shape):

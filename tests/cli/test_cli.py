@@ -190,7 +190,7 @@ def test_corruptions_are_listed(call):
     listed = json.loads(call("list", "corruptions", "--json").stdout)
     assert [c["name"] for c in listed] == tribe.corruptions.names()
     told = {c["name"]: c["summary"] for c in listed}
-    assert told["common/glass_blur"] == "Blur, let pixels be overwritten by near ones, blur again."
+    assert told["common/glass_blur"] == "Blur, overwrite pixels with near ones, blur again."
     assert all(told.values())
     people = call("list", "corruptions")
     assert people.exit_code == 0, people.output
