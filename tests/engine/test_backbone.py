@@ -29,7 +29,7 @@ from tribe.engine.all_weights import WeightLayout
 from tribe.engine.backbone import Backbone, Output
 from tribe.engine.slots import Slot
 from tribe.engine.state import Affine, Stats, leaves
-from tribe.models.base import BatchNormReLU
+from tribe.models.layers import BatchNormReLU
 from tribe.norms import Norm
 from tribe.norms.balanced import Balanced
 

@@ -28,7 +28,7 @@ from tribe.lab.experiment import Experiment
 from tribe.lab.spec import ComponentSpec
 from tribe.lab.workbench import Workbench
 from tribe.methods.tent import Tent
-from tribe.models.base import Architecture
+from tribe.models.architectures import Architecture
 
 @tribe.methods.register("mine")
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from places import SHARED
 from tribe import models
 from tribe.engine.backbone import Backbone
 from tribe.engine.normalize import Normalize
-from tribe.models.base import HALF, IMAGENET, BatchNormReLU
 from tribe.models.external import Normalized
+from tribe.models.layers import HALF, IMAGENET, BatchNormReLU
 
 WEIGHTS = SHARED / "weights"
 PUBLISHED = {  # file -> name of the network
@@ -453,12 +453,12 @@ BAD_FILES = {  # what is wrong: (how the file is made, exception, message)
     "an unexpected name": (
         lambda net, d: resaved(net, d, with_tensor("extra.weight", torch.ones(2))),
         models.WeightsError,
-        "names do not fit; it has extra.weight besides",
+        "names do not fit; it has extra.weight in addition",
     ),
     "another network": (
         lambda net, d: resaved(nn.Linear(2, 2), d),
         models.WeightsError,
-        "not a single name fits.*lacks conv1.weight, bn1.weight.* and .* more, and it has weight, bias besides",
+        "no name fits.*lacks conv1.weight, bn1.weight.* and .* more, and it has weight, bias in addition",
     ),
     "a name twice": (
         lambda net, d: resaved(net, d, with_tensor("module.conv1.weight", torch.ones(16, 3, 3, 3))),
@@ -483,7 +483,7 @@ BAD_FILES = {  # what is wrong: (how the file is made, exception, message)
     "another normalisation": (
         lambda net, d: resaved(net, d, lambda s: s | {k: torch.full((3,), 0.5) for k in ("mu", "sigma")}),
         models.WeightsError,
-        "wants images normalised with mean .*0.5.*build it with normalize=",
+        "needs images normalised with mean .*0.5.*build it with normalize=",
     ),
 }
 
@@ -581,7 +581,7 @@ def test_what_is_said_to_be_trained_here_has_a_recipe():
 def test_load_wants_a_name_or_a_module(weights):
     with pytest.raises(TypeError, match=r"expected a name or a torch\.nn\.Module; got int"):
         models.load(3, weights[1])
-    with pytest.raises(TypeError, match="classes can be chosen for a network built by name"):
+    with pytest.raises(TypeError, match="classes can be set for a network built by name"):
         models.load(weights[0], weights[1], classes=3)
 
 

@@ -13,7 +13,7 @@ from scipy import stats
 from places import DATA, SHARED
 from tribe import scenarios
 from tribe.scenarios import Dirichlet, LongTail, Natural, RealWorld, Schedule, Shuffled
-from tribe.scenarios.sampling import Pool, drain, log_dirichlet
+from tribe.scenarios.sampling import ClassPool, drain, log_dirichlet
 from tribe.testing import SCENARIO_CHECKS, check_scenario
 
 FULL, SMALL = SHARED / "goldens/streams_open.npz", DATA / "streams.npz"
@@ -87,7 +87,7 @@ def slow_slots(members, sigma, rng):
 @pytest.mark.parametrize("sigma", [0.05, 1.0, 30.0])
 def test_slots_equal_the_slow_loop(sizes, sigma):
     members = np.split(np.random.RandomState(1).permutation(sum(sizes)), np.cumsum(sizes)[:-1])
-    fast = Dirichlet(sigma).arrange(Pool(members, np.ones(len(sizes))), "released", np.random.RandomState(7))
+    fast = Dirichlet(sigma).arrange(ClassPool(members, np.ones(len(sizes))), "released", np.random.RandomState(7))
     assert np.array_equal(fast, slow_slots(members, sigma, np.random.RandomState(7)))
 
 
@@ -124,7 +124,7 @@ def first_windows(share, sigma, window, windows, seeds, per_class):
     assert window * windows <= per_class
     rows = []
     for seed in range(seeds):
-        pool = Pool(members, np.array(share))
+        pool = ClassPool(members, np.array(share))
         played = Dirichlet(sigma, window).arrange(pool, "paper", np.random.RandomState(seed))
         rows.append(played[: window * windows].reshape(windows, window) // per_class)
     return np.concatenate(rows)
@@ -412,7 +412,7 @@ def test_summaries_by_hand():
         scenarios.local_balance(stream, labels, window=1)
     with pytest.raises(ValueError, match="plays domain 1"):
         scenarios.class_counts(stream, labels[:1])
-    with pytest.raises(ValueError, match="beyond the labels"):
+    with pytest.raises(ValueError, match="beyond these labels"):
         scenarios.class_counts(stream, [labels[0][:2], labels[1]])
 
 
@@ -443,17 +443,17 @@ def test_a_window_as_even_as_can_be_is_balanced(classes):
         ("ptta", {"draw": "papr"}, "draw is 'released' or 'paper'"),
         ("ptta", {"order": "best"}, "order is 'given', 'random' or 'paper'"),
         ("ptta", {"order": "paper"}, "needs the names"),
-        ("ptta", {"order": "paper", "domains": ["snow", "fogg"]}, "no place for domain 'fogg': did you mean 'fog'"),
+        ("ptta", {"order": "paper", "domains": ["snow", "fogg"]}, "the paper has no domain 'fogg': did you mean 'fog'"),
         ("ptta", {"order": "paper", "domains": ["snow", "zigzag"]}, "some are of CIFAR-C, some of MNIST-C"),
         ("ptta", {"domains": "fog"}, "sequence of names"),
         ("ptta", {"domains": []}, "at least one name"),
-        ("ptta", {"domains": ["fog", "fog"]}, "name of its own"),
+        ("ptta", {"domains": ["fog", "fog"]}, "domains are different names"),
         ("ptta", {"domains": ["fog", 3]}, "sequence of names"),
         ("ptta", {"classes": 0}, "classes is K"),
-        ("gradual", {"domains": ["fog@3"]}, "give 'fog', not 'fog@3'"),
-        ("gradual", {"severities": (1, 6)}, "numbers of 1 to 5"),
-        ("zigzag", {"severities": ()}, "numbers of 1 to 5"),
-        ("zigzag", {"severities": (1, 1)}, "numbers of 1 to 5"),
+        ("gradual", {"domains": ["fog@3"]}, "use 'fog', not 'fog@3'"),
+        ("gradual", {"severities": (1, 6)}, "numbers from 1 to 5"),
+        ("zigzag", {"severities": ()}, "numbers from 1 to 5"),
+        ("zigzag", {"severities": (1, 1)}, "numbers from 1 to 5"),
         ("mixed", {"weights": (1, 0)}, "weights are numbers above 0"),
         ("mixed", {"weights": (1, 2), "domains": ["fog"]}, "one per domain"),
     ],
@@ -475,7 +475,7 @@ def test_unknown_names_are_refused():
         LongTail(empty="keep")
     with pytest.raises(ValueError, match="severity is 1"):
         scenarios.at_severity(["fog"], 6)
-    with pytest.raises(ValueError, match="no domain names yet"):
+    with pytest.raises(ValueError, match="this scenario has no domain names"):
         _ = scenarios.create("ptta").domain_names
 
 

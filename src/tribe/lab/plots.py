@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tribe.lab import metrics
 from tribe.lab.record import Record
-from tribe.scenarios.schedule import Schedule, class_counts, local_balance
+from tribe.scenarios.schedules import Schedule, class_counts, local_balance
 from tribe.storage.atomic import write_atomically
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Source networks by name. Every one takes images in [0, 1]: input normalisation is part of the model.
+"""Source networks by name. All take images in [0, 1]: input normalisation is part of the model.
 
     net = tribe.models.create("wrn28_10", classes=10)                     # fresh weights, to train
     net = tribe.models.load("wrn28_10", "wrn28_10_cifar10.safetensors")   # published ones, to adapt
@@ -8,7 +8,7 @@
 To add one, put a file beside this one: the network as a plain module, and an `Architecture` with `@register("name")`.
 """
 
-from tribe.models.base import Architecture, architecture, create, names, register, registry
+from tribe.models.architectures import Architecture, architecture, create, names, register, registry
 from tribe.models.weights import WeightsError, find, load
 
 registry.load(__name__, __path__)

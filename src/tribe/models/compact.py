@@ -1,4 +1,4 @@
-"""Small enough to ship: six convolutions with BatchNorm for grey digits of 28x28, 51,706 parameters."""
+"""A network small enough to ship: six convolutions with BatchNorm for grey digits of 28x28, 51,706 parameters."""
 
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from tribe.models.base import Architecture, BatchNormReLU, Normalization, global_pool, input_layer, register
+from tribe.models.architectures import Architecture, register
+from tribe.models.layers import BatchNormReLU, Normalization, global_pool, input_layer
 
 LAYERS = ((16, 1), (16, 2), (32, 1), (32, 1), (48, 2), (48, 1))  # channels and stride; 28, 14, 14, 14, 7, 7 pixels
 
@@ -19,7 +20,7 @@ class Compact(nn.Module):
         super().__init__()
         self.normalize = input_layer(normalize)
         layers: OrderedDict[str, nn.Module] = OrderedDict()
-        for i, (width, stride) in enumerate(LAYERS):  # three numbers each: files of weights count the ReLU
+        for i, (width, stride) in enumerate(LAYERS):  # three numbers each, because weight files count the ReLU
             layers[f"{3 * i}"] = nn.Conv2d(channels, width, 3, stride, 1, bias=False)
             layers[f"{3 * i + 1}"] = BatchNormReLU(width)
             channels = width
@@ -34,7 +35,7 @@ class Compact(nn.Module):
 @register("compact")
 @dataclass(frozen=True)
 class CompactDigits(Architecture):
-    """The embedded default: a good classifier of digits at 5 million multiplications an image."""
+    """The default network: a good classifier of digits with 5 million multiplications per image."""
 
     channels: int = 1
 
@@ -43,5 +44,5 @@ class CompactDigits(Architecture):
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"compact": {}}
 
     def network(self) -> nn.Module:
-        """The bare network."""
+        """Build the network."""
         return Compact(self.classes, self.channels, self.normalize)

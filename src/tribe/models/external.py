@@ -7,13 +7,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tribe.models.base import IMAGENET, Architecture, Normalization, input_layer, register
+from tribe.models.architectures import Architecture, register
+from tribe.models.layers import IMAGENET, Normalization, input_layer
 
-EXTRA = "models"  # of this package, which installs both
+EXTRA = "models"  # the extra of this package that installs both
 
 
 class Normalized(nn.Module):
-    """Another library's network behind the normalisation it was trained with, so that it takes images in [0, 1]."""
+    """A network of another library after its input normalisation, so that it takes images in [0, 1]."""
 
     def __init__(self, model: nn.Module, normalize: Normalization | None) -> None:
         super().__init__()
@@ -27,19 +28,19 @@ class Normalized(nn.Module):
 
 @dataclass(frozen=True)
 class External(Architecture):
-    """What the two have in common."""
+    """The base of both libraries."""
 
     classes: int = 1000
-    normalize: Normalization | None = None  # None: what the library says the network wants
-    model: str = ""  # the library's name for it
+    normalize: Normalization | None = None  # None: that of the library
+    model: str = ""  # the library's name of the network
     pretrained: bool = False  # True: with the library's weights, which it may download
 
     size = 224
-    head = ""  # every network has its own
+    head = ""  # differs between networks
 
     @classmethod
     def preset(cls, name: str) -> Mapping[str, Any] | None:
-        """All that stands behind "timm/" is timm's name."""
+        """The name after "timm/" is timm's."""
         library, slash, model = name.partition("/")
         return {"model": model} if library == cls.name and slash else super().preset(name)
 
@@ -49,11 +50,11 @@ class External(Architecture):
             raise ValueError(f"say which of {self.name}'s networks: create({self.name + '/resnet50'!r})")
 
     def build(self) -> nn.Module:
-        """The library's network as the library initialises it, behind its normalisation."""
+        """Build the network with the library's initial weights, after its normalisation."""
         return self.network()
 
     def library(self) -> Any:
-        """The library, or an error that says how to get it."""
+        """Import the library, or raise an error that says how to install it."""
         try:
             return importlib.import_module(self.name)
         except (ImportError, RuntimeError) as error:  # RuntimeError: torchvision built for another torch
@@ -71,21 +72,21 @@ class Timm(External):
     paper = "Wightman, PyTorch Image Models"
 
     def network(self) -> nn.Module:
-        """The network behind the normalisation of its configuration."""
+        """Build the network after the normalisation of its configuration."""
         timm = self.library()
         if not timm.is_model(self.model):
             raise ValueError(f"timm has no network {self.model!r}; timm.list_models() lists them")
         net = timm.create_model(
             self.model, pretrained=self.pretrained, num_classes=self.classes, in_chans=self.channels
         )
-        wants = net.pretrained_cfg
-        return Normalized(net, self.normalize or (tuple(wants["mean"]), tuple(wants["std"])))
+        config = net.pretrained_cfg
+        return Normalized(net, self.normalize or (tuple(config["mean"]), tuple(config["std"])))
 
 
 @register("torchvision")
 @dataclass(frozen=True)
 class Torchvision(External):
-    """A network of torchvision, all of whose classifiers want ImageNet's mean and standard deviation."""
+    """A network of torchvision. All its classifiers use ImageNet's mean and standard deviation."""
 
     paper = "torchvision.models"
 
@@ -95,7 +96,7 @@ class Torchvision(External):
             raise ValueError(f"torchvision's networks take 3 channels; got {self.channels}")
 
     def network(self) -> nn.Module:
-        """The network behind ImageNet's normalisation."""
+        """Build the network after ImageNet's normalisation."""
         models = self.library().models
         if self.model not in models.list_models():
             raise ValueError(f"torchvision has no network {self.model!r}; torchvision.models.list_models() lists them")

@@ -1,4 +1,4 @@
-"""Residual networks as everyone deploys them, in torchvision's layout and with its names of layers."""
+"""Residual networks in torchvision's layout, with its names of layers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,11 +7,12 @@ from typing import Any, ClassVar
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tribe.models.base import IMAGENET, Architecture, BatchNormReLU, Normalization, global_pool, input_layer, register
+from tribe.models.architectures import Architecture, register
+from tribe.models.layers import IMAGENET, BatchNormReLU, Normalization, global_pool, input_layer
 
 
 def shortcut(inputs: int, outputs: int, stride: int) -> nn.Sequential | None:
-    """A 1x1 convolution where the shape changes; None where the input can be added as it is."""
+    """A 1x1 convolution where the shape changes; None where the input can be added directly."""
     if inputs == outputs and stride == 1:
         return None
     return nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
@@ -61,7 +62,7 @@ class Bottleneck(nn.Module):
         return F.relu(y + (x if self.downsample is None else self.downsample(x)), inplace=True)
 
 
-LAYOUTS: Mapping[int, tuple[type[BasicBlock] | type[Bottleneck], tuple[int, int, int, int]]] = {
+STAGES: Mapping[int, tuple[type[BasicBlock] | type[Bottleneck], tuple[int, int, int, int]]] = {
     18: (BasicBlock, (2, 2, 2, 2)),
     34: (BasicBlock, (3, 4, 6, 3)),
     50: (Bottleneck, (3, 4, 6, 3)),
@@ -75,7 +76,7 @@ class ResNet(nn.Module):
 
     def __init__(self, depth: int, classes: int, channels: int = 3, normalize: Normalization | None = IMAGENET) -> None:
         super().__init__()
-        block, (first, second, third, fourth) = LAYOUTS[depth]
+        block, (first, second, third, fourth) = STAGES[depth]
         self.normalize = input_layer(normalize)
         self.conv1 = nn.Conv2d(channels, 64, 7, 2, 3, bias=False)
         self.bn1 = BatchNormReLU(64)
@@ -122,16 +123,16 @@ class TorchvisionResNet(Architecture):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.depth not in LAYOUTS:
-            known = ", ".join(map(str, LAYOUTS))
+        if self.depth not in STAGES:
+            known = ", ".join(map(str, STAGES))
             raise ValueError(f"the depth of a ResNet in torchvision's layout is one of {known}; got {self.depth}")
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """The images it is made for: photographs in colour, digits in grey."""
+        """The shape of its images: photographs in colour, or digits in grey."""
         size = 28 if self.channels == 1 else 224
         return self.channels, size, size
 
     def network(self) -> nn.Module:
-        """The bare network."""
+        """Build the network."""
         return ResNet(self.depth, self.classes, self.channels, self.normalize)

@@ -11,15 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tribe.fields import require_whole
-from tribe.models.base import (
-    IMAGENET,
-    Architecture,
-    BatchNormReLU,
-    Normalization,
-    global_pool,
-    input_layer,
-    register,
-)
+from tribe.models.architectures import Architecture, register
+from tribe.models.layers import IMAGENET, BatchNormReLU, Normalization, global_pool, input_layer
 
 
 class Block(nn.Module):
@@ -89,5 +82,5 @@ class CifarResNet(Architecture):
             raise ValueError(f"the depth of a CIFAR ResNet is 6n + 2, such as 20, 32 or 56; got {self.depth}")
 
     def network(self) -> nn.Module:
-        """The bare network."""
+        """Build the network."""
         return SmallResNet(self.depth, self.classes, self.channels, self.normalize)

@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tribe.models.base import HALF, Architecture, BatchNormReLU, Normalization, global_pool, input_layer, register
+from tribe.models.architectures import Architecture, register
+from tribe.models.layers import HALF, BatchNormReLU, Normalization, global_pool, input_layer
 
 GROUPS = 4  # "4x": paths through each block
 EXPANSION = 2  # channels that leave a block, for each inside it
@@ -81,5 +82,5 @@ class ResNeXt(Architecture):
     }
 
     def network(self) -> nn.Module:
-        """The bare network."""
+        """Build the network."""
         return ResNeXt29(self.classes, self.channels, self.normalize)

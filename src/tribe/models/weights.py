@@ -1,4 +1,4 @@
-"""Read published weights into a network, or say in words why they do not fit; it is filled whole or not at all."""
+"""Read weights into a network, or say why they do not fit; an error leaves the network unchanged."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -13,14 +13,19 @@ from torch import Tensor, nn
 
 from tribe.datasets.locations import data_root
 from tribe.engine.normalize import Normalize
-from tribe.models.base import Architecture, Normalization, architecture
+from tribe.models.architectures import Architecture, architecture
+from tribe.models.layers import Normalization
 
-PREFIXES = ("module.", "model.", "_orig_mod.")  # what DataParallel, wrappers and torch.compile put before names
-ENVELOPES = ("state_dict", "model_state_dict", "model")  # under which training scripts keep a state dict
-CONSTANTS = (("mu", "sigma"), ("mean", "std"), ("normalize.mean", "normalize.std"))  # input normalisation in a file
-TRAINED_HERE = ("mnist", "cifar10", "cifar100")  # for which `tribe train` has a recipe
+PREFIXES = ("module.", "model.", "_orig_mod.")  # that DataParallel, wrappers and torch.compile put before names
+ENVELOPES = ("state_dict", "model_state_dict", "model")  # the keys of a state dict in files of training scripts
+CONSTANTS = (
+    ("mu", "sigma"),
+    ("mean", "std"),
+    ("normalize.mean", "normalize.std"),
+)  # input normalisation
+TRAINED_HERE = ("mnist", "cifar10", "cifar100")  # data sets for which `tribe train` has a recipe
 SHIPPED = Path(__file__).parent / "shipped"  # weights that come with the package
-ROUNDING = 1e-3  # to which a file's constants and the network's agree: some files hold them in half precision
+ROUNDING = 1e-3  # tolerance between the constants of a file, which may have half precision, and of the network
 
 
 class WeightsError(ValueError):
@@ -28,9 +33,9 @@ class WeightsError(ValueError):
 
 
 def find(model: str, dataset: str, root: str | PathLike[str] | None = None) -> Path:
-    """Where the weights of a named network, trained on a data set, lie: under ``root``/weights, or in the package.
+    """Find the weights of a named network trained on a data set: under ``root``/weights, or in the package.
 
-    ``root`` is that of all data sets: if not given, $TRIBE_DATA, else the user's cache directory.
+    ``root`` is the folder of all data sets; by default $TRIBE_DATA, else the user's cache directory.
 
     >>> find("compact", "mnist", "anywhere").name
     'compact_mnist.safetensors'
@@ -41,7 +46,7 @@ def find(model: str, dataset: str, root: str | PathLike[str] | None = None) -> P
     for place in (*places, SHIPPED / name):
         if place.is_file():
             return place
-    architecture(model)  # a wrong name is refused as that
+    architecture(model)  # raises an error for a wrong name
     looked = " or ".join(str(place) for place in places)
     made = f", or make them: tribe train {dataset} --model {model} --data {root}" if dataset in TRAINED_HERE else ""
     raise FileNotFoundError(
@@ -55,31 +60,31 @@ def load(model: str | nn.Module, path: str | PathLike[str], **fields: Any) -> nn
 
     Args:
         model: a name, as `create` takes it, or a network, which is filled in place.
-        path: a safetensors file, or a state dict written by `torch.save` (.pt, .pth), read without running any code in
-            it. Half precision becomes the network's own; prefixes of wrappers are taken off.
-        fields: as `create` takes them, beside a name; the number of classes and constants of input normalisation are
-            read from the file where they are not given.
+        path: a safetensors file, or a state dict written by `torch.save` (.pt, .pth), read without running code in it.
+            Half precision is converted to the network's precision; prefixes of wrappers are removed.
+        fields: the fields that `create` takes, with a name. By default the number of classes and the constants of
+            input normalisation come from the file.
     """
     if isinstance(model, str):
-        design = architecture(model, **fields)  # a wrong name is refused before a large file is read
+        design = architecture(model, **fields)  # raises an error for a wrong name before a large file is read
         tensors = read(path, f"tribe train DATASET --model {model} makes one (of {', '.join(TRAINED_HERE)})")
-        model = _as_told(design, tensors, fields).build()
+        model = _with_file_fields(design, tensors, fields).build()
     elif not isinstance(model, nn.Module):
         raise TypeError(f"expected a name or a torch.nn.Module; got {type(model).__name__}")
     elif fields:
-        raise TypeError(f"{', '.join(sorted(fields))} can be chosen for a network built by name, not for one at hand")
+        raise TypeError(f"{', '.join(sorted(fields))} can be set for a network built by name, not for an existing one")
     else:
         tensors = read(path)
     wanted = model.state_dict()
     found = _fit_names(path, tensors, wanted)
     _check_constants(path, found, wanted, model)
     _check(path, found, wanted)
-    model.load_state_dict(found, strict=False)  # copies into each tensor's own precision; all was checked above
+    model.load_state_dict(found, strict=False)  # converts the precision; all names were checked above
     return model.eval()
 
 
 def read(path: str | PathLike[str], otherwise: str = "name another") -> dict[str, Tensor]:
-    """The tensors of a weights file, by the names they have there; ``otherwise`` is what to do where there is none."""
+    """The tensors of a weights file by their names there; ``otherwise`` is what to do if the file is missing."""
     path = Path(path)
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a folder; expected a weights file")
@@ -102,7 +107,7 @@ def _unpickle(path: Path) -> object:
         return torch.load(path, map_location="cpu", weights_only=True)
     except OSError:
         raise
-    except Exception as error:  # damaged bytes make the reader fail in any way
+    except Exception as error:  # damaged bytes can raise anything
         reason = str(error)
         if "GLOBAL" in reason:
             raise WeightsError(
@@ -125,27 +130,27 @@ def _open_envelope(path: Path, content: object) -> dict[str, Tensor]:
     )
 
 
-def _as_told(design: Architecture, tensors: Mapping[str, Tensor], given: Mapping[str, Any]) -> Architecture:
-    """The configuration with what the file tells of it, where the caller did not say."""
-    told: dict[str, Any] = {}
+def _with_file_fields(design: Architecture, tensors: Mapping[str, Tensor], given: Mapping[str, Any]) -> Architecture:
+    """The configuration with the fields that the file determines and the caller did not set."""
+    found: dict[str, Any] = {}
     bare = {_bare(name): tensor for name, tensor in tensors.items()}
     head = bare.get(f"{design.head}.weight")
     if head is not None and head.dim() == 2 and len(head):
-        told["classes"] = len(head)
+        found["classes"] = len(head)
     if constants := _constants(bare):
-        told["normalize"] = constants
-    return dataclasses.replace(design, **{field: value for field, value in told.items() if field not in given})
+        found["normalize"] = constants
+    return dataclasses.replace(design, **{field: value for field, value in found.items() if field not in given})
 
 
 def _bare(name: str, own: Iterable[str] = ()) -> str:
-    """A name without prefixes, unless the network has it with them."""
+    """A name without prefixes, unless the network itself has it with them."""
     while name not in own and name.startswith(PREFIXES):
         name = name.partition(".")[2]
     return name
 
 
 def _fit_names(path: object, tensors: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    shared = "model." if wanted and all(name.startswith("model.") for name in wanted) else ""  # a wrapper of our own
+    shared = "model." if wanted and all(name.startswith("model.") for name in wanted) else ""  # a wrapper of tribe
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         bare = _bare(name, wanted)
@@ -165,7 +170,7 @@ def _constants(tensors: Mapping[str, Tensor]) -> Normalization | None:
 
 
 def _check_constants(path: object, found: dict[str, Tensor], wanted: Mapping[str, Tensor], model: nn.Module) -> None:
-    """Take constants of input normalisation out of what was found, and refuse those the network does not use."""
+    """Remove the constants of input normalisation from the tensors; refuse those that the network does not use."""
     foreign = {name: tensor for name, tensor in found.items() if name not in wanted}
     constants = _constants(foreign)
     if constants is None:
@@ -173,9 +178,9 @@ def _check_constants(path: object, found: dict[str, Tensor], wanted: Mapping[str
     layer = next((m for m in model.modules() if isinstance(m, Normalize)), None)
     own = None if layer is None else (layer.mean.tolist(), layer.std.tolist())
     if own is None or not _close(own, constants):
-        inside = "takes images as they are" if own is None else f"uses mean {own[0]} and std {own[1]}"
+        inside = "does not normalise images" if own is None else f"uses mean {own[0]} and std {own[1]}"
         raise WeightsError(
-            f"{path} wants images normalised with mean {constants[0]} and std {constants[1]}, but the network "
+            f"{path} needs images normalised with mean {constants[0]} and std {constants[1]}, but the network "
             f"{inside}: build it with normalize={constants}"
         )
     for name in (name for pair in CONSTANTS for name in pair if name in foreign):
@@ -191,14 +196,14 @@ def _close(own: tuple[list[float], list[float]], constants: Normalization) -> bo
 
 def _check(path: object, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
     """Refuse weights of another network, and damaged ones."""
-    needed = [n for n in wanted if not n.endswith("num_batches_tracked")]  # old files have no such counts
+    needed = [n for n in wanted if not n.endswith("num_batches_tracked")]  # old files do not have these counts
     missing = [n for n in needed if n not in found]
     unexpected = [n for n in found if n not in wanted]
     if missing or unexpected:
-        parts = [f"it lacks {_some(missing)}"] * bool(missing) + [f"it has {_some(unexpected)}"] * bool(unexpected)
+        lists = [f"it lacks {_some(missing)}"] * bool(missing) + [f"it has {_some(unexpected)}"] * bool(unexpected)
         foreign = len(missing) == len(needed)
-        hint = "not a single name fits: these are another network's weights" if foreign else "the names do not fit"
-        raise WeightsError(f"{path}: {hint}; {', and '.join(parts)}{' besides' if unexpected else ''}")
+        hint = "no name fits: these are the weights of another network" if foreign else "the names do not fit"
+        raise WeightsError(f"{path}: {hint}; {', and '.join(lists)}{' in addition' if unexpected else ''}")
     wrong = [
         f"{name} is {tuple(tensor.shape)} where the network has {tuple(wanted[name].shape)}"
         for name, tensor in found.items()

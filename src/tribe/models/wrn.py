@@ -11,15 +11,8 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from tribe.fields import require_whole
-from tribe.models.base import (
-    HALF,
-    Architecture,
-    BatchNormReLU,
-    Normalization,
-    global_pool,
-    input_layer,
-    register,
-)
+from tribe.models.architectures import Architecture, register
+from tribe.models.layers import HALF, BatchNormReLU, Normalization, global_pool, input_layer
 
 
 class Block(nn.Module):
@@ -50,7 +43,7 @@ class Stage(nn.Module):
         self.layer = nn.Sequential(Block(inputs, outputs, stride), *rest)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Through all blocks."""
+        """Apply all blocks."""
         return self.layer(x)  # type: ignore[no-any-return]
 
 
@@ -80,10 +73,10 @@ class WideResNet(nn.Module):
 @register("wrn")
 @dataclass(frozen=True)
 class WRN(Architecture):
-    """WRN-depth-width; any wrn{depth}_{width} is a name."""
+    """WRN-depth-width. Every wrn{depth}_{width} is a name."""
 
     depth: int = 28  # 6n + 4: three stages of n blocks of two layers
-    width: int = 10  # times the channels of the thin network
+    width: int = 10  # factor of the channels
 
     paper = "Zagoruyko and Komodakis, Wide Residual Networks, BMVC 2016"
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
@@ -95,7 +88,7 @@ class WRN(Architecture):
 
     @classmethod
     def preset(cls, name: str) -> Mapping[str, Any] | None:
-        """Read depth and width off the name."""
+        """Read depth and width from the name."""
         if found := re.fullmatch(r"wrn(\d+)_(\d+)", name):
             return {"depth": int(found[1]), "width": int(found[2])}
         return super().preset(name)
@@ -107,5 +100,5 @@ class WRN(Architecture):
             raise ValueError(f"the depth of a wide ResNet is 6n + 4, such as 16, 28 or 40; got {self.depth}")
 
     def network(self) -> nn.Module:
-        """The bare network."""
+        """Build the network."""
         return WideResNet(self.depth, self.width, self.classes, self.channels, self.normalize)

@@ -1,4 +1,4 @@
-"""Scenarios: what a stream is like; the field says "protocol". From labels alone to a schedule, which is plain data.
+"""Scenarios ("protocols"): the order of a stream. A scenario makes a schedule, plain data, from labels alone.
 
     scenario = tribe.scenarios.create("gli-f", imbalance=100, domains=("fog@5", "snow@5"))
     schedule = scenario.schedule([fog_labels, snow_labels], seed=425)
@@ -7,11 +7,11 @@
 To add one, put a file beside this one: a frozen dataclass, a `Scenario`, with `@register("name")`. See CONTRIBUTING.
 """
 
-from tribe.scenarios.base import Scenario, Visit, register, registry
 from tribe.scenarios.orders import CIFAR_C, IMAGENET_C, MNIST_C, at_severity, paper_order
 from tribe.scenarios.real_world import RealWorld
 from tribe.scenarios.sampling import Dirichlet, Local, LongTail, Natural, Profile, Shuffled
-from tribe.scenarios.schedule import (
+from tribe.scenarios.scenario import Scenario, Visit, register, registry
+from tribe.scenarios.schedules import (
     Schedule,
     ScheduleFileError,
     class_counts,

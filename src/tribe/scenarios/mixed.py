@@ -1,4 +1,4 @@
-"""Any domain at any time: d_t ~ Cat(q_d), the domain indicator of the paper's model drawn for every sample."""
+"""Any domain at any time: d_t ~ Cat(q_d), the domain indicator of the paper's model, is drawn for every sample."""
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 from tribe.fields import is_number, require
-from tribe.scenarios.base import register
 from tribe.scenarios.real_world import Composed
 from tribe.scenarios.sampling import Random, deal, drain
-from tribe.scenarios.schedule import Schedule
+from tribe.scenarios.scenario import register
+from tribe.scenarios.schedules import Schedule
 
 
 @register("mixed")
 @dataclass(frozen=True)
 class Mixed(Composed):
-    """Every sample from a domain of its own draw, which plays its next image; an exhausted domain drops out."""
+    """Each sample draws its domain, which plays its next image; an exhausted domain drops out."""
 
     _: KW_ONLY
     weights: Sequence[float] | None = None  # q_d, one per domain, up to a factor; None: all alike

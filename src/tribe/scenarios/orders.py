@@ -1,4 +1,4 @@
-"""The orders in which the paper plays its corruptions, and the names of their severities."""
+"""The order in which the paper plays its corruptions, and the names of their severities."""
 
 from collections.abc import Iterable
 
@@ -27,9 +27,9 @@ def at_severity(names: Iterable[str], severity: int) -> tuple[str, ...]:
 
 
 def paper_order(names: Iterable[str]) -> list[int]:
-    """Positions of the names in the order of the paper; severities of one corruption keep the order they have.
+    """Positions of the names in the order of the paper; severities of one corruption keep their order.
 
-    The table is the first that knows all names: that of CIFAR-C and ImageNet-C, else that of MNIST-C.
+    The names are looked up in CIFAR-C (and ImageNet-C) if it has all of them, else in MNIST-C.
 
     >>> paper_order(["fog@5", "snow@5", "motion_blur@5"])
     [2, 1, 0]
@@ -41,5 +41,5 @@ def paper_order(names: Iterable[str]) -> list[int]:
     known = {*CIFAR_C, *MNIST_C}
     for name in plain:
         if name not in known:
-            raise ValueError(f"the paper has no place for domain {name!r}: {nearest(name, known)}")
+            raise ValueError(f"the paper has no domain {name!r}: {nearest(name, known)}")
     raise ValueError("no corruption set of the paper holds all these domains: some are of CIFAR-C, some of MNIST-C")

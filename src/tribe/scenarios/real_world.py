@@ -1,21 +1,20 @@
-"""The paper's hierarchical model in three fields: domains, the profile of their classes, and the local draw.
+"""The paper's hierarchical model in three fields: domains, the class profile, and the local draw.
 
-Every protocol that the paper compares is a case of it, registered here under its name (their table "Comparing existing
-real-world TTA protocols").
+Every protocol in the paper's table "Comparing existing real-world TTA protocols" is a case of it, registered here.
 """
 
 from dataclasses import KW_ONLY, dataclass, field
 
 import torch
 
-from tribe.scenarios.base import Scenario, register
 from tribe.scenarios.sampling import Dirichlet, Local, LongTail, Natural, Profile, Random, Shuffled
-from tribe.scenarios.schedule import Schedule
+from tribe.scenarios.scenario import Scenario, register
+from tribe.scenarios.schedules import Schedule
 
 
 @dataclass(frozen=True)
 class RealWorld(Scenario):
-    """Domains one after the other, without a reset: whatever profile, whatever local draw.
+    """Domains one after the other, without a reset, with any class profile and local draw.
 
     >>> labels = [torch.arange(1000) % 10] * 2
     >>> stream = RealWorld(("fog@5", "snow@5"), LongTail(100), Dirichlet(0.1)).schedule(labels, seed=0)
@@ -41,7 +40,7 @@ class IID(Scenario):
 @register("continual")
 @dataclass(frozen=True)
 class Continual(Scenario):
-    """One domain after the other, each in random order; nothing tells when one ends."""
+    """One domain after the other, each in random order; no signal marks their ends."""
 
     paper = "Wang et al., Continual Test-Time Domain Adaptation, CVPR 2022"
 
@@ -49,7 +48,7 @@ class Continual(Scenario):
 @register("fully")
 @dataclass(frozen=True)
 class Fully(Scenario):
-    """Every domain on its own, in random order: back to the source model where a domain begins."""
+    """Every domain by itself, in random order, with a reset to the source model at its start."""
 
     paper = "Wang et al., Tent: Fully Test-Time Adaptation by Entropy Minimization, ICLR 2021"
     resets = True
@@ -61,7 +60,7 @@ class Correlated(Scenario):
 
     sigma: float = 0.1  # Dirichlet concentration; smaller: fewer classes at a time
     _: KW_ONLY
-    window: int = 64  # paper's draw: samples that share one q, a batch
+    window: int = 64  # samples that share one q in the paper's draw, a batch
 
     @property
     def local(self) -> Local:
@@ -72,7 +71,7 @@ class Correlated(Scenario):
 @register("noniid")
 @dataclass(frozen=True)
 class NonIID(Correlated):
-    """Every domain on its own, from the source model, its classes in bursts."""
+    """Every domain by itself, with a reset to the source model at its start; its classes come in bursts."""
 
     paper = "Gong et al., NOTE: Robust Continual Test-time Adaptation Against Temporal Correlation, NeurIPS 2022"
     resets = True
@@ -108,26 +107,26 @@ class GLIV(GLIF):
 
     @property
     def profile(self) -> Profile:
-        """A long tail that each domain deals anew."""
+        """A long tail with other rare classes in each domain."""
         return LongTail(self.imbalance, varying=True)
 
 
 @dataclass(frozen=True)
 class Composed(Scenario):
-    """A way through the domains that goes with any profile and any local draw."""
+    """A base for scenarios that combine their visits with any class profile and local draw."""
 
     imbalance: float | None = None  # IF of a long tail; None: all images
-    varying: bool = False  # with a long tail: each domain deals it anew
+    varying: bool = False  # with a long tail: other classes are rare in each domain
     sigma: float | None = None  # Dirichlet concentration; None: random order
     _: KW_ONLY
-    window: int = 64  # paper's draw with sigma: samples that share one q, a batch
+    window: int = 64  # samples that share one q in the paper's draw, a batch
 
     @property
     def profile(self) -> Profile:
-        """As `imbalance` and `varying` say."""
+        """A long tail if `imbalance` is set."""
         return Natural() if self.imbalance is None else LongTail(self.imbalance, self.varying)
 
     @property
     def local(self) -> Local:
-        """As `sigma` says."""
+        """A Dirichlet draw if `sigma` is set."""
         return Shuffled() if self.sigma is None else Dirichlet(self.sigma, self.window)

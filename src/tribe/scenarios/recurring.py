@@ -1,17 +1,17 @@
-"""The world comes back: the whole stream N times."""
+"""The whole stream N times."""
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 
 from tribe.fields import is_whole, require
-from tribe.scenarios.base import Visit, register
 from tribe.scenarios.real_world import Composed
+from tribe.scenarios.scenario import Visit, register
 
 
 @register("recurring")
 @dataclass(frozen=True)
 class Recurring(Composed):
-    """PTTA over and over, by default the same samples in the same order each time."""
+    """PTTA repeated, by default with the same samples in the same order each time."""
 
     sigma: float | None = 0.1
     rounds: int = 20  # N
@@ -21,7 +21,7 @@ class Recurring(Composed):
     paper = "Hoang et al., Persistent Test-time Adaptation in Recurring Testing Scenarios, NeurIPS 2024"
 
     def __post_init__(self) -> None:
-        require(is_whole(self.rounds, least=1), "rounds is how often the stream plays, at least 1", self.rounds)
+        require(is_whole(self.rounds, least=1), "rounds is how often the stream is played, at least 1", self.rounds)
         super().__post_init__()
 
     def visits(self, order: Sequence[int]) -> list[Visit]:

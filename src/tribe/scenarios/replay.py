@@ -1,20 +1,20 @@
-"""As it was recorded: every image once, in the order of the files, domain after domain. Needs no labels."""
+"""Every image once, in the order of the files, domain after domain. It needs no labels."""
 
 from dataclasses import dataclass
 
 import numpy as np
 
-from tribe.scenarios.base import Scenario, register
 from tribe.scenarios.sampling import Ints, Random
+from tribe.scenarios.scenario import Scenario, register
 
 
 @register("replay")
 @dataclass(frozen=True)
 class Replay(Scenario):
-    """Play the files in order, without a reset; for the pictures of your own camera, labelled (or partly) or not."""
+    """Play the files in order, without a reset; for your own recordings, with or without labels."""
 
     needs_labels = False
-    same_for_all_seeds = "the order of the files is the stream; only order='random' draws"
+    same_for_all_seeds = "the stream is the order of the files; only order='random' depends on the seed"
 
     def play(self, labels: Ints, classes: int, rng: Random) -> Ints:
         """Play the first image first."""

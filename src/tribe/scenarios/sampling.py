@@ -1,8 +1,8 @@
 """The class profile of a domain (how many of each class) and its local draw (in what order they come).
 
-The paper's hierarchical model: alpha_k = sigma (1/IF)^(k/K) gives the classes their share, q ~ Dir(alpha) is drawn anew
-for each window of the stream, y ~ Cat(q). The samplers released with the paper do something else, with the same
-intent: they cut classes to exact counts and spread each over a few slots. Both are here, `draw` chooses.
+The paper's hierarchical model: alpha_k = sigma (1/IF)^(k/K) gives the classes their shares, q ~ Dir(alpha) is drawn for
+each window of the stream, y ~ Cat(q). The samplers released with the paper differ: they cut classes to exact counts and
+spread each class over a few slots. `draw` chooses between the two.
 """
 
 import warnings
@@ -20,8 +20,8 @@ Floats = NDArray[np.float64]
 Random = np.random.RandomState  # the legacy generator: its numbers are promised never to change
 
 
-class Pool(NamedTuple):
-    """What a domain will play."""
+class ClassPool(NamedTuple):
+    """The images that a domain plays, by class."""
 
     members: list[Ints]  # K arrays: the images of each class
     share: Floats  # (K,) relative weight of the classes in the prior: alpha = sigma * share
@@ -30,40 +30,40 @@ class Pool(NamedTuple):
 class Profile(Protocol):
     """How many images of each class a domain plays."""
 
-    def select(self, members: list[Ints], draw: Draw, rng: Random) -> Pool:
-        """Keep some of the K classes' images, which come in file order."""
+    def select(self, members: list[Ints], draw: Draw, rng: Random) -> ClassPool:
+        """Choose images of each of the K classes, which are given in file order."""
         ...
 
 
 class Local(Protocol):
-    """In what order the images of a domain come."""
+    """The order of the images of a domain."""
 
-    def arrange(self, pool: Pool, draw: Draw, rng: Random) -> Ints:
-        """Play every image of the pool once."""
+    def arrange(self, pool: ClassPool, draw: Draw, rng: Random) -> Ints:
+        """Order all images of the pool."""
         ...
 
 
 @dataclass(frozen=True)
 class Natural:
-    """All images, as many of each class as there are. NOTE: not a long tail of 1, which levels classes and shuffles."""
+    """All images of every class. NOTE: LongTail(1) differs: it gives all classes the same count and shuffles."""
 
-    def select(self, members: list[Ints], draw: Draw, rng: Random) -> Pool:
+    def select(self, members: list[Ints], draw: Draw, rng: Random) -> ClassPool:
         """Keep everything, in file order."""
-        return Pool(members, np.ones(len(members)))
+        return ClassPool(members, np.ones(len(members)))
 
 
 @dataclass(frozen=True)
 class LongTail:
     """Class k keeps n_0 (1/IF)^(k/(K-1)) images, rounded down; fewer if it has fewer, so lengths may differ.
 
-    A strong imbalance leaves the last classes without an image: CIFAR-100 at 200 loses 13, as in the paper's tables.
-    That is a warning, or with ``empty="raise"`` an error; fewer than two classes left are always an error.
+    A strong imbalance leaves the last classes without an image: CIFAR-100 at 200 loses 13, also in the paper's tables.
+    That is a warning, or an error with ``empty="raise"``. Fewer than two classes left are always an error.
     """
 
     imbalance: float = 100.0  # IF, the largest class over the smallest
-    varying: bool = False  # True: each domain deals the counts to the classes anew (GLI-TTA-V)
+    varying: bool = False  # True: each domain assigns the counts to the classes at random (GLI-TTA-V)
     head: int | None = None  # n_0; None: images / K, which is 1000 for MNIST although its class 0 has 980
-    empty: Literal["warn", "raise"] = "warn"  # what to do about classes without an image
+    empty: Literal["warn", "raise"] = "warn"  # if a class is left without an image
 
     def __post_init__(self) -> None:
         plain_numbers(self)
@@ -82,7 +82,7 @@ class LongTail:
         return np.array([(1 / self.imbalance) ** (k / last) for k in range(classes)])
 
     def counts(self, classes: int, images: int, draw: Draw = "released") -> Ints:
-        """(K,) images that classes 0 to K-1 of a domain are to keep, before a varying profile deals them.
+        """(K,) the number of images that classes 0 to K-1 keep, before a varying profile assigns them to classes.
 
         >>> LongTail(100).counts(10, 10_000).tolist()
         [1000, 599, 359, 215, 129, 77, 46, 27, 16, 10]
@@ -90,48 +90,48 @@ class LongTail:
         head = images // classes if self.head is None else self.head
         return np.array([int(head * share) for share in self.share(classes, draw)], dtype=np.int64)
 
-    def select(self, members: list[Ints], draw: Draw, rng: Random) -> Pool:
-        """Keep a random few of each class, in random order."""
+    def select(self, members: list[Ints], draw: Draw, rng: Random) -> ClassPool:
+        """Keep the first few of each class after a shuffle."""
         classes, images = len(members), sum(map(len, members))
         counts, share = self.counts(classes, images, draw), self.share(classes, draw)
         self._check_empty(counts)
         if self.varying:
-            dealt = np.arange(classes)
-            rng.shuffle(dealt)
-            counts, share = counts[dealt], share[dealt]
+            order = np.arange(classes)
+            rng.shuffle(order)
+            counts, share = counts[order], share[order]
         kept = []
         for images_of_class, count in zip(members, counts, strict=True):
             shuffled = np.arange(len(images_of_class))
             rng.shuffle(shuffled)
             kept.append(images_of_class[shuffled[:count]])
-        return Pool(kept, share)
+        return ClassPool(kept, share)
 
     def _check_empty(self, counts: Ints) -> None:
         lost, classes = int((counts == 0).sum()), len(counts)
         if not lost:
             return
-        said = f"an imbalance of {self.imbalance:g} leaves {lost} of {classes} classes without an image"
+        message = f"an imbalance of {self.imbalance:g} leaves {lost} of {classes} classes without an image"
         if self.empty == "raise" or classes - lost < 2:
-            raise ValueError(f"{said}: the largest has {counts.max()}. Lower the imbalance, or give more images")
-        warnings.warn(f"{said}, in every domain", stacklevel=2)
+            raise ValueError(f"{message}: the largest has {counts.max()}. Lower the imbalance, or use more images")
+        warnings.warn(f"{message}, in every domain", stacklevel=2)
 
 
 @dataclass(frozen=True)
 class Shuffled:
-    """Locally as balanced as the whole domain: a random order."""
+    """A random order: locally as balanced as the whole domain."""
 
-    def arrange(self, pool: Pool, draw: Draw, rng: Random) -> Ints:
+    def arrange(self, pool: ClassPool, draw: Draw, rng: Random) -> Ints:
         """Put all images in random order."""
         return np.asarray(rng.permutation(np.concatenate(pool.members)))
 
 
 @dataclass(frozen=True)
 class Dirichlet:
-    """Locally imbalanced: for a while a few classes come, then others."""
+    """Classes in bursts: for a while a few classes, then others."""
 
     sigma: float = 0.1  # concentration; smaller: fewer classes at a time
-    window: int = 64  # paper's draw: samples that share one q, a batch
-    slots: int | None = None  # released draw: stretches of a domain; None: min(K, 100)
+    window: int = 64  # samples that share one q in the paper's draw, a batch
+    slots: int | None = None  # stretches of a domain in the released draw; None: min(K, 100)
 
     def __post_init__(self) -> None:
         plain_numbers(self)
@@ -139,12 +139,12 @@ class Dirichlet:
         require(is_whole(self.window, least=1), "window is a number of samples, at least 1", self.window)
         require(self.slots is None or is_whole(self.slots, least=1), "slots is a number, at least 1", self.slots)
 
-    def arrange(self, pool: Pool, draw: Draw, rng: Random) -> Ints:
+    def arrange(self, pool: ClassPool, draw: Draw, rng: Random) -> Ints:
         """Put the images in the order of the stream."""
         return self._windows(pool, rng) if draw == "paper" else self._slots(pool, rng)
 
-    def _slots(self, pool: Pool, rng: Random) -> Ints:
-        """Cut each class into one part per slot, sizes by q_k ~ Dir(sigma); play the slots, classes in random order."""
+    def _slots(self, pool: ClassPool, rng: Random) -> Ints:
+        """Cut each class into one part per slot, sizes q_k ~ Dir(sigma); order the classes of a slot at random."""
         classes = len(pool.members)
         slots = self.slots or min(classes, 100)
         q = rng.dirichlet([self.sigma] * slots, size=classes)  # (K, slots)
@@ -153,15 +153,15 @@ class Dirichlet:
         size = np.array([len(members) for members in pool.members])
         cuts = np.minimum((np.cumsum(q, axis=1)[:, :-1] * size[:, None]).astype(np.int64), size[:, None])
         parts = np.diff(cuts, axis=1, prepend=0, append=size[:, None])  # (K, slots) images of each class in each slot
-        place = np.empty((slots, classes), dtype=np.int64)  # when each class plays, within a slot
+        place = np.empty((slots, classes), dtype=np.int64)  # the position of each class in a slot
         for slot in range(slots):
             place[slot, rng.permutation(classes)] = np.arange(classes)
         when = (np.arange(slots)[:, None] * classes + place).T  # (K, slots)
         images = np.concatenate(pool.members)  # class by class, as `parts` counts them
         return images[np.argsort(np.repeat(when.ravel(), parts.ravel()), kind="stable")]
 
-    def _windows(self, pool: Pool, rng: Random) -> Ints:
-        """In each window q ~ Dir(sigma share), y ~ Cat(q) without replacement; windows start with the domain."""
+    def _windows(self, pool: ClassPool, rng: Random) -> Ints:
+        """In each window q ~ Dir(sigma share), y ~ Cat(q) without replacement; a domain starts a window."""
         left = np.array([len(members) for members in pool.members])
         labels = []
         while total := int(left.sum()):
@@ -172,15 +172,15 @@ class Dirichlet:
 
 
 def log_dirichlet(alpha: Floats, rng: Random) -> Floats:
-    """Log of a Dirichlet draw, up to a constant, however small alpha: G(a) = G(a + 1) U^(1/a)."""
+    """Log of a Dirichlet draw up to a constant, stable for small alpha: G(a) = G(a + 1) U^(1/a)."""
     uniform = 1.0 - rng.uniform(size=alpha.shape)  # (0, 1]
     return np.asarray(np.log(rng.standard_gamma(alpha + 1)) + np.log(uniform) / alpha)
 
 
 def drain(log_q: Floats, left: Ints, size: int, rng: Random) -> Ints:
-    """Draw from Cat(q) without replacement; what is exhausted drops out, and the others keep their proportions.
+    """Draw from Cat(q) without replacement; an exhausted category drops out, and the others keep their proportions.
 
-    Deleting draws of what is exhausted from a sequence of independent draws is exactly that.
+    Deleting the draws of exhausted categories from a sequence of independent draws does exactly that.
     """
     left, parts = left.copy(), [np.empty(0, dtype=np.int64)]
     while size:
@@ -195,7 +195,7 @@ def drain(log_q: Floats, left: Ints, size: int, rng: Random) -> Ints:
 
 
 def occurrence(values: Ints) -> Ints:
-    """How often each value came before.
+    """How often each value occurs before its position.
 
     >>> occurrence(np.array([3, 1, 3, 3, 1])).tolist()
     [0, 0, 1, 2, 1]
@@ -209,7 +209,7 @@ def occurrence(values: Ints) -> Ints:
 
 
 def deal(piles: list[Ints], turns: Ints) -> Ints:
-    """Take the next of pile ``turns[t]`` at each t.
+    """At each t take the next element of pile ``turns[t]``.
 
     >>> deal([np.array([10, 11]), np.array([20])], np.array([0, 1, 0])).tolist()
     [10, 20, 11]

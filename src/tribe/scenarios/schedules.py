@@ -1,4 +1,4 @@
-"""A stream as plain data: which image of which domain comes when. Save it, hash it, plot it."""
+"""A schedule: a stream as plain data, one image of one domain per sample. Save it, hash it, plot it."""
 
 import io
 import math
@@ -21,7 +21,7 @@ class Schedule(NamedTuple):
 
     domain: Tensor  # (T,) int64, a position in the scenario's domain_names
     index: Tensor  # type: ignore[assignment]  # hides tuple.index; (T,) int64, the image's place in its domain's files
-    reset: Tensor  # (T,) bool, True: back to the source model before this sample
+    reset: Tensor  # (T,) bool, True: reset to the source model before this sample
 
 
 class ScheduleFileError(ValueError):
@@ -32,14 +32,14 @@ DTYPES = {"domain": np.dtype(np.int64), "index": np.dtype(np.int64), "reset": np
 
 
 def save(path: str | PathLike[str], schedule: Schedule) -> None:
-    """Write a schedule as npz; whoever is killed half-way leaves the old file or the new one."""
+    """Write a schedule as npz; an interrupted write leaves the old file."""
     buffer = io.BytesIO()
     np.savez_compressed(buffer, allow_pickle=False, **{k: t.cpu().numpy() for k, t in schedule._asdict().items()})
     write_atomically(path, buffer.getvalue())
 
 
 def load(path: str | PathLike[str]) -> Schedule:
-    """Read a schedule, or say why the file is not one."""
+    """Read a schedule, or raise an error that says why the file is not one."""
     if not Path(path).is_file():
         raise FileNotFoundError(f"no schedule file at {path}")
     try:
@@ -66,12 +66,12 @@ def played_labels(schedule: Schedule, labels: Sequence[Tensor]) -> Tensor:
         raise ValueError(f"the schedule plays domain {int(schedule.domain.max())}; there are labels of {len(labels)}")
     starts = torch.tensor([0, *(len(y) for y in labels)]).cumsum(0)
     if bool((schedule.index >= starts.diff()[schedule.domain]).any()):
-        raise ValueError("the schedule plays images beyond the labels given: it was made from others")
+        raise ValueError("the schedule plays images beyond these labels: it was made from other labels")
     return torch.cat([y.long() for y in labels])[starts[schedule.domain] + schedule.index]
 
 
 def class_counts(schedule: Schedule, labels: Sequence[Tensor], classes: int | None = None) -> Tensor:
-    """(D, K) how many samples of each class each domain plays; those without a label (-1) are left out.
+    """(D, K) how many samples of each class each domain plays, without those that have no label (-1).
 
     >>> stream = Schedule(torch.tensor([0, 0, 1]), torch.tensor([2, 0, 1]), torch.zeros(3, dtype=torch.bool))
     >>> class_counts(stream, [torch.tensor([0, 1, 1]), torch.tensor([0, 0])])
@@ -87,9 +87,8 @@ def class_counts(schedule: Schedule, labels: Sequence[Tensor], classes: int | No
 def local_balance(schedule: Schedule, labels: Sequence[Tensor], window: int = 64, classes: int | None = None) -> Tensor:
     """(ceil(T / window),) evenness of the classes in each window of the stream, over time.
 
-    The entropy of their shares, relative to the most that so many samples of K classes can have: 1 where they are as
-    even as can be (no class has two samples more than another), 0 where there is one class only, NaN where no sample
-    has a label.
+    This is the entropy of the class shares over the largest entropy that so many samples of K classes can have: 1 for
+    the most even window (no class has two samples more than another), 0 for a single class, NaN without labels.
     """
     if window < 2:
         raise ValueError(f"window is a number of samples, at least 2; got {window}")
