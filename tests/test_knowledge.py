@@ -435,7 +435,7 @@ def test_images_that_are_not_there_are_asked_for(root):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["tent", "--model", "compact", "--dataset", "mnist"], "tent needs to know nothing of the source data"),
+        (["tent", "--model", "compact", "--dataset", "mnist"], "tent needs no source knowledge"),
         (["eta", "--model", "compact", "--dataset", "mnist"], "unknown method 'eta'"),
         (["eata", "--model", "compact", "--dataset", "mnsit"], "unknown data set 'mnsit'"),
         (["eata", "--model", "compact", "--dataset", "live-mnist-c"], "comes from the clean ones: --dataset mnist"),

@@ -34,7 +34,7 @@ def make(bn=True):
     return nn.Sequential(nn.Conv2d(3, 4, 3), norm, nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5))
 
 net = make()
-with torch.no_grad():  # statistics of images uniform on [0, 1], and a classifier that is sure of itself
+with torch.no_grad():  # statistics of images uniform on [0, 1], and a confident classifier
     net[1].train().momentum = None
     net[1](net[0](torch.rand(64, 3, 16, 16)))
     net[5].weight.mul_(50)
@@ -78,14 +78,13 @@ def shell(*args, cwd=None, code=("-m", "tribe")):
         capture_output=True,
         text=True,
         cwd=cwd,
-        timeout=60,
         env={**os.environ, "PYTHONIOENCODING": "utf-8"},
     )
     return done.returncode, done.stdout, done.stderr
 
 
 def refused(result, *words):
-    """One paragraph in words on stderr, exit code 2, no traceback."""
+    """Whether a command printed one error message on stderr and exited with 2, without a traceback."""
     assert result.exit_code == 2, result.output
     assert result.stdout == ""
     assert result.stderr.startswith("error: ")
@@ -103,12 +102,12 @@ def test_version():
     assert shell("--version") == (0, f"tribe {tribe.__version__}\n", "")
 
 
-def test_help_is_the_answer_to_nothing(call):
-    asked, nothing = call("--help"), call()
-    assert asked.exit_code == nothing.exit_code == 0
-    assert "doctor" in nothing.stdout
-    assert "list" in nothing.stdout
-    assert asked.stdout.split() == nothing.stdout.split()
+def test_no_arguments_print_the_help(call):
+    explicit, default = call("--help"), call()
+    assert explicit.exit_code == default.exit_code == 0
+    assert "doctor" in default.stdout
+    assert "list" in default.stdout
+    assert explicit.stdout.split() == default.stdout.split()
 
 
 def test_unknown_command_is_a_usage_error(call):
@@ -116,7 +115,7 @@ def test_unknown_command_is_a_usage_error(call):
 
 
 @pytest.mark.parametrize("missing", ["typer", "rich"])
-def test_the_library_needs_no_typer_and_the_command_says_what_it_needs(missing):
+def test_the_library_works_without_typer_and_the_command_names_the_missing_extra(missing):
     code = f"import sys; sys.modules[{missing!r}] = None; import tribe; tribe.adapt; from tribe.cli import main; main()"
     assert shell(code=("-c", code)) == (1, "", MISSING + "\n")
 
@@ -148,13 +147,13 @@ def test_listed_as_json_is_what_is_registered(call, kind):
         assert component["summary"]
         assert list(component["fields"]) == [f.name for f in dataclasses.fields(cls) if f.init]
         assert component["paper"] == getattr(cls, "paper", None)
-        assert component["presets"] == json.loads(json.dumps(getattr(cls, "presets", {})))  # which knows no tuples
+        assert component["presets"] == json.loads(json.dumps(getattr(cls, "presets", {})))  # JSON has no tuples
         assert component["needs"] == getattr(cls, "needs", None)
         assert component["variants"] == (cls.variants if kind == "methods" else {})
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_is_listed_for_people(call, kind):
+def test_every_kind_is_listed_in_a_table(call, kind):
     result = call("list", kind)
     assert result.exit_code == 0, result.output
     first = [line.split("│")[1].strip() for line in result.stdout.splitlines() if line.startswith("│")]
@@ -168,7 +167,7 @@ def test_fields_carry_defaults_and_types(call):
     assert fields["augment"]["default"]["flip"] == 0.5
 
 
-def test_listed_for_people(call):
+def test_the_table_shows_defaults_needs_and_variants(call):
     result = call("list", "methods")
     assert result.exit_code == 0
     for name in tribe.methods.names():
@@ -189,16 +188,16 @@ def test_unknown_kind(call):
 def test_corruptions_are_listed(call):
     listed = json.loads(call("list", "corruptions", "--json").stdout)
     assert [c["name"] for c in listed] == tribe.corruptions.names()
-    told = {c["name"]: c["summary"] for c in listed}
-    assert told["common/glass_blur"] == "Blur, overwrite pixels with near ones, blur again."
-    assert all(told.values())
+    summaries = {c["name"]: c["summary"] for c in listed}
+    assert summaries["common/glass_blur"] == "Blur, overwrite pixels with near ones, blur again."
+    assert all(summaries.values())
     people = call("list", "corruptions")
     assert people.exit_code == 0, people.output
     first = [line.split("│")[1].strip() for line in people.stdout.splitlines() if line.startswith("│")]
-    assert "".join(first) == "".join(told)
+    assert "".join(first) == "".join(summaries)
 
 
-def test_a_name_in_other_letters_is_near():
+def test_a_name_in_another_case_is_suggested():
     assert tribe.registry.nearest("CoTTA", ["cotta", "pl"]).startswith("did you mean 'cotta'?")
     assert tribe.registry.nearest("fog", ["Fog"]) == "did you mean 'Fog'? Known: Fog"
 
@@ -264,7 +263,7 @@ def test_weights_are_loaded(call, tmp_path):
     weights = nn.Sequential(
         nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5)
     ).state_dict()
-    weights["1.running_mean"] += 100  # an effect to see: all images are now far from the source's
+    weights["1.running_mean"] += 100  # a visible effect: all images are now far from the source statistics
     save_file(weights, tmp_path / "far.safetensors")
     result = call(
         "doctor", "models_here.py:make", "--shape", "3,16,16", "--weights", tmp_path / "far.safetensors", "--json"
@@ -286,13 +285,13 @@ def test_weights_are_loaded(call, tmp_path):
         ("models_here.py:Moody", ["failed on these images", "KeyError"]),
     ],
 )
-def test_a_target_that_is_none(call, target, words):
+def test_a_bad_target_is_explained(call, target, words):
     result = call("doctor", target, "--shape", "3,8,8")
     result.stderr_bytes = result.stderr_bytes.replace(b"loading\n", b"")
     assert refused(result, *words)
 
 
-def test_images_that_are_none(call, tmp_path):
+def test_bad_images_are_explained(call, tmp_path):
     def refuses(*words, **arrays):
         path = tmp_path / "images.npz"
         np.savez(path, **arrays)

@@ -360,7 +360,7 @@ def test_stopped_by_hand_it_says_how_to_go_on(clean, tmp_path, options, same):
     ended = interrupted("-m", "tribe", *args, when=Prints("done\n"))
     assert ended.code == 130, ended.err
     *before, last = ended.err.splitlines()
-    assert last == f"stopped; {same} goes on from there"
+    assert last == f"stopped; {same} continues"
     assert set(before) == {"motion_blur@5: done"}
     result = call("cifar10", "--data", clean, "--out", tmp_path)
     assert result.exit_code == 0

@@ -1,4 +1,4 @@
-"""The command line. typer and rich are an extra: nothing in the library imports this package.
+"""The command line. typer and rich are optional dependencies: nothing in the library imports this package.
 
 To add a command, put a file into `commands/`; `commands/doctor.py` is an example.
 """

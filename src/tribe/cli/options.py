@@ -1,5 +1,6 @@
-"""Options that several commands take, and the components that their values stand for."""
+"""Options of several commands, and functions that turn their values into components."""
 
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,6 +18,17 @@ Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")]
 Precision = Annotated[
     str, typer.Option(help="tf32 (float32 on a CPU), float32 (IEEE's), or bf16: a network of bfloat16.")
 ]
+Model = Annotated[
+    str,
+    typer.Option(
+        help="Network: a name (`tribe list models`), timm/NAME, torchvision/NAME, or file.py:attribute, a module or a "
+        "tribe.Backbone."
+    ),
+]
+Weights = Annotated[
+    Path | None,
+    typer.Option(help="Weights of the network.", show_default="in the package, or where `tribe train` writes them"),
+]
 DataRoot = Annotated[
     Path | None, typer.Option(help="Root of the data sets.", show_default="$TRIBE_DATA or the cache directory")
 ]
@@ -24,19 +36,16 @@ Imbalance = Annotated[
     float | None,
     typer.Option(help="How many times rarer the rarest class is.", show_default="the scenario's"),
 ]
-Severity = Annotated[str | None, typer.Option(help="Severities of the corruptions: 5, or 1,3,5.", show_default="5")]
+Severity = Annotated[
+    str | None, typer.Option(help="Severities of the corruptions: 5, or 1,3 or 1-5.", show_default="5")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
 
 def build_dataset(name: str, data: Path | None, severity: str | None, fields: dict[str, Any]) -> Dataset:
     """The data set of ``--dataset``, ``--data``, ``--severity`` and overrides of its fields."""
-    given = dict(fields)
-    if severity is not None:
-        try:
-            given["severities"] = tuple(int(s) for s in severity.split(","))
-        except ValueError:
-            raise ValueError(f"--severity is a number from 1 to 5, or several: 1,3,5; got {severity!r}") from None
-    return workbench.build_dataset(name, data, given)
+    severities = {} if severity is None else {"severities": tuple(parse_severities(severity))}
+    return workbench.build_dataset(name, data, fields | severities)
 
 
 def build_network(
@@ -56,6 +65,28 @@ def build_network(
         built = built if weights is None else tribe.models.load(built, weights)
     built = built.to(device)
     return built if isinstance(built, Backbone) else Backbone(built)
+
+
+def parse_severities(text: str) -> list[int]:
+    """Severities from a text such as "5", "1-5" or "1,3".
+
+    >>> parse_severities("1,3-5")
+    [1, 3, 4, 5]
+    """
+    severities: list[int] = []
+    for part in text.split(","):
+        found = re.fullmatch(r"\s*([1-5])(?:-([1-5]))?\s*", part)
+        if found is None or int(found[2] or found[1]) < int(found[1]):
+            raise ValueError(f"--severity is 1 to 5, such as 5, 1-5 or 1,3; got {text!r}")
+        severities += range(int(found[1]), int(found[2] or found[1]) + 1)
+    return severities
+
+
+def parse_shape(text: str) -> tuple[int, ...]:
+    """The shape of an image from a text such as "3,32,32"."""
+    if re.fullmatch(r"\s*[1-9]\d*\s*(,\s*[1-9]\d*\s*)*", text) is None:
+        raise ValueError(f"--shape is the shape of one image, such as 3,32,32; got {text!r}")
+    return tuple(int(size) for size in text.split(","))
 
 
 def method_names(text: str) -> list[str]:

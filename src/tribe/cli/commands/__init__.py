@@ -1,4 +1,4 @@
-"""Commands: one file each, which adds itself to the application with ``@app.command()``. All of them are loaded."""
+"""Commands: each file adds a command to the application with ``@app.command()``. All files are imported."""
 
 import importlib
 import pkgutil

@@ -18,7 +18,7 @@ from tribe.bench import REPEATS, BenchResult
 from tribe.bench.measurement import BenchProgress
 from tribe.cli.app import app
 from tribe.cli.custom import load_custom_model
-from tribe.cli.options import Device, Precision, method_names
+from tribe.cli.options import Device, Precision, method_names, parse_shape
 from tribe.cli.output import errors_as_messages, fail, print_json, refuse_unwritable, stdout_to_stderr
 from tribe.engine.precision import choose_device, precision_on
 
@@ -73,7 +73,7 @@ def bench(
             names = method_names(methods)
             tribe.bench.check_names(names)
             name = model or ("wrn28_10" if where.type == "cuda" else "resnet20")
-            build, count, size = _network(name, classes, _shape(shape))
+            build, count, size = _network(name, classes, None if shape is None else parse_shape(shape))
             setting = tribe.bench.Setting(
                 model=name,
                 shape=size,
@@ -139,13 +139,6 @@ def _network(
     if count is None:
         raise ValueError(f"the number of classes of {name} is unknown: give it with --classes")
     return net.to, count, shape
-
-
-def _shape(text: str | None) -> tuple[int, ...] | None:
-    try:
-        return None if text is None else tuple(int(size) for size in text.split(","))
-    except ValueError:
-        raise ValueError(f"--shape is the shape of one image, such as 3,32,32; got {text!r}") from None
 
 
 @contextlib.contextmanager

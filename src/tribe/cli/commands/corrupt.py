@@ -1,6 +1,5 @@
 """``tribe corrupt``: make MNIST-C, CIFAR-10-C, CIFAR-100-C or ImageNet-C from the clean images."""
 
-import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,17 +11,18 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn,
 from rich.text import Text
 
 from tribe.cli.app import app
-from tribe.cli.output import fail, print_json
+from tribe.cli.options import AsJson, parse_severities
+from tribe.cli.output import errors_as_messages, print_json
 from tribe.datasets.array_generation import LAYOUTS, generate
 from tribe.datasets.generation import GenerationProgress, Summary
 from tribe.datasets.image_generation import generate_imagenet
 from tribe.registry import nearest
 
-EVERY = 30  # seconds between two lines where no bar can be drawn
+EVERY = 30  # seconds between two lines if stderr is not a terminal
 
 
-class How(TypedDict):
-    """What all data sets share of a request."""
+class Settings(TypedDict):
+    """The settings that all data sets share."""
 
     corruptions: list[str] | None
     severities: list[int] | None
@@ -34,82 +34,74 @@ class How(TypedDict):
 @app.command()
 def corrupt(
     dataset: Annotated[str, typer.Argument(help="mnist, cifar10, cifar100, or imagenet (with --images).")],
-    severity: Annotated[list[str] | None, typer.Option(help="5, or 1-5, or 1,3; may be repeated. (default: 5)")] = None,
+    severity: Annotated[list[str] | None, typer.Option(help="5, or 1-5, or 1,3. Repeatable. (default: 5)")] = None,
     corruptions: Annotated[str | None, typer.Option(help="fog,snow,... (default: the benchmark's fifteen)")] = None,
-    out: Annotated[Path | None, typer.Option(help="Write below this folder. (default: the data root)")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder to write to. (default: the data root)")] = None,
     data: Annotated[
         Path | None,
-        typer.Option(help="The data root, where the clean set lies. (default: $TRIBE_DATA, else the cache directory)"),
+        typer.Option(help="The data root, with the clean set. (default: $TRIBE_DATA, else the cache directory)"),
     ] = None,
-    images: Annotated[Path | None, typer.Option(help="ImageNet's validation pictures, a folder a class.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the corruptions' randomness.")] = 0,
+    images: Annotated[Path | None, typer.Option(help="ImageNet's validation images, one folder a class.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of random corruptions.")] = 0,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     force: Annotated[
         bool,
-        typer.Option(
-            "--force", help="Make again what is there; begin anew where a folder was made with other settings."
-        ),
+        typer.Option("--force", help="Replace what exists; start over in a folder that was made with other settings."),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Write a corrupted data set in its published layout. Run again after an interruption, it goes on."""
-    known = [*LAYOUTS, "imagenet"]
-    if dataset not in known:
-        fail(f"unknown data set {dataset!r}: {nearest(dataset, known)}")
-    if (images is None) == (dataset == "imagenet"):
-        fail("imagenet needs its pictures: --images FOLDER" if images is None else "--images is for imagenet alone")
-    names = None if corruptions is None else [name.strip() for name in corruptions.split(",") if name.strip()]
-    if names == []:
-        fail("--corruptions names none; leave it out for all of the benchmark")
-    levels = None if not severity else [level for text in severity for level in parse_severities(text)]
-    root, below = (None if path is None else str(path) for path in (data, out))
-    how: How = {"corruptions": names, "severities": levels, "seed": seed, "device": device, "force": force}
+    """Write a corrupted data set in its published layout. The same command continues after an interruption."""
     console = Console(stderr=True)
+    with errors_as_messages():
+        _check_dataset(dataset, images)
+        severities = [n for text in severity for n in parse_severities(text)] if severity else None
+        settings = Settings(
+            corruptions=_names(corruptions), severities=severities, seed=seed, device=device, force=force
+        )
+    root, target = (None if path is None else str(path) for path in (data, out))
     try:
-        with _Bar(console) if console.is_terminal else _Lines(console) as progress:
+        with errors_as_messages(), _Bar(console) if console.is_terminal else _Lines(console) as progress:
             if images is None:
-                summary = generate(dataset, out=below, data=root, progress=progress, **how)
+                summary = generate(dataset, out=target, data=root, progress=progress, **settings)
             else:
-                summary = generate_imagenet(str(images), out=below or root, progress=progress, **how)
-    except (ValueError, OSError, ImportError) as error:
-        fail(str(error))
+                summary = generate_imagenet(str(images), out=target or root, progress=progress, **settings)
     except KeyboardInterrupt:
         same = "the same command without --force" if force else "the same command"
-        console.print(f"stopped; {same} goes on from there", soft_wrap=True, markup=False, highlight=False)
+        console.print(f"stopped; {same} continues", soft_wrap=True, markup=False, highlight=False)
         raise typer.Exit(130) from None
     if as_json:
         print_json({**summary._asdict(), "folder": str(summary.folder)})
     else:
-        typer.echo(_told(summary))
+        typer.echo(_describe(summary))
 
 
-def parse_severities(text: str) -> list[int]:
-    """Severities in words: "5", "1-5" or "1,3".
-
-    >>> parse_severities("1,3-5")
-    [1, 3, 4, 5]
-    """
-    levels: list[int] = []
-    for part in text.split(","):
-        found = re.fullmatch(r"\s*([1-5])(?:-([1-5]))?\s*", part)
-        if found is None or int(found[2] or found[1]) < int(found[1]):
-            fail(f"--severity is 1 to 5, such as 5, 1-5 or 1,3; got {text!r}")
-        levels += range(int(found[1]), int(found[2] or found[1]) + 1)
-    return levels
+def _check_dataset(dataset: str, images: Path | None) -> None:
+    if dataset not in (known := [*LAYOUTS, "imagenet"]):
+        raise ValueError(f"unknown data set {dataset!r}: {nearest(dataset, known)}")
+    if dataset == "imagenet" and images is None:
+        raise ValueError("imagenet needs its images: --images FOLDER")
+    if dataset != "imagenet" and images is not None:
+        raise ValueError("--images is for imagenet alone")
 
 
-def _told(summary: Summary) -> str:
-    said = [f"{len(summary.made)} made in {summary.seconds:.1f} s"]
-    if summary.there:
-        said.append(f"{len(summary.there)} already there")
-    return f"{summary.folder}: {', '.join(said)}, {summary.images} images each"
+def _names(corruptions: str | None) -> list[str] | None:
+    names = None if corruptions is None else [name.strip() for name in corruptions.split(",") if name.strip()]
+    if names == []:
+        raise ValueError("--corruptions names none; leave it out for all of the benchmark")
+    return names
+
+
+def _describe(summary: Summary) -> str:
+    existing = f", {len(summary.there)} already there" if summary.there else ""
+    made = f"{len(summary.made)} made in {summary.seconds:.1f} s"
+    return f"{summary.folder}: {made}{existing}, {summary.images} images each"
 
 
 class _Lines(GenerationProgress):
-    """A line a domain, and one now and then while a long one is made."""
+    """Prints a line for each domain, and one every 30 seconds."""
 
     def __init__(self, console: Console) -> None:
-        self.console, self.total, self.done, self.said = console, 0, 0, time.monotonic()
+        self.console, self.total, self.done, self.printed = console, 0, 0, time.monotonic()
 
     def __enter__(self) -> GenerationProgress:
         return self
@@ -118,36 +110,36 @@ class _Lines(GenerationProgress):
         pass
 
     def begin(self, images: int, there: Sequence[str]) -> None:
-        """Say what is there."""
+        """Print the domains that exist already."""
         self.total = images
         if there:
-            self._say(f"already there: {', '.join(there)}")
+            self._print(f"already there: {', '.join(there)}")
 
     def advance(self, domain: str, images: int) -> None:
-        """Say that it goes on."""
+        """Print the progress every 30 seconds."""
         self.done += images
-        if time.monotonic() - self.said > EVERY:
-            self._say(f"{domain}: {self.done} of {self.total} images")
+        if time.monotonic() - self.printed > EVERY:
+            self._print(f"{domain}: {self.done} of {self.total} images")
 
     def finish(self, domain: str) -> None:
-        """Say what is finished."""
-        self._say(f"{domain}: done")
+        """Print the finished domain."""
+        self._print(f"{domain}: done")
 
-    def _say(self, text: str) -> None:
-        self.said = time.monotonic()
+    def _print(self, text: str) -> None:
+        self.printed = time.monotonic()
         self.console.print(Text(text), soft_wrap=True)
 
 
 class _Rate(ProgressColumn):
-    """Images a second."""
+    """A column with the images a second."""
 
     def render(self, task: Task) -> Text:
-        """The speed of late."""
+        """The current speed."""
         return Text(f"{task.speed:,.0f} images/s" if task.speed else "", style="progress.data.speed")
 
 
 class _Bar(GenerationProgress):
-    """A bar: domain, share, images a second, time left."""
+    """Shows a bar: domain, share, images a second, time left."""
 
     def __init__(self, console: Console) -> None:
         columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))
@@ -162,11 +154,11 @@ class _Bar(GenerationProgress):
         self.bar.stop()
 
     def begin(self, images: int, there: Sequence[str]) -> None:
-        """Say what is there, and how long the bar is."""
+        """Print the domains that exist already, and set the length of the bar."""
         if there:
             self.bar.console.print(Text(f"already there: {', '.join(there)}"))
         self.bar.update(self.task, total=images)
 
     def advance(self, domain: str, images: int) -> None:
-        """Move on."""
+        """Move the bar."""
         self.bar.update(self.task, advance=images, description=domain)

@@ -1,4 +1,4 @@
-"""``tribe list``: what can be chosen by name, read from the registries."""
+"""``tribe list``: list the components that can be chosen by name."""
 
 import dataclasses
 import importlib
@@ -15,6 +15,7 @@ from rich.text import Text
 import tribe
 from tribe import corruptions
 from tribe.cli.app import app
+from tribe.cli.options import AsJson
 from tribe.cli.output import fail, print_json
 from tribe.registry import Registry, nearest
 
@@ -22,12 +23,11 @@ from tribe.registry import Registry, nearest
 @app.command("list")
 def list_components(
     kind: Annotated[str, typer.Argument(help="Kind of component: methods, norms, corruptions, ...")],
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """List the components of a kind: name, idea, paper, and fields with their defaults.
 
-    Of methods also the variants, which are named `method/variant`, and what must be known of the source data first,
-    which `tribe source` takes.
+    For methods, also the variants (`method/variant`) and the source knowledge that `tribe source` must make first.
     """
     kinds = registries()
     if kind == "corruptions":
@@ -43,14 +43,14 @@ def list_components(
 
 
 def registries() -> dict[str, Registry[Any]]:
-    """Every kind of component there is: the subpackages of tribe that hold a registry."""
+    """All kinds of components: the subpackages of tribe that have a registry."""
     packages = [m.name for m in pkgutil.iter_modules(tribe.__path__) if m.ispkg and m.name != "cli"]
     found = {name: getattr(importlib.import_module(f"tribe.{name}"), "registry", None) for name in packages}
     return {name: registry for name, registry in found.items() if isinstance(registry, Registry)}
 
 
 def describe(registry: Registry[Any], name: str) -> dict[str, Any]:
-    """One component in plain data; a field without ``default`` is one that must be given."""
+    """A component as plain data; a field without ``default`` is required."""
     cls = registry.get(name)
     return {
         "name": name,
@@ -68,16 +68,16 @@ def describe(registry: Registry[Any], name: str) -> dict[str, Any]:
 
 
 def describe_corruption(name: str) -> dict[str, Any]:
-    """A corruption, family/name, in the same plain data; it is a function, in whose stead its file may speak."""
-    family, _, own = name.partition("/")
-    function = corruptions.function(own, family)
-    words = inspect.getdoc(function) or inspect.getdoc(sys.modules[function.__module__]) or ""
-    nothing: dict[str, Any] = {"paper": None, "fields": {}, "presets": {}, "variants": {}, "needs": None}
-    return {"name": name, "summary": words.partition("\n")[0], **nothing}
+    """A corruption, family/name, as the same plain data. If its function has no docstring, its module's is used."""
+    family, _, short = name.partition("/")
+    function = corruptions.function(short, family)
+    text = inspect.getdoc(function) or inspect.getdoc(sys.modules[function.__module__]) or ""
+    empty: dict[str, Any] = {"paper": None, "fields": {}, "presets": {}, "variants": {}, "needs": None}
+    return {"name": name, "summary": text.partition("\n")[0], **empty}
 
 
 def summary(cls: type, registry: Registry[Any]) -> str:
-    """The idea in one line. A file opens with it; only where several share a file does the class speak for itself."""
+    """The idea in one line: the first line of the module, or of the class if the module has several components."""
     neighbours = [name for name in registry.names() if registry.get(name).__module__ == cls.__module__]
     file = inspect.getdoc(sys.modules[cls.__module__]) if len(neighbours) == 1 else None
     return (file or inspect.getdoc(cls) or "").partition("\n")[0]
@@ -90,28 +90,28 @@ def _default(field: dataclasses.Field[Any]) -> dict[str, Any]:
 
 
 def table(components: list[dict[str, Any]]) -> Table:
-    """What `describe` found, for people."""
+    """The components as a table."""
     papers, settings = (any(c[key] for c in components) for key in ("paper", "fields"))
     grid = Table("name", "idea", *["paper"] * papers, *["fields"] * settings, show_lines=True)
     for c in components:
-        fields = "\n".join(_shown(name, field) for name, field in c["fields"].items())
+        fields = "\n".join(_field_text(name, field) for name, field in c["fields"].items())
         cells = [_idea(c), *[c["paper"] or ""] * papers, *[fields] * settings]
-        grid.add_row(Text(c["name"], "bold"), *map(Text, cells))  # Text: a bracket in a default is no markup
+        grid.add_row(Text(c["name"], "bold"), *map(Text, cells))  # Text: brackets in defaults are not markup
     return grid
 
 
 def _idea(component: dict[str, Any]) -> str:
-    """The idea, and what else is to be known before a component is chosen."""
+    """The idea, the source knowledge it needs, and the variants."""
     name, needs, variants = (component[key] for key in ("name", "needs", "variants"))
-    told = [f"needs {needs}: tribe source {name}"] if needs else []
-    told += [f"variants, as in {name}/{next(iter(variants))}: {', '.join(variants)}"] if variants else []
-    return "\n\n".join((component["summary"], *told))
+    notes = [f"needs {needs}: tribe source {name}"] if needs else []
+    notes += [f"variants, as in {name}/{next(iter(variants))}: {', '.join(variants)}"] if variants else []
+    return "\n\n".join((component["summary"], *notes))
 
 
-def _shown(name: str, field: dict[str, Any]) -> str:
+def _field_text(name: str, field: dict[str, Any]) -> str:
     if "default" not in field:
         return name
     value = field["default"]
     if dataclasses.is_dataclass(value) and not isinstance(value, type) and value == type(value)():
-        return f"{name} = {type(value).__name__}()"  # its own defaults would fill a page
+        return f"{name} = {type(value).__name__}()"  # all its fields would be too long
     return f"{name} = {value!r}"

@@ -1,4 +1,4 @@
-"""``tribe schedule``: what a stream would be like, before any image is read."""
+"""``tribe schedule``: show the schedule of a stream; no image is read."""
 
 from pathlib import Path
 from typing import Annotated
@@ -10,14 +10,14 @@ from rich.table import Table
 import tribe
 from tribe.cli.app import app
 from tribe.cli.custom import DATASET, SCENARIO, component_name
-from tribe.cli.options import build_dataset
+from tribe.cli.options import AsJson, DataRoot, Imbalance, Severity, build_dataset
 from tribe.cli.output import errors_as_messages, print_json, stdout_to_stderr
 from tribe.cli.overrides import parse_overrides
 from tribe.lab import plots
 from tribe.lab.workbench import build_scenario
 from tribe.scenarios import class_counts, digest, local_balance, save
 
-MOST = 20  # classes that a table can show
+MOST = 20  # classes in a table
 
 
 @app.command()
@@ -26,36 +26,30 @@ def schedule(
     dataset: Annotated[
         str, typer.Option(help="Data set, see `tribe list datasets`, or file.py:Class.")
     ] = "live-mnist-c",
-    imbalance: Annotated[
-        float | None, typer.Option(help="How many times rarer the rarest class is.", show_default="the scenario's")
-    ] = None,
-    severity: Annotated[
-        str | None, typer.Option(help="Severities of the corruptions: 5, or 1,3,5.", show_default="5")
-    ] = None,
+    imbalance: Imbalance = None,
+    severity: Severity = None,
     seed: Annotated[int, typer.Option(help="Seed of the stream.")] = 0,
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="Any field: scenario.sigma=0.01, dataset.seed=1. Repeatable.")
     ] = None,
-    data: Annotated[
-        Path | None, typer.Option(help="Root of the data sets.", show_default="$TRIBE_DATA or the cache directory")
-    ] = None,
-    out: Annotated[Path | None, typer.Option(help="Write the schedule here, as npz.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw it here: .svg, .png or .pdf.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    data: DataRoot = None,
+    out: Annotated[Path | None, typer.Option(help="Write the schedule to this npz file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw it to this file: .svg, .png or .pdf.")] = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Make a stream's schedule: class counts of each domain, local balance, and a hash to compare with."""
+    """Show a stream's schedule: class counts of each domain, local balance, and a hash to compare with."""
     with stdout_to_stderr(), errors_as_messages():
         dataset, scenario = component_name(DATASET, dataset), component_name(SCENARIO, scenario)
-        wanted = parse_overrides(settings, ("dataset", "scenario"))
-        source = build_dataset(dataset, data, severity, wanted["dataset"])
-        protocol = build_scenario(scenario, imbalance, wanted["scenario"])
-        stream = tribe.Stream(source, protocol, (seed,))
+        overrides = parse_overrides(settings, ("dataset", "scenario"))
+        images = build_dataset(dataset, data, severity, overrides["dataset"])
+        protocol = build_scenario(scenario, imbalance, overrides["scenario"])
+        stream = tribe.Stream(images, protocol, (seed,))
         plan, labels = stream.schedules[0], stream.labels
         if out is not None:
             save(out, plan)
         if plot is not None:
             plots.save(plots.schedule(plan, labels, stream.domains), plot)
-        classes = len(source.classes)
+        classes = len(images.classes)
         labelled = all(bool((y >= 0).all()) for y in labels)
         counts = class_counts(plan, labels, classes) if labelled else None
         balance = local_balance(plan, labels, classes=classes).mean().item() if labelled else None
@@ -72,10 +66,10 @@ def schedule(
         return
     console = Console()
     if counts is not None and classes <= MOST:
-        grid = Table("domain", *source.classes, "all", padding=0)
+        grid = Table("domain", *images.classes, "all", padding=0)
         grid.columns[0].no_wrap = True
         for name, row in zip(stream.domains, counts.tolist(), strict=True):
             grid.add_row(name, *map(str, row), str(sum(row)))
         console.print(grid)
-    said = "" if balance is None else f", local balance {balance:.3f} (1: even, 0: one class at a time)"
-    console.print(f"{len(plan.index):,} images of {len(stream.domains)} domains{said}, BLAKE2b-128 {digest(plan)}")
+    local = "" if balance is None else f", local balance {balance:.3f} (1: even, 0: one class at a time)"
+    console.print(f"{len(plan.index):,} images of {len(stream.domains)} domains{local}, BLAKE2b-128 {digest(plan)}")
