@@ -216,10 +216,10 @@ def test_eight_streams_together_equal_each_alone(method, dtype, tolerance):
 
 
 NOT_EXPORTED = {
-    "cotta": "more than a pass of a network: where the source model is unsure, passes over several views",
+    "cotta": "more than a pass of a network: where the source model is uncertain, passes over several views",
     "lame": "more than a pass of a network: neighbours in a batch",
     "note": "no ordinary layer does: Instance",
-    "petal": "more than a pass of a network: where the source model is unsure, passes over several views",
+    "petal": "more than a pass of a network: where the source model is uncertain, passes over several views",
     "roid": "more than a pass of a network: the prior",
     "selftrain/iabn": "no ordinary layer does: Instance",
 }

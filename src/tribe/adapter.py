@@ -22,8 +22,7 @@ from tribe.engine.screening import PROBABILITIES, are_probabilities, sound
 from tribe.engine.state import Store, clone, digest, leaves, rebuild, select, tree_map
 from tribe.engine.threads import Lock, locked
 from tribe.fields import is_whole, require
-from tribe.methods import Method
-from tribe.methods.base import check_classes, check_fits
+from tribe.methods import Method, check_classes, check_fits
 from tribe.methods.encoding import method_for_file, method_from_file
 from tribe.norms.batch import PerBatch
 from tribe.norms.frozen import Frozen

@@ -206,18 +206,18 @@ def test_the_threshold_follows_from_the_number_of_classes(classes, p_th):
 @pytest.mark.parametrize(
     ("name", "fields", "words"),
     [
-        ("cotta", {"lr": -1.0}, "lr is not negative"),
-        ("cotta", {"alpha": 1.5}, "alpha within 0 and 1"),
-        ("cotta", {"p": 2.0}, "p, the probability"),
-        ("cotta", {"n": 0}, "n, the views"),
-        ("cotta", {"chunk": 0}, "chunk, those in one pass"),
+        ("cotta", {"lr": -1.0}, "lr of cotta is not negative"),
+        ("cotta", {"alpha": 1.5}, "alpha of cotta is between 0 and 1"),
+        ("cotta", {"p": 2.0}, "p of cotta is between 0 and 1"),
+        ("cotta", {"n": 0}, "n of cotta is at least 1"),
+        ("cotta", {"chunk": 0}, "chunk of cotta is at least 1"),
         ("cotta", {"classes": None}, "give classes="),
-        ("petal", {"delta": -0.1}, "delta within 0 and 1"),
-        ("petal", {"swag_every": 0}, "swag_every at least 1"),
+        ("petal", {"delta": -0.1}, "delta of petal is between 0 and 1"),
+        ("petal", {"swag_every": 0}, "swag_every of petal is at least 1"),
         ("ttac", {"classes": None}, "classes="),
-        ("ttac", {"tau_pp": 1.1}, "tau_pp within 0 and 1"),
-        ("ttac", {"n_clus": 0}, "n_clus and n_all are at least 1"),
-        ("ttac", {"statistics": "running"}, "statistics is 'batch' or 'frozen'"),
+        ("ttac", {"tau_pp": 1.1}, "tau_pp of ttac is between 0 and 1"),
+        ("ttac", {"n_clus": 0}, "n_clus of ttac is at least 1"),
+        ("ttac", {"statistics": "running"}, "statistics of ttac is 'batch' or 'frozen'"),
     ],
 )
 def test_fields_are_checked(name, fields, words):

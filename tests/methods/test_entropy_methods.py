@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from recordings import GOLDENS, Net, fisher, part
 from tribe import methods
 from tribe.engine.augment import Augment
 from tribe.engine.backbone import Backbone
@@ -121,9 +122,9 @@ def test_networks_without_batch_norm_adapt_too(name):
         ("sar", {"frozen_tail": 1.0}, "below 1"),
         ("sar", {"frozen_tail": "layer4"}, "tuple of names"),
         ("roid", {"beta": 1.5}, "between 0 and 1"),
-        ("roid", {"tau": 0.0}, "positive"),
-        ("roid", {"optimizer": "lion"}, "adam, sgd"),
-        ("roid", {"prior": "labels"}, "logits, posteriors"),
+        ("roid", {"tau": 0.0}, "tau of roid is above 0"),
+        ("roid", {"optimizer": "lion"}, "'adam' or 'sgd'"),
+        ("roid", {"prior": "labels"}, "'logits', 'posteriors' or 'none'"),
         ("roid", {"augment": 3}, "callable"),
         ("roid", {"classes": None}, "classes="),
     ],
@@ -228,8 +229,8 @@ def test_copies_of_one_image_are_each_others_neighbours_and_stay_copies():
     net = network()
     x = torch.cat((images(1, 1, 5, DOUBLE).expand(1, 7, 3, 8, 8), images(1, 5, 6, DOUBLE)), 1)
     near = nearest(torch.from_numpy(source_outputs(net, x)[1])[None], torch.ones(1, 12, dtype=torch.bool), 5)
-    assert near.who[0, :7].lt(7).all(), "a copy has other neighbours than copies"
-    assert not near.who[0].eq(torch.arange(12)[:, None]).any(), "an image is its own neighbour"
+    assert near.index[0, :7].lt(7).all(), "a copy has other neighbours than copies"
+    assert not near.index[0].eq(torch.arange(12)[:, None]).any(), "an image is its own neighbour"
     (y,), _ = play(methods.create("lame"), net, [x])
     torch.testing.assert_close(y[0, :7], y[0, :1].expand(7, -1), rtol=0, atol=1e-12)
     np.testing.assert_allclose(y[0].numpy(), lame_by_hand(*source_outputs(net, x)), atol=1e-9)
@@ -396,22 +397,21 @@ def test_study_leaves_out_images_that_are_not_finite():
     method = methods.create("eata", classes=4)
     a, b = (method.study(net, [(images_, None)]) for images_ in (x, poisoned))
     assert all(torch.allclose(a.tensors[k], b.tensors[k], rtol=1e-9) for k in ("weight", "bias"))
-    with pytest.raises(KnowledgeError, match="there were none"):
+    with pytest.raises(KnowledgeError, match="needs source images; got none"):
         method.study(net, [])
 
 
 def test_study_reproduces_the_recorded_fisher_information():
     """The recording took batches of 32 source images and left out the first."""
-    goldens = pytest.importorskip("test_goldens")
-    if not goldens.SHARED.is_dir():
+    if not GOLDENS.is_dir():
         pytest.skip("the full recordings are not beside this clone")
     for file in ("methods", "methods_k100"):
-        with np.load(goldens.SHARED / f"{file}_open.npz") as recording:
+        with np.load(GOLDENS / f"{file}_open.npz") as recording:
             data = dict(recording)
-        net = Backbone(goldens.Net(goldens.part(data, "net")))
+        net = Backbone(Net(part(data, "net")))
         source = torch.from_numpy(data["source_x"]).split(32)[1:]
         studied = methods.create("eata", classes=10).study(net, [(x, None) for x in source]).tensors
-        recorded = goldens.fisher(data, net)["knowledge"].tensors
+        recorded = fisher(data, net)["knowledge"].tensors
         for name in ("weight", "bias"):
             torch.testing.assert_close(
                 studied[name], recorded[name], rtol=1e-4, atol=1e-5 * float(recorded[name].max())
@@ -496,7 +496,7 @@ def test_where_nothing_is_reliable_only_momentum_moves_sar():
 
 def test_the_frozen_tail_is_named_or_counted():
     net = network()
-    for names, words in ((("layer4",), "the network has 1, 4"), (("1", "4"), "none is left")):
+    for names, words in ((("layer4",), "the network has 1, 4"), (("1", "4"), "none can adapt")):
         with pytest.raises(ValueError, match=words):
             methods.create("sar", frozen_tail=names).init(net)
     assert methods.create("sar", frozen_tail=["4"]).frozen_tail == ("4",)  # as it comes from a file

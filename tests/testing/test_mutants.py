@@ -15,13 +15,13 @@ from tribe.engine.memory import images
 from tribe.engine.optim import Adam, adam_step
 from tribe.engine.rng import Key
 from tribe.engine.state import Affine, Info, Stats
-from tribe.methods.base import Deployed, finish, screen
+from tribe.methods import Deployed, finish, screen
 from tribe.methods.cotta import Cotta
 from tribe.methods.lame import Lame
 from tribe.methods.note import Note
 from tribe.methods.rotta import Rotta
 from tribe.methods.source import Source
-from tribe.methods.tent import Tent, _statistics
+from tribe.methods.tent import Tent
 from tribe.methods.tribe import Tribe
 from tribe.norms.balanced import Balanced
 from tribe.norms.batch import PerBatch
@@ -115,7 +115,7 @@ class TentWith(Tent):
         x, valid, rejected = screen(x, valid)
         with torch.enable_grad():
             affine = state.affine.leaf()
-            logits = net(x, affine, _statistics(net, state), self.rule, valid=valid).logits
+            logits = net(x, affine, self.deployed(net, state).stats, self.rule, valid=valid).logits
             grads = Affine(*torch.autograd.grad(self.loss(logits, valid).sum(), affine))
         moved, moments = adam_step(state.affine, grads, state.adam, self.lr)
         new = state._replace(affine=moved, adam=moments)
@@ -253,7 +253,7 @@ class NoScreen(TentWith):
     def step(self, net, state, x, valid=None):
         with torch.enable_grad():
             affine = state.affine.leaf()
-            logits = net(x, affine, _statistics(net, state), PerBatch()).logits
+            logits = net(x, affine, self.deployed(net, state).stats, PerBatch()).logits
             grads = Affine(*torch.autograd.grad(entropy(logits).mean(1).sum(), affine))
         moved, moments = adam_step(state.affine, grads, state.adam, self.lr)
         valid = torch.ones(x.shape[:2], dtype=torch.bool)
@@ -338,7 +338,7 @@ class DeploysNothing(TentWith):
     more_than_a_pass = None
 
     def deployed(self, net, state):
-        return Deployed(Affine(*map(torch.zeros_like, state.affine)), _statistics(net, state), PerBatch())
+        return Deployed.per_batch(net, Affine(*map(torch.zeros_like, state.affine)))
 
     def predict(self, net, state, x, valid=None):
         return Tent.deployed(self, net, state).logits(net, *screen(x, valid)[:2])
@@ -854,7 +854,7 @@ def test_the_hook_itself_is_healthy():
 
 def test_a_method_with_its_own_predict_says_what_it_does_besides():
     with pytest.raises(
-        TypeError, match=r"Unsaid overrides predict .* set more_than_a_pass = None if so, and otherwise"
+        TypeError, match=r"Unsaid overrides predict .* Set more_than_a_pass = None if .*; otherwise set it to a text"
     ):
 
         class Unsaid(Tent):

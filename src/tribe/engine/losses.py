@@ -17,6 +17,11 @@ def entropy(logits: Tensor) -> Tensor:
     return -(log_p.exp() * log_p).sum(-1)
 
 
+def probabilities(logits: Tensor) -> Tensor:
+    """Softmax of logits, in float32 at least: (..., K) -> (..., K)."""
+    return _precise(logits).softmax(-1)
+
+
 def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
     """Cross-entropy with hard labels: (..., K), (...) -> (...)."""
     return -_precise(logits).log_softmax(-1).gather(-1, target.unsqueeze(-1)).squeeze(-1)

@@ -33,6 +33,10 @@ class Affine(NamedTuple):
         """The same values as the start of a graph."""
         return Affine(*(t.detach().requires_grad_() for t in self))
 
+    def gradient(self, losses: Tensor) -> "Affine":
+        """The gradient of the losses (S,) with respect to these parameters, which `leaf` made."""
+        return Affine(*torch.autograd.grad(losses.sum(), self))
+
 
 class Stats(NamedTuple):
     """Normalisation statistics, moved by observation; K = 1, or one pair per class."""

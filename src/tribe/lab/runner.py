@@ -18,8 +18,7 @@ from tribe.lab.provenance import code_of, coded, is_own
 from tribe.lab.record import Record
 from tribe.lab.spec import describe
 from tribe.lab.stream import Stream
-from tribe.methods import Method
-from tribe.methods.base import check_fits
+from tribe.methods import Method, check_fits
 from tribe.methods.encoding import encode_fields
 from tribe.storage import tensors as tensor_file
 from tribe.storage.states import StateFileError

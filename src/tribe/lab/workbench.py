@@ -25,8 +25,7 @@ from tribe.knowledge import Knowledge, KnowledgeError, find_knowledge, knowledge
 from tribe.lab.provenance import code_at, code_of
 from tribe.lab.spec import ComponentSpec, canonical, decode_fields, is_knowledge
 from tribe.lab.stream import Stream
-from tribe.methods import Method
-from tribe.methods.base import check_classes
+from tribe.methods import Method, check_classes
 from tribe.scenarios import Scenario
 
 

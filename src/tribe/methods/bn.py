@@ -2,10 +2,8 @@
 
 from dataclasses import dataclass
 
-from tribe.engine.backbone import Backbone
-from tribe.methods.base import Deployed, register
+from tribe.methods import Backbone, Deployed, PerBatch, register
 from tribe.methods.source import Source, SourceState
-from tribe.norms.batch import PerBatch
 
 
 @register("bn")

@@ -1,8 +1,8 @@
-"""Learn only from predictions that are sure and new, and hold on to what the source needs: EATA (ICML 2022).
+"""Learn only from certain and new predictions, and protect the parameters that the source needs: EATA (ICML 2022).
 
-Of a batch's predictions those with low entropy are reliable; of these, those unlike the moving mean of what was kept
-before are not redundant. The surer, the more a kept one weighs. A Fisher penalty, taken from source images beforehand,
-ties down the parameters the source data depend on.
+A prediction with low entropy is reliable; a reliable one unlike the moving mean of the earlier ones is not redundant.
+The method learns from these, and more from those it is more certain of. A Fisher penalty, computed from source images
+beforehand, holds the parameters that the source data depend on.
 """
 
 import math
@@ -14,23 +14,34 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from tribe.engine.backbone import Backbone
-from tribe.engine.losses import cross_entropy, entropy, mean_over
-from tribe.engine.moments import wide
-from tribe.engine.optim import Adam, adam_init, adam_step
-from tribe.engine.rng import Key
-from tribe.engine.state import Affine, Info, select
-from tribe.knowledge import Knowledge, KnowledgeError, KnowledgeLike, checked_tensors, study_batches
-from tribe.methods.base import Deployed, Method, finish, new_info, new_key, register, screen
-from tribe.norms.batch import PerBatch
+from tribe.methods import (
+    Affine,
+    Backbone,
+    Deployed,
+    Info,
+    Key,
+    Knowledge,
+    KnowledgeError,
+    KnowledgeLike,
+    Method,
+    PerBatch,
+    checked_tensors,
+    finish,
+    losses,
+    optim,
+    register,
+    screen,
+    select,
+    study_batches,
+)
 
 
 class EataState(NamedTuple):
-    """Affine parameters, what Adam remembers, and what the predictions kept so far look like on average."""
+    """Affine parameters, Adam's moments, and the mean of the predictions it learned from."""
 
     affine: Affine  # (S, C)
-    adam: Adam
-    mean: Tensor  # (S, K) moving mean of the kept probabilities; zeros until something was kept
+    adam: optim.Adam
+    mean: Tensor  # (S, K) moving mean of their probabilities; zeros at first
     key: Key
     info: Info
 
@@ -40,7 +51,7 @@ class EataState(NamedTuple):
 class Eata(Method):
     """Batch statistics; the affine parameters follow the entropy of reliable and non-redundant predictions."""
 
-    # NOTE: the released threshold is .4 log 1000 whatever the data set; this is the paper's, .4 log K.
+    # NOTE: the released threshold is .4 log 1000 for every data set; this is the paper's, .4 log K.
     e0: float = 0.4  # share of log K below which an entropy is reliable
     d: float = 0.05  # a prediction whose cosine with the moving mean reaches this is redundant
     alpha: float = 2000.0  # weight of the Fisher penalty; at 0 no source knowledge is needed (ETA)
@@ -50,21 +61,13 @@ class Eata(Method):
     # NOTE: the paper's own CIFAR-10 runs use d = 0.4, alpha = 1 and SGD; the comparison TRIBE is part of does not.
     paper = "Niu et al., Efficient test-time model adaptation without forgetting, ICML 2022"
     works_on = ("affine",)
+    per_class = "a mean prediction"
     needs = "the Fisher information of the affine parameters on source images (with alpha=0 it needs nothing)"
-    source_images: ClassVar[int] = 2000  # as many as the paper looks at: F is a sum, so that alpha goes with them
-    presets = {  # noqa: RUF012
-        "mnist": {"classes": 10},
-        "cifar10": {"classes": 10},
-        "cifar100": {"classes": 100},
-        "imagenet": {"classes": 1000},
-    }
+    source_images: ClassVar[int] = 2000  # the paper's number: F is a sum, so alpha depends on it
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.classes is None:
-            raise ValueError("EATA keeps a mean prediction and needs the number of classes: classes=")
-        if min(self.e0, self.d, self.alpha, self.lr) < 0:
-            raise ValueError(f"e0, d, alpha and lr are not negative; got {self.e0}, {self.d}, {self.alpha}, {self.lr}")
+        self.require_range("e0", "d", "alpha", "lr")
 
     def study(self, net: Backbone, batches: Iterable[tuple[Tensor, Tensor]]) -> Knowledge:
         """F: squared gradients of each batch's cross-entropy with its own most likely classes, summed over batches."""
@@ -72,51 +75,51 @@ class Eata(Method):
         fisher, images, count = Affine(*(torch.zeros_like(t[0]) for t in origin)), 0, 0
         for x, _ in study_batches(net, batches):
             with torch.enable_grad():
-                affine = Affine(*(t.requires_grad_() for t in origin))
+                affine = origin.leaf()
                 logits = net(x, affine, stats, PerBatch()).logits
-                grads = torch.autograd.grad(cross_entropy(logits, logits.argmax(-1)).mean(), affine)
+                grads = torch.autograd.grad(losses.cross_entropy(logits, logits.argmax(-1)).mean(), affine)
             fisher = Affine(*(f + g[0].square() for f, g in zip(fisher, grads, strict=True)))
             images, count = images + x.shape[1], count + 1
         if not images:
-            raise KnowledgeError("EATA's Fisher information needs source images, and there were none")
+            raise KnowledgeError("EATA's Fisher information needs source images; got none")
         spec = {"images": images, "batches": count}
         return Knowledge(self.name, fisher._asdict(), net.fingerprint(exact=False), spec)
 
     def init(self, net: Backbone, streams: int = 1, seed: int = 0) -> EataState:
-        """Start at the source, nothing kept."""
+        """Start at the source, without a mean prediction."""
         affine, _ = net.source(streams)
         if self.alpha:
             checked_tensors(self, net, dict.fromkeys(Affine._fields, (net.channels,)))
-        mean = affine.weight.new_zeros(streams, self.classes or 0)
-        return EataState(affine, adam_init(affine), mean, new_key(net, streams, seed), new_info(net, streams))
+        mean = affine.weight.new_zeros(streams, self.class_count)
+        return EataState(affine, optim.adam_init(affine), mean, *self.new_key_and_info(net, streams, seed))
 
     def deployed(self, net: Backbone, state: EataState) -> Deployed:
         """The adapted parameters, the batch's statistics."""
-        return Deployed(state.affine, net.source(len(state.key.seed))[1], PerBatch())
+        return Deployed.per_batch(net, state.affine)
 
     def step(self, net: Backbone, state: EataState, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, EataState]:
-        """Predict, then take one Adam step in the streams where a prediction is worth it."""
+        """Predict, then take one Adam step in the streams that have a reliable and new prediction."""
         x, valid, rejected = screen(x, valid)
         _, stats, norm = self.deployed(net, state)
         with torch.enable_grad():
             affine = state.affine.leaf()
             logits = net(x, affine, stats, norm, valid=valid).logits
-            doubt, limit = entropy(logits), self.e0 * math.log(logits.shape[-1])  # (S, B)
-            p = logits.detach().to(wide(logits.dtype)).softmax(-1)
-            kept = valid & (doubt.detach() < limit) & self._new(p, state.mean)
-            weight = (limit - doubt.detach()).exp()
-            loss = mean_over(weight * doubt, kept) + self._penalty(net, affine)  # (S,)
-            grads = Affine(*torch.autograd.grad(loss.sum(), affine))
-        moved, moments = adam_step(state.affine, grads, state.adam, self.lr)
-        seen = mean_over(p.transpose(1, 2), kept.unsqueeze(1)).to(state.mean)  # (S, K)
+            uncertainty, limit = losses.entropy(logits), self.e0 * math.log(logits.shape[-1])  # (S, B)
+            p = losses.probabilities(logits.detach())
+            chosen = valid & (uncertainty.detach() < limit) & self._new(p, state.mean)
+            weight = (limit - uncertainty.detach()).exp()
+            loss = losses.mean_over(weight * uncertainty, chosen) + self._penalty(net, affine)  # (S,)
+            grads = affine.gradient(loss)
+        moved, moments = optim.adam_step(state.affine, grads, state.adam, self.lr)
+        seen = losses.mean_over(p.transpose(1, 2), chosen.unsqueeze(1)).to(state.mean)  # (S, K)
         mean = torch.where(_exists(state.mean), 0.9 * state.mean + 0.1 * seen, seen)
-        new = select(kept.any(1), state._replace(affine=moved, adam=moments, mean=mean), state)
-        return finish(net, state, new, logits, valid, rejected, kept, new.affine)
+        new = select(chosen.any(1), state._replace(affine=moved, adam=moments, mean=mean), state)
+        return finish(net, state, new, logits, valid, rejected, chosen, new.affine)
 
     def _new(self, p: Tensor, mean: Tensor) -> Tensor:
-        """Which predictions (S, B) are unlike the moving mean; all are, before there is one."""
-        alike = cosine_similarity(mean.unsqueeze(1), p, dim=-1).abs()
-        return (alike < self.d) | ~_exists(mean)
+        """Which predictions (S, B) are unlike the moving mean; all, if there is none yet."""
+        cosine = cosine_similarity(mean.unsqueeze(1), p, dim=-1).abs()
+        return (cosine < self.d) | ~_exists(mean)
 
     def _penalty(self, net: Backbone, affine: Affine) -> Tensor | float:
         """alpha sum F (theta - theta_0)^2 of every stream, (S,)."""
@@ -128,5 +131,5 @@ class Eata(Method):
 
 
 def _exists(mean: Tensor) -> Tensor:
-    """Whether anything was kept yet: (S, 1); a mean of probabilities sums to one."""
+    """Whether there is a mean prediction yet: (S, 1); its probabilities sum to one."""
     return mean.sum(-1, keepdim=True) > 0

@@ -7,7 +7,7 @@ from typing import Any
 
 from tribe.engine.augment import Augment
 from tribe.knowledge import Knowledge, KnowledgeError
-from tribe.methods.base import Method, registry
+from tribe.methods.method import Method, registry
 from tribe.storage.states import StateFileError
 
 

@@ -1,8 +1,8 @@
 """Lower the entropy of reliable predictions only, and only where it is flat: SAR (ICLR 2023).
 
-A gradient step can leave a flat valley for a trivial answer, one class for everything. So the slope is taken not where
-the parameters are but where, within a small ball around them, the entropy is highest; and where it falls so low that
-the network must have collapsed, the source's parameters come back.
+A gradient step can leave a flat minimum for a trivial solution, one class for all images. So the gradient is taken not
+at the parameters, but where the entropy is highest in a small ball around them. If the loss falls so low that the
+network must have collapsed, the parameters go back to the source's.
 """
 
 import math
@@ -12,20 +12,27 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tribe.engine.backbone import Backbone
-from tribe.engine.losses import entropy, mean_over
-from tribe.engine.optim import sgd_step
-from tribe.engine.rng import Key
-from tribe.engine.state import Affine, Info, select, tree_map
-from tribe.fields import is_number
-from tribe.methods.base import Deployed, Method, finish, new_info, new_key, register, screen
-from tribe.norms.batch import PerBatch
+from tribe.methods import (
+    Affine,
+    Backbone,
+    Deployed,
+    Info,
+    Key,
+    Method,
+    finish,
+    losses,
+    optim,
+    register,
+    screen,
+    select,
+    tree_map,
+)
 
-NONE_YET = -1.0  # a moving mean of entropies that has no first value
+NONE_YET = -1.0  # a moving mean of entropies without a first value
 
 
 class SarState(NamedTuple):
-    """Affine parameters, their velocity, and how low the loss has been of late."""
+    """Affine parameters, their velocity, and a moving mean of the loss."""
 
     affine: Affine  # (S, C)
     velocity: Affine  # (S, C)
@@ -37,10 +44,10 @@ class SarState(NamedTuple):
 @register("sar")
 @dataclass(frozen=True)
 class Sar(Method):
-    """Batch statistics where there is BatchNorm; LayerNorm and GroupNorm, which the paper recommends, as they are.
+    """Batch statistics in BatchNorm; the paper recommends LayerNorm and GroupNorm, which have none.
 
-    NOTE: the paper counts layers by name: it leaves layer4 of ResNets, and blocks 9 to 11 and the last norm of ViT-B,
-    as they were. Other networks have other names, so that here the last quarter of the normalisation layers stays;
+    NOTE: the paper freezes layers by name: layer4 of ResNets, and blocks 9 to 11 and the last norm of ViT-B. Other
+    networks have other names, so here the last quarter of the normalisation layers is frozen;
     ``frozen_tail=("layer4",)`` or ``("blocks.9", "blocks.10", "blocks.11", "norm")`` is the paper's choice.
     """
 
@@ -49,62 +56,61 @@ class Sar(Method):
     e_m: float = 0.2  # moving mean of the loss, in nats, below which the network has collapsed
     lr: float = 0.00025  # of SGD, for batches of 64
     momentum: float = 0.9
-    frozen_tail: float | tuple[str, ...] = 0.25  # layers that stay: a share of them, from the end, or their names
+    frozen_tail: float | tuple[str, ...] = 0.25  # frozen layers: a share of all layers, from the end, or names
 
     paper = "Niu et al., Towards stable test-time adaptation in dynamic wild world, ICLR 2023"
     works_on = ("affine",)
     presets = {  # noqa: RUF012  ImageNet's from the paper, CIFAR's from the comparison in ROID's repository
-        "mnist": {"classes": 10, "lr": 1e-3},
-        "cifar10": {"classes": 10, "lr": 1e-3},
-        "cifar100": {"classes": 100, "lr": 1e-3},
-        "imagenet": {"classes": 1000, "lr": 0.00025},
+        "mnist": {"lr": 1e-3},
+        "cifar10": {"lr": 1e-3},
+        "cifar100": {"lr": 1e-3},
+        "imagenet": {"lr": 0.00025},
     }
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if isinstance(self.frozen_tail, list):
             object.__setattr__(self, "frozen_tail", tuple(self.frozen_tail))
-        if min(self.e0, self.rho, self.e_m, self.lr) < 0 or not 0 <= self.momentum < 1:
-            raise ValueError(
-                f"e0, rho, e_m and lr are not negative and momentum is at least 0 and below 1; got {self.e0}, "
-                f"{self.rho}, {self.e_m}, {self.lr} and {self.momentum}"
-            )
+        self.require_range("e0", "rho", "e_m", "lr")
+        self.require_range("momentum", below=1)
         tail = self.frozen_tail
         names = isinstance(tail, tuple) and all(isinstance(name, str) for name in tail)
-        if not names and not (is_number(tail) and 0 <= tail < 1):
+        share = isinstance(tail, int | float) and not isinstance(tail, bool) and 0 <= tail < 1
+        if not names and not share:
             raise ValueError(
                 "frozen_tail is a share of the normalisation layers, at least 0 and below 1, or a tuple of names of "
                 f"layers or blocks; got {tail!r}"
             )
 
     def init(self, net: Backbone, streams: int = 1, seed: int = 0) -> SarState:
-        """Start at the source, at rest."""
-        self._adapted(net)  # its complaints
+        """Start at the source, with velocity zero."""
+        self._adapted(net)  # checks frozen_tail
         affine, _ = net.source(streams)
         mean = affine.weight.new_full((streams,), NONE_YET)
         velocity = tree_map(torch.zeros_like, affine)
-        return SarState(affine, velocity, mean, new_key(net, streams, seed), new_info(net, streams))
+        return SarState(affine, velocity, mean, *self.new_key_and_info(net, streams, seed))
 
     def deployed(self, net: Backbone, state: SarState) -> Deployed:
         """The adapted parameters, the batch's statistics."""
-        return Deployed(state.affine, net.source(len(state.key.seed))[1], PerBatch())
+        return Deployed.per_batch(net, state.affine)
 
     def step(self, net: Backbone, state: SarState, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, SarState]:
-        """Predict; climb to the worst place nearby; step from here along the slope found there."""
+        """Predict; find the worst point nearby; step along the gradient found there."""
         x, valid, rejected = screen(x, valid)
         adapted = self._adapted(net)
-        logits, reliable, slope, _ = self._slope(net, state, state.affine, x, valid, valid)
-        slope = tree_map(adapted.mul, slope)
-        worst = tree_map(lambda p, g: p + g * (self.rho / (_norm(slope) + 1e-12)), state.affine, slope)
-        _, still, slope, loss = self._slope(net, state, worst, x, valid, reliable)
+        logits, reliable, grads, _ = self._gradient(net, state, state.affine, x, valid, valid)
+        grads = tree_map(adapted.mul, grads)
+        worst = tree_map(lambda p, g: p + g * (self.rho / (_norm(grads) + 1e-12)), state.affine, grads)
+        _, still, grads, loss = self._gradient(net, state, worst, x, valid, reliable)
         # NOTE: where nothing is reliable the gradient is zero and the momentum still moves on, as released.
-        moved, velocity = sgd_step(state.affine, tree_map(adapted.mul, slope), state.velocity, self.lr, self.momentum)
+        moved, velocity = optim.sgd_step(
+            state.affine, tree_map(adapted.mul, grads), state.velocity, self.lr, self.momentum
+        )
 
-        some = still.any(1)
         mean = torch.where(state.mean < 0, loss, 0.9 * state.mean + 0.1 * loss)
-        mean = torch.where(some, mean, state.mean)
+        mean = torch.where(still.any(1), mean, state.mean)
         new = state._replace(affine=moved, velocity=velocity, mean=mean)
-        # NOTE: the moving mean starts afresh, as the paper has it; its code goes on with the old one.
+        # NOTE: the moving mean restarts, as in the paper; the released code keeps the old one.
         recovered = state._replace(
             affine=net.source(len(x))[0],
             velocity=tree_map(torch.zeros_like, velocity),
@@ -113,44 +119,46 @@ class Sar(Method):
         new = select((mean < 0) | (mean >= self.e_m), new, recovered)
         return finish(net, state, new, logits, valid, rejected, reliable, new.affine)
 
-    def _slope(
+    def _gradient(
         self, net: Backbone, state: SarState, at: Affine, x: Tensor, valid: Tensor, among: Tensor
     ) -> tuple[Tensor, Tensor, Affine, Tensor]:
-        """Logits, which images ``among`` those given are reliable, and gradient and value (S,) of their entropy."""
+        """Logits; which images (of those ``among``) are reliable; gradient and value (S,) of their entropy."""
         _, stats, norm = self.deployed(net, state)
         with torch.enable_grad():
             affine = at.leaf()
             logits = net(x, affine, stats, norm, valid=valid).logits
-            doubt = entropy(logits)
-            reliable = among & (doubt.detach() < self.e0 * math.log(logits.shape[-1]))
-            loss = mean_over(doubt, reliable)
-            slope = Affine(*torch.autograd.grad(loss.sum(), affine))
-        return logits, reliable, slope, loss.detach().to(at.weight.dtype)
+            uncertainty = losses.entropy(logits)
+            reliable = among & (uncertainty.detach() < self.e0 * math.log(logits.shape[-1]))
+            loss = losses.mean_over(uncertainty, reliable)
+            grads = affine.gradient(loss)
+        return logits, reliable, grads, loss.detach().to(at.weight.dtype)
 
     def _adapted(self, net: Backbone) -> Tensor:
         """One for each channel that adapts, zero for those of the frozen tail: (C,)."""
         names = [slot.name for slot in net.slots]
         if isinstance(self.frozen_tail, tuple):
-            frozen = [any(name == part or name.startswith(f"{part}.") for part in self.frozen_tail) for name in names]
+            frozen = [
+                any(name == block or name.startswith(f"{block}.") for block in self.frozen_tail) for name in names
+            ]
             if self.frozen_tail and not any(frozen):
                 raise ValueError(
                     f"none of frozen_tail {self.frozen_tail} names a normalisation layer or a block with one; the "
                     f"network has {', '.join(names)}"
                 )
             if all(frozen):
-                raise ValueError(f"frozen_tail {self.frozen_tail} names every normalisation layer: none is left")
+                raise ValueError(f"frozen_tail {self.frozen_tail} names every normalisation layer: none can adapt")
         else:
             tail = len(names) - int(self.frozen_tail * len(names))
             frozen = [i >= tail for i in range(len(names))]
         adapted, start = torch.ones(net.channels, dtype=net.origin.get().affine.weight.dtype, device=net.device), 0
-        for slot, stays in zip(net.slots, frozen, strict=True):
-            if stays:
+        for slot, is_frozen in zip(net.slots, frozen, strict=True):
+            if is_frozen:
                 adapted[start : start + slot.channels] = 0
             start += slot.channels
         return adapted
 
 
 def _norm(affine: Affine) -> Tensor:
-    """Length of each stream's row over both parameters: (S, 1)."""
+    """The norm of each stream's row over both parameters: (S, 1)."""
     length: Tensor = torch.linalg.vector_norm(torch.cat(affine, 1), dim=1, keepdim=True)
     return length

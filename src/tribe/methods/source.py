@@ -5,15 +5,11 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from tribe.engine.backbone import Backbone
-from tribe.engine.rng import Key
-from tribe.engine.state import Info
-from tribe.methods.base import Deployed, Method, finish, new_info, new_key, register, screen
-from tribe.norms.frozen import Frozen
+from tribe.methods import Backbone, Deployed, Frozen, Info, Key, Method, finish, register, screen
 
 
 class SourceState(NamedTuple):
-    """Nothing but what every state has."""
+    """Only what every state has."""
 
     key: Key
     info: Info
@@ -29,7 +25,7 @@ class Source(Method):
 
     def init(self, net: Backbone, streams: int = 1, seed: int = 0) -> SourceState:
         """Clocks only."""
-        return SourceState(new_key(net, streams, seed), new_info(net, streams))
+        return SourceState(*self.new_key_and_info(net, streams, seed))
 
     def deployed(self, net: Backbone, state: SourceState) -> Deployed:
         """The source's parameters and statistics for every stream."""
@@ -40,5 +36,5 @@ class Source(Method):
     ) -> tuple[Tensor, SourceState]:
         """Predict."""
         x, valid, rejected = screen(x, valid)
-        logits, seen = self.look(net, state, x, valid)
+        logits, seen = self.pass_deployed(net, state, x, valid)
         return finish(net, state, state, logits, seen, rejected + (valid & ~seen).sum(1))

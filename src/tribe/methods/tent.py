@@ -1,4 +1,4 @@
-"""Make the network surer of its own predictions, one step a batch: TENT (Wang et al., ICLR 2021)."""
+"""Make the network more certain of its own predictions, one step a batch: TENT (Wang et al., ICLR 2021)."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -6,20 +6,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tribe.engine.backbone import Backbone
-from tribe.engine.losses import entropy, mean_over
-from tribe.engine.optim import Adam, adam_init, adam_step
-from tribe.engine.rng import Key
-from tribe.engine.state import Affine, Info, Stats
-from tribe.methods.base import Deployed, Method, finish, new_info, new_key, register, screen
-from tribe.norms.batch import PerBatch
+from tribe.methods import Affine, Backbone, Deployed, Info, Key, Method, finish, losses, optim, register, screen
 
 
 class TentState(NamedTuple):
-    """Affine parameters, and what Adam remembers of their gradients."""
+    """Affine parameters, and Adam's moments of their gradients."""
 
     affine: Affine  # (S, C)
-    adam: Adam
+    adam: optim.Adam
     key: Key
     info: Info
 
@@ -36,35 +30,29 @@ class Tent(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.lr < 0:
-            raise ValueError(f"lr, Adam's learning rate, is not negative; got {self.lr}")
+        self.require_range("lr")
 
     def init(self, net: Backbone, streams: int = 1, seed: int = 0) -> TentState:
         """Start at the source."""
         affine, _ = net.source(streams)
-        return TentState(affine, adam_init(affine), new_key(net, streams, seed), new_info(net, streams))
+        return TentState(affine, optim.adam_init(affine), *self.new_key_and_info(net, streams, seed))
 
     def deployed(self, net: Backbone, state: TentState) -> Deployed:
         """The adapted parameters, the batch's statistics."""
-        return Deployed(state.affine, _statistics(net, state), PerBatch())
+        return Deployed.per_batch(net, state.affine)
 
     def loss(self, logits: Tensor) -> Tensor:
-        """What every prediction (S, B, K) is to lose: (S, B)."""
-        return entropy(logits)
+        """The loss of each prediction (S, B, K): (S, B)."""
+        return losses.entropy(logits)
 
     def step(self, net: Backbone, state: TentState, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, TentState]:
         """Predict, then take one Adam step down the loss of these predictions."""
         x, valid, rejected = screen(x, valid)
+        _, stats, norm = self.deployed(net, state)
         with torch.enable_grad():
             affine = state.affine.leaf()
-            logits = net(x, affine, _statistics(net, state), PerBatch(), valid=valid).logits
-            loss = mean_over(self.loss(logits), valid)  # (S,)
-            grads = Affine(*torch.autograd.grad(loss.sum(), affine))
-        moved, moments = adam_step(state.affine, grads, state.adam, self.lr)
+            logits = net(x, affine, stats, norm, valid=valid).logits
+            grads = affine.gradient(losses.mean_over(self.loss(logits), valid))
+        moved, moments = optim.adam_step(state.affine, grads, state.adam, self.lr)
         new = state._replace(affine=moved, adam=moments)
         return finish(net, state, new, logits, valid, rejected, affine=moved)
-
-
-def _statistics(net: Backbone, state: TentState) -> Stats:
-    """Batch statistics need no stored ones; a row each keeps the shapes right."""
-    return net.source(len(state.key.seed))[1]

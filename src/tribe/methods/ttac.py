@@ -1,8 +1,8 @@
 """Pull the clusters of test features onto the clusters of source features: TTAC (Su et al., NeurIPS 2022), no queue.
 
-The features of each class, and of all images together, are summed up by a Gaussian. The source's are known; those of
-the stream are followed batch by batch, from the samples the network is sure of. All layers but Linear ones, the
-classifier among them, learn to make the two alike, as measured by the symmetric Kullback-Leibler divergence.
+A Gaussian describes the features of each class, and one those of all images together. The source's are known; those of
+the stream are updated batch by batch, from the samples the network is certain of. All layers but Linear ones (so not
+the classifier) learn to reduce the symmetric Kullback-Leibler divergence between the two.
 """
 
 from collections.abc import Iterable
@@ -12,40 +12,46 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tribe.engine.all_weights import Parameters, WeightLayout, forward, gradients, leaf, stack_streams
-from tribe.engine.backbone import Backbone
-from tribe.engine.moments import wide
-from tribe.engine.optim import Adam, adam_init, adam_step
-from tribe.engine.rng import Key
-from tribe.engine.state import Affine, Info
-from tribe.knowledge import Knowledge, KnowledgeError, KnowledgeLike, checked_tensors, study_batches
-from tribe.methods.base import (
-    NO_FEATURES,
+from tribe.methods import (
+    Affine,
+    Backbone,
     Deployed,
+    Frozen,
+    Info,
+    Key,
+    Knowledge,
+    KnowledgeError,
+    KnowledgeLike,
     Method,
+    Norm,
+    Parameters,
+    PerBatch,
+    WeightLayout,
+    all_weights,
+    checked_tensors,
     features_of,
     finish,
-    new_info,
-    new_key,
+    losses,
+    optim,
     register,
+    require_features,
     screen,
+    study_batches,
+    wide,
 )
-from tribe.norms import Norm
-from tribe.norms.batch import PerBatch
-from tribe.norms.frozen import Frozen
 
-LIMIT = 2**30  # numbers in the class covariances of one stream: 4 GB in float32
+LIMIT = 2**30  # most numbers in the class covariances of one stream: 4 GB in float32
 TOO_LARGE = (
     "TTAC keeps a covariance of {f} x {f} features for each of {k} classes: {n:.1f} GB a stream, more than "
     "{limit:.0f}. class_aware=False aligns all features together, without classes"
 )
 
-# What TTAC must know; K is 0 where it was studied without classes.
+# The tensors of TTAC's source knowledge; K is 0 if it was studied without classes.
 SHAPES = {"mean": "F", "cov": "FF", "class_mean": "KF", "class_cov": "KFF"}
 
 
 class Gaussians(NamedTuple):
-    """Clusters of features, and how many samples each has seen."""
+    """Clusters of features, and how many samples each has had."""
 
     mean: Tensor  # (S, K, F)
     cov: Tensor  # (S, K, F, F)
@@ -53,11 +59,11 @@ class Gaussians(NamedTuple):
 
 
 class TtacState(NamedTuple):
-    """Parameters, what Adam remembers of their gradients, and the stream's clusters."""
+    """Parameters, Adam's moments of their gradients, and the stream's clusters."""
 
     affine: Affine  # (S, C)
     weights: Tensor  # (S, P), all but those of Linear layers
-    adam: Adam
+    adam: optim.Adam
     clusters: Gaussians  # one a class
     whole: Gaussians  # one of all samples, K = 1
     key: Key
@@ -71,57 +77,48 @@ class Ttac(Method):
 
     lr: float = 1e-5  # Adam's learning rate
     tau_pp: float = 0.9  # probability above which a sample counts for the class it is predicted as
-    n_clus: int | None = None  # samples a class's Gaussian remembers; 128 for ten classes and fewer, else 64
-    n_all: int = 1280  # samples the Gaussian of all remembers
-    n_min: int = 16  # samples a class must have shown before it is aligned
-    ridge: float = 1 / 30  # share of the largest source covariance that is added to every variance
-    class_aware: bool = True  # align classes too; without, all features together only
+    n_clus: int | None = None  # samples a class's Gaussian averages over; None: 128 for up to ten classes, else 64
+    n_all: int = 1280  # samples the Gaussian of all averages over
+    n_min: int = 16  # samples of a class before it is aligned
+    ridge: float = 1 / 30  # share of the largest source covariance, added to every variance
+    class_aware: bool = True  # align each class too, not only all features together
     # NOTE: the released code uses the batch's statistics; the paper's numbers look like frozen ones.
     statistics: Literal["batch", "frozen"] = "batch"
     knowledge: KnowledgeLike = None
 
-    eager_only = "the host looks which classes are present: covariances of the others are not made"
+    eager_only = "the host checks which classes are present, to skip the covariances of the others"
     paper = "Su et al., Revisiting realistic test-time training: anchored clustering, NeurIPS 2022"
     works_on = ("features",)
+    per_class = "a cluster of each class"
     small = {"n_min": 2}  # noqa: RUF012
     needs = "the mean and covariance of source features, of each class and of all"
     presets = {  # noqa: RUF012
-        "mnist": {"classes": 10, "n_clus": 128},
-        "cifar10": {"classes": 10, "n_clus": 128},
-        "cifar100": {"classes": 100, "n_clus": 64},
-        "imagenet": {"classes": 1000, "n_clus": 64, "class_aware": False},  # NOTE: 1000 covariances of 2048 x 2048
+        "mnist": {"n_clus": 128},
+        "cifar10": {"n_clus": 128},
+        "cifar100": {"n_clus": 64},
+        "imagenet": {"n_clus": 64, "class_aware": False},  # NOTE: 1000 covariances of 2048 x 2048
     }
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.classes is None:
-            raise ValueError("TTAC keeps a cluster a class and needs their number: classes=")
         if self.n_clus is None:
-            object.__setattr__(self, "n_clus", 128 if self.classes <= 10 else 64)
-        if self.lr < 0 or not 0 <= self.tau_pp <= 1 or self.ridge <= 0:
-            raise ValueError(
-                "lr is not negative, tau_pp within 0 and 1, ridge above 0; got "
-                f"{self.lr}, {self.tau_pp} and {self.ridge}"
-            )
-        if self.n_clus < 1 or self.n_all < 1 or self.n_min < 0:  # type: ignore[operator]
-            raise ValueError(
-                f"n_clus and n_all are at least 1, n_min at least 0; got {self.n_clus}, {self.n_all} and {self.n_min}"
-            )
-        if self.statistics not in ("batch", "frozen"):
-            raise ValueError(f"statistics is 'batch' or 'frozen'; got {self.statistics!r}")
+            object.__setattr__(self, "n_clus", 128 if self.class_count <= 10 else 64)
+        self.require_range("lr", "n_min")
+        self.require_range("tau_pp", high=1)
+        self.require_range("n_clus", "n_all", low=1)
+        self.require_range("ridge", above=0)
 
     @property
     def norm(self) -> Norm:
-        """Whose statistics normalise."""
+        """The rule that normalises."""
         return PerBatch() if self.statistics == "batch" else Frozen()
 
     def init(self, net: Backbone, streams: int = 1, seed: int = 0) -> TtacState:
-        """The classes' clusters start as the source's, the one of all samples from nothing."""
-        if net.classifier is None:
-            raise ValueError(NO_FEATURES.format(self.name))
+        """The classes' clusters start as the source's, the one of all samples empty."""
+        require_features(net, self)
         known = checked_tensors(self, net, SHAPES)
         self._check(known)
-        classes, features = (self.classes or 0) if self.class_aware else 0, len(known["mean"])
+        classes, features = self.class_count if self.class_aware else 0, len(known["mean"])
         mean, cov = (
             known[name][:classes].expand(streams, *known[name][:classes].shape).clone()
             for name in ("class_mean", "class_cov")
@@ -129,15 +126,14 @@ class Ttac(Method):
         params = WeightLayout(net, without=nn.Linear).source(streams)
         return TtacState(
             *params,
-            adam_init(params),
+            optim.adam_init(params),
             Gaussians(mean, cov, _zeros(net, streams, classes)),
             Gaussians(
                 params.weights.new_zeros(streams, 1, features),
                 params.weights.new_zeros(streams, 1, features, features),
                 _zeros(net, streams, 1),
             ),
-            new_key(net, streams, seed),
-            new_info(net, streams),
+            *self.new_key_and_info(net, streams, seed),
         )
 
     def _check(self, known: dict[str, Tensor]) -> None:
@@ -145,12 +141,12 @@ class Ttac(Method):
         if (made := self.knowledge.spec.get("statistics", self.statistics)) != self.statistics:
             raise KnowledgeError(
                 f"{self.knowledge!r} describes features under {made} statistics; this TTAC uses {self.statistics} "
-                f"ones. Make it anew with statistics={self.statistics!r}"
+                f"ones. Make it again with statistics={self.statistics!r}"
             )
         if self.class_aware and len(known["class_mean"]) != self.classes:
             raise KnowledgeError(
                 f"{self.knowledge!r} describes {len(known['class_mean'])} classes; this TTAC aligns {self.classes}. "
-                "Make it anew, or set class_aware=False"
+                "Make it again, or set class_aware=False"
             )
 
     def deployed(self, net: Backbone, state: TtacState) -> Deployed:
@@ -160,7 +156,7 @@ class Ttac(Method):
         return Deployed(state.affine, net.source(len(state.key.seed))[1], self.norm, weights)
 
     def step(self, net: Backbone, state: TtacState, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, TtacState]:
-        """Predict, let the clusters follow, and take one Adam step that makes them more like the source's."""
+        """Predict, update the clusters, and take one Adam step that makes them more like the source's."""
         assert isinstance(self.knowledge, Knowledge)
         x, valid, rejected = screen(x, valid)
         layout, known, params = WeightLayout(net, without=nn.Linear), self.knowledge.on(net), Parameters(*state[:2])
@@ -168,23 +164,23 @@ class Ttac(Method):
         for i in params.streams(x):
             row = slice(i, i + 1)
             with torch.enable_grad():
-                mine = leaf(params.stream(i))
-                output = forward(layout, mine, x[row], self.norm, valid[row])
+                own = all_weights.leaf(params.stream(i))
+                output = all_weights.forward(layout, own, x[row], self.norm, valid[row])
                 classes, every = (Gaussians(*(t[i] for t in g)) for g in (state.clusters, state.whole))
                 seen = output.logits[0], features_of(self, output)[0], valid[i]
-                with torch.autocast(x.device.type, enabled=False):  # covariances need every digit
+                with torch.autocast(x.device.type, enabled=False):  # covariances need full precision
                     loss, classes, every = self._align(*seen, classes, every, known)
-                grads.append(gradients(loss, mine))
+                grads.append(all_weights.gradients(loss, own))
             logits.append(output.logits.detach())
             clusters.append(classes)
             whole.append(every)
-        moved, moments = adam_step(params, stack_streams(grads), state.adam, self.lr)
+        moved, moments = optim.adam_step(params, all_weights.stack_streams(grads), state.adam, self.lr)
         new = TtacState(*moved, moments, _stack(clusters), _stack(whole), state.key, state.info)
         predicted = torch.cat(logits)
-        return finish(net, state, new, predicted, valid, rejected, self._sure(predicted) & valid, moved.affine)
+        return finish(net, state, new, predicted, valid, rejected, self._certain(predicted) & valid, moved.affine)
 
-    def _sure(self, logits: Tensor) -> Tensor:
-        return logits.to(wide(logits.dtype)).softmax(-1).amax(-1) > self.tau_pp
+    def _certain(self, logits: Tensor) -> Tensor:
+        return losses.probabilities(logits).amax(-1) > self.tau_pp
 
     def _align(
         self,
@@ -204,9 +200,11 @@ class Ttac(Method):
         loss = divergence(mean, cov + ridge, known["mean"][None], known["cov"][None] + ridge).sum()
         if not self.class_aware:
             return loss, clusters, whole
-        sure = self._sure(logits.detach()) & valid
-        members = sure & (logits.argmax(-1) == torch.arange(len(clusters.mean), device=valid.device)[:, None])  # (K, B)
-        present = members.any(1).nonzero()[:, 0]  # a look at the device: covariances of absent classes are not made
+        certain = self._certain(logits.detach()) & valid
+        members = certain & (
+            logits.argmax(-1) == torch.arange(len(clusters.mean), device=valid.device)[:, None]
+        )  # (K, B)
+        present = members.any(1).nonzero()[:, 0]  # waits for the device, to skip absent classes
         mean, cov, clusters = follow(clusters, present, features, members[present], self.n_clus or 1)
         aligned = (clusters.seen[present] >= self.n_min).nonzero()[:, 0]
         if len(aligned):
@@ -217,7 +215,7 @@ class Ttac(Method):
 
     @torch.no_grad()
     def study(self, net: Backbone, batches: Iterable[tuple[Tensor, Tensor]]) -> Knowledge:
-        """Take the Gaussians of source features, of all images and by the class each is predicted as.
+        """Compute the Gaussians of source features, of all images and of each predicted class.
 
         A class that is never predicted gets the Gaussian of all.
         """
@@ -230,7 +228,7 @@ class Ttac(Method):
             sums.add(features, logits.argmax(-1))
             images += x.shape[1]
         if sums is None or images < 2:
-            raise ValueError(f"the Gaussians of source features need two images at least; got {images}")
+            raise ValueError(f"the Gaussians of source features need at least two images; got {images}")
         made = {"images": images, "statistics": self.statistics, "class_aware": self.class_aware}
         return Knowledge(self.name, sums.gaussians(wide(net.dtype)), net.fingerprint(exact=False), made)
 
@@ -247,7 +245,7 @@ def follow(
     m = share.sum(1)
     seen = old.seen.index_add(0, which, members.sum(1))
     rate = 1 / seen[which].clamp(1, memory).to(features.dtype)
-    # NOTE: the released rate is not bounded so; more samples in a batch than are remembered made variances negative.
+    # NOTE: the released rate has no such bound; with more samples in a batch than ``memory`` variances became negative.
     rate = torch.minimum(rate, 1 / m.clamp_min(1))
     past, past_cov = old.mean[which], old.cov[which]
     d = (features - past[:, None]) * share[..., None]  # (A, B, F)
@@ -271,18 +269,18 @@ def divergence(mean: Tensor, cov: Tensor, other_mean: Tensor, other_cov: Tensor)
 
 
 class Sums:
-    """Counts, sums and sums of products of features, of each class and, last, of all."""
+    """Counts, sums and sums of products of features, for each class and, last, for all."""
 
     def __init__(self, classes: int, like: Tensor) -> None:
         self.features = like.shape[1]
-        _refuse_too_large(classes, self.features)
+        _check_size(classes, self.features)
         exact = torch.float32 if like.device.type == "mps" else torch.float64
         self.count = torch.zeros(classes + 1, dtype=exact, device=like.device)
         self.first = self.count.new_zeros(classes + 1, self.features)
         self.second = self.count.new_zeros(classes + 1, self.features, self.features)
 
     def add(self, features: Tensor, labels: Tensor) -> None:
-        """Take in (B, F) features of the classes (B,)."""
+        """Add (B, F) features of the classes (B,)."""
         features, last = features.to(self.first), len(self.count) - 1
         chosen = [(k, features[labels == k]) for k in labels.unique().tolist() if k < last]
         for k, rows in [*chosen, (last, features)]:
@@ -299,11 +297,11 @@ class Sums:
             raise ValueError("all source images have the same features: there is no covariance to align with")
         seen = self.count > 0
         mean, cov = torch.where(seen[:, None], mean, mean[-1]), torch.where(seen[:, None, None], cov, cov[-1])
-        parts = {"class_mean": mean[:-1], "class_cov": cov[:-1], "mean": mean[-1], "cov": cov[-1]}
-        return {name: t.to(dtype).clone() for name, t in parts.items()}
+        tensors = {"class_mean": mean[:-1], "class_cov": cov[:-1], "mean": mean[-1], "cov": cov[-1]}
+        return {name: t.to(dtype).clone() for name, t in tensors.items()}
 
 
-def _refuse_too_large(classes: int, features: int) -> None:
+def _check_size(classes: int, features: int) -> None:
     numbers = classes * features**2
     if numbers > LIMIT:
         size = {"f": features, "k": classes, "n": numbers * 4 / 1e9, "limit": LIMIT * 4 / 1e9}

@@ -1,0 +1,108 @@
+"""How a step begins and ends: which images count, what the network learns from them, and what the state reports."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tribe.engine.backbone import Backbone
+from tribe.engine.losses import entropy, mean_over
+from tribe.engine.screening import sound
+from tribe.engine.state import Affine, Info, Stats, leaves, select
+
+
+def screen(x: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Replace padding and bad images (see `tribe.engine.screening`) before the first layer.
+
+    A copy of the stream's first good image replaces them. They weigh nothing, but must be finite in every layer: a
+    network that standardises each image would make 0 / 0 of zeros.
+
+    Returns the images, which of them count (S, B), and how many are real but bad (S,).
+    """
+    if not x.shape[1]:
+        raise ValueError(f"a step needs at least one image a stream; got a batch of shape {tuple(x.shape)}")
+    x = x.detach()
+    good = sound(x)  # (S, B)
+    offered = torch.ones_like(good) if valid is None else valid
+    valid = good & offered
+    first = valid.byte().argmax(1)  # of every stream; a bad one, if none is good
+    spare = x[torch.arange(len(x), device=x.device), first].masked_fill(~_like(valid.any(1), x[:, 0]), 0)
+    return torch.where(_like(valid, x), x, spare.unsqueeze(1)), valid, (offered & ~good).sum(1)
+
+
+def _like(mask: Tensor, x: Tensor) -> Tensor:
+    """Append axes to a mask of the leading axes of x, so that it broadcasts."""
+    return mask.view(*mask.shape, *[1] * (x.dim() - mask.dim()))
+
+
+def finite(t: Tensor) -> Tensor:
+    """Whether all numbers of the last axis are finite: then their sum, which is fast, is finite too."""
+    return t.sum(-1, dtype=torch.float32).abs() < math.inf  # no comparison with NaN is true
+
+
+def quiet(logits: Tensor, seen: Tensor) -> Tensor:
+    """Set the logits of all images but those ``seen`` (S, B) to zero: every class is equally likely."""
+    return torch.where(seen.unsqueeze(-1), logits, 0)
+
+
+def finish(
+    net: Backbone,
+    old: Any,
+    new: Any,
+    logits: Tensor,
+    valid: Tensor,
+    rejected: Tensor,
+    trusted: Tensor | None = None,
+    affine: Affine | None = None,
+) -> tuple[Tensor, Any]:
+    """End a step: advance the clocks, fill in the report, and keep the old state of streams without a valid image.
+
+    A stream also keeps its old state if a prediction or a learned number is not finite: a black image is sound and may
+    have no features. Its images count as skipped.
+
+    Args:
+        net: the network.
+        old: the state before the step.
+        new: the state after it; `finish` sets its key and its info.
+        logits: the predictions (S, B, K).
+        valid: the images that count (S, B).
+        rejected: how many images were real but bad (S,).
+        trusted: the images that the method learned from (S, B); None: all.
+        affine: the parameters that predict, for the distance from the source; None: they did not move.
+    """
+    with torch.no_grad():
+        predicted = finite(logits)
+        sane = (predicted | ~valid).all(1) & _finite(new, old)  # (S,)
+        share = entropy(logits).float() / math.log(logits.shape[-1])
+        info = Info(
+            images=old.info.images + valid.sum(1),
+            skipped=old.info.skipped,
+            trusted=mean_over(torch.ones_like(share) if trusted is None else trusted.float(), valid),
+            entropy=mean_over(share, valid),
+            distance=old.info.distance if affine is None else _distance(net, affine),
+        )
+        moved = new._replace(key=old.key._replace(clock=old.key.clock + 1), info=info)
+        chosen = valid.any(1) & sane
+        stats = [name for name in new._fields if isinstance(getattr(new, name), Stats)]
+        result = select(chosen, moved._replace(**{name: getattr(old, name) for name in stats}), old)
+        result = result._replace(**{n: select(chosen, getattr(new, n), getattr(old, n), in_place=True) for n in stats})
+        skipped = old.info.skipped + rejected + torch.where(sane, 0, valid.sum(1))
+        result = result._replace(info=result.info._replace(skipped=skipped))
+    return quiet(logits.detach(), valid & predicted), result
+
+
+def _finite(new: Any, old: Any) -> Tensor:
+    """Which streams (S,) have only finite numbers in the tensors that a step changed."""
+    streams, before = len(old.key.seed), leaves(old)
+    changed = [t for name, t in leaves(new).items() if t is not before[name] and t.is_floating_point() and t.numel()]
+    totals = [t.reshape(streams, -1).sum(-1, dtype=torch.float32) for t in changed]
+    return finite(torch.stack(totals, -1)) if totals else torch.ones_like(old.key.seed, dtype=torch.bool)
+
+
+def _distance(net: Backbone, affine: Affine) -> Tensor:
+    """The norm of the move of the affine parameters, relative to the norm of the source's: (S,)."""
+    source = torch.cat(net.source()[0], 1)
+    moved = torch.linalg.vector_norm(torch.cat(affine, 1) - source, dim=1)
+    distance: Tensor = moved / torch.linalg.vector_norm(source)
+    return distance.float()
