@@ -213,7 +213,7 @@ def _duels(plan: Plan, results: Mapping[str, Result]) -> list[str]:
             one, other = finished[a], finished[b]
             if one.has_records and other.has_records:
                 duel = statistics.duel(one.records(), other.records())
-                notes.append(f"{_stream_name(one.experiment)}: {a} against {b}: {duel}")
+                notes.append(f"{stream_name(one.experiment)}: {a} against {b}: {duel}")
     return notes
 
 
@@ -226,7 +226,8 @@ def _opponents(plan: Plan, results: Mapping[str, Result]) -> list[tuple[str, str
     return [(best, second), *(pair for pair in against if set(pair) != {best, second})]
 
 
-def _stream_name(experiment: Experiment) -> str:
+def stream_name(experiment: Experiment) -> str:
+    """The scenario of an experiment, with its main fields."""
     scenario = experiment.scenario
     fields = {name: scenario.fields.get(name) for name in ("imbalance", "sigma")}
     words = ", ".join(f"{name} {value:g}" for name, value in fields.items() if value is not None)

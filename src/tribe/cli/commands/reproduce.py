@@ -2,45 +2,40 @@
 
 import contextlib
 import dataclasses
-import io
-import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import torch
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table as Grid
 
 from tribe.cli.app import app
 from tribe.cli.custom import METHOD, component_name
 from tribe.cli.output import errors_as_messages, stdout_to_stderr
 from tribe.cli.overrides import parse_overrides
+from tribe.cli.terminal import Output, list_tables, print_problems, show_claims, show_comparison, show_runs
 from tribe.datasets.locations import data_root
 from tribe.datasets.manifest import FILE as MANIFEST
 from tribe.engine.precision import check_precision
 from tribe.lab import plots
 from tribe.lab.experiment import Experiment
 from tribe.lab.ray import Failure
-from tribe.lab.spec import plain
 from tribe.lab.store import Damaged, Result, find, finished, keep, survey
 from tribe.lab.workbench import Workbench
 from tribe.methods import names as method_names
 from tribe.paper import gather, tables
 from tribe.paper.chart import draw_chart
-from tribe.paper.compare import Comparison, Judged, compare_plan, judge_claims
+from tribe.paper.compare import Comparison, compare_plan, judge_claims, stream_name
 from tribe.paper.document import DATA, make_document
 from tribe.paper.gather import REMEDY, Origin
 from tribe.paper.plan import COMPONENTS, Choices, Costs, Plan, make_plan, refuse_unknown_fields
-from tribe.paper.render import FORMATS, VERDICTS, claims_json, claims_markdown, number, ours
+from tribe.paper.render import FORMATS
 from tribe.registry import nearest
 from tribe.storage.atomic import write_atomically
 
-WIDE = 240  # columns of a table that goes to a file
 CLAIMS = "claims"  # every sentence of the paper about its tables, judged on finished runs
 DOCUMENT = "document"  # all finished runs, as a page
 RELEASED = "released"  # the table of the released code
@@ -77,34 +72,6 @@ Workers = _option("Run on a new cluster of Ray, with as many cores of this machi
 NoRun = _option("Compare what lies in --runs, wherever it was made; needs no weights.", True, "--no-run")
 DryRun = _option("List the runs, which are done, and what others take.", True, "--dry-run")
 Keep = _option("Copy the JSON of all finished runs here, without their records; runs nothing.", True, "--keep")
-
-
-class Output(NamedTuple):
-    """The format of the output, and the file that it goes to; None: the terminal."""
-
-    style: str
-    path: Path | None
-
-    def write(self, text: str) -> None:
-        """Write text."""
-        if self.path is None:
-            typer.echo(text, nl=False)
-        else:
-            write_atomically(self.path, text.encode())
-
-    def write_json(self, data: Any) -> None:
-        """Write data as JSON."""
-        self.write(json.dumps(plain(data), indent=2, allow_nan=False) + "\n")
-
-    def draw(self, draw: Callable[[Console], None]) -> None:
-        """Draw tables: in the width of the terminal, or wide where the output goes elsewhere."""
-        if self.path is None:
-            console = Console()
-            draw(console if console.is_terminal else Console(width=WIDE))
-        else:
-            console = Console(width=WIDE, record=True, file=io.StringIO())
-            draw(console)
-            self.write(console.export_text())
 
 
 @app.command("reproduce")
@@ -146,7 +113,7 @@ def reproduce_artifact(
         output = Output(style, out)
         _check(output, choices.precision, count, plot)
         if show_list:
-            _list(output)
+            list_tables(output)
             return
         if artifact in (CLAIMS, DOCUMENT):
             _refuse(artifact, methods=methods, rows=rows, columns=columns, plot=plot)
@@ -179,7 +146,7 @@ def reproduce_artifact(
             plan = _run(plan, runs, ray_address or ("auto" if ray or workers is not None else None), workers)
         comparison = compare_plan(plan, gather.results_of(plan, runs))
         others = _comparer(choices.for_any_table, runs, workbench, origin if no_run else None)
-        _show(comparison, judge_claims(others, runs, [comparison], table.name), output)
+        show_comparison(comparison, judge_claims(others, runs, [comparison], table.name), output)
         if plot is not None:
             plots.save(draw_chart(comparison), plot)
         _exit_with(plan.problems)
@@ -305,7 +272,7 @@ def _run(plan: Plan, runs: Path, ray: str | None, workers: int | None) -> Plan:
         running: dict[Experiment, TaskID] = {}
 
         def follow(experiment: Experiment, done: int, of: int, wrong: float | None) -> None:
-            name = f"{experiment.method.name}, {_stream_name(experiment)}"
+            name = f"{experiment.method.name}, {experiment.dataset.name} {stream_name(experiment)}"
             error = "" if wrong is None else f": error {100 * wrong:.1f} %"
             if experiment not in running:
                 running[experiment] = progress.add_task(name)
@@ -331,12 +298,6 @@ def _print_warnings() -> Iterator[Console]:
         yield console
 
 
-def _stream_name(experiment: Experiment) -> str:
-    fields = experiment.scenario.fields
-    words = [f"{name} {fields[name]:g}" for name in ("imbalance", "sigma") if fields.get(name) is not None]
-    return f"{experiment.dataset.name} {experiment.scenario.name} {' '.join(words)}"
-
-
 def _dry_run(plan: Plan, runs: Path, output: Output) -> None:
     costs = Costs.of(finished(runs, damaged="skip"))
     rows: list[dict[str, Any]] = []
@@ -348,27 +309,14 @@ def _dry_run(plan: Plan, runs: Path, output: Output) -> None:
                 "id": experiment.id,
                 "method": experiment.method.name,
                 "model": experiment.model.name,
-                "stream": _stream_name(experiment),
+                "stream": f"{experiment.dataset.name} {stream_name(experiment)}",
                 "images": images,
                 "done": find(experiment, runs, verified=True) is not None,
                 "minutes": seconds / 60,
                 "measured": measured,
             }
         )
-    left = sum(row["minutes"] for row in rows if not row["done"])
-    if output.style == "json":
-        missing = [{"reason": reason, "cells": cells} for reason, cells in plan.problems.items()]
-        output.write_json({"artifact": plan.table.name, "runs": rows, "minutes_left": left, "missing": missing})
-        return
-    grid = Grid("id", "method", "network", "stream", "images", "minutes", "")
-    for row in rows:
-        minutes = f"{row['minutes']:.1f}" + ("" if row["measured"] else " ?")
-        names = (row[name] for name in ("id", "method", "model", "stream"))
-        grid.add_row(*names, f"{row['images']:,}", minutes, "done" if row["done"] else "")
-    done = sum(row["done"] for row in rows)
-    text = f"{len(rows)} runs, {done} done; the others take about {left:.0f} minutes (?: guessed, never measured here)"
-    output.draw(lambda console: console.print(grid, text))
-    _print_problems(plan.problems)
+    show_runs(plan, rows, output)
 
 
 def _keep(runs: Path, target: Path, root: Path) -> None:
@@ -387,18 +335,6 @@ def _keep(runs: Path, target: Path, root: Path) -> None:
 # -- output -----------------------------------------------------------------------------------------------------------
 
 
-def _list(output: Output) -> None:
-    if output.style == "json":
-        names = ("name", "label", "kind", "where", "title")
-        output.write_json([{name: getattr(table, name) for name in names} for table in tables.all_tables()])
-        return
-    grid = Grid("name", "what", "in the paper")
-    grid.columns[0].no_wrap = True
-    for table in tables.all_tables():
-        grid.add_row(table.name, table.title, f"{table.where}, {table.label}")
-    output.draw(lambda console: console.print(grid))
-
-
 def _document(runs: Path, origin: Origin, output: Output) -> None:
     if output.style not in ("table", "markdown"):  # table is the default
         raise ValueError(f"the document comes as markdown; got --format {output.style}")
@@ -409,56 +345,8 @@ def _document(runs: Path, origin: Origin, output: Output) -> None:
 def _claims(choices: Choices, runs: Path, workbench: Workbench, origin: Origin, output: Output) -> None:
     refuse_unknown_fields(tables.all_tables(), choices)
     judgements = judge_claims(_comparer(choices, runs, workbench, origin), runs)
-    if output.style == "json":
-        output.write_json(claims_json(judgements))
-    elif output.style == "markdown":
-        output.write("\n".join(claims_markdown(judgements)) + "\n")
-    elif output.style == "table":
-        output.draw(lambda console: console.print(_claims_grid(judgements)))
-    else:
-        raise ValueError(f"claims come as table, markdown or json; got --format {output.style}")
+    show_claims(judgements, output)
     _report_damage(runs)
-
-
-def _show(comparison: Comparison, judgements: list[Judged], output: Output) -> None:
-    if output.style == "table":
-        output.draw(lambda console: _print(comparison, judgements, console))
-    else:
-        output.write(FORMATS[output.style](comparison, judgements))
-
-
-def _print(comparison: Comparison, judgements: list[Judged], console: Console) -> None:
-    console.print(
-        f"[bold]{escape(comparison.title)}[/] ({comparison.label}): ours, [dim]the {comparison.theirs}'s[/], difference"
-    )
-    grid = Grid("", *comparison.columns, padding=(0, 1))
-    for column in grid.columns[1:]:
-        column.justify = "right"
-    for row in comparison.rows:
-        grid.add_row(row, *(_cell(comparison, row, column) for column in comparison.columns))
-    console.print(grid)
-    for note in comparison.notes:
-        console.print(f"  {note}", markup=False, highlight=False, soft_wrap=True)
-    if judgements:
-        console.print(_claims_grid(judgements))
-
-
-def _cell(comparison: Comparison, row: str, column: str) -> str:
-    entry = comparison.entries[row, column]
-    text = escape(ours(entry))
-    lines = [f"[bold]{text}[/]" if comparison.is_best(row, column) else text]
-    if entry.paper is not None:
-        lines.append(f"[dim]{escape(number(entry.paper, entry.unit))}[/]")
-    if entry.difference is not None:
-        lines.append(number(entry.difference, entry.unit, signed=True))
-    return "\n".join(lines)
-
-
-def _claims_grid(judgements: list[Judged]) -> Grid:
-    grid = Grid("the paper says", "on its own numbers", "on ours")
-    for claim, *verdicts in judgements:
-        grid.add_row(escape(claim.says), *(escape(f"{VERDICTS[v.holds]}: {v.why}") for v in verdicts))
-    return grid
 
 
 def _report_damage(runs: Path) -> None:
@@ -468,12 +356,5 @@ def _report_damage(runs: Path) -> None:
 
 def _exit_with(problems: Mapping[str, Sequence[str]]) -> None:
     if problems:
-        _print_problems(problems)
+        print_problems(problems)
         raise typer.Exit(1)
-
-
-def _print_problems(problems: Mapping[str, Sequence[str]]) -> None:
-    console = Console(stderr=True)
-    for reason, cells in problems.items():
-        some = "; ".join(cells[:3]) + (f" and {len(cells) - 3} more" if len(cells) > 3 else "")
-        console.print(f"missing: {some}: {reason}", style="yellow", markup=False, soft_wrap=True)
