@@ -60,7 +60,7 @@ def test_claims_are_judged_on_finished_runs(played):
     assert len(told) == len(claims())
     Path("runs").mkdir()
     markdown = call("claims", "--format", "markdown").stdout
-    assert "TTAC is not below TEST" in markdown
+    assert "F 100 inst: TTAC 43.4, TEST 41.71" in markdown
     assert "on its own" in call("claims").stdout
     assert call("claims", "--format", "latex").exit_code == 2
     written = call("claims", "--format", "markdown", "--out", "claims.md")
@@ -157,8 +157,8 @@ def test_claims_about_time_are_judged_on_times_of_bench():
 
     assert verdict() == (
         None,
-        "wall-clock, RoTTA, seconds and 1 more are missing (of seconds those count that `tribe bench` measured with "
-        "nothing else running)",
+        "wall-clock, RoTTA, seconds and 1 more are missing "
+        "(seconds are those of `tribe bench` with nothing else running)",
     )
     measure({"rotta": 0.33, "tribe": 0.32})
     assert verdict()[0] is True

@@ -335,12 +335,12 @@ def test_the_longest_experiment_is_run_first():
     [
         ("{}", "lacks dataset, images, model"),
         ("[]", "lacks dataset, images, model"),
-        ('{"dataset": "cifar', "is no JSON, or was cut short"),
+        ('{"dataset": "cifar', "is not JSON, or is incomplete"),
         ({"weights": None}, "lacks weights."),
         ({"ours": {"inst": [80.0, 81.0]}}, "lacks a number for every draw in ours, inst and cat"),
         ({"textbook": {"inst": [], "cat": []}}, "lacks a number for every draw in textbook"),
         ({"textbook": {"inst": [float("nan")] * 2, "cat": [1.0] * 2}}, "lacks a number for every draw in textbook"),
-        ({"textbook": {"inst": [80.0], "cat": [60.0]}}, "has not as many draws of ours as of the textbook"),
+        ({"textbook": {"inst": [80.0], "cat": [60.0]}}, "does not have as many draws of ours as of the textbook"),
     ],
 )
 def test_unreadable_draws_are_named(content, words):

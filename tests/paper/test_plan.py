@@ -101,7 +101,7 @@ def test_missing_weights_and_data_are_named_with_their_cells():
     assert "43.51" in result.stdout, "the paper's numbers are shown all the same"
     told = json.loads(call("norms", "--format", "json").stdout)
     assert len(told["missing"][0]["cells"]) == 20
-    assert "- Missing, 20 cells from TEST, 1: no weights" in call("norms", "--format", "markdown").stdout
+    assert "- Missing: 20 cells, the first is TEST, 1: no weights" in call("norms", "--format", "markdown").stdout
     dry = json.loads(call("norms", "--model", "compact", "--dry-run", "--format", "json").stdout)
     assert dry["runs"] == []
     assert len(dry["missing"][0]["cells"]) == 20

@@ -48,8 +48,8 @@ def test_ours_is_the_result_in_runs_next_to_the_papers_number(played):
     assert any(
         re.match(r"gli-f \(imbalance 100, sigma 0.1\): TEST against \w+: .* points better", n) for n in told["notes"]
     )
-    assert any("the paper's is cifar10-c, wrn28_10" in note for note in told["notes"])
-    assert "Ours departs from the paper: dataset.corruptions=('impulse_noise',)." in told["notes"]
+    assert any("the paper uses cifar10-c, wrn28_10" in note for note in told["notes"])
+    assert "Ours differs from the paper: dataset.corruptions=('impulse_noise',)." in told["notes"]
     assert told["title"].endswith("(ours: live-mnist-c, compact)")
     verdicts = {claim["name"]: claim for claim in told["claims"]}
     assert verdicts["wall-clock-best-error"]["paper"]["holds"] is True
@@ -80,7 +80,7 @@ def test_options_without_effect_are_refused():
 def test_a_missing_folder_of_results_is_refused(words):
     result = call(*words)
     assert result.exit_code == 2
-    assert "there is no folder runs of results: --runs names it" in message(result)
+    assert "there is no folder runs: --runs names the folder of results" in message(result)
     assert result.stdout == ""
 
 
@@ -127,7 +127,7 @@ def test_list_names_all_tables():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], ["say what to reproduce", "cifar10"]),
+        ([], ["name what to reproduce", "cifar10"]),
         (["cifar11"], ["no table or figure 'cifar11'", "cifar10"]),
         (["norms", "--methods", "tribe"], ["no row 'tribe'", "+tribe"]),
         (["norms", "--methods", "+trbe"], ["unknown method 'trbe'", "tribe"]),
@@ -175,7 +175,7 @@ def test_ctrl_c_prints_how_to_resume(tmp_path):
     command = ("-m", "tribe", "reproduce", *words)
     stopped = interrupted(*command, when=Touches("open", "steps", 3), cwd=tmp_path)
     assert stopped.code == 130, stopped.err
-    assert stopped.err.splitlines()[-1] == "stopped; what was done is in runs, and the same command goes on from there"
+    assert stopped.err.splitlines()[-1] == "stopped; finished work is in runs, and the same command resumes from there"
     assert "Traceback" not in stopped.err
     (checkpoint,) = Path("runs").glob("*/checkpoint.safetensors")
     steps.unlink()

@@ -75,7 +75,7 @@ def show_runs(plan: Plan, rows: Sequence[Mapping[str, Any]], output: Output) -> 
         names = (row[name] for name in ("id", "method", "model", "stream"))
         grid.add_row(*names, f"{row['images']:,}", minutes, "done" if row["done"] else "")
     done = sum(row["done"] for row in rows)
-    text = f"{len(rows)} runs, {done} done; the others take about {left:.0f} minutes (?: guessed, never measured here)"
+    text = f"{len(rows)} runs, {done} done; the others take about {left:.0f} minutes (?: a guess, not measured here)"
     output.draw(lambda console: console.print(grid, text))
     print_problems(plan.problems)
 

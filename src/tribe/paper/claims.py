@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from tribe.paper import tables as paper
 
@@ -60,7 +60,7 @@ def of_paper(table: str, row: str, column: str) -> float | None:
 def judge(claim: Claim, numbers: Numbers) -> Verdict:
     """Judge a claim on some numbers, of which some may be missing."""
     if claim.predicate in OF_THE_PAPER and numbers is not of_paper:
-        return Verdict(None, "it repeats numbers of the paper")
+        return Verdict(None, "the claim repeats numbers of the paper")
     views = [View(table, numbers) for table in claim.tables]
     findings = [PREDICATES[claim.predicate](view, **claim.arguments) for view in views]
     within = [f"{table}: " if len(views) > 1 else "" for table in claim.tables]
@@ -221,25 +221,23 @@ def _many(count: int, word: str) -> str:
 
 
 def lower(
-    view: View, row: str, than: str | list[str] = "*", columns: str | list[str] = "*", by: float = 0.0
+    view: View,
+    rows: str | list[str],
+    than: str | list[str] = "*",
+    columns: str | list[str] = "*",
+    by: float = 0.0,
 ) -> Finding:
-    """A row is below others (all but itself) in every column, by more than some points."""
+    """Rows are below other rows in every column, by more than some points."""
     checks = []
-    for column in view.columns(columns):
-        for other in view.rows(than, but=[row]):
-            mine, theirs = view(row, column), view(other, column)
-            checks.append(Check(Range.at(by).below(theirs - mine), f"{column}: {row} {mine:.4g}, {other} {theirs:.4g}"))
-    return Finding(f"{row} is lower in {_many(len(checks), 'comparison')}", checks)
-
-
-def higher(view: View, rows: list[str], than: str, columns: str | list[str] = "*") -> Finding:
-    """Rows are above another in every column."""
-    checks = []
-    for row in rows:
+    for row in view.rows(rows):
         for column in view.columns(columns):
-            mine, theirs = view(row, column), view(than, column)
-            checks.append(Check(theirs.below(mine), f"{column}: {row} {mine:.4g}, {than} {theirs:.4g}"))
-    return Finding(f"{', '.join(rows)} above {than} in {_many(len(checks), 'cell')}", checks)
+            for other in view.rows(than, but=[row]):
+                mine, theirs = view(row, column), view(other, column)
+                against = f"{column}: {row} {mine:.4g}, {other} {theirs:.4g}"
+                checks.append(Check(Range.at(by).below(theirs - mine), against))
+    names = view.rows(rows)
+    verb = "is" if len(names) == 1 else "are"
+    return Finding(f"{', '.join(names)} {verb} lower in {_many(len(checks), 'comparison')}", checks)
 
 
 def some_higher(view: View, than: str, columns: str | list[str] = "*") -> Finding:
@@ -250,17 +248,6 @@ def some_higher(view: View, than: str, columns: str | list[str] = "*") -> Findin
     }
     worse = [row for row, is_above in above.items() if is_above]
     return Finding(f"above {than}: {', '.join(worse)}", [Check(_any(above.values()), f"no row is above {than}")])
-
-
-def consistently_lower(view: View, rows: list[str], than: str, columns: str | list[str] = "*") -> Finding:
-    """Each of these rows is below one row in every column."""
-    checks = []
-    for row in rows:
-        for column in view.columns(columns):
-            mine, theirs = view(row, column), view(than, column)
-            against = f"{row} is not below {than} at {column} ({mine:.4g}, {theirs:.4g})"
-            checks.append(Check(mine.below(theirs), against))
-    return Finding(f"{', '.join(rows)} are below {than} throughout", checks)
 
 
 def not_consistently_lower(view: View, rows: list[str], than: str, columns: str | list[str] = "*") -> Finding:
@@ -291,29 +278,29 @@ def rises_less(view: View, row: str, than: str | list[str], start: str, end: str
     return Finding(f"{row} {mine:+z.2f} from {start} to {end}", checks)
 
 
-def steadier(view: View, row: str, than: str | list[str], columns: str | list[str] = "*") -> Finding:
-    """A row moves less between columns than others do."""
-    chosen = view.columns(columns)
-    mine, rest = view.span(row, chosen), {r: view.span(r, chosen) for r in view.rows(than, but=[row])}
+def steadier(
+    view: View,
+    row: str,
+    than: str | list[str],
+    columns: str | list[str] = "*",
+    but: list[str] | None = None,
+    measure: Literal["span", "deviation"] = "span",
+) -> Finding:
+    """A row varies less between columns than others do."""
+    chosen, vary = view.columns(columns), view.span if measure == "span" else view.deviation
+    mine, rest = vary(row, chosen), {other: vary(other, chosen) for other in view.rows(than, but=[row, *(but or [])])}
     checks = [
-        Check(mine.below(span), f"{row} moves by {mine:.2f}, {other} by {span:.2f}") for other, span in rest.items()
+        Check(mine.below(theirs), f"{row} varies by {mine:.2f}, {other} by {theirs:.2f}")
+        for other, theirs in rest.items()
     ]
-    return Finding(f"{row} moves by {mine:.2f}, the others by {Range.lowest([*rest.values()]).low:.2f} or more", checks)
-
-
-def less_varied(view: View, row: str, columns: str | list[str] = "*", but: list[str] | None = None) -> Finding:
-    """A row's standard deviation over columns is the lowest."""
-    chosen = view.columns(columns)
-    mine = view.deviation(row, chosen)
-    rest = {other: view.deviation(other, chosen) for other in view.rows("*", but=[row, *(but or [])])}
-    checks = [Check(mine.below(theirs), f"{row} {mine:.2f}, {other} {theirs:.2f}") for other, theirs in rest.items()]
-    return Finding(f"the deviation of {row} is {mine:.2f}", checks)
+    lowest = Range.lowest([*rest.values()]).low
+    return Finding(f"{row} varies by {mine:.2f}, the others by {lowest:.2f} or more", checks)
 
 
 def stays_within(view: View, rows: str | list[str], points: float, columns: str | list[str] = "*") -> Finding:
     """Rows move by no more than some points between columns."""
     spans = {row: view.span(row, view.columns(columns)) for row in view.rows(rows)}
-    told = {row: f"{row} moves by {span:.2f}" for row, span in spans.items()}
+    told = {row: f"{row} varies by {span:.2f}" for row, span in spans.items()}
     return Finding(", ".join(told.values()), [Check(spans[row].within(0, points), told[row]) for row in spans])
 
 
@@ -374,7 +361,7 @@ def helps_less(view: View, added_to: list[str], than_to: list[str], columns: str
 PREDICATES: dict[str, Callable[..., Finding]] = {
     function.__name__: function
     for function in (
-        *(lower, higher, some_higher, consistently_lower, not_consistently_lower, rises, rises_less, steadier),
-        *(less_varied, stays_within, margin, margins_span, widest_margin, wins, quoted, helps_less),
+        *(lower, some_higher, not_consistently_lower, rises, rises_less, steadier),
+        *(stays_within, margin, margins_span, widest_margin, wins, quoted, helps_less),
     )
 }

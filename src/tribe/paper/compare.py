@@ -17,7 +17,7 @@ from tribe.paper.tables import Cell, Table, Value
 from tribe.scenarios import Scenario, class_counts
 from tribe.scenarios.sampling import LongTail, Natural, Shuffled
 
-ALONE = "of seconds those count that `tribe bench` measured with nothing else running"
+ALONE = "seconds are those of `tribe bench` with nothing else running"
 TRIBE = "tribe"  # the method that added methods are compared with
 
 
@@ -165,7 +165,7 @@ def check(plan: Plan) -> None:
             refuse_mixture(group, varying=("method",))
     except MixedResults as error:
         raise MixedResults(
-            f"{error}. With --no-run, {SELECTING} choose among results; --columns and --rows leave cells out"
+            f"{error}. With --no-run, {SELECTING} select results; --columns and --rows leave cells out"
         ) from error
 
 
@@ -193,11 +193,11 @@ def _departures(plan: Plan) -> list[str]:
         ours, theirs = (
             " and ".join(", ".join(map(str, pair)) for pair in sorted(some, key=str)) for some in (pairs, papers)
         )
-        notes.append(f"Ours is {ours}; the paper's is {theirs}: differences say little.")
+        notes.append(f"Ours uses {ours}; the paper uses {theirs}: the numbers are not comparable.")
     overrides = [
         f"{owner}.{name}={value}" for owner, fields in plan.choices.overrides.items() for name, value in fields.items()
     ]
-    return notes + ([f"Ours departs from the paper: {', '.join(overrides)}."] if overrides else [])
+    return notes + ([f"Ours differs from the paper: {', '.join(overrides)}."] if overrides else [])
 
 
 def _duels(plan: Plan, results: Mapping[str, Result]) -> list[str]:

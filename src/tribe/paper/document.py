@@ -186,9 +186,9 @@ def _findings(series: Series, own: Sequence[Comparison]) -> tuple[list[str], lis
     if (comparison := series.beside_released) is not None:
         goal, sections = released(), list(_beside_released(series, comparison))
         close = ", ".join(section.sentence() for section in sections)
-        sentences.insert(0, f"- Within {goal.points:g} points of the released code, both errors: {close}.")
-        lines += ["### Next to the released code", "", f"The {goal.source}. Ours: the same streams, our images."]
-        lines += ["How near the errors and how short the times are to be are aims of this project.", ""]
+        sentences.insert(0, f"- Both errors are within {goal.points:g} points of the released code for {close}.")
+        lines += ["### Next to the released code", "", f"The {goal.source}. Ours has the same streams and our images."]
+        lines += ["The limits for differences and times are aims of this project.", ""]
         for section in sections:
             lines += section.section(_times(series, comparison, section.dataset))
     return sentences, [*lines, *differences(own, judgements), *judged_claims(judgements)]
@@ -225,7 +225,7 @@ def _left_over(series: Series) -> list[str]:
     shown = [*own, *replaced, *([series.beside_released] if series.beside_released else [])]
     ids = {entry.experiment for comparison in shown for entry in comparison.entries.values()}
     rest = ", ".join(f"{e.method.name} ({e.id})" for e in series.experiments if e.id not in ids)
-    return [f"In none of these tables: {rest}.", ""] if rest else []
+    return [f"Results that are in none of these tables: {rest}.", ""] if rest else []
 
 
 # -- what was run -----------------------------------------------------------------------------------------------------
@@ -243,7 +243,7 @@ def _what_was_run(series: Sequence[Series]) -> list[str]:
         days = sorted({str(result.environment.get("finished", ""))[:10] for result in results})
         versions = one.machine("torch"), one.machine("tribe"), " to ".join(dict.fromkeys((days[0], days[-1])))
         lines.append(table_row([one.title, str(len(results)), f"{images:,}", f"{hours:.2f}", *versions]))
-    lines += ["", "Hours add up those of all experiments, several of which may have shared a device.", ""]
+    lines += ["", "Hours are the sum over all experiments; several may have shared a device.", ""]
     experiments = [e for one in series for e in one.experiments]
     networks = sorted({(e.model.name, e.weights) for e in experiments})
     lines += _data(experiments, series[0].root)
@@ -258,17 +258,17 @@ def _data(experiments: Sequence[Experiment], root: Path) -> Iterator[str]:
         marks = sorted({(_severities(e), f"fingerprint {e.images}") for e in experiments if e.dataset.name == name})
         words = f"- Data `{name}` ({'; '.join(': '.join(filter(None, mark)) for mark in marks)})"
         if name.startswith(LIVE):
-            yield f"{words}: that of the clean test images, corrupted by `tribe.corruptions` as they are read."
+            yield f"{words}: clean test images, which `tribe.corruptions` corrupts as they are read."
         elif (made := read_manifest(root / DATA / folder)) is not None:
             places = sorted({f"{block.device} with torch {block.torch}" for block in made.blocks.values()})
             yield (
-                f"{words}: not the published archive but our corruptions of the {made.images:,} clean test "
+                f"{words}: not the published archive, but our corruptions of the {made.images:,} clean test "
                 f"images of {made.dataset} (sha256 {made.clean}), made by `tribe corrupt` with seed {made.seed} on "
                 f"{' and '.join(places)}. The sha256 of each of its {len(made.blocks)} parts is in "
                 f"`{root.name}/{DATA}/{folder}/made.json`."
             )
         else:
-            yield f"{words}: how its images were made is not recorded beside the results."
+            yield f"{words}: the results do not record how its images were made."
 
 
 def _severities(experiment: Experiment) -> str:
@@ -285,11 +285,11 @@ def _not_run(series: Sequence[Series]) -> list[str]:
         cells = sum(entry.ours is not None for (row, _), entry in comparison.entries.items() if row in rows)
         done[comparison.name] = max(done.get(comparison.name, 0), cells)
     free = [table for table in all_tables() if all(cell.method is None for cell in table.cells.values())]
-    lines = ["## Not run, or not in full", ""]
+    lines = ["## Incomplete tables", ""]
     for table in (table for table in all_tables() if table not in free):
         cells, of = done.get(table.name, 0), len(table.cells)
-        some = f", {cells} of {of} cells are there" if cells else ""
+        some = f" ({cells} of {of} cells are done)" if cells else ""
         if cells < of:
             lines.append(f"- {table.title} (`{table.label}`): `tribe reproduce {table.name} --seed 425`{some}")
-    lines += ["", "These follow from labels and definitions, and need no results:", ""]
+    lines += ["", "These need no results, since they follow from labels and definitions:", ""]
     return [*lines, *(f"- {table.title} (`{table.label}`): `tribe reproduce {table.name}`" for table in free)]

@@ -17,9 +17,9 @@ APART = 1.5  # points: larger differences from the paper are listed
 AIM = {"F 100 inst": 18.0}  # this project's limits for TRIBE's error, where they are below the paper's number
 SOURCE, TRIBE = "TEST", "TRIBE"  # rows
 LIMIT = (
-    "the paper's number, or this project's aim where that is less ("
+    "The limit is the paper's number, or this project's aim where it is lower ("
     + ", ".join(f"{column.removesuffix(' inst')}: {limit:.1f}" for column, limit in AIM.items())
-    + ")"
+    + ")."
 )
 SAME_STREAM = {"V 1 inst": "F 1 inst"}  # columns that repeat another
 
@@ -68,7 +68,7 @@ def in_every_cell(comparison: Comparison) -> list[str]:
     """The section that shows TRIBE's instance error, its limit and the next method in each cell of a table."""
     table, failures, not_run = tables.get(comparison.name), list[str](), dict[str, list[str]]()
     lines = [f"### {TRIBE}'s instance error in every cell of `{table.label}`", ""]
-    lines += table_head(["", "ours", "at most", "", "next", "", ""], "lrrllrl")
+    lines += table_head(["cell", "ours", "limit", "within", "best other method", "its error", "TRIBE is"], "lrrllrl")
     for standing in standings(comparison):
         cell, ours, limit, others = standing
         if ours is None:
@@ -77,17 +77,17 @@ def in_every_cell(comparison: Comparison) -> list[str]:
             continue
         best, within = standing.best, "yes" if standing.within else "**no**"
         lowest = "lowest" if standing.lowest else "**not lowest**"
-        rival = ["–", "–", "alone"] if best is None else [best, f"{others[best]:.2f}", lowest]
+        rival = ["–", "–", "the only method"] if best is None else [best, f"{others[best]:.2f}", lowest]
         lines.append(table_row([cell, f"{ours:.2f}", f"{limit:.2f}", within, *rival]))
-        failures += [] if standing.within else [f"{cell}: {ours:.2f} is more than {limit:.2f}"]
+        failures += [] if standing.within else [f"{cell}: {ours:.2f} is above the limit {limit:.2f}"]
         failures += [] if standing.lowest else [f"{cell}: {best} has {others[best or '']:.2f}, {TRIBE} {ours:.2f}"]
         if lacking := ", ".join(row for row in table.row_keys if row not in others and row != TRIBE):
             not_run.setdefault(lacking, []).append(cell)
-    failures += [f"{rows} not run at {', '.join(cells)}" for rows, cells in not_run.items()]
-    lines += ["", f"At most: {LIMIT}. V 1 is the stream of F 1.", ""]
+    failures += [f"{', '.join(cells)}: not run with {rows}" for rows, cells in not_run.items()]
+    lines += ["", f"{LIMIT} V 1 is the same stream as F 1.", ""]
     if not failures:
-        return [*lines, "It holds in every cell, against every method.", ""]
-    return [*lines, "It does not hold, or was not shown, in these:", "", *(f"- {f}" for f in failures), ""]
+        return [*lines, "TRIBE is within its limit and lowest in every cell.", ""]
+    return [*lines, "Failures, and cells that were not run:", "", *(f"- {f}" for f in failures), ""]
 
 
 # -- next to the released code ----------------------------------------------------------------------------------------
@@ -137,20 +137,20 @@ class BesideReleased:
     def sentence(self) -> str:
         """How many rows are close, and which are not."""
         run = [row for row in self.held if row in self.entries]
-        no = f" (not {'; not '.join(map(self._gap, self.apart))})" if self.apart else ""
+        no = f" (not for {'; not for '.join(map(self._gap, self.apart))})" if self.apart else ""
         return f"{len(run) - len(self.apart)} of {len(run)} methods on {self.dataset}{no}"
 
     def _gap(self, row: str) -> str:
         """How far a row is from the released code, in one run and in means, and whether plain PyTorch agrees."""
         draws = self.draws.get(row, ())
-        text = f"{row}: one run by {distance(self.entries[row]):.2f}"
+        text = f"{row}: one run differs by {distance(self.entries[row]):.2f}"
         if draws:
             times = " and ".join(dict.fromkeys(str(drawn.times) for drawn in draws))
             means = " and ".join(f"{distance(self.means(row, drawn)):.2f}" for drawn in draws)
             text += f", the mean{'s' * (len(draws) > 1)} of {times} run{'s' * (times != '1')} by {means}"
         verdicts = [drawn.agree for drawn in draws if drawn.agree is not None]
         agrees = "agrees" if all(verdicts) else "does not agree"
-        return text + (f"; plain PyTorch's {row} {agrees} with ours" if verdicts else "")
+        return text + (f"; {row} in plain PyTorch {agrees} with ours" if verdicts else "")
 
     def section(self, times: Times) -> list[str]:
         """A table of all rows, and what it shows."""
@@ -165,15 +165,15 @@ class BesideReleased:
         lines += self._unlike_the_paper()
         if limits:
             words = ", ".join(f"{row} at most {limit:g} ms" for row, limit in limits.items())
-            lines += _verdict(f"Time an image ({words})", slow, [row for row in limits if row not in times.alone])
+            lines += _verdict(f"Time per image ({words})", slow, [row for row in limits if row not in times.alone])
         how = times.how or "not measured yet"
-        lines += [f"- ms: {how}. Side by side: in the experiments, which may have shared the device: it says little."]
+        lines += [f"- ms: {how}. ms, in experiments: not comparable, since experiments may share the device."]
         draws = {row: several for row, several in self.draws.items() if row in self.entries}
         return [*lines, "", *_draws_table(draws), ""] if draws else [*lines, ""]
 
     def _table(self, times: Times) -> Iterator[str]:
         errors = [word for kind in KINDS.values() for word in (f"{kind} error", "released", "Δ", "paper", "Δ")]
-        head = [self.dataset, *errors, f"within {released().points:g}", "ms", "ms, side by side", "ms, released"]
+        head = [self.dataset, *errors, f"within {released().points:g}", "ms", "ms, in experiments", "ms, released"]
         yield from table_head(head, "l" + "r" * len(errors) + "lrrr")
         nothing = number(None, "ms")
         for row in self.entries:
@@ -209,8 +209,10 @@ class BesideReleased:
                     numbers = ", ".join(number(value, "%") for value in (entry.paper, paper))
                     rows.setdefault(row, []).append(f"{KINDS[kind]} {number(entry.ours, '%')} ({numbers})")
         found = "; ".join(f"{row} {', '.join(words)}" for row, words in rows.items())
-        what = f"Within {released().points:g} points of the released code, yet more than {APART:g} from the paper"
-        return [f"- {what}, ours (released, paper): {found}."] if found else []
+        what = (
+            f"Within {released().points:g} points of the released code, but more than {APART:g} points from the paper"
+        )
+        return [f"- {what}; ours (released, paper): {found}."] if found else []
 
 
 def distance(entries: Mapping[str, Entry]) -> float:
@@ -226,12 +228,12 @@ def _verdict(what: str, against: Sequence[str], lacking: Sequence[str]) -> list[
 def _draws_table(draws: Mapping[str, Sequence[Draws]]) -> list[str]:
     """The spread of methods that were run many times."""
     lines = [
-        "One method many times, mean ± standard deviation. Plain PyTorch: torch's BatchNorm and torch.optim, on the "
+        "Repeated runs, mean ± standard deviation. Plain PyTorch is torch's BatchNorm and torch.optim, on the "
         "same images (`python -m benchmarks.textbook`):",
         "",
     ]
     head = [word for kind in KINDS.values() for word in (f"{kind} error", "plain PyTorch", "difference")]
-    lines += table_head(["", "times", *head], "lr" + "r" * len(head))
+    lines += table_head(["", "runs", *head], "lr" + "r" * len(head))
     for row, several in draws.items():
         for drawn in several:
             cells = [f"{row}: {drawn.what}", str(drawn.times)]
@@ -259,18 +261,18 @@ def in_short(comparisons: Sequence[Comparison], judgements: Sequence[Judged], ta
     for comparison in comparisons:
         if comparison.name == table and (run := [one for one in standings(comparison) if one.ours is not None]):
             above = ", ".join(one.cell for one in run if not one.within)
-            but = f" (not at {above})" if above else ""
+            but = f" (not in {above})" if above else ""
             lines.append(
-                f"- {TRIBE}'s instance error is at most {LIMIT} in {sum(one.within for one in run)} of {len(run)} "
+                f"- {TRIBE}'s instance error is within its limit in {sum(one.within for one in run)} of {len(run)} "
                 f"cells of `{comparison.label}`{but}, and the lowest of all methods that were run in "
-                f"{sum(one.lowest for one in run)}."
+                f"{sum(one.lowest for one in run)}. {LIMIT}"
             )
     verdicts = [j.ours.holds for j in judgements]
     failing = sum(j.paper.holds is False for j in judgements)
     lines.append(
-        f"- Of {len(verdicts)} sentences of the paper about its tables, {verdicts.count(True)} hold on our numbers, "
-        f"{verdicts.count(False)} do not, and {verdicts.count(None)} are not judged on ours; {failing} do not hold on "
-        "the paper's own numbers."
+        f"- The paper makes {len(verdicts)} claims about its tables. On our numbers, {verdicts.count(True)} hold, "
+        f"{verdicts.count(False)} fail and {verdicts.count(None)} cannot be judged; on the paper's own numbers, "
+        f"{failing} fail."
     )
     by_domain = {c["key"] for name in tables.names() for c in tables.get(name).columns if "domain" in c}
     cells = {  # a number may stand in several tables, where the paper rounds its own differently
@@ -280,7 +282,7 @@ def in_short(comparisons: Sequence[Comparison], judgements: Sequence[Judged], ta
         if entry.difference is not None and entry.experiment and entry.unit == "%" and column not in by_domain
     }
     near = sum(gap <= APART for gap in cells.values())
-    lines.append(f"- Of {len(cells)} errors of whole streams, {near} lie within {APART} points of the paper's number.")
+    lines.append(f"- Of {len(cells)} errors of whole streams, {near} are within {APART} points of the paper's number.")
     return lines
 
 
@@ -291,27 +293,36 @@ def differences(comparisons: Sequence[Comparison], judgements: Sequence[Judged])
     """The section of all differences from the paper: first its claims, then its tables."""
     lines = []
     if failing := [j for j in judgements if j.ours.holds is False]:
-        lines += ["Sentences of the paper that our numbers contradict:", ""]
+        lines += ["Claims of the paper that fail on our numbers:", ""]
         for claim, paper, ours in failing:
-            too = " (on the paper's own numbers, too)" if paper.holds is False else ""
+            too = " (it fails on the paper's own numbers, too)" if paper.holds is False else ""
             lines.append(f"- “{claim.says}”{too}: {ours.why}")
         lines.append("")
     if holding := [j for j in judgements if j.ours.holds and j.paper.holds is False]:
-        lines += ["Sentences that hold on our numbers, though not on the paper's own:", ""]
+        lines += ["Claims that hold on our numbers, but fail on the paper's own:", ""]
         lines += [*(f"- “{claim.says}”: {ours.why}" for claim, _, ours in holding), ""]
     for comparison in comparisons:
         found, far = [*_best(comparison), *_sides(comparison)], _far_cells(comparison)
         if found or far:
-            lines += [f"{comparison.title} (`{comparison.label}`):", "", *(f"- {line}" for line in (*found, *far[:1]))]
-            lines += [*(f"  - {line}" for line in far[1:]), ""]
-    return ["### Where ours differs from the paper", "", *(lines or ["Nowhere, in what was run.", ""])]
+            lines += [f"{comparison.title} (`{comparison.label}`):", ""]
+            lines += [line if line.startswith("  - ") else f"- {line}" for line in (*found, *far)]
+            lines += [""]
+    return [
+        "### Where ours differs from the paper",
+        "",
+        *(lines or ["There is no difference in the tables that were run.", ""]),
+    ]
 
 
 def judged_claims(judgements: Sequence[Judged]) -> list[str]:
     """The section of the claims that could be judged on ours, or fail on the paper's own numbers."""
     shown = [j for j in judgements if j.ours.holds is not None or j.paper.holds is False]
     rest = len(judgements) - len(shown)
-    more = [f"{rest} more could not be judged on ours, and do not fail on the paper's own numbers.", ""] if rest else []
+    more = (
+        [f"{rest} more claims cannot be judged on ours; they do not fail on the paper's own numbers.", ""]
+        if rest
+        else []
+    )
     return ["### What the paper claims", "", *claims_markdown(shown), "", *more]
 
 
@@ -322,7 +333,7 @@ def best_methods(comparison: Comparison) -> list[str]:
         return []
     counts = (Counter(names).most_common() for names in zip(*winners, strict=True))
     ours, theirs = (", ".join(f"{row} in {n}" for row, n in count) for count in counts)
-    return [f"The lowest of {len(winners)} columns: {ours}. In the paper: {theirs}.", ""]
+    return [f"The lowest method of {len(winners)} columns: {ours}. In the paper: {theirs}.", ""]
 
 
 def _winners(errors: Mapping[str, tuple[float, float]]) -> tuple[str, str]:
@@ -336,8 +347,9 @@ def _best(comparison: Comparison) -> list[str]:
     for column, errors in comparison.rivals():
         ours, theirs = _winners(errors)
         if ours != theirs:
-            found.append(f"{column}: {ours} {errors[ours][0]:.2f}, not {theirs} {errors[theirs][0]:.2f}")
-    return [f"The lowest is another: {'; '.join(found)}"] if found else []
+            here = f"{column}: {ours} is lowest ({errors[ours][0]:.2f})"
+            found.append(f"{here}; in the paper it is {theirs} (here {errors[theirs][0]:.2f})")
+    return ["Another method is lowest:", *(f"  - {line}" for line in found)] if found else []
 
 
 def _sides(comparison: Comparison) -> list[str]:
@@ -370,8 +382,8 @@ def _far_cells(comparison: Comparison) -> list[str]:
             most = max(corruptions, key=lambda c: gaps[c])
             of = f"{len(corruptions)} of {len(by_domain & gaps.keys())} corruptions"
             words.append(f"{of}, most at {most}: {_beside(entries[most])}")
-        lines += [f"{row}: {'; '.join(words)}"] if words else []
-    head = f"More than {APART} points from the paper's number, ours (paper's, difference), {found} of {cells} cells:"
+        lines += [f"  - {row}: {'; '.join(words)}"] if words else []
+    head = f"More than {APART} points from the paper in {found} of {cells} cells; ours (paper's, difference):"
     return [head, *lines] if lines else []
 
 

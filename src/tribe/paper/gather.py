@@ -141,7 +141,7 @@ def plan_from_experiments(
             raise MixedResults(
                 f"{fitting[0].id} and {fitting[1].id} both fit a cell of {cell.method}: "
                 f"{'; '.join(difference(*fitting[:2]))}. A table holds one of "
-                f"them: keep others in a folder of their own; by {SELECTING} it can be chosen"
+                f"them: select it with {SELECTING}, or keep the others in another folder"
             )
         if not fitting:
             raise ValueError(": ".join([NOTHING, *("; ".join(wanted.mismatches(e)) for e in matching[:1])]))
@@ -228,7 +228,7 @@ def measured_alone(root: str | PathLike[str], experiment: Experiment, model: str
         if settings == (model, e.precision, e.device, e.batch, 1):
             found |= {row.name: row.ms_per_image for row in result.rows}
             words.append(
-                f"`tribe bench`, nothing else running, {result.machine.get('device', 'unknown')}, {e.precision}"
+                f"`tribe bench` with nothing else running, {result.machine.get('device', 'unknown')}, {e.precision}"
             )
     return Alone(found, " and ".join(dict.fromkeys(words)))
 
@@ -262,7 +262,7 @@ class Draws:
     def what(self) -> str:
         """What differs between the draws."""
         noise = self.dataset.startswith(LIVE)
-        return "other noise in the images" if noise else "these images, the last digits of the parameters moved"
+        return "other noise in the images" if noise else "the same images, other last digits of the parameters"
 
     @property
     def times(self) -> int:
@@ -302,11 +302,11 @@ def read_draws(root: str | PathLike[str]) -> list[Draws]:
 
 
 def _read_draws(path: Path) -> Draws:
-    remedy = f"`python -m benchmarks.textbook --json {path}` measures anew; without the file, the page goes without it"
+    remedy = f"`python -m benchmarks.textbook --json {path}` measures again; without the file, the page omits it"
     try:
         data = json.loads(path.read_bytes())
     except ValueError as error:
-        raise ValueError(f"{path} is no JSON, or was cut short: {error}. {remedy}") from error
+        raise ValueError(f"{path} is not JSON, or is incomplete: {error}. {remedy}") from error
     names = [field.name for field in dataclasses.fields(Draws)]
     if lacking := [name for name in names if not isinstance(data, dict) or name not in data]:
         raise ValueError(f"{path} lacks {', '.join(lacking)}. {remedy}")
@@ -314,7 +314,7 @@ def _read_draws(path: Path) -> Draws:
         if not all(_are_errors(data[name], kind) for kind in KINDS):
             raise ValueError(f"{path} lacks a number for every draw in {name}, {' and '.join(KINDS)}. {remedy}")
     if len({len(data[name][kind]) for name in ("ours", "textbook") for kind in KINDS}) > 1:
-        raise ValueError(f"{path} has not as many draws of ours as of the textbook, of each kind. {remedy}")
+        raise ValueError(f"{path} does not have as many draws of ours as of the textbook, of each kind. {remedy}")
     return Draws(**{name: data[name] for name in names})
 
 

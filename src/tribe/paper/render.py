@@ -52,7 +52,7 @@ def markdown(comparison: Comparison, judgements: Sequence[Judged] = (), level: i
     lines += [table_row([row, *(_cell(comparison, row, c, "**{}**") for c in columns)]) for row in comparison.rows]
     lines += ["", *(f"- {note}" for note in comparison.notes)]
     lines += [
-        f"- Missing, {len(cells)} cell{'s' * (len(cells) > 1)} from {cells[0]}: {reason}"
+        f"- Missing: {len(cells)} cell{'s' * (len(cells) > 1)}, the first is {cells[0]}: {reason}"
         for reason, cells in comparison.missing.items()
     ]
     return "\n".join([*lines, *([""] if judgements else []), *claims_markdown(judgements)]) + "\n"

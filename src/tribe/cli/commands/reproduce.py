@@ -49,36 +49,36 @@ def _option(help: str, default: str | bool = True, *names: str) -> Any:
 Artifact = Annotated[
     str,
     typer.Argument(
-        help="A name of `--list`, or a label such as tab:component_ablation; `released`: next to the released "
-        "code; of what was run before: `claims`, or `document`, a page of all of it."
+        help="A name of `--list`, or a label such as tab:component_ablation. `released`: next to the released code. "
+        "`claims`: the claims of the paper, judged on finished runs. `document`: a page of all finished runs."
     ),
 ]
 Methods = _option("Rows to keep, comma-separated; +NAME or +file.py:Class adds a method.", "all")
-Rows = _option("Only rows of these patterns: '100 *' or 'CIFAR10-C*'.", "all")
-Columns = _option("Only columns of these patterns: 'F 100 *,V 100 *'.", "all")
-Seeds = _option("How many streams: one a seed, side by side on one network.", f"1{ANY}")
-Dataset = _option("Play this in place of the paper's: live-mnist-c needs no download.")
-Model = _option("Use this in place of the paper's: compact comes with the package.")
+Rows = _option("Only rows that match these patterns: '100 *' or 'CIFAR10-C*'.", "all")
+Columns = _option("Only columns that match these patterns: 'F 100 *,V 100 *'.", "all")
+Seeds = _option("Number of streams: one per seed, side by side on one network.", f"1{ANY}")
+Dataset = _option("Data set in place of the paper's; live-mnist-c needs no download.")
+Model = _option("Network in place of the paper's; compact comes with the package.")
 Data = _option("Root of the data sets.", "$TRIBE_DATA or the cache directory")
 Set = _option("Any field: dataset.corruptions=fog, scenario.draw=paper, tribe.h0=0.1.", True, "--set")
 Device = _option("auto, cpu, cuda or cuda:1.", f"auto: a GPU where there is one{ANY}")
 Precision = _option("tf32 (on a CPU float32), float32 for IEEE's, or bf16: a network of bfloat16.", f"tf32{ANY}")
 Threads = _option(
-    "Threads of a run on the CPU, a part of what it is. With 1, start one process a core.", f"as torch decides{ANY}"
+    "CPU threads of a run; its results depend on it. With 1, start one process per core.", f"as torch decides{ANY}"
 )
-Ray = _option("Run side by side on Ray: on the cluster there is, or all cores; --threads 1.", True, "--ray")
-RayAddress = _option("Run on this cluster of Ray.", "$RAY_ADDRESS")
-Workers = _option("Run on a new cluster of Ray, with as many cores of this machine.")
-NoRun = _option("Compare what lies in --runs, wherever it was made; needs no weights.", True, "--no-run")
-DryRun = _option("List the runs, which are done, and what others take.", True, "--dry-run")
-Keep = _option("Copy the JSON of all finished runs here, without their records; runs nothing.", True, "--keep")
+Ray = _option("Run side by side on Ray: on an existing cluster, else on all cores; with --threads 1.", True, "--ray")
+RayAddress = _option("Run on this Ray cluster.", "$RAY_ADDRESS")
+Workers = _option("Start a Ray cluster with this many cores of this machine.")
+NoRun = _option("Only compare the results in --runs, from any machine; needs no weights.", True, "--no-run")
+DryRun = _option("List the runs, whether they are done, and how long the others take.", True, "--dry-run")
+Keep = _option("Copy the JSON of all finished runs to this folder, without records; run nothing.", True, "--keep")
 
 
 @app.command("reproduce")
 def reproduce_artifact(
     artifact: Artifact = "",
     show_list: Annotated[bool, typer.Option("--list", help="List what can be reproduced.")] = False,
-    runs: Annotated[Path, typer.Option(help="Folder of results: what lies there is not run again.")] = Path("runs"),
+    runs: Annotated[Path, typer.Option(help="Folder of results; finished runs are not run again.")] = Path("runs"),
     methods: Annotated[str | None, Methods] = None,
     rows: Annotated[str | None, Rows] = None,
     columns: Annotated[str | None, Columns] = None,
@@ -97,13 +97,13 @@ def reproduce_artifact(
     no_run: Annotated[bool, NoRun] = False,
     dry_run: Annotated[bool, DryRun] = False,
     style: Annotated[str, typer.Option("--format", help="table, markdown, latex, csv or json.")] = "table",
-    out: Annotated[Path | None, typer.Option(help="Write it here and not to the terminal.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw it here: .svg, .png or .pdf.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the output to this file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw a chart to this file: .svg, .png or .pdf.")] = None,
     kept: Annotated[Path | None, Keep] = None,
 ) -> None:
     """Reproduce a table or a figure of the paper: run what is missing, then compare.
 
-    What is in --runs is never computed twice. Several processes that are started with the same words share the work.
+    Results in --runs are never computed again. Several processes with the same arguments share the work.
     """
     with errors_as_messages(), _message_on_interrupt(runs):
         reading = no_run or artifact in (CLAIMS, DOCUMENT)  # nothing is run, no device is opened
@@ -157,7 +157,7 @@ def _message_on_interrupt(runs: Path) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        message = f"stopped; what was done is in {runs}, and the same command goes on from there"
+        message = f"stopped; finished work is in {runs}, and the same command resumes from there"
         Console(stderr=True).print(message, soft_wrap=True, markup=False, highlight=False)
         raise typer.Exit(130) from None
 
@@ -167,7 +167,7 @@ def _message_on_interrupt(runs: Path) -> Iterator[None]:
 
 def _find_table(artifact: str) -> tables.Table:
     if not artifact:
-        raise ValueError(f"say what to reproduce: {', '.join(tables.names())}; `tribe reproduce --list` tells more")
+        raise ValueError(f"name what to reproduce: {', '.join(tables.names())}; `tribe reproduce --list` has titles")
     return tables.released().table if artifact == RELEASED else tables.get(artifact)
 
 
@@ -177,7 +177,7 @@ def _check(output: Output, precision: str, seeds: int, plot: Path | None) -> Non
         raise ValueError(f"--format {output.style!r} is unknown: {nearest(output.style, ['table', *FORMATS])}")
     check_precision(precision)
     if seeds < 1:
-        raise ValueError(f"--seeds is how many streams, at least 1; got {seeds}")
+        raise ValueError(f"--seeds is the number of streams, at least 1; got {seeds}")
     for target in (output.path, plot):
         if target is not None and not target.parent.is_dir():
             raise ValueError(f"there is no folder {target.parent} to write {target.name} into")
@@ -231,12 +231,14 @@ def _refuse(artifact: str, **options: object) -> None:
     """Raise ValueError for options that would have no effect."""
     for name, value in options.items():
         if value is not None:
-            raise ValueError(f"{artifact} is of all tables: --{name} is for one, as in `tribe reproduce cifar10`")
+            raise ValueError(
+                f"{artifact} covers all tables: --{name} is for one table, as in `tribe reproduce cifar10`"
+            )
 
 
 def _require_folder(runs: Path) -> None:
     if not runs.is_dir():
-        raise ValueError(f"there is no folder {runs} of results: --runs names it")
+        raise ValueError(f"there is no folder {runs}: --runs names the folder of results")
 
 
 def _comparer(
