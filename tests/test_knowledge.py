@@ -20,6 +20,7 @@ from tribe import methods
 from tribe.engine.backbone import Backbone
 from tribe.engine.state import digest
 from tribe.knowledge import SHIPPED, Knowledge, KnowledgeError, find_knowledge, knowledge_path
+from tribe.lab.store import finished
 from tribe.testing import images, informed, small_network
 
 
@@ -278,8 +279,13 @@ def test_the_package_network_on_published_digits_and_a_run_that_finds_it(root):
     )
     run = command("run", *small, "--methods", "eata", "--json", "-")
     assert run.exit_code == 0, run.output
-    fields = tribe.Record.load("run/eata-seed0.npz").spec["fields"]
-    assert fields["knowledge"] == {"digest": knowledge.digest, **knowledge.spec}
+    assert knowledge_digest("run") == knowledge.digest
+
+
+def knowledge_digest(folder):
+    """The digest of the source knowledge that the one result in a folder was computed with."""
+    (result,) = finished(folder)
+    return result.experiment.method.fields["knowledge"]["knowledge"]
 
 
 def test_a_run_without_knowledge_names_the_command_that_makes_it(root, monkeypatch):
@@ -312,9 +318,6 @@ def test_knowledge_of_other_settings_has_a_file_of_its_own_and_a_run_finds_it(ro
         small = ("--data", root, "--scenario", "ptta", "--set", "dataset.corruptions=('stripe',)", "--no-chart")
         return command("run", *small, "--methods", "ttac", "--out", "out", *options)
 
-    def statistics():
-        return tribe.Record.load("out/ttac-seed0.npz").spec["fields"]["knowledge"]["statistics"]
-
     usual = f"tribe source ttac --model compact --dataset mnist --data {root}"
     assert command(*usual.split()[1:], "--batch", 10).exit_code == 0
     before = (root / "source" / "ttac_compact_mnist.safetensors").read_bytes()
@@ -327,11 +330,12 @@ def test_knowledge_of_other_settings_has_a_file_of_its_own_and_a_run_finds_it(ro
     made = {path.name: path.read_bytes() for path in (root / "source").iterdir()}
     assert made.keys() == {"ttac_compact_mnist.safetensors", "ttac_compact_mnist+statistics=frozen.safetensors"}
     assert made["ttac_compact_mnist.safetensors"] == before
+    taken = {known.digest: known for path in (root / "source").iterdir() if (known := Knowledge.load(path))}
     for options, expected in ((frozen, "frozen"), (frozen[:2], "frozen"), ((), "batch"), (frozen[2:], "batch")):
-        Path("out/ttac-seed0.npz").unlink(missing_ok=True)
-        result = play(*options)
+        folder = f"out{len(options)}{options[:2]}"
+        result = play(*options, "--out", folder)
         assert result.exit_code == 0, result.output
-        assert statistics() == expected
+        assert taken[knowledge_digest(folder)].spec["statistics"] == expected
 
 
 def test_knowledge_without_classes_does_not_replace_that_with_them(root):
@@ -344,8 +348,8 @@ def test_knowledge_without_classes_does_not_replace_that_with_them(root):
     for options, classes in (((), True), (("--set", "ttac.class_aware=false"), False)):
         result = command("run", *small, "--methods", "ttac", *options, "--out", f"out{classes}")
         assert result.exit_code == 0, result.output
-        taken = tribe.Record.load(f"out{classes}/ttac-seed0.npz").spec["fields"]["knowledge"]
-        assert taken["class_aware"] is classes
+        made = {known.digest: known for path in (root / "source").iterdir() if (known := Knowledge.load(path))}
+        assert made[knowledge_digest(f"out{classes}")].spec["class_aware"] is classes
 
 
 def test_a_run_without_penalty_asks_for_nothing(root):

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 import tribe
-from places import TESTS
+from places import ROOT, TESTS
 from tribe import metrics
 from tribe.lab.execution import run_experiment
 from tribe.lab.experiment import Experiment, MixedResults, difference, refuse_mixture
@@ -489,25 +489,62 @@ def test_a_bf16_run_goes_on_from_its_checkpoint(workbench, tmp_path):
 # -- what is kept -----------------------------------------------------------------------------------------------------
 
 
-def test_the_json_is_kept_elsewhere_and_is_enough(result, workbench, tmp_path):
-    runs = tmp_path / "runs"
+def test_kept_results_are_packed_and_read_as_folders_are(result, workbench, tmp_path):
+    runs, target = tmp_path / "runs", tmp_path / "kept"
     runs.mkdir()
-    folder = again(result, runs)
+    again(result, runs)
+    other = run_experiment(small(workbench), runs, workbench=workbench)
     (runs / "unfinished").mkdir()
     (runs / "unfinished" / "spec.json").write_text("{}")
-    (kept,) = keep(runs, tmp_path / "kept")
-    assert {path.name for path in kept.folder.iterdir()} == {"spec.json", "metrics.json", "environment.json"}
-    assert kept.metrics == result.metrics
-    for name in ("spec.json", "metrics.json", "environment.json"):
-        assert (kept.folder / name).read_bytes() == (folder / name).read_bytes()
-    stamp = {path: path.stat().st_mtime_ns for path in kept.folder.iterdir()}
-    keep(runs, tmp_path / "kept")
-    assert {path: path.stat().st_mtime_ns for path in kept.folder.iterdir()} == stamp, "results do not change"
-    (kept.folder / "metrics.json").write_text("{")
-    (mended,) = keep(runs, tmp_path / "kept")
-    assert mended.metrics == result.metrics
-    found = run_experiment(result.experiment, tmp_path / "kept", workbench=workbench, progress=never)
-    assert found.metrics == result.metrics
+    kept = {found.experiment: found for found in keep(runs, target)}
+    assert kept.keys() == {result.experiment, other.experiment}
+    pack = target / "live-mnist-c-cpu.jsonl"
+    assert {path.name for path in target.iterdir()} == {".lock", pack.name}
+    lines = pack.read_text().splitlines()
+    assert [json.loads(line)["id"] for line in lines] == sorted([result.experiment.id, other.experiment.id])
+    for one in (result, other):
+        found = load(target / one.experiment.id)
+        assert not found.has_records
+        assert (found.experiment, found.metrics) == (one.experiment, one.metrics)
+        assert {"schema": 2, "id": one.experiment.id, **found.environment} == one.environment
+        assert run_experiment(one.experiment, target, workbench=workbench, progress=never).metrics == one.metrics
+    stamp = pack.stat().st_mtime_ns
+    keep(runs, target)
+    assert pack.stat().st_mtime_ns == stamp, "results do not change"
+
+
+@pytest.mark.parametrize(
+    "harm", [lambda line: line[:-40], lambda line: line.replace('"batch":64', '"batch":32'), lambda line: line[:15]]
+)
+def test_a_damaged_line_of_a_pack_is_named_and_replaced(result, workbench, tmp_path, harm):
+    runs, target = tmp_path / "runs", tmp_path / "kept"
+    runs.mkdir()
+    again(result, runs)
+    other = run_experiment(small(workbench), runs, workbench=workbench)
+    keep(runs, target)
+    pack = target / "live-mnist-c-cpu.jsonl"
+    lines = pack.read_text().splitlines()
+    number = next(i for i, line in enumerate(lines) if result.experiment.id in line)
+    bad = harm(lines[number])
+    pack.write_text("".join(f"{bad if i == number else line}\n" for i, line in enumerate(lines)))
+    (damaged,) = [found for found in survey(target) if isinstance(found, Damaged)]
+    assert f"{pack}, line {number + 1}" in str(damaged.error)
+    assert find(result.experiment, target) is None
+    assert find(other.experiment, target) is not None
+    with pytest.raises(ValueError, match=re.escape(str(pack))):
+        list(finished(target))
+    assert len(keep(runs, target, damaged="skip")) == 2
+    assert bad in pack.read_text().splitlines() or len(bad) > 40, "a line without an id is left as it is"
+    assert find(result.experiment, target).metrics == result.metrics
+
+
+def test_the_committed_results_have_the_ids_of_their_specs():
+    packs = sorted((ROOT / "results").glob("*.jsonl"))
+    lines = [json.loads(line) for pack in packs for line in pack.read_text().splitlines()]
+    assert len(lines) == 269
+    for line in lines:
+        assert Experiment.from_json(line["spec"]).id == line["id"]
+    assert [found.experiment.id for found in finished(ROOT / "results")] == sorted(line["id"] for line in lines)
 
 
 @pytest.mark.parametrize(

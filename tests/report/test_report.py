@@ -1,6 +1,5 @@
 """The report: every number is that of the records, every file's words are only words, and what is damaged is named."""
 
-import dataclasses
 import json
 import random
 import re
@@ -8,6 +7,7 @@ import shlex
 import shutil
 from collections import Counter
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,28 +17,38 @@ import tribe.lab.record
 from commands import tribe_command
 from places import ROOT
 from tribe import metrics, report, scenarios
+from tribe.lab import store
 from tribe.lab.execution import run_experiment
 from tribe.lab.experiment import Experiment
 from tribe.lab.spec import ComponentSpec
-from tribe.report import markup
+from tribe.methods.encoding import encode_fields
+from tribe.report import markup, scores
 
 VOID = {"br", "hr", "input", "link", "meta"}
 
 
 def record(
-    method="tribe", seed=0, *, images=600, classes=4, domains=("fog@5", "snow@5"), error=0.3, label=None, **spec
+    method="tribe",
+    seed=0,
+    *,
+    images=600,
+    classes=4,
+    domains=("fog@5", "snow@5"),
+    error=0.3,
+    label=None,
+    fields=None,
+    **spec,
 ):
     """A record with an error of its own making; ``label=-1``: without labels."""
     g = torch.Generator().manual_seed(seed + 1000 * len(method))
     y = torch.randint(classes, (images,), generator=g)
     p = torch.where(torch.rand(images, generator=g) < error, (y + 1) % classes, y)
     words = {
-        "method": method,
+        "method": {"name": method, "fields": fields or {}},
         "dataset": {"name": "cifar10-c", "fields": {}},
         "model": {"name": "wrn", "fields": {}},
         "scenario": {"name": "gli-f", "fields": {"imbalance": 100.0}},
         "batch": 64,
-        "fields": {},
         "seed": seed,
     }
     domain = torch.arange(images) * len(domains) // images
@@ -52,6 +62,11 @@ def keep(folder, **records):
     for name, kept in records.items():
         kept.save(folder / f"{name}.npz")
     return folder
+
+
+def results(folder):
+    """The results in a folder by the name of their method."""
+    return {result.experiment.method.name: result for result in store.finished(folder)}
 
 
 def tribe_report(*arguments):
@@ -188,7 +203,7 @@ def test_results_of_different_specs_are_never_in_one_group_and_the_title_says_wh
 
 
 def test_a_method_with_other_fields_is_a_row_of_its_own_named_by_what_differs(tmp_path):
-    usual = report.command._plain(dataclasses.asdict(tribe.methods.create("tribe", classes=10)))
+    usual = report.command._plain(encode_fields(tribe.methods.create("tribe", classes=10)))
     preset = usual | tribe.methods.get("tribe").presets["cifar10"]
     folder = keep(
         tmp_path / "runs",
@@ -203,7 +218,7 @@ def test_a_method_with_other_fields_is_a_row_of_its_own_named_by_what_differs(tm
 
 
 def test_what_follows_from_another_field_is_not_said(tmp_path):
-    other = dataclasses.asdict(tribe.methods.create("tribe", classes=10, convention="paper"))
+    other = encode_fields(tribe.methods.create("tribe", classes=10, convention="paper"))
     spec = record(fields=report.command._plain(other | tribe.methods.get("tribe").presets["cifar10"])).spec
     assert report.command.departures(spec) == {"convention": "paper"}
 
@@ -260,10 +275,11 @@ def test_the_command_on_the_page_makes_the_same_records_again(tmp_path, monkeypa
     commands = said_commands(tmp_path / "runs")
     assert len(commands) == 2
     for command in commands:
-        assert tribe_command(*shlex.split(command)[1:]).exit_code == 0, command
-    for name in ("source-seed3", "source-seed4", "tent-seed3", "tent-seed4"):
-        ours, again = (tribe.Record.load(tmp_path / f / f"{name}.npz") for f in ("runs", "again"))
-        assert ours.spec == again.spec
+        assert tribe_command(*shlex.split(command)[2:]).exit_code == 0, command
+    for method in ("source", "tent"):
+        ((a, b), (c, d)) = (results(f)[method].records() for f in ("runs", "again"))
+        assert (a.spec, b.spec) == (c.spec, d.spec)
+        ours, again = b, d
         assert torch.equal(ours.prediction, again.prediction)
         assert torch.equal(ours.confidence, again.confidence)
 
@@ -283,8 +299,7 @@ def test_an_experiment_is_reported_with_its_machine_and_a_command_of_the_same_nu
     words = shlex.split(command)
     assert words[0] == f"OMP_NUM_THREADS={torch.get_num_threads()}"
     assert tribe_command(*words[2:]).exit_code == 0, command
-    again = tribe.Record.load("again/bn-seed1.npz")
-    (ours,) = (r for p in tmp_path.glob("runs/*/record-1.npz") if (r := tribe.Record.load(p)).spec["method"] == "bn")
+    ours, again = (results(folder)["bn"].records()[1] for folder in ("runs", "again"))
     assert torch.equal(ours.prediction, again.prediction)
 
 
@@ -438,20 +453,74 @@ def test_files_of_other_kinds_are_passed_over(tmp_path):
     }
 
 
+def test_a_record_of_schema_1_is_converted(tmp_path, monkeypatch):
+    new = record(fields={"lr": 0.1}, images_of="x")
+    spec = dict(new.spec, method="tribe", fields={"lr": 0.1}, code="c", model={"name": "wrn", "fingerprint": "f"})
+    monkeypatch.setattr("tribe.lab.record.SCHEMA", 1)
+    keep(tmp_path / "runs", r=new._replace(spec=spec))
+    monkeypatch.undo()
+    read = tribe.Record.load(tmp_path / "runs" / "r.npz").spec
+    assert read["method"] == {"name": "tribe", "fields": {"lr": 0.1}, "code": "c"}
+    assert (read["model"], read["weights"]) == ({"name": "wrn"}, "f")
+    assert "fields" not in read
+    assert len(report.collect(tmp_path / "runs").groups) == 1
+
+
+def test_results_without_records_are_shown_and_each_file_is_read_once(tmp_path, monkeypatch):
+    """A folder of packs, as `tribe reproduce --keep` writes it."""
+    reads = Counter()
+    read_bytes = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: reads.update([path.name]) or read_bytes(path))
+    runs = report.collect(ROOT / "results")
+    assert max(reads.values()) == 1
+    played = [p for group in runs.groups for row in group.rows for p in row.played]
+    assert len(played) == 269
+    assert not runs.damaged
+    assert not runs.repeated
+    found = {result.experiment.id: result for result in store.finished(ROOT / "results")}
+    for p in played:
+        assert found[p.spec["experiment"]].values("instance_error") == [p.scores["instance_error"]]
+    folder = tmp_path / "some"
+    folder.mkdir()
+    lines = (ROOT / "results" / "mnist-c-cpu.jsonl").read_text()
+    (folder / "mnist-c-cpu.jsonl").write_text(lines + "torn\n")
+    page = page_of(folder)
+    assert "No records were kept of" in page.text
+    assert "Error per domain" in page.text
+    assert "Error over time" not in page.text
+    assert "mnist-c-cpu.jsonl, line 7" in page.text
+
+
+def test_results_without_records_in_folders_are_shown_beside_records(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    data, stream = ComponentSpec("live-mnist-c", {"corruptions": ["impulse_noise"]}), ComponentSpec("gli-f")
+    for method in ("source", "bn"):
+        run_experiment(Experiment.of(data, "compact", stream, method), "runs")
+    whole = report.collect("runs")
+    (results("runs")["bn"].folder / "record-0.npz").unlink()
+    page = page_of(tmp_path / "runs")
+    (group,) = report.collect("runs").groups
+    assert [len(row.records) for row in group.rows] == [1, 0]
+    assert "No records were kept of bn:" in page.text
+    before, after = ([scores.score(row, scores.INSTANCE) for row in g.rows] for g in (whole.groups[0], group))
+    assert before == after
+    store.keep("runs", "runs/packed")
+    assert {reason.partition(" ")[0] for _, reason in report.collect("runs").repeated} == {"predicts"}
+
+
 def test_a_record_of_a_newer_version_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(tribe.lab.record, "SCHEMA", 2)
+    monkeypatch.setattr("tribe.lab.record.SCHEMA", 3)
     folder = keep(tmp_path / "runs", r=record())
     monkeypatch.undo()
     (damaged,) = report.collect(folder).damaged
-    assert damaged == ("r.npz", "the file is of format tribe-record 2; this reads tribe-record 1")
+    assert damaged == ("r.npz", "the file is of format tribe-record 3; this reads tribe-record 2")
 
 
 @pytest.mark.parametrize(
     ("make", "out", "words"),
     [
         (lambda runs: None, "report.html", "there is no folder"),
-        (lambda runs: runs.mkdir(), "report.html", "there is no record under"),
-        (lambda runs: shutil.copytree(ROOT / "results", runs), "report.html", "holds results without their records"),
+        (lambda runs: runs.mkdir(), "report.html", "there is no record or result under"),
         (lambda runs: keep(runs, r=record()), "nowhere/report.html", "there is no folder"),
         (lambda runs: keep(runs, r=record()), "runs/r.npz", "a report ends in .html"),
     ],

@@ -58,11 +58,10 @@ def build_network(
     device: torch.device,
 ) -> Backbone:
     """The network of ``--model``: a name, or ``file.py:attribute``, a module or a `Backbone`."""
-    if ":" not in name:
-        built = workbench.build_model(workbench.Request(dataset, name, weights, root), data, fields)
+    if ":" in name:
+        built = custom_network(name, weights)
     else:
-        built = load_custom_model(name)
-        built = built if weights is None else tribe.models.load(built, weights)
+        built = workbench.build_model(workbench.Request(dataset, name, weights, root), data, fields)
     built = built.to(device)
     return built if isinstance(built, Backbone) else Backbone(built)
 
@@ -87,6 +86,12 @@ def parse_shape(text: str) -> tuple[int, ...]:
     if re.fullmatch(r"\s*[1-9]\d*\s*(,\s*[1-9]\d*\s*)*", text) is None:
         raise ValueError(f"--shape is the shape of one image, such as 3,32,32; got {text!r}")
     return tuple(int(size) for size in text.split(","))
+
+
+def custom_network(name: str, weights: Path | None) -> torch.nn.Module:
+    """The network ``file.py:attribute``, with its own weights or those of a file."""
+    built = load_custom_model(name)
+    return built if weights is None else tribe.models.load(built, weights)
 
 
 def method_names(text: str) -> list[str]:

@@ -13,7 +13,7 @@ import torch
 from tribe.engine.precision import float32_precision
 from tribe.lab import store
 from tribe.lab.experiment import Experiment, difference
-from tribe.lab.provenance import coded, machine
+from tribe.lab.provenance import machine
 from tribe.lab.record import Record
 from tribe.lab.runner import Progress, run
 from tribe.lab.store import CHECKPOINT, ENVIRONMENT, METRICS, SPEC, NewerResults, Result, set_aside
@@ -133,7 +133,7 @@ def _compute(
             method,
             e.stream(workbench),
             seed=e.seeds[0],
-            spec=_record_spec(e),
+            spec=store.record_spec(e),
             checkpoint=checkpoint,
             every=every,
             keep_checkpoint=True,  # a disk that is full now must not cost the whole run
@@ -150,16 +150,6 @@ def _compute(
     for record in records:
         record.save(folder / store.record_name(record.spec["seed"]))
     return records
-
-
-def _record_spec(experiment: Experiment) -> dict[str, Any]:
-    """The spec of its records, in the words of `tribe run`."""
-    spec = experiment.json()
-    fingerprints = {"dataset": experiment.images, "model": experiment.weights}
-    marked = {name: {**spec[name], "fingerprint": mark} for name, mark in fingerprints.items()}
-    same = {name: spec[name] for name in ("scenario", "batch", "precision", "device", "threads")}
-    method = {"method": experiment.method.name, "fields": experiment.method.fields}
-    return {**marked, **same, "experiment": experiment.id, **method, **coded(experiment.method.code)}
 
 
 def _environment(experiment: Experiment, records: Sequence[Record], computer: Mapping[str, Any]) -> dict[str, Any]:

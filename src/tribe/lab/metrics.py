@@ -13,7 +13,7 @@ Metric = Callable[[Record], Tensor]
 
 
 def scored(record: Record) -> Tensor:
-    """(T,) which images have a label to be judged by; a record without any is refused."""
+    """(T,) which images have a label; a record without any is refused."""
     known = record.label >= 0
     if not known.any():
         raise ValueError("the record holds no labels, so there is no error to compute")
@@ -21,7 +21,7 @@ def scored(record: Record) -> Tensor:
 
 
 def wrong(record: Record) -> Tensor:
-    """(T,) 1 where the prediction is not the label, else 0; it says nothing of images that are not `scored`."""
+    """(T,) 1 where the prediction is not the label, else 0; without meaning for images that are not `scored`."""
     return (record.prediction != record.label).double()
 
 
@@ -91,7 +91,7 @@ def calibration_error(record: Record, bins: int = 15) -> Tensor:
 
 
 def seconds_per_image(record: Record) -> Tensor:
-    """Mean time an image took."""
+    """Mean time of an image."""
     return record.seconds.double().mean()
 
 

@@ -1,4 +1,4 @@
-"""Pictures of streams and of what was predicted on them. Needs matplotlib, the extra `plots`.
+"""Charts of streams and of the errors on them. They need matplotlib, the extra `plots`.
 
 figure = tribe.lab.plots.errors(records)               # per-domain errors of some runs, and the classes they met
 figure = tribe.lab.plots.schedule(schedule, labels)    # class counts per domain, local balance over time
@@ -22,7 +22,7 @@ from tribe.storage.atomic import write_atomically
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Told apart by colour-blind readers too (Okabe and Ito), darkest first.
+# Colour-blind readers can distinguish them (Okabe and Ito); darkest first.
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = "osD^v<>pX*"
 FORMATS = (".svg", ".png", ".pdf")
@@ -32,8 +32,8 @@ def errors(records: Mapping[str, Sequence[Record]], title: str = "") -> "Figure"
     """Instance error per domain of each method, mean over its records, above the classes each domain played.
 
     Args:
-        records: by method, one a seed; all of the same stream.
-        title: what was run.
+        records: by method, one for each seed; all of the same stream.
+        title: of the chart.
     """
     first = next(iter(records.values()))[0]
     figure, (above, below) = _figure((max(6.0, 1.5 + 0.55 * len(first.domains)), 6.4), heights=(3, 2))
@@ -53,13 +53,13 @@ def errors(records: Mapping[str, Sequence[Record]], title: str = "") -> "Figure"
 
 
 def schedule(plan: Schedule, labels: Sequence[Tensor], domains: Sequence[str] = (), window: int = 64) -> "Figure":
-    """Class counts per domain, and how even the classes are in each window of the stream.
+    """Class counts per domain, and how balanced the classes are in each window of the stream.
 
     Args:
         plan: the stream.
         labels: one tensor per domain number, see ``Scenario.expand``.
         domains: their names.
-        window: samples looked at together, say a batch.
+        window: images in a window, such as a batch.
     """
     names = tuple(domains) or tuple(str(d) for d in range(len(labels)))
     figure, (above, below) = _figure((max(6.0, 1.5 + 0.55 * len(names)), 6.0), heights=(3, 2))
@@ -75,7 +75,7 @@ def schedule(plan: Schedule, labels: Sequence[Tensor], domains: Sequence[str] = 
 
 
 def save(figure: "Figure", path: str | PathLike[str]) -> None:
-    """Write a picture, whole or not at all; the ending says the format."""
+    """Write a chart, atomically; the ending decides the format."""
     ending = Path(path).suffix.lower()
     if ending not in FORMATS:
         raise ValueError(f"a chart ends in {', '.join(FORMATS)}; got {path}")
@@ -98,7 +98,7 @@ def _figure(size: tuple[float, float], heights: tuple[float, float]) -> tuple["F
 
 
 def _counts(axes: Any, counts: Tensor, domains: Sequence[str]) -> None:
-    """A map of class counts (D, K): domains across, classes upwards; the darker the more."""
+    """A map of class counts (D, K): domains across, classes upwards; darker is more."""
     shown = axes.imshow(counts.T.log1p().numpy(), aspect="auto", cmap="Greys", vmin=0, origin="lower")
     ticks = [t for t in (1, 10, 100, 1000, 10000) if t <= max(float(counts.max()), 1.0)]
     bar = axes.figure.colorbar(shown, ax=axes, ticks=torch.tensor(ticks).log1p().tolist(), label="images")

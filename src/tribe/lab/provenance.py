@@ -1,7 +1,7 @@
-"""A result depends on code: of components that are not tribe's own a hash of their files tells which version it was.
+"""Where a result comes from: a hash of custom code, and the machine.
 
-What a component's file imports counts, too, as far as it is somebody's own: neither the standard library nor what is
-installed beside tribe. So the helpers in the file next door count, and a new version of a library does not.
+The hash of a custom component covers its file and all files that it imports, except the standard library and installed
+packages. So a change of a helper in a neighbouring file counts, and a new version of a library does not.
 """
 
 import ast
@@ -23,13 +23,13 @@ import torch
 from tribe._version import __version__
 
 INSTALLED = {Path(sysconfig.get_path(kind)).resolve() for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
-LIBRARIES = {"site-packages", "dist-packages"}  # folders of what is installed, wherever they are
+LIBRARIES = {"site-packages", "dist-packages"}  # folders of installed packages, in any place
 
 
 def code_of(*parts: Any, strict: bool = True) -> str | None:
-    """A hash of the files of classes or functions, and of what these import; None: all of them are tribe's.
+    """A hash of the files of classes or functions, and of the files they import; None: all are part of tribe.
 
-    What is in no file, as in a notebook, is refused; not ``strict``: it does not count.
+    Code that is in no file, as in a notebook, is refused; not ``strict``: it is left out.
 
     >>> from tribe.methods.tent import Tent
     >>> code_of(Tent) is None
@@ -41,7 +41,7 @@ def code_of(*parts: Any, strict: bool = True) -> str | None:
 
 
 def code_at(place: str) -> str | None:
-    """The same of a module that was loaded by its name, or of a file."""
+    """The hash of a module, given by its name, or of a file."""
     if place.endswith(".py"):
         return _hash([(Path(place).resolve(), "")])
     file = None if _is_ours(place) else _own_file(place)
@@ -49,17 +49,17 @@ def code_at(place: str) -> str | None:
 
 
 def coded(code: str | None) -> dict[str, str]:
-    """How a spec says which code it is: not at all where it is tribe's."""
+    """The entry of a spec for a hash of code: none if the code is part of tribe."""
     return {} if code is None else {"code": code}
 
 
 def is_own(part: Any) -> bool:
-    """Whether a class or function is somebody's own: neither tribe's nor installed."""
+    """Whether a class or function is custom: neither part of tribe nor installed."""
     return not _is_ours(part.__module__) and _own_file(part.__module__) is not None
 
 
 def _hash(starts: Iterable[tuple[Path, str]]) -> str | None:
-    """Of one file its sha256, of several that of all of theirs, wherever they lie."""
+    """The sha256 of one file; of several files, that of their sorted hashes, whatever their paths."""
     files, todo = set[Path](), list(starts)
     while todo:
         file, package = todo.pop()
@@ -73,14 +73,14 @@ def _hash(starts: Iterable[tuple[Path, str]]) -> str | None:
 
 
 def _imports(file: Path, package: str) -> Iterator[str]:
-    """The names of modules that a file imports, anywhere in it; among them some that are not modules but in one."""
+    """The names that a file imports, anywhere in it: modules, and attributes of modules."""
     for node in ast.walk(ast.parse(file.read_bytes())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             name = "." * node.level + (node.module or "")
             if node.level and not package:
-                continue  # which would not work either
+                continue  # such an import fails anyway
             name = importlib.util.resolve_name(name, package) if node.level else name
             yield name
             yield from (f"{name}.{alias.name}" for alias in node.names)
@@ -102,14 +102,14 @@ def _file(part: Any, strict: bool) -> Path | None:
         return file
     if strict:
         raise ValueError(
-            f"the code of {part.__name__} is in no file, so that nobody could tell which version of it made a result: "
-            "put it into one"
+            f"the code of {part.__name__} is in no file, so a result could not say which version of it was used: put "
+            "it into one"
         )
     return None
 
 
 def _own_file(name: str) -> Path | None:
-    """The file of a module, loaded or not, unless it was installed."""
+    """The file of a module, loaded or not; None: it is installed."""
     module = sys.modules.get(name)
     place = getattr(module, "__file__", None) if module is not None else getattr(_spec(name), "origin", None)
     file = Path(place).resolve() if isinstance(place, str) and place.endswith(".py") else None
@@ -119,7 +119,7 @@ def _own_file(name: str) -> Path | None:
 
 
 def _spec(name: str) -> ModuleSpec | None:
-    """Where a module would be imported from; nothing is imported for that."""
+    """Where a module would be imported from; it is not imported."""
     package = name.rpartition(".")[0]
     try:
         if not package:
@@ -134,7 +134,7 @@ def _spec(name: str) -> ModuleSpec | None:
 
 
 def _package(module: str) -> str:
-    """The package in which a module's relative imports are at home."""
+    """The package that a module's relative imports refer to."""
     if (loaded := sys.modules.get(module)) is not None:
         return getattr(loaded, "__package__", None) or ""
     spec = _spec(module)
@@ -146,7 +146,7 @@ def _is_ours(module: str) -> bool:
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """The machine and the versions, for the record."""
+    """The machine and the versions."""
     processor = platform.processor() or platform.machine()
     with contextlib.suppress(OSError):
         names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]

@@ -42,7 +42,7 @@ from tribe.lab.execution import EVERY, run_experiment
 from tribe.lab.experiment import Experiment
 from tribe.lab.modules import from_file
 from tribe.lab.runner import Progress
-from tribe.lab.store import Result, find
+from tribe.lab.store import ENVIRONMENT, METRICS, SPEC, Result, find, record_name
 from tribe.lab.workbench import Workbench
 from tribe.storage.atomic import write_atomically
 from tribe.storage.lock import Busy
@@ -361,8 +361,8 @@ def _bench(data: str | None, device: str, weights: tuple[tuple[str, str], ...]) 
 
 def _packed(result: Result) -> dict[str, bytes]:
     """The files of a result in the order in which they are to be written: metrics.json last, since it says "whole"."""
-    records = (f"record-{seed}.npz" for seed in result.experiment.seeds)
-    paths = (result.folder / name for name in ("spec.json", "environment.json", *records, "metrics.json"))
+    records = (record_name(seed) for seed in result.experiment.seeds)
+    paths = (result.folder / name for name in (SPEC, ENVIRONMENT, *records, METRICS))
     return {path.name: path.read_bytes() for path in paths if path.exists()}
 
 

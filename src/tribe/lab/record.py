@@ -1,4 +1,4 @@
-"""What a run leaves: a table with a row per image, and the words that say how it was made. Plain data on disk."""
+"""The record of a stream: a table with a row for each image, and the spec of the run. Plain data on disk."""
 
 import io
 import json
@@ -14,7 +14,8 @@ from torch import Tensor
 
 from tribe.storage.atomic import write_atomically
 
-FORMAT, SCHEMA = "tribe-record", 1
+FORMAT, SCHEMA = "tribe-record", 2
+COLUMNS = ("domain", "label", "prediction", "confidence", "seconds")
 
 
 class Record(NamedTuple):
@@ -27,10 +28,10 @@ class Record(NamedTuple):
     seconds: Tensor  # (T,) float32, what predicting and adapting took, shared evenly by the images of a batch
     domains: tuple[str, ...]
     classes: int
-    spec: Mapping[str, Any]  # how it was made: method, seed, scenario, ...
+    spec: Mapping[str, Any]  # of the run: dataset, model, scenario, method, seed, ... as in tribe.lab.experiment
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write the table (npz) with its words (json) in one file, atomically."""
+        """Write the table and the spec (as JSON) to one npz file, atomically."""
         words = {
             "format": FORMAT,
             "schema": SCHEMA,
@@ -57,13 +58,25 @@ class Record(NamedTuple):
             raise ValueError(
                 f"{path} is not a record, or it is damaged ({error}); expected one of Record.save"
             ) from error
+        if not isinstance(words, dict) or not isinstance(words.get("spec", {}), dict):
+            raise ValueError(f"{path} is damaged: it holds no words about its table")
         if words.get("format") != FORMAT or words.get("schema", SCHEMA + 1) > SCHEMA:
             raise ValueError(
                 f"{path} is of format {words.get('format')} {words.get('schema')}; this reads {FORMAT} {SCHEMA}"
             )
         if len({len(column) for column in columns.values()}) != 1 or not words.keys() >= {"domains", "classes", "spec"}:
             raise ValueError(f"{path} is damaged: its columns differ in length, or words are missing")
-        return Record(**columns, domains=tuple(words["domains"]), classes=words["classes"], spec=words["spec"])
+        spec = words["spec"] if words["schema"] == SCHEMA else _from_schema_1(words["spec"])
+        return Record(**columns, domains=tuple(words["domains"]), classes=words["classes"], spec=spec)
 
 
-COLUMNS = ("domain", "label", "prediction", "confidence", "seconds")
+def _from_schema_1(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """The spec of an older record: fields and code stood beside the method's name, fingerprints in the components."""
+    new = {name: value for name, value in spec.items() if name not in ("fields", "code")}
+    if isinstance(spec.get("method"), str):
+        new["method"] = {"name": spec["method"], **{key: spec[key] for key in ("fields", "code") if key in spec}}
+    for component, name in (("dataset", "images"), ("model", "weights")):
+        if isinstance(part := spec.get(component), Mapping) and "fingerprint" in part:
+            new[component] = {key: value for key, value in part.items() if key != "fingerprint"}
+            new[name] = part["fingerprint"]
+    return new

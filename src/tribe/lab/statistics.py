@@ -1,10 +1,9 @@
-"""How sure a number is: mean and spread over seeds, and a paired block bootstrap for "A beats B".
+"""Uncertainty of a number: mean and deviation over seeds, and a paired block bootstrap for "A beats B".
 
-A stream's images are not independent: classes come in bursts, a domain lasts for thousands of images, and what a method
-says of an image depends on those it adapted to before. Drawing single images anew, as the plain bootstrap does, takes
-them for independent and finds intervals far too narrow. Here stretches of the stream ("blocks") are drawn, so that what
-hangs together stays together, and the same stretches for both methods, since both met the same images in the same
-order: what is hard for both cancels.
+The images of a stream are not independent: classes come in bursts, a domain lasts for thousands of images, and a
+prediction depends on the images before it. The plain bootstrap draws single images as if they were independent, and its
+intervals are far too narrow. Here blocks of consecutive images are drawn, the same blocks for both methods: both had
+the same images in the same order, so what is hard for both cancels.
 """
 
 import math
@@ -22,7 +21,7 @@ DRAWS = 2000
 
 
 class Spread(NamedTuple):
-    """Several seeds in two numbers."""
+    """Mean and standard deviation over seeds."""
 
     mean: float
     deviation: float | None  # between seeds, of a sample; None for one seed
@@ -47,10 +46,10 @@ def spread(values: Sequence[float]) -> Spread:
 class Duel(NamedTuple):
     """Error of A minus error of B, in shares: negative where A is better.
 
-    ``p`` is one-sided, for the direction that was found: about how often chance alone, with A and B equally good, takes
-    the difference as far to that side. It is estimated by how often a stream that is drawn anew shows no difference, or
-    one to the other side; it is the same for A against B as for B against A, and 1 where there is no difference. Twice
-    that is a two-sided p, for who did not expect that side beforehand.
+    ``p`` is one-sided, for the direction that was observed: the probability of a difference this large in that
+    direction if A and B were equally good. The estimate is the share of drawn streams with no difference or one in the
+    other direction. It is the same for A against B as for B against A, and 1 if there is no difference. Without an
+    expected direction, use the two-sided p, which is twice as large.
     """
 
     difference: float
@@ -58,7 +57,7 @@ class Duel(NamedTuple):
     high: float
     p: float
     level: float  # of the interval
-    block: int  # images that were drawn together
+    block: int  # consecutive images that are drawn together
 
     def __str__(self) -> str:
         around = f"{100 * self.low:+.2f} to {100 * self.high:+.2f}"
@@ -68,7 +67,7 @@ class Duel(NamedTuple):
         gap, low, high = (100 * abs(x) for x in (self.difference, *sorted((self.low, self.high), key=abs)))
         if self.low < 0 < self.high:
             return f"{gap:.2f} points {word}, not sure: {around}"
-        return f"{gap:.2f} points {word} ({100 * self.level:g} %: {low:.2f} to {high:.2f}, p {_told(self.p)})"
+        return f"{gap:.2f} points {word} ({100 * self.level:g} %: {low:.2f} to {high:.2f}, p {_p_text(self.p)})"
 
 
 def duel(
@@ -80,13 +79,13 @@ def duel(
     level: float = 0.95,
     seed: int = 0,
 ) -> Duel:
-    """How A's instance error differs from B's on the same streams, and how sure that is.
+    """The difference between the instance errors of A and B on the same streams, with its uncertainty.
 
     Args:
-        a: records of A, one a seed.
+        a: records of A, one for each seed.
         b: records of B on the same streams, in the same order.
-        block: images drawn together; None: the square root of their number, some batches of a usual stream. The longer
-            the bursts of classes, the longer it must be.
+        block: consecutive images drawn together; None: the square root of their number, some batches of a usual stream.
+            Longer bursts of classes need longer blocks.
         draws: how many streams are drawn.
         level: of the interval.
         seed: of the draws.
@@ -121,7 +120,7 @@ def _gap(a: Record, b: Record) -> NDArray[np.float64]:
 
 
 def _block_sums(gap: NDArray[np.float64], block: int, draws: int, rng: np.random.Generator) -> NDArray[np.float64]:
-    """(draws,) sums over as many images, in blocks that start anywhere; the stream is bent to a ring."""
+    """(draws,) sums over as many images, in blocks that start anywhere; the end of the stream joins its start."""
     count = len(gap)
     total = np.concatenate(([0.0], np.cumsum(np.concatenate((gap, gap[:block])))))
     whole, rest = divmod(count, block)
@@ -132,5 +131,5 @@ def _block_sums(gap: NDArray[np.float64], block: int, draws: int, rng: np.random
     return np.asarray(sums)
 
 
-def _told(p: float) -> str:
+def _p_text(p: float) -> str:
     return "< 0.001" if p < 0.001 else f"{p:.3f}"

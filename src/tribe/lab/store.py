@@ -16,14 +16,24 @@ Layout of ``runs/<id>/``, where ``<id>`` is `Experiment.id`:
     *.damaged-<n>           a damaged file that was set aside
 
 Every file is written atomically: the records after environment.json, metrics.json last. ``runs/<id>/.lock`` is locked
-by the process that writes there. The three JSON files are a result without its records: `keep` copies them alone.
+by the process that writes there.
+
+A *pack* is a file of results without their records, as `keep` writes them: ``<data set>-<device>.jsonl`` beside the
+folders, a line for each result, in the order of their ids:
+
+    {"id": ..., "format": "tribe-experiment", "schema": 2, "spec": ..., "metrics": {"<seed>": ...}, "environment": ...}
+
+All functions here read a packed result as they read a folder.
 """
 
 import contextlib
+import functools
 import json
 import math
 import os
+import re
 import warnings
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
@@ -39,6 +49,7 @@ from tribe.storage.lock import exclusive
 FORMAT, SCHEMA = "tribe-experiment", 2  # schema 1 had no fingerprint of the images
 SPEC, METRICS, ENVIRONMENT = "spec.json", "metrics.json", "environment.json"
 CHECKPOINT = "checkpoint.safetensors"
+PACK = ".jsonl"
 
 
 class NewerResults(ValueError):
@@ -50,7 +61,7 @@ class Result:
     """The result of an experiment."""
 
     experiment: Experiment
-    folder: Path
+    folder: Path  # root/<id>, which is not there if the result is in a pack
     metrics: Mapping[str, Mapping[str, Any]]  # by seed, see the layout above
     environment: Mapping[str, Any]
 
@@ -90,20 +101,17 @@ class Damaged(NamedTuple):
 
 
 def load(folder: str | PathLike[str]) -> Result:
-    """Read the result in a folder, or say why it cannot be used. Its metrics are trusted: see `verify`."""
+    """Read the result in ``root/<id>``, or of that id in a pack of ``root``; or say why it cannot be used.
+
+    Its metrics are trusted: see `verify`.
+    """
     folder = Path(folder)
-    experiment = read_spec(folder / SPEC)
-    if experiment.id != folder.name:
-        raise ValueError(f"{folder} holds the results of {experiment.id}: give the folder its name back")
-    found, environment = read_json(folder / METRICS), read_json(folder / ENVIRONMENT)
-    try:
-        scores = found["seeds"]
-        complete = found["id"] == experiment.id and {str(s) for s in experiment.seeds} == scores.keys()
-    except (KeyError, AttributeError):
-        complete = False
-    if not complete:
-        raise ValueError(f"{folder / METRICS} does not hold the metrics of {experiment.id}")
-    return Result(experiment, folder, scores, environment)
+    packed = None if (folder / METRICS).is_file() else _packed(folder.parent).get(folder.name)
+    if packed is None:
+        return _load_folder(folder)
+    if isinstance(packed, Damaged):
+        raise packed.error
+    return packed
 
 
 def verify(result: Result) -> None:
@@ -132,69 +140,23 @@ def find(experiment: Experiment, root: str | PathLike[str], *, verified: bool = 
 
 
 def survey(root: str | PathLike[str]) -> Iterator[Result | Damaged]:
-    """All finished results in a folder, in the order of their names, damaged ones included."""
-    for folder in sorted(Path(root).iterdir()) if Path(root).is_dir() else ():
-        if (folder / METRICS).is_file():
-            try:
-                found: Result | Damaged = load(folder)
-            except (OSError, ValueError) as error:
-                found = Damaged(folder, _readable_spec(folder), error)
-            yield found
+    """All finished results in a folder, in the order of their ids, damaged ones included."""
+    root = Path(root)
+    if not root.is_dir():
+        return
+    packed = _packed(root)
+    folders = {path.name for path in root.iterdir() if (path / METRICS).is_file()}
+    for name in sorted(packed.keys() | folders):
+        yield survey_folder(root / name) if name in folders else packed[name]
 
 
 def finished(root: str | PathLike[str], *, damaged: Literal["refuse", "skip"] = "refuse") -> Iterator[Result]:
-    """All finished results in a folder, in the order of their names."""
+    """All finished results in a folder, in the order of their ids."""
     for found in survey(root):
         if isinstance(found, Result):
             yield found
         elif damaged == "refuse":
             raise found.error
-
-
-def _readable_spec(folder: Path) -> Experiment | None:
-    """The experiment of a folder, if its spec can be read and has the folder's name."""
-    try:
-        experiment = read_spec(folder / SPEC)
-    except (OSError, ValueError):
-        return None
-    return experiment if experiment.id == folder.name else None
-
-
-def read_spec(path: Path) -> Experiment:
-    """The experiment of a spec.json."""
-    return _experiment(read_json(path), path)
-
-
-def _experiment(found: Mapping[str, Any], path: Path) -> Experiment:
-    if found.get("format") != FORMAT:
-        raise ValueError(f"{path} is no specification of an experiment")
-    if not isinstance(found.get("schema"), int) or found["schema"] > SCHEMA:
-        raise NewerResults(
-            f"{path.parent} was written by a newer version of tribe (schema {found.get('schema')}; this one knows "
-            f"{SCHEMA}): upgrade tribe, or use another folder for results"
-        )
-    if found["schema"] < SCHEMA:
-        raise ValueError(
-            f"{path.parent} was written by an older version of tribe (schema {found['schema']}; this one writes "
-            f"{SCHEMA}), which did not say on which images: move it out of the folder, and compute it again"
-        )
-    if not isinstance(found.get("spec"), dict):
-        raise ValueError(f"{path} is damaged: it does not say of which experiment it is")
-    experiment = Experiment.from_json(found["spec"])
-    if experiment.id != found.get("id"):
-        raise ValueError(f"{path} was changed by hand: it holds {experiment.id}, not {found.get('id')}")
-    return experiment
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file."""
-    try:
-        found = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged ({error})") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} is damaged: it holds no JSON object")
-    return found
 
 
 def load_record(folder: Path, experiment: Experiment, seed: int) -> Record:
@@ -206,9 +168,159 @@ def load_record(folder: Path, experiment: Experiment, seed: int) -> Record:
     return record
 
 
+def record_spec(experiment: Experiment) -> dict[str, Any]:
+    """The spec of its records but for the seed, which `run` adds."""
+    spec = experiment.json() | {"experiment": experiment.id}
+    del spec["seeds"]
+    return spec
+
+
 def record_name(seed: int) -> str:
     """The file name of a seed's record."""
     return f"record-{seed}.npz"
+
+
+def read_spec(path: Path) -> Experiment:
+    """The experiment of a spec.json."""
+    return _experiment(read_json(path), str(path), path.parent)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file."""
+    return _object(path.read_bytes(), str(path))
+
+
+def _load_folder(folder: Path) -> Result:
+    experiment = read_spec(folder / SPEC)
+    if experiment.id != folder.name:
+        raise ValueError(f"{folder} holds the results of {experiment.id}: give the folder its name back")
+    found, environment = read_json(folder / METRICS), read_json(folder / ENVIRONMENT)
+    scores = found.get("seeds") if found.get("id") == experiment.id else None
+    return _result(experiment, folder, scores, environment, str(folder / METRICS))
+
+
+def survey_folder(folder: Path) -> Result | Damaged:
+    """The finished result in a folder, or why it cannot be used."""
+    try:
+        return _load_folder(folder)
+    except (OSError, ValueError) as error:
+        found = error
+    try:
+        experiment = read_spec(folder / SPEC)
+    except (OSError, ValueError):
+        return Damaged(folder, None, found)
+    return Damaged(folder, experiment if experiment.id == folder.name else None, found)
+
+
+def _result(experiment: Experiment, folder: Path, scores: Any, environment: Mapping[str, Any], place: str) -> Result:
+    if not isinstance(scores, dict) or {str(seed) for seed in experiment.seeds} != scores.keys():
+        raise ValueError(f"{place} does not hold the metrics of {experiment.id}")
+    return Result(experiment, folder, scores, environment)
+
+
+def _experiment(found: Mapping[str, Any], place: str, folder: Path) -> Experiment:
+    """The experiment of a JSON object that was read at a place."""
+    if found.get("format") != FORMAT:
+        raise ValueError(f"{place} is no specification of an experiment")
+    if not isinstance(found.get("schema"), int) or found["schema"] > SCHEMA:
+        raise NewerResults(
+            f"{folder} was written by a newer version of tribe (schema {found.get('schema')}; this one knows "
+            f"{SCHEMA}): upgrade tribe, or use another folder for results"
+        )
+    if found["schema"] < SCHEMA:
+        raise ValueError(
+            f"{folder} was written by an older version of tribe (schema {found['schema']}; this one writes "
+            f"{SCHEMA}), which did not say on which images: move it out of the folder, and compute it again"
+        )
+    if not isinstance(found.get("spec"), dict):
+        raise ValueError(f"{place} is damaged: it does not say of which experiment it is")
+    experiment = Experiment.from_json(found["spec"])
+    if experiment.id != found.get("id"):
+        raise ValueError(f"{place} was changed by hand: it holds {experiment.id}, not {found.get('id')}")
+    return experiment
+
+
+def _object(content: bytes, place: str) -> dict[str, Any]:
+    try:
+        found = json.loads(content)
+    except ValueError as error:
+        raise ValueError(f"{place} is damaged ({error})") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{place} is damaged: it holds no JSON object")
+    return found
+
+
+# -- packs ------------------------------------------------------------------------------------------------------------
+
+
+def _packed(root: Path) -> Mapping[str, Result | Damaged]:
+    """The packed results of a folder by id; a damaged line without one is named by its place."""
+    stamps = [(path, path.stat()) for path in sorted(root.glob(f"*{PACK}"))]
+    return _read_packs(tuple((path, stat.st_mtime_ns, stat.st_size, stat.st_ino) for path, stat in stamps))
+
+
+@functools.lru_cache(maxsize=16)
+def _read_packs(stamps: tuple[tuple[Path, int, int, int], ...]) -> Mapping[str, Result | Damaged]:
+    return {result.folder.name: result for path, *_ in stamps for result in read_pack(path)}
+
+
+def read_pack(path: Path) -> list[Result | Damaged]:
+    """All results of a pack."""
+    return [_read_line(line, path, number) for number, line in enumerate(path.read_bytes().splitlines(), 1)]
+
+
+def _read_line(line: bytes, path: Path, number: int) -> Result | Damaged:
+    place, experiment = f"{path}, line {number}", None
+    folder = path.parent / (_id_of(line) or f"{path.name}, line {number}")
+    try:
+        found = _object(line, place)
+        experiment = _experiment(found, place, path)
+        environment = found.get("environment")
+        if not isinstance(environment, dict):
+            raise ValueError(f"{place} is damaged: it has no environment")
+        return _result(experiment, path.parent / experiment.id, found.get("metrics"), environment, place)
+    except ValueError as error:
+        return Damaged(folder, experiment, error)
+
+
+def _id_of(line: bytes) -> str | None:
+    """The id at the start of a line, which may be damaged further on."""
+    match = re.match(rb'\{"id":"([0-9a-f]{16})"', line)
+    return match[1].decode() if match else None
+
+
+def _write_pack(path: Path, results: Sequence[Result]) -> None:
+    """Add results to a pack. A line of the same id is replaced."""
+    old = path.read_bytes().splitlines() if path.exists() else []
+    lines: dict[str, bytes] = {_id_of(line) or f"~{number}": line for number, line in enumerate(old)}
+    for result in results:
+        content = {
+            "id": result.experiment.id,
+            "format": FORMAT,
+            "schema": SCHEMA,
+            "spec": result.experiment.json(),
+            "metrics": result.metrics,
+            "environment": {k: v for k, v in result.environment.items() if k not in ("schema", "id")},
+        }
+        lines[result.experiment.id] = json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
+    write_atomically(path, b"".join(lines[key] + b"\n" for key in sorted(lines)))
+
+
+def keep(
+    root: str | PathLike[str], target: str | PathLike[str], *, damaged: Literal["refuse", "skip"] = "refuse"
+) -> list[Result]:
+    """Pack all finished results of ``root`` into another folder, without their records; return all results there.
+
+    A complete result of the same experiment that is there already stays: results do not change.
+    """
+    with locked(Path(target), wait=True):
+        packs: dict[str, list[Result]] = defaultdict(list)
+        for result in finished(root, damaged=damaged):
+            if find(result.experiment, target, verified=True) is None:
+                packs[f"{result.experiment.dataset.name}-{result.experiment.device}{PACK}"].append(result)
+        for name, results in packs.items():
+            _write_pack(Path(target) / name, results)
+    return list(finished(target, damaged=damaged))
 
 
 # -- write ------------------------------------------------------------------------------------------------------------
@@ -217,22 +329,6 @@ def record_name(seed: int) -> str:
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write a JSON object, atomically."""
     write_atomically(path, (json.dumps(content, indent=1, allow_nan=False) + "\n").encode())
-
-
-def keep(
-    root: str | PathLike[str], target: str | PathLike[str], *, damaged: Literal["refuse", "skip"] = "refuse"
-) -> list[Result]:
-    """Copy the JSON files of all finished results to another folder, and return all results there.
-
-    A complete result of the same experiment that is there already stays: results do not change.
-    """
-    for result in finished(root, damaged=damaged):
-        folder = Path(target) / result.folder.name
-        if find(result.experiment, target, verified=True) is None:
-            folder.mkdir(parents=True, exist_ok=True)
-            for name in (SPEC, ENVIRONMENT, METRICS):  # the last one marks the result as complete
-                write_atomically(folder / name, (result.folder / name).read_bytes())
-    return list(finished(target, damaged=damaged))
 
 
 @contextlib.contextmanager
@@ -259,12 +355,14 @@ def set_aside(path: Path, reason: str) -> None:
 
 def scores_of(records: Sequence[Record]) -> dict[str, dict[str, Any]]:
     """The metrics of records, by seed."""
-    return {str(record.spec["seed"]): _scores(record) for record in records}
+    return {str(record.spec["seed"]): record_scores(record) for record in records}
 
 
-def _scores(record: Record) -> dict[str, Any]:
-    scores = {"images": len(record.label), **metrics.summary(record)}
+def record_scores(record: Record) -> dict[str, Any]:
+    """The metrics of one record, as metrics.json holds them."""
+    scores: dict[str, Any] = {"images": len(record.label), **metrics.summary(record)}
     del scores["seconds_per_image"]  # it is in environment.json, as it is never the same twice
+    scores = {name: None if value is not None and math.isnan(value) else value for name, value in scores.items()}
     if not bool((record.label >= 0).any()):
         return {**scores, "domain_error": {}, "class_counts": {}}
     errors = [None if math.isnan(error) else error for error in metrics.domain_error(record).tolist()]

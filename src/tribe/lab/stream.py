@@ -70,7 +70,7 @@ class Stream:
     def starting_at(self, step: int, *, pin: bool = False) -> Iterator[Batch]:
         """The batches from one on, as a run that is resumed needs them; ``pin``: in memory a GPU copies from by itself.
 
-        While one batch is used, the next is read. Whoever stops early waits for nothing: nothing more is begun.
+        While one batch is used, the next is read. A caller that stops early waits for nothing.
         """
         ahead: Future[Batch] | None = None
         for t in range(step, len(self)):
@@ -79,21 +79,21 @@ class Stream:
             yield batch
 
     def _begin(self, step: int, pin: bool) -> "Future[Batch]":
-        """Read a batch in a thread of its own.
+        """Read a batch in a new thread.
 
-        A thread that lives on would keep a team of OpenMP threads of its own; with more of them than cores, OpenMP puts
-        the main thread's team to sleep between any two operations, which costs small networks on a CPU a third.
+        A thread that lives on would keep its own team of OpenMP threads. With more threads than cores, OpenMP puts the
+        main thread's team to sleep between any two operations, which costs small networks on a CPU a third.
 
-        A plain thread, since an executor takes no work once the main thread has ended, and others may play on. It is
-        no daemon, unless who plays is one: a program that ends waits for the batch that is being read, as a thread that
-        is cut off in the middle of torch aborts the process.
+        An executor takes no work once the main thread has ended, and other threads may still play; so this is a plain
+        thread. It is no daemon, unless its parent is one: a program that ends waits for the batch that is being read,
+        because a thread that is killed inside torch aborts the process.
         """
         future: Future[Batch] = Future()
 
         def read() -> None:
             try:
                 future.set_result(self._read(step, pin))
-            except BaseException as error:  # whoever waits for the batch gets it
+            except BaseException as error:  # the thread that waits for the batch raises it
                 future.set_exception(error)
 
         threading.Thread(target=read, name=f"tribe-reader-{step}").start()

@@ -23,7 +23,7 @@ from tribe.engine.backbone import Backbone
 from tribe.engine.precision import choose_device
 from tribe.knowledge import Knowledge, KnowledgeError, find_knowledge, knowledge_path
 from tribe.lab.provenance import code_at, code_of
-from tribe.lab.spec import ComponentSpec, canonical, decode_fields, is_knowledge
+from tribe.lab.spec import ComponentSpec, canonical, decode_fields, describe, is_knowledge
 from tribe.lab.stream import Stream
 from tribe.methods import Method, check_classes
 from tribe.scenarios import Scenario
@@ -71,7 +71,7 @@ class Workbench:
         self.weights = {name: Path(path) for name, path in (weights or {}).items()}
         self.networks = dict(networks or {})
         self._datasets: dict[str, Dataset] = {}
-        self._images: dict[str, str] = {}
+        self._images: dict[int, str] = {}  # by the id of the data set
         self._nets: dict[str, tuple[Backbone, str]] = {}
         self._methods: dict[tuple[object, ...], Method] = {}
         self._streams: dict[str, Stream] = {}
@@ -96,15 +96,17 @@ class Workbench:
         """A data set, opened once."""
         key = canonical([spec.name, spec.fields])
         if key not in self._datasets:
-            self._datasets[key] = build_dataset(spec.name, self.data, decode_fields(spec.fields))
+            data = self._datasets[key] = build_dataset(spec.name, self.data, decode_fields(spec.fields))
+            described = describe(spec.name, data, strict=False)  # as an experiment names it, with every default
+            self._datasets.setdefault(canonical([spec.name, described.fields]), data)
         return self._datasets[key]
 
     def fingerprint(self, spec: ComponentSpec) -> str:
         """The fingerprint of a data set's images, computed once."""
-        key = canonical([spec.name, spec.fields])
-        if key not in self._images:
-            self._images[key] = fingerprint(self.dataset(spec))
-        return self._images[key]
+        data = self.dataset(spec)
+        if id(data) not in self._images:
+            self._images[id(data)] = fingerprint(data)
+        return self._images[id(data)]
 
     def net(self, request: "Request", data: Dataset, spec: ComponentSpec) -> tuple[Backbone, str]:
         """A network on the device, read once, and its fingerprint, which takes a while."""
@@ -121,11 +123,18 @@ class Workbench:
         self, request: "Request", data: Dataset, net: Backbone, model: ComponentSpec, spec: ComponentSpec
     ) -> Method:
         """A method, built once: it takes long to read its source knowledge and to check it against the network."""
-        fields = {name: value for name, value in spec.fields.items() if not is_knowledge(value)}
-        key = id(data), canonical(model.json()), methods.get(spec.name), canonical([spec.name, fields])
-        if key not in self._methods:
-            self._methods[key] = build_method(spec.name, net, data, request, decode_fields(fields))
-        return self._methods[key]
+
+        def key(fields: Mapping[str, Any]) -> tuple[object, ...]:
+            known = {name: value for name, value in fields.items() if not is_knowledge(value)}
+            requested = canonical([model.name, model.fields, spec.name, known])
+            return id(data), methods.get(spec.name), requested
+
+        if key(spec.fields) not in self._methods:
+            method = build_method(spec.name, net, data, request, decode_fields(spec.fields))
+            self._methods[key(spec.fields)] = method
+            described = describe(spec.name, method, strict=False)  # as an experiment names it, with every default
+            self._methods.setdefault(key(described.fields), method)
+        return self._methods[key(spec.fields)]
 
     def stream(
         self, dataset: ComponentSpec, scenario: ComponentSpec, seeds: Sequence[int] = (0,), batch: int = 64

@@ -1,9 +1,9 @@
-"""All records of a folder on one page that opens from disk, with the spec and the command behind every number.
+"""All results in a folder on one page that opens from disk, with the spec and the command behind every number.
 
     tribe.report.write("runs", "report.html")       # or: tribe report runs -o report.html
 
-It reads whatever `tribe run --out`, experiments or `Record.save` left in the folder tree, and needs nothing but the
-records. The page loads nothing from anywhere; it is read without JavaScript too, on paper, a phone or a wide screen.
+It reads the results of `tribe run` and `tribe reproduce`, with records or without, and records of `Record.save`. The
+page loads nothing, and works without JavaScript, on paper, a phone or a wide screen.
 """
 
 from os import PathLike
@@ -17,12 +17,12 @@ ENDINGS = (".html", ".htm")
 
 
 def write(folder: str | PathLike[str], path: str | PathLike[str]) -> Runs:
-    """Write the page about all records under ``folder``, whole or not at all, and return what was found there.
+    """Write the page about all results under ``folder``, atomically, and return them.
 
     A damaged record is not fatal: it is named on the page and in ``Runs.damaged``.
 
     Args:
-        folder: a folder tree with records.
+        folder: a folder tree with results.
         path: the file to write; the same records make the same bytes.
     """
     if Path(path).suffix.lower() not in ENDINGS:  # a mistyped command must not cost a record

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tribe.lab import metrics
 from tribe.report.charts import heat, tint
-from tribe.report.collect import Group, Row
+from tribe.report.collect import Row
 from tribe.report.elements import Series, figure, folded_table, scroller, swatch, table
 from tribe.report.markup import Markup, tag
 
@@ -18,8 +17,9 @@ MOST_CELLS = 100  # columns of a heat map; with more classes, neighbours share a
 
 def played(rows: Sequence[Row]) -> Markup:
     """The number of images of each class in each domain."""
-    first = next(p for row in rows for p in row.played if bool((p.record.label >= 0).any()))
-    counts, domains = metrics.class_counts(first.record), first.record.domains
+    first = next(played for row in rows for played in row.labelled)
+    domains = first.domains
+    counts = torch.tensor([first.scores["class_counts"][name] for name in domains])
     shares = counts.double().log1p() / counts.max().double().log1p()
     texts = [[f"{n:,}" if n else "·" for n in row] for row in counts.tolist()]
     picture = _tinted("Classes played", domains, texts, shares)
@@ -36,14 +36,14 @@ def _summary(count: Tensor) -> list[str]:
     return [f"{n:,}" for n in (int(count.sum()), len(present), int(present.max()), int(present.min()))]
 
 
-def predicted(group: Group) -> Markup:
+def predicted(rows: Sequence[Row], classes: int) -> Markup:
     """How often each method predicts each class; a method that collapses predicts few classes."""
-    predictions = {row.label: [record.prediction for record in row.records] for row in group.rows}
-    labels = [record.label[record.label >= 0] for row in group.rows[:1] for record in row.judged]
-    classes = ({"the labels": labels} if labels else {}) | predictions
-    counts = [torch.bincount(torch.cat(values), minlength=group.classes).double() for values in classes.values()]
+    predictions = {row.label: [record.prediction for record in row.records] for row in rows}
+    labels = [record.label[record.label >= 0] for row in rows[:1] for record in row.judged]
+    found = ({"the labels": labels} if labels else {}) | predictions
+    counts = [torch.bincount(torch.cat(values), minlength=classes).double() for values in found.values()]
     shares = torch.stack([count / count.sum() for count in counts])
-    picture = _tinted("Classes predicted", list(classes), _percents(shares), shares / shares.max())
+    picture = _tinted("Classes predicted", list(found), _percents(shares), shares / shares.max())
     caption = "Share of each class among the predictions in %, all seeds together. A method that collapses has few."
     return figure("Classes predicted", caption, picture)
 

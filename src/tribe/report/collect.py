@@ -1,7 +1,7 @@
-"""Find records in a folder tree, and put side by side only what was made on the same stream with the same network.
+"""Find the results in a folder tree, and group those of the same stream and network.
 
-A record's spec says where it belongs: everything in it but the method, its fields and the seed makes a *group*; within
-a group, a method with its fields is a *row*, whose records differ by nothing but their seed.
+All of a spec but the method and the seed makes a *group*. In a group, a method with its fields is a *row*, whose
+results differ in nothing but the seed.
 """
 
 import json
@@ -9,7 +9,7 @@ import re
 import zipfile
 import zlib
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,119 +17,158 @@ from typing import Any, NamedTuple
 import torch
 
 from tribe.fields import is_whole
+from tribe.lab import metrics, store
 from tribe.lab.record import Record
 from tribe.lab.spec import by_place
-from tribe.report.command import component, departures, is_known, method_of
+from tribe.report.command import component, departures, is_known
 
-OF_A_ROW = ("method", "fields", "code", "seed", "experiment")  # what may differ within a group
-MOST_CLASSES = 2**16  # a record that claims more is damaged, and would only exhaust the memory
+OF_A_ROW = ("method", "seed", "experiment")  # what may differ within a group
+MOST_CLASSES = 2**16  # a record that claims more is damaged, and would exhaust the memory
 NUMBER = re.compile(r"[0-9]+(\.[0-9]+)?")
 UNREADABLE = (
     *(ValueError, KeyError, TypeError, AttributeError, IndexError, OSError, EOFError, RuntimeError, MemoryError),
     *(zipfile.BadZipFile, zlib.error),
-)  # what numpy, zip, json and a record's own checks raise on bytes that are not what they should be
+)  # what numpy, zip, json and the checks of records raise on damaged bytes
 
 
 class Played(NamedTuple):
-    """A record, where it lay, and the words about it."""
+    """The result of one stream: its metrics and, unless only these were kept, its record."""
 
     path: str  # relative to the folder
-    record: Record
     spec: Mapping[str, Any]
-    machine: Mapping[str, Any]  # what it ran on, where that is known
+    machine: Mapping[str, Any]  # empty: unknown
+    scores: Mapping[
+        str, Any
+    ]  # see metrics.json in tribe.lab.store; also "seconds_per_image" and, of a record, "confidence"
+    domains: tuple[str, ...]
+    classes: int
+    record: Record | None
 
     @property
     def seed(self) -> Any:
         """Of the stream."""
         return self.spec.get("seed")
 
+    @property
+    def is_labelled(self) -> bool:
+        """Whether there are labels, and so errors."""
+        return self.scores.get("instance_error") is not None
+
 
 class Row(NamedTuple):
     """A method with its fields, on the streams of a group."""
 
-    label: str  # the method, and the fields in which it departs from what is published for the data set
+    label: str  # the method, and the fields in which it departs from the published ones for the data set
     played: tuple[Played, ...]  # by seed
 
     @property
     def records(self) -> list[Record]:
-        """All of them."""
-        return [played.record for played in self.played]
+        """The records, as far as they were kept."""
+        return [played.record for played in self.played if played.record is not None]
+
+    @property
+    def labelled(self) -> list[Played]:
+        """The streams with labels."""
+        return [played for played in self.played if played.is_labelled]
 
     @property
     def judged(self) -> list[Record]:
-        """Those with labels to be judged by."""
+        """The records with labels."""
         return [record for record in self.records if bool((record.label >= 0).any())]
 
 
 class Group(NamedTuple):
     """Rows that can be compared."""
 
-    facts: tuple[str, ...]  # what it is: data set, scenario, imbalance, network, and what else tells it from others
+    facts: tuple[str, ...]  # data set, scenario, imbalance, network, and what else distinguishes it from other groups
     rows: tuple[Row, ...]
 
     @property
     def title(self) -> str:
-        """Its facts in a line."""
+        """Its facts in one line."""
         return ", ".join(self.facts)
 
     @property
     def domains(self) -> tuple[str, ...]:
-        """Those of its streams."""
-        return self.rows[0].played[0].record.domains
+        """The domains of its streams."""
+        return self.rows[0].played[0].domains
 
     @property
     def classes(self) -> int:
-        """How many the network tells apart."""
-        return self.rows[0].played[0].record.classes
+        """The number of classes."""
+        return self.rows[0].played[0].classes
 
 
 class Runs(NamedTuple):
-    """What lies in a folder."""
+    """All results in a folder."""
 
     groups: tuple[Group, ...]
     damaged: tuple[tuple[str, str], ...]  # path, reason
-    repeated: tuple[tuple[str, str], ...]  # path, and what was found to say the same, or to contradict it
+    repeated: tuple[tuple[str, str], ...]  # path, and the result that says the same or contradicts it
 
     @property
     def labels(self) -> list[str]:
-        """Of all rows, the source network first."""
+        """The labels of all rows, the source network first."""
         return sorted({row.label for group in self.groups for row in group.rows}, key=_source_first)
 
 
 def collect(folder: str | PathLike[str]) -> Runs:
-    """Read all records under a folder."""
+    """Read all records under a folder, and all results that were kept without records."""
     root = Path(folder)
     if not root.is_dir():
-        raise NotADirectoryError(f"there is no folder {folder}; expected one with records, such as `tribe run` leaves")
+        raise NotADirectoryError(f"there is no folder {folder}; expected one with results, such as `tribe run` leaves")
     found: list[Played] = []
     damaged: list[tuple[str, str]] = []
+    machines: dict[Path, dict[str, Any]] = {}
     for file in sorted(file for file in root.rglob("*.npz") if file.is_file()):
         path = file.relative_to(root).as_posix()
         try:
             if not _is_another(file):
-                found.append(_read(file, path))
+                found.append(_read(file, path, machines))
         except UNREADABLE as error:
             damaged.append((path, f"{error}".replace(str(file), "the file") or type(error).__name__))
+    for path, result in _without_records(root):
+        try:
+            if isinstance(result, store.Damaged):
+                raise result.error
+            found += _of_result(path, result)
+        except UNREADABLE as error:
+            damaged.append((path, str(error) or type(error).__name__))
     if not found and not damaged:
-        if any(root.rglob("metrics.json")):
-            raise FileNotFoundError(
-                f"{folder} holds results without their records, as `tribe reproduce --keep` copies them; a report "
-                f"draws records: give it the folder they were run in, or make a page of the numbers with `tribe "
-                f"reproduce document --runs {folder}`"
-            )
         raise FileNotFoundError(
-            f"there is no record under {folder}; expected *.npz of tribe.Record.save: make some with `tribe run --out "
-            f"{folder}`"
+            f"there is no record or result under {folder}; expected what `tribe run` or tribe.Record.save leaves: make "
+            f"some with `tribe run --out {folder}`"
         )
     single, repeated = _without_repeats(found)
     return Runs(_grouped(single), tuple(damaged), tuple(repeated))
+
+
+def _without_records(root: Path) -> Iterator[tuple[str, store.Result | store.Damaged]]:
+    """Results that were kept as JSON alone, in folders and in packs, by their path."""
+    for file in sorted(root.rglob(store.METRICS)):
+        if not any(file.parent.glob("record-*.npz")):
+            yield file.parent.relative_to(root).as_posix(), store.survey_folder(file.parent.resolve())
+    for pack in sorted(root.rglob(f"*{store.PACK}")):
+        for result in store.read_pack(pack):
+            yield f"{pack.relative_to(root).as_posix()}, {result.folder.name}", result
+
+
+def _of_result(path: str, result: store.Result) -> Iterator[Played]:
+    """The streams of a result without records."""
+    spec, machine = store.record_spec(result.experiment), dict(result.environment.get("machine", {}))
+    for seed, seconds in zip(result.experiment.seeds, result.values("seconds_per_image"), strict=True):
+        scores = {**result.metrics[str(seed)], "seconds_per_image": seconds}
+        counts = scores["class_counts"]
+        domains = tuple(counts or result.experiment.scenario.fields.get("domains") or ())
+        classes = len(next(iter(counts.values()))) if counts else int(result.experiment.method.fields["classes"] or 0)
+        yield Played(path, {**spec, "seed": seed}, machine, scores, domains, classes, None)
 
 
 # -- one file ---------------------------------------------------------------------------------------------------------
 
 
 def _is_another(file: Path) -> bool:
-    """Whether this is a sound npz of something else, such as a schedule."""
+    """Whether this is an undamaged npz file of another kind, such as a schedule."""
     try:
         with zipfile.ZipFile(file) as inside:
             return "words.npy" not in inside.namelist()
@@ -137,16 +176,23 @@ def _is_another(file: Path) -> bool:
         return False
 
 
-def _read(file: Path, path: str) -> Played:
+def _read(file: Path, path: str, machines: dict[Path, dict[str, Any]]) -> Played:
     if not zipfile.is_zipfile(file):
         raise ValueError("it is not an npz file, or it was cut short")
     record = Record.load(file)
     _check(record)
-    return Played(path, record, record.spec, _machine(file.parent, record.spec))
+    if file.parent not in machines:
+        machines[file.parent] = _machine(file.parent)
+    machine = machines[file.parent] if "experiment" in record.spec else {}
+    scores = store.record_scores(record) | {
+        "seconds_per_image": metrics.seconds_per_image(record).item(),
+        "confidence": record.confidence.double().mean().item(),
+    }
+    return Played(path, record.spec, machine, scores, record.domains, record.classes, record)
 
 
 def _check(record: Record) -> None:
-    """Refuse what no run writes, so that all that follows can rely on it."""
+    """Refuse a record that no run writes: what follows relies on it."""
     if not isinstance(record.spec, Mapping) or not all(isinstance(name, str) for name in record.domains):
         raise ValueError("its words are damaged: expected a spec and the names of domains")
     if not is_whole(record.classes, least=1) or record.classes > MOST_CLASSES:
@@ -165,14 +211,10 @@ def _check(record: Record) -> None:
             raise ValueError(f"its column {name} is damaged: expected {'shares' if name == 'confidence' else 'times'}")
 
 
-def _machine(folder: Path, spec: Mapping[str, Any]) -> dict[str, Any]:
-    """What the record was made on, if a file beside it says so and is about this record."""
+def _machine(folder: Path) -> dict[str, Any]:
+    """The machine of an experiment, if the file beside its records says it."""
     try:
-        if "experiment" in spec:
-            return dict(json.loads((folder / "environment.json").read_text())["machine"])
-        words = json.loads((folder / "summary.json").read_text())
-        mine = all(spec.get(key) == value for key, value in words["spec"].items())
-        return dict(words["machine"]) if mine else {}
+        return dict(store.read_json(folder / store.ENVIRONMENT)["machine"])
     except UNREADABLE:
         return {}
 
@@ -181,31 +223,37 @@ def _machine(folder: Path, spec: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without_repeats(found: list[Played]) -> tuple[list[Played], list[tuple[str, str]]]:
-    """One record for each spec and seed: a copy would count twice in every mean."""
+    """One result for each spec and seed: a copy would count twice in every mean. Those with records come first."""
     kept: dict[str, Played] = {}
     repeated: list[tuple[str, str]] = []
     for played in found:
-        told = {key: value for key, value in played.spec.items() if key != "experiment"}  # seed 0 alone, and beside 1
-        first = kept.setdefault(_canonical([told, played.record.domains, played.record.classes]), played)
+        spec = {key: value for key, value in played.spec.items() if key != "experiment"}  # seed 0 alone, and beside 1
+        first = kept.setdefault(_canonical([spec, played.domains, played.classes]), played)
         if first is not played:
-            same = len(first.record.prediction) == len(played.record.prediction) and all(
-                torch.equal(getattr(first.record, column), getattr(played.record, column))
-                for column in ("domain", "label", "prediction")
-            )
-            word = "predicts the same as" if same else "has the same spec and seed but PREDICTS OTHERWISE than"
-            repeated.append((played.path, f"{word} {first.path}, which is the one shown"))
+            other = "has the same spec and seed but PREDICTS OTHERWISE than"
+            relation = "predicts the same as" if _same(first, played) else other
+            repeated.append((played.path, f"{relation} {first.path}, which is the one shown"))
     return list(kept.values()), repeated
+
+
+def _same(one: Played, other: Played) -> bool:
+    if one.record is None or other.record is None:
+        return all(one.scores.get(key) == other.scores.get(key) for key in ("images", "instance_error", "domain_error"))
+    return len(one.record.prediction) == len(other.record.prediction) and all(
+        torch.equal(getattr(one.record, column), getattr(other.record, column))
+        for column in ("domain", "label", "prediction")
+    )
 
 
 def _grouped(found: list[Played]) -> tuple[Group, ...]:
     groups: dict[str, dict[str, list[Played]]] = defaultdict(lambda: defaultdict(list))
     for played in found:
         shared = {key: value for key, value in played.spec.items() if key not in OF_A_ROW}
-        group = groups[_canonical([shared, played.record.domains, played.record.classes])]
-        group[_canonical([method_of(played.spec), played.spec.get("code")])].append(played)
-    told = sorted(_facts(list(groups)), key=lambda pair: (_natural(" ".join(pair[1])), pair[0]))
+        group = groups[_canonical([shared, played.domains, played.classes])]
+        group[_canonical(played.spec.get("method"))].append(played)
+    facts = sorted(_facts(list(groups)), key=lambda pair: (_natural(" ".join(pair[1])), pair[0]))
     labels = _labels([played.spec for played in found])
-    return tuple(Group(facts, _rows(groups[key], labels)) for key, facts in told)
+    return tuple(Group(texts, _rows(groups[key], labels)) for key, texts in facts)
 
 
 def _rows(rows: Mapping[str, list[Played]], named: Mapping[str, str]) -> tuple[Row, ...]:
@@ -224,46 +272,47 @@ def _rows(rows: Mapping[str, list[Played]], named: Mapping[str, str]) -> tuple[R
 
 
 def _labels(specs: list[Mapping[str, Any]]) -> dict[str, str]:
-    """For each spec its method's name, with the fields in which it departs from what is published for the data set.
+    """For each spec the name of its method, with the fields that differ from the published ones for the data set.
 
-    What is usual for a method that is unknown here cannot be known: there it is the fields that differ between records.
+    The published fields of a method that is not registered here are unknown: there it is the fields that differ between
+    results.
     """
     values: dict[str | None, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     for spec in specs:
-        name, fields = method_of(spec)
+        name, fields = component(spec.get("method"))
         for key, value in by_place(fields).items():
             values[name][key].add(_canonical(value))
     labels = {}
     for spec in specs:
-        name, fields = method_of(spec)
+        name, fields = component(spec.get("method"))
         differing = {key: value for key, value in by_place(fields).items() if len(values[name][key]) > 1}
-        told = by_place(departures(spec)) if is_known(name) else differing
+        shown = by_place(departures(spec)) if is_known(name) else differing
         labels[_canonical(spec)] = ", ".join(
-            (name or "no method named", *(f"{k} {_short(v)}" for k, v in told.items()))
+            (name or "no method named", *(f"{k} {_short(v)}" for k, v in shown.items()))
         )
     return labels
 
 
 def _facts(keys: list[str]) -> list[tuple[str, tuple[str, ...]]]:
-    """What each group is, in a few words; those that would share them get what they differ in."""
-    words = {key: json.loads(key) for key in keys}
+    """The main facts of each group; groups with equal facts also get the fields in which they differ."""
+    specs = {key: json.loads(key) for key in keys}
     alike: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for key in sorted(keys):
-        alike[_main_facts(words[key][0])].append(key)
-    told = []
+        alike[_main_facts(specs[key][0])].append(key)
+    found = []
     for facts, same in alike.items():
-        flat = {key: by_place(words[key][0]) for key in same}
-        telling = _telling(flat)
-        if not telling:  # only the tables themselves know
-            flat = {key: {"domains": words[key][1], "classes": words[key][2]} for key in same}
-            telling = _telling(flat)
+        flat = {key: by_place(specs[key][0]) for key in same}
+        fields = _distinguishing(flat)
+        if not fields:  # the specs are equal, only the tables differ
+            flat = {key: {"domains": specs[key][1], "classes": specs[key][2]} for key in same}
+            fields = _distinguishing(flat)
         for key in same:
-            more = (f"{field.replace('.fields', '')} {_short(flat[key].get(field, 'not said'))}" for field in telling)
-            told.append((key, (*facts, *more)))
-    return told
+            more = (f"{field.replace('.fields', '')} {_short(flat[key].get(field, 'unknown'))}" for field in fields)
+            found.append((key, (*facts, *more)))
+    return found
 
 
-def _telling(flat: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def _distinguishing(flat: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """The fields in which some differ."""
     fields = sorted({field for found in flat.values() for field in found})
     return [field for field in fields if len({_canonical(found.get(field)) for found in flat.values()}) > 1]
@@ -278,7 +327,7 @@ def _main_facts(spec: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _short(value: Any) -> str:
-    """A value in a few characters; long lists by their ends and length."""
+    """A value in a few characters; a long list by its ends and length."""
     if isinstance(value, float):
         return f"{value:g}"
     if isinstance(value, list):
@@ -288,7 +337,7 @@ def _short(value: Any) -> str:
 
 
 def _canonical(value: Any) -> str:
-    """Text that is the same for what is the same, as 100 and 100.0 are."""
+    """The same text for equal values, such as 100 and 100.0."""
     return json.dumps(_whole(value), sort_keys=True, default=repr)
 
 

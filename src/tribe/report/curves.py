@@ -9,7 +9,7 @@ from torch import Tensor
 from tribe.lab import metrics
 from tribe.lab.record import Record
 from tribe.report.charts import Axis, Line, Point, axis, lines, log_axis, scatter
-from tribe.report.collect import Group, Row
+from tribe.report.collect import Group, Played, Row
 from tribe.report.elements import Series, figure, folded_table, legend, table
 from tribe.report.markup import Markup
 from tribe.report.scores import CALIBRATION, COST, INSTANCE, score
@@ -23,7 +23,7 @@ MOST_NAMES = 16  # domains named on an axis
 
 def per_domain(group: Group, rows: Sequence[Row], series: Series) -> Markup:
     """Instance error in each domain."""
-    errors = {row.label: _mean([100 * metrics.domain_error(record) for record in row.judged]) for row in rows}
+    errors = {row.label: _mean([_domain_errors(played) for played in row.labelled]) for row in rows}
     names, shared = _without_severity(group.domains)
     drawn = [
         Line(
@@ -116,6 +116,12 @@ def _without_severity(domains: Sequence[str]) -> tuple[list[str], str]:
     endings = {name.rpartition("@")[2] if "@" in name else "" for name in domains}
     ending = endings.pop() if len(endings) == 1 else ""
     return ([name.rpartition("@")[0] for name in domains], f", severity {ending}") if ending else (list(domains), "")
+
+
+def _domain_errors(played: Played) -> Tensor:
+    """(D,) in percent; NaN where a domain has no labels."""
+    errors = [played.scores["domain_error"][name] for name in played.domains]
+    return 100 * torch.tensor([math.nan if error is None else error for error in errors], dtype=torch.float64)
 
 
 def _borders(records: Sequence[Record]) -> list[int]:

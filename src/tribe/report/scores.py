@@ -1,14 +1,11 @@
 """The scores of a row: means and standard deviations over seeds, and the best of several."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from tribe.lab import metrics
-from tribe.lab.record import Record
 from tribe.report.collect import Row
 
 
@@ -17,22 +14,18 @@ class Column(NamedTuple):
 
     name: str
     short: str
-    metric: Callable[[Record], Tensor]
+    key: str  # among the scores of a stream
     scale: float
     needs_labels: bool = True
     spread: bool = True  # whether to show the standard deviation over seeds
     best: bool = True  # whether to mark the lowest
 
 
-def _confidence(record: Record) -> Tensor:
-    return record.confidence.double().mean()
-
-
-INSTANCE = Column("instance error, %", "instance", metrics.instance_error, 100)
-CATEGORY = Column("category error, %", "category", metrics.category_error, 100)
-CALIBRATION = Column("ECE, %", "ECE", metrics.calibration_error, 100)
-CONFIDENCE = Column("confidence, %", "confidence", _confidence, 100, needs_labels=False, best=False)
-COST = Column("ms per image", "ms", metrics.seconds_per_image, 1000, needs_labels=False, spread=False)
+INSTANCE = Column("instance error, %", "instance", "instance_error", 100)
+CATEGORY = Column("category error, %", "category", "category_error", 100)
+CALIBRATION = Column("ECE, %", "ECE", "calibration_error", 100)
+CONFIDENCE = Column("confidence, %", "confidence", "confidence", 100, needs_labels=False, best=False)
+COST = Column("ms per image", "ms", "seconds_per_image", 1000, needs_labels=False, spread=False)
 SHORT = (INSTANCE, CATEGORY, COST)
 LONG = (INSTANCE, CATEGORY, CALIBRATION, CONFIDENCE, COST)
 
@@ -60,10 +53,10 @@ class Score(NamedTuple):
 
 def score(row: Row, column: Column) -> Score:
     """The score of a row in a column."""
-    records = row.judged if column.needs_labels else row.records
-    if not records:
+    found = [played.scores.get(column.key) for played in (row.labelled if column.needs_labels else row.played)]
+    if not found:
         return Score(math.nan)
-    values = column.scale * torch.stack([column.metric(record).double() for record in records])
+    values = column.scale * torch.tensor([math.nan if value is None else value for value in found], dtype=torch.float64)
     return Score(values.mean().item(), values.std().item() if len(values) > 1 and column.spread else None)
 
 

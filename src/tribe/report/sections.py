@@ -17,18 +17,24 @@ from tribe.report.scores import LONG, best, score
 
 def section(group: Group, name: str, title: str, series: Series) -> Markup:
     """The section of a group; ``name`` is its anchor."""
-    judged = [row for row in group.rows if row.judged]
+    labelled, judged = ([row for row in group.rows if row.labelled], [row for row in group.rows if row.judged])
+    recorded = [row for row in group.rows if row.records]
     charts: list[Child] = []
+    if labelled:
+        charts += [curves.per_domain(group, labelled, series), curves.cost(labelled, series)]
     if judged:
-        charts += [curves.per_domain(group, judged, series), curves.over_time(judged, series)]
-        charts += [curves.calibration(judged, series), curves.cost(judged, series)]
-    class_charts = [classes.played(judged) if judged else None, classes.predicted(group)]
+        charts[1:1] = [curves.over_time(judged, series), curves.calibration(judged, series)]
+    class_charts = [
+        classes.played(labelled) if labelled else None,
+        classes.predicted(recorded, group.classes) if recorded else None,
+    ]
     return tag(
         "section",
         tag("h2", title, id=f"{name}-title"),
         tag("p", _facts(group), class_="facts"),
         _results(group, name, series),
-        tag("div", charts, class_="figures") if judged else tag("p", "No labels, so no errors.", class_="note"),
+        tag("div", charts, class_="figures") if labelled else tag("p", "No labels, so no errors.", class_="note"),
+        _lacking(group),
         tag("div", class_charts, class_="figures"),
         classes.confusions(judged, series) if judged else None,
         tag("h3", "Where the numbers come from"),
@@ -38,8 +44,15 @@ def section(group: Group, name: str, title: str, series: Series) -> Markup:
     )
 
 
+def _lacking(group: Group) -> Markup | None:
+    """The rows that are not in charts which need records."""
+    names = [row.label for row in group.rows if len(row.records) < len(row.played)]
+    text = "No records were kept of {}: the curves over time, calibration, predicted classes and confusions need them."
+    return tag("p", text.format(", ".join(names)), class_="note") if names else None
+
+
 def _facts(group: Group) -> str:
-    images = [len(record.label) for row in group.rows for record in row.records]
+    images = [played.scores["images"] for row in group.rows for played in row.played]
     length = f"{min(images):,}" + (f" to {max(images):,}" if max(images) > min(images) else "")
     machines = sorted({str(p.machine["device"]) for row in group.rows for p in row.played if p.machine.get("device")})
     size = f"{plural(len(group.domains), 'domain')}, {plural(group.classes, 'class', 'classes')}"
@@ -90,7 +103,7 @@ def _record_cells(played: Played) -> list[str]:
     return [
         played.path,
         str(played.seed),
-        f"{len(played.record.label):,}",
+        f"{played.scores['images']:,}",
         *(score(alone, c).text_with_spread for c in LONG),
     ]
 

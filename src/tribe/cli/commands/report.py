@@ -14,11 +14,11 @@ from tribe.report.elements import plural
 
 @app.command()
 def report(
-    folder: Annotated[Path, typer.Argument(help="Folder with records, such as `tribe run` leaves; searched in depth.")],
+    folder: Annotated[Path, typer.Argument(help="Folder of results, such as runs or results; searched in depth.")],
     out: Annotated[Path, typer.Option("-o", "--out", help="The page to write.")] = Path("report.html"),
     as_json: Annotated[bool, typer.Option("--json", help="Say what was found for programs.")] = False,
 ) -> None:
-    """Show all records of a folder on one page: errors, curves, classes, calibration, cost, and how each was made.
+    """Show all results in a folder on one page: errors, curves, classes, calibration, cost, and how each was made.
 
     The page needs no network and no program but a browser. Damaged records are named, on the page and here, and make
     the exit status 1.

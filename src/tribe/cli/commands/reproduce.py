@@ -328,7 +328,7 @@ def _keep(runs: Path, target: Path, root: Path) -> None:
         place = target / DATA / made.parent.name
         place.mkdir(parents=True, exist_ok=True)
         write_atomically(place / made.name, made.read_bytes())
-    size = sum(path.stat().st_size for path in target.rglob("*.json"))
+    size = sum(path.stat().st_size for path in target.rglob("*.json*"))
     typer.echo(f"{target}: {len(kept)} results, {size / 1e3:,.0f} kB of JSON")
     damaged = [found for folder in (runs, target) for found in survey(folder) if isinstance(found, Damaged)]
     _exit_with({f"{found.error}. {REMEDY}": [found.folder.name] for found in damaged})

@@ -1,9 +1,15 @@
-"""``tribe run``: play a stream to some methods and say how they did. Without options: offline, on real digits."""
+"""``tribe run``: play a stream to some methods and print their errors. Without options: offline, on real digits.
 
+Each method is an `Experiment`, whose result is in the store: ``OUT/<id>/``, see `tribe.lab.store`. What is there is not
+computed again, and a run that was killed goes on from its checkpoint.
+"""
+
+import hashlib
 import json
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
@@ -14,8 +20,16 @@ from rich.table import Table
 import tribe
 from tribe.cli.app import app
 from tribe.cli.custom import DATASET, SCENARIO, component_name
-from tribe.cli.folders import Records, departures, earlier, folder_name, record_file, together
-from tribe.cli.options import Device, Precision, build_dataset, build_network, method_names
+from tribe.cli.options import (
+    DataRoot,
+    Device,
+    Imbalance,
+    Precision,
+    Severity,
+    custom_network,
+    method_names,
+    parse_severities,
+)
 from tribe.cli.output import (
     describe_error_with_line,
     errors_as_messages,
@@ -26,79 +40,89 @@ from tribe.cli.output import (
     stdout_to_stderr,
 )
 from tribe.cli.overrides import parse_overrides
-from tribe.datasets.fingerprint import fingerprint
-from tribe.engine.backbone import Backbone
-from tribe.engine.precision import choose_device, float32_precision, precision_on
-from tribe.lab import metrics, plots, workbench
-from tribe.lab.provenance import coded, machine
-from tribe.lab.record import Record
-from tribe.lab.spec import describe, plain
-from tribe.methods import Method
+from tribe.lab import plots
+from tribe.lab.execution import run_experiment
+from tribe.lab.experiment import Experiment
+from tribe.lab.provenance import machine
+from tribe.lab.spec import ComponentSpec, plain
+from tribe.lab.store import Result
+from tribe.lab.workbench import MissingKnowledge, Workbench
 from tribe.registry import nearest
 from tribe.storage.atomic import write_atomically
 
-IN_WORDS = (ValueError, OSError, ImportError, torch.OutOfMemoryError)  # errors that were written to be read
+CLEAR_ERRORS = (ValueError, OSError, ImportError, torch.OutOfMemoryError)  # their messages explain themselves
 DEFAULT_METHODS = "source,bn,tent,tribe"
+ERRORS = ("instance_error", "category_error")
+
+DatasetName = Annotated[str, typer.Option(help="Data set, see `tribe list datasets`, or file.py:Class.")]
+ModelName = Annotated[
+    str,
+    typer.Option(
+        help="Network: a name (`tribe list models`), timm/NAME, torchvision/NAME, or file.py:attribute, a module or a "
+        "tribe.Backbone."
+    ),
+]
+Weights = Annotated[
+    Path | None, typer.Option(help="Its weights; by default those in the package or where `tribe train` puts them.")
+]
+ScenarioName = Annotated[
+    str, typer.Option(help="Protocol of the stream, see `tribe list scenarios`, or file.py:Class.")
+]
+MethodNames = Annotated[
+    str, typer.Option(help="Methods, comma-separated; `all`, `ablations` for TRIBE's parts, or file.py:Class.")
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        help="Any field of a component: scenario.sigma=0.01, dataset.seed=1, tribe.gamma=0.1, mine.rate=0.1 of the "
+        "class Mine. Repeatable.",
+    ),
+]
+Out = Annotated[Path, typer.Option(help="Folder of results: what is there is not computed again.")]
+JsonFile = Annotated[
+    str | None, typer.Option("--json", metavar="FILE", help="Write the summary here too; - is stdout.")
+]
+
+
+class _Request(NamedTuple):
+    """The options that decide what is played."""
+
+    dataset: str
+    model: str
+    weights: Path | None
+    scenario: str
+    imbalance: float | None
+    severity: str | None
+    methods: str
+    seeds: range
+    batch: int
+    settings: list[str] | None
+    data: Path | None
+    device: str
+    precision: str
 
 
 @app.command()
 def run(
-    dataset: Annotated[
-        str, typer.Option(help="Data set, see `tribe list datasets`; file.py:Class for one of your own.")
-    ] = "live-mnist-c",
-    model: Annotated[
-        str,
-        typer.Option(
-            help="Network: a name (`tribe list models`), timm/NAME, torchvision/NAME, or file.py:attribute, a "
-            "module or a tribe.Backbone."
-        ),
-    ] = "compact",
-    weights: Annotated[
-        Path | None, typer.Option(help="Its weights; by default those in the package or where `tribe train` puts them.")
-    ] = None,
-    scenario: Annotated[
-        str,
-        typer.Option(help="Protocol of the stream, see `tribe list scenarios`; file.py:Class for one of your own."),
-    ] = "gli-f",
-    imbalance: Annotated[
-        float | None, typer.Option(help="How many times rarer the rarest class is.", show_default="100")
-    ] = None,
-    severity: Annotated[
-        str | None, typer.Option(help="Severities of the corruptions: 5, or 1,3,5.", show_default="5")
-    ] = None,
-    methods: Annotated[
-        str,
-        typer.Option(
-            help="Methods, comma-separated; `all`, `ablations` for TRIBE's parts, file.py:Class for one of your own."
-        ),
-    ] = DEFAULT_METHODS,
+    dataset: DatasetName = "live-mnist-c",
+    model: ModelName = "compact",
+    weights: Weights = None,
+    scenario: ScenarioName = "gli-f",
+    imbalance: Imbalance = None,
+    severity: Severity = None,
+    methods: MethodNames = DEFAULT_METHODS,
     seed: Annotated[int, typer.Option(help="Seed of the first stream.")] = 0,
     seeds: Annotated[int, typer.Option(help="How many streams: one a seed, side by side on one network.")] = 1,
     batch: Annotated[int, typer.Option(help="Images a stream and step.")] = 64,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            help="Any field of a component: scenario.sigma=0.01, dataset.seed=1, tribe.gamma=0.1, mine.rate=0.1 of the "
-            "class Mine. Repeatable.",
-        ),
-    ] = None,
-    data: Annotated[
-        Path | None, typer.Option(help="Root of the data sets.", show_default="$TRIBE_DATA or the cache directory")
-    ] = None,
+    settings: Settings = None,
+    data: DataRoot = None,
     device: Device = "auto",
     precision: Precision = "tf32",
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder for records, summary and chart; other methods and seeds are added to what lies there.",
-            show_default="runs/DATASET-MODEL-SCENARIO, and what else is not the default",
-        ),
-    ] = None,
-    json_file: Annotated[
-        str | None, typer.Option("--json", metavar="FILE", help="Write the summary here too; - is stdout.")
-    ] = None,
+    out: Out = Path("runs"),
+    json_file: JsonFile = None,
     chart: Annotated[bool, typer.Option(help="Save a chart of errors and class counts.")] = True,
+    force: Annotated[bool, typer.Option("--force", help="Compute results anew that are there.")] = False,
 ) -> None:
     """Play a stream to some methods: live progress, a table of errors, and a chart.
 
@@ -108,190 +132,193 @@ def run(
     console = Console(stderr=json_file == "-")
     with stdout_to_stderr(), errors_as_messages():
         refuse_unwritable(json_file)
-        where = choose_device(device)
-        precision = precision_on(where, precision)
         if seeds < 1:
             raise ValueError(f"--seeds is how many streams, at least 1; got {seeds}")
-        dataset, scenario = component_name(DATASET, dataset), component_name(SCENARIO, scenario)
-        chosen = method_names(methods)
-        if not chosen:
-            raise ValueError(f"--methods {methods!r} names no method: {nearest('', tribe.methods.names())}")
-        wanted = parse_overrides(settings, ("dataset", "scenario", "model", *chosen))
-        source = build_dataset(dataset, data, severity, wanted["dataset"])
-        protocol = workbench.build_scenario(scenario, imbalance, wanted["scenario"])
-        stream = tribe.Stream(source, protocol, range(seed, seed + seeds), batch)
-        net = build_network(model, weights, source, dataset, data, wanted["model"], where)
-        asked = workbench.Request(dataset, model, weights, data)
-        built = _ready(chosen, net, source, asked, wanted)
-        said = {"name": model, "fields": wanted["model"], **coded(workbench.model_code(model))}
-        spec = {
-            "dataset": describe(dataset, source).json() | {"fingerprint": fingerprint(source)},
-            "model": {**said, "fingerprint": net.fingerprint()},
-            "scenario": describe(scenario, protocol).json(),
-            "batch": batch,
-            "precision": precision,
-        }
-        specs = {}
-        for name, method in built.items():
-            fields = describe(name, method)
-            specs[name] = plain(spec | {"fields": fields.fields, **coded(fields.code)})
-        images, network = (spec[part]["fingerprint"] for part in ("dataset", "model"))
-        options = (  # and what they are by default
-            ("pictures", f"{data.name}@{images[:8]}" if data is not None and dataset == "folder" else None, None),
-            ("weights", None if weights is None else network[:8], None),
-            ("batch", batch, 64),
-            ("seed", seed, 0),
-            ("seeds", seeds, 1),
-            ("precision", precision, precision_on(where, "tf32")),
-        )
-        told = departures({"dataset": source, "scenario": protocol}, {n: wanted[n] for n in ("model", *chosen)})
-        told += [f"{name}={value}" for name, value, usual in options if value != usual]
-        folder = out or Path("runs") / folder_name(f"{dataset}-{model}-{scenario}", told)
-        earlier(folder, specs, stream.seeds)  # what must not be mixed is refused before the work
-        folder.mkdir(parents=True, exist_ok=True)
-    shape = f"{seeds} stream{'s' * (seeds > 1)} of {len(stream.schedules[0].index):,} images"
-    console.print(f"[bold]{dataset}[/], {model}, {scenario}: {shape}, batch {batch}, on {machine(where)['device']}")
+        streams, parts = range(seed, seed + seeds), (dataset, model, weights, scenario, imbalance, severity, methods)
+        request = _Request(*parts, streams, batch, settings, data, device, precision)
+        workbench, experiments = _plan(request)
+        first = next(iter(experiments.values()))
+        length = len(first.stream(workbench).schedules[0].index)
+        out.mkdir(parents=True, exist_ok=True)
+    names = f"[bold]{first.dataset.name}[/], {first.model.name}, {first.scenario.name}"
+    shape = f"{seeds} stream{'s' * (seeds > 1)} of {length:,} images"
+    console.print(f"{names}: {shape}, batch {batch}, on {machine(workbench.device)['device']}")
     with stdout_to_stderr():
-        records, stopped = _play(net, built, stream, specs, folder, precision)
-    if not records:
+        results, stopped = _play(experiments, workbench, out, force)
+    if results:
+        _show(results, workbench.device, out / _file_name(experiments), json_file, chart, console)
+    if stopped or not results:
         raise typer.Exit(130 if stopped else 2)
-    report = {"spec": spec, "machine": machine(where), "results": _results(records)}
-    console.print(_table(records))
-    try:
-        left = earlier(folder, specs, stream.seeds)  # others may have written there meanwhile
-        everything = together(left.records, records)  # a summary of this run alone would hide what lies beside it
-        summary = report | {"results": _results(everything)}
-        write_atomically(folder / "summary.json", json.dumps(plain(summary), indent=1).encode())
-        if json_file not in (None, "-"):
-            write_atomically(str(json_file), json.dumps(plain(report), indent=1).encode())
-        picture = _chart(folder, everything, f"{dataset}, {model}, {scenario}") if chart else None
-    except (ValueError, OSError) as error:
-        fail(f"the records are in {folder}, but what sums them up could not be written: {error}")
-    for reason in left.damaged:
-        print_message("warning", f"{reason}. It is left out of the summary")
-    if json_file == "-":
-        print_json(report)
-    kept = [name for name in left.records if name not in records]
-    beside = f" (beside {', '.join(kept)} of before)" if kept else ""
-    told_chart = f", chart in {picture}" if picture else ""
-    console.print(f"records and summary in {folder}{beside}{told_chart}", soft_wrap=True, markup=False)
-    if stopped:
-        raise typer.Exit(130)
-    if failed := [name for name in built if name not in records]:
-        fail(f"{', '.join(failed)} could not be played to the end; the reasons are told above")
+    if failed := [name for name in experiments if name not in results]:
+        fail(f"{', '.join(failed)} could not be played to the end; the reasons are above")
 
 
-def _ready(chosen: Any, net: Any, data: Any, asked: Any, fields: Any) -> dict[str, Method]:
-    built: dict[str, Method] = {}
-    missing = []
+def _plan(request: _Request) -> tuple[Workbench, dict[str, Experiment]]:
+    """Where the experiments are computed, and the experiment of each method."""
+    r = request
+    dataset, scenario = component_name(DATASET, r.dataset), component_name(SCENARIO, r.scenario)
+    chosen = method_names(r.methods)
+    if not chosen:
+        raise ValueError(f"--methods {r.methods!r} names no method: {nearest('', tribe.methods.names())}")
+    overrides = parse_overrides(r.settings, ("dataset", "scenario", "model", *chosen))
+    severities = {} if r.severity is None else {"severities": parse_severities(r.severity)}
+    played = ComponentSpec(dataset, overrides["dataset"] | severities)
+    imbalance = {} if r.imbalance is None else {"imbalance": r.imbalance}
+    protocol = ComponentSpec(scenario, imbalance | overrides["scenario"])
+    weights = {} if r.weights is None else {r.model: r.weights}
+    networks = {r.model: custom_network(r.model, r.weights)} if ":" in r.model else {}
+    workbench = Workbench(r.data, r.device, weights, networks=networks)
+    workbench.stream(played, protocol, r.seeds, r.batch)  # refuses missing data before it needs the network's weights
+    network = ComponentSpec(r.model, overrides["model"])
+    options: dict[str, Any] = {"seeds": r.seeds, "batch": r.batch, "precision": r.precision, "workbench": workbench}
+    experiments, missing = {}, []
     for name in chosen:
         try:
-            built[name] = workbench.build_method(name, net, data, asked, fields[name])
-        except workbench.MissingKnowledge as error:
+            adapting = ComponentSpec(name, overrides[name])
+            experiments[name] = Experiment.of(played, network, protocol, adapting, **options)
+        except MissingKnowledge as error:
             missing.append(error)
     if missing:
-        raise workbench.MissingKnowledge.of_all(missing)
-    return built
+        raise MissingKnowledge.of_all(missing)
+    return workbench, experiments
 
 
 def _play(
-    net: Backbone,
-    methods: Mapping[str, Method],
-    stream: tribe.Stream,
-    specs: Mapping[str, Mapping[str, Any]],
-    folder: Path,
-    precision: str,
-) -> tuple[Records, bool]:
-    """Play the stream to each method and save its records; one that fails is told and left out, the others go on.
+    experiments: Mapping[str, Experiment], workbench: Workbench, out: Path, force: bool
+) -> tuple[dict[str, Result], bool]:
+    """Run the experiments; an error of one is printed, and the others go on.
 
-    Returns the records, and whether it was stopped by hand before all had their turn.
+    Returns the results, and whether Ctrl-C stopped it.
     """
-    records: Records = {}
+    results: dict[str, Result] = {}
+    found = []
     try:
-        with float32_precision(precision), progress_bar() as progress:
-            for name, method in methods.items():
-                show = _shown(progress, name, len(stream))
+        with progress_bar() as progress:
+            for name, experiment in experiments.items():
+                total = len(experiment.stream(workbench))
+                task = progress.add_task(name, total=total, error="")
+                show = _update_bar(progress, task)
                 try:
-                    rounded, ready = workbench.in_precision(net, method, precision)
-                    played = tribe.run(rounded, ready, stream, seed=stream.seeds[0], spec=specs[name], progress=show)
-                    for record in played:  # now: the command may be stopped before the next is done
-                        record.save(record_file(folder, name, record.spec["seed"]))
-                except Exception as error:  # a method of one's own may raise anything
-                    reason = str(error) if isinstance(error, IN_WORDS) else describe_error_with_line(error)
+                    result = run_experiment(experiment, out, workbench=workbench, progress=show, force=force)
+                except Exception as error:  # a custom method may raise anything
+                    reason = str(error) if isinstance(error, CLEAR_ERRORS) else describe_error_with_line(error)
                     print_message("error", f"{name}: {reason}", progress.console)
-                else:
-                    records[name] = played
+                    continue
+                results[name] = result
+                if progress.tasks[task].completed < total:
+                    found.append(name)
+                    progress.update(task, completed=total)
     except KeyboardInterrupt:
-        whole = f". What was finished before ({', '.join(records)}) is in {folder}" if records else ""
-        Console(stderr=True).print(f"stopped{whole}", soft_wrap=True, markup=False)
-        return records, True
-    return records, False
+        before = f" What was finished before ({', '.join(results)}) is in {out}." if results else ""
+        message = f"stopped.{before} The same command goes on from here"
+        Console(stderr=True).print(message, soft_wrap=True, markup=False)
+        return results, True
+    if found:
+        message = f"found in {out}, not computed again: {', '.join(found)}; --force computes them anew"
+        Console(stderr=True).print(message, soft_wrap=True, markup=False, highlight=False)
+    return results, False
 
 
-def _shown(progress: Progress, name: str, total: int) -> Callable[[int, int, float | None], None]:
-    """What keeps a method's bar up to date."""
-    task = progress.add_task(name, total=total, error="")
-
-    def show(done: int, of: int, wrong: float | None) -> None:
+def _update_bar(progress: Progress, task: Any) -> Callable[[int, int, float | None], None]:
+    def show(done: int, _: int, wrong: float | None) -> None:
         progress.update(task, completed=done, error="" if wrong is None else f"error {100 * wrong:5.1f} %")
 
     return show
 
 
 def progress_bar() -> Progress:
-    """A bar a method, with the error so far."""
+    """A bar for each method, with the error so far."""
     words, error = TextColumn("{task.description:10}"), TextColumn("{task.fields[error]}")
     times = TimeElapsedColumn(), TimeRemainingColumn()
     return Progress(words, BarColumn(), MofNCompleteColumn(), error, *times, console=Console(stderr=True))
 
 
-# -- what came out ----------------------------------------------------------------------------------------------------
+# -- output -----------------------------------------------------------------------------------------------------------
 
 
-def _results(records: Records) -> list[dict[str, Any]]:
-    return [
-        {"method": name, "seed": record.spec["seed"], "images": len(record.label), **metrics.summary(record)}
-        | ({"domain_error": _by_domain(record)} if bool((record.label >= 0).any()) else {})
-        for name, runs in records.items()
-        for record in runs
-    ]
+def _file_name(experiments: Mapping[str, Experiment]) -> str:
+    """The name of summary and chart, without an ending: the same experiments, the same name."""
+    first = next(iter(experiments.values()))
+    ids = "".join(experiment.id for experiment in experiments.values())
+    name = f"{first.dataset.name}-{first.model.name}-{first.scenario.name}"
+    return f"{re.sub(r'[^A-Za-z0-9._@-]', '_', name)}-{hashlib.sha256(ids.encode()).hexdigest()[:8]}"
 
 
-def _by_domain(record: Record) -> dict[str, float]:
-    return dict(zip(record.domains, metrics.domain_error(record).tolist(), strict=True))
+def _show(
+    results: Mapping[str, Result],
+    device: torch.device,
+    path: Path,
+    json_file: str | None,
+    chart: bool,
+    console: Console,
+) -> None:
+    """Print the table, and write summary and chart."""
+    e = next(iter(results.values())).experiment
+    spec = {name: value for name, value in e.json().items() if name not in ("method", "seeds")}
+    report = {"spec": spec, "machine": machine(device), "results": _rows(results)}
+    console.print(_table(results))
+    summary, picture = path.with_name(f"{path.name}.json"), None
+    try:
+        for file in (summary, *([] if json_file in (None, "-") else [Path(str(json_file))])):
+            write_atomically(file, json.dumps(plain(report), indent=1).encode())
+        if chart:
+            title = f"{e.dataset.name}, {e.model.name}, {e.scenario.name}"
+            picture = _chart(path.with_name(f"{path.name}.svg"), results, title)
+    except (ValueError, OSError) as error:
+        fail(f"the results are in {path.parent}, but their summary could not be written: {error}")
+    if json_file == "-":
+        print_json(report)
+    drawn = f", chart in {picture}" if picture else ""
+    console.print(f"results in {path.parent}, summary in {summary}{drawn}", soft_wrap=True, markup=False)
 
 
-def _table(records: Records) -> Table:
+def _rows(results: Mapping[str, Result]) -> list[dict[str, Any]]:
+    """A row for each method and seed."""
+    rows = []
+    for name, result in results.items():
+        for seed, seconds in zip(result.experiment.seeds, result.values("seconds_per_image"), strict=True):
+            row = {"method": name, "id": result.experiment.id, "seed": seed, **result.metrics[str(seed)]}
+            del row["class_counts"]
+            if not row["domain_error"]:  # without labels
+                del row["domain_error"]
+            rows.append(row | {"seconds_per_image": seconds})
+    return rows
+
+
+def _table(results: Mapping[str, Result]) -> Table:
     grid = Table("method", "instance error, %", "category error, %", "ms / image")
     for column in grid.columns[1:]:
         column.justify = "right"
-    rows = {name: [metrics.summary(record) for record in runs] for name, runs in records.items()}
-    best = {k: min((_mean(r, k) for r in rows.values()), default=0.0) for k in ("instance_error", "category_error")}
-    for name, scores in rows.items():
+    lowest = {key: min(_mean(result.values(key)) for result in results.values()) for key in ERRORS}
+    for name, result in results.items():
         cells = []
-        for key in ("instance_error", "category_error"):
-            bold = len(rows) > 1 and _mean(scores, key) == best[key]
-            cells.append(f"[bold]{_spread(scores, key)}[/]" if bold else _spread(scores, key))
-        grid.add_row(name, *cells, f"{1e3 * _mean(scores, 'seconds_per_image'):.2f}")
+        for key in ERRORS:
+            text = _spread(result.values(key))
+            bold = len(results) > 1 and _mean(result.values(key)) == lowest[key]
+            cells.append(f"[bold]{text}[/]" if bold else text)
+        grid.add_row(name, *cells, f"{1e3 * _mean(result.values('seconds_per_image')):.2f}")
     return grid
 
 
-def _values(scores: list[dict[str, float | None]], key: str) -> torch.Tensor:
-    return torch.tensor([float("nan") if score[key] is None else score[key] for score in scores], dtype=torch.float64)
+def _mean(values: Sequence[float]) -> float:
+    return torch.tensor(values, dtype=torch.float64).mean().item()
 
 
-def _mean(scores: list[dict[str, float | None]], key: str) -> float:
-    return _values(scores, key).mean().item()
-
-
-def _spread(scores: list[dict[str, float | None]], key: str) -> str:
-    values = 100 * _values(scores, key)
-    if bool(values.isnan().any()):
+def _spread(values: Sequence[float]) -> str:
+    percent = 100 * torch.tensor(values, dtype=torch.float64)
+    if bool(percent.isnan().any()):
         return "no labels"
-    return f"{values.mean():.2f}" + (f" ± {values.std():.2f}" if len(values) > 1 else "")
+    return f"{percent.mean():.2f}" + (f" ± {percent.std():.2f}" if len(values) > 1 else "")
 
 
-def _chart(folder: Path, records: Records, title: str) -> Path | None:
+def _chart(path: Path, results: Mapping[str, Result], title: str) -> Path | None:
+    """Draw the errors; None where that is not possible."""
+    lacking = [name for name, result in results.items() if not result.has_records]
+    if lacking:
+        message = f"no chart: it needs records, which {', '.join(lacking)} has not; --force computes them"
+        Console(stderr=True).print(message, style="yellow", markup=False)
+        return None
+    records = {name: result.records() for name, result in results.items()}
     if not any(bool((record.label >= 0).any()) for runs in records.values() for record in runs):
         return None
     try:
@@ -299,5 +326,5 @@ def _chart(folder: Path, records: Records, title: str) -> Path | None:
     except ModuleNotFoundError as error:
         Console(stderr=True).print(f"no chart: {error}", style="yellow", markup=False)
         return None
-    plots.save(figure, folder / "chart.svg")
-    return folder / "chart.svg"
+    plots.save(figure, path)
+    return path
