@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from tribe import norms
 from tribe.engine.backbone import Backbone, Output
 from tribe.engine.state import Affine, Stats
-from tribe.models.base import BatchNormReLU
+from tribe.models.layers import BatchNormReLU
 from tribe.norms import Norm
 from tribe.norms.balanced import Balanced
 
