@@ -157,7 +157,8 @@ def test_batches_that_cannot_be_studied_are_refused_in_words(net, name, change, 
 
 
 @pytest.mark.parametrize(
-    ("labels", "words"), [(None, "came without labels"), (torch.full((16,), 7), "tells 4 classes apart.* is 7")]
+    ("labels", "words"),
+    [(None, "came without labels"), (torch.full((16,), 7), "has 4 classes.* label is 7")],
 )
 def test_labels_that_are_learned_from_must_be_the_networks_classes(net, labels, words):
     with pytest.raises(ValueError, match=words):

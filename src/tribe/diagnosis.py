@@ -1,4 +1,4 @@
-"""Look at a model (and some images) before adapting: what can adapt, what looks wrong, which methods fit."""
+"""Diagnose a model, and some images, before adapting: what can adapt, what looks wrong, which methods fit."""
 
 import itertools
 import math
@@ -21,17 +21,17 @@ from tribe.norms import pool_batch
 from tribe.norms.frozen import Frozen
 
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-WITHOUT = {  # what methods work on: why they are of no use to a network that has none
+MISSING = {  # what a method works on: why it is of no use to a network without it
     "affine": "no layer has affine parameters to learn",
     "statistics": "the network has no BatchNorm: batch statistics change nothing",
     "features": "no classifier layer was found that sees each image once: tribe.Backbone(model, classifier=...)",
 }
-OFF, FAR = 1.0, 4.0  # shifts at the first layer that another scaling may explain, and that need an explanation
+OFF, FAR = 1.0, 4.0  # shifts at the first layer: above OFF another scaling is tried, above FAR it is a problem
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One normalisation layer and what of it can adapt."""
+    """A normalisation layer, and what can adapt in it."""
 
     name: str
     kind: str
@@ -51,7 +51,7 @@ class Report:
     classifier: str | None = None
     features: int | None = None
     methods: dict[str, str] = field(default_factory=dict)  # name -> "" if it fits, else why not
-    needs: dict[str, str] = field(default_factory=dict)  # of those that fit: what they must know of the source data
+    needs: dict[str, str] = field(default_factory=dict)  # name -> what a method that fits must know of the source data
     shift: float | None = None  # how far the batch is from the source at the first layer, see `_first_shift`
     confidence: float | None = None
     problems: list[str] = field(default_factory=list)
@@ -84,14 +84,14 @@ class Report:
         return "\n".join(lines)
 
 
-@torch.inference_mode(False)  # gradients are tried, too
+@torch.inference_mode(False)  # a gradient is computed, too
 def doctor(model: nn.Module | Backbone, x: Tensor | None = None, *, noise: bool = False) -> Report:
-    """Say what of a model can be adapted and whether its input looks right; changes nothing.
+    """Report what can adapt in a model and whether its input looks right; changes nothing.
 
     Args:
         model: the classifier, or a `Backbone` of it.
-        x: a batch of images (B, ...) as they would be given to it, if at hand.
-        noise: ``x`` are made up, to see whether the network takes their shape: how they look to it is no problem.
+        x: a batch of images (B, ...) as the model will get them; None: the input is not checked.
+        noise: ``x`` is random and serves to test shapes only: its values are not reported as a problem.
 
     >>> report = doctor(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(288, 4)))
     >>> report.adaptable, report.classes, [layer.name for layer in report.layers]
@@ -124,19 +124,19 @@ def doctor(model: nn.Module | Backbone, x: Tensor | None = None, *, noise: bool 
         more = f" and {len(broken) - 4} more" if len(broken) > 4 else ""
         report["problems"].append(f"the network's own numbers are not finite: {', '.join(broken[:4])}{more}")
     if x is not None:
-        with _untold(net):
+        with _no_warnings(net):
             report.update(_examine(net, x, report, noise))
     features = report["features"] is not None if "features" in report else net.classifier is not None
-    there = {"affine": net.has_affine, "statistics": net.has_statistics, "features": features}
-    known = {name: methods.get(name) for name in methods.names()}
-    fit = {name: next((WITHOUT[p] for p in method.works_on if not there[p]), "") for name, method in known.items()}
-    needs = {name: method.needs for name, method in known.items() if method.needs and not fit[name]}
+    has = {"affine": net.has_affine, "statistics": net.has_statistics, "features": features}
+    classes = {name: methods.get(name) for name in methods.names()}
+    fit = {name: next((MISSING[p] for p in method.works_on if not has[p]), "") for name, method in classes.items()}
+    needs = {name: method.needs for name, method in classes.items() if method.needs and not fit[name]}
     return Report(True, **report, methods=fit, needs=needs)
 
 
 @contextmanager
-def _untold(net: Backbone) -> Iterator[None]:
-    """Keep a network from warning of layers it does not call: the report names them, and later it still warns."""
+def _no_warnings(net: Backbone) -> Iterator[None]:
+    """Silence the warning about layers that the network does not call: the report lists them. It may warn later."""
     warned, net._warned = net._warned, True
     try:
         yield
@@ -154,6 +154,7 @@ def _not_finite(net: Backbone) -> Iterator[str]:
 
 
 def _examine(net: Backbone, x: Tensor, report: dict[str, Any], noise: bool) -> dict[str, Any]:
+    """The fields of a report that images give; adds to its problems."""
     problems = report["problems"]
     if not isinstance(x, Tensor):
         problems.append(f"images are {type(x).__name__}; expected a tensor. For an array: torch.from_numpy(x)")
@@ -188,7 +189,7 @@ def _examine(net: Backbone, x: Tensor, report: dict[str, Any], noise: bool) -> d
 
 
 def _confidence(net: Backbone, logits: Tensor, problems: list[str], noise: bool) -> float | None:
-    """The mean confidence, unless it means nothing; and what looks wrong about the predictions."""
+    """The mean confidence, or None if the logits allow none; adds what looks wrong about the predictions."""
     finite = logits.isfinite().all(1)
     if not finite.all():
         problems.append(f"the network's logits are not finite for {int((~finite).sum())} of {len(logits)} images")
@@ -197,7 +198,7 @@ def _confidence(net: Backbone, logits: Tensor, problems: list[str], noise: bool)
     if net.classes not in (None, classes):
         problems.append(f"the network gives {classes} classes, its layer {net.classifier!r} {net.classes}")
     if classes < 2:
-        problems.append("the network gives one number an image: methods expect logits of two classes at least")
+        problems.append("the network gives one number an image; methods expect logits of at least two classes")
         return None
     if are_probabilities(logits):
         problems.append(PROBABILITIES)
@@ -208,7 +209,7 @@ def _confidence(net: Backbone, logits: Tensor, problems: list[str], noise: bool)
 
 
 def _try_gradients(net: Backbone, x: Tensor, problems: list[str]) -> None:
-    """Take one gradient, as methods that learn do."""
+    """Compute one gradient, as methods that learn do."""
     affine, stats = net.source()
     affine = Affine(*(t.requires_grad_() for t in affine))
     try:
@@ -217,7 +218,7 @@ def _try_gradients(net: Backbone, x: Tensor, problems: list[str]) -> None:
             torch.autograd.grad(logits.float().square().sum(), affine, allow_unused=True)
     except ValueError as error:
         problems.append(str(error))
-    except RuntimeError as error:  # from the backward, so torch's
+    except RuntimeError as error:  # raised by torch in the backward pass
         problems.append(f"no gradient can be taken through the network: {error}")
 
 
@@ -225,32 +226,33 @@ def _try_gradients(net: Backbone, x: Tensor, problems: list[str]) -> None:
 def _first_shift(
     net: Backbone, x: Tensor, called: set[str] | None = None
 ) -> tuple[float | None, Tensor, Tensor | None]:
-    """How far the batch is from the source at the first BatchNorm: mean off in deviations plus log ratio of those.
+    """The shift of a batch at the first BatchNorm, with the logits and features.
 
-    None where there is no BatchNorm, or no number to name. ``called`` takes the names of the layers that the network
-    calls.
+    The shift is the distance of the mean in the source's deviations plus the log ratio of the deviations, averaged
+    over channels; None without a BatchNorm, or if it is not finite. ``called`` collects the names of the layers that
+    the network calls.
     """
-    seen: list[float] = []
+    shifts: list[float] = []
     called = set() if called is None else called
 
     def slot_hook(slot: Slot, received: Tensor) -> None:
         called.add(slot.name)
-        if not seen and isinstance(slot, StatisticsSlot) and slot.layer.running_mean is not None:
+        if not shifts and isinstance(slot, StatisticsSlot) and slot.layer.running_mean is not None:
             everything = torch.ones(1, len(received), dtype=torch.bool, device=received.device)
             mean, var = pool_batch(*observe(received.unsqueeze(0)), everything)  # (1, 1, C)
             layer = slot.layer
             source_mean, source_std = layer.running_mean.to(mean), (layer.running_var.to(mean) + slot.layer_eps).sqrt()
             ratio = (var + slot.layer_eps).sqrt() / source_std
-            seen.append(((mean - source_mean).abs() / source_std + ratio.log().abs()).mean().item())
+            shifts.append(((mean - source_mean).abs() / source_std + ratio.log().abs()).mean().item())
 
     affine, stats = net.source()
     logits, features, _ = net(x.to(net.device).unsqueeze(0), affine, stats, Frozen(), slot_hook=slot_hook)
-    shift = seen[0] if seen and math.isfinite(seen[0]) else None
+    shift = shifts[0] if shifts and math.isfinite(shifts[0]) else None
     return shift, logits[0].float(), None if features is None else features[0]
 
 
 def _suspect_scaling(net: Backbone, x: Tensor, shift: float, problems: list[str]) -> None:
-    """If another scaling of the same images suits the first layer much better, name it."""
+    """Report another scaling of the same images that fits the first layer much better."""
     low, high = x.min().item(), x.max().item()
     if low < -1e-3 or high > 1 + 1e-3:
         problems.append(f"images reach from {low:.3g} to {high:.3g}; methods that augment expect [0, 1]")
@@ -259,8 +261,8 @@ def _suspect_scaling(net: Backbone, x: Tensor, shift: float, problems: list[str]
         mean, std = (x.new_tensor(v).view(3, 1, 1) for v in IMAGENET)
         others["normalised with ImageNet's mean and std"] = (x - mean) / std
         others["un-normalised (times ImageNet's std plus its mean)"] = x * std + mean
-    found = {name: _first_shift(net, other)[0] for name, other in others.items()}
-    scores = {name: math.inf if there is None else there for name, there in found.items()}
+    shifts = {name: _first_shift(net, other)[0] for name, other in others.items()}
+    scores = {name: math.inf if value is None else value for name, value in shifts.items()}
     best = min(scores, key=scores.__getitem__)
     if shift > OFF and scores[best] < shift / 2:
         problems.append(

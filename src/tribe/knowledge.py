@@ -1,7 +1,7 @@
-"""Source knowledge: what some methods must have seen of the source data, taken once and kept in a file.
+"""Source knowledge: what some methods must know of the source data, computed once and kept in a file.
 
-No method reads training data while it adapts. One that needs to know something of it (`Method.needs` says what) learns
-that beforehand from labelled source images, and is handed the result:
+No method reads training data while it adapts. A method that needs facts about it (`Method.needs` says which) computes
+them beforehand from labelled source images, and gets the result as a field:
 
     knowledge = method.study(net, batches)          # batches of (images, labels); or: tribe source eata --model ...
     knowledge.save("eata_wrn28_10_cifar10.safetensors")
@@ -24,7 +24,7 @@ from tribe.engine.screening import sound
 from tribe.engine.state import hash_tensors
 from tribe.storage import tensors as tensor_file
 
-SHIPPED = Path(__file__).parent / "models" / "shipped"  # what belongs to the network that comes with the package
+SHIPPED = Path(__file__).parent / "models" / "shipped"  # knowledge for the network in the package
 
 
 class Method(Protocol):
@@ -60,7 +60,7 @@ KNOWLEDGE = tensor_file.Kind(
 
 @dataclass(frozen=True, eq=False)
 class Knowledge:
-    """Named tensors, whose they are and what they were taken from. Never changed."""
+    """Named tensors, the method and network they belong to, and how they were made. Never changed."""
 
     method: str  # the name of the method that can read them
     tensors: Mapping[str, Tensor]
@@ -70,7 +70,7 @@ class Knowledge:
 
     @cached_property
     def digest(self) -> str:
-        """A hash of the tensors, in whatever order a file gives them back."""
+        """A hash of the tensors; their order does not matter."""
         return hash_tensors(dict(sorted(self.tensors.items())))
 
     @cached_property
@@ -78,7 +78,7 @@ class Knowledge:
         return {}
 
     def on(self, net: Backbone) -> dict[str, Tensor]:
-        """The tensors in a network's precision where it lives; moved once."""
+        """The tensors on a network's device in its precision; moved once."""
         place = net.device, net.origin.get().affine.weight.dtype
         if place not in self._placed:
             self._placed[place] = {
@@ -93,7 +93,7 @@ class Knowledge:
 
     @staticmethod
     def load(path: str | PathLike[str]) -> "Knowledge":
-        """Read what `save` wrote, or say why it cannot be read."""
+        """Read a file that `save` wrote; KnowledgeError says why if it cannot be read."""
         if not Path(path).is_file():
             raise KnowledgeError(f"no source knowledge at {path}; `tribe source` makes it")
         header, tensors = tensor_file.read(path, KNOWLEDGE)
@@ -108,81 +108,81 @@ class Knowledge:
         return hash((self.method, self.network, self.digest))
 
     def __deepcopy__(self, memo: object) -> "Knowledge":
-        return self  # never changed, and large
+        return self  # it is never changed, and may be large
 
     def __repr__(self) -> str:
         return f"Knowledge({self.method}, {self.digest[:12]}{'' if self.path is None else f', {self.path}'})"
 
 
-KnowledgeLike = Knowledge | str | PathLike[str] | None  # what a method's field `knowledge` may be set to
+KnowledgeLike = Knowledge | str | PathLike[str] | None  # values of a method's field `knowledge`
 
 
 def resolve_knowledge(method: Method) -> None:
-    """Replace a path in a method's field ``knowledge`` by what the file holds, and refuse another method's."""
-    given: KnowledgeLike = getattr(method, "knowledge", None)
-    if given is None:
+    """Load the file that a method's field ``knowledge`` names, and refuse knowledge of another method."""
+    value: KnowledgeLike = getattr(method, "knowledge", None)
+    if value is None:
         return
-    if not isinstance(given, (Knowledge, str, PathLike)):
+    if not isinstance(value, (Knowledge, str, PathLike)):
         raise KnowledgeError(
             f"knowledge of {method.name} is the path of a file that tribe source {method.name} wrote, or what its "
-            f"study gives; got {given!r}"
+            f"study returns; got {value!r}"
         )
-    known = given if isinstance(given, Knowledge) else Knowledge.load(given)
-    if known.method != method.name:
-        raise KnowledgeError(f"{known!r} was made for {known.method}; {method.name} needs {method.needs}")
-    object.__setattr__(method, "knowledge", known)
+    knowledge = value if isinstance(value, Knowledge) else Knowledge.load(value)
+    if knowledge.method != method.name:
+        raise KnowledgeError(f"{knowledge!r} was made for {knowledge.method}; {method.name} needs {method.needs}")
+    object.__setattr__(method, "knowledge", knowledge)
 
 
 def checked_tensors(method: Method, net: Backbone, shapes: Mapping[str, Sequence[int | str]]) -> dict[str, Tensor]:
-    """A method's source knowledge on the network's device; refused if it is missing or cannot serve this network.
+    """A method's source knowledge on the network's device; refused if it is missing or does not fit the network.
 
     Args:
-        method: whose field ``knowledge`` it is.
-        net: whose knowledge it must be.
-        shapes: the tensors it must hold. A letter in a shape stands for one size, the same wherever it is.
+        method: the method with the field ``knowledge``.
+        net: the network that the knowledge must belong to.
+        shapes: the tensors that it must hold. A letter in a shape stands for one size, the same in all shapes.
     """
     knowledge = getattr(method, "knowledge", None)
     if not isinstance(knowledge, Knowledge):
         raise KnowledgeError(
-            f"{method.name} needs {method.needs}, taken once from source images: tribe source {method.name} --model "
-            f"... --dataset ... writes it to a file, and knowledge=FILE hands it over (in Python: {method.name}.study)"
+            f"{method.name} needs {method.needs}, computed once from source images: tribe source {method.name} --model "
+            f"... --dataset ... writes it to a file for knowledge=FILE (in Python: {method.name}.study)"
         )
     if knowledge.network != net.fingerprint(exact=False):
-        made = ", ".join(f"{k} {v}" for k, v in knowledge.spec.items() if isinstance(v, str))
+        made_from = ", ".join(f"{k} {v}" for k, v in knowledge.spec.items() if isinstance(v, str))
         raise KnowledgeError(
-            f"{knowledge!r} belongs to another network ({made or 'unnamed'}): its weights differ from this one's. Make "
-            f"it anew with tribe source {method.name}"
+            f"{knowledge!r} belongs to another network ({made_from or 'unnamed'}): its weights differ from this one's. "
+            f"Make it again with tribe source {method.name}"
         )
     tensors, sizes = knowledge.on(net), dict[str, int]()
     for name, shape in shapes.items():
-        if wrong := _wrong(tensors.get(name), shape, sizes):
+        if problem := _problem(tensors.get(name), shape, sizes):
             raise KnowledgeError(
-                f"{knowledge!r} holds {wrong} as {name}; expected finite numbers, {_shown(shape)}. Make it anew with "
+                f"{knowledge!r} holds {problem} as {name}; expected finite numbers, {_text(shape)}. Make it again with "
                 f"tribe source {method.name}"
             )
     return tensors
 
 
-def _wrong(t: Tensor | None, shape: Sequence[int | str], sizes: dict[str, int]) -> str | None:
-    """What is found instead of finite numbers of a shape; a letter takes its size from where it first stands."""
+def _problem(t: Tensor | None, shape: Sequence[int | str], sizes: dict[str, int]) -> str | None:
+    """What a tensor is instead of finite numbers of a shape; the first tensor with a letter sets that size."""
     if t is None:
         return "nothing"
-    wanted = [sizes.setdefault(n, has) if isinstance(n, str) else n for n, has in zip(shape, t.shape, strict=False)]
+    wanted = [sizes.setdefault(n, size) if isinstance(n, str) else n for n, size in zip(shape, t.shape, strict=False)]
     if len(shape) != t.dim() or wanted != list(t.shape):
-        return f"a tensor of shape {_shown(t.shape)}"
+        return f"a tensor of shape {_text(t.shape)}"
     return None if bool(t.isfinite().all()) else "values that are not finite"
 
 
-def _shown(shape: Sequence[int | str]) -> str:
+def _text(shape: Sequence[int | str]) -> str:
     return f"({', '.join(map(str, shape))})"
 
 
 def study_batches(
     net: Backbone, batches: Iterable[tuple[Tensor, Tensor | None]]
 ) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Source images (1, B, ...) and their labels (1, B) where the network lives, for `study`; bad images are left out.
+    """Source images (1, B, ...) and labels (1, B) on the network's device, for `study`; bad images are left out.
 
-    Labels may be None: most methods ask the network instead.
+    Labels may be None: most methods use the network's own predictions.
     """
     for x, y in batches:
         if not x.is_floating_point():
@@ -202,42 +202,43 @@ def study_batches(
 
 
 def require_labels(y: Tensor | None, logits: Tensor) -> Tensor:
-    """The labels that logits (..., K) are to be held to; refused if there are none, or others than 0 to K - 1."""
+    """The labels of images with logits (..., K); refused if there are none, or if one is not below K."""
     if y is None:
-        raise ValueError("source images came without labels, and here they are needed: one class number for each image")
+        raise ValueError("source images came without labels; expected one class number for each image")
     if bool((y >= logits.shape[-1]).any()):
-        raise ValueError(f"the network tells {logits.shape[-1]} classes apart; among the labels is {int(y.max())}")
+        raise ValueError(f"the network has {logits.shape[-1]} classes, numbered from 0; a label is {int(y.max())}")
     return y
 
 
 def find_knowledge(
     method: str, model: str, dataset: str, root: str | PathLike[str], fields: Mapping[str, Any] | None = None
 ) -> Path | None:
-    """Where the source knowledge of a method lies: where `tribe source` puts it, or in the package; None: nowhere.
+    """The file of a method's source knowledge, in the folder of `tribe source` or in the package; None: no file.
 
-    Of several files, that which most of the method's fields shaped, and no others.
+    A file name lists the fields that shaped the knowledge. All of them must be among ``fields``; the file with the
+    most wins.
     """
-    own, marks = knowledge_path(method, model, dataset, root), set(_marks(fields or {}))
-    there = (path for folder in (own.parent, SHIPPED) for path in (folder / own.name, *folder.glob(f"{own.stem}+*")))
-    fitting = [path for path in there if path.is_file() and marks.issuperset(path.stem.split("+")[1:])]
-    return max(fitting, key=lambda path: path.stem.count("+"), default=None)
+    path, suffixes = knowledge_path(method, model, dataset, root), set(_suffixes(fields or {}))
+    files = (file for folder in (path.parent, SHIPPED) for file in (folder / path.name, *folder.glob(f"{path.stem}+*")))
+    fitting = [file for file in files if file.is_file() and suffixes.issuperset(file.stem.split("+")[1:])]
+    return max(fitting, key=lambda file: file.stem.count("+"), default=None)
 
 
 def knowledge_path(
     method: str, model: str, dataset: str, root: str | PathLike[str], fields: Mapping[str, Any] | None = None
 ) -> Path:
-    """Where `tribe source` puts a method's source knowledge; ``fields`` shaped it and are not what they usually are.
+    """Where `tribe source` writes a method's source knowledge; ``fields`` are those that shape it, if not the defaults.
 
     >>> knowledge_path("eata", "timm/resnet50", "imagenet", "data").as_posix()
     'data/source/eata_timm_resnet50_imagenet.safetensors'
     >>> knowledge_path("ttac", "compact", "mnist", "data", {"statistics": "frozen"}).name
     'ttac_compact_mnist+statistics=frozen.safetensors'
     """
-    name = "+".join((_plain(f"{method}_{model}_{dataset}"), *_marks(fields or {})))
+    name = "+".join((_plain(f"{method}_{model}_{dataset}"), *_suffixes(fields or {})))
     return Path(root) / "source" / f"{name}.safetensors"
 
 
-def _marks(fields: Mapping[str, Any]) -> list[str]:
+def _suffixes(fields: Mapping[str, Any]) -> list[str]:
     return [f"{name}={_plain(str(value))}" for name, value in sorted(fields.items())]
 
 

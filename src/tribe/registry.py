@@ -1,4 +1,4 @@
-"""One class, one instance per kind of component: names to classes, and errors that help."""
+"""Registries: one for each kind of component. They map names to classes, and their errors list similar names."""
 
 import dataclasses
 import difflib
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The part of an error message that lists near names, or all of them.
+    """The part of an error message that suggests similar names and lists all of them.
 
     >>> nearest("trbe", ["source", "tribe"])
     "did you mean 'tribe'? Known: source, tribe"

@@ -1,0 +1,84 @@
+"""The container of tensor files: what is written is read back, and every damage is refused."""
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from tribe import knowledge
+from tribe.storage import tensors as tensor_file
+from tribe.storage.states import STATE, StateFileError
+from tribe.storage.tensors import Kind, TensorFileError
+
+KIND = Kind("tribe-notes", 2, {"title": str, "pages": int, "tags": dict}, noun="file of notes", advice="Write it again")
+HEADER = {"title": "12", "pages": 3, "tags": {"a": [1, None]}}
+TENSORS = {"b": torch.arange(6).view(2, 3).T, "a": torch.rand(4, dtype=torch.float64)}
+
+
+@pytest.fixture
+def path(tmp_path):
+    tensor_file.write(tmp_path / "notes", KIND, HEADER, TENSORS)
+    return tmp_path / "notes"
+
+
+def rewrite(path, **changes):
+    """The same file with other metadata; None removes an entry."""
+    with safe_open(path, "pt") as file:
+        metadata, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    metadata = {name: value for name, value in (metadata | changes).items() if value is not None}
+    save_file(tensors, path, metadata)
+
+
+def test_header_and_tensors_come_back(path):
+    header, tensors = tensor_file.read(path, KIND)
+    assert header == HEADER
+    assert tensors.keys() == TENSORS.keys()
+    assert all(torch.equal(tensors[name], TENSORS[name]) for name in TENSORS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"title": "13"}, "damaged: it does not hold what was saved. Write it again"),
+        ({"tribe": "0"}, "damaged"),
+        ({"digest": None}, "damaged"),
+        ({"format": "tribe-other"}, "but not a file of notes"),
+        ({"schema": "3", "tribe": "9.9"}, "written by tribe 9.9 with schema 3; this version reads up to 2: upgrade"),
+        ({"schema": "x"}, "with schema x"),
+    ],
+)
+def test_other_metadata_is_refused(path, changes, message):
+    rewrite(path, **changes)
+    with pytest.raises(TensorFileError, match=message):
+        tensor_file.read(path, KIND)
+
+
+@pytest.mark.parametrize("pages", ["three", "true", "[3]", None])
+def test_a_header_of_another_type_is_refused(path, pages):
+    old = Kind(KIND.format, KIND.schema, KIND.fields, KIND.noun, KIND.advice, needs_digest=False)
+    rewrite(path, digest=None, pages=pages)
+    with pytest.raises(TensorFileError, match="damaged: its header cannot be read"):
+        tensor_file.read(path, old)
+
+
+def test_missing_files_and_folders_are_told_apart(path, tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"there is no file of notes at .*missing"):
+        tensor_file.read(tmp_path / "missing", KIND)
+    with pytest.raises(IsADirectoryError, match="is a folder; expected a file of notes"):
+        tensor_file.read(tmp_path, KIND)
+
+
+def test_a_kind_raises_its_own_error(path):
+    with pytest.raises(StateFileError, match="not a tribe state file"):
+        tensor_file.read(path, STATE)
+
+
+def test_knowledge_of_schema_1_has_a_digest_of_its_tensors_alone(tmp_path):
+    made = knowledge.Knowledge("eata", {"weight": torch.rand(3)}, "network", {"dataset": "mnist"})
+    made.save(tmp_path / "new")
+    rewrite(tmp_path / "new", title="x")
+    with pytest.raises(knowledge.KnowledgeError, match="damaged"):
+        knowledge.Knowledge.load(tmp_path / "new")
+    made.save(tmp_path / "old")
+    rewrite(tmp_path / "old", schema="1", tribe=None, digest=made.digest)
+    assert knowledge.Knowledge.load(tmp_path / "old") == made
