@@ -23,7 +23,8 @@ from tribe.cli.custom import METHOD, component_name
 from tribe.datasets.locations import MissingData
 from tribe.lab.execution import run_experiment
 from tribe.lab.experiment import Experiment
-from tribe.lab.ray import Failure, Foreign, Order, _brought_home, _packed, _serve, run_all
+from tribe.lab.jobs import CustomMethod, Job, result_files, run_job, store_files
+from tribe.lab.ray import Failure, run_all
 from tribe.lab.spec import ComponentSpec
 from tribe.lab.store import Result
 from tribe.lab.workbench import Workbench
@@ -178,11 +179,11 @@ def test_what_another_process_computes_is_left_for_the_end(workbench, tmp_path):
     assert order == [free, busy]
 
 
-def test_results_of_another_machine_are_brought_home(workbench, tmp_path):
+def test_results_of_another_machine_arestore_files(workbench, tmp_path):
     experiment = small(workbench, "bn", seeds=(0, 1))
     away = run_experiment(experiment, tmp_path / "away", workbench=workbench)
-    same(_brought_home(experiment, tmp_path / "home", _packed(away)), away)
-    assert "are not in" in _brought_home(experiment, tmp_path / "lost", {})
+    same(store_files(experiment, tmp_path / "home", result_files(away)), away)
+    assert "are not in" in store_files(experiment, tmp_path / "lost", {})
 
 
 @pytest.mark.slow
@@ -315,21 +316,21 @@ def test_a_gpu_that_the_cluster_does_not_have(address, workbench, tmp_path):
 
 def test_a_worker_with_other_versions_refuses(workbench, tmp_path):
     versions = {"tribe": tribe.__version__, "torch": "1.0"}
-    order = Order(small(workbench, "bn").json(), str(tmp_path), None, (), None, versions, "", 50, False)
-    assert f"torch is {torch.__version__}, not 1.0" in _serve(order, None).failed
+    job = Job(small(workbench, "bn").json(), str(tmp_path), None, (), None, versions, "", 50, False)
+    assert f"torch is {torch.__version__}, not 1.0" in run_job(job, None).failed
     assert not list(tmp_path.iterdir())
 
 
 def test_a_method_reaches_a_machine_that_has_not_its_file(trouble):
     made, _ = trouble
     experiment = made("none")
-    sent = Foreign.of(experiment)._replace(file="/nowhere/mine.py")
+    sent = CustomMethod.of(experiment)._replace(file="/nowhere/mine.py")
     tribe.methods.registry._classes.pop("trouble")
     sys.modules.pop(next(name for name in sys.modules if name.startswith("tribe_target_")))
-    sent.admit()
+    sent.register()
     assert small(Workbench(device="cpu", threads=1), ComponentSpec("trouble", experiment.method.fields)) == experiment
-    sent.admit()  # known already
-    assert Foreign.of(small(Workbench(device="cpu"), "bn")) is None
+    sent.register()  # known already
+    assert CustomMethod.of(small(Workbench(device="cpu"), "bn")) is None
 
 
 def test_without_ray(workbench, tmp_path, monkeypatch):

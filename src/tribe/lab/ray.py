@@ -1,56 +1,52 @@
 """Many experiments, one after the other or side by side on Ray, with the same results.
 
-    outcomes = run_all(experiments, "runs")                    # here, in order
+    outcomes = run_all(experiments, "runs")                    # in this process, in order
     outcomes = run_all(experiments, "runs", ray="auto")        # on a cluster, or on all cores of this machine
     [outcome for outcome in outcomes if isinstance(outcome, Failure)]
 
-A worker gets an experiment as plain data and runs it as `Experiment.run` does here. Device and threads are part of an
-experiment, so the numbers are the same, bit for bit, wherever it is run. What was finished before an interruption or a
-failure stands, and what was under way goes on from its checkpoint when it is asked for again. Workers need tribe
-installed; the folder of results may be shared by all machines, and if it is not, results are sent home.
+A worker gets an experiment as plain data and runs it as `run_experiment` does here. Device and threads are part of an
+experiment, so the numbers are the same, bit for bit, on every machine. What was finished before an interruption or a
+failure is kept; what was running resumes from its checkpoint when it is run again. Workers need tribe installed. The
+folder of results may be shared by all machines; if it is not, workers send their results.
 
 Ray is the extra `ray`: ``pip install 'tribe-tta[ray]'``.
 """
 
 import contextlib
 import functools
-import hashlib
-import importlib
-import inspect
 import json
-import operator
 import os
-import platform
 import socket
-import tempfile
-import time
-import traceback
 import warnings
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from types import ModuleType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
-import torch
-
-from tribe import methods
-from tribe._version import __version__
-from tribe.lab.execution import EVERY, run_experiment
+from tribe.lab.execution import EVERY
 from tribe.lab.experiment import Experiment
-from tribe.lab.modules import from_file
-from tribe.lab.runner import Progress
-from tribe.lab.store import ENVIRONMENT, METRICS, SPEC, Result, find, record_name
+from tribe.lab.jobs import (
+    CLEAR_ERRORS,
+    INTERVAL,
+    CustomMethod,
+    Job,
+    Outcome,
+    ProgressBoard,
+    Reply,
+    attempt,
+    error_message,
+    ray_library,
+    run_job,
+    store_files,
+    versions,
+)
+from tribe.lab.store import Result, find
 from tribe.lab.workbench import Workbench
-from tribe.storage.atomic import write_atomically
 from tribe.storage.lock import Busy
 
-Follow = Callable[[Experiment, int, int, float | None], None]  # batches done, in all, error so far
-
-BEAT = 0.2  # seconds between two looks at the workers, and between two words from one
-WORDS = (ValueError, TypeError, OSError, ImportError)  # errors whose message says all; others are told with their kind
+ExperimentProgress = Callable[[Experiment, int, int, float | None], None]  # batches done, in all, error so far
 
 
 @dataclass(frozen=True)
@@ -77,38 +73,40 @@ def run_all(
     gpus: float = 0.25,
     retries: int = 2,
     every: int = EVERY,
-    progress: Follow | None = None,
+    progress: ExperimentProgress | None = None,
     done: Callable[[Experiment, Result | Failure], None] | None = None,
 ) -> list[Result | Failure]:
-    """Run what is missing, and give the result of each in the order asked for, or why there is none.
+    """Run what is missing; return the result of each, or its failure, in the order of ``experiments``.
 
-    What fails is tried again after the others. What another process is computing is left for the end.
+    A failed experiment is tried again after the others. One that another process is computing comes last.
 
     Args:
         experiments: what to run.
         root: the folder of results.
-        ray: None runs them here, one after the other; "auto" takes the cluster of $RAY_ADDRESS or of this machine, or
-            starts one here; "local" always starts one; else the address of a cluster. A session of Ray that the caller
-            has begun is used as it is.
+        ray: None runs them in this process, one after the other; "auto" uses the cluster of $RAY_ADDRESS or of this
+            machine, or starts one here; "local" always starts one; else the address of a cluster. If the caller has
+            started a session of Ray, it is used.
         workers: start a cluster here, with as many cores; None: with all, if one is started.
         workbench: where data and weights are, on all workers; by default in each worker's own $TRIBE_DATA.
         gpus: share of a GPU that an experiment on CUDA takes on Ray; 0.25 lets four share one.
         retries: how often a failed experiment is tried again.
         every: batches between checkpoints.
-        progress: called now and then, in this process, for whichever experiment went on.
-        done: called once for each experiment, when it is finished or given up.
+        progress: called at intervals, in this process, for each experiment that advanced.
+        done: called once for each experiment, when it is finished or has failed.
     """
-    asked = list(experiments)
+    requested = list(experiments)
     _check(ray, workers, gpus, retries)
     with contextlib.ExitStack() as stack:
-        pool: Pool
+        executor: Executor
         if ray is None:
-            pool = Here(root, workbench, every, progress)
+            executor = LocalExecutor(root, workbench, every, progress)
         else:
             cluster = stack.enter_context(_cluster(ray, workers))
-            pool = stack.enter_context(contextlib.closing(Workers(cluster, root, workbench, gpus, every, progress)))
-        outcomes = _conduct(pool, list(dict.fromkeys(asked)), retries, done)
-    return [outcomes[experiment] for experiment in asked]
+            executor = stack.enter_context(
+                contextlib.closing(RayExecutor(cluster, root, workbench, gpus, every, progress))
+            )
+        outcomes = _run_until_done(executor, list(dict.fromkeys(requested)), retries, done)
+    return [outcomes[experiment] for experiment in requested]
 
 
 def _check(ray: str | None, workers: int | None, gpus: float, retries: int) -> None:
@@ -125,86 +123,57 @@ def _check(ray: str | None, workers: int | None, gpus: float, retries: int) -> N
 # -- the order of work ------------------------------------------------------------------------------------------------
 
 
-Outcome = Result | Busy | str  # of one attempt; a string says what went wrong
-
-
-class Pool(Protocol):
-    """What attempts experiments."""
+class Executor(Protocol):
+    """Attempts experiments."""
 
     def start(self, experiment: Experiment, wait: bool) -> None:
-        """Take on an experiment; ``wait`` for another process that computes the same."""
+        """Queue an experiment; ``wait``: for another process that computes the same."""
 
     def next(self) -> tuple[Experiment, Outcome] | None:
-        """The next attempt that ended; None if none is under way."""
+        """The next attempt that ended; None if no attempt is queued or running."""
 
 
-def _conduct(
-    pool: Pool,
+def _run_until_done(
+    executor: Executor,
     experiments: Sequence[Experiment],
     retries: int,
     done: Callable[[Experiment, Result | Failure], None] | None,
 ) -> dict[Experiment, Result | Failure]:
-    """Let a pool attempt all experiments until each is finished or given up."""
+    """Attempt all experiments until each is finished or has failed too often."""
     outcomes: dict[Experiment, Result | Failure] = {}
     reasons: dict[Experiment, list[str]] = defaultdict(list)
-    queue, elsewhere, wait = list(experiments), list[Experiment](), False
+    queue, busy, wait = list(experiments), list[Experiment](), False
     while queue:
         for experiment in queue:
-            pool.start(experiment, wait)
-        while (ended := pool.next()) is not None:
+            executor.start(experiment, wait)
+        while (ended := executor.next()) is not None:
             experiment, outcome = ended
             if isinstance(outcome, Busy):
-                elsewhere.append(experiment)
+                busy.append(experiment)
                 continue
             if isinstance(outcome, str):
                 reasons[experiment].append(outcome)
                 if len(reasons[experiment]) <= retries:
-                    pool.start(experiment, wait)
+                    executor.start(experiment, wait)
                     continue
-                told = "; then ".join(dict.fromkeys(reasons[experiment]))
-                outcomes[experiment] = Failure(experiment, told, len(reasons[experiment]))
+                reason = "; then ".join(dict.fromkeys(reasons[experiment]))
+                outcomes[experiment] = Failure(experiment, reason, len(reasons[experiment]))
             else:
                 outcomes[experiment] = outcome
             if done is not None:
                 done(experiment, outcomes[experiment])
-        queue, elsewhere, wait = elsewhere, [], True
+        queue, busy, wait = busy, [], True
     return outcomes
 
 
-def _attempt(
-    experiment: Experiment, root: Path, workbench: Workbench, progress: Progress | None, every: int, wait: bool
-) -> Outcome:
-    try:
-        return run_experiment(experiment, root, workbench=workbench, progress=progress, every=every, wait=wait)
-    except Busy as busy:
-        return busy
-    except Exception as error:  # a method may be anyone's, and raise anything; the others go on
-        return in_words(error) + _place(error, experiment)
-
-
-def _place(error: Exception, experiment: Experiment) -> str:
-    """Where an error was met in the file of a method that is not tribe's."""
-    if experiment.method.code is None:
-        return ""
-    file = inspect.getfile(methods.get(experiment.method.name))
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-    return f" ({file}, line {lines[-1]})" if lines else ""
-
-
-def in_words(error: BaseException) -> str:
-    """An error in a line."""
-    words = " ".join(str(error).split())
-    return words if isinstance(error, WORDS) and words else f"{type(error).__name__}: {words}"
-
-
-class Here:
-    """This process: one experiment after the other."""
+class LocalExecutor:
+    """Runs experiments in this process, one after the other."""
 
     def __init__(
-        self, root: str | PathLike[str], workbench: Workbench | None, every: int, progress: Follow | None
+        self, root: str | PathLike[str], workbench: Workbench | None, every: int, progress: ExperimentProgress | None
     ) -> None:
         self._root, self._every, self._progress = Path(root), every, progress
-        self._given, self._benches = workbench, dict[str, Workbench]()
+        self._given, self._workbenches = workbench, dict[str, Workbench]()
         self._queue: deque[tuple[Experiment, bool]] = deque()
 
     def start(self, experiment: Experiment, wait: bool) -> None:
@@ -218,214 +187,37 @@ class Here:
         experiment, wait = self._queue.popleft()
         follow = None if self._progress is None else functools.partial(self._progress, experiment)
         try:
-            workbench = self._bench(experiment.device)
+            workbench = self._workbench(experiment.device)
         except ValueError as error:  # no such device here
             return experiment, str(error)
-        return experiment, _attempt(experiment, self._root, workbench, follow, self._every, wait)
+        return experiment, attempt(experiment, self._root, workbench, follow, self._every, wait)
 
-    def _bench(self, device: str) -> Workbench:
+    def _workbench(self, device: str) -> Workbench:
         if self._given is not None:
             return self._given
-        if device not in self._benches:
-            self._benches[device] = Workbench(device=device)
-        return self._benches[device]
+        if device not in self._workbenches:
+            self._workbenches[device] = Workbench(device=device)
+        return self._workbenches[device]
 
 
-# -- what travels -----------------------------------------------------------------------------------------------------
-
-
-class Foreign(NamedTuple):
-    """A method that is not tribe's, with the file it is in."""
-
-    name: str
-    module: str
-    attribute: str
-    file: str
-    source: bytes
-
-    @staticmethod
-    def of(experiment: Experiment) -> "Foreign | None":
-        """The method of an experiment, unless it is tribe's."""
-        if experiment.method.code is None:
-            return None
-        cls = methods.get(experiment.method.name)
-        file = Path(inspect.getfile(cls)).resolve()
-        return Foreign(cls.name, cls.__module__, cls.__qualname__, str(file), file.read_bytes())
-
-    def admit(self) -> None:
-        """Make it known here: from its package where that is installed, else from its file."""
-        if self.name in methods.names() and _bytes_of(methods.get(self.name)) == self.source:
-            return
-        find = operator.attrgetter(self.attribute)
-        try:
-            found = find(importlib.import_module(self.module))
-        except (ImportError, AttributeError):
-            found = find(self._imported())
-        if self.name not in methods.names():
-            methods.register(self.name)(found)
-
-    def _imported(self) -> ModuleType:
-        path = Path(self.file)
-        if not path.is_file() or path.read_bytes() != self.source:
-            path = Path(_folder().name) / hashlib.sha256(self.source).hexdigest() / path.name
-            path.parent.mkdir(exist_ok=True)
-            path.write_bytes(self.source)
-        # ComponentSpec by its place, so that a file that was changed takes the place of its older self in the registry.
-        return from_file(path, f"tribe_method_{hashlib.sha256(self.file.encode()).hexdigest()[:16]}")
-
-
-def _bytes_of(cls: type) -> bytes | None:
-    try:
-        return Path(inspect.getfile(cls)).read_bytes()
-    except OSError:
-        return None
-
-
-@functools.cache
-def _folder() -> "tempfile.TemporaryDirectory[str]":
-    """A folder for files that came over the wire; removed with the process."""
-    return tempfile.TemporaryDirectory(prefix="tribe-methods-")
-
-
-class Order(NamedTuple):
-    """All that a worker must know, in plain data."""
-
-    spec: dict[str, Any]
-    root: str
-    data: str | None
-    weights: tuple[tuple[str, str], ...]
-    method: Foreign | None
-    versions: dict[str, str]  # of the one who orders
-    node: str  # where the one who orders is
-    every: int
-    wait: bool
-
-
-class Reply(NamedTuple):
-    """What a worker has to say, in plain data: an error of a foreign class could not be read where it is unknown."""
-
-    failed: str | None = None
-    busy: bool = False
-    warned: tuple[str, ...] = ()
-    files: Mapping[str, bytes] = {}  # results, if they may lie on another machine
-
-
-def _versions() -> dict[str, str]:
-    return {"tribe": __version__, "torch": torch.__version__}
-
-
-# -- in a worker ------------------------------------------------------------------------------------------------------
-
-
-def _serve(order: Order, board: Any) -> Reply:
-    """Carry out an order. What goes wrong is told with the name of the machine."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", UserWarning)
-        try:
-            reply = _carry_out(order, board)
-        except Exception as error:
-            reply = Reply(in_words(error))
-    if reply.failed is not None:
-        reply = reply._replace(failed=f"on {platform.node()}: {reply.failed}")
-    told = (str(warning.message) for warning in caught if issubclass(warning.category, UserWarning))
-    return reply._replace(warned=tuple(dict.fromkeys(told)))
-
-
-def _carry_out(order: Order, board: Any) -> Reply:
-    here = _versions()
-    if here != order.versions:
-        differ = "; ".join(f"{n} is {here[n]}, not {v}" for n, v in order.versions.items() if here[n] != v)
-        return Reply(f"this worker would compute something else: {differ}. Install the same versions everywhere")
-    if order.method is not None:
-        order.method.admit()
-    experiment = Experiment.from_json(order.spec)
-    if experiment.threads is not None:
-        torch.set_num_threads(experiment.threads)  # building a data set computes, too
-    voice = _Voice(board, experiment.id)
-    workbench = _bench(order.data, experiment.device, order.weights)
-    outcome = _attempt(experiment, Path(order.root), workbench, voice, order.every, order.wait)
-    voice.finish()
-    if isinstance(outcome, Busy):
-        return Reply(busy=True)
-    if isinstance(outcome, str):
-        return Reply(outcome)
-    away = _library().get_runtime_context().get_node_id() != order.node
-    return Reply(files=_packed(outcome) if away else {})
-
-
-@functools.lru_cache(maxsize=2)
-def _bench(data: str | None, device: str, weights: tuple[tuple[str, str], ...]) -> Workbench:
-    """A worker plays many experiments: data and networks are read once."""
-    return Workbench(data, device, dict(weights))
-
-
-def _packed(result: Result) -> dict[str, bytes]:
-    """The files of a result in the order in which they are to be written: metrics.json last, since it says "whole"."""
-    records = (record_name(seed) for seed in result.experiment.seeds)
-    paths = (result.folder / name for name in (SPEC, ENVIRONMENT, *records, METRICS))
-    return {path.name: path.read_bytes() for path in paths if path.exists()}
-
-
-class _Voice:
-    """What a worker tells the board of its experiment: now and then, and the end."""
-
-    def __init__(self, board: Any, experiment: str) -> None:
-        self._board, self._experiment = board, experiment
-        self._spoke, self._last = float("-inf"), None
-
-    def __call__(self, done: int, of: int, wrong: float | None) -> None:
-        if done == of or time.monotonic() - self._spoke >= BEAT:
-            self._spoke = time.monotonic()
-            self._last = self._board.tell.remote(self._experiment, done, of, wrong)
-
-    def finish(self) -> None:
-        """Wait until the last word has arrived: who hears that a task ended has then heard all of it."""
-        with contextlib.suppress(Exception):  # no display is worth a result
-            if self._last is not None:
-                _library().get(self._last, timeout=10)
-
-
-class _Board:
-    """The latest word of every worker, for the one display; an actor of Ray."""
-
-    def __init__(self) -> None:
-        self._latest: dict[str, tuple[int, int, float | None]] = {}
-
-    def tell(self, experiment: str, done: int, of: int, wrong: float | None) -> None:
-        self._latest[experiment] = done, of, wrong
-
-    def take(self) -> dict[str, tuple[int, int, float | None]]:
-        latest, self._latest = self._latest, {}
-        return latest
-
-
-# -- at the driver ----------------------------------------------------------------------------------------------------
-
-
-def _library() -> Any:
-    """Ray, or what to do without it."""
-    try:
-        return importlib.import_module("ray")
-    except ImportError as error:
-        message = "running on several workers needs Ray, which is not installed: pip install 'tribe-tta[ray]'"
-        raise ModuleNotFoundError(message) from error
+# -- on a cluster -----------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def _cluster(address: str, workers: int | None) -> Iterator[Any]:
-    """A session of Ray: the caller's if there is one, else one that ends with the work."""
-    ray = _library()
+    """A session of Ray: the caller's if there is one, else one that ends with the block."""
+    ray = ray_library()
     if ray.is_initialized():
         yield ray
         return
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is reported to anyone unless the user wants it
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no usage reports unless the user wants them
     quiet = {"log_to_driver": False, "logging_level": "error"}
     if workers is not None or address == "local":
         ray.init(address="local", num_cpus=workers, include_dashboard=False, **quiet)
     else:
         known = os.environ.get("RAY_ADDRESS") if address == "auto" else address
         if known not in (None, "auto", "local"):
-            _knock(str(known))
+            _check_address(str(known))
         ray.init(address=known, **quiet)
     try:
         yield ray
@@ -433,8 +225,8 @@ def _cluster(address: str, workers: int | None) -> Iterator[Any]:
         ray.shutdown()
 
 
-def _knock(address: str) -> None:
-    """Refuse an address where nobody answers: Ray itself would go on trying for many minutes."""
+def _check_address(address: str) -> None:
+    """Refuse an address that does not answer: Ray itself would try for many minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
@@ -443,8 +235,8 @@ def _knock(address: str) -> None:
         raise ConnectionError(f"there is no cluster of Ray at {address!r} ({error}); {hint}") from error
 
 
-class Workers:
-    """The workers of a cluster: one task an experiment."""
+class RayExecutor:
+    """Runs experiments on the workers of a cluster, one task each."""
 
     def __init__(
         self,
@@ -453,7 +245,7 @@ class Workers:
         workbench: Workbench | None,
         gpus: float,
         every: int,
-        progress: Follow | None,
+        progress: ExperimentProgress | None,
     ) -> None:
         self._ray, self._root, self._gpus = ray, Path(root).resolve(), gpus
         self._every, self._progress = every, progress
@@ -461,36 +253,36 @@ class Workers:
         places = {} if workbench is None else workbench.weights
         self._weights = tuple((name, str(path.expanduser().resolve())) for name, path in places.items())
         self._node = ray.get_runtime_context().get_node_id()
-        self._task = ray.remote(max_retries=0)(_serve)  # retries are counted in one place, `_conduct`
-        self._board = ray.remote(num_cpus=0, max_restarts=-1)(_Board).remote()
+        self._task = ray.remote(max_retries=0)(run_job)  # retries are counted in one place, `_run_until_done`
+        self._board = ray.remote(num_cpus=0, max_restarts=-1)(ProgressBoard).remote()
         self._waiting: dict[Any, Experiment] = {}
         self._ended: deque[tuple[Experiment, Outcome]] = deque()
 
     def start(self, experiment: Experiment, wait: bool) -> None:
-        """Send the experiment to a worker, unless its results are here."""
+        """Send the experiment to a worker, unless its result is in the store."""
         try:
             if (found := find(experiment, self._root, verified=True)) is not None:
                 self._ended.append((experiment, found))
                 return
-            order = Order(
+            job = Job(
                 experiment.json(),
                 str(self._root),
                 self._data,
                 self._weights,
-                Foreign.of(experiment),
-                _versions(),
+                CustomMethod.of(experiment),
+                versions(),
                 self._node,
                 self._every,
                 wait,
             )
-            task = self._task.options(**self._needs(experiment)).remote(order, self._board)
-        except WORDS as error:
-            self._ended.append((experiment, in_words(error)))
+            task = self._task.options(**self._needs(experiment)).remote(job, self._board)
+        except CLEAR_ERRORS as error:
+            self._ended.append((experiment, error_message(error)))
         else:
             self._waiting[task] = experiment
 
     def _needs(self, experiment: Experiment) -> dict[str, Any]:
-        """What a task asks of a machine; never more cores than any has, since then it would wait for ever."""
+        """The resources of a task; never more cores than any machine has, since it would wait for ever."""
         machines = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
         cores, accelerators = (max((m.get(kind, 0) for m in machines), default=0) for kind in ("CPU", "GPU"))
         if experiment.device == "cuda":
@@ -506,9 +298,9 @@ class Workers:
         }
 
     def next(self) -> tuple[Experiment, Outcome] | None:
-        """Wait until a task has ended, and show what all of them tell meanwhile."""
+        """Wait until a task has ended, and show the progress of all."""
         while not self._ended and self._waiting:
-            ended, _ = self._ray.wait(list(self._waiting), num_returns=1, timeout=BEAT)
+            ended, _ = self._ray.wait(list(self._waiting), num_returns=1, timeout=INTERVAL)
             self._show()
             for task in ended:
                 experiment = self._waiting.pop(task)
@@ -520,42 +312,30 @@ class Workers:
             return
         try:
             latest = self._ray.get(self._board.take.remote(), timeout=10)
-        except self._ray.exceptions.RayError:  # a board that was lost comes back, and the work goes on without it
+        except self._ray.exceptions.RayError:  # Ray restarts a lost board; the work goes on without it
             return
         named = {experiment.id: experiment for experiment in self._waiting.values()}
-        for name, told in latest.items():
+        for name, progress in latest.items():
             if name in named:
-                self._progress(named[name], *told)
+                self._progress(named[name], *progress)
 
     def _outcome(self, experiment: Experiment, task: Any) -> Outcome:
         try:
             reply: Reply = self._ray.get(task)
-        except self._ray.exceptions.RayError as error:  # the worker died, or never came to life
-            return in_words(getattr(error, "cause", None) or error)
-        for words in reply.warned:
-            warnings.warn(words, stacklevel=2)
+        except self._ray.exceptions.RayError as error:  # the worker died, or did not start
+            return error_message(getattr(error, "cause", None) or error)
+        for message in reply.warnings:
+            warnings.warn(message, stacklevel=2)
         if reply.busy:
             return Busy(experiment.id)
         if reply.failed is not None:
             return reply.failed
-        return _brought_home(experiment, self._root, reply.files)
+        return store_files(experiment, self._root, reply.files)
 
     def close(self) -> None:
-        """Stop what is still under way, as when the driver is interrupted; it goes on from its checkpoint next time."""
+        """Stop the running tasks, as when the driver is interrupted; they resume from their checkpoints next time."""
         for task in self._waiting:
             with contextlib.suppress(Exception):
                 self._ray.cancel(task, force=True)
         with contextlib.suppress(Exception):
             self._ray.kill(self._board)
-
-
-def _brought_home(experiment: Experiment, root: Path, files: Mapping[str, bytes]) -> Outcome:
-    """The results in the folder here, which a worker on another machine may not see."""
-    folder = root / experiment.id
-    found = find(experiment, root, verified=True)
-    if found is None and files:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, content in files.items():
-            write_atomically(folder / name, content)
-        found = find(experiment, root, verified=True)
-    return found or f"a worker finished it, but its results are not in {folder}"

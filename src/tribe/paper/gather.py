@@ -24,7 +24,8 @@ from tribe.engine.precision import precision_on
 from tribe.fields import is_number
 from tribe.lab import statistics
 from tribe.lab.experiment import Experiment, MixedResults, difference
-from tribe.lab.ray import Failure, Follow, in_words, run_all
+from tribe.lab.jobs import error_message
+from tribe.lab.ray import ExperimentProgress, Failure, run_all
 from tribe.lab.spec import decode_fields, describe
 from tribe.lab.store import Damaged, Result, find, finished, survey, verify
 from tribe.lab.workbench import Workbench, build_scenario, model_code, trained_on
@@ -47,7 +48,7 @@ def run(
     *,
     ray: str | None = None,
     workers: int | None = None,
-    progress: Follow | None = None,
+    progress: ExperimentProgress | None = None,
     done: Callable[[Experiment, Result | Failure], None] | None = None,
 ) -> Plan:
     """Run the missing experiments, the longest first. The returned plan notes those that failed.
@@ -113,7 +114,9 @@ def plan_from_results(
     readable = {found.experiment: found for found in results if found.experiment is not None}
     plan = plan_from_experiments(table, choices, list(readable), workbench, origin)
     plan = plan.without({e.id: why for e in plan.experiments if (why := damage(readable[e])) is not None})
-    unknown = [in_words(found.error) for found in results if isinstance(found, Damaged) and found.experiment is None]
+    unknown = [
+        error_message(found.error) for found in results if isinstance(found, Damaged) and found.experiment is None
+    ]
     if not unknown:
         return plan
     problem = f"{NOTHING}, unless it is one of these: {'; '.join(unknown)}. {REMEDY}"
@@ -199,7 +202,7 @@ def damage(found: Result | Damaged) -> str | None:
             raise found.error
         verify(found)
     except (OSError, ValueError) as error:
-        return f"{in_words(error)}. {REMEDY}"
+        return f"{error_message(error)}. {REMEDY}"
     return None
 
 

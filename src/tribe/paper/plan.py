@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from tribe import datasets, methods, models, scenarios
 from tribe.lab.experiment import Experiment, MixedResults
-from tribe.lab.ray import in_words
+from tribe.lab.jobs import error_message
 from tribe.lab.spec import ComponentSpec
 from tribe.lab.store import Result
 from tribe.lab.stream import Stream
@@ -168,7 +168,7 @@ def _plan_cell(cell: Cell, choices: Choices, workbench: Workbench, find: Callabl
     except MixedResults:
         raise
     except FAILURES as error:
-        return Planned(cell, problem=in_words(error))
+        return Planned(cell, problem=error_message(error))
 
 
 def stream_of(cell: Cell, choices: Choices, workbench: Workbench) -> Stream:

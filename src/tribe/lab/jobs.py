@@ -1,0 +1,255 @@
+"""A job: an experiment as a worker process gets it, in plain data, and what the worker does with it."""
+
+import contextlib
+import functools
+import hashlib
+import importlib
+import inspect
+import operator
+import platform
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+
+from tribe import methods
+from tribe._version import __version__
+from tribe.lab.execution import run_experiment
+from tribe.lab.experiment import Experiment
+from tribe.lab.modules import from_file
+from tribe.lab.runner import Progress
+from tribe.lab.store import ENVIRONMENT, METRICS, SPEC, Result, find, record_name
+from tribe.lab.workbench import Workbench
+from tribe.storage.atomic import write_atomically
+from tribe.storage.lock import Busy
+
+INTERVAL = 0.2  # seconds between two reports of progress
+CLEAR_ERRORS = (ValueError, TypeError, OSError, ImportError)  # their messages say all; others need their type, too
+
+Outcome = Result | Busy | str  # of one attempt; a string says what went wrong
+
+
+def attempt(
+    experiment: Experiment, root: Path, workbench: Workbench, progress: Progress | None, every: int, wait: bool
+) -> Outcome:
+    """Run an experiment; an error is returned as a message."""
+    try:
+        return run_experiment(experiment, root, workbench=workbench, progress=progress, every=every, wait=wait)
+    except Busy as busy:
+        return busy
+    except Exception as error:  # a custom method may raise anything; the others go on
+        return error_message(error) + _line_of(error, experiment)
+
+
+def error_message(error: BaseException) -> str:
+    """An error in one line."""
+    message = " ".join(str(error).split())
+    return message if isinstance(error, CLEAR_ERRORS) and message else f"{type(error).__name__}: {message}"
+
+
+def _line_of(error: Exception, experiment: Experiment) -> str:
+    """The line of a custom method in which an error was raised."""
+    if experiment.method.code is None:
+        return ""
+    file = inspect.getfile(methods.get(experiment.method.name))
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    return f" ({file}, line {lines[-1]})" if lines else ""
+
+
+# -- what is sent -----------------------------------------------------------------------------------------------------
+
+
+class CustomMethod(NamedTuple):
+    """A custom method, with the content of its file."""
+
+    name: str
+    module: str
+    attribute: str
+    file: str
+    source: bytes
+
+    @staticmethod
+    def of(experiment: Experiment) -> "CustomMethod | None":
+        """The method of an experiment; None: it is part of tribe."""
+        if experiment.method.code is None:
+            return None
+        cls = methods.get(experiment.method.name)
+        file = Path(inspect.getfile(cls)).resolve()
+        return CustomMethod(cls.name, cls.__module__, cls.__qualname__, str(file), file.read_bytes())
+
+    def register(self) -> None:
+        """Register it in this process: from its package where that is installed, else from its file."""
+        if self.name in methods.names() and _bytes_of(methods.get(self.name)) == self.source:
+            return
+        find = operator.attrgetter(self.attribute)
+        try:
+            found = find(importlib.import_module(self.module))
+        except (ImportError, AttributeError):
+            found = find(self._imported())
+        if self.name not in methods.names():
+            methods.register(self.name)(found)
+
+    def _imported(self) -> ModuleType:
+        path = Path(self.file)
+        if not path.is_file() or path.read_bytes() != self.source:
+            path = Path(_folder().name) / hashlib.sha256(self.source).hexdigest() / path.name
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(self.source)
+        # ComponentSpec by its place, so that a file that was changed takes the place of its older self in the registry.
+        return from_file(path, f"tribe_method_{hashlib.sha256(self.file.encode()).hexdigest()[:16]}")
+
+
+def _bytes_of(cls: type) -> bytes | None:
+    try:
+        return Path(inspect.getfile(cls)).read_bytes()
+    except OSError:
+        return None
+
+
+@functools.cache
+def _folder() -> "tempfile.TemporaryDirectory[str]":
+    """A folder for files that were sent; removed with the process."""
+    return tempfile.TemporaryDirectory(prefix="tribe-methods-")
+
+
+class Job(NamedTuple):
+    """All that a worker needs, in plain data."""
+
+    spec: dict[str, Any]
+    root: str
+    data: str | None
+    weights: tuple[tuple[str, str], ...]
+    method: CustomMethod | None
+    versions: dict[str, str]  # of the sender
+    node: str  # of the sender
+    every: int
+    wait: bool
+
+
+class Reply(NamedTuple):
+    """The answer of a worker, in plain data: an error of a custom class cannot be read where the class is unknown."""
+
+    failed: str | None = None
+    busy: bool = False
+    warnings: tuple[str, ...] = ()
+    files: Mapping[str, bytes] = {}  # of the result, if the worker is on another machine
+
+
+def versions() -> dict[str, str]:
+    """The versions that the numbers depend on."""
+    return {"tribe": __version__, "torch": torch.__version__}
+
+
+# -- in a worker ------------------------------------------------------------------------------------------------------
+
+
+def run_job(job: Job, board: Any) -> Reply:
+    """Run a job. The message of an error names the machine."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        try:
+            reply = _run_job(job, board)
+        except Exception as error:
+            reply = Reply(error_message(error))
+    if reply.failed is not None:
+        reply = reply._replace(failed=f"on {platform.node()}: {reply.failed}")
+    messages = (str(warning.message) for warning in caught if issubclass(warning.category, UserWarning))
+    return reply._replace(warnings=tuple(dict.fromkeys(messages)))
+
+
+def _run_job(job: Job, board: Any) -> Reply:
+    own = versions()
+    if own != job.versions:
+        differ = "; ".join(f"{n} is {own[n]}, not {v}" for n, v in job.versions.items() if own[n] != v)
+        return Reply(f"this worker would compute something else: {differ}. Install the same versions everywhere")
+    if job.method is not None:
+        job.method.register()
+    experiment = Experiment.from_json(job.spec)
+    if experiment.threads is not None:
+        torch.set_num_threads(experiment.threads)  # building a data set computes, too
+    progress = ProgressSender(board, experiment.id)
+    workbench = _workbench(job.data, experiment.device, job.weights)
+    outcome = attempt(experiment, Path(job.root), workbench, progress, job.every, job.wait)
+    progress.finish()
+    if isinstance(outcome, Busy):
+        return Reply(busy=True)
+    if isinstance(outcome, str):
+        return Reply(outcome)
+    away = ray_library().get_runtime_context().get_node_id() != job.node
+    return Reply(files=result_files(outcome) if away else {})
+
+
+@functools.lru_cache(maxsize=2)
+def _workbench(data: str | None, device: str, weights: tuple[tuple[str, str], ...]) -> Workbench:
+    """A worker runs many experiments: it reads data and networks once."""
+    return Workbench(data, device, dict(weights))
+
+
+def result_files(result: Result) -> dict[str, bytes]:
+    """The files of a result in the order in which to write them: metrics.json last, as it marks a complete result."""
+    records = (record_name(seed) for seed in result.experiment.seeds)
+    paths = (result.folder / name for name in (SPEC, ENVIRONMENT, *records, METRICS))
+    return {path.name: path.read_bytes() for path in paths if path.exists()}
+
+
+class ProgressSender:
+    """Sends the progress of an experiment to the board: at intervals, and at the end."""
+
+    def __init__(self, board: Any, experiment: str) -> None:
+        self._board, self._experiment = board, experiment
+        self._sent, self._last = float("-inf"), None
+
+    def __call__(self, done: int, of: int, wrong: float | None) -> None:
+        """Send the progress if the last update was long ago, or if this is the last batch."""
+        if done == of or time.monotonic() - self._sent >= INTERVAL:
+            self._sent = time.monotonic()
+            self._last = self._board.update.remote(self._experiment, done, of, wrong)
+
+    def finish(self) -> None:
+        """Wait until the last update has arrived, so that none comes after the task has ended."""
+        with contextlib.suppress(Exception):  # a display must not cost a result
+            if self._last is not None:
+                ray_library().get(self._last, timeout=10)
+
+
+class ProgressBoard:
+    """The latest progress of every worker, for one display; an actor of Ray."""
+
+    def __init__(self) -> None:
+        self._latest: dict[str, tuple[int, int, float | None]] = {}
+
+    def update(self, experiment: str, done: int, of: int, wrong: float | None) -> None:
+        """Set the progress of an experiment."""
+        self._latest[experiment] = done, of, wrong
+
+    def take(self) -> dict[str, tuple[int, int, float | None]]:
+        """Return what changed since the last call."""
+        latest, self._latest = self._latest, {}
+        return latest
+
+
+def store_files(experiment: Experiment, root: Path, files: Mapping[str, bytes]) -> Outcome:
+    """Write a result that came from another machine, and load it."""
+    folder = root / experiment.id
+    found = find(experiment, root, verified=True)
+    if found is None and files:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in files.items():
+            write_atomically(folder / name, content)
+        found = find(experiment, root, verified=True)
+    return found or f"a worker finished it, but its results are not in {folder}"
+
+
+def ray_library() -> Any:
+    """Ray, or an error that says how to install it."""
+    try:
+        return importlib.import_module("ray")
+    except ImportError as error:
+        message = "running on several workers needs Ray, which is not installed: pip install 'tribe-tta[ray]'"
+        raise ModuleNotFoundError(message) from error
