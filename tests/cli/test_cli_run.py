@@ -189,7 +189,7 @@ class Head(torch.nn.Module):
 
 net = tribe.models.load("compact", tribe.models.find("compact", "mnist", "nowhere"))
 net.fc = Head(net.fc)
-told = tribe.Backbone(net, classifier="fc")
+with_classifier = tribe.Backbone(net, classifier="fc")
 """
 
 
@@ -199,7 +199,7 @@ def test_own_network_that_names_its_classifier():
     refused = tribe_run(*TINY, "--model", "mine.py:net", "--methods", "lame", "--out", "out")
     assert refused.exit_code == 2
     assert "tribe.Backbone(model, classifier=...)" in message(refused)
-    result = tribe_run(*TINY, "--model", "mine.py:told", "--methods", "lame", "--out", "out", "--json", "-")
+    result = tribe_run(*TINY, "--model", "mine.py:with_classifier", "--methods", "lame", "--out", "out", "--json", "-")
     assert result.exit_code == 0, result.output
     named = tribe_run(*TINY, "--methods", "lame", "--out", "named", "--json", "-")
     errors = [json.loads(r.stdout)["results"][0]["instance_error"] for r in (result, named)]
@@ -402,7 +402,7 @@ def test_variants_of_a_method_are_results_of_their_own():
         (["--model", "wide.py:one"], ["classifier 'fc' has a single output", "(0, z)"]),
     ],
 )
-def test_what_cannot_be_done_is_said_in_a_paragraph(options, words):
+def test_an_impossible_run_is_refused_with_a_message(options, words):
     Path("file").write_text("in the way")
     save_file({"fc.weight": torch.zeros(10, 3)}, "wide.safetensors")
     own = (f"{name} = tribe.models.create('compact', classes={k})" for name, k in (("net", 7), ("one", 1)))
@@ -422,7 +422,7 @@ def begun(*options, before=""):
     )
 
 
-def test_a_full_disk_is_told_and_nothing_is_claimed():
+def test_a_full_disk_is_an_error_and_leaves_no_result():
     process = begun(*TINY, "--methods", "source", before="ulimit -f 2;")
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 2
@@ -447,7 +447,7 @@ class Interrupted(BN):
 """
 
 
-def test_stopped_by_hand_it_says_what_is_there():
+def test_after_ctrl_c_it_prints_what_is_finished():
     Path("interrupted.py").write_text(INTERRUPTED)
     process = begun(*TINY, "--methods", "source,interrupted.py:Interrupted")
     _, errors = process.communicate(timeout=120)
@@ -508,7 +508,7 @@ class Broken(BN):
 
 @pytest.mark.parametrize("error", ["RuntimeError('of mine')", "TypeError('of mine')", "KeyError('of mine')"])
 def test_a_custom_method_may_fail_in_any_way(error):
-    """And its author is told where."""
+    """The message names the line."""
     Path("broken.py").write_text(BROKEN.format(error=error))
     options = ("--methods", "source,broken.py:Broken,bn", "--out", "out", "--no-chart", "--json", "-")
     try:
@@ -608,12 +608,12 @@ class TestSchedule:
     def test_it_is_the_stream_that_run_plays(self, played):
         result = self.run("gli-f", *SHORT, "--seed", 1, "--json", "--out", "plan.npz")
         assert result.exit_code == 0, result.output
-        told = json.loads(result.stdout)
+        planned = json.loads(result.stdout)
         made = record(played[0], "source", 1)
-        assert told["images"] == len(made.label)
-        assert told["class_counts"] == tribe.metrics.class_counts(made).tolist()
+        assert planned["images"] == len(made.label)
+        assert planned["class_counts"] == tribe.metrics.class_counts(made).tolist()
         plan = scenarios.load("plan.npz")
-        assert scenarios.digest(plan) == told["digest"]
+        assert scenarios.digest(plan) == planned["digest"]
         assert torch.equal(plan.domain, made.domain)
 
     def test_the_table_and_the_picture(self):

@@ -19,7 +19,7 @@ from tribe import metrics
 from tribe.lab.execution import run_experiment
 from tribe.lab.experiment import Experiment, MixedResults, difference, refuse_mixture
 from tribe.lab.spec import ComponentSpec
-from tribe.lab.store import Damaged, NewerResults, find, finished, keep, load, survey
+from tribe.lab.store import Damaged, NewerResults, find, finished, keep, load, survey, verify
 from tribe.lab.workbench import Workbench
 from tribe.storage.lock import Busy
 
@@ -98,9 +98,9 @@ def test_weights_and_threads_are_part_of_it(workbench, tmp_path):
     next(net.parameters()).data.mul_(1.001)
     save_file(net.state_dict(), tmp_path / "other.safetensors")
     other = Workbench(device="cpu", weights={"compact": tmp_path / "other.safetensors"})
-    told = difference(small(workbench), small(other))
-    assert len(told) == 1
-    assert told[0].startswith("weights is ")
+    texts = difference(small(workbench), small(other))
+    assert len(texts) == 1
+    assert texts[0].startswith("weights is ")
     assert small(workbench).threads == torch.get_num_threads()
     assert difference(small(workbench), small(Workbench(device="cpu", threads=2))) == ["threads is 1 and 2"]
     with pytest.raises(ValueError, match="threads is how many"):
@@ -108,11 +108,11 @@ def test_weights_and_threads_are_part_of_it(workbench, tmp_path):
 
 
 def test_a_field_that_only_one_has_is_a_difference(workbench):
-    """Even one that is None: it has an id of its own."""
-    told = small(workbench, "ttac").json()
-    fields = told["method"]["fields"]
+    """Even one that is None: it changes the id."""
+    spec = small(workbench, "ttac").json()
+    fields = spec["method"]["fields"]
     one, newer, other = (
-        Experiment.from_json({**told, "method": {"name": "ttac", "fields": {**fields, **change}}})
+        Experiment.from_json({**spec, "method": {"name": "ttac", "fields": {**fields, **change}}})
         for change in ({}, {"newer": None}, {"knowledge": None})
     )
     assert difference(one, one) == []
@@ -121,7 +121,7 @@ def test_a_field_that_only_one_has_is_a_difference(workbench):
 
 
 def made(root, seed):
-    """Corrupted digits on the disk: the same names whatever the seed."""
+    """Corrupted digits on the disk: the same names for every seed."""
     command = ["corrupt", "mnist", "--corruptions", "impulse_noise", "--seed", str(seed), "--out", str(root)]
     subprocess.run([sys.executable, "-m", "tribe", *command], check=True, capture_output=True)
     return Workbench(root, device="cpu")
@@ -133,8 +133,8 @@ def test_the_images_are_part_of_it(tmp_path):
     one, other = (
         Experiment.of(data, "compact", STREAM, "source", workbench=made(tmp_path / str(seed), seed)) for seed in (0, 1)
     )
-    (told,) = difference(one, other)
-    assert told.startswith("images is ")
+    (text,) = difference(one, other)
+    assert text.startswith("images is ")
     errors = [
         run_experiment(e, tmp_path / "runs", workbench=Workbench(tmp_path / str(i), "cpu")).error()
         for i, e in enumerate((one, other))
@@ -158,7 +158,7 @@ def test_the_images_are_part_of_it(tmp_path):
         ({"method": {"nom": "tribe"}}, ["no experiment"]),
     ],
 )
-def test_a_spec_that_is_none_is_refused(workbench, change, words):
+def test_a_wrong_spec_is_refused(workbench, change, words):
     with pytest.raises(ValueError) as caught:  # noqa: PT011
         Experiment.from_json(small(workbench).json() | change)
     for word in words:
@@ -173,8 +173,8 @@ def test_a_component_with_an_unknown_field_is_refused(workbench):
 
 
 def test_what_differs_here_is_named(workbench, tmp_path):
-    told = small(workbench).json()
-    elsewhere = Experiment.from_json(told | {"weights": "0" * 32})
+    spec = small(workbench).json()
+    elsewhere = Experiment.from_json(spec | {"weights": "0" * 32})
     with pytest.raises(ValueError, match=r"cannot be computed here.*weights is '0000"):
         run_experiment(elsewhere, tmp_path, workbench=workbench)
 
@@ -186,8 +186,8 @@ def test_the_layout(result):
     names = {path.name for path in result.folder.iterdir()}
     assert names == {"spec.json", "record-0.npz", "record-1.npz", "metrics.json", "environment.json", ".lock"}
     assert result.folder.name == result.experiment.id
-    told = json.loads((result.folder / "spec.json").read_text())
-    assert Experiment.from_json(told["spec"]) == result.experiment
+    content = json.loads((result.folder / "spec.json").read_text())
+    assert Experiment.from_json(content["spec"]) == result.experiment
     for record in result.records():
         scores = result.metrics[str(record.spec["seed"])]
         assert record.spec["experiment"] == result.experiment.id
@@ -268,6 +268,19 @@ def test_metrics_are_made_again_from_the_records(result, workbench, tmp_path, co
     assert path.read_bytes() == whole
 
 
+def test_load_trusts_the_metrics_and_verify_computes_them_again(result, tmp_path):
+    folder = again(result, tmp_path)
+    path = folder / "metrics.json"
+    verify(load(folder))
+    path.write_bytes(path.read_bytes().replace(b'"images": 1', b'"images": 2'))
+    changed = load(folder)
+    assert changed.metrics != result.metrics
+    assert find(result.experiment, tmp_path) is not None
+    assert find(result.experiment, tmp_path, verified=True) is None
+    with pytest.raises(ValueError, match=r"are not those that its metrics\.json is of"):
+        verify(changed)
+
+
 def test_the_json_files_alone_are_a_result(result, workbench, tmp_path):
     folder = again(result, tmp_path)
     for path in folder.glob("record-*"):
@@ -305,16 +318,16 @@ def test_a_kill_after_a_record_was_set_aside_does_not_lose_it(result, workbench,
 
 def test_sums_may_round_otherwise_on_another_processor(result, workbench, tmp_path):
     path = again(result, tmp_path) / "metrics.json"
-    told = json.loads(path.read_text())
-    told["seeds"]["0"]["calibration_error"] *= 1 + 1e-12
-    path.write_text(json.dumps(told))
+    content = json.loads(path.read_text())
+    content["seeds"]["0"]["calibration_error"] *= 1 + 1e-12
+    path.write_text(json.dumps(content))
     assert find(result.experiment, tmp_path, verified=True) is not None
-    told["seeds"]["0"]["calibration_error"] *= 1 + 1e-6
-    path.write_text(json.dumps(told))
+    content["seeds"]["0"]["calibration_error"] *= 1 + 1e-6
+    path.write_text(json.dumps(content))
     assert find(result.experiment, tmp_path, verified=True) is None
 
 
-def test_whatever_byte_is_damaged_a_record_is_whole_or_refused(result, tmp_path):
+def test_a_record_with_any_damaged_byte_is_whole_or_refused(result, tmp_path):
     folder = again(result, tmp_path)
     path, whole = folder / "record-0.npz", (folder / "record-0.npz").read_bytes()
     sound = result.records()[0]
@@ -404,8 +417,8 @@ def test_a_damaged_spec_is_set_aside(result, workbench, tmp_path):
 
 def test_results_of_a_newer_version_are_refused_and_left_alone(result, workbench, tmp_path):
     folder = again(result, tmp_path)
-    told = json.loads((folder / "spec.json").read_text()) | {"schema": 3, "new": True}
-    (folder / "spec.json").write_text(json.dumps(told))
+    content = json.loads((folder / "spec.json").read_text()) | {"schema": 3, "new": True}
+    (folder / "spec.json").write_text(json.dumps(content))
     (folder / "record-0.npz").unlink()
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     for use in (lambda: run_experiment(result.experiment, tmp_path, workbench=workbench), lambda: load(folder)):
@@ -416,8 +429,8 @@ def test_results_of_a_newer_version_are_refused_and_left_alone(result, workbench
 
 def test_results_of_an_older_version_say_what_to_do(result, tmp_path):
     folder = again(result, tmp_path)
-    told = json.loads((folder / "spec.json").read_text())
-    (folder / "spec.json").write_text(json.dumps(told | {"schema": 1}))
+    content = json.loads((folder / "spec.json").read_text())
+    (folder / "spec.json").write_text(json.dumps(content | {"schema": 1}))
     with pytest.raises(ValueError, match=r"older version of tribe .* did not say on which images: move it"):
         load(folder)
 
@@ -556,7 +569,7 @@ def test_the_committed_results_have_the_ids_of_their_specs():
         ("spec", '{"format": "tribe-experiment", "schema": 99}'),
     ],
 )
-def test_damaged_results_are_told_apart_from_those_that_are_whole(result, workbench, tmp_path, name, content):
+def test_damaged_results_are_reported_beside_sound_ones(result, workbench, tmp_path, name, content):
     runs = tmp_path / "runs"
     runs.mkdir()
     torn = again(result, runs)
@@ -587,7 +600,7 @@ def test_a_method_is_built_once_for_all_streams(workbench):
 # -- one writer -------------------------------------------------------------------------------------------------------
 
 
-def test_the_second_process_is_told_or_waits(workbench, tmp_path):
+def test_the_second_process_gets_busy_or_waits(workbench, tmp_path):
     experiment = small(workbench)
     folder = tmp_path / experiment.id
     folder.mkdir()
@@ -672,7 +685,7 @@ def test_results_of_different_specs_are_never_mixed(workbench):
         )
 
 
-def test_a_method_of_ones_own_is_known_by_its_code(workbench, tmp_path):
+def test_the_code_of_a_custom_method_is_part_of_the_id(workbench, tmp_path):
     text = (
         "from tribe.methods.source import Source\nfrom tribe.methods import register\n"
         "@register('mine')\nclass Mine(Source):\n    pass\n"
@@ -689,5 +702,5 @@ def test_a_method_of_ones_own_is_known_by_its_code(workbench, tmp_path):
     finally:
         sys.path.remove(str(tmp_path))
         tribe.methods.registry._classes.pop("mine", None)
-    assert [told.partition(" ")[0] for told in difference(first, second)] == ["method.code"]
+    assert [text.partition(" ")[0] for text in difference(first, second)] == ["method.code"]
     assert Experiment.from_json(second.json()) == second

@@ -94,15 +94,17 @@ def test_other_code_is_another_experiment(tmp_path):
     (tmp_path / "neighbour.py").write_text("def late():\n    import further\n\nAMOUNT = 0.5\n")
     for name in ("further", "unrelated"):
         (tmp_path / f"{name}.py").write_text("")
-    told = {"": ids(tmp_path)}
+    ids_after = {"": ids(tmp_path)}
     for name in ("unrelated", "mine", "further"):
         (tmp_path / f"{name}.py").write_text((tmp_path / f"{name}.py").read_text() + "# changed\n")
-        told[name] = ids(tmp_path)
-    assert told[""] == told["unrelated"]
+        ids_after[name] = ids(tmp_path)
+    assert ids_after[""] == ids_after["unrelated"]
     for component in OWN:
-        assert told["mine"][component] != told["unrelated"][component], "its own file changed"
-        assert told["further"][component] != told["mine"][component], "a file changed that its file's neighbour imports"
-    assert len({found["nothing"] for found in told.values()}) == 1
+        assert ids_after["mine"][component] != ids_after["unrelated"][component], "its own file changed"
+        assert ids_after["further"][component] != ids_after["mine"][component], (
+            "a file changed that its file's neighbour imports"
+        )
+    assert len({found["nothing"] for found in ids_after.values()}) == 1
 
 
 def test_tribes_own_components_have_no_code():
@@ -218,7 +220,7 @@ def test_what_is_imported_late_counts_before_it_is(tmp_path, monkeypatch):
         before = code_of(late_method.Late)
 
 
-def test_libraries_beside_ones_own_do_not_count(tmp_path, monkeypatch):
+def test_installed_libraries_do_not_count(tmp_path, monkeypatch):
     elsewhere = tmp_path / "lib" / "site-packages"
     elsewhere.mkdir(parents=True)
     (elsewhere / "library_there.py").write_text("")

@@ -87,7 +87,7 @@ def address():
 
 @pytest.fixture
 def trouble(tmp_path, workbench):
-    """Experiments on a method in a file of one's own, and the log of its steps."""
+    """Experiments with a custom method in a file, and the log of its steps."""
     (tmp_path / "mine.py").write_text(TROUBLE)
     name, log = component_name(METHOD, f"{tmp_path / 'mine.py'}:Trouble"), tmp_path / "log"
     yield lambda kind: small(workbench, ComponentSpec(name, {"kind": kind, "log": str(log)})), log
@@ -134,7 +134,7 @@ def test_on_ray_as_in_order(address, workbench, tmp_path):
         tmp_path / "there",
         ray=address,
         workbench=workbench,
-        progress=lambda experiment, *told: seen.__setitem__(experiment, told),
+        progress=lambda experiment, *updates: seen.__setitem__(experiment, updates),
         done=lambda experiment, outcome: ended.append((experiment, outcome)),
     )
     here = run_all([*asked, asked[0]], tmp_path / "here", workbench=workbench)
@@ -158,10 +158,10 @@ def test_a_grid_of_twelve_on_two_workers(address, workbench, tmp_path):
 def test_what_is_finished_is_not_run_again(workbench, tmp_path):
     asked = [small(workbench, "bn"), small(workbench, "source")]
     first = run_all(asked, tmp_path, workbench=workbench)
-    told = []
-    again = run_all(asked, tmp_path, workbench=workbench, progress=lambda *words: told.append(words))
+    updates = []
+    again = run_all(asked, tmp_path, workbench=workbench, progress=lambda *words: updates.append(words))
     assert [r.environment for r in again] == [r.environment for r in first]
-    assert not told
+    assert not updates
 
 
 def test_what_another_process_computes_is_left_for_the_end(workbench, tmp_path):
@@ -187,7 +187,7 @@ def test_results_of_another_machine_arestore_files(workbench, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_table_on_ray_with_a_method_of_ones_own(address, trouble, tmp_path):
+def test_a_table_on_ray_with_a_custom_method(address, trouble, tmp_path):
     _, log = trouble
     options = [
         "--dataset",
@@ -217,7 +217,7 @@ def test_a_table_on_ray_with_a_method_of_ones_own(address, trouble, tmp_path):
 
 
 @pytest.mark.parametrize("on_ray", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_what_fails_is_tried_again_and_told_and_the_others_finish(on_ray, trouble, workbench, tmp_path, request):
+def test_a_failure_is_tried_again_and_reported_and_the_others_finish(on_ray, trouble, workbench, tmp_path, request):
     made, log = trouble
     bad, good = made("error"), small(workbench, "bn")
     ray = request.getfixturevalue("address") if on_ray else None

@@ -141,8 +141,8 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_end(tmp_path):
         play("tribe", checkpoint=path, every=2, progress=stop)
     assert path.is_file()
     seen = []
-    resumed = play("tribe", checkpoint=path, every=2, progress=lambda *told: seen.append(told))
-    assert [told[:2] for told in seen] == [(5, 7), (6, 7), (7, 7)], "it went on after the checkpoint, at batch 4"
+    resumed = play("tribe", checkpoint=path, every=2, progress=lambda *update: seen.append(update))
+    assert [update[:2] for update in seen] == [(5, 7), (6, 7), (7, 7)], "it went on after the checkpoint, at batch 4"
     wrong = torch.cat([record.prediction != record.label for record in resumed])
     assert seen[-1][2] == pytest.approx(wrong.double().mean().item()), "the error of the whole stream"
     assert not path.exists()
@@ -167,8 +167,8 @@ def test_a_damaged_checkpoint_is_refused(tmp_path, damage):
         play("tribe", checkpoint=path, every=2)
 
 
-def test_whatever_bit_is_flipped_a_checkpoint_is_refused(tmp_path):
-    """Else wrong numbers would come out, of a state or a record that nobody computed."""
+def test_a_checkpoint_with_any_flipped_bit_is_refused(tmp_path):
+    """Else the run would end with wrong numbers."""
     path = tmp_path / "run.safetensors"
     with pytest.raises(ZeroDivisionError):
         play("tent", checkpoint=path, every=2, progress=lambda done, *_: 1 // (3 - done))
@@ -260,7 +260,7 @@ def test_bad_streams(options, error, words):
 
 
 @pytest.mark.parametrize("name", ["source", "bn", "pl", "lame", "tent"])
-def test_a_method_without_presets_is_told_the_number_of_classes(name):
+def test_a_method_without_presets_gets_the_number_of_classes(name):
     method = methods.get(name)
     presets = {dataset: method.preset(dataset) for dataset in ("mnist", "cifar10", "cifar100", "imagenet")}
     assert [preset.classes for preset in presets.values()] == [10, 10, 100, 1000]

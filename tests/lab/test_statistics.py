@@ -36,24 +36,24 @@ def test_a_clear_winner_and_its_margin():
     rng = np.random.default_rng(0)
     hard = bursts(0.3, 4000, 20, rng)  # for both
     a, b = record(hard), record(hard | (rng.random(4000) < 0.1))
-    told = duel([a], [b])
+    outcome = duel([a], [b])
     truth = (hard.mean() - (b.prediction != b.label).double().mean()).item()
-    assert told.difference == pytest.approx(truth)
-    assert told.low < truth < told.high < 0
-    assert told.p < 0.001
+    assert outcome.difference == pytest.approx(truth)
+    assert outcome.low < truth < outcome.high < 0
+    assert outcome.p < 0.001
     back = duel([b], [a])
-    assert back.difference == -told.difference
-    assert back.p == told.p, "each for the side that it states"
-    assert re.fullmatch(r"(\d+\.\d\d points) better \(95 %: (\d+\.\d\d to \d+\.\d\d), p < 0\.001\)", str(told))
-    assert str(back) == str(told).replace("better", "worse")
+    assert back.difference == -outcome.difference
+    assert back.p == outcome.p, "each for the side that it states"
+    assert re.fullmatch(r"(\d+\.\d\d points) better \(95 %: (\d+\.\d\d to \d+\.\d\d), p < 0\.001\)", str(outcome))
+    assert str(back) == str(outcome).replace("better", "worse")
 
 
 def test_p_is_of_the_side_that_was_found():
     """Catches a p of A's being better that is printed for the loser."""
     rng = np.random.default_rng(5)
     a, b = record(rng.random(900) < 0.30), record(rng.random(900) < 0.34)
-    for told in (duel([a], [b]), duel([b], [a])):
-        assert 0.001 < told.p < 0.2
+    for outcome in (duel([a], [b]), duel([b], [a])):
+        assert 0.001 < outcome.p < 0.2
     assert duel([a], [b]).p == duel([b], [a]).p
 
 
@@ -61,24 +61,24 @@ def test_no_difference_is_called_so():
     a = record([1, 0, 0, 0] * 25)
     assert str(duel([a], [a])) == "no difference"
     assert duel([a], [a])[:4] == (0.0, 0.0, 0.0, 1.0)
-    told = duel([a], [record([0, 1, 0, 0] * 20 + [1] * 5 + [0] * 15)])
-    assert told.difference == 0
-    assert told.p == 1
-    assert re.fullmatch(r"no difference, not sure: -\d+\.\d\d to \+\d+\.\d\d", str(told))
+    outcome = duel([a], [record([0, 1, 0, 0] * 20 + [1] * 5 + [0] * 15)])
+    assert outcome.difference == 0
+    assert outcome.p == 1
+    assert re.fullmatch(r"no difference, not sure: -\d+\.\d\d to \+\d+\.\d\d", str(outcome))
 
 
-def test_a_level_is_told_in_full():
-    told = duel([record(torch.zeros(100))], [record(torch.ones(100))], level=0.999)
-    assert str(told) == "100.00 points better (99.9 %: 100.00 to 100.00, p < 0.001)"
+def test_a_level_is_printed_in_full():
+    outcome = duel([record(torch.zeros(100))], [record(torch.ones(100))], level=0.999)
+    assert str(outcome) == "100.00 points better (99.9 %: 100.00 to 100.00, p < 0.001)"
 
 
 def test_pairs_cancel_what_is_hard_for_both():
     """Unpaired, the bursts of errors that both share would hide a difference of two points."""
     rng = np.random.default_rng(1)
     hard = bursts(0.4, 5000, 100, rng)
-    told = duel([record(hard)], [record(hard | (rng.random(5000) < 0.03))])
-    assert told.high - told.low < 0.02
-    assert told.high < 0
+    outcome = duel([record(hard)], [record(hard | (rng.random(5000) < 0.03))])
+    assert outcome.high - outcome.low < 0.02
+    assert outcome.high < 0
 
 
 def test_blocks_are_honest_about_bursts_where_single_images_are_not():
@@ -88,8 +88,8 @@ def test_blocks_are_honest_about_bursts_where_single_images_are_not():
     for trial in range(60):
         a, b = (record(bursts(0.3, 4000, 50, rng)) for _ in range(2))
         for block in held:
-            told = duel([a], [b], block=block, draws=300, seed=trial)
-            held[block] += told.low <= 0 <= told.high
+            outcome = duel([a], [b], block=block, draws=300, seed=trial)
+            held[block] += outcome.low <= 0 <= outcome.high
     assert held[None] >= 48
     assert held[1] <= 30
 
@@ -113,8 +113,8 @@ def test_the_same_draws_for_the_same_seed():
 def test_images_without_a_label_do_not_count():
     label = torch.tensor([0, -1] * 50)
     wrong = torch.tensor([1, 0] * 50)
-    told = duel([record(wrong, label)], [record(torch.zeros(100), label)])
-    assert told.difference == 1.0
+    outcome = duel([record(wrong, label)], [record(torch.zeros(100), label)])
+    assert outcome.difference == 1.0
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ class CustomMethod(NamedTuple):
     module: str
     attribute: str
     file: str
-    source: bytes
+    content: bytes
 
     @staticmethod
     def of(experiment: Experiment) -> "CustomMethod | None":
@@ -85,7 +85,7 @@ class CustomMethod(NamedTuple):
 
     def register(self) -> None:
         """Register it in this process: from its package where that is installed, else from its file."""
-        if self.name in methods.names() and _bytes_of(methods.get(self.name)) == self.source:
+        if self.name in methods.names() and _bytes_of(methods.get(self.name)) == self.content:
             return
         find = operator.attrgetter(self.attribute)
         try:
@@ -97,11 +97,11 @@ class CustomMethod(NamedTuple):
 
     def _imported(self) -> ModuleType:
         path = Path(self.file)
-        if not path.is_file() or path.read_bytes() != self.source:
-            path = Path(_folder().name) / hashlib.sha256(self.source).hexdigest() / path.name
+        if not path.is_file() or path.read_bytes() != self.content:
+            path = Path(_folder().name) / hashlib.sha256(self.content).hexdigest() / path.name
             path.parent.mkdir(exist_ok=True)
-            path.write_bytes(self.source)
-        # ComponentSpec by its place, so that a file that was changed takes the place of its older self in the registry.
+            path.write_bytes(self.content)
+        # The module is named by its path, so that a changed file replaces its older version in the registry.
         return from_file(path, f"tribe_method_{hashlib.sha256(self.file.encode()).hexdigest()[:16]}")
 
 
