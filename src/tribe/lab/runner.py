@@ -58,7 +58,7 @@ def run(
         stream: the images; labels go from its batches straight to the record.
         seed: seed of the first stream's augmentation; stream i has seed + i.
         spec: how this run is made, kept in the records: plain data, as JSON holds it. By default data set, network,
-            scenario and method with all their fields, so that records of different runs can be told apart.
+            scenario and method with all their fields, so that records of different runs can be distinguished.
         checkpoint: a file to resume from if it exists, and to write every ``every`` batches and on Ctrl-C; removed at
             the end.
         every: batches between checkpoints; more where writing one takes over half a second (methods that adapt all

@@ -182,7 +182,7 @@ def build_dataset(name: str, data: Path | None, fields: Mapping[str, Any]) -> Da
     """A data set by name; ``data`` is the root of all of them, or the folder of this one."""
     place = {} if data is None else {"data" if "data" in _fields(name) else "root": str(data)}
     if "root" in _fields(name) and "root" not in {**place, **fields}:
-        raise ValueError(f"data set {name} lies where you say: --data FOLDER, or root= among its fields")
+        raise ValueError(f"data set {name} needs its folder: --data FOLDER, or root= among its fields")
     return datasets.create(name, **{**place, **_converted(datasets.get(name), fields)})
 
 

@@ -349,14 +349,14 @@ def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _natural(words: str) -> list[tuple[bool, float, str]]:
+def _natural(text: str) -> list[tuple[bool, float, str]]:
     """A key by which "imbalance 10" comes before "imbalance 100".
 
     >>> sorted(["imbalance 100", "imbalance 10", "iid"], key=_natural)
     ['iid', 'imbalance 10', 'imbalance 100']
     """
-    numbers = {word: float(word) for word in words.split() if NUMBER.fullmatch(word)}
-    return [(word not in numbers, numbers.get(word, 0.0), word) for word in words.split()]
+    numbers = {word: float(word) for word in text.split() if NUMBER.fullmatch(word)}
+    return [(word not in numbers, numbers.get(word, 0.0), word) for word in text.split()]
 
 
 def _source_first(label: str) -> tuple[bool, str]:
