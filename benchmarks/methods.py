@@ -15,6 +15,7 @@ import tribe
 from tribe.bench.contenders import with_knowledge as studied
 from tribe.engine.state import leaves
 from tribe.methods import Method
+from tribe.methods.cotta import AveragedTeacher
 from tribe.testing import CLASSES, images, informed, small_network
 
 BATCH, STEPS = 64, 4
@@ -24,8 +25,8 @@ HEADER = """# Methods
 
 Made by `python -m benchmarks.methods`, from the code. A pass is one image through the network, forward or backward,
 per image of the stream, batch {batch}; RoTTA and NOTE learn from a memory of 64, once in 64 images. CoTTA and
-PETAL average 32 views where the source model is unsure, as here; where it is sure they go through 3 passes. A state is
-what one stream needs beside the network, which all streams share. Variants of `selftrain` are TRIBE's ablations.
+PETAL average 32 views where the source model is uncertain, as here; elsewhere they need 3 passes. A state is what one
+stream needs beside the network, which all streams share. Variants of `selftrain` are TRIBE's ablations.
 """
 
 
@@ -50,9 +51,9 @@ def row(name: str) -> list[str]:
 
 
 def measured(name: str) -> tuple[float, float, str, str]:
-    """Passes forward and backward an image, and what of the state moved."""
-    unsure = {"p_th": 1.1} if name in ("cotta", "petal") else {}  # so that they average views
-    method = informed(tribe.methods.create(name, classes=CLASSES, **unsure))
+    """Forward and backward passes per image, and what of the state moved."""
+    fields = {"p_th": 1.1} if issubclass(tribe.methods.get(name), AveragedTeacher) else {}  # so that it averages views
+    method = informed(tribe.methods.create(name, classes=CLASSES, **fields))
     net, passes = tribe.Backbone(small_network()), Counter()
     whole = type(net).forward
 
@@ -70,10 +71,10 @@ def measured(name: str) -> tuple[float, float, str, str]:
         type(net).forward = whole  # type: ignore[method-assign]
     before, after = leaves(start), leaves(state)
     moved = {n for n in after if not torch.equal(before[n], after[n]) and not n.startswith(("info.", "key."))}
-    return passes["forward"] / (BATCH * STEPS), passes["backward"] / (BATCH * STEPS), *told(moved)
+    return passes["forward"] / (BATCH * STEPS), passes["backward"] / (BATCH * STEPS), *describe(moved)
 
 
-PARTS = {  # of states, and what they are
+NOUNS = {  # for the tensors of states, by the beginning of their names
     "affine parameters": ("affine", "student.affine", "teacher.affine", "teacher.weight"),
     "all weights": ("student.weights", "teacher.weights"),
     "all weights but Linear layers'": ("weights",),  # TTAC's
@@ -85,15 +86,13 @@ PARTS = {  # of states, and what they are
 }
 
 
-def told(moved: set[str]) -> tuple[str, str]:
-    """What moved, in words: what predictions are made with, and what is kept besides."""
-    found = [
-        words for words, starts in PARTS.items() if any(f"{n}.".startswith(f"{s}.") for n in moved for s in starts)
-    ]
-    if any(words.startswith("all weights") for words in found):
+def describe(moved: set[str]) -> tuple[str, str]:
+    """Name the tensors that moved: those that predict, and those that the state keeps besides."""
+    found = [noun for noun, starts in NOUNS.items() if any(f"{n}.".startswith(f"{s}.") for n in moved for s in starts)]
+    if any(noun.startswith("all weights") for noun in found):
         found.remove("affine parameters")
-    adapts = [words for words in found if words.startswith(("affine parameters", "all weights", "statistics"))]
-    return ", ".join(adapts) or "nothing", ", ".join(w for w in found if w not in adapts) or "nothing"
+    adapts = [noun for noun in found if noun.startswith(("affine parameters", "all weights", "statistics"))]
+    return ", ".join(adapts) or "nothing", ", ".join(n for n in found if n not in adapts) or "nothing"
 
 
 def megabytes(name: str, model: str, classes: int, dataset: str) -> str:

@@ -229,8 +229,8 @@ def test_copies_of_one_image_are_each_others_neighbours_and_stay_copies():
     net = network()
     x = torch.cat((images(1, 1, 5, DOUBLE).expand(1, 7, 3, 8, 8), images(1, 5, 6, DOUBLE)), 1)
     near = nearest(torch.from_numpy(source_outputs(net, x)[1])[None], torch.ones(1, 12, dtype=torch.bool), 5)
-    assert near.index[0, :7].lt(7).all(), "a copy has other neighbours than copies"
-    assert not near.index[0].eq(torch.arange(12)[:, None]).any(), "an image is its own neighbour"
+    assert near.ids[0, :7].lt(7).all(), "a copy has other neighbours than copies"
+    assert not near.ids[0].eq(torch.arange(12)[:, None]).any(), "an image is its own neighbour"
     (y,), _ = play(methods.create("lame"), net, [x])
     torch.testing.assert_close(y[0, :7], y[0, :1].expand(7, -1), rtol=0, atol=1e-12)
     np.testing.assert_allclose(y[0].numpy(), lame_by_hand(*source_outputs(net, x)), atol=1e-9)

@@ -23,13 +23,13 @@ CHECK_EVERY = 8  # rounds between two checks for convergence: each makes the hos
 class Neighbours(NamedTuple):
     """The rows of W as lists of neighbours: a matrix product would be rounded to TF32 on some devices."""
 
-    index: Tensor  # (S, B, k) int64, the nearest first
+    ids: Tensor  # (S, B, k) int64, the nearest first
     valid: Tensor  # (S, B, k) bool: there may be fewer than k
 
     def sum(self, y: Tensor) -> Tensor:
         """W Y: the sum over the neighbours of each image, (S, B, K)."""
         streams = torch.arange(len(y), device=y.device).view(-1, 1, 1)
-        return (y[streams, self.index] * self.valid.unsqueeze(-1)).sum(2)
+        return (y[streams, self.ids] * self.valid.unsqueeze(-1)).sum(2)
 
 
 class Rounds(NamedTuple):
@@ -126,5 +126,5 @@ def nearest(features: Tensor, valid: Tensor, count: int) -> Neighbours:
     distance = torch.cdist(directions, directions, compute_mode="donot_use_mm_for_euclid_dist")  # (S, B, B)
     itself = torch.eye(distance.shape[-1], dtype=torch.bool, device=distance.device)
     allowed = valid.unsqueeze(1) & valid.unsqueeze(2) & ~itself
-    index = distance.masked_fill(~allowed, torch.inf).argsort(dim=-1, stable=True)[..., :count]
-    return Neighbours(index, allowed.gather(-1, index))
+    ids = distance.masked_fill(~allowed, torch.inf).argsort(dim=-1, stable=True)[..., :count]
+    return Neighbours(ids, allowed.gather(-1, ids))

@@ -107,7 +107,7 @@ class Method(ABC):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         cls.reuses_memory = "retired" in inspect.signature(cls.step).parameters
-        inherited: Mapping[str, Mapping[str, Any]] = super(cls, cls).presets
+        inherited: Mapping[str, Mapping[str, Any]] = super(cls, cls).presets  # type: ignore[misc]
         added = vars(cls).get("presets", {})
         cls.presets = {name: {**inherited.get(name, {}), **added.get(name, {})} for name in {**inherited, **added}}
         if "predict" in vars(cls) and "more_than_a_pass" not in vars(cls):

@@ -175,7 +175,7 @@ class SelfTraining(Tribe):
             return state.pair
         with torch.no_grad():
             teacher, student = (Stats(*(t[i::2] for t in state.pair)) for i in (0, 1))
-            seen = net(x, state.affine, teacher, self.norm, labels, valid).stats
+            seen: Stats = net(x, state.affine, teacher, self.norm, labels, valid).stats
             return tree_map(interleave, seen, student)
 
     def _remember(self, bank: Timely, x: Tensor, prediction: Tensor, labels: Tensor, valid: Tensor) -> Timely:
