@@ -104,7 +104,7 @@ class Elsewhere:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},  # of pytest
         )
 
     def __call__(self, do, *args, kill=None, limit=None, **fields):
