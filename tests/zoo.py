@@ -23,7 +23,7 @@ BALANCED = Balanced(classes=4, eta=0.1, gamma=0.2)
 
 
 def small(norm: Callable[[int], nn.Module] = nn.BatchNorm2d) -> nn.Sequential:
-    """Two convolutions, each with a norm layer and an in-place ReLU, as everyone writes them."""
+    """Two convolutions, each with a norm layer and an in-place ReLU, as in common networks."""
     return nn.Sequential(
         nn.Conv2d(3, 6, 3, padding=1, bias=False),
         norm(6),
@@ -68,7 +68,7 @@ class Shared(nn.Module):
 
 
 class Encoder(nn.Module):
-    """A small vision transformer of torch's own layers, which have a fused fast path in evaluation mode."""
+    """A small vision transformer of torch's layers, which have a fused fast path in evaluation mode."""
 
     def __init__(self, batch_first: bool = True, norm_first: bool = False) -> None:
         super().__init__()
@@ -100,19 +100,19 @@ class BatchNormAct2d(nn.BatchNorm2d):
 
 
 def activated() -> nn.Sequential:
-    """The same two convolutions with layers that normalise and activate, as our own networks have them."""
+    """The same two convolutions with layers that normalise and activate, as in tribe's networks."""
     return nn.Sequential(*(m for m in small(BatchNormReLU) if not isinstance(m, nn.ReLU)))
 
 
 class Doubled(nn.BatchNorm2d):
-    """A BatchNorm with a forward that nobody can know."""
+    """A BatchNorm with a custom forward."""
 
     def forward(self, x: Tensor) -> Tensor:
         return 2 * super().forward(x)
 
 
 def late(frames: Tensor) -> Tensor:
-    """Pool (B, T, ...) over time; later frames weigh more, so that their order is seen."""
+    """Pool (B, T, ...) over time; later frames weigh more, so that their order matters."""
     return (frames * torch.arange(1, frames.shape[1] + 1, dtype=frames.dtype)[:, None]).mean(1)
 
 
@@ -139,7 +139,7 @@ class ByFrame(Video):
 
 
 class Wrapped(nn.Module):
-    """Does something to what another network returns."""
+    """Changes the output of another network."""
 
     def __init__(self, change: Callable[[Tensor], Any]) -> None:
         super().__init__()
@@ -198,7 +198,7 @@ each_model = pytest.mark.parametrize("name", ZOO)
 
 
 def build(name: str, seed: int = 0) -> nn.Module:
-    """A model of the zoo whose norm layers have lived: no weight is 1, no mean 0."""
+    """A model of the zoo whose norm layers are not new: no weight is 1, no mean 0."""
     torch.manual_seed(seed)
     model = ZOO[name][0]()
     for layer in model.modules():

@@ -1,4 +1,4 @@
-"""All weights in a row: layout, passes, gradients, the lot that is drawn and the quantile that is counted."""
+"""All weights in a row: layout, passes, gradients, random masks and quantiles."""
 
 import copy
 
@@ -79,8 +79,8 @@ def test_layers_can_be_left_out():
     )
 
 
-def test_convolutions_find_their_weights_on_a_boundary_of_memory():
-    """Whatever the sizes before them and however many streams: elsewhere a GPU takes slower kernels."""
+def test_weights_of_convolutions_are_aligned_in_memory():
+    """For all sizes of earlier weights and any number of streams: on unaligned weights a GPU takes slower kernels."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(3, 5, 1), nn.Conv2d(5, 16, 3), nn.BatchNorm2d(16), nn.Conv2d(16, 7, 1), nn.Conv2d(7, 16, 1)
@@ -214,7 +214,7 @@ def test_restoring_puts_back_what_is_chosen_and_nothing_else():
 
 @pytest.mark.parametrize("p", [0.5, 0.01, 1e-3, 2e-5])
 def test_the_share_chosen_is_p(p):
-    """The last p is so small that most draws go as far as they can and choose nothing."""
+    """The last p is so small that most draws exceed the reach and choose nothing."""
     n = 4_000_000
     chosen = weights.bernoulli_mask(key(425), 1, p, n)
     assert chosen.shape == (1, n)
@@ -224,7 +224,7 @@ def test_the_share_chosen_is_p(p):
 
 
 def test_places_are_chosen_independently():
-    """Pairs at any distance meet as often as chance has it, and the gaps are geometric."""
+    """Pairs at any distance are chosen as often as independent draws would be, and the gaps are geometric."""
     p, n = 0.05, 2_000_000
     chosen = weights.bernoulli_mask(key(7), 1, p, n)[0]
     for distance in (1, 2, 3, 17, 1000):

@@ -30,7 +30,7 @@ def make_key(streams, start=0):
 
 
 def pictures(shape, dtype=torch.float64, seed=0):
-    """Random images with what colour operations stumble over: black, white, grey, ties, and values outside [0, 1]."""
+    """Random images with hard cases for colour operations: black, white, grey, ties, and values outside [0, 1]."""
     x = torch.rand(shape, dtype=dtype, generator=torch.Generator().manual_seed(seed)) * 1.2 - 0.1
     flat = x.flatten(3)  # (S, B, C, H W)
     for i, colour in enumerate([[0.0] * 3, [1.0] * 3, [0.4] * 3, [0.7, 0.7, 0.2], [0.1, 0.8, 0.8], [0.5, 0.2, 0.5]]):
@@ -214,7 +214,7 @@ def test_noise_alone_is_white_with_the_given_deviation():
     x = torch.full((2, 4, 3, 16, 16), 0.5)
     noise = (Augment(**NOTHING | {"noise": 0.01})(x, make_key(2)) - x).double()
     assert stats.kstest(noise.flatten().numpy() / 0.01, "norm").pvalue > 1e-3
-    rows = noise.reshape(24, 256).numpy()  # every stream, image and channel has noise of its own
+    rows = noise.reshape(24, 256).numpy()  # every stream, image and channel has other noise
     assert np.abs(np.corrcoef(rows)[np.triu_indices(24, 1)]).max() < 4.5 / math.sqrt(256)
     default = (Augment(**NOTHING | {"noise": Augment().noise})(x, make_key(2)) - x).std()
     assert abs(float(default) - 0.005) < 1e-4
@@ -243,7 +243,7 @@ def test_whole_chain_equals_the_loop_for_other_channel_counts(channels):
 
 
 def test_elongated_images_meet_the_zeros_and_square_ones_do_not():
-    """Otherwise the comparisons above would never see the border of the padded image."""
+    """Otherwise the comparisons above would not test the border of the padded image."""
     zeros = Augment(**NOTHING | {"rotation": (-15.0, 15.0), "translation": (-1 / 16, 1 / 16), "scale": (0.9, 1.1)})
     for size, expected in [((3, 30), True), ((31, 4), True), ((12, 12), False)]:
         y = zeros(torch.ones(50, 1, 1, *size), make_key(50))
@@ -292,7 +292,7 @@ def test_traces_without_a_break():
     [(3, 2, 3, 9, 7), (4, 5, 1, 5, 5), (2, 3, 4, 11, 6), (3, 64, 3, 32, 32), (3, 5, 3, 67, 67), (2, 1, 3, 225, 225)],
 )
 def test_streams_together_equal_each_alone(shape, per):
-    """Bit for bit: no kernel may let the place of a pixel in the tensor, or the number of neighbours, show."""
+    """Bit for bit: results must not depend on the position of a pixel in the tensor, or on the number of streams."""
     x, key = pictures(shape, torch.float32), make_key(shape[0])
     together = Augment(per=per)(x, key)
     for s in range(shape[0]):
@@ -302,7 +302,7 @@ def test_streams_together_equal_each_alone(shape, per):
 
 @pytest.mark.parametrize("operation", range(5))
 def test_colour_operation_together_equals_alone(operation):
-    """Bit for bit, where all streams are due at once; catches `pow`, and a sum that is cut among threads."""
+    """Bit for bit, where all streams are due at once; catches `pow`, and a sum that threads divide."""
     x, f = pictures((5, 1, 3, 201, 199), torch.float32).clamp(0, 1), torch.linspace(0.1, 1.3, 5).view(5, 1, 1, 1, 1)
     together = augment.OPERATIONS[operation](x, f)
     for s in range(5):
@@ -430,7 +430,7 @@ def test_result_is_an_image_without_a_graph():
     assert y.max() == 1
 
 
-def test_wrong_inputs_are_refused_in_words():
+def test_wrong_inputs_are_refused():
     key = make_key(1)
     for call in (Augment(), lambda x, key: Augment().apply(x, Augment().sample(key, (1, 2, 3, 8, 8)))):
         with pytest.raises(ValueError, match=r"\(streams, batch, channels, height, width\).*\(2, 3, 8, 8\).*augment="):

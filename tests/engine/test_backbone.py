@@ -46,7 +46,7 @@ def test_batch_rule_equals_the_model_with_its_batch_norms_in_train_mode(name: st
 @pytest.mark.parametrize("norm", [FROZEN, BATCH, norms.create("robust", alpha=0.3), BALANCED], ids=str)
 @each_model
 def test_rows_together_equal_each_alone(name: str, norm: Norm) -> None:
-    """Catches rows that fold into the batch and come out as someone else's."""
+    """Catches rows that fold into the batch and unfold in another order."""
     net = Backbone(build(name).double())
     for batch in (5, 1):
         x, arguments = images(name, 3, batch, dtype=torch.float64), different_rows(net, norm, 3, batch)
@@ -63,7 +63,7 @@ def test_rows_together_equal_each_alone(name: str, norm: Norm) -> None:
 
 @each_model
 def test_gradients_reach_the_affine_parameters_of_every_layer(name: str) -> None:
-    """And are zero where a layer has none: nothing there can drift."""
+    """And are zero where a layer has no such parameter."""
     net = Backbone(build(name).double())
     affine, stats = net.source(2)
     affine = Affine(*(t.requires_grad_() for t in affine))
@@ -110,7 +110,7 @@ def test_the_callers_model_is_never_changed(name: str) -> None:
 
 @each_model
 def test_plain_round_trip_is_an_ordinary_model(name: str) -> None:
-    """With the source's rows it is the source; with others it does what the backbone did with them."""
+    """With the source's rows it computes what the source does; with other rows, what the backbone does with them."""
     model, x = build(name), images(name)
     net = Backbone(model)
     plain = net.plain(*net.source())
@@ -152,7 +152,7 @@ def remade(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("change", [tied, parametrized, remade])
 def test_exported_layers_have_parameters_of_their_own(change: Callable[[nn.Module], None]) -> None:
-    """Catches a copy into what another layer holds too, or what is made anew at the next call."""
+    """Catches a copy into a tensor that another layer shares, or that the next call computes again."""
     torch.manual_seed(0)
     model, x = small(lambda _: nn.BatchNorm2d(6)), images("BatchNorm2d")
     model[3], model[8] = nn.Conv2d(6, 6, 3), nn.Linear(6, 4)
@@ -170,7 +170,7 @@ def test_exported_layers_have_parameters_of_their_own(change: Callable[[nn.Modul
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @each_model
 def test_precision_of_the_model_is_kept(name: str, dtype: torch.dtype) -> None:
-    """Whatever the precision of the images; statistics and affine parameters are float32 at least."""
+    """For every precision of the images; statistics and affine parameters are float32 at least."""
     model, x = build(name).to(dtype), images(name)
     net = Backbone(model)
     affine, stats = net.source(1, 4)
@@ -245,7 +245,7 @@ def test_a_convolution_of_one_pixel_serves_as_classifier() -> None:
 
 
 def test_there_are_no_features_where_frames_are_classified_one_by_one() -> None:
-    """Catches features of B T frames handed out as if they were those of B images."""
+    """Catches features of B T frames that are returned as those of B images."""
     net, x = Backbone(build("video by frame")), images("video by frame")
     assert net(x, *net.source(), FROZEN).features is None
 
@@ -292,7 +292,7 @@ def test_fingerprint_tells_models_apart_and_nothing_else() -> None:
 
 
 def test_fingerprint_tells_eps_apart() -> None:
-    """And the usual one is not in it: marks that were taken before it counted must not change."""
+    """The usual eps is not hashed: fingerprints from before eps was hashed must not change."""
     model = build("BatchNorm2d")
     model[4] = Doubled(8)  # left alone; it counts all the same
     mark = Backbone(model).fingerprint()
@@ -318,7 +318,7 @@ def test_every_model_has_a_fingerprint_of_its_own(name: str) -> None:
 
 
 def test_source_hands_out_copies() -> None:
-    """Catches an adaptation that moves the source it should be able to return to."""
+    """Catches an adaptation that changes the stored source."""
     net = Backbone(build("BatchNorm2d"))
     affine, stats = net.source(2, 3)
     assert affine.weight.shape == (2, 14)
@@ -330,7 +330,7 @@ def test_source_hands_out_copies() -> None:
 
 
 def test_slots_hold_nothing_that_adapts() -> None:
-    """Two passes with different arguments leave no trace: the first repeats exactly."""
+    """After passes with different arguments, the first repeats exactly."""
     net, x = Backbone(build("nested")), images("nested", 2)
     one, two = different_rows(net, BALANCED, 2, seed=1), different_rows(net, BATCH, 2, seed=2)
     before = net(x, *one)

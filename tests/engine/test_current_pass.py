@@ -79,7 +79,7 @@ def test_a_pass_with_labels_is_repeated_without_channels_last() -> None:
 
 
 class Listed(nn.Module):
-    """Calls its layers by references that are not modules of its own."""
+    """Calls its layers by references outside its modules."""
 
     def __init__(self, through: Callable[[nn.Module], Callable[[Tensor], Tensor]]) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class Listed(nn.Module):
 
 
 def test_layers_in_a_list_are_adapted_and_exported() -> None:
-    """Catches a layer that is called past the slot that stands for it among the modules."""
+    """Catches a layer that is called directly and not through its slot."""
     torch.manual_seed(0)
     model, x = Listed(lambda norm: norm).eval(), images("BatchNorm2d")
     net = Backbone(model)
@@ -123,7 +123,7 @@ def test_layers_that_no_pass_calls_are_named_once() -> None:
 
 @pytest.mark.parametrize("error", [RuntimeError("late"), KeyError("late"), KeyboardInterrupt()])
 def test_the_current_pass_is_cleared_after_an_error(error: BaseException) -> None:
-    """Catches a pass that outlives its forward, so that the next use of a slot takes another's arguments."""
+    """Catches a pass that stays current after its forward, so that a later use of a slot gets its arguments."""
 
     def fail(y: Tensor) -> Tensor:
         raise error
@@ -169,9 +169,9 @@ def test_threads_with_one_backbone_do_not_meet() -> None:
     assert max(worst) < 1e-5
 
 
-@pytest.mark.parametrize("own", [(True, True), (True, False), (False, True), (False, False)], ids=str)
-def test_a_pass_with_weights_of_its_own_meets_no_other(own: tuple[bool, bool]) -> None:
-    """One thread stands in the middle of its pass while another makes a whole one, and looks around."""
+@pytest.mark.parametrize("replaced", [(True, True), (True, False), (False, True), (False, False)], ids=str)
+def test_passes_with_other_weights_do_not_affect_each_other(replaced: tuple[bool, bool]) -> None:
+    """One thread waits in the middle of its pass while another makes a whole pass and reads the weights."""
     meet: list[Callable[[], None]] = []
 
     class Halfway(nn.Module):
@@ -185,14 +185,14 @@ def test_a_pass_with_weights_of_its_own_meets_no_other(own: tuple[bool, bool]) -
     mark, source = net.fingerprint(), WeightLayout(net).source().weights
     weights = [
         {name: factor * p for name, p in net.model.named_parameters()} if its else None
-        for its, factor in zip(own, (2, 3), strict=True)
+        for its, factor in zip(replaced, (2, 3), strict=True)
     ]
 
     def go(i: int) -> Tensor:
         return net(x, *net.source(), FROZEN, weights=weights[i]).logits
 
     alone = go(0), go(1)
-    assert (gap(*alone) > 1e-3) == any(own)
+    assert (gap(*alone) > 1e-3) == any(replaced)
     found: list[Any] = []
 
     def visit() -> None:
@@ -227,7 +227,7 @@ def test_threads_with_methods_that_move_all_weights_do_not_meet() -> None:
 
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))])
 def test_a_copy_has_weights_of_its_own(again: Callable[[Backbone], Backbone]) -> None:
-    """Catches a double that outlives the network it was made of, or a cast of it."""
+    """Catches a thread's copy that is still used after the network was cast or loaded."""
     net, x = Backbone(build("BatchNorm2d")), images("BatchNorm2d")
     some = {"0.weight": 2 * net.model[0].weight}
     before = net(x, *net.source(), FROZEN, weights=some).logits

@@ -20,7 +20,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def ieee_float32():
-    """cuDNN takes TF32 for float32 by default; conformance is about float32."""
+    """cuDNN uses TF32 for float32 by default; conformance is about float32."""
     with float32_precision("float32"), kernels.using("off"):
         yield
 
@@ -127,7 +127,7 @@ def test_class_sums_do_not_pass_through_tf32(mode):
 @pytest.mark.parametrize("mode", ["off", "auto"])
 @pytest.mark.parametrize("method", ["tribe", "tent", "bn", "source", "pl", "eata", "sar", "roid"])
 def test_a_step_does_not_wait_for_the_host(method, mode):
-    """Values may be looked at for the first batch's range only: a step that reads them stalls the device."""
+    """Catches a step that reads values, which stalls the device."""
     kernels.use(mode)
     net = tribe.Backbone(small_network().cuda())
     method = ready(method)
@@ -144,7 +144,7 @@ def test_a_step_does_not_wait_for_the_host(method, mode):
 @pytest.mark.parametrize("mode", ["off", "auto"])
 @pytest.mark.parametrize("method", tribe.methods.names())
 def test_deterministic_steps_give_the_same_bits(method, mode):
-    """Of every method, captured where it can be: nothing it uses lacks a deterministic algorithm."""
+    """For every method, captured where it can be: all its operations have a deterministic algorithm."""
     kernels.use(mode)
     net = small_network().cuda()
     first, second = (tribe.adapt(net, ready(method), streams=2, deterministic=True) for _ in range(2))

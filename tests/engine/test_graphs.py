@@ -30,11 +30,11 @@ FAST = {name for name, _ in CAPTURABLE + IN_SEGMENTS}
 DRIFTING = ("methods_k100", "rotta")  # the recorded teacher's drift is worked out on the host
 
 
-# -- no step that claims to be capturable looks at a value -------------------------------------------------------------
+# -- no step that claims to be capturable reads a value ----------------------------------------------------------------
 
 
 class Device(TorchDispatchMode):
-    """Refuses what makes a host and its device wait for each other."""
+    """Refuses operations that synchronise the host and the device."""
 
     WAITS = frozenset({"_local_scalar_dense", "item", "nonzero", "masked_select", "unique_dim", "_unique2", "equal"})
 
@@ -50,7 +50,7 @@ class Device(TorchDispatchMode):
 
 
 def step_without_values(method, streams=2):
-    """On torch's meta device tensors have no values: a step that wants one fails."""
+    """On torch's meta device tensors have no values: a step that reads one fails."""
     home = Backbone(small_network())
     state = tree_map(lambda t: t.to("meta"), method.init(home, streams))
     net, x = home.to("meta"), images(streams, 6).to("meta")
@@ -61,7 +61,7 @@ def step_without_values(method, streams=2):
 
 
 @pytest.mark.parametrize(("name", "fields"), CAPTURABLE, ids=str)
-def test_a_step_that_may_be_captured_looks_at_no_value(name, fields):
+def test_a_step_that_may_be_captured_reads_no_value(name, fields):
     logits, state = step_without_values(ready(name, **fields))
     assert logits.shape == (2, 6, CLASSES)
     assert all(t.device.type == "meta" for t in leaves(state).values())
@@ -69,7 +69,7 @@ def test_a_step_that_may_be_captured_looks_at_no_value(name, fields):
 
 @pytest.mark.parametrize(("name", "fields"), [m for m in METHODS if m not in CAPTURABLE], ids=str)
 def test_a_method_that_is_exempt_has_its_reason(name, fields):
-    """Catches an exemption that has outlived its cause."""
+    """Catches an exemption whose reason is gone."""
     method = ready(name, **fields)
     assert len(method.eager_only.split()) > 4
     with pytest.raises((NotImplementedError, RuntimeError, AssertionError, ValueError)):
@@ -82,8 +82,8 @@ def test_the_paper_s_method_and_its_simplest_rivals_can_be_captured():
 
 
 @pytest.mark.parametrize(("name", "fields"), IN_SEGMENTS, ids=str)
-def test_a_part_looks_at_no_value(name, fields):
-    """Each part runs without values first, once for all tensors of the same shapes, then as it is."""
+def test_a_segment_reads_no_value(name, fields):
+    """Each segment runs without values first, once for all tensors of the same shapes, then with values."""
     method, net, done, seen = ready(name, **fields), Backbone(small_network()), set(), set()
     twin = Backbone(small_network()).to("meta")
 
@@ -106,12 +106,12 @@ def test_a_part_looks_at_no_value(name, fields):
 
 @pytest.mark.parametrize(("method", "most"), [("source", 104), ("tent", 492), ("tribe", 2002)])
 def test_a_step_launches_no_more_than_it_did(method, most):
-    """A GPU waits for launches: what adds them should be seen. Raise the number if they are worth it."""
+    """A GPU waits for launches, so a change that adds some should show. Raise the number if they are worth it."""
     assert count("resnet8", method, classes=10, batch=8).total() <= most
 
 
-def test_what_waits_is_caught():
-    """The harness itself: each of these would stall a GPU, or break a recording."""
+def test_the_harness_catches_operations_that_synchronise():
+    """Each of these would stall a GPU, or break a recording."""
     with Device(), pytest.raises(AssertionError, match="copied"):
         torch.ones(2, device="meta") + torch.tensor([1.0, 2.0])
     with Device(), pytest.raises(AssertionError, match="host"):
@@ -126,7 +126,7 @@ def test_what_waits_is_caught():
 
 
 def repeated():
-    """Stands for CUDA graphs where there are none: the same work on the same static memory."""
+    """Replaces CUDA graphs where there are none: the same work on the same static memory."""
 
     def record(work):
         work()
@@ -141,7 +141,7 @@ def pair(name="tribe", streams=2, **fields):
 
 
 @pytest.mark.parametrize(("name", "fields"), CAPTURABLE, ids=str)
-def test_captured_steps_are_the_steps_themselves(name, fields):
+def test_captured_steps_equal_the_steps(name, fields):
     method, net, captured, state = pair(name, **fields)
     here = there = state
     before = digest(state)
@@ -155,7 +155,7 @@ def test_captured_steps_are_the_steps_themselves(name, fields):
 
 
 @pytest.mark.parametrize(("name", "fields"), IN_SEGMENTS, ids=str)
-def test_steps_in_parts_are_the_steps_themselves(name, fields):
+def test_steps_in_segments_equal_the_steps(name, fields):
     method, net, _, state = pair(name, **fields)
     in_segments, here, there, before = CapturedSegments(method, net, repeated), state, state, digest(state)
     for seed in range(15):
@@ -165,13 +165,13 @@ def test_steps_in_parts_are_the_steps_themselves(name, fields):
         assert torch.equal(logits, wanted)
         kept, frozen = digest(there), clone(there)
         assert kept == digest(here)
-        in_segments.step(there, images(2, 6, seed + 100))  # nobody's state is static memory
+        in_segments.step(there, images(2, 6, seed + 100))  # no state is in static memory
         assert digest(there) == kept == digest(frozen)
     assert digest(state) == before
     assert in_segments.recorded == 1
 
 
-def test_parts_of_a_smaller_batch_are_padded_and_a_larger_one_is_recorded_anew():
+def test_segments_of_a_smaller_batch_are_padded_and_a_larger_one_is_recorded_again():
     method, net, _, state = pair("rotta")
     in_segments, here, there = CapturedSegments(method, net, repeated), state, state
     for seed, batch in enumerate((60, 40, 1, 64, 70, 2)):
@@ -184,7 +184,7 @@ def test_parts_of_a_smaller_batch_are_padded_and_a_larger_one_is_recorded_anew()
     assert torch.equal(here.info.images, there.info.images)
 
 
-def test_images_of_ever_new_shapes_end_the_recordings(monkeypatch):
+def test_too_many_shapes_of_images_end_the_recordings(monkeypatch):
     monkeypatch.setattr(graphs, "cuda_graphs", repeated)
     monkeypatch.setattr(graphs, "refusal", lambda method, device: None)
     method, net, _, state = pair("tent")
@@ -209,7 +209,7 @@ def test_two_static_states_take_turns_and_nothing_else_is_copied(monkeypatch):
     assert copies.count(True) == 1
 
 
-def test_a_smaller_batch_is_padded_and_a_larger_one_recorded_anew():
+def test_a_smaller_batch_is_padded_and_a_larger_one_is_recorded_again():
     method, net, captured, state = pair()
     here = there = state
     for seed, batch in enumerate((6, 4, 1, 6, 9, 9, 2)):
@@ -237,7 +237,7 @@ def test_a_state_from_elsewhere_is_copied_in_and_stays_whole():
     assert digest(back) == whole
 
 
-def test_another_shape_of_image_or_precision_is_recorded_anew():
+def test_another_shape_of_image_or_precision_is_recorded_again():
     method, net, captured, state = pair()
     here = there = state
     for x in (images(2, 6, 0), images(2, 6, 1)[..., :6], images(2, 6, 2)):
@@ -376,7 +376,7 @@ def test_graphs_equal_eager_steps(name, fields, mode):
     ("file", "name"), [case for case in CASES if RECORDED[case[0]][case[1]][0] in FAST and case != DRIFTING]
 )
 def test_the_recording_holds_with_graphs_and_kernels(file, name):
-    """Past the switch, which knows only tribe's own augmentation: the recording's looks at no value either."""
+    """Without `Steps`, which captures tribe's augmentation only: that of the recording reads no values either."""
 
     def stepping(method, net):
         return (CapturedSegments if method.in_segments else Captured)(method, net).step
@@ -391,7 +391,7 @@ def test_the_recording_holds_with_graphs_and_kernels(file, name):
 
 @gpu
 @pytest.mark.gpu
-def test_adapters_live_the_same_life_with_graphs(tmp_path):
+def test_adapters_behave_the_same_with_graphs(tmp_path):
     """Reset, snapshot, restore, freeze, save, load and move, between captured steps."""
     net = small_network().cuda()
     fast, slow = (tribe.adapt(net, streams=2, graphs=g) for g in (True, False))
@@ -475,7 +475,7 @@ def test_autocast_is_captured_with_the_rest():
 
 @dataclasses.dataclass(frozen=True)
 class Looking(tribe.methods.get("tent")):
-    """Somebody's method that looks at a value and does not say so."""
+    """A custom method that reads a value and does not declare it."""
 
     def step(self, net, state, x, valid=None):
         return super().step(net, state, x if x.sum() > 0 else x + 1, valid)
@@ -483,7 +483,7 @@ class Looking(tribe.methods.get("tent")):
 
 @gpu
 @pytest.mark.gpu
-def test_a_step_that_cannot_be_recorded_is_taken_all_the_same():
+def test_a_step_that_cannot_be_recorded_is_taken_eagerly():
     net = small_network().cuda()
     adapter, plain = tribe.adapt(net, Looking()), tribe.adapt(net, Looking(), graphs=False)
     with pytest.warns(RuntimeWarning, match="could not be captured"):

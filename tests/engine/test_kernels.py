@@ -1,4 +1,4 @@
-"""The kernels give the numbers of the tensor operations: on a GPU for real, elsewhere through Triton's interpreter."""
+"""The kernels give the numbers of the tensor operations: on a GPU, or through Triton's interpreter."""
 
 import os
 import subprocess
@@ -72,7 +72,7 @@ def near(a: torch.Tensor, b: torch.Tensor, tolerance: float = 1e-5) -> bool:
 # -- without Triton, or without a GPU ----------------------------------------------------------------------------------
 
 
-def test_nothing_is_launched_where_it_cannot_be_or_when_told():
+def test_nothing_is_launched_on_a_cpu_or_when_switched_off():
     x = torch.rand(1, 2, 3, 4)
     assert kernels.can_run(x) == kernels.INTERPRETED
     assert not kernels.can_run(x.double())
@@ -83,8 +83,8 @@ def test_nothing_is_launched_where_it_cannot_be_or_when_told():
 
 
 @pytest.mark.parametrize("failing", ["a compiler", "an old GPU"])
-def test_where_kernels_cannot_be_built_that_is_said_once_and_nothing_breaks(failing, monkeypatch):
-    """No machine here fails so: what torch and Triton would say is put into their mouths."""
+def test_kernels_that_cannot_be_built_warn_once(failing, monkeypatch):
+    """The errors of torch and Triton are simulated: no machine of the tests has them."""
 
     class Broken:
         def __getitem__(self, grid):
@@ -96,8 +96,8 @@ def test_where_kernels_cannot_be_built_that_is_said_once_and_nothing_breaks(fail
     monkeypatch.setattr(torch, "zeros", lambda *shape, device: None)
     kernels.works.cache_clear()
     try:
-        said = r"\(7, 5\)" if failing == "an old GPU" else "no C compiler"
-        with pytest.warns(RuntimeWarning, match=f"cannot be used on cuda:0.*{said}"):
+        reason = r"\(7, 5\)" if failing == "an old GPU" else "no C compiler"
+        with pytest.warns(RuntimeWarning, match=f"cannot be used on cuda:0.*{reason}"):
             assert not kernels.works(0)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -121,7 +121,7 @@ def test_an_unknown_mode_is_refused():
 @pytest.mark.skipif(not kernels.INSTALLED, reason="Triton is not installed (torch's CPU builds come without it)")
 @pytest.mark.skipif(kernels.INTERPRETED or torch.cuda.is_available(), reason="the kernels run in this process")
 def test_through_the_interpreter():
-    """A process of its own: Triton looks for the interpreter when it is imported."""
+    """In another process: Triton chooses the interpreter when it is imported."""
     here = Path(__file__).resolve()
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "not gpu", str(here)]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -177,7 +177,7 @@ def test_passes_over_activations(shape, last, dtype):
 
 
 @runs
-def test_a_gradient_of_another_layout_is_brought_into_the_activations_own():
+def test_a_gradient_of_another_layout_gets_that_of_the_activations():
     x, g = channels_last(drawn(2, 3, 4, 5, 5)).to(DEVICE), drawn(2, 3, 4, 1, 1).to(DEVICE).expand(2, 3, 4, 5, 5)
     brought = kernels.match_layout(g, x)
     assert brought.stride() == x.stride()
@@ -233,7 +233,7 @@ def test_moments_pool_over_valid_samples(batch):
 
 
 class Activated(nn.BatchNorm2d):
-    """BatchNorm with a ReLU of its own, as libraries of models have it."""
+    """BatchNorm with a built-in ReLU, as in timm."""
 
     def __init__(self, channels: int) -> None:
         super().__init__(channels)
@@ -257,7 +257,7 @@ class Bare(nn.Module):
 
 @pytest.mark.parametrize("norm", RULES, ids=str)
 def test_a_built_in_relu_is_a_relu(norm):
-    """Done on the way, and worked out anew for the gradient: the numbers of a ReLU afterwards, on any machine."""
+    """It is fused, and computed again for the gradient: the numbers of a separate ReLU."""
     x, valid = drawn(2, 5, 7, 3, 3).double(), torch.ones(2, 5, dtype=torch.bool)
     stats = Stats(drawn(2, norm.classes, 7, seed=1).double(), drawn(2, norm.classes, 7, seed=2).abs().double() + 0.5)
     results = []
@@ -318,7 +318,7 @@ def test_batches_too_large_for_the_class_sums_fall_back():
 
 
 @runs
-def test_a_second_call_of_a_layer_goes_on_from_the_first():
+def test_a_second_call_of_a_layer_continues_from_the_first():
     class Twice(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -382,7 +382,7 @@ def test_tribe_takes_the_same_steps(fields):
 
 @runs
 def test_the_recording_holds():
-    """Where rounding shows most: a hundred classes, half of every update shared. Catches a mean that was not exact."""
+    """Where rounding shows most: a hundred classes, half of every update shared. Catches a mean that is not exact."""
     with np.load(DATA / "methods_k100.npz") as file:
         data = {**file, "x": file["x"][:3]}
     with kernels.using("auto"), float32_precision("float32"):
@@ -393,7 +393,7 @@ def test_the_recording_holds():
 
 @runs
 def test_steps_from_static_memory_are_the_same_with_kernels():
-    """What the kernels write into the state before last is what CUDA graphs will find there."""
+    """Catches kernels that do not write into the memory of the state before last, where CUDA graphs read it."""
     method, net = tribe.methods.create("tribe", classes=CLASSES), Backbone(small_network()).to(DEVICE)
 
     def repeated():

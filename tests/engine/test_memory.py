@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 class Stream(NamedTuple):
-    """Images known by their position: image i of a stream is filled with i."""
+    """Images that show their position: image i of a stream is filled with i."""
 
     label: Tensor  # (S, T)
     uncertainty: Tensor  # (S, T) float64
@@ -80,7 +80,7 @@ def play(kind: str, played: Stream, size: int, classes: int, batch: int = 16, se
 
 
 def contents(held: Any, row: int = 0) -> list[tuple[int, ...]]:
-    """(position, label) of all that is held, with the age where there is one."""
+    """(position, label) of all images held, with the age if the memory has one."""
     columns = [held.image[..., 0].long(), held.label] + ([held.age] if isinstance(held, Timely) else [])
     return [tuple(int(t[row, i]) for t in columns) for i in range(int(held.held[row]))]
 
@@ -135,7 +135,7 @@ def test_equals_the_slow_loop(kind: str, size: int, classes: int, batch: int) ->
 
 @both
 def test_every_moment_within_a_batch_equals_the_slow_loop(kind: str) -> None:
-    """Catches a memory that is right at the end of a batch only: RoTTA looks into it midway."""
+    """Catches a memory that is right at the end of a batch only: RoTTA reads it midway."""
     played = draw(3, length=40)
     start = play(kind, draw(4, length=60), 16, 5)
     for passed in range(41):
@@ -166,28 +166,28 @@ def held_after(size: int, classes: int, *arrivals: tuple[int, float]) -> list[in
 
 
 def test_a_class_accepts_below_its_quota_which_is_a_real_number() -> None:
-    """Four places and three classes: 4/3, so that a class takes two before its own have to make room."""
+    """Four places and three classes, quota 4/3: a class takes two places before its images have to leave."""
     assert held_after(4, 3, (0, 0.5), (0, 0.5)) == [0, 1]
     assert held_after(4, 3, (0, 0.5), (0, 0.5), (0, 0.5)) == [1, 2]  # the oldest has the highest score
 
 
-def test_at_quota_only_the_own_class_makes_room() -> None:
-    """The doubtful image of the other class stays, although its score is the highest of all."""
+def test_at_quota_only_images_of_the_same_class_leave() -> None:
+    """The uncertain image of the other class stays, although its score is the highest of all."""
     assert held_after(4, 2, (1, 0.69), (0, 0.1), (0, 0.1), (0, 0.1)) == [0, 2, 3]
 
 
-def test_below_quota_in_a_full_memory_the_largest_classes_make_room() -> None:
-    """Five places, three classes, quota 5/3. Classes 0 and 1 hold two: of these the most doubtful goes, not 2's own."""
+def test_below_quota_in_a_full_memory_images_of_the_largest_classes_leave() -> None:
+    """Five places, three classes, quota 5/3. Classes 0 and 1 hold two: the most uncertain of these leaves."""
     assert held_after(3, 3, (0, 0.1), (1, 0.1), (2, 1.0), (2, 0.1)) == [0, 1, 3]  # at quota 1: its own
     assert held_after(5, 3, (0, 0.1), (0, 0.6), (1, 1.0), (1, 0.5), (2, 1.09), (2, 0.1)) == [0, 1, 3, 4, 5]
 
 
-def test_a_newcomer_as_doubtful_as_it_gets_is_dropped() -> None:
+def test_a_newcomer_of_the_highest_uncertainty_is_dropped() -> None:
     assert held_after(2, 2, (0, 0.0), (0, 0.69)) == [0]
 
 
 def test_an_equal_score_does_not_let_the_newcomer_in() -> None:
-    """The held image's score has to exceed the newcomer's; one arrival's worth of doubt is as much as it can take."""
+    """The score of the held image has to exceed the newcomer's."""
     worth = 1 / (1 + math.exp(-1 / 2)) - 0.5
     doubt = next(d for n in range(-4, 5) if (d := worth * math.log(2) * (1 + n * 2**-52)) / math.log(2) == worth)
     for slack, kept in ((1e-9, [0]), (0.0, [0]), (-1e-9, [1])):
@@ -195,7 +195,7 @@ def test_an_equal_score_does_not_let_the_newcomer_in() -> None:
 
 
 def test_on_ties_the_later_leaves() -> None:
-    """Very old images have the same age to the last digit; of two alike the one that came second goes."""
+    """Very old images have equal scores, to the last digit; of two equal ones the later leaves."""
     first = sequence((0, 0.3), (0, 0.3), (1, 0.1), (1, 0.1))
     held = play("timely", first, 4, 2)
     assert contents(held)[:2] == [(0, 0, 4), (1, 0, 3)]
@@ -227,7 +227,7 @@ def test_within_a_class_every_arrival_is_as_likely_to_be_held() -> None:
 
 @pytest.mark.parametrize("size", [8, 15, 16])
 def test_balanced_predictions_leave_classes_balanced_within_one(size: int) -> None:
-    """However they come: first all of one class, then all of the next."""
+    """In the least even order: first all of one class, then all of the next."""
     label = torch.arange(4).repeat_interleave(25)[None]
     for order in (torch.arange(100), torch.randperm(100, generator=torch.Generator().manual_seed(0))):
         played = Stream(label[:, order], torch.zeros(1, 100).double(), torch.ones(1, 100) > 0)
@@ -238,7 +238,7 @@ def test_balanced_predictions_leave_classes_balanced_within_one(size: int) -> No
 
 
 def test_a_rare_class_always_gets_in() -> None:
-    """It is not among those that hold the most: no coin is tossed, and none of its own has to leave."""
+    """Its class is not among those that hold the most, so no coin is tossed and none of its images leaves."""
     played = sequence(*[(0, 0.0)] * 50, (1, 0.0), (1, 0.0))
     for seed in range(20):
         assert {(50, 1), (51, 1)} <= set(contents(play("reservoir", played, 8, 3, seed=seed)))
@@ -270,7 +270,7 @@ def test_streams_together_equal_each_alone(kind: str) -> None:
 
 @both
 def test_invalid_images_are_no_arrivals(kind: str) -> None:
-    """Catches padding that is held, makes others older, shifts the draws or is counted: without it, bit for bit."""
+    """Catches padding that is held, ages others, shifts the draws or is counted."""
     played = draw(2, invalid=0.4)
     keep = played.valid[0]
     held, without = play(kind, played, 16, 5), play(kind, Stream(*(t[:, keep] for t in played)), 16, 5)
@@ -282,7 +282,7 @@ def test_invalid_images_are_no_arrivals(kind: str) -> None:
 
 
 @both
-def test_a_resumed_memory_goes_on_as_if_nothing_had_been(kind: str) -> None:
+def test_a_resumed_memory_equals_an_uninterrupted_one(kind: str) -> None:
     from safetensors.torch import load, save
 
     played = draw(5, streams=2)
@@ -345,8 +345,8 @@ def test_images_that_are_too_large_are_refused_with_what_to_do() -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "room", "words"), [(0, 6, "size is how many"), (4, 0, "room is how many"), (2.5, 6, "got 2.5")]
+    ("size", "room", "message"), [(0, 6, "size is how many"), (4, 0, "room is how many"), (2.5, 6, "got 2.5")]
 )
-def test_a_memory_for_nothing_is_refused(size: Any, room: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_a_memory_without_room_is_refused(size: Any, room: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         memory.check_size(size, room)

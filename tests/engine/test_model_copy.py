@@ -25,7 +25,7 @@ def test_lazy_layers_work_once_their_size_is_known() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "words"),
+    ("model", "message"),
     [
         (
             nn.Sequential(nn.Conv2d(3, 4, 3), Doubled(4)),
@@ -41,8 +41,8 @@ def test_lazy_layers_work_once_their_size_is_known() -> None:
         (tribe.adapt(small()), r"Adapter is or holds a tribe.Backbone.* its .net .* its .export\(\)"),
     ],
 )
-def test_a_model_that_cannot_be_adapted_is_refused_in_words(model: nn.Module, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_a_model_that_cannot_be_adapted_is_refused(model: nn.Module, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         Backbone(model)
 
 
@@ -54,7 +54,7 @@ def test_a_compiled_part_that_learned_nothing_does_no_harm() -> None:
 
 
 class Cut(nn.Module):
-    """Gives logits without a gradient, as networks do that are made for inference."""
+    """Returns logits without a gradient, as networks for inference do."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -78,22 +78,22 @@ def test_a_network_that_cuts_gradients_is_refused_in_words_where_one_is_needed(h
 
 
 @pytest.mark.parametrize("method", [name for name in tribe.methods.names() if name not in ("eata", "petal", "ttac")])
-def test_without_affine_parameters_methods_that_learn_nothing_else_are_refused_in_words(method: str) -> None:
+def test_without_affine_parameters_methods_that_learn_nothing_else_are_refused(method: str) -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, affine=False), nn.Flatten(), nn.Linear(144, 4))
     net, x = Backbone(model), torch.rand(1, 64, 3, 8, 8)
     if method in ("source", "bn", "lame", "cotta"):
         assert tribe.adapt(net, method)(x).shape == (1, 64, 4)
         return
-    words = r"no normalisation layer .* has affine parameters .*Choose one that needs none: bn, lame, cotta, petal"
-    with pytest.raises(ValueError, match=words):
+    message = r"no normalisation layer .* has affine parameters .*Choose one that needs none: bn, lame, cotta, petal"
+    with pytest.raises(ValueError, match=message):
         tribe.adapt(net, method)
     rule = tribe.methods.create(method, classes=4)
-    with pytest.raises(ValueError, match=words):  # a pass without a shell says it, too
+    with pytest.raises(ValueError, match=message):  # a pass without an adapter raises it, too
         rule.step(net, rule.init(net), x)
 
 
 class Reads(nn.Module):
-    """Asks a normalisation layer for something."""
+    """Reads an attribute of a normalisation layer."""
 
     def __init__(self, ask: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class Reads(nn.Module):
 
 
 @pytest.mark.parametrize("what", ["weight", "running_mean", "_check_input_dim"])
-def test_reading_a_layer_past_its_call_is_refused_in_words(what: str) -> None:
+def test_reading_a_layer_past_its_call_is_refused(what: str) -> None:
     def ask(layer: Any, x: Tensor) -> Tensor:
         return 0 * getattr(layer, what).sum()
 
@@ -128,20 +128,20 @@ def test_what_is_not_a_module_is_refused() -> None:
         Backbone(lambda x: x)  # type: ignore[arg-type]
 
 
-def test_a_tuple_is_refused_in_words() -> None:
+def test_a_tuple_is_refused() -> None:
     with pytest.raises(TypeError, match=r"returned tuple; expected logits or an object with .logits"):
         run(Wrapped(lambda y: (y, y)))
 
 
 @pytest.mark.parametrize("change", [lambda y: y[:, :, None], lambda y: y[:3], lambda y: y.sum()])
-def test_logits_of_another_shape_are_refused_in_words(change: Callable[[Tensor], Tensor]) -> None:
+def test_logits_of_another_shape_are_refused(change: Callable[[Tensor], Tensor]) -> None:
     with pytest.raises(ValueError, match=r"for 6 images; expected logits \(N, classes\)"):
         run(Wrapped(change))
 
 
 @pytest.mark.parametrize("norm", [nn.BatchNorm2d, partial(nn.GroupNorm, 2)])
-def test_a_model_that_mixes_images_is_refused_in_words(norm: Callable[[int], nn.Module]) -> None:
-    """Catches rows and samples that are told apart by their place when their places are gone."""
+def test_a_model_that_mixes_images_is_refused(norm: Callable[[int], nn.Module]) -> None:
+    """Catches rows and samples that are separated by position although the network has moved them."""
 
     class Mixes(nn.Module):
         def __init__(self) -> None:
@@ -157,14 +157,14 @@ def test_a_model_that_mixes_images_is_refused_in_words(norm: Callable[[int], nn.
         run(Mixes(), images("BatchNorm2d", 2))
 
 
-@pytest.mark.parametrize(("shape", "words"), [((5, 8, 8), "takes 3 channels"), ((8, 8), r"4 axes, \(B, 3, ...\)")])
-def test_images_of_another_shape_are_refused_in_words(shape: tuple[int, ...], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+@pytest.mark.parametrize(("shape", "message"), [((5, 8, 8), "takes 3 channels"), ((8, 8), r"4 axes, \(B, 3, ...\)")])
+def test_images_of_another_shape_are_refused(shape: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         run(small(), torch.rand(1, 6, *shape))
 
 
-def test_arguments_of_another_shape_are_refused_in_words() -> None:
-    """Catches class statistics under a rule for one: with as many samples as classes they would broadcast."""
+def test_arguments_of_another_shape_are_refused() -> None:
+    """Catches class statistics with a rule for one class: with as many samples as classes they would broadcast."""
     net, x = Backbone(small()), images("BatchNorm2d", 2)
     affine, stats = net.source(2)
     with pytest.raises(ValueError, match=r"2 rows and the network 14 channels; affine is \(3, 14\)"):

@@ -1,6 +1,6 @@
-"""Networks that make something infinite of a sound image: of a black frame, by standardising each image, 0 / 0.
+"""Networks whose output is not finite for a sound image: they standardise each image, and a black frame gives 0 / 0.
 
-What ends so touches nothing, is counted, and costs no other image more than the batch that it came with.
+Such an image changes nothing and is counted; of the other images only those of the same batch are affected.
 """
 
 import pytest
@@ -38,12 +38,12 @@ def built(name, net):
 
 
 def learned(state):
-    """All but what is said about it."""
+    """All tensors of a state but its info and key."""
     return {name: t for name, t in leaves(state).items() if not name.startswith(("info", "key"))}
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_black_frame_touches_nothing_and_is_counted(name, net):
+def test_a_black_frame_changes_nothing_and_is_counted(name, net):
     method = built(name, net)
     state = method.init(net)
     for seed in range(3):
@@ -52,7 +52,7 @@ def test_a_black_frame_touches_nothing_and_is_counted(name, net):
     x[0, 2] = 0
     prediction, after = method.step(net, state, x)
     assert prediction.isfinite().all()
-    assert prediction[0, 2].unique().numel() == 1, "of a black frame nothing is said"
+    assert prediction[0, 2].unique().numel() == 1, "a black frame gets equal logits"
     assert all(t.isfinite().all() for t in leaves(after).values() if t.is_floating_point())
     assert after.info.skipped > state.info.skipped
     assert after.info.skipped + after.info.images == state.info.images + 6, "every image is learned from or skipped"
@@ -66,7 +66,7 @@ def test_a_black_frame_touches_nothing_and_is_counted(name, net):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_screened_out_is_finite_in_every_layer(name, net):
-    """Catches zeros in place of padding, of bad images and of free places of a memory: good images go on as alone."""
+    """Catches zeros in place of padding, bad images and free places of a memory, which become NaN in such a network."""
     method = built(name, net)
     start, good = method.init(net), images(1, 6, 3)
     padded = torch.cat((good, torch.full_like(good[:, :2], torch.nan)), 1)
@@ -81,7 +81,7 @@ def test_what_is_screened_out_is_finite_in_every_layer(name, net):
             torch.testing.assert_close(t, learned(one)[part], rtol=1e-4, atol=1e-5, msg=part)
 
 
-def test_one_stream_s_black_frame_is_no_other_s(net):
+def test_a_black_frame_of_one_stream_does_not_affect_others(net):
     method = built("tribe", net)
     state, x = method.init(net, 2), images(2, 6, 1).clone()
     want, _ = method.step(net, state, x)
@@ -92,7 +92,7 @@ def test_one_stream_s_black_frame_is_no_other_s(net):
     assert after.info.images.tolist() == [0, 6]
 
 
-def test_float16_that_overflows_inside_brings_its_adapter_through():
+def test_an_adapter_survives_an_overflow_in_float16():
     class Loud(nn.Module):
         def __init__(self):
             super().__init__()
@@ -118,7 +118,7 @@ def test_images_that_require_gradients_leave_no_graph_in_a_memory(name, net):
     assert not any(t.requires_grad for t in leaves(state).values())
 
 
-def test_a_batch_without_images_is_refused_in_words(net):
+def test_a_batch_without_images_is_refused(net):
     method = methods.create("tent", classes=4)
     with pytest.raises(ValueError, match=r"at least one image a stream; got a batch of shape \(1, 0, 3, 8, 8\)"):
         method.step(net, method.init(net), torch.rand(1, 0, 3, 8, 8))

@@ -1,4 +1,4 @@
-"""The generator: right against the published vectors, random by the usual tests, and a function of its key alone."""
+"""The generator equals the published vectors, passes the usual tests of randomness, and depends on its key alone."""
 
 import numpy as np
 import pytest
@@ -59,7 +59,7 @@ def test_words_are_philox_of_block_clock_and_purpose_under_the_seed(seed, clock)
 
 @pytest.mark.parametrize("draw", [rng.uniform, rng.normal])
 def test_rows_together_equal_each_alone(draw):
-    """Bit for bit, at sizes where a vector register or a thread's share ends in another place."""
+    """Bit for bit, at sizes where a vector register or a thread's share ends at another position."""
     generator = np.random.default_rng(0)
     for n in [1, 2, 3, 5, 13, 17, 31, 63, 257, 1001, 70001]:
         seeds, clocks = generator.integers(-(2**63), 2**63, (2, 3)).tolist()
@@ -137,8 +137,8 @@ def test_leaves_the_global_generator_and_the_key_alone():
     assert key == make_key([1], [2])
 
 
-def test_never_looks_at_a_value():
-    """On the meta device there is none to look at: what runs there needs no host synchronisation."""
+def test_reads_no_values():
+    """On the meta device there is no value to read: what runs there does not synchronise with the host."""
     key = Key(*(t.to("meta") for t in make_key([1, 2], [3, 4])))
     assert rng.normal(key, 0, (5, 3)).shape == rng.uniform(key, 0, (5, 3)).shape == (2, 5, 3)
 
@@ -156,7 +156,7 @@ def test_same_numbers_on_cpu_and_gpu():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_compiled_for_the_gpu_the_words_are_the_same():
-    """Catches a compiler that takes the block's number for a 32-bit address and lets its products overflow."""
+    """Catches a compiler that treats the number of a block as a 32-bit address, so that products overflow."""
     key = make_key([1, -2, 2**60], [3, 4, 2**50])
     compiled = torch.compile(lambda seed, clock: rng.bits(Key(seed, clock), 9, 10_001), fullgraph=True)
     assert torch.equal(compiled(*(t.cuda() for t in key)).cpu(), rng.bits(key, 9, 10_001))

@@ -27,7 +27,7 @@ def test_a_norm_under_two_names_is_one_slot() -> None:
 
 
 class Twice(nn.Module):
-    """Calls its one BatchNorm twice in a pass, and returns what the second call made."""
+    """Calls its one BatchNorm twice in a pass, and returns the result of the second call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ def test_an_unknown_forward_is_left_alone_and_listed() -> None:
 
 
 class Gated(nn.BatchNorm2d):
-    """Has an activation, and another use for it."""
+    """Has an activation, and uses it in another way."""
 
     def __init__(self, channels: int) -> None:
         super().__init__(channels)
@@ -121,7 +121,7 @@ class Gated(nn.BatchNorm2d):
 
 
 class ActivatedFirst(Gated):
-    """As long as it is fresh, this is what activating afterwards gives."""
+    """With the parameters of a new layer it equals activating afterwards."""
 
     def __init__(self, channels: int) -> None:
         super().__init__(channels)
@@ -132,14 +132,14 @@ class ActivatedFirst(Gated):
 
 
 class Noisy(Gated):
-    """Draws from the generator that everybody shares."""
+    """Draws from the global generator."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.act(F.dropout(nn.BatchNorm2d.forward(self, x)))
 
 
 class Counting(BatchNormAct2d):
-    """Keeps count of its calls."""
+    """Counts its calls."""
 
     def __init__(self, channels: int) -> None:
         super().__init__(channels)
@@ -246,14 +246,14 @@ def test_distributed_data_parallel_is_taken_off() -> None:
 
 
 def test_source_lies_where_the_model_lies() -> None:
-    """Catches stand-ins for missing parameters, or for missing statistics, made on another device."""
+    """Catches defaults for missing parameters or statistics that are made on another device."""
     for name in ("affine=False", "neither", "LayerNorm", "LayerNorms beside BatchNorm"):
         affine, stats = Backbone(build(name).to("meta")).source()
         assert {t.device.type for t in (*affine, *stats)} == {"meta"}
 
 
 def test_casting_the_network_leaves_the_source_exact() -> None:
-    """Catches statistics that went to half precision and back."""
+    """Catches statistics that were rounded to half precision."""
     net = Backbone(build("BatchNorm2d"))
     before = net.source()
     assert net.half().dtype == torch.float16

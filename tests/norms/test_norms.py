@@ -1,4 +1,4 @@
-"""Norm rules: the recorded numbers, the slow loops, the gradients, and what each rule promises in words."""
+"""Norm rules: the recorded numbers, the slow loops, the gradients, and the properties of each rule."""
 
 import dataclasses
 import itertools
@@ -300,7 +300,7 @@ def test_statistics_carry_no_graph(norm: Norm) -> None:
     assert not stats.var.requires_grad
 
 
-# -- what the rules promise -----------------------------------------------------------------------------------------
+# -- properties of the rules ----------------------------------------------------------------------------------------
 
 
 def classes_of_very_different_size() -> tuple[Tensor, Tensor]:
@@ -331,7 +331,7 @@ def test_pooled_statistics_are_those_of_a_class_balanced_resample() -> None:
 
 
 def test_at_full_rate_a_batch_is_normalised_as_its_class_balanced_resample() -> None:
-    """Eqs. 1 and 2 together: eta 1, capped, forgets the past, and the batch's imbalance with it."""
+    """Eqs. 1 and 2 together: eta 1, capped, removes the past, and the imbalance of the batch with it."""
     x, labels = classes_of_very_different_size()
     norm = Balanced(4, eta=1.0, convention="paper", rate_cap=True)
     case = draw(norm, batch=x.shape[1], shape=(3, 5))
@@ -354,7 +354,7 @@ def test_gamma_one_keeps_all_classes_alike(convention: str) -> None:
 
 
 def test_gamma_one_moves_the_mean_as_robust_bn_does() -> None:
-    """Eq. 3 at gamma = 1 is a moving average of rate eta B / K, whatever the labels."""
+    """Eq. 3 at gamma = 1 is a moving average of rate eta B / K, for all labels."""
     norm = Balanced(5, 0.05, 1.0, "paper")
     case = draw(norm)
     case = case._replace(valid=torch.ones_like(case.valid), stats=Stats(*(t[:, :1].expand_as(t) for t in case.stats)))
@@ -410,7 +410,7 @@ def test_without_labels_balanced_uses_its_pooled_statistics_and_leaves_them(conv
 @pytest.mark.parametrize("eta", [0.01, 0.3, 1.0])
 @pytest.mark.parametrize("gamma", [0.0, 0.3, 1.0])
 def test_variances_stay_variances_under_the_released_rate_cap(eta: float, gamma: float, least: float) -> None:
-    """Catches a rate under which one large class takes more than its whole past away.
+    """Catches a rate at which one large class subtracts more than its whole past.
 
     Where every image is one colour a class's variance may truly be 0: then rounding is all that may be below it.
     """
@@ -429,7 +429,7 @@ def test_variances_stay_variances_under_the_released_rate_cap(eta: float, gamma:
 
 
 def test_without_a_cap_the_variance_used_is_never_negative() -> None:
-    """The paper's rate can take more than there is; what normalises must stay a variance."""
+    """The paper's rate can make a variance negative; the variance that normalises must not be."""
     norm = Balanced(3, 1.0, convention="paper")
     case = draw(norm)
     case = case._replace(x=case.x.sign(), labels=torch.zeros_like(case.labels))

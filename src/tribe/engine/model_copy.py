@@ -71,8 +71,8 @@ def copy_model(model: nn.Module) -> nn.Module:
         return copy.deepcopy(model)
     except Exception as error:
         raise ValueError(
-            f"the model cannot be copied ({error}), and tribe never adapts the caller's own. Usual causes are tensors "
-            "that still carry a graph, or hooks of an old weight_norm: remove those first"
+            f"the model cannot be copied ({error}), and tribe never adapts the caller's model itself. Usual causes are "
+            "tensors that still carry a graph, or hooks of an old weight_norm: remove those first"
         ) from error
 
 
