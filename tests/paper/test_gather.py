@@ -50,21 +50,21 @@ class Five(Counted): pass
 
 
 def test_results_without_records_are_enough(played, tmp_path):
-    options, runs, told = played
+    options, runs, parsed = played
     for path in runs.rglob("*.json"):
         target = tmp_path / "kept" / path.relative_to(runs)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(path.read_bytes())
     again = [word if word != runs else tmp_path / "kept" for word in options]
     kept = json.loads(call(*again, "--format", "json").stdout)
-    assert kept["cells"] == told["cells"]
-    assert [note for note in told["notes"] if note not in kept["notes"]] == [told["notes"][-1]], "who beats whom"
+    assert kept["cells"] == parsed["cells"]
+    assert [note for note in parsed["notes"] if note not in kept["notes"]] == [parsed["notes"][-1]], "who beats whom"
     assert not list((tmp_path / "kept").rglob("*.npz")), "nothing was run"
 
 
 def test_a_table_is_made_of_results_alone(played, tmp_path):
     """Where neither weights nor the device are at hand."""
-    options, runs, told = played
+    options, runs, parsed = played
     elsewhere = tmp_path / "elsewhere"
     for result in finished(runs):
         spec = result.experiment.json()
@@ -76,7 +76,7 @@ def test_a_table_is_made_of_results_alone(played, tmp_path):
     result = call(*foreign, "--no-run", "--format", "json")
     assert result.exit_code == 0, result.output
     kept = json.loads(result.stdout)
-    assert [(c["row"], c["ours"]) for c in kept["cells"]] == [(c["row"], c["ours"]) for c in told["cells"]]
+    assert [(c["row"], c["ours"]) for c in kept["cells"]] == [(c["row"], c["ours"]) for c in parsed["cells"]]
     more = [{"source,BN,+pl": "source,TENT"}.get(word, word) for word in foreign]
     lacking = call(*more, "--no-run", "--format", "json")
     assert lacking.exit_code == 1
@@ -87,11 +87,11 @@ def test_a_table_is_made_of_results_alone(played, tmp_path):
 def test_a_table_without_results_names_every_cell_as_missing(name):
     Path("runs").mkdir()
     result = call(name, "--no-run", "--format", "json")
-    told = json.loads(result.stdout)
+    parsed = json.loads(result.stdout)
     if name in ("classes-cifar10", "classes-cifar100"):
-        assert "not found" in told["missing"][0]["reason"], "labels are needed"
+        assert "not found" in parsed["missing"][0]["reason"], "labels are needed"
     else:
-        assert [m["reason"] for m in told["missing"]] == ([] if name == "protocols" else ["no result fits"])
+        assert [m["reason"] for m in parsed["missing"]] == ([] if name == "protocols" else ["no result fits"])
     assert result.exit_code == (name != "protocols")
 
 
@@ -120,7 +120,7 @@ def test_results_of_different_specs_are_refused(played, tmp_path, change, field,
 
 def test_options_select_one_of_several_results(played, tmp_path):
     """By seeds, precision, device and threads; where they are not given, any will do, but not two."""
-    options, runs, told = played
+    options, runs, parsed = played
     spec = next(finished(runs)).experiment
     many = tmp_path / "many"
     for result in finished(runs):
@@ -146,10 +146,10 @@ def test_options_select_one_of_several_results(played, tmp_path):
         result = call(*every, "--no-run", "--format", "json", *words(given | change))
         assert result.exit_code == 0, result.output
         cells[str(change)] = json.loads(result.stdout)["cells"]
-    assert cells["{}"] == told["cells"]
+    assert cells["{}"] == parsed["cells"]
     assert len({cell[0]["experiment"] for cell in cells.values()}) == 5
     result = call(*every, "--no-run", "--format", "json", *words(given | {"--precision": "tf32"}))
-    assert json.loads(result.stdout)["cells"] == told["cells"], "tf32 is float32 on the CPU that made them"
+    assert json.loads(result.stdout)["cells"] == parsed["cells"], "tf32 is float32 on the CPU that made them"
     lacking = call(*every, "--no-run", "--seed", 9)
     assert lacking.exit_code == 1
     assert "no result fits: its first seed is " in message(lacking)
@@ -177,13 +177,13 @@ def test_device_selects_among_the_results_in_the_repository():
 
 
 def test_a_damaged_record_is_named_and_computed_again(played):
-    options, runs, told = played
+    options, runs, parsed = played
     (result,) = [r for r in finished(runs) if r.experiment.method.name == "bn"]
     (result.folder / "record-0.npz").write_bytes(b"torn")
     again = call(*options, "--format", "json")
     assert "record-0.npz.damaged-1" in message(again)
     cells = [{k: v for k, v in c.items() if c["column"] == "error"} for c in json.loads(again.stdout)["cells"]]
-    assert cells == [{k: v for k, v in c.items() if c["column"] == "error"} for c in told["cells"]]
+    assert cells == [{k: v for k, v in c.items() if c["column"] == "error"} for c in parsed["cells"]]
 
 
 @pytest.mark.parametrize("harm", ["torn", "gone", "another"])
@@ -203,13 +203,13 @@ def test_no_run_names_a_damaged_record(played, tmp_path, harm):
     named = str(result.folder if harm == "another" else record)
     before = {path: path.read_bytes() for path in kept.rglob("*") if path.is_file()}
     words = [kept if word == runs else word for word in options]
-    told = call(*words, "--no-run", "--format", "json")
-    assert told.exit_code == 1
-    assert "missing: BN, error; BN, seconds: " in message(told)
-    assert named in message(told)
-    assert "computes it again" in message(told)
-    assert [named in m["reason"] for m in json.loads(told.stdout)["missing"]] == [True]
-    cells = {(c["row"], c["column"]): c["ours"] for c in json.loads(told.stdout)["cells"]}
+    parsed = call(*words, "--no-run", "--format", "json")
+    assert parsed.exit_code == 1
+    assert "missing: BN, error; BN, seconds: " in message(parsed)
+    assert named in message(parsed)
+    assert "computes it again" in message(parsed)
+    assert [named in m["reason"] for m in json.loads(parsed.stdout)["missing"]] == [True]
+    cells = {(c["row"], c["column"]): c["ours"] for c in json.loads(parsed.stdout)["cells"]}
     assert cells["BN", "error"] is None
     assert cells["TEST", "error"] > 0
     for artifact in ("claims", "document"):
@@ -222,7 +222,7 @@ def test_no_run_names_a_damaged_record(played, tmp_path, harm):
 
 @pytest.mark.parametrize("name", ["metrics", "environment", "spec"])
 def test_a_damaged_file_empties_only_its_own_cells(played, tmp_path, name):
-    options, runs, told = played
+    options, runs, parsed = played
     torn = tmp_path / "torn"
     shutil.copytree(runs, torn)
     (result,) = [r for r in finished(torn) if r.experiment.method.name == "bn"]
@@ -233,7 +233,7 @@ def test_a_damaged_file_empties_only_its_own_cells(played, tmp_path, name):
     shown = call(*words, "--no-run", "--format", "json")
     assert shown.exit_code == 1
     assert "missing: BN, error; BN, seconds: " in message(shown)
-    whole = [{**c, "ours": None, "deviation": None} if c["row"] == "BN" else c for c in told["cells"]]
+    whole = [{**c, "ours": None, "deviation": None} if c["row"] == "BN" else c for c in parsed["cells"]]
     ours = [[(c["row"], c["column"], c["ours"]) for c in cells] for cells in (whole, json.loads(shown.stdout)["cells"])]
     assert ours[0] == ours[1]
     spoken = [call(artifact, "--runs", torn, "--out", f"{artifact}.txt") for artifact in ("claims", "document")]
@@ -246,7 +246,7 @@ def test_a_damaged_file_empties_only_its_own_cells(played, tmp_path, name):
         assert "without --no-run computes it again; else move its folder away" in message(said_of)
     again = call(*words, "--format", "json")
     assert again.exit_code == 0, again.output
-    errors = [[c["ours"] for c in t["cells"] if c["column"] == "error"] for t in (json.loads(again.stdout), told)]
+    errors = [[c["ours"] for c in t["cells"] if c["column"] == "error"] for t in (json.loads(again.stdout), parsed)]
     assert errors[0] == errors[1]
     assert call(*words, "--no-run").exit_code == 0
 

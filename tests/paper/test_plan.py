@@ -18,11 +18,11 @@ pytestmark = [pytest.mark.usefixtures("nowhere"), pytest.mark.filterwarnings("ig
 def test_columns_of_domains_are_those_of_the_replaced_data_set(played):
     _, runs, _ = played
     options = ("domains", *SMALL, "--seeds", 2, "--runs", runs, "--methods", "TEST,bn", "--format", "json")
-    told = json.loads(call(*options).stdout)
-    assert {cell["column"] for cell in told["cells"]} == {"impulse_noise"}
+    parsed = json.loads(call(*options).stdout)
+    assert {cell["column"] for cell in parsed["cells"]} == {"impulse_noise"}
     errors = {r.experiment.method.name: r.values("domain_error", "impulse_noise") for r in finished(runs)}
-    assert told["cells"][1]["ours"] == pytest.approx(100 * sum(errors["bn"]) / 2)
-    assert told["cells"][1]["paper"] is None
+    assert parsed["cells"][1]["ours"] == pytest.approx(100 * sum(errors["bn"]) / 2)
+    assert parsed["cells"][1]["paper"] is None
     assert len(list(finished(runs))) == 3, "all of it was there"
 
 
@@ -72,13 +72,13 @@ def test_dry_run_lists_runs_with_their_state_and_time(played):
     before = sorted(runs.rglob("*"))
     extended = [word if word != "source,BN,+pl" else "source,BN,TENT,+pl" for word in options]
     result = call(*extended, "--dry-run", "--format", "json")
-    told = json.loads(result.stdout)
-    rows = {row["method"]: row for row in told["runs"]}
+    parsed = json.loads(result.stdout)
+    rows = {row["method"]: row for row in parsed["runs"]}
     assert {name: row["done"] for name, row in rows.items()} == {"source": True, "bn": True, "tent": False, "pl": True}
     assert {name for name, row in rows.items() if row["measured"]} == {"source", "bn", "pl"}
     images, seconds = rows["bn"]["images"], [r for r in finished(runs) if r.experiment.method.name == "bn"]
     assert rows["bn"]["minutes"] == pytest.approx(images * sum(seconds[0].values("seconds_per_image")) / 2 / 60)
-    assert told["minutes_left"] == rows["tent"]["minutes"] > 0
+    assert parsed["minutes_left"] == rows["tent"]["minutes"] > 0
     assert sorted(runs.rglob("*")) == before, "nothing was run"
     text = call(*extended, "--dry-run").stdout
     assert "4 runs, 3 done" in text
@@ -89,9 +89,9 @@ def test_dry_run_lists_runs_with_their_state_and_time(played):
 def test_every_table_can_be_planned_offline(name):
     result = call(name, *EMBEDDED, "--dry-run", "--format", "json")
     assert result.exit_code == 0, result.output
-    told = json.loads(result.stdout)
-    assert told["missing"] == []
-    assert bool(told["runs"]) == (name not in ("protocols", "classes-cifar10", "classes-cifar100"))
+    parsed = json.loads(result.stdout)
+    assert parsed["missing"] == []
+    assert bool(parsed["runs"]) == (name not in ("protocols", "classes-cifar10", "classes-cifar100"))
 
 
 def test_missing_weights_and_data_are_named_with_their_cells():
@@ -99,8 +99,8 @@ def test_missing_weights_and_data_are_named_with_their_cells():
     assert result.exit_code == 1
     assert "missing: TEST, 1; TEST, 10; TEST, 100 and 17 more: no weights of wrn28_10 for cifar10" in message(result)
     assert "43.51" in result.stdout, "the paper's numbers are shown all the same"
-    told = json.loads(call("norms", "--format", "json").stdout)
-    assert len(told["missing"][0]["cells"]) == 20
+    parsed = json.loads(call("norms", "--format", "json").stdout)
+    assert len(parsed["missing"][0]["cells"]) == 20
     assert "- Missing: 20 cells, the first is TEST, 1: no weights" in call("norms", "--format", "markdown").stdout
     dry = json.loads(call("norms", "--model", "compact", "--dry-run", "--format", "json").stdout)
     assert dry["runs"] == []

@@ -12,8 +12,8 @@ pytestmark = [pytest.mark.usefixtures("nowhere"), pytest.mark.filterwarnings("ig
 
 
 def test_formats_hold_the_same_numbers(played):
-    options, _, told = played
-    cells = {(cell["row"], cell["column"]): cell for cell in told["cells"]}
+    options, _, parsed = played
+    cells = {(cell["row"], cell["column"]): cell for cell in parsed["cells"]}
     ours, spread = cells["BN", "error"]["ours"], cells["BN", "error"]["deviation"]
     beside = f"{ours:.2f} ± {spread:.2f} (70.00, {ours - 70:+.2f})"
     markdown = call(*options, "--format", "markdown").stdout

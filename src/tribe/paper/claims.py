@@ -1,13 +1,13 @@
-"""What the paper's sentences assert of its tables, as predicates: judged on its own numbers, or on ours.
+"""The claims that the paper makes about its tables, as predicates: judged on the paper's numbers, or on ours.
 
-A claim (``claims.json``) names a predicate and its arguments. A predicate looks numbers up and makes of the sentence
-checks, each with what would speak against it. A number that is missing may be any: a check whose answer depends on it
-stays open, the others are decided all the same. One counterexample refutes a claim about all cells, however many are
-missing; one example is enough for a claim that there is one.
+A claim (``claims.json``) names a predicate and its arguments. A predicate turns the claim into checks, each with a
+counterexample to print if it fails. A missing number may have any value: a check that depends on it is undecided, the
+others are decided. One counterexample refutes a claim about all cells, even if other cells are missing; one example
+proves a claim that there is one.
 
-A sentence that our numbers surpass holds on them: exact counts and margins are asked of the paper's own numbers alone,
-of ours that they are at least reached. Thresholds for words such as "robust" are our reading, and stand in the claim;
-a word has the same one throughout.
+Better numbers than the paper's do not refute a claim: its exact counts and margins are checked on the paper's own
+numbers, while ours must only reach them. Thresholds for words such as "robust" are our choice. They are stated in the
+claim, and a word has the same threshold in all claims.
 """
 
 import fnmatch
@@ -19,16 +19,16 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from tribe.paper import tables as paper
+from tribe.paper import tables
 
 Numbers = Callable[[str, str, str], float | None]  # table, row, column -> number
-SHOWN = 4  # cells that are named where a sentence fails
+SHOWN = 4  # counterexamples that a verdict names
 OF_THE_PAPER = ("quoted", "margins_span")  # predicates about the paper's own numbers, to the last digit
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A sentence of the paper in our words."""
+    """A sentence of the paper, in our words."""
 
     name: str
     where: str  # in the paper
@@ -39,7 +39,7 @@ class Claim:
 
 
 class Verdict(NamedTuple):
-    """Whether a claim holds (None: it depends on numbers that are missing), and the numbers that say so."""
+    """Whether a claim holds (None: it depends on missing numbers), and the numbers that decide it."""
 
     holds: bool | None
     why: str
@@ -47,42 +47,42 @@ class Verdict(NamedTuple):
 
 @cache
 def claims() -> tuple[Claim, ...]:
-    """All of them."""
-    return tuple(Claim(**told) for told in json.loads(Path(__file__).with_name("claims.json").read_text()))
+    """All claims."""
+    return tuple(Claim(**fields) for fields in json.loads(Path(__file__).with_name("claims.json").read_text()))
 
 
 def of_paper(table: str, row: str, column: str) -> float | None:
     """The paper's own numbers."""
-    value = paper.get(table).value(row, column)
+    value = tables.get(table).value(row, column)
     return value if isinstance(value, float) else None
 
 
 def judge(claim: Claim, numbers: Numbers) -> Verdict:
-    """Judge a claim on some numbers, of which some may be missing."""
+    """Judge a claim on numbers; some may be missing."""
     if claim.predicate in OF_THE_PAPER and numbers is not of_paper:
         return Verdict(None, "the claim repeats numbers of the paper")
     views = [View(table, numbers) for table in claim.tables]
     findings = [PREDICATES[claim.predicate](view, **claim.arguments) for view in views]
-    within = [f"{table}: " if len(views) > 1 else "" for table in claim.tables]
-    told = list(zip(within, findings, strict=True))
+    prefixes = [f"{table}: " if len(views) > 1 else "" for table in claim.tables]
+    named = list(zip(prefixes, findings, strict=True))
     missing = [cell for view in views for cell in view.missing]
-    against = [f"{table}{check.against}" for table, found in told for check in found.checks if check.holds is False]
+    against = [f"{prefix}{check.against}" for prefix, found in named for check in found.checks if check.holds is False]
     if against:
         more = f" and {len(against) - SHOWN} more" if len(against) > SHOWN else ""
         lacking = f"; {_are_missing(missing)}" if missing else ""
         return Verdict(False, "; ".join(against[:SHOWN]) + more + lacking)
     if any(check.holds is None for found in findings for check in found.checks):
         return Verdict(None, _are_missing(missing))
-    return Verdict(True, "; ".join(f"{table}{found.says}" for table, found in told))
+    return Verdict(True, "; ".join(f"{prefix}{found.says}" for prefix, found in named))
 
 
 def _are_missing(cells: Sequence[str]) -> str:
     return f"{cells[0]} is missing" if len(cells) == 1 else f"{cells[0]} and {len(cells) - 1} more are missing"
 
 
-# -- what can be said though numbers are missing ----------------------------------------------------------------------
+# -- logic and arithmetic with missing numbers -----------------------------------------------------------------------
 
-Answer = bool | None  # None: it depends on what is missing
+Answer = bool | None  # None: it depends on missing numbers
 
 
 def _not(answer: Answer) -> Answer:
@@ -90,7 +90,7 @@ def _not(answer: Answer) -> Answer:
 
 
 def _all(answers: Sequence[Answer]) -> Answer:
-    """One that does not hold is enough to deny it, whatever is open."""
+    """False if one answer is False, even if others are undecided."""
     return False if False in answers else None if None in answers else True
 
 
@@ -100,7 +100,7 @@ def _any(answers: Iterable[Answer]) -> Answer:
 
 @dataclass(frozen=True)
 class Range:
-    """Where a number lies, as far as is known: at one place if it is there, anywhere if it is missing."""
+    """The values that a number may have: one value if it is known, any value if it is missing."""
 
     low: float = -math.inf
     high: float = math.inf
@@ -112,7 +112,7 @@ class Range:
 
     @classmethod
     def at_least(cls, value: float, exactly: bool) -> "Range":
-        """A number that is known, or one that what is missing can only raise."""
+        """A known number, or a lower bound that missing numbers can only raise."""
         return cls(value, value if exactly else math.inf)
 
     @classmethod
@@ -127,18 +127,18 @@ class Range:
 
     @property
     def known(self) -> bool:
-        """Whether it is at one place."""
+        """Whether it has one value."""
         return self.low == self.high
 
     def __sub__(self, other: "Range") -> "Range":
         return Range(self.low - other.high, self.high - other.low)
 
     def below(self, other: "Range") -> Answer:
-        """Whether it is lower than another, which comes from other cells."""
+        """Whether it is lower than another number."""
         return True if self.high < other.low else False if self.low >= other.high else None
 
     def within(self, least: float, most: float) -> Answer:
-        """Whether it lies between two numbers, or on them."""
+        """Whether it lies between two numbers, both included."""
         return _all([_not(self.below(Range.at(least))), _not(Range.at(most).below(self))])
 
     def __format__(self, spec: str) -> str:
@@ -149,25 +149,25 @@ class Range:
 
 
 class Check(NamedTuple):
-    """A part of a claim: whether it holds, and what is said if it does not."""
+    """A part of a claim: whether it holds, and the counterexample if it does not."""
 
     holds: Answer
     against: str
 
 
 class Finding(NamedTuple):
-    """What a predicate saw in one table: a summary if the claim holds, and what it depends on."""
+    """The result of a predicate on one table: a summary for a claim that holds, and its checks."""
 
     says: str
     checks: list[Check]
 
 
 class View:
-    """The numbers of one table, and which of those that were asked for are missing."""
+    """The numbers of one table; it collects the cells that were read and are missing."""
 
     def __init__(self, table: str, numbers: Numbers) -> None:
-        self.table, self._numbers = paper.get(table), numbers
-        self.exact = numbers is of_paper  # whether to be surpassed contradicts the sentence
+        self.table, self._numbers = tables.get(table), numbers
+        self.exact = numbers is of_paper  # whether better numbers refute a claim
         self.missing = dict[str, None]()  # in order
 
     def __call__(self, row: str, column: str) -> Range:
@@ -179,11 +179,11 @@ class View:
         return Range.at(value)
 
     def rows(self, patterns: str | Sequence[str], but: Sequence[str] = ()) -> list[str]:
-        """The rows that a pattern, or one of several, means."""
+        """The rows that match a pattern, or one of several."""
         return [row for row in matching(patterns, self.table.row_keys) if row not in but]
 
     def columns(self, patterns: str | Sequence[str]) -> list[str]:
-        """The columns likewise."""
+        """The columns that match a pattern, or one of several."""
         return matching(patterns, self.table.column_keys)
 
     def best(self, column: str, but: str, rows: str | Sequence[str] = "*") -> Range:
@@ -191,24 +191,24 @@ class View:
         return Range.lowest([self(row, column) for row in self.rows(rows, but=[but])])
 
     def span(self, row: str, columns: Sequence[str]) -> Range:
-        """How much a row moves between its best column and its worst; what is missing can only widen it."""
+        """The difference between the worst and the best column of a row; missing numbers can only widen it."""
         known = self._known(row, columns)
         return Range.at_least(max(known) - min(known) if known else 0.0, exactly=len(known) == len(columns))
 
     def deviation(self, row: str, columns: Sequence[str]) -> Range:
-        """The standard deviation of a row; what is missing adds least where it equals the mean of the rest."""
+        """The standard deviation of a row; a missing number adds least if it equals the mean of the others."""
         known = self._known(row, columns)
         mean = sum(known) / len(known) if known else 0.0
         low = math.sqrt(sum((value - mean) ** 2 for value in known) / len(columns))
         return Range.at_least(low, exactly=len(known) == len(columns))
 
     def _known(self, row: str, columns: Sequence[str]) -> list[float]:
-        """The numbers of a row that are there."""
+        """The numbers of a row that are not missing."""
         return [value.low for value in [self(row, column) for column in columns] if value.known]
 
 
 def matching(patterns: str | Sequence[str], keys: Sequence[str]) -> list[str]:
-    """The keys that a pattern, or one of several, means: "*", "100 *"."""
+    """The keys that match a pattern such as "100 *", or one of several."""
     wanted = [patterns] if isinstance(patterns, str) else patterns
     return [key for key in keys if any(key == p or fnmatch.fnmatchcase(key, p) for p in wanted)]
 
@@ -300,25 +300,25 @@ def steadier(
 def stays_within(view: View, rows: str | list[str], points: float, columns: str | list[str] = "*") -> Finding:
     """Rows move by no more than some points between columns."""
     spans = {row: view.span(row, view.columns(columns)) for row in view.rows(rows)}
-    told = {row: f"{row} varies by {span:.2f}" for row, span in spans.items()}
-    return Finding(", ".join(told.values()), [Check(spans[row].within(0, points), told[row]) for row in spans])
+    text = {row: f"{row} varies by {span:.2f}" for row, span in spans.items()}
+    return Finding(", ".join(text.values()), [Check(spans[row].within(0, points), text[row]) for row in spans])
 
 
 def margin(view: View, row: str, over: str, column: str, least: float, most: float = math.inf) -> Finding:
     """A row is below another by so many points; "*" is the best of the others."""
     gap = view.best(column, but=row, rows=over) - view(row, column)
     size, side = (Range.at(0) - gap, "above") if gap.high < 0 else (gap, "below")
-    told = f"{row} is {size:.4g} {side} {'the best of the others' if over == '*' else over} at {column}"
-    return Finding(told, [Check(gap.within(least, most if view.exact else math.inf), told)])
+    text = f"{row} is {size:.4g} {side} {'the best of the others' if over == '*' else over} at {column}"
+    return Finding(text, [Check(gap.within(least, most if view.exact else math.inf), text)])
 
 
 def margins_span(view: View, row: str, columns: str | list[str], least: float, most: float, within: float) -> Finding:
     """The margins of a row over the best of the others run from one number to another."""
     gaps = [view.best(c, but=row) - view(row, c) for c in view.columns(columns)]
     ends = Range.lowest(gaps), Range.highest(gaps)
-    told = f"the margins run from {ends[0]:.2f} to {ends[1]:.2f}"
-    fine = [end.within(number - within, number + within) for end, number in zip(ends, (least, most), strict=True)]
-    return Finding(told, [Check(_all(fine), f"{told}, not from {least} to {most}")])
+    text = f"the margins run from {ends[0]:.2f} to {ends[1]:.2f}"
+    close = [end.within(number - within, number + within) for end, number in zip(ends, (least, most), strict=True)]
+    return Finding(text, [Check(_all(close), f"{text}, not from {least} to {most}")])
 
 
 def widest_margin(view: View, row: str, column: str) -> Finding:
@@ -335,18 +335,18 @@ def wins(view: View, row: str, columns: str | list[str], count: int) -> Finding:
     """A row is the lowest in so many columns."""
     won = [_not(view.best(c, but=row).below(view(row, c))) for c in view.columns(columns)]
     number = Range(won.count(True), len(won) - won.count(False))
-    told = f"{row} is lowest in {number:g} of {len(won)}"
-    return Finding(told, [Check(number.within(count, count if view.exact else math.inf), told)])
+    text = f"{row} is lowest in {number:g} of {len(won)}"
+    return Finding(text, [Check(number.within(count, count if view.exact else math.inf), text)])
 
 
 def quoted(view: View, cells: list[list[Any]], within: float = 0.05) -> Finding:
     """Numbers that the text repeats, [row, column, number] each, are those of the table."""
-    told = {(row, column): f"{row}, {column} is {view(row, column):g}" for row, column, _ in cells}
+    text = {(row, column): f"{row}, {column} is {view(row, column):g}" for row, column, _ in cells}
     checks = [
-        Check(view(r, c).within(number - within, number + within), f"{told[r, c]}, not {number:g}")
+        Check(view(r, c).within(number - within, number + within), f"{text[r, c]}, not {number:g}")
         for r, c, number in cells
     ]
-    return Finding("; ".join(told.values()), checks)
+    return Finding("; ".join(text.values()), checks)
 
 
 def helps_less(view: View, added_to: list[str], than_to: list[str], columns: str | list[str] = "*") -> Finding:
