@@ -46,10 +46,10 @@ def rename(result, spec, root):
     metrics, environment = (json.loads((result.folder / f"{n}.json").read_text()) for n in ("metrics", "environment"))
     metrics["seeds"] = dict(zip(seeds, metrics["seeds"].values(), strict=True))
     environment["seconds_per_image"] = dict(zip(seeds, environment["seconds_per_image"].values(), strict=True))
-    told = {"format": "tribe-experiment", "schema": 2, "spec": spec}
+    spec_file = {"format": "tribe-experiment", "schema": 2, "spec": spec}
     folder = root / experiment.id
     folder.mkdir(parents=True)
-    for name, content in (("metrics", metrics), ("environment", environment), ("spec", told)):
+    for name, content in (("metrics", metrics), ("environment", environment), ("spec", spec_file)):
         (folder / f"{name}.json").write_text(json.dumps(content | {"id": experiment.id}))
 
 
@@ -75,7 +75,9 @@ def fabricate(
     **data_fields,
 ):
     """Results that nobody has computed, with these instance and category errors, in percent."""
-    told = methods.create(method, **{**methods.get(method).presets.get("cifar10", {}), "classes": 10, **(fields or {})})
+    built = methods.create(
+        method, **{**methods.get(method).presets.get("cifar10", {}), "classes": 10, **(fields or {})}
+    )
     stream = scenarios.create(scenario, **({} if imbalance is None else {"imbalance": imbalance}))
     data = datasets.create(played[0], **data_fields)
     experiment = Experiment(
@@ -84,7 +86,7 @@ def fabricate(
         ComponentSpec(played[1]),
         weights,
         describe(scenario, stream.on(data.domains)),
-        describe(method, told),
+        describe(method, built),
         *(seeds, 64, "tf32", "cuda", None),
     )
     instance, category = (error / 100 for error in errors)
@@ -116,11 +118,11 @@ def measure(ms, precision="tf32"):
     bench.write(f"results/bench/{precision}.json", bench.to_data(measured))
 
 
-def draw(name, errors, textbook=(76.0, 79.0, 79.0), **told):
+def draw(name, errors, textbook=(76.0, 79.0, 79.0), **changes):
     """What `python -m benchmarks.textbook` says of instance errors, beside the results."""
     drawn = {"dataset": "cifar10-c", "images": "e" * 32, "model": "wrn28_10", "weights": "f" * 32, "method": "tent"}
     drawn |= {"imbalance": 100.0, "seed": 425, "batch": 64, "precision": "tf32", "device": "cuda"}
     drawn["ours"] = {"inst": errors, "cat": [61.0] * len(errors)}
     drawn["textbook"] = {"inst": textbook, "cat": [60.0, 61.0, 62.0][: len(textbook)]}
     Path("results/draws").mkdir(exist_ok=True)
-    Path(f"results/draws/{name}.json").write_text(json.dumps(drawn | told))
+    Path(f"results/draws/{name}.json").write_text(json.dumps(drawn | changes))

@@ -139,9 +139,9 @@ def test_what_is_missing_never_turns_a_verdict(claim):
                 def hidden(*place, numbers=numbers, share=share, rest=rest):
                     return numbers(*place) if hash_of(" ".join(place)) % share != rest else None
 
-                told = judge(claim, hidden).holds
-                assert told in (None, whole)
-                seen.add(told)
+                verdict = judge(claim, hidden).holds
+                assert verdict in (None, whole)
+                seen.add(verdict)
     assert seen - {None} or claim.predicate in OF_THE_PAPER, "some of these must be decided"
 
 
@@ -212,8 +212,8 @@ def test_a_count_is_reached_or_surpassed_or_out_of_reach():
     assert judge(claim, counted(5)) == (False, "TRIBE is lowest in 10 of 15")
     assert judge(claim, without(counted(0), *columns[-4:])).holds is True, "11 are won already"
     assert judge(claim, without(counted(0), *columns[-5:])).holds is None
-    told = judge(claim, without(counted(5), f"BN, {columns[-2]}"))
-    assert told == (False, f"TRIBE is lowest in 9 to 10 of 15; imagenet, BN, {columns[-2]} is missing")
+    verdict = judge(claim, without(counted(5), f"BN, {columns[-2]}"))
+    assert verdict == (False, f"TRIBE is lowest in 9 to 10 of 15; imagenet, BN, {columns[-2]} is missing")
     assert judge(claim, of_paper) == (True, "TRIBE is lowest in 11 of 15")
     ten = Claim(**{**vars(claim), "arguments": claim.arguments | {"count": 10}})
     assert judge(ten, papers).holds is True
@@ -249,8 +249,8 @@ def test_a_cost_is_surpassed_where_it_is_lower():
 def test_what_moves_much_over_some_columns_moves_as_much_over_all():
     tribe, rotta = "CIFAR10-C TRIBE", "CIFAR10-C RoTTA"
     numbers = {"TRIBE": {"10": 4.0, "1": 9.0}, "RoTTA": dict.fromkeys(("10", "1", "0.1", "0.01", "0.001"), 5.0)}
-    told = ask("stays_within", numbers, rows=[tribe], points=3)
-    assert told == (False, f"{tribe} varies by at least 5.00; local-imbalance, {tribe}, 0.1 and 2 more are missing")
+    verdict = ask("stays_within", numbers, rows=[tribe], points=3)
+    assert verdict == (False, f"{tribe} varies by at least 5.00; local-imbalance, {tribe}, 0.1 and 2 more are missing")
     assert ask("stays_within", numbers, rows=[tribe], points=5).holds is None
     assert ask("steadier", numbers, row=tribe, than=[rotta]).holds is False
     assert ask("steadier", numbers, row=rotta, than=[tribe]).holds is True, "whatever TRIBE does in the other columns"

@@ -30,21 +30,21 @@ def test_the_best_method_is_the_best_of_its_stream():
             for column in table.column_keys
         }
         groups = {row["key"]: str(row.get("group")) for row in table.rows if row.get("method")}
-        told = Comparison(name, "", "", table.row_keys, table.column_keys, entries, (), {}, groups)
+        parsed = Comparison(name, "", "", table.row_keys, table.column_keys, entries, (), {}, groups)
         column = table.column_keys[-2]
-        assert [row for row in table.row_keys if told.is_best(row, column)] == winners
+        assert [row for row in table.row_keys if parsed.is_best(row, column)] == winners
 
 
 def test_protocols_are_as_the_paper_says():
-    told = json.loads(call("protocols", "--format", "json").stdout)
-    assert len(told["cells"]) == 18
-    for cell in told["cells"]:
+    parsed = json.loads(call("protocols", "--format", "json").stdout)
+    assert len(parsed["cells"]) == 18
+    for cell in parsed["cells"]:
         assert cell["ours"] == cell["paper"]
 
 
 def test_class_distributions_need_no_run(tmp_path):
-    told = json.loads(call("classes-cifar10", *EMBEDDED, "--format", "json").stdout)
-    by_column = [[c["ours"] for c in told["cells"] if c["column"] == column] for column in ("1", "10", "100", "200")]
+    parsed = json.loads(call("classes-cifar10", *EMBEDDED, "--format", "json").stdout)
+    by_column = [[c["ours"] for c in parsed["cells"] if c["column"] == column] for column in ("1", "10", "100", "200")]
     assert by_column[2] == [980.0, 599.0, 359.0, 215.0, 129.0, 77.0, 46.0, 27.0, 16.0, 10.0]
     assert not list(tmp_path.glob("runs/*"))
     missing = call("fig:ClassDistCurve_C100")
@@ -54,10 +54,10 @@ def test_class_distributions_need_no_run(tmp_path):
 
 def test_claims_are_judged_on_finished_runs(played):
     _, runs, _ = played
-    told = {c["name"]: c for c in json.loads(call("claims", *EMBEDDED, "--runs", runs, "--format", "json").stdout)}
-    assert told["few-beat-test"]["paper"]["holds"] is False
-    assert told["few-beat-test"]["ours"]["holds"] is None
-    assert len(told) == len(claims())
+    parsed = {c["name"]: c for c in json.loads(call("claims", *EMBEDDED, "--runs", runs, "--format", "json").stdout)}
+    assert parsed["few-beat-test"]["paper"]["holds"] is False
+    assert parsed["few-beat-test"]["ours"]["holds"] is None
+    assert len(parsed) == len(claims())
     Path("runs").mkdir()
     markdown = call("claims", "--format", "markdown").stdout
     assert "F 100 inst: TTAC 43.4, TEST 41.71" in markdown
@@ -66,7 +66,7 @@ def test_claims_are_judged_on_finished_runs(played):
     written = call("claims", "--format", "markdown", "--out", "claims.md")
     assert (written.stdout, Path("claims.md").read_text()) == ("", markdown)
     call("claims", "--format", "json", "--out", "claims.json")
-    assert json.loads(Path("claims.json").read_text())[0].keys() == next(iter(told.values())).keys()
+    assert json.loads(Path("claims.json").read_text())[0].keys() == next(iter(parsed.values())).keys()
     call("claims", "--out", "claims.txt")
     assert "on its own" in Path("claims.txt").read_text()
 
@@ -82,19 +82,19 @@ def test_claims_need_no_weights():
     assert wanted is not None
     for result in finished("here"):
         elsewhere(result, Path("runs"))
-    told = {}
+    parsed = {}
     for options in ((), ("--no-run",), ("--seed", 3, "--precision", "tf32"), ("--seed", 4)):
         judged = call("claims", *small, "--model", "wrn28_10", "--format", "json", *options)
         assert judged.exit_code == 0, judged.output
-        told[options] = {c["name"]: c["ours"]["holds"] for c in json.loads(judged.stdout)}
-    assert [t["balanced-beats-robust"] for t in told.values()] == [wanted, wanted, wanted, None]
+        parsed[options] = {c["name"]: c["ours"]["holds"] for c in json.loads(judged.stdout)}
+    assert [t["balanced-beats-robust"] for t in parsed.values()] == [wanted, wanted, wanted, None]
     for result in finished("here"):
         elsewhere(result, Path("runs"), seeds=[4])
     mixed = call("claims", *small, "--model", "wrn28_10", "--format", "json")
     assert mixed.exit_code == 2
     assert "seeds is [3] and [4]" in message(mixed) or "seeds is [4] and [3]" in message(mixed)
     chosen = call("claims", *small, "--model", "wrn28_10", "--format", "json", "--seed", 4)
-    assert {c["name"]: c["ours"]["holds"] for c in json.loads(chosen.stdout)} == told[()]
+    assert {c["name"]: c["ours"]["holds"] for c in json.loads(chosen.stdout)} == parsed[()]
 
 
 def test_a_claim_is_judged_on_our_numbers():
@@ -121,10 +121,10 @@ def test_an_added_method_is_compared_with_tribe(played, mine):
     options = (*SMALL, "--seeds", 2, "--runs", runs, "--format", "json")
     result = call("wall-clock", *options, "--methods", f"TEST,BN,TRIBE,+pl,+tribe,{mine}")
     assert result.exit_code == 0, result.output
-    told = json.loads(result.stdout)
-    errors = {c["row"]: c["ours"] for c in told["cells"] if c["column"] == "error"}
+    parsed = json.loads(result.stdout)
+    errors = {c["row"]: c["ours"] for c in parsed["cells"] if c["column"] == "error"}
     start = "gli-f (imbalance 100, sigma 0.1): "
-    duels = dict(note.removeprefix(start).split(": ", 1) for note in told["notes"] if note.startswith(start))
+    duels = dict(note.removeprefix(start).split(": ", 1) for note in parsed["notes"] if note.startswith(start))
     best, second = sorted((row for row in errors if row != "tribe"), key=errors.get)[:2]
     others = [pair for row in ("pl", "mine") if {row, "TRIBE"} != {best, second} for pair in [f"{row} against TRIBE"]]
     assert list(duels) == [f"{best} against {second}", *others], "TRIBE does not meet itself"
@@ -150,8 +150,8 @@ def test_claims_about_time_are_judged_on_times_of_bench():
         fabricate((20.0, 20.0), "results", method=method, seconds=seconds)
 
     def verdict():
-        told = json.loads(call("claims", "--runs", "results", "--format", "json").stdout)
-        (ours,) = (claim["ours"] for claim in told if claim["name"] == "wall-clock-1ms")
+        parsed = json.loads(call("claims", "--runs", "results", "--format", "json").stdout)
+        (ours,) = (claim["ours"] for claim in parsed if claim["name"] == "wall-clock-1ms")
         assert ours["why"] in make_document("results") or ours["holds"] is None
         return ours["holds"], ours["why"]
 

@@ -51,12 +51,12 @@ def test_cells_where_tribe_misses_its_limit_are_listed():
         for method, error in (("tribe", tribes), ("rotta", rottas)):
             fabricate((error, 25.0), "results", method=method, scenario=scenario, imbalance=imbalance)
     page = make_document("results")
-    told, short = lines_of(page, "TRIBE's instance error in every cell"), lines_of(page, "In short")
+    section, short = lines_of(page, "TRIBE's instance error in every cell"), lines_of(page, "In short")
     assert "in 4 of 6 cells of `tab:global_imbalance_cifar10` (not in F 10, F 100), and the lowest" in short[2]
     assert "of all methods that were run in 4. The limit is the paper's number" in short[2]
-    assert "| F 1 | 16.10 | 16.14 | yes | RoTTA | 25.00 | lowest |" in told
-    assert "| V 10 | 20.92 | 20.92 | yes | RoTTA | 27.00 | lowest |" in told
-    failures = told[told.index("Failures, and cells that were not run:") + 1 :]
+    assert "| F 1 | 16.10 | 16.14 | yes | RoTTA | 25.00 | lowest |" in section
+    assert "| V 10 | 20.92 | 20.92 | yes | RoTTA | 27.00 | lowest |" in section
+    failures = section[section.index("Failures, and cells that were not run:") + 1 :]
     others = "TEST, BN, PL, TENT, LAME, CoTTA, NOTE, TTAC, PETAL"
     assert failures == [
         "- F 10: 20.99 is above the limit 20.98",
@@ -79,8 +79,8 @@ def test_a_table_where_tribe_is_best_everywhere():
             errors = (17.5, errors[1]) if (row["key"], column) == ("TRIBE", "F 100") else errors
             fabricate(errors, "results", method=row["method"], scenario=scenario, imbalance=imbalance)
     page = make_document("results")
-    told = lines_of(page, "TRIBE's instance error in every cell")
-    assert told[-1] == "TRIBE is within its limit and lowest in every cell."
+    section = lines_of(page, "TRIBE's instance error in every cell")
+    assert section[-1] == "TRIBE is within its limit and lowest in every cell."
     first, *_, last = lines_of(page, "In short")[2:]
     whole = (
         "in 7 of 7 cells of `tab:global_imbalance_cifar10`, and the lowest of all methods that were run in 7. The limit"
@@ -96,13 +96,13 @@ def test_a_table_where_tribe_is_best_everywhere():
         "  - TRIBE: F 100 inst 17.50 (19.53, -2.03)",
     ]
     assert "| **17.50** (19.53, -2.03) |" in page
-    claims_told = lines_of(page, "What the paper claims")
-    few = next(line for line in claims_told if line.startswith("| LAME, TTAC, RoTTA and TRIBE consistently"))
+    claim_lines = lines_of(page, "What the paper claims")
+    few = next(line for line in claim_lines if line.startswith("| LAME, TTAC, RoTTA and TRIBE consistently"))
     _, _, on_its_own, on_ours, _ = few.split("|")
     assert "fails: cifar10: F 100 inst: TTAC 43.4, TEST 41.71" in on_its_own
     assert "fails: cifar10: F 100 inst: TTAC 43.4, TEST 41.71" in on_ours, "half of it is enough"
     assert re.search(r"; cifar100, LAME, F 1 inst and \d+ more are missing $", on_ours)
-    assert any(line.count("| holds: ") == 2 for line in claims_told)
+    assert any(line.count("| holds: ") == 2 for line in claim_lines)
     left = lines_of(page, "Incomplete tables")
     assert not any("`tribe reproduce cifar10 " in line for line in left)
     assert any(line.endswith("`tribe reproduce imagenet --seed 425`") for line in left)
@@ -119,17 +119,17 @@ def test_ours_next_to_the_released_code():
     fabricate((29.0, 26.6), "results", method="cotta")
     for precision, ms in (("tf32", {"rotta": 0.7, "bn": 0.05, "eata": 0.06}), ("bf16", {"rotta": 0.1})):
         measure(ms, precision)
-    told = lines_of(make_document("results"), "Next to the released code")
+    section = lines_of(make_document("results"), "Next to the released code")
     assert (
         "| BN | 74.00 | 74.34 | -0.34 | 70.00 | +4.00 | 52.60 | 54.06 | -1.46 | 50.72 | +1.88 | yes | 0.050 | 0.200 "
-        in ("\n".join(told))
+        in ("\n".join(section))
     )
-    assert any(line.startswith("| RoTTA | 30.00 | 30.99 ") and "| **no** | 0.700 |" in line for line in told)
-    assert any(line.startswith("| EATA | 74.50 ") and "| 0.060 | 1.000 | – |" in line for line in told)
-    assert any(line.startswith("| EATA (alpha 0) | 74.50 ") and "| – | 1.000 | 0.075 |" in line for line in told), (
+    assert any(line.startswith("| RoTTA | 30.00 | 30.99 ") and "| **no** | 0.700 |" in line for line in section)
+    assert any(line.startswith("| EATA | 74.50 ") and "| 0.060 | 1.000 | – |" in line for line in section)
+    assert any(line.startswith("| EATA (alpha 0) | 74.50 ") and "| – | 1.000 | 0.075 |" in line for line in section), (
         "with its default alpha it was measured, not with this one"
     )
-    verdict, as_released, times, how = told[-4:]
+    verdict, as_released, times, how = section[-4:]
     assert as_released == (
         "- Within 1.5 points of the released code, but more than 1.5 points from the paper; ours (released, paper): "
         "BN instance 74.00 (74.34, 70.00), category 52.60 (54.06, 50.72); PL instance 76.00 (77.01, 70.09), "
@@ -148,9 +148,9 @@ def test_draws_of_the_same_experiment_are_shown_below_its_row():
     for i, other in enumerate(({"precision": "float32"}, {"weights": "a" * 32}, {"images": "c" * 32}, {"seed": 1})):
         draw(f"other {i}", [0.0, 0.0, 0.0], **other)
     draw("other noise", [0.0, 0.0, 0.0], dataset="live-cifar10-c", images="c" * 32, weights="a" * 32)
-    told = lines_of(make_document("results"), "Next to the released code")
-    assert any(line.startswith("| TENT | 83.00 | 77.01 | +5.99 ") and "| **no** |" in line for line in told)
-    fixed, other = (line for line in told if line.startswith("| TENT, mean of 3: "))
+    section = lines_of(make_document("results"), "Next to the released code")
+    assert any(line.startswith("| TENT | 83.00 | 77.01 | +5.99 ") and "| **no** |" in line for line in section)
+    fixed, other = (line for line in section if line.startswith("| TENT, mean of 3: "))
     assert fixed.startswith("| TENT, mean of 3: the same images, other last digits of the parameters | 83.00 | 77.01 |")
     assert "| 61.00 | 60.28 | +0.72 |" in fixed
     assert "| **no** |" in fixed
@@ -165,7 +165,7 @@ def test_draws_of_the_same_experiment_are_shown_below_its_row():
     Path("results/draws/digits.json").unlink()
     short = lines_of(make_document("results"), "In short")[1]
     assert short.endswith("by 5.99, the mean of 3 runs by 0.99; TENT in plain PyTorch agrees with ours).")
-    (spread,) = (line for line in told if line.startswith("| TENT: other noise in the images | 3 |"))
+    (spread,) = (line for line in section if line.startswith("| TENT: other noise in the images | 3 |"))
     assert "| 78.00 ± 3.00 | 78.00 ± 1.73 | +0.00, standard error 1.00 |" in spread
     assert spread.endswith("| 61.00 ± 0.00 | 61.00 ± 1.00 | +0.00, standard error 0.58 |")
 
@@ -182,8 +182,8 @@ def test_a_single_draw_has_no_deviation():
 
 def test_only_claims_that_fail_on_the_papers_numbers_are_marked():
     """Not what cannot be judged on them."""
-    told = [Judged(claims()[i], Verdict(own, ""), Verdict(False, "")) for i, own in enumerate((None, True, False))]
-    marked = [line for line in differences([], told) if "too)" in line]
+    section = [Judged(claims()[i], Verdict(own, ""), Verdict(False, "")) for i, own in enumerate((None, True, False))]
+    marked = [line for line in differences([], section) if "too)" in line]
     assert marked == [f"- “{claims()[2].says}” (it fails on the paper's own numbers, too): "]
 
 
@@ -236,11 +236,11 @@ def test_the_document_says_how_the_data_were_made():
     place.parent.mkdir(parents=True)
     place.write_text(made.json())
     fabricate((16.0, 16.0), "results", method="tribe", scenario="gradual", imbalance=None, images="b" * 32, **ALL)
-    told = " ".join(make_document("results").split())
+    section = " ".join(make_document("results").split())
     marks = f"severities 1, 2, 3, 4, 5: fingerprint {'b' * 32}; severity 5: fingerprint {'e' * 32}"
-    assert f"- Data `cifar10-c` ({marks}): not the published archive, but our" in told
-    assert f"our corruptions of the 10,000 clean test images of cifar10 (sha256 {'a' * 64})" in told
-    assert "each of its 2 parts is in `results/data/CIFAR-10-C/made.json`" in told
+    assert f"- Data `cifar10-c` ({marks}): not the published archive, but our" in section
+    assert f"our corruptions of the 10,000 clean test images of cifar10 (sha256 {'a' * 64})" in section
+    assert "each of its 2 parts is in `results/data/CIFAR-10-C/made.json`" in section
 
 
 def test_two_results_for_one_cell_are_refused():

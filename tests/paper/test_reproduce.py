@@ -30,10 +30,10 @@ class Slow(Source):
 
 
 def test_ours_is_the_result_in_runs_next_to_the_papers_number(played):
-    _, runs, told = played
+    _, runs, parsed = played
     by_method = {result.experiment.method.name: result for result in finished(runs)}
     assert by_method.keys() == {"source", "bn", "pl"}
-    cells = {(cell["row"], cell["column"]): cell for cell in told["cells"]}
+    cells = {(cell["row"], cell["column"]): cell for cell in parsed["cells"]}
     assert [row for row, column in cells if column == "error"] == ["TEST", "BN", "pl"]
     for row, method, says in (("TEST", "source", 41.71), ("BN", "bn", 70.0), ("pl", "pl", None)):
         cell, result = cells[row, "error"], by_method[method]
@@ -46,21 +46,21 @@ def test_ours_is_the_result_in_runs_next_to_the_papers_number(played):
         seconds = result.values("seconds_per_image")
         assert cells[row, "seconds"]["ours"] == pytest.approx(sum(seconds) / 2)
     assert any(
-        re.match(r"gli-f \(imbalance 100, sigma 0.1\): TEST against \w+: .* points better", n) for n in told["notes"]
+        re.match(r"gli-f \(imbalance 100, sigma 0.1\): TEST against \w+: .* points better", n) for n in parsed["notes"]
     )
-    assert any("the paper uses cifar10-c, wrn28_10" in note for note in told["notes"])
-    assert "Ours differs from the paper: dataset.corruptions=('impulse_noise',)." in told["notes"]
-    assert told["title"].endswith("(ours: live-mnist-c, compact)")
-    verdicts = {claim["name"]: claim for claim in told["claims"]}
+    assert any("the paper uses cifar10-c, wrn28_10" in note for note in parsed["notes"])
+    assert "Ours differs from the paper: dataset.corruptions=('impulse_noise',)." in parsed["notes"]
+    assert parsed["title"].endswith("(ours: live-mnist-c, compact)")
+    verdicts = {claim["name"]: claim for claim in parsed["claims"]}
     assert verdicts["wall-clock-best-error"]["paper"]["holds"] is True
     assert verdicts["wall-clock-best-error"]["ours"]["holds"] is None, "TRIBE was not run"
 
 
 def test_a_second_call_runs_nothing_and_writes_nothing(played):
-    options, runs, told = played
+    options, runs, parsed = played
     before = {path: path.stat().st_mtime_ns for path in runs.rglob("*")}
     result = call(*options, "--format", "json")
-    assert json.loads(result.stdout) == told
+    assert json.loads(result.stdout) == parsed
     assert {path: path.stat().st_mtime_ns for path in runs.rglob("*")} == before
 
 
@@ -116,9 +116,9 @@ def test_an_added_method_may_be_spelled_as_in_the_paper(word):
 
 
 def test_list_names_all_tables():
-    told = json.loads(call("--list", "--format", "json").stdout)
-    assert sorted(t["name"] for t in told) == tables.names()
-    assert [t.name for t in tables.all_tables()] == [t["name"] for t in told]
+    parsed = json.loads(call("--list", "--format", "json").stdout)
+    assert sorted(t["name"] for t in parsed) == tables.names()
+    assert [t.name for t in tables.all_tables()] == [t["name"] for t in parsed]
     assert "tab:component_ablation" in call("--list").stdout
     assert call("--list", "--out", "list.txt").stdout == ""
     assert "tab:component_ablation" in Path("list.txt").read_text()
@@ -205,18 +205,18 @@ def test_keep_copies_json_and_how_the_data_were_made(played, tmp_path):
 def test_the_released_numbers_are_a_table(played):
     _, runs, _ = played
     words = ("released", *SMALL, "--seeds", 2, "--columns", "MNIST-C *", "--methods", "TEST,BN", "--runs", runs)
-    told = json.loads(call(*words, "--format", "json").stdout)
-    cells = {(c["row"], c["column"]): c for c in told["cells"]}
+    parsed = json.loads(call(*words, "--format", "json").stdout)
+    cells = {(c["row"], c["column"]): c for c in parsed["cells"]}
     assert cells["BN", "MNIST-C inst"]["paper"] == 73.77
     assert isinstance(cells["BN", "MNIST-C inst"]["ours"], float)
-    assert told["claims"] == []
+    assert parsed["claims"] == []
 
 
 def test_stdout_holds_nothing_but_the_table(tmp_path, played):
-    options, _, told = played
+    options, _, parsed = played
     command = [sys.executable, "-m", "tribe", "reproduce", *map(str, options), "--format", "json"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
-    errors = [[c["ours"] for c in t["cells"] if c["column"] == "error"] for t in (json.loads(done.stdout), told)]
+    errors = [[c["ours"] for c in t["cells"] if c["column"] == "error"] for t in (json.loads(done.stdout), parsed)]
     assert errors[0] == errors[1]

@@ -25,7 +25,7 @@ def test_the_released_numbers_are_those_that_were_measured():
     path = TEX.with_name("REFERENCE.md")
     if not path.is_file():
         pytest.skip("REFERENCE.md does not lie beside the clone")
-    told, seen = released(), 0
+    measured, seen = released(), 0
     rows = [
         line.strip("|").split("|") for line in path.read_text().splitlines() if re.match(r"\| [A-Z]\w+[^|]*\|", line)
     ]
@@ -34,11 +34,14 @@ def test_the_released_numbers_are_those_that_were_measured():
         key = {"EATA (alpha 0, d .05)": "EATA (alpha 0)"}.get(name.strip(), name.strip().partition(" (")[0])
         for dataset, match in zip(("CIFAR10-C", "CIFAR100-C", "MNIST-C"), found, strict=False):
             if match is not None:
-                errors = [told.table.value(key, f"{dataset} {kind}") for kind in ("inst", "cat")]
-                assert [*errors, told.ms[dataset][key]] == [float(match[1]), float(match[2]), match[3]], (key, dataset)
+                errors = [measured.table.value(key, f"{dataset} {kind}") for kind in ("inst", "cat")]
+                assert [*errors, measured.ms[dataset][key]] == [float(match[1]), float(match[2]), match[3]], (
+                    key,
+                    dataset,
+                )
                 seen += 1
-    assert seen == sum(value is not None for row in told.table.values for value in row[::2])
-    assert set(told.held) <= set(told.table.row_keys)
+    assert seen == sum(value is not None for row in measured.table.values for value in row[::2])
+    assert set(measured.held) <= set(measured.table.row_keys)
 
 
 # -- against the paper's source ---------------------------------------------------------------------------------------
