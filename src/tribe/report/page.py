@@ -30,7 +30,7 @@ Entry = tuple[str, str, Group]  # anchor, title, group
 
 
 def render(runs: Runs) -> str:
-    """The whole page. The same records give the same text."""
+    """The whole page. The same results give the same text."""
     series = {label: i for i, label in enumerate(runs.labels)}
     titles, common = _titles(runs.groups)
     entries = [(f"g{i}", title, group) for i, (title, group) in enumerate(zip(titles, runs.groups, strict=True), 1)]
@@ -58,7 +58,7 @@ def render(runs: Runs) -> str:
             [section(group, name, title, series) for name, title, group in entries],
             _problems(runs),
             _about(),
-            tag("footer", f"Written by tribe {__version__} from the records alone."),
+            tag("footer", f"Written by tribe {__version__} from the results alone."),
             id="main",
             tabindex=-1,
         ),
@@ -75,10 +75,10 @@ def _titles(groups: Sequence[Group]) -> tuple[list[str], list[str]]:
 
 
 def _lead(runs: Runs, common: Sequence[str]) -> str:
-    """The number of records, methods and streams, and which methods have the lowest error."""
-    records = sum(len(row.played) for group in runs.groups for row in group.rows)
+    """The number of results, methods and streams, and which methods have the lowest error."""
+    results = sum(len(row.played) for group in runs.groups for row in group.rows)
     streams = plural(len(runs.groups), "kind of stream", "kinds of stream")
-    text = f"{plural(records, 'record')}, {plural(len(runs.labels), 'method')}, {streams}"
+    text = f"{plural(results, 'result')}, {plural(len(runs.labels), 'method')}, {streams}"
     text += f", all of {', '.join(common)}." if common else "."
     wins: Counter[str] = Counter()
     for group in runs.groups:

@@ -31,12 +31,12 @@ def report(
         print_message("warning", f"{path} is left out: {reason}")
     for path, reason in runs.repeated:
         print_message("warning", f"{path} {reason}")
-    records = sum(len(row.played) for group in runs.groups for row in group.rows)
+    results = sum(len(row.played) for group in runs.groups for row in group.rows)
     if as_json:
         print_json(
             {
                 "report": str(out),
-                "records": records,
+                "records": results,
                 "groups": [group.title for group in runs.groups],
                 "damaged": dict(runs.damaged),
                 "repeated": dict(runs.repeated),
@@ -44,7 +44,7 @@ def report(
         )
     else:
         Console().print(
-            f"{plural(records, 'record')} in {plural(len(runs.groups), 'group')}: {out}", soft_wrap=True, markup=False
+            f"{plural(results, 'result')} in {plural(len(runs.groups), 'group')}: {out}", soft_wrap=True, markup=False
         )
     if runs.damaged:
         raise typer.Exit(1)
