@@ -162,7 +162,8 @@ def test_random_ones_are_near_the_recorded_large_images(name: str) -> None:
 
 
 def test_the_fifteen_are_there() -> None:
-    assert sorted(corruptions.names("common")) == COMMON
+    assert len(COMMON) == 15
+    assert set(COMMON) <= set(corruptions.names("common"))
     assert {f"common/{name}" for name in COMMON} <= set(corruptions.names())
 
 
