@@ -180,7 +180,10 @@ BAD_PYTHON = {
     "labels below 0": (lambda held: layouts.pickled(held | {b"labels": [-1] * PER}), "-1 to -1; expected 0 to 9"),
     "labels that are text": (lambda held: layouts.pickled(held | {b"labels": [b"cat"] * PER}), "a list of integers"),
     "too few labels": (lambda held: layouts.pickled(held | {b"labels": [1]}), r"shape \(20, 3072\) as b'data'"),
-    "floats": (lambda held: layouts.pickled(held | {b"data": held[b"data"] / 2}), "float64 of shape .*expected uint8"),
+    "floats": (
+        lambda held: layouts.pickled(held | {b"data": held[b"data"] / 2}),
+        "elements of type .*f8.*expected bytes",
+    ),
     "no pixels": (lambda held: layouts.pickled({b"labels": [1]}), "no array"),
     "no images": (lambda held: layouts.pickled({b"data": np.empty((0, 3072), np.uint8), b"labels": []}), "no images"),
 }

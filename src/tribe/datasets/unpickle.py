@@ -1,64 +1,201 @@
-"""Read a pickle of numbers, lists, dictionaries and numpy arrays without running code from it.
+"""Read a pickle that holds numbers, strings, lists, dictionaries and byte arrays, without running anything in it.
 
-A pickle is a program: it names functions and calls them. The python versions of CIFAR are pickles. The few names in
-them are permitted here; any other name is refused before it is imported.
+A pickle is a program that names functions and calls them. The Python versions of CIFAR are published as pickles. This
+reader interprets the few operations that they use. It imports nothing that a file names and calls nothing that a file
+asks for: an array is bytes with a shape. Memory stays within a small multiple of the size of the file.
 """
 
-import io
-import pickle
-from collections.abc import Callable
+import math
+import pickletools
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+LARGEST = 1 << 30  # bytes of a file; CIFAR-100's training set has 155 MB
 
 
 class UnpickleError(ValueError):
     """A pickle that cannot be used, and why."""
 
 
-def _dtype(kind: bytes | str, *_: Any) -> Any:
-    """The dtype of an array: a copy, because the pickle then changes it; numpy rejects the flags of old files."""
-    return np.dtype(kind.decode("ascii") if isinstance(kind, bytes) else kind, False, True)
+class _Name(str):
+    """A name in the file, such as "numpy.dtype". It is never imported."""
 
 
-def _latin1(text: str, encoding: str | bytes = "latin1") -> bytes:
-    """Decode bytes as protocol 2 writes them."""
-    if encoding not in ("latin1", b"latin1"):
-        raise UnpickleError(f"bytes are encoded in latin1; got {encoding!r}")
-    return text.encode("latin1")
+class _Array:
+    """An array: first without contents, then with them."""
+
+    value: Any = None
 
 
-_reconstruct: Callable[..., Any] = np.empty(0).__reduce__()[0]  # type: ignore[assignment]
-PERMITTED: dict[tuple[str, str], Any] = {
-    ("numpy.core.multiarray", "_reconstruct"): _reconstruct,  # until numpy 1
-    ("numpy._core.multiarray", "_reconstruct"): _reconstruct,  # since numpy 2
-    ("numpy", "ndarray"): np.ndarray,
-    ("numpy", "dtype"): _dtype,
-    ("_codecs", "encode"): _latin1,
+BYTE = object()  # the only type that the elements of an array may have
+RECONSTRUCT = ("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct")  # numpy 1, numpy 2
+PERMITTED = (*RECONSTRUCT, "numpy.ndarray", "numpy.dtype", "_codecs.encode")
+
+
+class _Machine:
+    """Interprets the operations of one pickle."""
+
+    def __init__(self, size: int) -> None:
+        self.stack: list[Any] = []
+        self.below: list[list[Any]] = []  # the stacks below each mark
+        self.memo: dict[int, Any] = {}
+        self.spare = size  # bytes that may still be made from the file's strings
+
+    def run(self, data: bytes) -> Any:
+        """The value that a pickle holds."""
+        for operation, argument, _ in pickletools.genops(data):
+            if operation.name == "STOP":
+                return self.pop(1)[0]
+            action = ACTIONS.get(operation.name)
+            if action is None:
+                raise UnpickleError(f"it uses the operation {operation.name}, which no data file needs")
+            action(self, argument)
+        raise UnpickleError("it ends too early")
+
+    def push(self, value: Any) -> None:
+        """Put a value on the stack."""
+        self.stack.append(value)
+
+    def push_string(self, text: str) -> None:
+        """Put a string of Python 2 on the stack: bytes."""
+        self.push(text.encode("latin1"))
+
+    def pop(self, count: int) -> list[Any]:
+        """Take the last values from the stack."""
+        if count > len(self.stack):
+            raise UnpickleError("it takes more values than it has")
+        start = len(self.stack) - count
+        items = self.stack[start:]
+        del self.stack[start:]
+        return items
+
+    def mark(self) -> None:
+        """Begin the items of a list, dictionary or tuple."""
+        self.below.append(self.stack)
+        self.stack = []
+
+    def pop_mark(self) -> list[Any]:
+        """Take the values since the last mark."""
+        items, self.stack = self.stack, self.below.pop()
+        return items
+
+    def memoize(self, place: int | None) -> None:
+        """Remember the last value."""
+        self.memo[len(self.memo) if place is None else place] = self.stack[-1]
+
+    def recall(self, place: int) -> None:
+        """Put a remembered value on the stack."""
+        found = self.memo[place]
+        self.push(found if not isinstance(found, _Array) or found.value is None else found.value)
+
+    def name(self, text: str) -> None:
+        """Put a name on the stack that the file wants to import."""
+        if text not in PERMITTED:
+            raise UnpickleError(f"it asks for {text}, which no data file needs")
+        self.push(_Name(text))
+
+    def extend(self, items: Sequence[Any]) -> None:
+        """Append to the list below."""
+        if type(self.stack[-1]) is not list:
+            raise UnpickleError("it appends to something that is not a list")
+        self.stack[-1].extend(items)
+
+    def update(self, items: Sequence[Any]) -> None:
+        """Set items of the dictionary below."""
+        if type(self.stack[-1]) is not dict:
+            raise UnpickleError("it sets items of something that is not a dictionary")
+        self.stack[-1].update(zip(items[::2], items[1::2], strict=True))
+
+    def reduce(self) -> None:
+        """Make the result of a call in the file; only a few are permitted, and none takes place."""
+        function, arguments = self.pop(2)
+        if not isinstance(function, _Name) or type(arguments) is not tuple:
+            raise UnpickleError("it calls something that is not a function")
+        if function in RECONSTRUCT:
+            self.push(_Array())
+        elif function == "numpy.dtype":
+            if arguments[:1] not in (("u1",), (b"u1",)):
+                raise UnpickleError(f"an array has elements of type {str(arguments)[:20]}; expected bytes (uint8)")
+            self.push(BYTE)
+        elif function == "_codecs.encode" and arguments[1:] in (("latin1",), (b"latin1",)):  # bytes in protocol 2
+            if type(arguments[0]) is not str or len(arguments[0]) > self.spare:
+                raise UnpickleError("it makes more bytes than it holds")
+            self.spare -= len(arguments[0])
+            self.push(arguments[0].encode("latin1"))
+        else:
+            raise UnpickleError(f"it calls {function}; expected bytes in latin1")
+
+    def build(self) -> None:
+        """Give an array its contents; nothing else in a data file has any."""
+        built, state = self.pop(2)
+        self.push(built)
+        if built is BYTE:
+            return  # byte order and alignment, which bytes do not have
+        if not isinstance(built, _Array) or type(state) is not tuple or len(state) != 5:
+            raise UnpickleError("it changes something that is not an array")
+        _, shape, dtype, fortran, content = state
+        if type(shape) is not tuple or not all(type(size) is int and size >= 0 for size in shape):
+            raise UnpickleError("the shape of an array is not a tuple of whole numbers")
+        if dtype is not BYTE or type(content) is not bytes or math.prod(shape) != len(content):
+            raise UnpickleError(f"an array is not {math.prod(shape)} bytes (uint8)")
+        built.value = np.frombuffer(content, np.uint8).reshape(shape, order="F" if fortran in (True, 1) else "C")
+        self.stack[-1] = built.value
+
+
+def _nothing(machine: _Machine, _: Any) -> None:
+    """An operation without effect."""
+
+
+Action = Callable[[_Machine, Any], None]
+ACTIONS: dict[str, Action] = {
+    "NONE": lambda machine, _: machine.push(None),
+    "NEWTRUE": lambda machine, _: machine.push(True),
+    "NEWFALSE": lambda machine, _: machine.push(False),
+    "EMPTY_TUPLE": lambda machine, _: machine.push(()),
+    "EMPTY_LIST": lambda machine, _: machine.push([]),
+    "EMPTY_DICT": lambda machine, _: machine.push({}),
+    "MARK": lambda machine, _: machine.mark(),
+    "TUPLE": lambda machine, _: machine.push(tuple(machine.pop_mark())),
+    "LIST": lambda machine, _: machine.push(machine.pop_mark()),
+    "DICT": lambda machine, _: (machine.push({}), machine.update(machine.pop_mark()))[0],
+    "APPEND": lambda machine, _: machine.extend(machine.pop(1)),
+    "APPENDS": lambda machine, _: machine.extend(machine.pop_mark()),
+    "SETITEM": lambda machine, _: machine.update(machine.pop(2)),
+    "SETITEMS": lambda machine, _: machine.update(machine.pop_mark()),
+    "GLOBAL": lambda machine, text: machine.name(text.replace(" ", ".")),
+    "STACK_GLOBAL": lambda machine, _: machine.name(".".join(map(str, machine.pop(2)))),
+    "REDUCE": lambda machine, _: machine.reduce(),
+    "BUILD": lambda machine, _: machine.build(),
+    **dict.fromkeys(("PROTO", "FRAME"), _nothing),
+    **dict.fromkeys(("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"), _Machine.memoize),
+    **dict.fromkeys(("GET", "BINGET", "LONG_BINGET"), _Machine.recall),
+    **dict.fromkeys(("INT", "LONG", "LONG1", "BININT", "BININT1", "BININT2", "BINFLOAT", "FLOAT"), _Machine.push),
+    **dict.fromkeys(("UNICODE", "BINUNICODE", "SHORT_BINUNICODE"), _Machine.push),
+    **dict.fromkeys(("BINBYTES", "SHORT_BINBYTES"), _Machine.push),
+    # The strings of Python 2 are bytes.
+    **dict.fromkeys(
+        ("STRING", "BINSTRING", "SHORT_BINSTRING"), lambda machine, text: machine.push(text.encode("latin1"))
+    ),
+    **{f"TUPLE{n}": lambda machine, _, n=n: machine.push(tuple(machine.pop(n))) for n in (1, 2, 3)},
 }
 
 
-class _Restricted(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in PERMITTED:
-            raise UnpickleError(f"it uses {module}.{name}, which no data file needs")
-        return PERMITTED[module, name]
-
-
 def unpickle(path: Path) -> Any:
-    """Read a file; strings of Python 2 become bytes.
+    """Read a file; strings of Python 2 come as bytes.
 
     Raises:
-        UnpickleError: the file uses a name that is not permitted (nothing was called), or it is cut short.
+        UnpickleError: the file asks for a name that is not permitted, holds other arrays than bytes, or is cut short.
     """
+    if (size := path.stat().st_size) > LARGEST:
+        raise UnpickleError(f"{path} has {size} bytes; expected {LARGEST} at most. Get it from its publisher")
     try:
-        return _Restricted(io.BytesIO(path.read_bytes()), encoding="bytes").load()
+        return _Machine(size).run(path.read_bytes())
     except UnpickleError as error:
         raise UnpickleError(f"{path} is refused: {error}. It may be malicious: get it from its publisher") from error
-    except OSError:
-        raise
-    except Exception as error:  # a file that is not a pickle can raise anything
+    except (ValueError, TypeError, LookupError, RecursionError, ArithmeticError) as error:
         raise UnpickleError(
-            f"{path} cannot be read as a pickle ({error}): it was cut short, or is no pickle"
+            f"{path} cannot be read as a pickle ({error}): it was cut short, or it is not a pickle"
         ) from error
