@@ -94,7 +94,7 @@ class _Machine:
     def name(self, text: str) -> None:
         """Put a name on the stack that the file wants to import."""
         if text not in PERMITTED:
-            raise UnpickleError(f"it asks for {text}, which no data file needs")
+            raise UnpickleError(f"it uses {text}, which no data file needs")
         self.push(_Name(text))
 
     def extend(self, items: Sequence[Any]) -> None:
@@ -107,7 +107,7 @@ class _Machine:
         """Set items of the dictionary below."""
         if type(self.stack[-1]) is not dict:
             raise UnpickleError("it sets items of something that is not a dictionary")
-        self.stack[-1].update(zip(items[::2], items[1::2], strict=True))
+        self.stack[-1].update(_as_dict(items))
 
     def reduce(self) -> None:
         """Make the result of a call in the file; only a few are permitted, and none takes place."""
@@ -145,6 +145,11 @@ class _Machine:
         self.stack[-1] = built.value
 
 
+def _as_dict(items: Sequence[Any]) -> dict[Any, Any]:
+    """A dictionary of keys and values that follow each other."""
+    return dict(zip(items[::2], items[1::2], strict=True))
+
+
 def _nothing(machine: _Machine, _: Any) -> None:
     """An operation without effect."""
 
@@ -160,7 +165,7 @@ ACTIONS: dict[str, Action] = {
     "MARK": lambda machine, _: machine.mark(),
     "TUPLE": lambda machine, _: machine.push(tuple(machine.pop_mark())),
     "LIST": lambda machine, _: machine.push(machine.pop_mark()),
-    "DICT": lambda machine, _: (machine.push({}), machine.update(machine.pop_mark()))[0],
+    "DICT": lambda machine, _: machine.push(_as_dict(machine.pop_mark())),
     "APPEND": lambda machine, _: machine.extend(machine.pop(1)),
     "APPENDS": lambda machine, _: machine.extend(machine.pop_mark()),
     "SETITEM": lambda machine, _: machine.update(machine.pop(2)),
@@ -179,7 +184,9 @@ ACTIONS: dict[str, Action] = {
     **dict.fromkeys(
         ("STRING", "BINSTRING", "SHORT_BINSTRING"), lambda machine, text: machine.push(text.encode("latin1"))
     ),
-    **{f"TUPLE{n}": lambda machine, _, n=n: machine.push(tuple(machine.pop(n))) for n in (1, 2, 3)},
+    "TUPLE1": lambda machine, _: machine.push(tuple(machine.pop(1))),
+    "TUPLE2": lambda machine, _: machine.push(tuple(machine.pop(2))),
+    "TUPLE3": lambda machine, _: machine.push(tuple(machine.pop(3))),
 }
 
 
