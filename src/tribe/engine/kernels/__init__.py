@@ -15,16 +15,30 @@ Callers ask the ``can_*`` function of an operation first.
 from tribe.engine.kernels.activations import (
     apply,
     apply_backward,
-    can_normalise,
     joint_backward,
     match_layout,
     observe,
 )
-from tribe.engine.kernels.class_update import SAMPLES, UpdateTerms, can_update, update, update_backward
-from tribe.engine.kernels.colour import can_jitter, jitter
-from tribe.engine.kernels.launch import INSTALLED, INTERPRETED, Mode, can_run, mode, use, using, works
-from tribe.engine.kernels.pooling import can_pool, fold, fold_backward, pool, pool_backward
-from tribe.engine.kernels.random_numbers import can_draw, normal, uniform
+from tribe.engine.kernels.class_update import UpdateTerms, update, update_backward
+from tribe.engine.kernels.colour import jitter
+from tribe.engine.kernels.launch import (
+    INSTALLED,
+    INTERPRETED,
+    SAMPLES,
+    Mode,
+    can_draw,
+    can_jitter,
+    can_normalise,
+    can_pool,
+    can_run,
+    can_update,
+    mode,
+    use,
+    using,
+    works,
+)
+from tribe.engine.kernels.pooling import fold, fold_backward, pool, pool_backward
+from tribe.engine.kernels.random_numbers import normal, uniform
 
 __all__ = [
     "INSTALLED",

@@ -5,48 +5,10 @@ Activations are N = R x B samples of C channels and L pixels, with any strides; 
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, attr-defined"
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from tribe.engine.kernels.launch import LINE, can_run, tl, triton
-
-
-class _Strides(NamedTuple):
-    """Sample n, channel c, pixel l of x (R, B, C, ...) is at n * sample + c * channel + l * pixel."""
-
-    samples: int
-    channels: int
-    pixels: int
-    sample: int
-    channel: int
-    pixel: int
-
-
-def _strides(x: Tensor) -> _Strides | None:
-    """The strides; None where rows and samples, or the axes of the pixels, do not form one run each, or leave gaps."""
-    rows, batch, channels = x.shape[:3]
-    if sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) != x.numel() - 1:
-        return None
-    sample = x.stride(1) if batch > 1 else x.stride(0)
-    if rows > 1 and batch > 1 and x.stride(0) != batch * x.stride(1):
-        return None
-    pixels, step = 1, 1
-    for size, stride in zip(reversed(x.shape[3:]), reversed(x.stride()[3:]), strict=True):
-        if size == 1:
-            continue
-        if pixels == 1:
-            step = stride
-        elif stride != pixels * step:
-            return None
-        pixels *= size
-    return _Strides(rows * batch, channels, pixels, sample, x.stride(2), step)
-
-
-def can_normalise(x: Tensor) -> bool:
-    """Whether the kernels can pass over these activations (R, B, C, ...)."""
-    return can_run(x) and _strides(x) is not None
+from tribe.engine.kernels.launch import LINE, Strides, strides_of, tl, triton
 
 
 def match_layout(g: Tensor, x: Tensor) -> Tensor:
@@ -54,7 +16,7 @@ def match_layout(g: Tensor, x: Tensor) -> Tensor:
     return g if g.stride() == x.stride() and g.dtype == x.dtype else torch.empty_like(x).copy_(g)
 
 
-def _tile(x: Tensor, at: _Strides, elements: int) -> tuple[int, int]:
+def _tile(x: Tensor, at: Strides, elements: int) -> tuple[int, int]:
     """Pixels and channels of one tile, powers of two: whole lines of memory, and few elements beyond the end."""
     if at.channel == 1:
         wide = min(triton.next_power_of_2(at.channels), LINE // x.element_size())
@@ -128,8 +90,8 @@ def joint_backward(
     return dx
 
 
-def _require_strides(x: Tensor) -> _Strides:
-    at = _strides(x)
+def _require_strides(x: Tensor) -> Strides:
+    at = strides_of(x)
     assert at is not None, "check can_normalise first"
     return at
 

@@ -7,9 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tribe.engine.kernels.launch import LINE, can_run, tl, triton
-
-SAMPLES = 128  # the largest batch whose sums over classes `update` holds on the chip
+from tribe.engine.kernels.launch import LINE, tl, triton
 
 
 class UpdateTerms(NamedTuple):
@@ -20,11 +18,6 @@ class UpdateTerms(NamedTuple):
     off_centre: Tensor  # (R, B, C), the mean of its class minus the mean over classes
     move: Tensor  # (R, 1, C), how far the mean over classes moves
     pooled_var: Tensor  # (R, 1, C), before it is clamped at 0
-
-
-def can_update(mean: Tensor) -> bool:
-    """Whether the kernels can update class statistics from these moments (R, B, C)."""
-    return can_run(mean) and mean.dtype == torch.float32 and mean.shape[1] <= SAMPLES
 
 
 def update(

@@ -1,4 +1,4 @@
-"""Whether kernels can be launched: Triton, the GPU, and the switch that turns them off."""
+"""Whether kernels can serve a tensor: Triton, the GPU, the switch that turns them off, and what an operation takes."""
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, import-not-found, import-untyped"
 
@@ -7,7 +7,7 @@ import functools
 import os
 import warnings
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +32,8 @@ else:
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LINE = 256  # bytes of adjacent channels that a program reads; also how many numbers one takes where there are few
+SAMPLES = 128  # the largest batch whose sums over classes `update` holds on the chip
+PIXELS = 4096  # the most pixels of an image that `jitter` can hold on the chip
 NEEDED = (8, 0)  # compute capability: Ampere, whose TF32 products one kernel uses
 
 Mode = Literal["auto", "off"]
@@ -77,6 +79,31 @@ def can_launch(x: Tensor) -> bool:
     return x.is_cuda and x.device.index == torch.cuda.current_device() and works(x.device.index)
 
 
+def can_normalise(x: Tensor) -> bool:
+    """Whether the kernels can pass over these activations (R, B, C, ...)."""
+    return can_run(x) and strides_of(x) is not None
+
+
+def can_pool(mean: Tensor) -> bool:
+    """Whether the kernels can pool these moments (R, B, C)."""
+    return can_run(mean) and mean.dtype == torch.float32
+
+
+def can_update(mean: Tensor) -> bool:
+    """Whether the kernels can update class statistics from these moments (R, B, C)."""
+    return can_run(mean) and mean.dtype == torch.float32 and mean.shape[1] <= SAMPLES
+
+
+def can_draw(seed: Tensor) -> bool:
+    """Whether the kernels can draw random numbers for these seeds (S,)."""
+    return can_launch(seed)
+
+
+def can_jitter(x: Tensor) -> bool:
+    """Whether `jitter` can work on these images (G, M, C, H, W)."""
+    return can_run(x) and x.dtype == torch.float32 and x.shape[2] in (1, 3) and x[0, 0, 0].numel() <= PIXELS
+
+
 @functools.cache
 def works(device: int) -> bool:
     """Whether kernels can be built and launched on a GPU: Triton needs a C compiler and a recent GPU.
@@ -101,3 +128,34 @@ def works(device: int) -> bool:
 @triton.jit
 def _try(x):
     tl.store(x, 1.0)
+
+
+class Strides(NamedTuple):
+    """Sample n, channel c, pixel l of x (R, B, C, ...) is at n * sample + c * channel + l * pixel."""
+
+    samples: int
+    channels: int
+    pixels: int
+    sample: int
+    channel: int
+    pixel: int
+
+
+def strides_of(x: Tensor) -> Strides | None:
+    """The strides; None where rows and samples, or the axes of the pixels, do not form one run each, or leave gaps."""
+    rows, batch, channels = x.shape[:3]
+    if sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) != x.numel() - 1:
+        return None
+    sample = x.stride(1) if batch > 1 else x.stride(0)
+    if rows > 1 and batch > 1 and x.stride(0) != batch * x.stride(1):
+        return None
+    pixels, step = 1, 1
+    for size, stride in zip(reversed(x.shape[3:]), reversed(x.stride()[3:]), strict=True):
+        if size == 1:
+            continue
+        if pixels == 1:
+            step = stride
+        elif stride != pixels * step:
+            return None
+        pixels *= size
+    return Strides(rows * batch, channels, pixels, sample, x.stride(2), step)

@@ -5,7 +5,7 @@
 import torch
 from torch import Tensor
 
-from tribe.engine.kernels.launch import LINE, can_run, tl, triton
+from tribe.engine.kernels.launch import LINE, tl, triton
 
 
 def fold(mean: Tensor, var: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -30,11 +30,6 @@ def fold_backward(
         dscale, dshift, mean, var, weight, dmean, dvar, dweight, dbias, batch, channels, weight.stride(0), eps, LINE
     )
     return dmean, dvar, dweight, dbias
-
-
-def can_pool(mean: Tensor) -> bool:
-    """Whether the kernels can pool these moments (R, B, C)."""
-    return can_run(mean) and mean.dtype == torch.float32
 
 
 def pool(mean: Tensor, var: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -9,12 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tribe.engine.kernels.launch import LINE, can_launch, tl, triton
-
-
-def can_draw(seed: Tensor) -> bool:
-    """Whether the kernels can draw random numbers for these seeds (S,)."""
-    return can_launch(seed)
+from tribe.engine.kernels.launch import LINE, tl, triton
 
 
 def uniform(key: Any, purpose: int, shape: Sequence[int]) -> Tensor:
