@@ -1,7 +1,11 @@
-"""Checks of values that people give: the fields of components, the options of commands. One check for each kind."""
+"""Checks of values that people give: the fields of components, the options of commands. One check for each kind.
+
+Names of files, classes, domains and methods are data, too: `printable` makes them safe to show.
+"""
 
 import dataclasses
 import math
+import unicodedata
 from numbers import Integral, Real
 from typing import Any
 
@@ -51,3 +55,21 @@ def plain_numbers(component: Any) -> None:
         value = getattr(component, field.name)
         if isinstance(value, np.generic):
             object.__setattr__(component, field.name, value.item())
+
+
+def printable(text: str, keep: str = "") -> str:
+    r"""Text that is safe to show: control, escape, bidirectional and invisible characters become visible escapes.
+
+    Raw, a name in a file from elsewhere could clear a terminal, rewrite what it shows, or break a page. ``keep``: such
+    characters that stay, such as line breaks.
+
+    >>> print(printable("fog"), printable("\x1b[2Jfog\u202e\n"))
+    fog \x1b[2Jfog\u202e\n
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if _is_shown(c) or c in keep else c.encode("unicode_escape").decode() for c in text)
+
+
+def _is_shown(character: str) -> bool:
+    return character.isprintable() or unicodedata.category(character) == "Zs"  # a space of any width
