@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -476,6 +477,19 @@ def test_clean_images_are_predicted_as_if_alone_with_each_other():
         assert (y[[1, 2, 5, 7]] == y[[1, 2, 5, 7]].mean()).all(), "a poisoned image gets the uniform prediction"
         assert mixed.info[0].poisoned == (1, 2, 5, 7)
         assert (mixed.predict(x)[1] == mixed.predict(x)[2]).all(), method
+
+
+def test_the_readme_names_the_methods_whose_predictions_depend_on_the_position_in_the_batch():
+    depend = set()
+    for method in METHODS:
+        mixed, clean = (played(ready(method)) for _ in range(2))
+        x, keep = batch(9, 8), torch.tensor([0, 3, 4, 6])
+        x[[1, 2, 5, 7]] = torch.nan
+        if not torch.allclose(mixed(x)[keep], clean(x[keep]), atol=1e-5):
+            depend.add(method)
+    assert depend == {"cotta", "petal"}
+    text = " ".join((Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8").split())
+    assert "CoTTA and PETAL are an exception: the noise in their augmented views is drawn by position" in text
 
 
 def held():

@@ -7,6 +7,7 @@ import signal
 import stat
 import sys
 import threading
+import time
 from itertools import count, groupby
 from pathlib import Path
 
@@ -114,6 +115,22 @@ def test_stale_temporary_files_are_removed_and_a_folder_is_listed_once(tmp_path,
     monkeypatch.undo()
     assert {path.name for path in tmp_path.iterdir()} == {"a", "b", fresh.name, other.name}
     assert listed == [tmp_path]
+
+
+def test_the_temporary_file_of_a_live_writer_is_not_removed(tmp_path, monkeypatch):
+    """Neither by a writer whose clock is an hour ahead, nor after hours of writing."""
+    monkeypatch.setattr("time.time", lambda now=time.time: now() + 7200)
+    with open_atomically(tmp_path / "slow") as file:
+        file.write(NEW)
+        file.flush()
+        atomic._swept.clear()
+        write_atomically(tmp_path / "ahead", NEW)
+        (temporary,) = tmp_path.glob(".slow.*.tmp")
+        os.utime(temporary, (0, 0))
+        atomic._swept.clear()
+        write_atomically(tmp_path / "later", NEW)
+    assert (tmp_path / "slow").read_bytes() == NEW
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ahead", "later", "slow"]
 
 
 def test_an_error_leaves_the_old_file_alone(tmp_path):

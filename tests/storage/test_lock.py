@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from tribe.storage.lock import Busy, exclusive
+from tribe.storage.lock import Busy, exclusive, is_locked
 
 HOLD = """
 import sys
@@ -72,6 +72,37 @@ def test_the_file_keeps_its_content(tmp_path):
     with exclusive(tmp_path / "lock"):
         pass
     assert (tmp_path / "lock").read_text() == "notes"
+
+
+def test_a_symbolic_link_as_lock_file_keeps_the_bytes_of_its_target(tmp_path):
+    precious = tmp_path / "precious"
+    precious.write_bytes(b"notes")
+    (tmp_path / "lock").symlink_to(precious)
+    before = precious.stat()
+    with pytest.raises(OSError, match="lock"), exclusive(tmp_path / "lock"):
+        pass
+    assert precious.read_bytes() == b"notes"
+    assert precious.stat() == before
+    with pytest.raises(OSError, match="lock"), exclusive(tmp_path / "lock", wait=True):
+        pass
+
+
+@pytest.mark.parametrize("wait", [False, True])
+def test_a_pipe_or_a_device_as_lock_file_is_refused_at_once(tmp_path, wait):
+    """Opening a pipe waits for its other end, unless it is opened without waiting."""
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", os.devnull, "/dev/zero"):
+        with pytest.raises(OSError, match="not a regular file"), exclusive(path, wait=wait):
+            pass
+
+
+def test_whether_a_file_is_locked(tmp_path, holder):
+    assert is_locked(tmp_path / "lock")
+    holder.kill()
+    holder.wait()
+    assert not is_locked(tmp_path / "lock")
+    assert is_locked(tmp_path / "missing"), "a file that cannot be opened counts as locked"
+    assert not (tmp_path / "missing").exists()
 
 
 def test_links_and_pipes_are_refused(tmp_path):

@@ -1,7 +1,8 @@
 """Files that are written whole or not at all.
 
 Bytes go to a temporary file beside the target, which then replaces it. A process that is killed at any point leaves the
-old file or the new one, and at most a temporary file, which a later process removes.
+old file or the new one, and at most a temporary file, which a later process removes. A writer holds a lock on its
+temporary file, so that no other process removes it, however long the writing takes and whatever the clocks say.
 """
 
 import contextlib
@@ -9,13 +10,15 @@ import os
 import re
 import secrets
 import shutil
-import time
 from collections.abc import Iterator
 from os import PathLike
 from pathlib import Path
 from typing import IO
 
-STALE_SECONDS = 3600  # the age at which a temporary file belongs to no running writer
+from tribe.storage.lock import is_locked, lock
+
+# The age at which a temporary file without a lock belongs to no running writer: a file system may have no locks.
+STALE_SECONDS = 3600
 TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.tmp")
 
 _swept: set[Path] = set()  # folders in which this process has looked for stale files
@@ -42,10 +45,11 @@ def open_atomically(path: str | PathLike[str]) -> Iterator[IO[bytes]]:
         raise IsADirectoryError(f"{path} is a folder; expected the path of a file")
     if not target.parent.is_dir():
         raise FileNotFoundError(f"there is no folder {target.parent} to write {target.name} into")
-    _remove_stale(target.parent)
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
     try:
         with temporary.open("xb") as file:  # a new file, with the permissions that the umask gives
+            lock(file.fileno(), f"{temporary} is locked")
+            _remove_stale(target.parent, os.fstat(file.fileno()).st_mtime)
             with contextlib.suppress(OSError):  # no target yet, or the platform has no permissions
                 shutil.copymode(target, temporary)
             yield file
@@ -68,8 +72,11 @@ def sync_folder(folder: Path) -> None:
             os.close(descriptor)
 
 
-def _remove_stale(folder: Path) -> None:
-    """Remove the temporary files that killed writers left, once per folder and process: a folder may be large."""
+def _remove_stale(folder: Path, now: float) -> None:
+    """Remove the temporary files that killed writers left, once per folder and process: a folder may be large.
+
+    ``now`` is the time of a new file in this folder: on a network the clock of the file system may differ from ours.
+    """
     if folder in _swept:
         return
     _swept.add(folder)
@@ -77,5 +84,6 @@ def _remove_stale(folder: Path) -> None:
         for entry in entries:
             if TEMPORARY.fullmatch(entry.name):
                 with contextlib.suppress(FileNotFoundError):
-                    if time.time() - entry.stat(follow_symlinks=False).st_mtime > STALE_SECONDS:
+                    age = now - entry.stat(follow_symlinks=False).st_mtime
+                    if age > STALE_SECONDS and not is_locked(entry):
                         os.unlink(entry)

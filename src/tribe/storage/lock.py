@@ -30,12 +30,28 @@ def exclusive(path: str | PathLike[str], *, wait: bool = False, busy: str | None
     try:
         if not stat.S_ISREG(os.fstat(file).st_mode):
             raise OSError(f"{path} is not a regular file, so it cannot be a lock")
-        yield _lock(file, wait, busy or f"another process holds the lock {os.fspath(path)}")
+        yield lock(file, busy or f"another process holds the lock {os.fspath(path)}", wait=wait)
     finally:
         os.close(file)  # releases the lock
 
 
-def _lock(file: int, wait: bool, busy: str) -> bool:
+def is_locked(path: str | PathLike[str]) -> bool:
+    """Whether a file is locked, or cannot be opened to find out; False where there are no locks."""
+    try:
+        file = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
+    except OSError:
+        return True
+    try:
+        lock(file, "")
+    except Busy:
+        return True
+    finally:
+        os.close(file)
+    return False
+
+
+def lock(file: int, busy: str, *, wait: bool = False) -> bool:
+    """Lock an open file until it is closed; False where there are no locks. `Busy` is raised with a message."""
     if sys.platform == "win32":
         return False
     import fcntl
