@@ -27,7 +27,7 @@ from tribe.storage import tensors as tensor_file
 SHIPPED = Path(__file__).parent / "models" / "shipped"  # knowledge for the network in the package
 
 
-class Method(Protocol):
+class StudyingMethod(Protocol):
     """What this module needs of a method; `tribe.methods.Method` has it."""
 
     @property
@@ -117,7 +117,7 @@ class Knowledge:
 KnowledgeLike = Knowledge | str | PathLike[str] | None  # values of a method's field `knowledge`
 
 
-def resolve_knowledge(method: Method) -> None:
+def resolve_knowledge(method: StudyingMethod) -> None:
     """Load the file that a method's field ``knowledge`` names, and refuse knowledge of another method."""
     value: KnowledgeLike = getattr(method, "knowledge", None)
     if value is None:
@@ -133,7 +133,9 @@ def resolve_knowledge(method: Method) -> None:
     object.__setattr__(method, "knowledge", knowledge)
 
 
-def checked_tensors(method: Method, net: Backbone, shapes: Mapping[str, Sequence[int | str]]) -> dict[str, Tensor]:
+def checked_tensors(
+    method: StudyingMethod, net: Backbone, shapes: Mapping[str, Sequence[int | str]]
+) -> dict[str, Tensor]:
     """A method's source knowledge on the network's device; refused if it is missing or does not fit the network.
 
     Args:

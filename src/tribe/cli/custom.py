@@ -21,7 +21,7 @@ from tribe.registry import Registry, nearest
 from tribe.scenarios import Scenario
 
 
-class Kind(NamedTuple):
+class ComponentKind(NamedTuple):
     """A kind of component that may be custom."""
 
     registry: Registry[Any]
@@ -41,14 +41,14 @@ def _is_dataset(found: Any) -> bool:
     return members >= {"classes", "domains", "labels", "images"}
 
 
-METHOD = Kind(tribe.methods.registry, "a subclass of tribe.methods.Method", _is_subclass_of(Method))
-SCENARIO = Kind(tribe.scenarios.registry, "a subclass of tribe.scenarios.Scenario", _is_subclass_of(Scenario))
-DATASET = Kind(
+METHOD = ComponentKind(tribe.methods.registry, "a subclass of tribe.methods.Method", _is_subclass_of(Method))
+SCENARIO = ComponentKind(tribe.scenarios.registry, "a subclass of tribe.scenarios.Scenario", _is_subclass_of(Scenario))
+DATASET = ComponentKind(
     tribe.datasets.registry, "a dataclass with classes, domains, labels(domain), images(domain, index)", _is_dataset
 )
 
 
-def component_name(kind: Kind, text: str) -> str:
+def component_name(kind: ComponentKind, text: str) -> str:
     """The registered name of a component, given as a name, ``package.module:Class`` or ``file.py:Class``.
 
     A class that is not in the registry is added, under its own name in lower case.

@@ -21,7 +21,7 @@ from tribe.storage.atomic import write_atomically
 WIDE = 240  # columns of a table that goes to a file
 
 
-class Output(NamedTuple):
+class OutputTarget(NamedTuple):
     """The format of the output, and the file that it goes to; None: the terminal."""
 
     style: str
@@ -49,7 +49,7 @@ class Output(NamedTuple):
             self.write(console.export_text())
 
 
-def list_tables(output: Output) -> None:
+def list_tables(output: OutputTarget) -> None:
     """Print the names and titles of all tables and figures."""
     if output.style == "json":
         names = ("name", "label", "kind", "where", "title")
@@ -62,7 +62,7 @@ def list_tables(output: Output) -> None:
     output.draw(lambda console: console.print(grid))
 
 
-def show_runs(plan: Plan, rows: Sequence[Mapping[str, Any]], output: Output) -> None:
+def show_runs(plan: Plan, rows: Sequence[Mapping[str, Any]], output: OutputTarget) -> None:
     """Print the runs of a plan, whether they are done, and how long the others take."""
     left = sum(row["minutes"] for row in rows if not row["done"])
     if output.style == "json":
@@ -80,7 +80,7 @@ def show_runs(plan: Plan, rows: Sequence[Mapping[str, Any]], output: Output) -> 
     print_problems(plan.problems)
 
 
-def show_claims(judgements: Sequence[Judged], output: Output) -> None:
+def show_claims(judgements: Sequence[Judged], output: OutputTarget) -> None:
     """Print claims with their verdicts."""
     if output.style == "json":
         output.write_json(claims_json(judgements))
@@ -92,7 +92,7 @@ def show_claims(judgements: Sequence[Judged], output: Output) -> None:
         raise ValueError(f"claims come as table, markdown or json; got --format {output.style}")
 
 
-def show_comparison(comparison: Comparison, judgements: Sequence[Judged], output: Output) -> None:
+def show_comparison(comparison: Comparison, judgements: Sequence[Judged], output: OutputTarget) -> None:
     """Print a comparison in the format of the output."""
     if output.style == "table":
         output.draw(lambda console: _print(comparison, judgements, console))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tribe.registry import Registry
 
-NOT_IN_SPECS = ("data", "root", "workers")  # fields that no number depends on: paths and threads
+NOT_IN_SPECS = ("data", "root", "workers")  # fields that do not change results: paths and threads
 
 
 class Dataset(Protocol):

@@ -1,7 +1,7 @@
 """Folders of data that one writer at a time adds finished files to: what is in its place is whole.
 
-Files and folders are written beside their place and moved there. While a writer holds a folder nobody else writes, so
-whatever unfinished it finds at the beginning was left by the dead.
+Files and folders are written beside their place and moved there. A writer locks the folder, so an unfinished file that it
+finds at the beginning was left by a process that was killed.
 """
 
 import contextlib

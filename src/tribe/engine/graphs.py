@@ -32,7 +32,7 @@ Work = Callable[[], None]
 Recorder = Callable[[Work], Work]  # records work on static memory; the result repeats it
 
 
-class Method(Protocol):
+class SteppedMethod(Protocol):
     """The members of `tribe.methods.Method` that this module uses."""
 
     name: ClassVar[str]
@@ -50,7 +50,7 @@ SHAPES = 8  # shapes of batches that "auto" records before it gives up: recordin
 WARM_UP = 3  # eager steps before a recording: libraries choose algorithms and allocate, kernels are compiled
 
 
-def refusal(method: Method, device: torch.device) -> str | None:
+def refusal(method: SteppedMethod, device: torch.device) -> str | None:
     """Why the steps of a method cannot be captured, or None."""
     if device.type != "cuda":
         return f"CUDA graphs need a CUDA device; the network is on {device.type}"
@@ -71,7 +71,9 @@ class Steps:
         deterministic: choose algorithms that give the same bits every time, see `tribe.engine.precision.deterministic`.
     """
 
-    def __init__(self, method: Method, net: Backbone, graphs: Switch = "auto", deterministic: bool = False) -> None:
+    def __init__(
+        self, method: SteppedMethod, net: Backbone, graphs: Switch = "auto", deterministic: bool = False
+    ) -> None:
         if graphs not in (True, False, "auto"):
             raise ValueError(f"graphs is True, False or 'auto'; got {graphs!r}")
         if graphs is True and (reason := refusal(method, net.device)):
@@ -122,7 +124,7 @@ class Captured:
     ``record`` makes a `Recorder`; by default it records CUDA graphs.
     """
 
-    def __init__(self, method: Method, net: Backbone, record: Callable[[], Recorder] | None = None) -> None:
+    def __init__(self, method: SteppedMethod, net: Backbone, record: Callable[[], Recorder] | None = None) -> None:
         self.method, self.net = method, net
         self._record = record or cuda_graphs
         self.recorded = 0  # shapes of batches so far
@@ -173,7 +175,7 @@ class Captured:
 class CapturedSegments:
     """A method's steps with each of their segments recorded, for the shape of the last batch."""
 
-    def __init__(self, method: Method, net: Backbone, record: Callable[[], Recorder] | None = None) -> None:
+    def __init__(self, method: SteppedMethod, net: Backbone, record: Callable[[], Recorder] | None = None) -> None:
         self.method, self.net = method, net
         self._record = record or cuda_graphs
         self.recorded = 0  # shapes of batches so far

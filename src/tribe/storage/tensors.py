@@ -1,7 +1,7 @@
 """One container for tensor files: safetensors with a format name, a schema number, a header of plain data and a digest.
 
 State files, source knowledge and checkpoints are kinds of it. A file is written atomically and is never a pickle. The
-digest covers the header and all tensors, so a damaged file is told from a good one.
+digest covers the header and all tensors, so a damaged file is recognised.
 """
 
 import hashlib

@@ -16,7 +16,7 @@ from tribe.cli.app import app
 from tribe.cli.custom import METHOD, component_name
 from tribe.cli.output import errors_as_messages, stdout_to_stderr
 from tribe.cli.overrides import parse_overrides
-from tribe.cli.terminal import Output, list_tables, print_problems, show_claims, show_comparison, show_runs
+from tribe.cli.terminal import OutputTarget, list_tables, print_problems, show_claims, show_comparison, show_runs
 from tribe.datasets.locations import data_root
 from tribe.datasets.manifest import FILE as MANIFEST
 from tribe.engine.precision import check_precision
@@ -110,7 +110,7 @@ def reproduce_artifact(
         origin = Origin(seed, seeds, precision, _device_type(device) if reading else None, threads)
         first, count = seed or 0, 1 if seeds is None else seeds
         choices = Choices(dataset, model, seeds=range(first, first + count), precision=precision or "tf32")
-        output = Output(style, out)
+        output = OutputTarget(style, out)
         _check(output, choices.precision, count, plot)
         if show_list:
             list_tables(output)
@@ -171,7 +171,7 @@ def _find_table(artifact: str) -> tables.Table:
     return tables.released().table if artifact == RELEASED else tables.get(artifact)
 
 
-def _check(output: Output, precision: str, seeds: int, plot: Path | None) -> None:
+def _check(output: OutputTarget, precision: str, seeds: int, plot: Path | None) -> None:
     """Raise ValueError before the work for options that would fail after it."""
     if output.style not in ("table", *FORMATS):
         raise ValueError(f"--format {output.style!r} is unknown: {nearest(output.style, ['table', *FORMATS])}")
@@ -300,7 +300,7 @@ def _print_warnings() -> Iterator[Console]:
         yield console
 
 
-def _dry_run(plan: Plan, runs: Path, output: Output) -> None:
+def _dry_run(plan: Plan, runs: Path, output: OutputTarget) -> None:
     costs = Costs.of(finished(runs, damaged="skip"))
     rows: list[dict[str, Any]] = []
     for experiment in plan.experiments:
@@ -337,14 +337,14 @@ def _keep(runs: Path, target: Path, root: Path) -> None:
 # -- output -----------------------------------------------------------------------------------------------------------
 
 
-def _document(runs: Path, origin: Origin, output: Output) -> None:
+def _document(runs: Path, origin: Origin, output: OutputTarget) -> None:
     if output.style not in ("table", "markdown"):  # table is the default
         raise ValueError(f"the document comes as markdown; got --format {output.style}")
     output.write(make_document(runs, origin))
     _report_damage(runs)
 
 
-def _claims(choices: Choices, runs: Path, workbench: Workbench, origin: Origin, output: Output) -> None:
+def _claims(choices: Choices, runs: Path, workbench: Workbench, origin: Origin, output: OutputTarget) -> None:
     refuse_unknown_fields(tables.all_tables(), choices)
     judgements = judge_claims(_comparer(choices, runs, workbench, origin), runs)
     show_claims(judgements, output)

@@ -102,7 +102,7 @@ def _update(
         within += tl.sum(tl.load(past_var + k[:, None] * past_class + c[None, :], inside, 0), 0)
     within /= K
 
-    # Eq. 1: sums over a class, told to every sample of it.
+    # Eq. 1: sums over a class, given to every sample of it.
     b = tl.arange(0, BATCH)
     in_b, n = b < B, r * B + b
     inside = in_b[:, None] & in_c
