@@ -1,7 +1,7 @@
-"""Folders of data that one writer at a time adds finished files to: what is in its place is whole.
+"""Folders of data to which one writer at a time adds finished files.
 
-Files and folders are written beside their place and moved there. A writer locks the folder, so an unfinished file that it
-finds at the beginning was left by a process that was killed.
+Files and folders are written beside their place and moved there. A writer locks the folder, so an unfinished file that
+it finds at the beginning was left by a process that was killed.
 """
 
 import contextlib
