@@ -421,7 +421,7 @@ def test_damaged_records_are_named_and_the_others_are_shown(tmp_path):
     for name in ("cut.npz", "empty.npz", "range.npz", "none.npz"):
         assert f"{name} is left out" in " ".join(result.stderr.split())
         assert name in page.text
-    assert "prediction is damaged: expected integers from 0 to 3" in page.text
+    assert "its column prediction holds 4 to 4; expected 0 to 3" in page.text
     assert [row[0]["text"] for row in page.tables[0][2:]] == ["tribe"]
 
 

@@ -98,7 +98,7 @@ def header(descr, shape):
         (header("<i8", (3, 1)), "expected a column of integers"),
         (header("<f8", (3,)), "expected a column of integers"),
         (header(">i8", (3,)), "expected a column of integers"),
-        (header("<i8", (4,)), "lengths 3, 4"),
+        (header("<i8", (4,)), r"shape \(3,\); expected a column of floats of shape \(4,\)"),
         (header("<i8", (3,)), "does not have the 24 bytes"),
         (header("<i8", (3,)) + bytes(25), "does not have the 24 bytes"),
         (b"no array", "does not begin as an npy file"),

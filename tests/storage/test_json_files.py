@@ -66,7 +66,7 @@ def test_a_key_that_is_not_printable_is_quoted():
         b'{"a": 1, "a": 2}',
         b"1" * 21,
         b"-" + b"1" * 5000,
-        b"[" + b"[]," * (json_files.MOST_VALUES // 2) + b"[]]",
+        b"[" + b"[]," * json_files.MOST_PARTS + b"[]]",
     ],
     ids=lambda content: f"{content[:12]!r}",
 )

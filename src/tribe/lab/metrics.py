@@ -37,8 +37,9 @@ def instance_error(record: Record) -> Tensor:
 
 def domain_error(record: Record) -> Tensor:
     """Instance error per domain, (D,); NaN for domains the stream never visits."""
-    known, missed = scored(record), wrong(record)
-    return torch.stack([_share(missed, known & (record.domain == d)) for d in range(len(record.domains))])
+    known, domains = scored(record), len(record.domains)
+    domain, missed = record.domain[known], wrong(record)[known]
+    return torch.bincount(domain, missed, domains) / torch.bincount(domain, minlength=domains)
 
 
 def class_error(record: Record) -> Tensor:

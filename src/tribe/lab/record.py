@@ -2,7 +2,7 @@
 
 import io
 import json
-import zipfile
+import math
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
@@ -12,10 +12,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tribe.fields import is_whole
+from tribe.storage import json_files
+from tribe.storage.arrays import read_npz
 from tribe.storage.atomic import write_atomically
 
 FORMAT, SCHEMA = "tribe-record", 2
-COLUMNS = ("domain", "label", "prediction", "confidence", "seconds")
+COLUMNS = {"domain": "i", "label": "i", "prediction": "i", "confidence": "f", "seconds": "f"}  # kinds of numbers
+MOST_CLASSES = 2**16  # also the most domains
+MOST_CELLS = 2**22  # domains times classes: some metrics have a number for each pair
+HEADER = {
+    "domains": json_files.Where([str], lambda names: len(names) <= MOST_CLASSES, f"at most {MOST_CLASSES} domains"),
+    "classes": json_files.Where(int, lambda count: 1 <= count <= MOST_CLASSES, f"an integer from 1 to {MOST_CLASSES}"),
+    "spec": dict,
+}
 
 
 class Record(NamedTuple):
@@ -49,25 +59,47 @@ class Record(NamedTuple):
         """Read what `save` wrote, or say why it cannot be read."""
         if not Path(path).is_file():
             raise FileNotFoundError(f"no record at {path}")
+        words = _read_header(path)
         try:
-            zipfile.ZipFile(path).close()  # or numpy takes it for a pickle, and says how to open that
-            with np.load(path, allow_pickle=False) as file:
-                words = json.loads(str(file["words"]))
-                columns = {name: torch.from_numpy(file[name]) for name in COLUMNS}
-        except Exception as error:  # damaged bytes make the readers fail in any way
-            raise ValueError(
-                f"{path} is not a record, or it is damaged ({error}); expected one of Record.save"
-            ) from error
-        if not isinstance(words, dict) or not isinstance(words.get("spec", {}), dict):
-            raise ValueError(f"{path} is damaged: it holds no words about its table")
-        if words.get("format") != FORMAT or words.get("schema", SCHEMA + 1) > SCHEMA:
-            raise ValueError(
-                f"{path} is of format {words.get('format')} {words.get('schema')}; this reads {FORMAT} {SCHEMA}"
-            )
-        if len({len(column) for column in columns.values()}) != 1 or not words.keys() >= {"domains", "classes", "spec"}:
-            raise ValueError(f"{path} is damaged: its columns differ in length, or words are missing")
+            columns = {name: torch.from_numpy(array) for name, array in read_npz(path, COLUMNS).items()}
+        except ValueError as error:
+            raise ValueError(f"{path} is damaged ({error}); expected a file of Record.save") from error
         spec = words["spec"] if words["schema"] == SCHEMA else _from_schema_1(words["spec"])
-        return Record(**columns, domains=tuple(words["domains"]), classes=words["classes"], spec=spec)
+        record = Record(**columns, domains=tuple(words["domains"]), classes=words["classes"], spec=spec)
+        if why := record.damage():
+            raise ValueError(f"{path} is damaged: {why}")
+        return record
+
+    def damage(self) -> str | None:
+        """Why no run has written such a record; None for a sound one. Metrics rely on it."""
+        if len(self.domains) * self.classes > MOST_CELLS:
+            pairs = f"{len(self.domains):,} domains times {self.classes:,} classes"
+            return f"it claims {pairs}; expected at most {MOST_CELLS:,} pairs"
+        ranges = {"domain": (0, len(self.domains)), "label": (-1, self.classes), "prediction": (0, self.classes)}
+        for name, (low, high) in ranges.items():
+            column = getattr(self, name)
+            if len(column) and (column.min() < low or column.max() >= high):
+                return f"its column {name} holds {column.min()} to {column.max()}; expected {low} to {high - 1}"
+        for name, most in {"confidence": 1.001, "seconds": math.inf}.items():  # softmax may round up
+            column = getattr(self, name)
+            if bool((column < 0).any() | (column > most).any() | column.isinf().any()):
+                expected = "shares" if name == "confidence" else "times"
+                return f"its column {name} holds {column.min()} to {column.max()}; expected {expected}"
+        return None
+
+
+def _read_header(path: str | PathLike[str]) -> dict[str, Any]:
+    """The domains, classes and spec of a record; it is read first, as the columns of a newer version may differ."""
+    try:
+        text = read_npz(path, {"words": "U"})["words"].item()
+        words: dict[str, Any] = json_files.parse(text, dict, "its header")
+    except ValueError as error:
+        raise ValueError(f"{path} is not a record, or it is damaged ({error}); expected one of Record.save") from error
+    if words.get("format") != FORMAT or not is_whole(words.get("schema")) or words["schema"] > SCHEMA:
+        given = f"{words.get('format')!s:.40} {words.get('schema')!s:.40}"
+        raise ValueError(f"{path} is of format {given}; this reads {FORMAT} {SCHEMA}")
+    json_files.check(words, HEADER, str(path))
+    return words
 
 
 def _from_schema_1(spec: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 import io
 import math
-import zipfile
 from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tribe.engine.state import digest
+from tribe.storage.arrays import read_npz
 from tribe.storage.atomic import write_atomically
 
 
@@ -43,9 +43,8 @@ def load(path: str | PathLike[str]) -> Schedule:
     if not Path(path).is_file():
         raise FileNotFoundError(f"no schedule file at {path}")
     try:
-        with np.load(path, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in DTYPES}
-    except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, zipfile.BadZipFile) as error:
+        arrays = read_npz(path, {name: dtype.kind for name, dtype in DTYPES.items()})
+    except ValueError as error:
         raise ScheduleFileError(
             f"{path} is not a schedule, or it was cut short ({error}); expected one written by scenarios.save"
         ) from error
