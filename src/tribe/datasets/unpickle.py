@@ -2,18 +2,25 @@
 
 A pickle is a program that names functions and calls them. The Python versions of CIFAR are published as pickles. This
 reader interprets the few operations that they use. It imports nothing that a file names and calls nothing that a file
-asks for: an array is bytes with a shape. Memory stays within a small multiple of the size of the file.
+asks for: an array is bytes with a shape. Memory stays within a small multiple of the size of the file, and time within
+a number of operations: values are shared, never copied, printed, compared or hashed as a whole, because a few bytes can
+describe a tuple of tuples that takes for ever to walk through.
 """
 
 import math
+import mmap
 import pickletools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
-LARGEST = 1 << 30  # bytes of a file; CIFAR-100's training set has 155 MB
+from tribe.storage.regular import NotRegular, open_regular
+
+LARGEST = 200_000_000  # bytes of a file; CIFAR-100's training set has 155 MB
+OPERATIONS = 1_000_000  # of a file; CIFAR-100's training set needs under 300,000
+AXES = 8  # of an array; CIFAR's have two
 
 
 class UnpickleError(ValueError):
@@ -44,11 +51,13 @@ class _Machine:
         self.memo: dict[int, Any] = {}
         self.spare = size  # bytes that may still be made from the file's strings
 
-    def run(self, data: bytes) -> Any:
+    def run(self, data: mmap.mmap) -> Any:
         """The value that a pickle holds."""
-        for operation, argument, _ in pickletools.genops(data):
+        for count, (operation, argument, _) in enumerate(pickletools.genops(data)):  # type: ignore[arg-type]
             if operation.name == "STOP":
                 return self.pop(1)[0]
+            if count == OPERATIONS:
+                raise UnpickleError(f"it has more than {OPERATIONS:,} operations")
             action = ACTIONS.get(operation.name)
             if action is None:
                 raise UnpickleError(f"it uses the operation {operation.name}, which no data file needs")
@@ -114,17 +123,18 @@ class _Machine:
         function, arguments = self.pop(2)
         if not isinstance(function, _Name) or type(arguments) is not tuple:
             raise UnpickleError("it calls something that is not a function")
+        first, second, *_ = *map(_text, arguments[:2]), "", ""
         if function in RECONSTRUCT:
             self.push(_Array())
         elif function == "numpy.dtype":
-            if arguments[:1] not in (("u1",), (b"u1",)):
-                raise UnpickleError(f"an array has elements of type {str(arguments)[:20]}; expected bytes (uint8)")
+            if first != "u1":
+                raise UnpickleError(f"an array has elements of type {first[:20]!r}; expected bytes (uint8)")
             self.push(BYTE)
-        elif function == "_codecs.encode" and arguments[1:] in (("latin1",), (b"latin1",)):  # bytes in protocol 2
-            if type(arguments[0]) is not str or len(arguments[0]) > self.spare:
+        elif function == "_codecs.encode" and len(arguments) == 2 and second == "latin1":  # bytes in protocol 2
+            if type(arguments[0]) is not str or len(first) > self.spare:
                 raise UnpickleError("it makes more bytes than it holds")
-            self.spare -= len(arguments[0])
-            self.push(arguments[0].encode("latin1"))
+            self.spare -= len(first)
+            self.push(first.encode("latin1"))
         else:
             raise UnpickleError(f"it calls {function}; expected bytes in latin1")
 
@@ -137,17 +147,27 @@ class _Machine:
         if not isinstance(built, _Array) or type(state) is not tuple or len(state) != 5:
             raise UnpickleError("it changes something that is not an array")
         _, shape, dtype, fortran, content = state
-        if type(shape) is not tuple or not all(type(size) is int and size >= 0 for size in shape):
-            raise UnpickleError("the shape of an array is not a tuple of whole numbers")
+        if type(shape) is not tuple or len(shape) > AXES:
+            raise UnpickleError(f"the shape of an array is not a tuple of at most {AXES} sizes")
+        if not all(type(size) is int and 0 <= size <= LARGEST for size in shape):
+            raise UnpickleError("the shape of an array is not a tuple of whole numbers, or is larger than the file")
         if dtype is not BYTE or type(content) is not bytes or math.prod(shape) != len(content):
             raise UnpickleError(f"an array is not {math.prod(shape)} bytes (uint8)")
-        built.value = np.frombuffer(content, np.uint8).reshape(shape, order="F" if fortran in (True, 1) else "C")
+        order: Literal["F", "C"] = "F" if type(fortran) in (bool, int) and fortran else "C"
+        built.value = np.frombuffer(content, np.uint8).reshape(shape, order=order)
         self.stack[-1] = built.value
 
 
 def _as_dict(items: Sequence[Any]) -> dict[Any, Any]:
-    """A dictionary of keys and values that follow each other."""
+    """A dictionary of keys and values that follow each other. The keys of data files are names."""
+    if not all(type(key) in (bytes, str, int) for key in items[::2]):
+        raise UnpickleError("a key of a dictionary is neither a name nor a number")
     return dict(zip(items[::2], items[1::2], strict=True))
+
+
+def _text(value: Any) -> str:
+    """A string of Python 2 or 3; empty for any other value."""
+    return value.decode("latin1") if type(value) is bytes else value if type(value) is str else ""
 
 
 def _nothing(machine: _Machine, _: Any) -> None:
@@ -171,7 +191,7 @@ ACTIONS: dict[str, Action] = {
     "SETITEM": lambda machine, _: machine.update(machine.pop(2)),
     "SETITEMS": lambda machine, _: machine.update(machine.pop_mark()),
     "GLOBAL": lambda machine, text: machine.name(text.replace(" ", ".")),
-    "STACK_GLOBAL": lambda machine, _: machine.name(".".join(map(str, machine.pop(2)))),
+    "STACK_GLOBAL": lambda machine, _: machine.name(".".join(map(_text, machine.pop(2)))),
     "REDUCE": lambda machine, _: machine.reduce(),
     "BUILD": lambda machine, _: machine.build(),
     **dict.fromkeys(("PROTO", "FRAME"), _nothing),
@@ -181,9 +201,7 @@ ACTIONS: dict[str, Action] = {
     **dict.fromkeys(("UNICODE", "BINUNICODE", "SHORT_BINUNICODE"), _Machine.push),
     **dict.fromkeys(("BINBYTES", "SHORT_BINBYTES"), _Machine.push),
     # The strings of Python 2 are bytes.
-    **dict.fromkeys(
-        ("STRING", "BINSTRING", "SHORT_BINSTRING"), lambda machine, text: machine.push(text.encode("latin1"))
-    ),
+    **dict.fromkeys(("STRING", "BINSTRING", "SHORT_BINSTRING"), _Machine.push_string),
     "TUPLE1": lambda machine, _: machine.push(tuple(machine.pop(1))),
     "TUPLE2": lambda machine, _: machine.push(tuple(machine.pop(2))),
     "TUPLE3": lambda machine, _: machine.push(tuple(machine.pop(3))),
@@ -196,13 +214,14 @@ def unpickle(path: Path) -> Any:
     Raises:
         UnpickleError: the file asks for a name that is not permitted, holds other arrays than bytes, or is cut short.
     """
-    if (size := path.stat().st_size) > LARGEST:
-        raise UnpickleError(f"{path} has {size} bytes; expected {LARGEST} at most. Get it from its publisher")
     try:
-        return _Machine(size).run(path.read_bytes())
+        with open_regular(path, LARGEST) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return _Machine(len(data)).run(data)
+    except NotRegular as error:
+        raise UnpickleError(f"{path} cannot be read as a pickle: {error.strerror}") from error
     except UnpickleError as error:
         raise UnpickleError(f"{path} is refused: {error}. It may be malicious: get it from its publisher") from error
-    except (ValueError, TypeError, LookupError, RecursionError, ArithmeticError) as error:
+    except (ValueError, TypeError, LookupError, RecursionError, ArithmeticError, MemoryError) as error:
         raise UnpickleError(
             f"{path} cannot be read as a pickle ({error}): it was cut short, or it is not a pickle"
         ) from error
