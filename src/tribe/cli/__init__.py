@@ -5,6 +5,8 @@ To add a command, put a file into `commands/`; `commands/doctor.py` is an exampl
 
 import sys
 
+from tribe.cli.stdout import checked_stdout
+
 MISSING = "tribe's command line needs typer and rich: pip install 'tribe-tta[cli]'"
 
 
@@ -19,4 +21,5 @@ def main() -> None:
     from tribe.engine.precision import keep_memory
 
     keep_memory()
-    app(prog_name="tribe")
+    with checked_stdout():
+        app(prog_name="tribe")

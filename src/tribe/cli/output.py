@@ -5,7 +5,6 @@ import json
 import sys
 import traceback
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Literal, NoReturn, TextIO
 
 import typer
@@ -13,6 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from tribe.lab.spec import plain
+from tribe.storage.atomic import check_file
 
 
 def fail(message: str) -> NoReturn:
@@ -58,12 +58,7 @@ def describe_error_with_line(error: BaseException) -> str:
     return f"{describe_error(error)}, at {last.filename}:{last.lineno}"
 
 
-def refuse_unwritable(file: str | None) -> None:
-    """Raise ValueError if --json FILE cannot be written: before the work, not after it."""
-    if file in (None, "-"):
-        return
-    path = Path(str(file))
-    if path.is_dir():
-        raise ValueError(f"--json {path} is a folder; expected the path of a file")
-    if not path.parent.is_dir():
-        raise ValueError(f"there is no folder {path.parent} to write {path.name} into")
+def check_json_file(file: str | None) -> None:
+    """Raise OSError if --json FILE cannot be written: before the work, not after it."""
+    if file not in (None, "-"):
+        check_file(str(file))

@@ -11,12 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from tribe.storage.atomic import open_atomically, sync_folder
+from tribe.storage.atomic import CannotWrite, open_atomically, room_for, sync_folder
 from tribe.storage.lock import Busy, exclusive
 
-
-class CannotWrite(OSError):
-    """What could not be written, why, and what to do."""
+ADVICE = ". What was finished is kept: make room or use another --out, and run the same command again"
 
 
 @contextlib.contextmanager
@@ -74,20 +72,10 @@ def placing(path: Path, needed: int = 0) -> Iterator[Path]:
 
 
 def _cannot(path: Path, error: OSError, needed: int) -> CannotWrite:
-    if isinstance(error, CannotWrite):
-        return error
-    return CannotWrite(
-        f"{path} could not be written: {error.strerror or error}. {_space(path.parent, needed)} What was finished is "
-        "kept: make room or use another --out, and run the same command again"
-    )
+    return error if isinstance(error, CannotWrite) else CannotWrite.because(error, path, needed, ADVICE)
 
 
 def check_space(folder: Path, needed: int) -> None:
-    """Refuse to begin what cannot end."""
+    """Raise CannotWrite if there is too little room for the work."""
     if needed > shutil.disk_usage(folder).free:
-        raise CannotWrite(f"there is too little room in {folder}. {_space(folder, needed)} Use another --out")
-
-
-def _space(folder: Path, needed: int) -> str:
-    free = shutil.disk_usage(folder).free if folder.exists() else 0
-    return f"It needs {needed / 1e6:,.1f} MB, and {free / 1e6:,.1f} MB are free."
+        raise CannotWrite(f"there is too little room in {folder}. {room_for(needed, folder)}. Use another --out")

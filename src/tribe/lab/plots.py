@@ -17,7 +17,7 @@ from torch import Tensor
 from tribe.lab import metrics
 from tribe.lab.record import Record
 from tribe.scenarios.schedules import Schedule, class_counts, local_balance
-from tribe.storage.atomic import write_atomically
+from tribe.storage.atomic import check_file, write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -74,13 +74,19 @@ def schedule(plan: Schedule, labels: Sequence[Tensor], domains: Sequence[str] = 
     return figure
 
 
+def check_path(path: str | PathLike[str]) -> None:
+    """Raise an error if a chart cannot be written to this path: before the work, not after it."""
+    if Path(path).suffix.lower() not in FORMATS:
+        raise ValueError(f"a chart ends in {', '.join(FORMATS)}; got {path}")
+    check_file(path)
+
+
 def save(figure: "Figure", path: str | PathLike[str]) -> None:
     """Write a chart, atomically; the ending decides the format."""
-    ending = Path(path).suffix.lower()
-    if ending not in FORMATS:
-        raise ValueError(f"a chart ends in {', '.join(FORMATS)}; got {path}")
+    check_path(path)
     from matplotlib import rc_context
 
+    ending = Path(path).suffix.lower()
     buffer = io.BytesIO()
     still = {"Creator": None, "Date": None} if ending == ".svg" else None  # the same bytes for the same picture
     with rc_context({"svg.hashsalt": "tribe", "svg.fonttype": "none"}):

@@ -2,6 +2,7 @@
 
 import json
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
@@ -98,7 +99,7 @@ def run(
                 file.save_if_due(table, *finished)
     except KeyboardInterrupt:
         if file is not None and finished[2] > file.saved:
-            file.save(table, *finished)
+            file.save_or_warn(table, *finished)
         raise
     if file is not None and not keep_checkpoint:
         file.path.unlink(missing_ok=True)
@@ -247,6 +248,13 @@ class _Checkpoint:
         tensors |= {f"record.{name}": column for name, column in table.cut(rows)}
         tensor_file.write(self.path, CHECKPOINT, {"step": step, "run": self._identity}, tensors)
         self.saved = step
+
+    def save_or_warn(self, table: _Table, state: Any, rows: Sequence[int], step: int) -> None:
+        """Save; a full disk must not hide that the user stopped the run."""
+        try:
+            self.save(table, state, rows, step)
+        except OSError as error:
+            warnings.warn(f"{error}. The run goes on from batch {self.saved}, not {step}", stacklevel=3)
 
     def resume(self, source: Any) -> tuple[Any, _Table, int]:
         """State, table and batches done: those of the file or, without one, of the start."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tribe.report.collect import Group, Played, Row, Runs, collect
 from tribe.report.page import render
-from tribe.storage.atomic import write_atomically
+from tribe.storage.atomic import check_file, write_atomically
 
 ENDINGS = (".html", ".htm")
 
@@ -27,6 +27,7 @@ def write(folder: str | PathLike[str], path: str | PathLike[str]) -> Runs:
     """
     if Path(path).suffix.lower() not in ENDINGS:  # a mistyped command must not cost a record
         raise ValueError(f"a report ends in {' or '.join(ENDINGS)}; got {path}")
+    check_file(path)
     runs = collect(folder)
     write_atomically(path, render(runs).encode())
     return runs

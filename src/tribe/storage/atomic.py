@@ -21,7 +21,19 @@ from tribe.storage.lock import is_locked, lock
 STALE_SECONDS = 3600
 TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.tmp")
 
+PROBE = b"0" * 4096  # bytes of a probe: a full disk has no room for a block
+
 _swept: set[Path] = set()  # folders in which this process has looked for stale files
+
+
+class CannotWrite(OSError):
+    """What could not be written, why, and how much room it needs."""
+
+    @classmethod
+    def because(cls, error: OSError, path: str | PathLike[str], needed: int = 0, advice: str = "") -> "CannotWrite":
+        """The message of an error of the operating system, for a path and the bytes to be written there."""
+        room = f". {room_for(needed, Path(path).parent)}" if needed else ""
+        return cls(f"{path} could not be written: {error.strerror or error}{room}{advice}")
 
 
 def write_atomically(path: str | PathLike[str], data: bytes) -> None:
@@ -29,23 +41,24 @@ def write_atomically(path: str | PathLike[str], data: bytes) -> None:
 
     A pipe or a device, such as /dev/null, is written to directly.
     """
-    if Path(path).exists() and not Path(path).is_file() and not Path(path).is_dir():
-        with open(path, "wb") as device:
-            device.write(data)
-        return
-    with open_atomically(path) as file:
-        file.write(data)
+    try:
+        if _is_special(Path(path)):
+            with open(path, "wb") as device:
+                device.write(data)
+            return
+        with open_atomically(path) as file:
+            file.write(data)
+    except OSError as error:
+        if error.errno is None:  # it has a message of its own
+            raise
+        raise CannotWrite.because(error, path, len(data)) from error
 
 
 @contextlib.contextmanager
 def open_atomically(path: str | PathLike[str]) -> Iterator[IO[bytes]]:
     """Open a temporary file that replaces ``path`` when the block ends, and is removed if the block raises."""
-    target = Path(os.path.realpath(path))  # a symbolic link stays; the file that it names is replaced
-    if target.is_dir():
-        raise IsADirectoryError(f"{path} is a folder; expected the path of a file")
-    if not target.parent.is_dir():
-        raise FileNotFoundError(f"there is no folder {target.parent} to write {target.name} into")
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
+    target = _target(path)
+    temporary = _temporary(target)
     try:
         with temporary.open("xb") as file:  # a new file, with the permissions that the umask gives
             lock(file.fileno(), f"{temporary} is locked")
@@ -60,6 +73,62 @@ def open_atomically(path: str | PathLike[str]) -> Iterator[IO[bytes]]:
         temporary.unlink(missing_ok=True)
         raise
     sync_folder(target.parent)
+
+
+def check_file(path: str | PathLike[str]) -> None:
+    """Raise OSError if a file cannot be written: call it before the work that the file is for.
+
+    It writes a temporary file beside the path and removes it, so that a full disk and a read-only one are found.
+    """
+    if not _is_special(Path(path)):
+        _probe(_target(path).parent)
+
+
+def check_folder(folder: str | PathLike[str]) -> None:
+    """Raise OSError if files cannot be written to a folder, or if a missing one cannot be made. It is not made."""
+    path = Path(os.path.abspath(folder))
+    nearest = next(parent for parent in (path, *path.parents) if os.path.lexists(parent))
+    if not nearest.is_dir():
+        raise NotADirectoryError(f"{folder} cannot be a folder: {nearest} is not one")
+    _probe(nearest)
+
+
+def _probe(folder: Path) -> None:
+    temporary = _temporary(folder / "probe")
+    try:
+        try:
+            with temporary.open("xb") as file:
+                file.write(PROBE)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise CannotWrite.because(error, f"a file in {folder}") from error
+
+
+def _target(path: str | PathLike[str]) -> Path:
+    """The file that a path names, through symbolic links: a link stays, and the file behind it is replaced."""
+    target = Path(os.path.realpath(path))
+    if target.is_dir():
+        raise IsADirectoryError(f"{path} is a folder; expected the path of a file")
+    if not target.parent.is_dir():
+        folder = target.parent if os.path.islink(path) else Path(path).parent
+        raise FileNotFoundError(f"there is no folder {folder} to write {target.name} into")
+    return target
+
+
+def _temporary(target: Path) -> Path:
+    return target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
+
+
+def _is_special(path: Path) -> bool:
+    """Whether this is a pipe or a device."""
+    return path.exists() and not path.is_file() and not path.is_dir()
+
+
+def room_for(needed: int, folder: Path) -> str:
+    """How many bytes a file needs, and how many are free."""
+    free = shutil.disk_usage(folder).free if folder.is_dir() else 0
+    return f"It needs {needed / 1e6:,.1f} MB, and {free / 1e6:,.1f} MB are free"
 
 
 def sync_folder(folder: Path) -> None:

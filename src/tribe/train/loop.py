@@ -106,8 +106,8 @@ def train(
         raise ValueError("name the network to train: only presets include one")
     place = open_device(device)
     precision = choose_precision(precision, place)
-    images = open_data(dataset, data)
     files = None if out is None else open_files(out, resume=resume, force=force)
+    images = open_data(dataset, data)
     if recipe.batch > len(images.train.labels):
         raise ValueError(f"a batch of {recipe.batch} images is more than the {len(images.train.labels)} there are")
     net, network = build_network(model, fields, images, seed, place)

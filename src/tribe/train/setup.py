@@ -15,6 +15,7 @@ from tribe.datasets import Dataset
 from tribe.datasets.clean import Clean
 from tribe.engine.precision import choose_device
 from tribe.registry import nearest
+from tribe.storage.atomic import check_file
 from tribe.train.checkpoint import CheckpointError
 from tribe.train.views import Images, read_images
 
@@ -124,14 +125,11 @@ class Files(NamedTuple):
 
 
 def open_files(out: str | PathLike[str], *, resume: bool, force: bool) -> Files:
-    """The files of an output; an error if they exist and neither ``resume`` nor ``force`` allows that."""
+    """The files of an output; an error if they cannot be written, or exist and may not be replaced."""
     weights = Path(out)
     if weights.suffix != SUFFIX:
         raise ValueError(f"{out}: weights are written as {SUFFIX}; name a file with this suffix")
-    if weights.is_dir():
-        raise IsADirectoryError(f"{out} is a folder; expected the path of a file")
-    if not weights.parent.is_dir():
-        raise FileNotFoundError(f"there is no folder {weights.parent} to write {weights.name} into; make it first")
+    check_file(weights)
     files = Files(weights, weights.with_suffix(".json"), Path(f"{weights}.checkpoint"))
     if force or (resume and files.checkpoint.exists()):
         return files

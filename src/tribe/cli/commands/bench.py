@@ -19,7 +19,7 @@ from tribe.bench.measurement import BenchProgress
 from tribe.cli.app import app
 from tribe.cli.custom import load_custom_model
 from tribe.cli.options import Device, Precision, method_names, parse_shape
-from tribe.cli.output import errors_as_messages, fail, print_json, refuse_unwritable, stdout_to_stderr
+from tribe.cli.output import check_json_file, errors_as_messages, fail, print_json, stdout_to_stderr
 from tribe.engine.precision import choose_device, precision_on
 
 
@@ -66,7 +66,7 @@ def bench(
     memory includes the state, but not the network and the images.
     """
     with errors_as_messages(), _out_of_memory_as_message():
-        refuse_unwritable(json_file)
+        check_json_file(json_file)
         old = None if compare_file is None else tribe.bench.read(compare_file)
         where = choose_device(device)
         with stdout_to_stderr():

@@ -16,7 +16,9 @@ from tribe.cli.output import errors_as_messages, print_json
 from tribe.datasets.array_generation import LAYOUTS, generate
 from tribe.datasets.generation import GenerationProgress, Summary
 from tribe.datasets.image_generation import generate_imagenet
+from tribe.datasets.locations import data_root
 from tribe.registry import nearest
+from tribe.storage.atomic import check_folder
 
 EVERY = 30  # seconds between two lines if stderr is not a terminal
 
@@ -54,6 +56,7 @@ def corrupt(
     console = Console(stderr=True)
     with errors_as_messages():
         _check_dataset(dataset, images)
+        check_folder(data_root(None if (place := out or data) is None else str(place)))
         severities = [n for text in severity for n in parse_severities(text)] if severity else None
         settings = Settings(
             corruptions=_names(corruptions), severities=severities, seed=seed, device=device, force=force

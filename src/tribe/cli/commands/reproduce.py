@@ -34,7 +34,7 @@ from tribe.paper.gather import REMEDY, Origin
 from tribe.paper.plan import COMPONENTS, Choices, Costs, Plan, make_plan, refuse_unknown_fields
 from tribe.paper.render import FORMATS
 from tribe.registry import nearest
-from tribe.storage.atomic import write_atomically
+from tribe.storage.atomic import check_file, check_folder, write_atomically
 
 CLAIMS = "claims"  # every sentence of the paper about its tables, judged on finished runs
 DOCUMENT = "document"  # all finished runs, as a page
@@ -120,11 +120,14 @@ def reproduce_artifact(
         if reading or kept is not None:
             _require_folder(runs)
         if kept is not None:
+            check_folder(kept)
             _keep(runs, kept, data_root(None if data is None else str(data)))
             return
         if artifact == DOCUMENT:
             _document(runs, origin, output)
             return
+        if not (reading or dry_run):
+            check_folder(runs)
         workbench = Workbench(data, "cpu" if reading else device, threads=threads)
         if artifact == CLAIMS:
             choices = dataclasses.replace(choices, overrides=_parse(settings, COMPONENTS))
@@ -178,11 +181,10 @@ def _check(output: OutputTarget, precision: str, seeds: int, plot: Path | None) 
     check_precision(precision)
     if seeds < 1:
         raise ValueError(f"--seeds is the number of streams, at least 1; got {seeds}")
-    for target in (output.path, plot):
-        if target is not None and not target.parent.is_dir():
-            raise ValueError(f"there is no folder {target.parent} to write {target.name} into")
-    if plot is not None and plot.suffix.lower() not in plots.FORMATS:
-        raise ValueError(f"a chart ends in {', '.join(plots.FORMATS)}; got {plot}")
+    if output.path is not None:
+        check_file(output.path)
+    if plot is not None:
+        plots.check_path(plot)
 
 
 def _with_rows(

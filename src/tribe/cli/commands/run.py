@@ -31,12 +31,12 @@ from tribe.cli.options import (
     parse_severities,
 )
 from tribe.cli.output import (
+    check_json_file,
     describe_error_with_line,
     errors_as_messages,
     fail,
     print_json,
     print_message,
-    refuse_unwritable,
     stdout_to_stderr,
 )
 from tribe.cli.overrides import parse_overrides
@@ -48,7 +48,7 @@ from tribe.lab.spec import ComponentSpec, plain
 from tribe.lab.store import Result
 from tribe.lab.workbench import MissingKnowledge, Workbench
 from tribe.registry import nearest
-from tribe.storage.atomic import write_atomically
+from tribe.storage.atomic import CannotWrite, check_folder, write_atomically
 
 CLEAR_ERRORS = (ValueError, OSError, ImportError, torch.OutOfMemoryError)  # their messages explain themselves
 DEFAULT_METHODS = "source,bn,tent,tribe"
@@ -131,7 +131,8 @@ def run(
     """
     console = Console(stderr=json_file == "-")
     with stdout_to_stderr(), errors_as_messages():
-        refuse_unwritable(json_file)
+        check_json_file(json_file)
+        check_folder(out)
         if seeds < 1:
             raise ValueError(f"--seeds is how many streams, at least 1; got {seeds}")
         streams, parts = range(seed, seed + seeds), (dataset, model, weights, scenario, imbalance, severity, methods)
@@ -200,6 +201,10 @@ def _play(
                 show = _update_bar(progress, task)
                 try:
                     result = run_experiment(experiment, out, workbench=workbench, progress=show, force=force)
+                except CannotWrite as error:
+                    kept = "What is finished is kept: make room, and the same command goes on"
+                    print_message("error", f"{name}: {error}. {kept}", progress.console)
+                    continue
                 except Exception as error:  # a custom method may raise anything
                     reason = str(error) if isinstance(error, CLEAR_ERRORS) else describe_error_with_line(error)
                     print_message("error", f"{name}: {reason}", progress.console)

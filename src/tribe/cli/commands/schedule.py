@@ -16,6 +16,7 @@ from tribe.cli.overrides import parse_overrides
 from tribe.lab import plots
 from tribe.lab.workbench import build_scenario
 from tribe.scenarios import class_counts, digest, local_balance, save
+from tribe.storage.atomic import check_file
 
 MOST = 20  # classes in a table
 
@@ -39,6 +40,10 @@ def schedule(
 ) -> None:
     """Show a stream's schedule: class counts of each domain, local balance, and a hash to compare with."""
     with stdout_to_stderr(), errors_as_messages():
+        if out is not None:
+            check_file(out)
+        if plot is not None:
+            plots.check_path(plot)
         dataset, scenario = component_name(DATASET, dataset), component_name(SCENARIO, scenario)
         overrides = parse_overrides(settings, ("dataset", "scenario"))
         images = build_dataset(dataset, data, severity, overrides["dataset"])

@@ -24,6 +24,7 @@ from tribe.engine.screening import sound
 from tribe.knowledge import Knowledge, knowledge_path
 from tribe.lab.workbench import Request, departures, plain_method, trained_on
 from tribe.methods import Method
+from tribe.storage.atomic import check_file, check_folder
 
 SHOWN = 6  # tensors that are listed; a network has hundreds of weights
 
@@ -95,12 +96,13 @@ def source(
 
 
 def _prepare_folder(default: Path, out: Path | None) -> None:
-    """Make the folder of the file, if it is where `tribe run` searches; raise ValueError if another is missing."""
+    """Make the folder of the file, if it is where `tribe run` searches; raise OSError if it cannot be written."""
     folder = default if out is None else out.parent
+    check_folder(folder)
     if folder.name == default.name:  # in any data root
         folder.mkdir(parents=True, exist_ok=True)
-    elif not folder.is_dir():  # before the work, not after it
-        raise ValueError(f"there is no folder {folder} to write {out} into")
+    if out is not None:
+        check_file(out)
 
 
 def _training_images(name: str, data: Path | None, fields: dict[str, object]) -> Dataset:
