@@ -422,14 +422,18 @@ def begun(*options, before=""):
     )
 
 
-def test_a_full_disk_is_an_error_and_leaves_no_result():
-    process = begun(*TINY, "--methods", "source", before="ulimit -f 2;")
+def test_on_a_full_disk_the_error_names_the_file_and_the_same_command_goes_on():
+    process = begun(*TINY, "--methods", "source", before="ulimit -f 8;")  # kB; a write beyond fails as on a full disk
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 2
-    assert "File too large" in errors
-    assert "finished before" not in errors
+    assert re.search(r"source: out/.*/record-0.npz could not be written: File too large. It needs 0.0 MB, and", errors)
+    assert "What is finished is kept: make room, and the same command goes on" in errors
     assert not list(finished("out"))
     assert not list(Path("out").rglob("record*"))
+    process = begun(*TINY, "--methods", "source")
+    process.communicate(timeout=120)
+    assert process.returncode == 0
+    assert results("out").keys() == {"source"}
 
 
 INTERRUPTED = """

@@ -11,6 +11,8 @@ from tribe.engine.graphs import Steps
 from tribe.lab.runner import run
 from tribe.lab.stream import Stream
 from tribe.scenarios import Scenario, Schedule, create
+from tribe.storage import tensors as tensor_file
+from tribe.storage.atomic import CannotWrite
 from tribe.storage.states import StateFileError
 from tribe.testing import CLASSES, SIZE, ready, small_network
 
@@ -210,6 +212,40 @@ def test_stopped_by_hand_it_goes_on_from_the_last_batch(tmp_path, monkeypatch, m
         assert torch.equal(one.prediction, other.prediction)
         assert torch.equal(one.confidence, other.confidence)
         assert torch.equal(one.label, other.label)
+
+
+def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(tmp_path, monkeypatch):
+    path, written = tmp_path / "run.safetensors", []
+
+    def write(*arguments, _write=tensor_file.write):
+        if written == [2, 4]:
+            raise CannotWrite("the disk is full")
+        written.append(arguments[2]["step"])
+        _write(*arguments)
+
+    monkeypatch.setattr(tensor_file, "write", write)
+    with pytest.raises(CannotWrite, match="the disk is full"):
+        play("tribe", checkpoint=path, every=2)
+    monkeypatch.undo()
+    seen = []
+    resumed = play("tribe", checkpoint=path, every=2, progress=lambda batches, *_: seen.append(batches))
+    assert seen == [5, 6, 7]
+    for one, other in zip(resumed, play("tribe"), strict=True):
+        assert torch.equal(one.confidence, other.confidence)
+
+
+def test_ctrl_c_on_a_full_disk_stops_the_run(tmp_path, monkeypatch):
+    def write(*_):
+        raise CannotWrite("the disk is full")
+
+    def stop(batches, *_):
+        if batches == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(tensor_file, "write", write)
+    warned = pytest.warns(UserWarning, match="the disk is full. The run goes on from batch 0, not 2")
+    with warned, pytest.raises(KeyboardInterrupt):
+        play("tribe", checkpoint=tmp_path / "run.safetensors", progress=stop)
 
 
 def test_a_checkpoint_may_be_kept_until_the_records_are_written(tmp_path):

@@ -67,13 +67,14 @@ def source(
         if (needs := tribe.methods.get(method).needs) is None:
             raise ValueError(f"{method} needs no source knowledge: run it directly")
         overrides = parse_overrides(settings, ("dataset", "model", method))
+        root = Request(dataset, model, weights, data).root
+        folder = knowledge_path(method, model, dataset, root).parent
+        _check_output(folder, out)
         training = _training_images(dataset, data, overrides["dataset"])
         net = build_network(model, weights, training, dataset, data, overrides["model"], where)
         built = plain_method(method, net, training, dataset, overrides[method])
         most = images if images is not None else getattr(built, "source_images", None)
         batches = Batches(training, most, batch, seed, f"{method}, {dataset}")
-        root = Request(dataset, model, weights, data).root
-        _prepare_folder(knowledge_path(method, model, dataset, root).parent, out)
         with float32_precision("float32"), deterministic():  # the same images give the same file, and experiment
             knowledge = _study(built, net, batches)
         changed = departures(method, net, training, dataset, overrides[method])
@@ -81,6 +82,8 @@ def source(
         target = out or knowledge_path(method, model, dataset, root, relevant)
         origin = {"model": model, "dataset": dataset, "images": batches.images, "batch": batch, "seed": seed}
         knowledge = dataclasses.replace(knowledge, spec={**origin, **knowledge.spec})
+        if _is_made(folder, target):
+            target.parent.mkdir(parents=True, exist_ok=True)
         knowledge.save(target)
     if as_json:
         print_json({**_describe(knowledge), "path": str(target), "bytes": target.stat().st_size})
@@ -95,14 +98,17 @@ def source(
         Console().print(line, soft_wrap=True, highlight=False, markup=False)
 
 
-def _prepare_folder(default: Path, out: Path | None) -> None:
-    """Make the folder of the file, if it is where `tribe run` searches; raise OSError if it cannot be written."""
-    folder = default if out is None else out.parent
-    check_folder(folder)
-    if folder.name == default.name:  # in any data root
-        folder.mkdir(parents=True, exist_ok=True)
-    if out is not None:
+def _check_output(default: Path, out: Path | None) -> None:
+    """Raise OSError if the file cannot be written. The folder where `tribe run` searches may be missing."""
+    if out is None or _is_made(default, out):
+        check_folder(default if out is None else out.parent)
+    else:
         check_file(out)
+
+
+def _is_made(default: Path, target: Path) -> bool:
+    """Whether this command makes the folder of a file: it is where `tribe run` searches, in any data root."""
+    return target.parent.name == default.name
 
 
 def _training_images(name: str, data: Path | None, fields: dict[str, object]) -> Dataset:

@@ -1,0 +1,49 @@
+"""Every command finds output that it cannot write before its work."""
+
+import sys
+
+import pytest
+
+from commands import message, tribe_command
+from tribe.cli.commands import bench, corrupt, report, reproduce, run, schedule, source
+from tribe.train import loop
+
+pytestmark = [
+    pytest.mark.usefixtures("nowhere"),
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc is a folder without new files on Linux"),
+]
+
+SOURCE = ("source", "eata", "--model", "compact", "--dataset", "mnist")
+CASES = {  # the work, which must not begin, and a command
+    "run --out": ((run, "_plan"), ("run", "--out", "/proc/runs")),
+    "run --json": ((run, "_plan"), ("run", "--json", "/proc/x.json")),
+    "train --out": ((loop, "open_data"), ("train", "mnist", "--out", "/proc/x.safetensors")),
+    "reproduce --runs": ((reproduce, "make_plan"), ("reproduce", "cifar10", "--runs", "/proc/runs")),
+    "reproduce --out": ((reproduce, "make_plan"), ("reproduce", "cifar10", "--out", "/proc/x.txt")),
+    "reproduce --plot": ((reproduce, "make_plan"), ("reproduce", "cifar10", "--plot", "/proc/x.svg")),
+    "reproduce --keep": ((reproduce, "_keep"), ("reproduce", "--runs", ".", "--keep", "/proc/kept")),
+    "source --out": ((source, "_study"), (*SOURCE, "--out", "/proc/x.safetensors")),
+    "source --data": ((source, "_study"), (*SOURCE, "--data", "/proc/data")),
+    "corrupt --out": ((corrupt, "generate"), ("corrupt", "mnist", "--out", "/proc/data")),
+    "corrupt --data": ((corrupt, "generate"), ("corrupt", "mnist", "--data", "/proc/data")),
+    "bench --json": ((bench, "_network"), ("bench", "--json", "/proc/x.json")),
+    "report -o": ((report.pages, "collect"), ("report", ".", "-o", "/proc/x.html")),
+    "schedule --out": ((schedule, "build_dataset"), ("schedule", "gli-f", "--out", "/proc/x.npz")),
+    "schedule --plot": ((schedule, "build_dataset"), ("schedule", "gli-f", "--plot", "/proc/x.svg")),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_unwritable_output_is_found_before_the_work(case, monkeypatch):
+    (owner, name), arguments = CASES[case]
+    monkeypatch.setattr(owner, name, lambda *_, **__: pytest.fail("the work began"))
+    result = tribe_command(*arguments)
+    assert result.exit_code == 2
+    assert "a file in /proc could not be written: " in message(result)
+
+
+def test_the_ending_of_a_chart_is_checked_before_the_work(monkeypatch):
+    monkeypatch.setattr(schedule, "build_dataset", lambda *_: pytest.fail("the work began"))
+    result = tribe_command("schedule", "gli-f", "--plot", "chart.txt")
+    assert result.exit_code == 2
+    assert "a chart ends in .svg, .png, .pdf; got chart.txt" in message(result)
