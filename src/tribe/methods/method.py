@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import NoneType
-from typing import Any, ClassVar, Literal, Protocol, Self, get_args, get_origin
+from typing import Any, ClassVar, Literal, Self, get_args, get_origin
 
 import numpy as np
 import torch
@@ -26,15 +26,6 @@ from tribe.registry import Registry, nearest
 
 registry: Registry["Method"] = Registry("method")
 register = registry.register
-
-
-class State(Protocol):
-    """A named tuple of tensors, different for each method; the last two fields are always these."""
-
-    @property
-    def key(self) -> Key: ...  # noqa: D102
-    @property
-    def info(self) -> Info: ...  # noqa: D102
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,10 @@ from tribe.cli.options import (
     DataRoot,
     Device,
     Imbalance,
+    Model,
     Precision,
     Severity,
+    Weights,
     custom_network,
     method_names,
     parse_severities,
@@ -55,16 +57,6 @@ DEFAULT_METHODS = "source,bn,tent,tribe"
 ERRORS = ("instance_error", "category_error")
 
 DatasetName = Annotated[str, typer.Option(help="Data set, see `tribe list datasets`, or file.py:Class.")]
-ModelName = Annotated[
-    str,
-    typer.Option(
-        help="Network: a name (`tribe list models`), timm/NAME, torchvision/NAME, or file.py:attribute, a module or a "
-        "tribe.Backbone."
-    ),
-]
-Weights = Annotated[
-    Path | None, typer.Option(help="Its weights; by default those in the package or where `tribe train` puts them.")
-]
 ScenarioName = Annotated[
     str, typer.Option(help="Protocol of the stream, see `tribe list scenarios`, or file.py:Class.")
 ]
@@ -106,7 +98,7 @@ class _Request(NamedTuple):
 @app.command()
 def run(
     dataset: DatasetName = "live-mnist-c",
-    model: ModelName = "compact",
+    model: Model = "compact",
     weights: Weights = None,
     scenario: ScenarioName = "gli-f",
     imbalance: Imbalance = None,
