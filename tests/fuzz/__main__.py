@@ -15,6 +15,7 @@ parser.add_argument("--cases", type=int, default=60)
 parser.add_argument("--file", type=Path, help="read this file")
 given = parser.parse_args()
 
+MOST = 5  # failures of a reader
 failures = 0
 with Fuzzer() as fuzzer:
     for name in given.reader:
@@ -26,6 +27,8 @@ with Fuzzer() as fuzzer:
             counts[outcome.kind] += 1
             if outcome.is_failure:
                 failures += 1
+                if counts.total() - counts["read"] - counts["refused"] > MOST:
+                    break
                 print(f"--reader {name} --seed {seed}: {fuzzer.explain(name, content, outcome)}\n")
             elif len(seeds) == 1:
                 print(f"{outcome.kind}: {outcome.text}")

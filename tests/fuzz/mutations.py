@@ -1,5 +1,6 @@
 """Ways to damage a file. Each is a function of random numbers and bytes: the same seed makes the same file."""
 
+import functools
 import io
 import json
 import random
@@ -203,6 +204,7 @@ def zip_claims(rng, data):
     return bytes(out[: len(data)])
 
 
+@functools.cache
 def zeros_deflated(count):
     """A raw deflate stream of this many zero bytes (a multiple of 16 MiB), without compressing them all."""
     block = 1 << 24
@@ -276,7 +278,7 @@ FORMATS = {
     "npy": (npy_header,) * 6,
     "npz": (zip_member,) * 6 + (zip_claims, zip_claims, npz_bomb),
     "torch": (zip_member,) * 3 + (zip_claims, zip_claims),
-    "gzip": (gzip_bomb,),
+    "gzip": (gzip_bomb,) + ANY,
     "safetensors": (safetensors_header,) * 6,
 }
 

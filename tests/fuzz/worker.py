@@ -88,8 +88,8 @@ class Worker:
             self.stop()
             return Outcome("crash", f"the process ended with {code} (-11: memory fault, -24: over {SECONDS} seconds)")
         outcome = Outcome(*json.loads(answer))
-        if outcome.is_failure:
-            self.stop()  # its memory may be large, or its state spoiled
+        if outcome.kind == "memory":
+            self.stop()
         return outcome
 
 
