@@ -120,10 +120,15 @@ def npy_header(rng, data):
     (length,) = struct.unpack_from(code, data, at)
     text = data[start : start + length].decode("latin1")
     number = rng.choice(BOUNDARIES)
-    shape = rng.choice((f"({number},)", f"({number}, {number})", "(-1,)", "()", f"({'1, ' * 70})", "('a',)", "1", "(1.5,)"))
+    shape = rng.choice(
+        (f"({number},)", f"({number}, {number})", "(-1,)", "()", f"({'1, ' * 70})", "('a',)", "1", "(1.5,)")
+    )
     kind = rng.choice(("|O", "|V8", "<U9", "<f8", ">i4", "|b1", "<M8[s]", "|S0", "x", "<c16", "[('a', '<i4')]", "<i9"))
     dtype = kind if kind.startswith("[") else f"'{kind}'"
-    order, broken = rng.choice(("True", "False", "1", "None")), ("(" * rng.choice((1, 500)), "'" * 3, "\n\x00", "{}", "1 +")
+    order, broken = (
+        rng.choice(("True", "False", "1", "None")),
+        ("(" * rng.choice((1, 500)), "'" * 3, "\n\x00", "{}", "1 +"),
+    )
     header = rng.choice(
         (
             f"{{'descr': {dtype}, 'fortran_order': False, 'shape': {_between(text, '(', ')')}, }}",
@@ -191,7 +196,10 @@ def _distinct(parts):
 def zip_claims(rng, data):
     """A zip file whose directory lies about sizes, methods, flags and places."""
     out = bytearray(data)
-    for signature, fields in ((b"PK\x01\x02", (8, 10, 16, 20, 24, 28, 30, 42)), (b"PK\x03\x04", (6, 8, 14, 18, 22, 26))):
+    for signature, fields in (
+        (b"PK\x01\x02", (8, 10, 16, 20, 24, 28, 30, 42)),
+        (b"PK\x03\x04", (6, 8, 14, 18, 22, 26)),
+    ):
         at = data.find(signature)
         places = []
         while at >= 0:
@@ -278,7 +286,7 @@ FORMATS = {
     "npy": (npy_header,) * 6,
     "npz": (zip_member,) * 6 + (zip_claims, zip_claims, npz_bomb),
     "torch": (zip_member,) * 3 + (zip_claims, zip_claims),
-    "gzip": (gzip_bomb,) + ANY,
+    "gzip": (gzip_bomb, *ANY),
     "safetensors": (safetensors_header,) * 6,
 }
 

@@ -16,11 +16,34 @@ METHODS = frozenset(("open", "read_bytes", "read_text", "readinto"))  # of any o
 CALLS = frozenset(
     (
         *("open", "io.open", "os.open", "os.fdopen", "mmap.mmap", "linecache.getlines"),
-        *("json.load", "json.loads", "json.JSONDecoder", "tomllib.load", "tomllib.loads", "csv.reader", "csv.DictReader"),
+        *(
+            "json.load",
+            "json.loads",
+            "json.JSONDecoder",
+            "tomllib.load",
+            "tomllib.loads",
+            "csv.reader",
+            "csv.DictReader",
+        ),
         *("pickle.load", "pickle.loads", "pickle.Unpickler", "marshal.load", "marshal.loads", "shelve.open"),
         *("pickletools.genops", "configparser.ConfigParser", "xml.etree.ElementTree.parse", "sqlite3.connect"),
-        *("zipfile.ZipFile", "zipfile.is_zipfile", "zipfile.Path", "tarfile.open", "tarfile.TarFile", "shutil.unpack_archive"),
-        *("gzip.open", "gzip.decompress", "gzip.GzipFile", "bz2.open", "bz2.decompress", "lzma.open", "lzma.decompress"),
+        *(
+            "zipfile.ZipFile",
+            "zipfile.is_zipfile",
+            "zipfile.Path",
+            "tarfile.open",
+            "tarfile.TarFile",
+            "shutil.unpack_archive",
+        ),
+        *(
+            "gzip.open",
+            "gzip.decompress",
+            "gzip.GzipFile",
+            "bz2.open",
+            "bz2.decompress",
+            "lzma.open",
+            "lzma.decompress",
+        ),
         *("zlib.decompress", "zlib.decompressobj"),
         *("numpy.load", "numpy.fromfile", "numpy.memmap", "numpy.loadtxt", "numpy.genfromtxt"),
         *("numpy.lib.format.open_memmap", "numpy.lib.format.read_array", "numpy.lib.format.read_magic"),
@@ -94,11 +117,11 @@ def calls() -> dict[str, set[str]]:
 
 
 def readers() -> set[str]:
-    """The functions of the package that call an opener."""
+    """The functions of the package, outside of `tribe.storage`, that call an opener."""
     found, openers = calls(), set(CALLS) | {f".{name}" for name in METHODS}
     while True:
         reading = {f for f, called in found.items() if called & openers and not f.startswith(WRITERS)}
         shared = {function for function in reading if function.startswith("tribe.storage.")}
         if shared <= openers:
-            return reading
+            return reading - shared
         openers |= shared

@@ -1,8 +1,11 @@
-"""Documents of the right format with the wrong contents: Hypothesis edits the JSON in a file, and it is sealed again."""
+"""Files of the right format with wrong contents: Hypothesis edits the JSON in a file, and it is sealed again."""
 
+import contextlib
 import copy
+import io
 import json
 
+import numpy as np
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save
@@ -30,7 +33,9 @@ SCALARS = st.one_of(
     st.text(max_size=8),
 )
 VALUES = st.recursive(
-    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3), max_leaves=5
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
 )
 
 
@@ -94,10 +99,8 @@ class Line:
     @staticmethod
     def dump(document, data, path):
         if isinstance(document, dict) and isinstance(document.get("spec"), dict):
-            try:
+            with contextlib.suppress(Exception):  # the spec is damaged, and the reader must say so
                 document["id"] = Experiment.from_json(document["spec"]).id
-            except Exception:  # the spec is damaged, and the reader must say so
-                pass
         return text(document).encode() + b"\n"
 
 
@@ -106,18 +109,10 @@ class Words:
 
     @staticmethod
     def load(data, path):
-        import io
-
-        import numpy as np
-
         return json.loads(str(np.load(io.BytesIO(members(data)["words.npy"]))))
 
     @staticmethod
     def dump(document, data, path):
-        import io
-
-        import numpy as np
-
         buffer = io.BytesIO()
         np.save(buffer, np.array(text(document)))
         return zipped((members(data) | {"words.npy": buffer.getvalue()}).items())

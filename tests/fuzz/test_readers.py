@@ -12,7 +12,9 @@ from fuzz import openers
 from fuzz.readers import NO_READERS, READERS
 
 CLAIMED = {function for reader in READERS.values() for function in reader.functions}
-ADVICE = "Add a reader to tests/fuzz/readers.py that calls it, or, if no file of a user gets there, add it to NO_READERS"
+ADVICE = (
+    "Add a reader to tests/fuzz/readers.py that calls it, or, if no file of a user gets there, add it to NO_READERS"
+)
 
 
 def test_every_function_that_opens_a_file_is_fuzzed():

@@ -1,0 +1,83 @@
+"""What a reader is, and functions that open files but are none."""
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+
+class Reader(NamedTuple):
+    """A kind of file, how to make a valid one, and how to read it."""
+
+    format: str  # selects the mutations: json, lines, npy, npz, safetensors, torch, gzip, or "" for bytes alone
+    make: Callable[[Path], Path]  # writes a valid file, and what it needs, into a folder; returns the path of the file
+    read: Callable[[Path], str]  # reads it from the folder; returns a digest of the contents
+    functions: tuple[str, ...]  # in the package, that open or decode the file
+    sealed: bool = False  # a file with other contents is refused, since it carries a hash of them
+
+
+READERS: dict[str, Reader] = {}
+
+NO_READERS = {  # functions that call an opener, and why no file of a user can hurt them
+    **dict.fromkeys(
+        (
+            "tribe.corruptions.common.weather._frost_images",
+            "tribe.datasets.embedded.mnist_test",
+            "tribe.paper.claims.claims",
+            "tribe.paper.tables.get",
+            "tribe.paper.tables.released",
+            "tribe.report.page._asset",
+        ),
+        "it reads data of the package",
+    ),
+    **dict.fromkeys(
+        (
+            "tribe.corruptions.common.digital.jpeg_compression",
+            "tribe.lab.experiment.Experiment.json",
+            "tribe.lab.spec.describe",
+            "tribe.report.collect._facts",
+            "tribe.report.command._plain",
+            "tribe.testing.method_checks.saves_and_resumes",
+            "tribe.train.loop.train",
+        ),
+        "it decodes what it has just encoded",
+    ),
+    **dict.fromkeys(
+        (
+            "tribe.lab.jobs.CustomMethod._imported",
+            "tribe.lab.jobs.CustomMethod.of",
+            "tribe.lab.jobs._bytes_of",
+            "tribe.lab.provenance._hash",
+            "tribe.lab.provenance._imports",
+        ),
+        "it reads code, which is trusted",
+    ),
+    **dict.fromkeys(("tribe.bench.clock.resident", "tribe.lab.provenance.machine"), "it asks the system, in /proc"),
+    **dict.fromkeys(
+        ("tribe.cli.commands.reproduce._keep", "tribe.lab.jobs.result_files"),
+        "it copies bytes and reads nothing in them",
+    ),
+}
+
+
+def digest(*parts: Any) -> str:
+    """A hash of tensors and plain values."""
+    found = hashlib.sha256()
+    for part in parts:
+        if isinstance(part, Tensor):
+            found.update(f"{part.dtype}{tuple(part.shape)}".encode() + part.contiguous().numpy().tobytes())
+        else:
+            found.update(repr(part).encode())
+    return found.hexdigest()
+
+
+def reader(name, format, functions, **fields):
+    """Register a class with two static methods, `make` and `read`."""
+
+    def add(cls):
+        READERS[name] = Reader(format, cls.make, cls.read, tuple(functions), **fields)
+        return cls
+
+    return add

@@ -1,0 +1,201 @@
+"""Readers of tensor files and weights."""
+
+import dataclasses
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from typer.testing import CliRunner
+
+import tribe
+from fuzz.registry import digest, reader
+from tribe import methods, models
+from tribe.cli.commands import app
+from tribe.engine.backbone import Backbone
+from tribe.knowledge import Knowledge
+from tribe.lab import runner
+from tribe.lab.stream import Stream
+from tribe.scenarios import Scenario, Schedule
+from tribe.storage import tensors as tensor_file
+from tribe.testing import CLASSES, images, ready, small_network
+from tribe.train import checkpoint
+
+
+@reader("state", "safetensors", ("tribe.adapter.load",), sealed=True)
+class State:
+    @staticmethod
+    def make(folder):
+        adapter = tribe.adapt(small_network(), "tribe", streams=2)
+        adapter.save(folder / "state.safetensors")
+        return folder / "state.safetensors"
+
+    @staticmethod
+    def read(folder):
+        adapter = tribe.load(folder / "state.safetensors", small_network())
+        return digest(adapter.digest(), adapter.streams, adapter.method)
+
+
+@reader("knowledge", "safetensors", ("tribe.knowledge.Knowledge.load",), sealed=True)
+class SourceKnowledge:
+    @staticmethod
+    def make(folder):
+        ready("eata").knowledge.save(folder / "eata.safetensors")
+        return folder / "eata.safetensors"
+
+    @staticmethod
+    def read(folder):
+        method = methods.create("eata", classes=CLASSES, knowledge=str(folder / "eata.safetensors"))
+        method.init(Backbone(small_network()))
+        assert isinstance(method.knowledge, Knowledge)
+        return digest(method.knowledge.digest, sorted(method.knowledge.spec.items()))
+
+
+class Pictures:
+    """Images in memory."""
+
+    classes = tuple("abcd")
+    domains = ("day",)
+
+    def labels(self, domain):
+        return torch.arange(24) % CLASSES
+
+    def images(self, domain, index):
+        return images(1, 24)[0][index]
+
+
+@dataclasses.dataclass(frozen=True)
+class InOrder(Scenario):
+    """All images, in order."""
+
+    def schedule(self, labels, seed):
+        count = len(labels[0])
+        return Schedule(torch.zeros(count).long(), torch.arange(count), torch.zeros(count, dtype=torch.bool))
+
+
+def play(path, **options):
+    stream = Stream(Pictures(), InOrder(), (0,), batch=12)
+    return runner.run(Backbone(small_network()), ready("tent"), stream, checkpoint=path, every=1, **options)
+
+
+@reader("run-checkpoint", "safetensors", ("tribe.lab.runner._Checkpoint.resume",), sealed=True)
+class RunCheckpoint:
+    @staticmethod
+    def make(folder):
+        path = folder / "checkpoint.safetensors"
+        play(path, keep_checkpoint=True)
+        header, tensors = tensor_file.read(path, runner.CHECKPOINT)
+        tensors["record.0.seconds"].zero_()  # the same bytes every time
+        tensor_file.write(path, runner.CHECKPOINT, header, tensors)
+        return path
+
+    @staticmethod
+    def read(folder):
+        (record,) = play(folder / "checkpoint.safetensors")
+        return digest(record.label, record.prediction, record.confidence)
+
+
+def learner():
+    net = small_network()
+    return net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+
+
+@reader("training-checkpoint", "safetensors", ("tribe.train.checkpoint.read",), sealed=True)
+class TrainingCheckpoint:
+    identity = {"model": "small", "recipe": {"epochs": 3, "lr": 0.1}, "seed": 0}  # noqa: RUF012
+    history = [{"epoch": 1, "loss": 0.5, "accuracy": 0.5, "seconds": 1.0}]  # noqa: RUF012
+
+    @classmethod
+    def make(cls, folder):
+        net, optimizer = learner()
+        net(images(1, 4)[0]).sum().backward()
+        optimizer.step()
+        path = folder / "net.safetensors.checkpoint"
+        checkpoint.save(path, net, optimizer, cls.identity, cls.history, {})
+        return path
+
+    @classmethod
+    def read(cls, folder):
+        path = folder / "net.safetensors.checkpoint"
+        net, optimizer = learner()
+        saved = checkpoint.read(path)
+        checkpoint.check_identity(path, saved.identity, cls.identity)
+        checkpoint.restore(saved, net, optimizer)
+        return digest(*net.state_dict().values(), saved.history, sorted(saved.tensors))
+
+
+# -- weights ----------------------------------------------------------------------------------------------------------
+
+
+def weights(folder, name):
+    return digest(*models.load(small_network(), folder / name).state_dict().values())
+
+
+@reader("weights", "safetensors", ("tribe.models.weights.read",))
+class Weights:
+    @staticmethod
+    def make(folder):
+        save_file(small_network(seed=1).state_dict(), folder / "net.safetensors")
+        return folder / "net.safetensors"
+
+    @staticmethod
+    def read(folder):
+        return weights(folder, "net.safetensors")
+
+
+@reader("weights-pt", "torch", ("tribe.models.weights._unpickle",))
+class TorchWeights:
+    @staticmethod
+    def make(folder):
+        torch.save({"state_dict": small_network(seed=1).state_dict()}, folder / "net.pt")
+        return folder / "net.pt"
+
+    @staticmethod
+    def read(folder):
+        return weights(folder, "net.pt")
+
+
+NETWORK = "from tribe.testing import small_network\nnet = small_network()\n"
+
+
+def doctor(folder, option, name):
+    """Call `tribe doctor`; exit code 2 is an error of the input, 1 a problem of the network."""
+    (folder / "mine.py").write_text(NETWORK)
+    result = CliRunner().invoke(app, ["doctor", f"{folder}/mine.py:net", option, str(folder / name)])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    if result.exit_code == 2:
+        raise ValueError(result.stderr.replace("\n", ""))
+    return digest(result.stdout)
+
+
+@reader("doctor-weights", "safetensors", ("tribe.cli.commands.doctor.load_weights",))
+class DoctorWeights:
+    make = Weights.make
+
+    @staticmethod
+    def read(folder):
+        return doctor(folder, "--weights", "net.safetensors")
+
+
+@reader("doctor-npy", "npy", ("tribe.cli.commands.doctor._array",))
+class DoctorNpy:
+    @staticmethod
+    def make(folder):
+        np.save(folder / "images.npy", images(1, 6)[0].numpy())
+        return folder / "images.npy"
+
+    @staticmethod
+    def read(folder):
+        return doctor(folder, "--input", "images.npy")
+
+
+@reader("doctor-npz", "npz", ("tribe.cli.commands.doctor._array",))
+class DoctorNpz:
+    @staticmethod
+    def make(folder):
+        np.savez_compressed(folder / "images.npz", x=images(1, 6)[0].numpy())
+        return folder / "images.npz"
+
+    @staticmethod
+    def read(folder):
+        return doctor(folder, "--input", "images.npz")
