@@ -90,7 +90,8 @@ def fabricate(
         *(seeds, 64, "tf32", "cuda", None),
     )
     instance, category = (error / 100 for error in errors)
-    scores = {"images": 10, "instance_error": instance, "category_error_absent_correct": category}
+    scores = {"images": 10, "instance_error": instance, "calibration_error": None}
+    scores |= {"category_error": category, "category_error_absent_correct": category}
     scores |= {"domain_error": dict.fromkeys(data.domains, instance), "class_counts": {}}
     machine = {"device": "a GPU", "torch": "2.11", "tribe": "1"}
     environment = {"machine": machine, "seconds": 36.0, "finished": "2026-01-02T03:04:05+00:00"}

@@ -333,14 +333,14 @@ def test_the_longest_experiment_is_run_first():
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("{}", "lacks dataset, images, model"),
-        ("[]", "lacks dataset, images, model"),
-        ('{"dataset": "cifar', "is not JSON, or is incomplete"),
-        ({"weights": None}, "lacks weights."),
-        ({"ours": {"inst": [80.0, 81.0]}}, "lacks a number for every draw in ours, inst and cat"),
-        ({"textbook": {"inst": [], "cat": []}}, "lacks a number for every draw in textbook"),
-        ({"textbook": {"inst": [float("nan")] * 2, "cat": [1.0] * 2}}, "lacks a number for every draw in textbook"),
-        ({"textbook": {"inst": [80.0], "cat": [60.0]}}, "does not have as many draws of ours as of the textbook"),
+        ("{}", "dataset is missing; expected text"),
+        ("[]", "it is a list of 0; expected an object"),
+        ('{"dataset": "cifar', "it is not JSON, or it was cut short"),
+        ({"weights": None}, "weights is missing; expected text."),
+        ({"ours": {"inst": [80.0, 81.0]}}, "ours.cat is missing; expected a number for every draw"),
+        ({"textbook": {"inst": [], "cat": []}}, "textbook.inst is a list of 0; expected a number for every draw"),
+        ({"textbook": {"inst": [float("nan")] * 2, "cat": [1.0] * 2}}, "it is not JSON, or it was cut short (NaN"),
+        ({"textbook": {"inst": [80.0], "cat": [60.0]}}, "it does not have as many draws of ours as of the textbook"),
     ],
 )
 def test_unreadable_draws_are_named(content, words):
@@ -353,7 +353,7 @@ def test_unreadable_draws_are_named(content, words):
     path.write_text(content)
     result = call("document", "--runs", "results")
     assert result.exit_code == 2
-    assert f"{path} {words}" in message(result)
+    assert f"{path} is damaged: {words}" in message(result)
     assert "benchmarks.textbook --json" in message(result)
 
 

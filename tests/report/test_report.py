@@ -7,7 +7,6 @@ import shlex
 import shutil
 from collections import Counter
 from html.parser import HTMLParser
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +22,7 @@ from tribe.lab.experiment import Experiment
 from tribe.lab.spec import ComponentSpec
 from tribe.methods.encoding import encode_fields
 from tribe.report import markup, scores
+from tribe.storage import json_files
 
 VOID = {"br", "hr", "input", "link", "meta"}
 
@@ -469,8 +469,8 @@ def test_a_record_of_schema_1_is_converted(tmp_path, monkeypatch):
 def test_results_without_records_are_shown_and_each_file_is_read_once(tmp_path, monkeypatch):
     """A folder of packs, as `tribe reproduce --keep` writes it."""
     reads = Counter()
-    read_bytes = Path.read_bytes
-    monkeypatch.setattr(Path, "read_bytes", lambda path: reads.update([path.name]) or read_bytes(path))
+    read_bytes = json_files.read_bytes
+    monkeypatch.setattr(json_files, "read_bytes", lambda path: reads.update([path.name]) or read_bytes(path))
     runs = report.collect(ROOT / "results")
     assert max(reads.values()) == 1
     played = [p for group in runs.groups for row in group.rows for p in row.played]

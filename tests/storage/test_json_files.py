@@ -24,8 +24,6 @@ WRONG = {
     "seeds is a list of 0; expected an object": GOOD | {"seeds": []},
     "seeds.0.images is missing; expected an integer": GOOD | {"seeds": {"0": {"error": 1.0}}},
     "seeds.0.images is True; expected an integer": GOOD | {"seeds": {"0": {"images": True, "error": 1.0}}},
-    "seeds.0.error is nan; expected a finite number or null": GOOD
-    | {"seeds": {"0": {"images": 1, "error": float("nan")}}},
     "code is 3; expected text": GOOD | {"code": 3},
     "shape.1 is 0; expected a size, at least 1": GOOD | {"shape": [1, 0]},
     "shape.0 is 'x'; expected an integer": GOOD | {"shape": ["x"]},
@@ -71,8 +69,28 @@ def test_a_key_that_is_not_printable_is_quoted():
     ids=lambda content: f"{content[:12]!r}",
 )
 def test_damaged_or_excessive_json_is_a_value_error(content):
-    with pytest.raises(ValueError, match=r"f\.json is damaged"):
+    with pytest.raises(ValueError, match=r"f\.json is damaged: it is not JSON, or it was cut short"):
         parse(content, object, "f.json")
+
+
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
+def test_numbers_that_are_not_finite_are_refused(number):
+    with pytest.raises(ValueError, match="is not a finite number"):
+        parse(f'{{"error": {number}}}', object, "f.json")
+    with pytest.raises(ValueError, match=r"error is .*; expected a finite number"):
+        parse(f'{{"error": {number}}}', {"error": float}, "f.json", finite=False)
+
+
+def test_lines_are_bounded_as_a_whole(tmp_path):
+    path = tmp_path / "f.jsonl"
+    path.write_bytes(b'{"a": 1}\n\n{"a": 2}\n')
+    assert json_files.read_lines(path) == [b'{"a": 1}', b'{"a": 2}']
+    path.write_bytes(b"[]\n" * (json_files.MOST_PARTS + 1))
+    with pytest.raises(ValueError, match="objects and lists"):
+        json_files.read_lines(path)
+    path.write_bytes(b"1\n" * (json_files.MOST_LINES + 1))
+    with pytest.raises(ValueError, match="lines"):
+        json_files.read_lines(path)
 
 
 def test_a_large_file_is_refused_before_it_is_read(tmp_path):

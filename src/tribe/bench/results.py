@@ -2,17 +2,43 @@
 
 import dataclasses
 import json
+import reprlib
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tribe.bench.measurement import BenchResult, BenchRow, Setting
-from tribe.fields import is_number
+from tribe.storage import json_files
 from tribe.storage.atomic import write_atomically
+from tribe.storage.json_files import Where
 
 SCHEMA = 1
 KIND = "tribe bench"
+TIME = Where(float, lambda ms: ms > 0, "a positive number")
+RESULT = {
+    "setting": {
+        **dict.fromkeys(("model", "device", "precision"), str),
+        **dict.fromkeys(("classes", "batch", "streams"), int),
+        **dict.fromkeys(("graphs", "kernels"), bool),
+        "shape": [int],
+        "threads": (int, None),
+    },
+    "rows": [
+        {
+            "name": str,
+            "ms_per_image": TIME,
+            **dict.fromkeys(("spread", "tflops", "share"), float),
+            "times": {...: float},
+            "peak_bytes": (int, None),
+            "state_bytes": int,
+            "eager_because": (str, None),
+        }
+    ],
+    "machine": dict,
+    "repeats": int,
+    "matmul_tflops": float,
+}
 
 
 class Change(NamedTuple):
@@ -42,31 +68,19 @@ def read(path: str | PathLike[str]) -> BenchResult:
     """Read a result that `write` wrote, on any machine."""
     if not Path(path).is_file():
         raise FileNotFoundError(f"there is no result at {path}; `tribe bench --json {path}` writes one")
-    try:
-        data = json.loads(Path(path).read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON, or it was cut short: {error}") from error
+    data = json_files.read(path, object)
     if not isinstance(data, dict) or data.get("kind") != KIND:
         raise ValueError(f"{path} is not a result of `tribe bench --json`")
     if data.get("schema") != SCHEMA:
-        raise ValueError(f"{path} has format {data.get('schema')!r}; this version reads format {SCHEMA}: measure again")
+        given = reprlib.repr(data.get("schema"))
+        raise ValueError(f"{path} has format {given}; this version reads format {SCHEMA}: measure again")
+    json_files.check(data, RESULT, str(path), "Measure again")
     try:
-        return _result(data)
-    except KeyError as error:
-        raise ValueError(f"{path} is a damaged result: it lacks {error}") from error
-    except (TypeError, ValueError, AttributeError) as error:
-        raise ValueError(f"{path} is a damaged result: {error}") from error
-
-
-def _result(data: Mapping[str, Any]) -> BenchResult:
-    setting = _fields(Setting, data["setting"])
+        setting = Setting(**{**_fields(Setting, data["setting"]), "shape": tuple(data["setting"]["shape"])})
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}. Measure again") from error
     rows = tuple(BenchRow(**_fields(BenchRow, row)) for row in data["rows"])
-    for row in rows:
-        numbers = (row.ms_per_image, row.spread, *row.times.values())
-        if not all(map(is_number, numbers)) or row.ms_per_image <= 0:
-            raise ValueError(f"{row.name} has a time that is not a positive number")
-    complete = Setting(**{**setting, "shape": tuple(setting["shape"])})
-    return BenchResult(complete, dict(data["machine"]), data["repeats"], data["matmul_tflops"], rows)
+    return BenchResult(setting, data["machine"], data["repeats"], data["matmul_tflops"], rows)
 
 
 def _fields(cls: Any, data: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,9 +13,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tribe.datasets.locations import MissingData
+from tribe.storage import json_files
 
 FILE = "made.json"
 SCHEMA = 1
+FIELDS = {
+    **dict.fromkeys(("dataset", "clean", "family", "rounding"), str),
+    **dict.fromkeys(("images", "seed"), int),
+    "blocks": {...: dict.fromkeys(("sha256", "device", "torch", "tribe"), str)},
+}
 
 
 @dataclass(frozen=True)
@@ -55,19 +61,19 @@ class Manifest:
 
 def read_manifest(folder: Path) -> Manifest | None:
     """Read the manifest of a folder; None if it has none, like a published archive."""
-    path = folder / FILE
+    path, advice = folder / FILE, f"Remove the folder {folder} and make it again"
     try:
-        text = path.read_text()
+        fields = json_files.read(path, {"schema": int}, advice)
     except FileNotFoundError:
         return None
+    if fields.pop("schema") != SCHEMA:
+        raise ValueError(f"{path} was written by another version of tribe. {advice}")
+    json_files.check(fields, FIELDS, str(path), advice)
     try:
-        fields = json.loads(text)
-        if fields.pop("schema") != SCHEMA:
-            raise ValueError("written by another version of tribe")
         blocks = {domain: Block(**block) for domain, block in fields.pop("blocks").items()}
         return Manifest(**fields, blocks=blocks)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{path} cannot be read ({error}): remove the folder {folder} and make it again") from error
+    except TypeError as error:  # a field that it does not have
+        raise ValueError(f"{path} is damaged ({error}). {advice}") from error
 
 
 def is_published(folder: Path) -> bool:

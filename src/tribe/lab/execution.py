@@ -105,7 +105,7 @@ def _repair_environment(folder: Path, experiment: Experiment, records: Sequence[
     """Where environment.json is lost, write what the records know."""
     path = folder / ENVIRONMENT
     try:
-        store.read_json(path)
+        store.read_environment(path)
         return
     except FileNotFoundError:
         pass

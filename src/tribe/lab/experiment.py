@@ -18,8 +18,17 @@ from tribe.lab.spec import ComponentSpec, canonical, describe, differences
 from tribe.lab.stream import Stream
 from tribe.lab.workbench import Components, Workbench, model_code
 from tribe.registry import nearest
+from tribe.storage import json_files
 
 COMPONENTS = ("dataset", "model", "scenario", "method")
+COMPONENT = {"name": str, "fields?": dict, "code?": (str, None)}
+SCHEMA = {
+    **dict.fromkeys(COMPONENTS, COMPONENT),
+    **dict.fromkeys(("images", "weights", "precision", "device"), str),
+    "seeds": [int],
+    "batch": int,
+    "threads": (int, None),
+}
 
 
 class MixedResults(ValueError):
@@ -103,6 +112,7 @@ class Experiment:
         for name in data:
             if name not in fields:
                 raise ValueError(f"an experiment has no field {name!r}: {nearest(name, fields)}")
+        json_files.check(data, SCHEMA, "the spec of the experiment")
         try:
             components = {name: ComponentSpec(**data[name]) for name in COMPONENTS}
             return Experiment(**{**data, **components})

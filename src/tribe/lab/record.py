@@ -92,7 +92,7 @@ def _read_header(path: str | PathLike[str]) -> dict[str, Any]:
     """The domains, classes and spec of a record; it is read first, as the columns of a newer version may differ."""
     try:
         text = read_npz(path, {"words": "U"})["words"].item()
-        words: dict[str, Any] = json_files.parse(text, dict, "its header")
+        words: dict[str, Any] = json_files.parse(text, dict, "its header", finite=False)
     except ValueError as error:
         raise ValueError(f"{path} is not a record, or it is damaged ({error}); expected one of Record.save") from error
     if words.get("format") != FORMAT or not is_whole(words.get("schema")) or words["schema"] > SCHEMA:

@@ -43,13 +43,32 @@ from typing import Any, Literal, NamedTuple
 from tribe.lab import metrics
 from tribe.lab.experiment import Experiment
 from tribe.lab.record import Record
+from tribe.storage import json_files
 from tribe.storage.atomic import write_atomically
+from tribe.storage.json_files import Where
 from tribe.storage.lock import exclusive
 
 FORMAT, SCHEMA = "tribe-experiment", 2  # schema 1 had no fingerprint of the images
 SPEC, METRICS, ENVIRONMENT = "spec.json", "metrics.json", "environment.json"
 CHECKPOINT = "checkpoint.safetensors"
 PACK = ".jsonl"
+
+
+COUNT = Where(int, lambda count: count >= 0, "a number of images")
+SCORES = {
+    "images": COUNT,
+    **dict.fromkeys(
+        ("instance_error", "category_error", "category_error_absent_correct", "calibration_error"), (float, None)
+    ),
+    "domain_error": {...: (float, None)},
+    "class_counts": Where(
+        {...: [COUNT]},
+        lambda counts: len({len(row) for row in counts.values()}) <= 1,
+        "as many classes of each domain",
+    ),
+}
+METRICS_SCHEMA = {"id": str, "seeds": {...: SCORES}}
+ENVIRONMENT_SCHEMA = {"machine?": dict, "seconds?": float, "seconds_per_image?": {...: (float, None)}, "finished?": str}
 
 
 class NewerResults(ValueError):
@@ -78,7 +97,7 @@ class Result:
         """A number for each seed, NaN where there is none; "domain_error" needs a domain, with or without severity."""
         seeds = [str(seed) for seed in self.experiment.seeds]
         if metric == "seconds_per_image":
-            return [float(self.environment.get(metric, {}).get(seed, "nan")) for seed in seeds]
+            return [_number(self.environment.get(metric, {}).get(seed)) for seed in seeds]
         if metric != "domain_error":
             return [_number(self.metrics[seed][metric]) for seed in seeds]
         return [_number(_of_domain(self.metrics[seed]["domain_error"], domain)) for seed in seeds]
@@ -182,21 +201,22 @@ def record_name(seed: int) -> str:
 
 def read_spec(path: Path) -> Experiment:
     """The experiment of a spec.json."""
-    return _experiment(read_json(path), str(path), path.parent)
+    return _experiment(json_files.read(path, dict), str(path), path.parent)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file."""
-    return _object(path.read_bytes(), str(path))
+def read_environment(path: Path) -> dict[str, Any]:
+    """The content of an environment.json."""
+    found: dict[str, Any] = json_files.read(path, ENVIRONMENT_SCHEMA)
+    return found
 
 
 def _load_folder(folder: Path) -> Result:
     experiment = read_spec(folder / SPEC)
     if experiment.id != folder.name:
         raise ValueError(f"{folder} holds the results of {experiment.id}: give the folder its name back")
-    found, environment = read_json(folder / METRICS), read_json(folder / ENVIRONMENT)
-    scores = found.get("seeds") if found.get("id") == experiment.id else None
-    return _result(experiment, folder, scores, environment, str(folder / METRICS))
+    found = json_files.read(folder / METRICS, METRICS_SCHEMA)
+    scores = found["seeds"] if found["id"] == experiment.id else {}
+    return _result(experiment, folder, scores, read_environment(folder / ENVIRONMENT), str(folder / METRICS))
 
 
 def survey_folder(folder: Path) -> Result | Damaged:
@@ -212,8 +232,10 @@ def survey_folder(folder: Path) -> Result | Damaged:
     return Damaged(folder, experiment if experiment.id == folder.name else None, found)
 
 
-def _result(experiment: Experiment, folder: Path, scores: Any, environment: Mapping[str, Any], place: str) -> Result:
-    if not isinstance(scores, dict) or {str(seed) for seed in experiment.seeds} != scores.keys():
+def _result(
+    experiment: Experiment, folder: Path, scores: Mapping[str, Any], environment: Mapping[str, Any], place: str
+) -> Result:
+    if {str(seed) for seed in experiment.seeds} != scores.keys():
         raise ValueError(f"{place} does not hold the metrics of {experiment.id}")
     return Result(experiment, folder, scores, environment)
 
@@ -234,20 +256,13 @@ def _experiment(found: Mapping[str, Any], place: str, folder: Path) -> Experimen
         )
     if not isinstance(found.get("spec"), dict):
         raise ValueError(f"{place} is damaged: it does not say of which experiment it is")
-    experiment = Experiment.from_json(found["spec"])
+    try:
+        experiment = Experiment.from_json(found["spec"])
+    except ValueError as error:
+        raise ValueError(f"{place} is damaged: {error}") from error
     if experiment.id != found.get("id"):
         raise ValueError(f"{place} was changed by hand: it holds {experiment.id}, not {found.get('id')}")
     return experiment
-
-
-def _object(content: bytes, place: str) -> dict[str, Any]:
-    try:
-        found = json.loads(content)
-    except ValueError as error:
-        raise ValueError(f"{place} is damaged ({error})") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{place} is damaged: it holds no JSON object")
-    return found
 
 
 # -- packs ------------------------------------------------------------------------------------------------------------
@@ -265,20 +280,22 @@ def _read_packs(stamps: tuple[tuple[Path, int, int, int], ...]) -> Mapping[str, 
 
 
 def read_pack(path: Path) -> list[Result | Damaged]:
-    """All results of a pack."""
-    return [_read_line(line, path, number) for number, line in enumerate(path.read_bytes().splitlines(), 1)]
+    """All results of a pack; one that cannot be read at all counts as one damaged result."""
+    try:
+        lines = json_files.read_lines(path)
+    except (OSError, ValueError) as error:
+        return [Damaged(path, None, error)]
+    return [_read_line(line, path, number) for number, line in enumerate(lines, 1)]
 
 
 def _read_line(line: bytes, path: Path, number: int) -> Result | Damaged:
     place, experiment = f"{path}, line {number}", None
     folder = path.parent / (_id_of(line) or f"{path.name}, line {number}")
     try:
-        found = _object(line, place)
+        found = json_files.parse(line, dict, place)
         experiment = _experiment(found, place, path)
-        environment = found.get("environment")
-        if not isinstance(environment, dict):
-            raise ValueError(f"{place} is damaged: it has no environment")
-        return _result(experiment, path.parent / experiment.id, found.get("metrics"), environment, place)
+        json_files.check(found, {"metrics": {...: SCORES}, "environment": ENVIRONMENT_SCHEMA}, place)
+        return _result(experiment, path.parent / experiment.id, found["metrics"], found["environment"], place)
     except ValueError as error:
         return Damaged(folder, experiment, error)
 
@@ -291,7 +308,7 @@ def _id_of(line: bytes) -> str | None:
 
 def _write_pack(path: Path, results: Sequence[Result]) -> None:
     """Add results to a pack. A line of the same id is replaced."""
-    old = path.read_bytes().splitlines() if path.exists() else []
+    old = json_files.read_lines(path) if path.exists() else []
     lines: dict[str, bytes] = {_id_of(line) or f"~{number}": line for number, line in enumerate(old)}
     for result in results:
         content = {

@@ -8,7 +8,6 @@ Next to the results, their folder may hold measurements: ``bench/*.json`` (`meas
 """
 
 import dataclasses
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,6 @@ import torch
 from tribe import bench as benchmark
 from tribe import methods
 from tribe.engine.precision import precision_on
-from tribe.fields import is_number
 from tribe.lab import statistics
 from tribe.lab.experiment import Experiment, MixedResults, difference
 from tribe.lab.jobs import error_message
@@ -31,6 +29,8 @@ from tribe.lab.store import Damaged, Result, find, finished, survey, verify
 from tribe.lab.workbench import Workbench, build_scenario, model_code, trained_on
 from tribe.paper.plan import Choices, Costs, Plan, plan_with
 from tribe.paper.tables import Cell, Table
+from tribe.storage import json_files
+from tribe.storage.json_files import Where
 
 FROM_DATASET = ("domains", "classes")  # fields of a scenario that the data set decides
 FROM_NETWORK = ("knowledge",)  # fields of a method that depend on the network
@@ -299,6 +299,16 @@ class Draws:
         return all(close) if close else None
 
 
+ERRORS = dict.fromkeys(KINDS, Where([float], bool, "a number for every draw, at least one"))
+DRAWS = {
+    **dict.fromkeys(("dataset", "images", "model", "weights", "method", "precision", "device"), str),
+    **dict.fromkeys(("seed", "batch"), int),
+    "imbalance": float,
+    "ours": ERRORS,
+    "textbook": ERRORS,
+}
+
+
 def read_draws(root: str | PathLike[str]) -> list[Draws]:
     """All draws next to the results in ``root``."""
     return [_read_draws(path) for path in sorted((Path(root) / "draws").glob("*.json"))]
@@ -306,21 +316,9 @@ def read_draws(root: str | PathLike[str]) -> list[Draws]:
 
 def _read_draws(path: Path) -> Draws:
     remedy = f"`python -m benchmarks.textbook --json {path}` measures again; without the file, the page omits it"
-    try:
-        data = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON, or is incomplete: {error}. {remedy}") from error
-    names = [field.name for field in dataclasses.fields(Draws)]
-    if lacking := [name for name in names if not isinstance(data, dict) or name not in data]:
-        raise ValueError(f"{path} lacks {', '.join(lacking)}. {remedy}")
-    for name in ("ours", "textbook"):
-        if not all(_are_errors(data[name], kind) for kind in KINDS):
-            raise ValueError(f"{path} lacks a number for every draw in {name}, {' and '.join(KINDS)}. {remedy}")
+    data = json_files.read(path, DRAWS, remedy)
     if len({len(data[name][kind]) for name in ("ours", "textbook") for kind in KINDS}) > 1:
-        raise ValueError(f"{path} does not have as many draws of ours as of the textbook, of each kind. {remedy}")
-    return Draws(**{name: data[name] for name in names})
-
-
-def _are_errors(errors: Any, kind: str) -> bool:
-    values = errors.get(kind) if isinstance(errors, dict) else None
-    return isinstance(values, list) and bool(values) and all(map(is_number, values))
+        raise ValueError(
+            f"{path} is damaged: it does not have as many draws of ours as of the textbook, of each kind. {remedy}"
+        )
+    return Draws(**{field.name: data[field.name] for field in dataclasses.fields(Draws)})

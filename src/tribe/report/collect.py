@@ -193,8 +193,8 @@ def _read(file: Path, path: str, machines: dict[Path, dict[str, Any]]) -> Played
 def _machine(folder: Path) -> dict[str, Any]:
     """The machine of an experiment, if the file beside its records says it."""
     try:
-        return dict(store.read_json(folder / store.ENVIRONMENT)["machine"])
-    except UNREADABLE:
+        return dict(store.read_environment(folder / store.ENVIRONMENT).get("machine", {}))
+    except (OSError, ValueError):
         return {}
 
 

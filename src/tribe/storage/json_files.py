@@ -18,6 +18,7 @@ ValueError: metrics.json is damaged: seeds.0.images is 'many'; expected an integ
 """
 
 import json
+import math
 import reprlib
 from collections.abc import Callable
 from os import PathLike
@@ -28,6 +29,7 @@ from tribe.fields import is_number, is_whole
 
 MOST_BYTES = 32 * 2**20  # of a document
 MOST_PARTS = 2**20  # objects and lists of a document: an empty one has two bytes there, and 64 in memory
+MOST_LINES = 2**16  # of a file with a document in each
 MOST_DEPTH = 64  # of nested objects and lists: code that walks a document may recurse
 MOST_DIGITS = 20  # of an integer: 64 bits, with a sign
 
@@ -61,17 +63,40 @@ def read_bytes(path: str | PathLike[str], most: int = MOST_BYTES) -> bytes:
     return content
 
 
-def parse(content: bytes | str, schema: Schema, place: str, advice: str = "") -> Any:
-    """The value in a JSON text, checked; ``place`` is what errors call the text."""
+def read_lines(path: str | PathLike[str]) -> list[bytes]:
+    """The lines of a file with a JSON text in each, which is bounded as a whole; empty lines are left out."""
+    content = read_bytes(path)
+    _check_size(content.count(b"[") + content.count(b"{"), f"{path} holds")
+    lines = [line for line in content.splitlines() if line.strip()]
+    if len(lines) > MOST_LINES:
+        raise ValueError(f"{path} has more than {MOST_LINES:,} lines: no file of this kind is so long")
+    return lines
+
+
+def parse(content: bytes | str, schema: Schema, place: str, advice: str = "", *, finite: bool = True) -> Any:
+    """The value in a JSON text, checked.
+
+    Args:
+        content: the text.
+        schema: what is expected, see above.
+        place: what errors call the text.
+        advice: what to do about a text that cannot be used.
+        finite: refuse NaN and infinity, which are not JSON.
+    """
     try:
         text = content if isinstance(content, str) else content.decode("utf-8-sig")
-        _check_size(text)
-        value = json.loads(text, object_pairs_hook=_object, parse_int=_integer)
+        _check_size(text.count("[") + text.count("{"), "it holds")
+        number = _number if finite else float
+        value = json.loads(
+            text, object_pairs_hook=_object, parse_int=_integer, parse_float=number, parse_constant=number
+        )
         if isinstance(value, dict | list):
             _check_depth(value)
     except (ValueError, RecursionError) as error:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
-        raise ValueError(_sentences(f"{place} is damaged ({reason})", advice)) from None
+        raise ValueError(
+            _sentences(f"{place} is damaged: it is not JSON, or it was cut short ({reason})", advice)
+        ) from None
     return check(value, schema, place, advice)
 
 
@@ -88,11 +113,9 @@ def check(value: Any, schema: Schema, place: str, advice: str = "") -> Any:
 # -- text to value ----------------------------------------------------------------------------------------------------
 
 
-def _check_size(text: str) -> None:
-    if len(text) > MOST_BYTES:
-        raise ValueError(f"it has more than {MOST_BYTES:,} characters")
-    if text.count("[") + text.count("{") > MOST_PARTS:
-        raise ValueError(f"it holds more than {MOST_PARTS:,} objects and lists")
+def _check_size(parts: int, holds: str) -> None:
+    if parts > MOST_PARTS:
+        raise ValueError(f"{holds} more than {MOST_PARTS:,} objects and lists")
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -106,6 +129,13 @@ def _integer(digits: str) -> int:
     if len(digits) > MOST_DIGITS:
         raise ValueError(f"an integer has {len(digits)} digits; expected at most {MOST_DIGITS}")
     return int(digits)
+
+
+def _number(digits: str) -> float:
+    number = float(digits)
+    if not math.isfinite(number):
+        raise ValueError(f"{digits[:20]} is not a finite number")
+    return number
 
 
 def _check_depth(value: dict[str, Any] | list[Any]) -> None:
