@@ -8,7 +8,7 @@ import torch
 from tribe import methods, metrics
 from tribe.engine.backbone import Backbone
 from tribe.engine.graphs import Steps
-from tribe.lab.runner import run
+from tribe.lab.runner import CHECKPOINT, run
 from tribe.lab.stream import Stream
 from tribe.scenarios import Scenario, Schedule, create
 from tribe.storage import tensors as tensor_file
@@ -185,6 +185,38 @@ def test_a_checkpoint_with_any_flipped_bit_is_refused(tmp_path):
         assert path.read_bytes() == flipped, "it is left to whoever owns it"
     path.write_bytes(whole)
     play("tent", checkpoint=path)
+
+
+def rewritten(path, tensors=(), without=(), **header):
+    """The same checkpoint with other contents, and the digest of these."""
+    old, kept = tensor_file.read(path, CHECKPOINT)
+    kept = {name: t for name, t in (kept | dict(tensors)).items() if name not in without}
+    tensor_file.write(path, CHECKPOINT, old | header, kept)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"without": ["state.key.seed"]}, "state.key.seed missing or unexpected"),
+        ({"without": ["record.1.seconds"]}, "record.1.seconds missing or unexpected"),
+        ({"without": ["record.0.label"]}, "record.0.label missing or unexpected"),
+        ({"tensors": {"notes": torch.zeros(1)}}, "notes missing or unexpected"),
+        ({"tensors": {"state.affine.bias": torch.zeros(3)}}, "state.affine.bias is"),
+        ({"tensors": {"record.0.label": torch.zeros(2, 16)}}, "record.0"),
+        ({"tensors": {"record.0.prediction": torch.zeros(5, dtype=torch.int64)}}, "record.0"),
+        ({"tensors": {"record.0.domain": torch.zeros(32)}}, "record.0.domain is"),
+        ({"step": -1}, "it is -1; expected a number of batches"),
+        ({"step": 8}, "8 of 7 batches are done"),
+        ({"step": "2"}, "it is '2'; expected an integer"),
+    ],
+)
+def test_a_checkpoint_with_a_valid_digest_and_wrong_contents_is_refused(tmp_path, changes, message):
+    path = tmp_path / "run.safetensors"
+    with pytest.raises(ZeroDivisionError):
+        play("tent", checkpoint=path, every=2, progress=lambda done, *_: 1 // (3 - done))
+    rewritten(path, **changes)
+    with pytest.raises(StateFileError, match=message):
+        play("tent", checkpoint=path)
 
 
 @pytest.mark.parametrize("moment", ["progress", "step", "record"])

@@ -9,7 +9,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import tribe
+from memory import limited
 from networks import batch
+from tribe.methods.encoding import method_for_file
 from tribe.testing import images, small_network
 
 
@@ -23,7 +25,7 @@ def _rewrite(path, **changes):
     """The same file with another header or other tensors; without a digest, as older versions wrote them."""
     with safe_open(path, "pt") as file:
         metadata, tensors = file.metadata(), {k: file.get_tensor(k) for k in file.keys()}  # noqa: SIM118
-    metadata.pop("digest")
+    metadata.pop("digest", None)
     tensors.update(changes.pop("tensors", {}))
     for name in changes.pop("without", []):
         del tensors[name]
@@ -97,6 +99,74 @@ def test_files(tmp_path, case):
     damage(path)
     with pytest.raises(error, match=message):
         tribe.load(path, small_network())
+
+
+SETTINGS = {
+    "a memory of a billion places": ("rotta", {"size": 10**9}, r"of its state has \d+ numbers or more, and none in"),
+    "images of 10**15 values": ("rotta", {"room": 10**15}, "damaged: by its settings"),
+    "a reservoir of a billion places": ("note", {"size": 10**9}, "damaged: by its settings"),
+    "sizes whose product overflows": ("note", {"size": 2**62, "room": 2**62}, "damaged: by its settings"),
+    "a number of 30 digits": ("rotta", {"size": 10**30}, "header cannot be read"),
+    "a number of 65 bits": ("rotta", {"size": 2**64}, "size of rotta is a whole number of at most 64 bits"),
+    "a billion classes": ("tribe", {"classes": 10**9}, "classes=1000000000, but the network"),
+    "an augmentation that is a number": ("tribe", {"augment": {"augment": 3}}, "does not take here"),
+    "an augmentation without a range": (
+        "tribe",
+        {"augment": {"augment": {"sigma": []}}},
+        r"sigma must be \(low, high\)",
+    ),
+    "an augmentation of text": (
+        "tribe",
+        {"augment": {"augment": {"noise": "loud"}}},
+        "noise not negative",
+    ),
+    "source knowledge without a digest": ("tribe", {"augment": {"knowledge": "x"}}, "no path or no digest"),
+    "source knowledge at a number": ("tribe", {"augment": {"knowledge": 3, "digest": "x"}}, "no path or no digest"),
+    "a list in a list in a list": ("tribe", {"lr": json.loads("[" * 60 + "]" * 60)}, "does not take here"),
+}
+
+
+@pytest.mark.parametrize("case", SETTINGS)
+def test_settings_that_do_not_belong_to_the_tensors_are_refused_without_memory(tmp_path, case):
+    method, fields, message = SETTINGS[case]
+    path = tmp_path / "state.safetensors"
+    saved = adapter(method=method)
+    saved.save(path)
+    _rewrite(path, fields=json.dumps(method_for_file(saved.method) | fields))
+    with pytest.raises(ValueError, match=message):
+        tribe.load(path, small_network())
+
+
+LOAD = """
+from tribe.testing import small_network
+try:
+    tribe.load(sys.argv[1], small_network())
+except tribe.StateFileError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("case", ["streams", "streams and seeds", "places"])
+def test_a_small_file_that_asks_for_much_takes_little_memory(tmp_path, case):
+    path, many = tmp_path / "state.safetensors", 2_000_000
+    saved = adapter(method="rotta")
+    saved.save(path)
+    if case == "places":
+        _rewrite(path, fields=json.dumps(method_for_file(saved.method) | {"size": many, "room": 300}))
+    else:
+        _rewrite(path, streams=str(many), tensors={} if case == "streams" else {"key.seed": torch.arange(many)})
+    done = limited(LOAD, path, megabytes=768)
+    assert done.code == 0, done.err
+    assert "damaged" in done.out
+
+
+def test_a_deep_header_is_refused(tmp_path):
+    path = tmp_path / "state.safetensors"
+    adapter().save(path)
+    for text in ("[" * 100_000, json.dumps({"lr": json.loads("[" * 300 + "]" * 300)})):
+        _rewrite(path, fields=text)
+        with pytest.raises(tribe.StateFileError, match="damaged: its header cannot be read"):
+            tribe.load(path, small_network())
 
 
 def test_a_file_from_another_network(tmp_path):

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from tribe.engine import kernels, rng
 from tribe.engine.rng import Key
+from tribe.fields import is_number
 
 __all__ = ["Augment", "Params", "View", "check_view", "view"]
 
@@ -38,6 +39,7 @@ EXPECTED = (
 )
 
 Range = tuple[float, float]
+RANGES = "brightness", "contrast", "saturation", "hue", "gamma", "rotation", "translation", "scale", "sigma"
 
 
 class Params(NamedTuple):
@@ -79,12 +81,14 @@ class Augment:
         if self.per not in ("batch", "image"):
             raise ValueError(f"per must be 'batch' or 'image', got {self.per!r}")
         for name, value in vars(self).items():
-            if isinstance(value, tuple) and not value[0] <= value[1]:
-                raise ValueError(f"{name} must be (low, high) with low <= high, got {value}")
+            if name in RANGES and not (
+                isinstance(value, Sequence) and len(value) == 2 and all(map(is_number, value)) and value[0] <= value[1]
+            ):
+                raise ValueError(f"{name} must be (low, high) with low <= high, got {value!r}")
             if name in ("gamma", "scale", "sigma") and value[0] <= 0:
                 raise ValueError(f"{name} must be positive, got {value}")
-        if not 0 <= self.flip <= 1 or self.noise < 0:
-            raise ValueError(f"flip must be a probability and noise not negative, got {self.flip} and {self.noise}")
+        if not (is_number(self.flip) and 0 <= self.flip <= 1 and is_number(self.noise) and self.noise >= 0):
+            raise ValueError(f"flip must be a probability and noise not negative, got {self.flip!r} and {self.noise!r}")
 
     def __call__(self, x: Tensor, key: Key) -> Tensor:
         """Augment x (S, B, C, H, W), of any floating dtype, with the parameters that belong to `key`."""

@@ -22,12 +22,13 @@ from tribe.lab.stream import Batch, Stream
 from tribe.methods import Method, check_fits
 from tribe.methods.encoding import encode_fields
 from tribe.storage import tensors as tensor_file
+from tribe.storage.json_files import Where
 from tribe.storage.states import StateFileError
 
 CHECKPOINT = tensor_file.Kind(
     "tribe-run",
     1,
-    {"step": int, "run": str},
+    {"step": Where(int, lambda step: step >= 0, "a number of batches"), "run": str},
     noun="checkpoint of a run",
     advice="Remove it, or name another",
     error=StateFileError,
@@ -76,7 +77,9 @@ def run(
     source = method.init(net, len(stream.seeds), seed)
     words = named if spec is not None else _described(net, method, stream)
     file = None if checkpoint is None else _Checkpoint(checkpoint, _identity(net, method, stream, seed, named))
-    state, table, start = (clone(source), _Table(len(stream.seeds)), 0) if file is None else file.resume(source)
+    state, table, start = (
+        (clone(source), _Table(len(stream.seeds)), 0) if file is None else file.resume(source, len(stream))
+    )
     steps, retired = Steps(method, net, graphs, deterministic), None
     pin = net.device.type == "cuda"  # from pinned memory the copy does not hold up the host
     finished = state, table.rows(), start  # after the last batch that was finished
@@ -256,8 +259,8 @@ class _Checkpoint:
         except OSError as error:
             warnings.warn(f"{error}. The run goes on from batch {self.saved}, not {step}", stacklevel=3)
 
-    def resume(self, source: Any) -> tuple[Any, _Table, int]:
-        """State, table and batches done: those of the file or, without one, of the start."""
+    def resume(self, source: Any, batches: int) -> tuple[Any, _Table, int]:
+        """State, table and batches done of so many: those of the file or, without one, of the start."""
         streams = len(source.key.seed)
         if not self.path.exists():
             return clone(source), _Table(streams), 0
@@ -266,7 +269,22 @@ class _Checkpoint:
             raise StateFileError(
                 f"{self.path} is the checkpoint of another run ({header['run']}); remove it or name another"
             )
+        if header["step"] > batches:
+            raise StateFileError(
+                f"{self.path} is damaged: it says that {header['step']} of {batches} batches are done. "
+                f"{CHECKPOINT.advice}"
+            )
+        self._check(tensors, source)
         state = rebuild(source, {name: tensors[f"state.{name}"].to(t.device) for name, t in leaves(source).items()})
         table = _Table.of([{name: tensors[f"record.{s}.{name}"] for name in COLUMNS} for s in range(streams)])
         self.saved = header["step"]
         return state, table, self.saved
+
+    def _check(self, tensors: Mapping[str, Tensor], source: Any) -> None:
+        """Refuse tensors that are not a state like the source's and columns of equal length for every stream."""
+        like = {f"state.{name}": t for name, t in leaves(source).items()}
+        for s, start in enumerate(_Table(len(source.key.seed)).columns):
+            labels = tensors.get(f"record.{s}.label")
+            rows = labels.shape if labels is not None and labels.dim() == 1 else (0,)
+            like |= {f"record.{s}.{name}": empty.new_empty(rows) for name, (empty,) in start.items()}
+        tensor_file.check_like(self.path, CHECKPOINT, "the state and records of this run", tensors, like)

@@ -8,7 +8,7 @@ from typing import Any
 from tribe.engine.augment import Augment
 from tribe.knowledge import Knowledge, KnowledgeError
 from tribe.methods.method import Method, registry
-from tribe.storage.states import StateFileError
+from tribe.storage.states import STATE, StateFileError
 
 
 def encode_fields(component: Any) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def decode_value(value: Any) -> Any:
     """A value of `encode_fields` after it went through JSON; knowledge and callables stay encoded."""
     if isinstance(value, list):
         return tuple(decode_value(item) for item in value)
-    if isinstance(value, dict) and value.keys() == {"augment"}:
+    if isinstance(value, dict) and value.keys() == {"augment"} and isinstance(value["augment"], dict):
         return Augment(**{name: decode_value(field) for name, field in value["augment"].items()})
     return value
 
@@ -76,17 +76,20 @@ def method_from_file(
         elif field in given:
             raise StateFileError(f"{path} holds {field}={value!r} already; only what could not be saved can be given")
         else:
-            fields[field] = decode_value(value)
+            fields[field] = value
     if unknown := sorted(given.keys() - saved.keys()):
         raise TypeError(f"{name} has no field {unknown[0]!r}")
     try:
-        return registry.create(name, **fields)
+        decoded = {field: value if field in given else decode_value(value) for field, value in fields.items()}
+        return registry.create(name, **decoded)
     except (TypeError, ValueError) as error:
         raise StateFileError(f"{path} holds settings that {name} does not take here: {error}") from error
 
 
 def _knowledge(path: str | PathLike[str], saved: Mapping[str, Any], given: Any) -> Knowledge:
     """The source knowledge that a state was saved with, from its saved path or from ``given``."""
+    if not all(isinstance(saved.get(name), str) for name in ("knowledge", "digest")):
+        raise StateFileError(f"{path} is damaged: its source knowledge has no path or no digest. {STATE.advice}")
     place = saved["knowledge"] if given is None else given
     hint = "If its file has moved or was renamed, give its new path: load(path, model, knowledge=FILE)"
     try:

@@ -218,7 +218,8 @@ def _check_fields(method: Method) -> None:
         elif float in kinds:
             valid, expected = is_number(value), "a finite number"
         elif int in kinds:
-            valid, expected = is_whole(value), "a whole number"
+            valid = is_whole(value) and -(2**63) <= value < 2**63
+            expected = "a whole number of at most 64 bits" if is_whole(value) else "a whole number"
         else:
             valid, expected = isinstance(value, bool | np.bool_), "True or False"
         require(valid, f"{field.name} of {method.name} is {expected}", value)

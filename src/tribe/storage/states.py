@@ -3,11 +3,13 @@
 A state that is not finite could never predict anything again: it is neither written nor read.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from typing import Any, NamedTuple
 
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tribe.engine.backbone import Backbone
 from tribe.engine.state import per_stream
@@ -39,6 +41,9 @@ STATE = Kind(
     error=StateFileError,
     needs_digest=False,
 )
+
+
+SLACK = 2**20  # numbers in a tensor that a method may make beside its state
 
 
 def write(path: str | PathLike[str], saved: Saved) -> None:
@@ -76,6 +81,39 @@ def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
     return [name for name, t in numbers.items() if not all(end.isfinite() for end in t.aminmax())]
 
 
+class SizeLimit(TorchDispatchMode):
+    """Refuse, before it is allocated, a tensor far larger than all that a state file holds.
+
+    The settings in a file decide the sizes of a state (classes, places of a memory, values of an image). A method makes
+    its state in this context, so that settings that do not belong to the file's tensors cost no memory.
+    """
+
+    def __init__(self, path: str | PathLike[str], tensors: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self.path = path
+        self.most = SLACK + max((t.numel() for t in tensors.values()), default=0)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = max((t.numel() for t in args if isinstance(t, Tensor)), default=0)
+        shapes = [a for a in args if isinstance(a, list | tuple) and all(type(n) is int and n >= 0 for n in a)]
+        self._check(max(map(math.prod, shapes), default=0), given)
+        result = func(*args, **(kwargs or {}))
+        self._check(
+            result.numel() if isinstance(result, Tensor) else 0, given
+        )  # a view of sizes that are not known yet
+        return result
+
+    def _check(self, count: int, given: int) -> None:
+        """Refuse a tensor of so many numbers, unless the operation was given a tensor as large."""
+        if count > max(self.most, given):
+            raise StateFileError(
+                f"{self.path} is damaged: by its settings a tensor of its state has {count} numbers or more, and none "
+                f"in the file has more than {self.most - SLACK}. {STATE.advice}"
+            )
+
+
 def check_fingerprint(path: str | PathLike[str], fingerprint: str, net: Backbone) -> None:
     """Refuse a state that was adapted on another network."""
     if net.fingerprint() != fingerprint:
@@ -88,14 +126,7 @@ def check_fingerprint(path: str | PathLike[str], fingerprint: str, net: Backbone
 
 def check_tensors(path: str | PathLike[str], tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> None:
     """Refuse a state that is not finite, or whose tensors are not those of the method."""
-    if wrong := sorted(tensors.keys() ^ like.keys()):
-        raise StateFileError(f"{path} does not hold this method's state: {', '.join(wrong[:4])} missing or unexpected")
-    for name, tensor in tensors.items():
-        if tensor.shape != like[name].shape or tensor.dtype != like[name].dtype:
-            raise StateFileError(
-                f"{path}: {name} is {tuple(tensor.shape)} {tensor.dtype}; expected {tuple(like[name].shape)} "
-                f"{like[name].dtype}"
-            )
+    tensor_file.check_like(path, STATE, "this method's state", tensors, like)
     if names := not_finite(tensors):
         raise StateFileError(
             f"{path} holds a state that is not finite ({', '.join(names[:4])}), which can predict nothing. Use an "

@@ -4,21 +4,28 @@ State files, source knowledge and checkpoints are kinds of it. A file is written
 digest covers the header and all tensors, so a damaged file is recognised.
 """
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_bytes
 from torch import Tensor
 
 from tribe._version import __version__
 from tribe.engine.state import hash_tensors
+from tribe.storage import json_files
 from tribe.storage.atomic import write_atomically
+from tribe.storage.json_files import Schema
+
+INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+DTYPES = {*INTEGERS, torch.float16, torch.bfloat16, torch.float32, torch.float64}  # that every operation supports
 
 
 class TensorFileError(ValueError):
@@ -37,7 +44,7 @@ class Kind:
 
     format: str  # its name in the file, such as "tribe-state"
     schema: int  # the number that is written; a file with a higher one is refused, one without a number has schema 1
-    fields: Mapping[str, type]  # what the header holds; a str is stored as it is, anything else as JSON
+    fields: Mapping[str, Schema]  # what the header holds; a str is stored as it is, anything else as JSON
     noun: str  # what messages call a file
     advice: str  # what to do about a file that cannot be used
     error: type[TensorFileError] = TensorFileError
@@ -66,39 +73,79 @@ def read(path: str | PathLike[str], kind: Kind) -> tuple[dict[str, Any], dict[st
     if not Path(path).is_file():
         raise FileNotFoundError(f"there is no {kind.noun} at {path}")
     try:
-        with safe_open(path, framework="pt") as file:
+        with open_safetensors(path) as file:
             metadata = file.metadata() or {}
             _check_format(path, kind, metadata)
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except SafetensorError as error:
+            tensors = tensors_of(file)
+    except kind.error:
+        raise
+    except ValueError as error:
         raise kind.error(
             f"{path} is not a {kind.noun}, or it was cut short or damaged ({error}). {kind.advice}"
         ) from error
-    expected = kind.digest(metadata, tensors) if kind.needs_digest or "digest" in metadata else None
-    if metadata.get("digest") != expected:
+    known = {"format", "schema", "tribe", *kind.fields}
+    has_digest = kind.needs_digest or not metadata.keys() <= known  # a damaged name must not pass for an older file
+    if has_digest and metadata.get("digest") != kind.digest(metadata, tensors):
         raise kind.error(f"{path} is damaged: it does not hold what was saved. {kind.advice}")
     try:
-        header = {name: _decode(metadata[name], type_) for name, type_ in kind.fields.items()}
+        header = {name: _decode(name, metadata[name], schema) for name, schema in kind.fields.items()}
     except (KeyError, ValueError) as error:
         raise kind.error(f"{path} is damaged: its header cannot be read ({error}). {kind.advice}") from error
     return header, tensors
+
+
+@contextlib.contextmanager
+def open_safetensors(path: str | PathLike[str]) -> Iterator[Any]:
+    """Open a safetensors file; a ValueError says why it is none.
+
+    The library that reads it checks that the tensors lie within the file, one after another. Here the header is bounded
+    first, so that a large one takes no memory, and a name that occurs twice is refused.
+    """
+    with open(path, "rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        if size > json_files.MOST_BYTES:
+            raise ValueError(f"its header has {size:,} bytes; expected at most {json_files.MOST_BYTES:,}")
+        json_files.parse(file.read(size), dict, "its header")
+    try:
+        with safe_open(path, framework="pt") as opened:
+            yield opened
+    except SafetensorError as error:
+        raise ValueError(str(error)) from error
+
+
+def tensors_of(file: Any) -> dict[str, Tensor]:
+    """The tensors of an open safetensors file, by name; only plain numbers are accepted."""
+    tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    for name, tensor in tensors.items():
+        if tensor.dtype not in DTYPES:
+            raise ValueError(f"{name} holds {tensor.dtype}; expected integers, truth values or floats of 16 to 64 bits")
+    return tensors
+
+
+def check_like(
+    path: str | PathLike[str], kind: Kind, noun: str, tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]
+) -> None:
+    """Refuse tensors that have not the names, shapes and types of others; ``noun`` is what the others are."""
+    if wrong := sorted(tensors.keys() ^ like.keys()):
+        raise kind.error(f"{path} does not hold {noun}: {', '.join(wrong[:4])} missing or unexpected. {kind.advice}")
+    for name, tensor in tensors.items():
+        if tensor.shape != like[name].shape or tensor.dtype != like[name].dtype:
+            raise kind.error(
+                f"{path}: {name} is {tuple(tensor.shape)} {tensor.dtype}; expected {tuple(like[name].shape)} "
+                f"{like[name].dtype}. {kind.advice}"
+            )
 
 
 def _check_format(path: str | PathLike[str], kind: Kind, metadata: Mapping[str, str]) -> None:
     if metadata.get("format", "").strip('"') != kind.format:  # older training checkpoints have it in quotes
         raise kind.error(f"{path} is a safetensors file, but not a {kind.noun}, or it is damaged. {kind.advice}")
     schema = metadata.get("schema", "1")
-    if not (schema.isdecimal() and int(schema) <= kind.schema):
+    if schema not in map(str, range(kind.schema + 1)):
         raise kind.error(
-            f"{path} was written by tribe {metadata.get('tribe', '?')} with schema {schema}; this version reads up to "
-            f"{kind.schema}: upgrade tribe. If it was not, the file is damaged"
+            f"{path} was written by tribe {metadata.get('tribe', '?')[:20]} with schema {schema[:20]}; this version "
+            f"reads up to {kind.schema}: upgrade tribe. If it was not, the file is damaged"
         )
 
 
-def _decode(text: str, type_: type) -> Any:
-    if type_ is str:
-        return text
-    value = json.loads(text)
-    if type(value) is not type_:
-        raise ValueError(f"expected {type_.__name__}; got {text[:40]}")
-    return value
+def _decode(name: str, text: str, schema: Any) -> Any:
+    return text if schema is str else json_files.parse(text, schema, name)

@@ -108,9 +108,7 @@ class Learner:
         """Load a checkpoint of the same training; returns its history."""
         saved = checkpoint.read(path)
         checkpoint.check_identity(path, saved.identity, identity)
-        checkpoint.restore(saved, self.net, self.optimizer)
-        if self.scaler.is_enabled():
-            self.scaler.load_state_dict(saved.scaler)
+        checkpoint.restore(path, saved, self.net, self.optimizer, self.scaler)
         return saved.history
 
     def _autocast(self, precision: str) -> torch.autocast:
