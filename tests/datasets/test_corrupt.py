@@ -451,7 +451,7 @@ def test_an_error_in_the_middle_leaves_the_old_file_alone(tmp_path):
 
 def test_a_place_that_cannot_be_written_to(clean, tmp_path):
     (tmp_path / "file").write_text("")
-    assert refused(call("cifar10", "--data", clean, "--out", tmp_path / "file"), "cannot be written to")
+    assert refused(call("cifar10", "--data", clean, "--out", tmp_path / "file"), "cannot be a folder")
 
 
 # -- folders made otherwise --------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from tribe.datasets import Dataset
 from tribe.lab.provenance import machine
-from tribe.storage.atomic import write_atomically
+from tribe.storage.atomic import check_folder, write_atomically
 from tribe.storage.tensors import portable
 from tribe.train.learner import SEED_LIMIT, Learner
 from tribe.train.recipe import DEFAULT, Recipe, preset
@@ -106,8 +106,10 @@ def train(
         raise ValueError("name the network to train: only presets include one")
     place = open_device(device)
     precision = choose_precision(precision, place)
-    files = None if out is None else open_files(out, resume=resume, force=force)
+    if out is not None:
+        check_folder(Path(out).parent)
     images = open_data(dataset, data)
+    files = None if out is None else open_files(out, resume=resume, force=force)
     if recipe.batch > len(images.train.labels):
         raise ValueError(f"a batch of {recipe.batch} images is more than the {len(images.train.labels)} there are")
     net, network = build_network(model, fields, images, seed, place)
