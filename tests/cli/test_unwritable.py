@@ -14,11 +14,12 @@ pytestmark = [
 ]
 
 SOURCE = ("source", "eata", "--model", "compact", "--dataset", "mnist")
+REPRODUCE = ("reproduce", "cifar10", "--dataset", "live-mnist-c", "--model", "compact", "--methods", "source")
 CASES = {  # the work, which must not begin, and a command
     "run --out": ((run, "_plan"), ("run", "--out", "/proc/runs")),
     "run --json": ((run, "_plan"), ("run", "--json", "/proc/x.json")),
     "train --out": ((loop, "open_data"), ("train", "mnist", "--out", "/proc/x.safetensors")),
-    "reproduce --runs": ((reproduce, "make_plan"), ("reproduce", "cifar10", "--runs", "/proc/runs")),
+    "reproduce --runs": ((reproduce.gather, "run"), (*REPRODUCE, "--runs", "/proc/runs")),
     "reproduce --out": ((reproduce, "make_plan"), ("reproduce", "cifar10", "--out", "/proc/x.txt")),
     "reproduce --plot": ((reproduce, "make_plan"), ("reproduce", "cifar10", "--plot", "/proc/x.svg")),
     "reproduce --keep": ((reproduce, "_keep"), ("reproduce", "--runs", ".", "--keep", "/proc/kept")),

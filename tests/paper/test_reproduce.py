@@ -56,8 +56,9 @@ def test_ours_is_the_result_in_runs_next_to_the_papers_number(played):
     assert verdicts["wall-clock-best-error"]["ours"]["holds"] is None, "TRIBE was not run"
 
 
-def test_a_second_call_runs_nothing_and_writes_nothing(played):
+def test_a_second_call_runs_nothing_and_writes_nothing(played, monkeypatch):
     options, runs, parsed = played
+    monkeypatch.setattr("tribe.cli.commands.reproduce.check_folder", lambda _: pytest.fail("it wrote a probe"))
     before = {path: path.stat().st_mtime_ns for path in runs.rglob("*")}
     result = call(*options, "--format", "json")
     assert json.loads(result.stdout) == parsed

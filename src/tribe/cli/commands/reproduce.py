@@ -126,8 +126,6 @@ def reproduce_artifact(
         if artifact == DOCUMENT:
             _document(runs, origin, output)
             return
-        if not (reading or dry_run):
-            check_folder(runs)
         workbench = Workbench(data, "cpu" if reading else device, threads=threads)
         if artifact == CLAIMS:
             choices = dataclasses.replace(choices, overrides=_parse(settings, COMPONENTS))
@@ -266,6 +264,8 @@ def _comparer(
 
 def _run(plan: Plan, runs: Path, ray: str | None, workers: int | None) -> Plan:
     """Run with a progress bar for all experiments and one for each that is running."""
+    if any(find(experiment, runs) is None for experiment in plan.experiments):  # else nothing is written
+        check_folder(runs)
     runs.mkdir(parents=True, exist_ok=True)
     count = len(plan.experiments)
     if not count:
