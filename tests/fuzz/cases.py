@@ -4,7 +4,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from fuzz.mutations import mutate
+from fuzz.mutations import in_order, mutate
 from fuzz.readers import READERS
 from fuzz.worker import Outcome, Worker
 
@@ -15,7 +15,7 @@ class Fuzzer:
     def __init__(self):
         self.root = Path(tempfile.mkdtemp(prefix="tribe-fuzz-"))
         self.worker = Worker()
-        self._valid = {}
+        self._valid, self._right = {}, {}
 
     def __enter__(self):
         return self
@@ -24,17 +24,25 @@ class Fuzzer:
         self.worker.stop()
         shutil.rmtree(self.root)
 
-    def valid(self, name: str) -> tuple[Path, bytes, Outcome]:
-        """The path in the reader's folder and the contents of its valid file, and how reading that ends."""
+    def valid(self, name: str) -> tuple[Path, bytes]:
+        """The path of the reader's valid file in its folder, and its contents."""
         if name not in self._valid:
             folder = self.root / "valid" / name
             folder.mkdir(parents=True)
             path = READERS[name].make(folder)
             content = path.read_bytes()
-            relative = path.relative_to(folder)
-            self._valid[name] = relative, content, self._read(name, relative, content)
-            assert self._valid[name][2].kind == "read", f"the valid file of {name}: {self._valid[name][2]}"
+            if READERS[name].format == "safetensors":
+                content = in_order(content)
+                path.write_bytes(content)
+            self._valid[name] = path.relative_to(folder), content
         return self._valid[name]
+
+    def right(self, name: str) -> Outcome:
+        """How reading the valid file ends."""
+        if name not in self._right:
+            self._right[name] = self._read(name, *self.valid(name))
+            assert self._right[name].kind == "read", f"the valid file of {name}: {self._right[name]}"
+        return self._right[name]
 
     def seeded(self, name: str, seed: int) -> bytes:
         """The damaged file of a seed."""
@@ -42,9 +50,10 @@ class Fuzzer:
 
     def read(self, name: str, content: bytes, *, sealed: bool | None = None) -> Outcome:
         """Read a damaged file. If it is sealed, it must be refused or have the contents of the valid one."""
-        path, _, right = self.valid(name)
+        path, _ = self.valid(name)
         outcome = self._read(name, path, content)
-        if (READERS[name].sealed if sealed is None else sealed) and outcome.kind == "read" and outcome != right:
+        sealed = READERS[name].sealed if sealed is None else sealed
+        if sealed and outcome.kind == "read" and outcome != self.right(name):
             return Outcome("other contents", "it was read although its contents are not those that were written")
         return outcome
 

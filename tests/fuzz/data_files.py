@@ -84,8 +84,8 @@ for name, format, functions, given in (
         (layouts.write_cifar_binary, "cifar-10-batches-bin/test_batch.bin"),
     ),
     ("cifar100", "", ("tribe.datasets.clean._rows",), (layouts.write_cifar_binary, "cifar-100-binary/test.bin")),
-    ("cifar10-pickle", "", UNPICKLE, (write_pickles, "cifar-10-batches-py/test_batch")),
-    ("cifar100-pickle", "", UNPICKLE, (write_pickles, "cifar-100-python/test")),
+    ("cifar10-pickle", "pickle", UNPICKLE, (write_pickles, "cifar-10-batches-py/test_batch")),
+    ("cifar100-pickle", "pickle", UNPICKLE, (write_pickles, "cifar-100-python/test")),
     ("mnist", "", ("tribe.datasets.clean._memory_map",), (write_mnist, IDX.format("images-idx3"))),
     ("mnist-labels", "", ("tribe.datasets.clean._memory_map",), (write_mnist, IDX.format("labels-idx1"))),
     ("mnist-gz", "gzip", ("tribe.datasets.clean._decompress",), (write_mnist_gz, IDX.format("images-idx3") + ".gz")),
@@ -98,7 +98,7 @@ for name, format, functions, given in (
     reader(name, format, functions)(DataFile(*given, made))
 
 
-@reader("imagenet-c", "", PICTURE)
+@reader("imagenet-c", "image", PICTURE)
 class ImageNetCFile:
     @staticmethod
     def make(folder):
@@ -145,7 +145,7 @@ class Picture:
 
 
 for suffix in ("png", "jpg", "gif", "bmp", "webp", "tiff", "ppm"):
-    reader(f"image-{suffix}", "", (*PICTURE, "tribe.datasets.folder.Folder.digest"))(Picture(suffix))
+    reader(f"image-{suffix}", "image", (*PICTURE, "tribe.datasets.folder.Folder.digest"))(Picture(suffix))
 
 
 # -- data sets that are made ------------------------------------------------------------------------------------------
@@ -181,7 +181,7 @@ reader("made-images", "npy", (f"{INTACT}read", f"{INTACT}is_intact"))(Generated(
 reader("made-labels", "npy", ("tribe.datasets.array_generation._write_labels",))(Generated("stripe/test_labels.npy"))
 
 
-@reader("clean-imagenet", "", (*PICTURE, "tribe.datasets.image_generation._files_digest"))
+@reader("clean-imagenet", "image", (*PICTURE, "tribe.datasets.image_generation._files_digest"))
 class CleanImageNet:
     @staticmethod
     def make(folder):

@@ -3,12 +3,16 @@
 import functools
 import io
 import json
+import pickletools
 import random
 import struct
+import warnings
 import zipfile
 import zlib
 
 import numpy as np
+import torch
+from PIL import Image
 
 BOUNDARIES = (0, 1, 2, 127, 128, 255, 256, 2**15 - 1, 2**15, 2**16 - 1, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**32)
 BOUNDARIES += (2**53, 2**62, 2**63 - 1, 2**63, 2**64 - 1)
@@ -185,12 +189,7 @@ def zip_member(rng, data):
     else:
         parts[i] = name, (npy_header if action == "header" else rng.choice(ANY))(rng, content)
     method = rng.choice((zipfile.ZIP_DEFLATED, zipfile.ZIP_STORED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA))
-    with np.errstate(all="ignore"):
-        return zipped(_distinct(parts) if action != "twice" else parts, method)
-
-
-def _distinct(parts):
-    return list(dict(parts).items())
+    return zipped(parts, method)
 
 
 def zip_claims(rng, data):
@@ -251,6 +250,14 @@ def npz_bomb(rng, data):
     return local + entry + central + listed + b"PK\x05\x06" + end
 
 
+def in_order(data):
+    """A safetensors file with its header in the order of names: its writer has another order every time."""
+    length = int.from_bytes(data[:8], "little")
+    text = json.dumps(json.loads(data[8 : 8 + length]), sort_keys=True, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + data[8 + length :]
+
+
 def safetensors_header(rng, data):
     """A safetensors file whose header names other shapes, types and places of the same bytes."""
     if len(data) < 8:
@@ -282,10 +289,140 @@ def safetensors_header(rng, data):
     return claimed.to_bytes(8, "little") + text + data[8 + length :]
 
 
+def torch_object(rng, data):
+    """A state dict of torch.save that holds something unusual."""
+    tensors = torch.load(io.BytesIO(data), weights_only=True)["state_dict"]
+    name = rng.choice(sorted(tensors))
+    value = tensors[name]
+    loop = {}
+    loop["state_dict"] = loop
+    deep = {"state_dict": tensors}
+    for _ in range(rng.choice((3, 90))):
+        deep = {"model": deep}
+    unusual = (
+        value.to_sparse() if value.dim() else value,
+        value.to("meta"),
+        torch.zeros(1).expand(rng.choice((10, 10**6)), 10**5),
+        torch.zeros(()).expand(value.shape),
+        value.to(rng.choice((torch.complex64, torch.int8, torch.bool, torch.float64, torch.bfloat16))),
+        torch.full_like(value, rng.choice((float("nan"), 1e30))) if value.is_floating_point() else value,
+        rng.choice((None, "text", 1, [], {}, b"x", 10**400)),
+    )
+    changed = tensors | {rng.choice((name, name, "more", "\x1b[31m", 1)): rng.choice(unusual)}
+    buffer = io.BytesIO()
+    torch.save(rng.choice((loop, deep, {"state_dict": changed}, {"state_dict": changed}, changed, [], 1)), buffer)
+    return buffer.getvalue()
+
+
+OPERATIONS = (
+    *(
+        b"(",
+        b"0",
+        b"1",
+        b"2",
+        b"a",
+        b"b",
+        b"d",
+        b"e",
+        b"l",
+        b"o",
+        b"s",
+        b"t",
+        b"u",
+        b"R",
+        b"\x81",
+        b"\x85",
+        b"\x86",
+        b"\x87",
+    ),
+    *(b"}", b"]", b")", b"N", b"\x88", b"\x93", b"\x94", b"h\x00", b"h\xff", b"q\x00", b"r\xff\xff\xff\x7f", b"."),
+    *(
+        b"\x8a\xff" + b"\x7f" * 255,
+        b"\x8e" + b"\xff" * 8,
+        b"B\xff\xff\xff\x7f",
+        b"\x95" + b"\xff" * 8,
+        b"J\xff\xff\xff\x7f",
+    ),
+    *(b"cos\nsystem\n", b"cnumpy\ndtype\n", b"cnumpy\nndarray\n", b"c_codecs\nencode\n", b"I" + b"9" * 5000 + b"\n"),
+    *(b"X\x02\x00\x00\x00O8", b"X\x02\x00\x00\x00u1", b"U\x02f8", b"L" + b"9" * 99 + b"L\n", b"2" * 1000, b"(" * 1000),
+)
+
+
+def pickle_operations(rng, data):
+    """A pickle with other operations between its own."""
+    try:
+        places = [place for _, _, place in pickletools.genops(data) if place]
+    except ValueError:
+        return set_bytes(rng, data)
+    for _ in range(rng.choice((1, 1, 2, 5))):
+        at = rng.choice(places)
+        data = data[:at] + rng.choice(OPERATIONS) * rng.choice((1, 1, 3)) + data[at + rng.choice((0, 0, 1)) :]
+    return data
+
+
+def torch_pickle(rng, data):
+    """A file of torch.save whose pickle has other operations."""
+    parts = members(data)
+    name = next(name for name in parts if name.endswith("data.pkl"))
+    return zipped((parts | {name: pickle_operations(rng, parts[name])}).items(), zipfile.ZIP_STORED)
+
+
+def picture(rng, data):
+    """A valid image of an extreme size, shape or mode, in the format of the given one."""
+    with Image.open(io.BytesIO(data)) as image:
+        format = image.format
+    width, height = rng.choice(((1, 20_000), (20_000, 1), (1, 1), (1, 60_000), (60_000, 1), (3, 9_000), (7_000, 7_000)))
+    if format in ("WEBP",):
+        width, height = min(width, 16_383), min(height, 16_383)
+    modes = {"JPEG": ("L", "RGB", "CMYK"), "GIF": ("L", "P", "1"), "WEBP": ("RGB", "RGBA"), "BMP": ("1", "L", "RGB")}
+    modes |= {"PPM": ("1", "L", "RGB", "I"), "PNG": ("1", "L", "LA", "RGBA", "P", "RGB", "I;16")}
+    mode = rng.choice(modes.get(format, ("1", "L", "RGB", "RGBA", "CMYK", "I;16", "F")))
+    if width * height > 10**6:
+        mode = {"WEBP": "RGB"}.get(format, "L" if format in ("JPEG", "GIF", "PPM") else "1")
+    buffer = io.BytesIO()
+    Image.new(mode, (width, height)).save(buffer, format)
+    return buffer.getvalue()
+
+
+def picture_size(rng, data):
+    """An image whose header claims another size, with a valid checksum where the format has one."""
+    size = [rng.choice((0, 1, 5_000, 20_000, 65_535, 2**20, 2**31 - 1)) for _ in range(2)]
+    out = bytearray(data)
+    if data[:4] == b"\x89PNG":
+        out[16:24] = struct.pack(">II", *size)
+        out[29:33] = struct.pack(">I", zlib.crc32(out[12:29]))
+    elif data[:2] == b"\xff\xd8" and (at := data.find(b"\xff\xc0")) > 0:
+        out[at + 5 : at + 9] = struct.pack(">HH", *(side % 65_536 for side in size))
+    elif data[:3] == b"GIF":
+        out[6:10] = struct.pack("<HH", *(side % 65_536 for side in size))
+    elif data[:2] == b"BM":
+        out[18:26] = struct.pack("<ii", size[0], rng.choice((1, -1)) * size[1])
+    elif data[:2] == b"P6":
+        return b"P6\n%d %d\n%d\n" % (*size, rng.choice((255, 1, 65_535))) + data[13:]
+    elif data[:4] == b"RIFF":
+        at = data.find(b"\x9d\x01\x2a")
+        out[at + 3 : at + 7] = struct.pack("<HH", *(side % 16_384 for side in size))
+    elif data[:2] in (b"II", b"MM"):
+        return tiff_tag(rng, data)
+    return bytes(out)
+
+
+def tiff_tag(rng, data):
+    """A TIFF file with another value of one of its tags."""
+    out, (start,) = bytearray(data), struct.unpack_from("<I", data, 4)
+    count = int.from_bytes(data[start : start + 2], "little") if start + 2 <= len(data) else 0
+    at = start + 2 + 12 * rng.randrange(max(1, min(count, 20))) + rng.choice((0, 2, 4, 8))
+    value = rng.choice((0, 1, 2, 5, 7, 20_000, 65_535, 2**31 - 1, 2**32 - 1))
+    out[at : at + 4] = struct.pack("<I", value)
+    return bytes(out[: len(data)])
+
+
 FORMATS = {
+    "pickle": (pickle_operations,) * 6,
+    "image": (picture, picture, picture_size, picture_size),
     "npy": (npy_header,) * 6,
     "npz": (zip_member,) * 6 + (zip_claims, zip_claims, npz_bomb),
-    "torch": (zip_member,) * 3 + (zip_claims, zip_claims),
+    "torch": (torch_object,) * 6 + (torch_pickle,) * 3 + (zip_member, zip_claims),
     "gzip": (gzip_bomb, *ANY),
     "safetensors": (safetensors_header,) * 6,
 }
@@ -296,7 +433,9 @@ def mutate(kind: str, data: bytes, seed: int | str) -> bytes:
     rng = random.Random(seed)
     special = FORMATS.get(kind, ())
     if special and rng.random() < 0.4:
-        return rng.choice(special)(rng, data)
+        with warnings.catch_warnings():  # of the same name twice in a zip file
+            warnings.simplefilter("ignore")
+            return rng.choice(special)(rng, data)
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         data = rng.choice(ANY)(rng, data)
     return data

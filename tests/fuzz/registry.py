@@ -11,7 +11,7 @@ from torch import Tensor
 class Reader(NamedTuple):
     """A kind of file, how to make a valid one, and how to read it."""
 
-    format: str  # selects the mutations: json, lines, npy, npz, safetensors, torch, gzip, or "" for bytes alone
+    format: str  # json, lines, npy, npz, safetensors, torch, pickle, gzip, image: selects mutations; "": bytes alone
     make: Callable[[Path], Path]  # writes a valid file, and what it needs, into a folder; returns the path of the file
     read: Callable[[Path], str]  # reads it from the folder; returns a digest of the contents
     functions: tuple[str, ...]  # in the package, that open or decode the file

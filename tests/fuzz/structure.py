@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save
 
-from fuzz.mutations import BOUNDARIES, members, zipped
+from fuzz.mutations import BOUNDARIES, in_order, members, zipped
 from tribe.lab.experiment import Experiment
 from tribe.storage.tensors import content_digest
 
@@ -135,7 +135,7 @@ class Header:
             edited = {name: value if isinstance(value, str) else text(value) for name, value in document.items()}
             metadata = {name: metadata[name] for name in ("format",) if name in metadata} | edited
             metadata["digest"] = content_digest(metadata, tensors)
-        return save(tensors, metadata)
+        return in_order(save(tensors, metadata))
 
 
 def _parsed(value):

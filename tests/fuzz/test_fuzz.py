@@ -11,6 +11,7 @@ pytest.importorskip("PIL")
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from fuzz.broken import BROKEN
 from fuzz.cases import Fuzzer
 from fuzz.readers import READERS
 from fuzz.structure import DOCUMENTS, FORMATS, edited
@@ -37,7 +38,7 @@ def damage_bytes(fuzzer, name, seeds):
 
 def damage_document(fuzzer, name, count):
     """Hypothesis draws the same documents every time."""
-    path, content, _ = fuzzer.valid(name)
+    path, content = fuzzer.valid(name)
     path, format = fuzzer.root / "valid" / name / path, FORMATS[DOCUMENTS[name]]
     document = format.load(content, path)
 
@@ -80,6 +81,11 @@ def test_many_documents_with_wrong_contents(fuzzer, name):
     damage_document(fuzzer, name, MANY_DOCUMENTS)
 
 
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_reader_that_fails_is_found(fuzzer, tmp_path, name):
+    assert fuzzer.worker.read(f"broken {name}", tmp_path).kind == BROKEN[name]
+
+
 def test_there_are_enough_cases():
     assert FEW * len(READERS) + FEW_DOCUMENTS * len(DOCUMENTS) >= 300
     assert MANY * len(READERS) + MANY_DOCUMENTS * len(DOCUMENTS) >= 2000
@@ -87,5 +93,5 @@ def test_there_are_enough_cases():
 
 def test_cases_are_the_same_every_time():
     with Fuzzer() as one, Fuzzer() as other:
-        for name in ("state", "record", "image-png", "run-checkpoint"):
+        for name in ("state", "record", "image-png", "run-checkpoint", "weights-pt"):
             assert [one.seeded(name, seed) for seed in range(20)] == [other.seeded(name, seed) for seed in range(20)]

@@ -150,6 +150,7 @@ def main():
     os.dup2(2, 1)  # what a reader prints is not an answer
     import torch
 
+    from fuzz.broken import BrokenReader
     from fuzz.readers import READERS
 
     torch.set_num_threads(1)
@@ -158,7 +159,8 @@ def main():
     for line in sys.stdin:
         name, folder = json.loads(line)
         before = peak_memory()
-        result = outcome(READERS[name], Path(folder))
+        broken = name.removeprefix("broken ")
+        result = outcome(READERS[name] if broken == name else BrokenReader(broken), Path(folder))
         peak = peak_memory()
         if not result.is_failure and peak > max(before, baseline + MEMORY):
             result = Outcome("memory", f"{(peak - baseline) >> 20} MiB; at most {MEMORY >> 20} are allowed")
