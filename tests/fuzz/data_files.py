@@ -140,8 +140,8 @@ class Picture:
         return path
 
     def read(self, folder):
-        skipping = contents(datasets.create("folder", root=str(folder / "images"), size=16, unreadable="skip"))
-        return digest(skipping, contents(datasets.create("folder", root=str(folder / "images"), size=16)))
+        skipping = contents(datasets.create("folder", root=str(folder / "images"), size=224, unreadable="skip"))
+        return digest(skipping, contents(datasets.create("folder", root=str(folder / "images"), size=224)))
 
 
 for suffix in ("png", "jpg", "gif", "bmp", "webp", "tiff", "ppm"):

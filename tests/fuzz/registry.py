@@ -55,6 +55,7 @@ NO_READERS = {  # functions that call an opener, and why no file of a user can h
         "it reads code, which is trusted",
     ),
     **dict.fromkeys(("tribe.bench.clock.resident", "tribe.lab.provenance.machine"), "it asks the system, in /proc"),
+    "tribe.cli.stdout.checked_stdout": "it writes to stdout",
     **dict.fromkeys(
         ("tribe.cli.commands.reproduce._keep", "tribe.lab.jobs.result_files"),
         "it copies bytes and reads nothing in them",

@@ -13,8 +13,12 @@ from tribe.lab.record import Record
 from tribe.paper.gather import read_draws
 from tribe.testing import CLASSES
 
-STORE = ("tribe.lab.store.read_json", "tribe.lab.store._object")
-PACK = ("tribe.lab.store.read_pack", "tribe.lab.store._object")
+STORE = {
+    store.SPEC: ("tribe.lab.store.read_spec",),
+    store.METRICS: ("tribe.lab.store._load_folder",),
+    store.ENVIRONMENT: ("tribe.lab.store.read_environment",),
+}
+PACK = ("tribe.lab.store.read_pack", "tribe.lab.store._read_line")
 
 
 def packed_line():
@@ -95,7 +99,7 @@ class ResultFile:
 
 
 for file in (store.SPEC, store.METRICS, store.ENVIRONMENT):
-    reader(f"result-{file}", "json", STORE)(ResultFile(file))
+    reader(f"result-{file}", "json", STORE[file])(ResultFile(file))
 
 
 @reader("packed-results", "lines", PACK)
