@@ -55,18 +55,22 @@ PACK = ".jsonl"
 
 
 COUNT = Where(int, lambda count: count >= 0, "a number of images")
-SCORES = {
-    "images": COUNT,
-    **dict.fromkeys(
-        ("instance_error", "category_error", "category_error_absent_correct", "calibration_error"), (float, None)
-    ),
-    "domain_error": {...: (float, None)},
-    "class_counts": Where(
-        {...: [COUNT]},
-        lambda counts: len({len(row) for row in counts.values()}) <= 1,
-        "as many classes of each domain",
-    ),
-}
+SCORES = Where(
+    {
+        "images": COUNT,
+        **dict.fromkeys(
+            ("instance_error", "category_error", "category_error_absent_correct", "calibration_error"), (float, None)
+        ),
+        "domain_error": {...: (float, None)},
+        "class_counts": Where(
+            {...: [COUNT]},
+            lambda counts: len({len(row) for row in counts.values()}) <= 1,
+            "as many classes of each domain",
+        ),
+    },
+    lambda scores: scores["domain_error"].keys() == scores["class_counts"].keys(),
+    "domain_error and class_counts of the same domains",
+)
 METRICS_SCHEMA = {"id": str, "seeds": {...: SCORES}}
 ENVIRONMENT_SCHEMA = {"machine?": dict, "seconds?": float, "seconds_per_image?": {...: (float, None)}, "finished?": str}
 
