@@ -266,6 +266,11 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(tmp_path, mon
         assert torch.equal(one.confidence, other.confidence)
 
 
+def test_a_checkpoint_that_cannot_be_written_is_found_before_the_first_batch(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"there is no folder .*missing to write run.safetensors into"):
+        play(checkpoint=tmp_path / "missing" / "run.safetensors", progress=lambda *_: pytest.fail("a batch was played"))
+
+
 def test_ctrl_c_on_a_full_disk_stops_the_run(tmp_path, monkeypatch):
     def write(*_):
         raise CannotWrite("the disk is full")

@@ -22,6 +22,7 @@ from tribe.lab.stream import Batch, Stream
 from tribe.methods import Method, check_fits
 from tribe.methods.encoding import encode_fields
 from tribe.storage import tensors as tensor_file
+from tribe.storage.atomic import check_file
 from tribe.storage.json_files import Where
 from tribe.storage.states import StateFileError
 
@@ -233,6 +234,7 @@ class _Checkpoint:
     """The file that a run resumes from."""
 
     def __init__(self, path: str | PathLike[str], identity: str) -> None:
+        check_file(path)  # before the work, not after it
         self.path, self._identity = Path(path), identity
         self.saved = 0  # batches in the file
         self._due = 0.0  # no checkpoint before this time
