@@ -155,7 +155,12 @@ def test_the_images_are_part_of_it(tmp_path):
         ({"seeds": []}, ["seeds are consecutive"]),
         ({"seeds": [0, 2]}, ["seeds are consecutive", "[0, 2]"]),
         ({"precision": "half"}, ["precision is float32, tf32 or bf16"]),
-        ({"method": {"nom": "tribe"}}, ["no experiment"]),
+        ({"method": {"nom": "tribe"}}, ["method.name is missing; expected text"]),
+        ({"method": {"name": "tribe", "nom": 1}}, ["no experiment"]),
+        ({"batch": "64"}, ["batch is '64'; expected an integer"]),
+        ({"seeds": {"0": 1}}, ["seeds is an object of 1; expected a list"]),
+        ({"scenario": ["gli-f"]}, ["scenario is a list of 1; expected an object"]),
+        ({"threads": 1.5}, ["threads is 1.5; expected an integer or null"]),
     ],
 )
 def test_a_wrong_spec_is_refused(workbench, change, words):

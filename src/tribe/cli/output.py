@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from tribe.fields import printable
 from tribe.lab.spec import plain
 from tribe.storage.atomic import check_file
 
@@ -24,8 +25,13 @@ def fail(message: str) -> NoReturn:
 def print_message(kind: Literal["error", "warning"], message: str, console: Console | None = None) -> None:
     """Print a message on stderr as one paragraph: messages of other libraries contain line breaks and indents."""
     colour = {"error": "bold red", "warning": "bold yellow"}[kind]
-    text = Text.assemble((f"{kind}: ", colour), " ".join(message.split()))
+    text = Text.assemble((f"{kind}: ", colour), printable(" ".join(message.split())))
     (console or Console(stderr=True)).print(text, soft_wrap=True)
+
+
+def shown(name: str) -> Text:
+    """A name for a table or a line: neither markup nor control characters in it take effect."""
+    return Text(printable(name))
 
 
 def print_json(data: Any) -> None:

@@ -9,8 +9,11 @@ from typing import Any, NamedTuple
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Column
 from rich.table import Table as Grid
 
+from tribe.cli.output import shown
+from tribe.fields import printable
 from tribe.lab.spec import plain
 from tribe.paper.compare import Comparison, Judged
 from tribe.paper.plan import Plan
@@ -73,7 +76,7 @@ def show_runs(plan: Plan, rows: Sequence[Mapping[str, Any]], output: OutputTarge
     for row in rows:
         minutes = f"{row['minutes']:.1f}" + ("" if row["measured"] else " ?")
         names = (row[name] for name in ("id", "method", "model", "stream"))
-        grid.add_row(*names, f"{row['images']:,}", minutes, "done" if row["done"] else "")
+        grid.add_row(*map(shown, names), f"{row['images']:,}", minutes, "done" if row["done"] else "")
     done = sum(row["done"] for row in rows)
     text = f"{len(rows)} runs, {done} done; the others take about {left:.0f} minutes (?: a guess, not measured here)"
     output.draw(lambda console: console.print(grid, text))
@@ -102,26 +105,26 @@ def show_comparison(comparison: Comparison, judgements: Sequence[Judged], output
 
 def _print(comparison: Comparison, judgements: Sequence[Judged], console: Console) -> None:
     console.print(
-        f"[bold]{escape(comparison.title)}[/] ({comparison.label}): ours, [dim]the {comparison.theirs}'s[/], difference"
+        f"[bold]{_safe(comparison.title)}[/] ({comparison.label}): ours, [dim]the {comparison.theirs}'s[/], difference"
     )
-    grid = Grid("", *comparison.columns, padding=(0, 1))
+    grid = Grid("", *(Column(shown(name)) for name in comparison.columns), padding=(0, 1))
     for column in grid.columns[1:]:
         column.justify = "right"
     for row in comparison.rows:
-        grid.add_row(row, *(_cell(comparison, row, column) for column in comparison.columns))
+        grid.add_row(shown(row), *(_cell(comparison, row, column) for column in comparison.columns))
     console.print(grid)
     for note in comparison.notes:
-        console.print(f"  {note}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"  {printable(note)}", markup=False, highlight=False, soft_wrap=True)
     if judgements:
         console.print(_claims_grid(judgements))
 
 
 def _cell(comparison: Comparison, row: str, column: str) -> str:
     entry = comparison.entries[row, column]
-    text = escape(ours(entry))
+    text = _safe(ours(entry))
     lines = [f"[bold]{text}[/]" if comparison.is_best(row, column) else text]
     if entry.paper is not None:
-        lines.append(f"[dim]{escape(number(entry.paper, entry.unit))}[/]")
+        lines.append(f"[dim]{_safe(number(entry.paper, entry.unit))}[/]")
     if entry.difference is not None:
         lines.append(number(entry.difference, entry.unit, signed=True))
     return "\n".join(lines)
@@ -130,8 +133,12 @@ def _cell(comparison: Comparison, row: str, column: str) -> str:
 def _claims_grid(judgements: Sequence[Judged]) -> Grid:
     grid = Grid("the paper says", "on its own numbers", "on ours")
     for claim, *verdicts in judgements:
-        grid.add_row(escape(claim.says), *(escape(f"{VERDICTS[v.holds]}: {v.why}") for v in verdicts))
+        grid.add_row(_safe(claim.says), *(_safe(f"{VERDICTS[v.holds]}: {v.why}") for v in verdicts))
     return grid
+
+
+def _safe(text: str) -> str:
+    return escape(printable(text))
 
 
 def print_problems(problems: Mapping[str, Sequence[str]]) -> None:
@@ -139,4 +146,4 @@ def print_problems(problems: Mapping[str, Sequence[str]]) -> None:
     console = Console(stderr=True)
     for reason, cells in problems.items():
         some = "; ".join(cells[:3]) + (f" and {len(cells) - 3} more" if len(cells) > 3 else "")
-        console.print(f"missing: {some}: {reason}", style="yellow", markup=False, soft_wrap=True)
+        console.print(printable(f"missing: {some}: {reason}"), style="yellow", markup=False, soft_wrap=True)

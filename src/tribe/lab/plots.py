@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from tribe.fields import printable
 from tribe.lab import metrics
 from tribe.lab.record import Record
 from tribe.scenarios.schedules import Schedule, class_counts, local_balance
@@ -42,8 +43,14 @@ def errors(records: Mapping[str, Sequence[Record]], title: str = "") -> "Figure"
         error = 100 * torch.stack([metrics.domain_error(record) for record in runs]).nanmean(0)
         mean = 100 * torch.stack([metrics.instance_error(record) for record in runs]).mean()
         style = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)], "markersize": 4}
-        above.plot(place, error.numpy(), label=f"{name}: {mean:.1f} %", linewidth=1.2, **style)
-    above.set(ylabel="instance error, %", ylim=(0, None), xlim=(-0.5, len(place) - 0.5), xticks=place, title=title)
+        above.plot(place, error.numpy(), label=plain_label(f"{name}: {mean:.1f} %"), linewidth=1.2, **style)
+    above.set(
+        ylabel="instance error, %",
+        ylim=(0, None),
+        xlim=(-0.5, len(place) - 0.5),
+        xticks=place,
+        title=plain_label(title),
+    )
     above.tick_params(labelbottom=False)
     above.grid(axis="y", alpha=0.3)
     above.legend(title="method: all domains", fontsize="small", ncols=2)
@@ -94,6 +101,15 @@ def save(figure: "Figure", path: str | PathLike[str]) -> None:
     write_atomically(path, buffer.getvalue())
 
 
+def plain_label(text: str) -> str:
+    r"""Text as matplotlib draws it as it is: a pair of dollars would make it a formula.
+
+    >>> print(plain_label("fog, 5 $"))
+    fog, 5 \$
+    """
+    return printable(text).replace("$", r"\$")
+
+
 def _figure(size: tuple[float, float], heights: tuple[float, float]) -> tuple["Figure", Any]:
     try:
         from matplotlib.figure import Figure
@@ -112,4 +128,4 @@ def _counts(axes: Any, counts: Tensor, domains: Sequence[str]) -> None:
     axes.set(ylabel="class", xticks=range(len(domains)))
     if counts.shape[1] <= 20:
         axes.set_yticks(range(counts.shape[1]))
-    axes.set_xticklabels(domains, rotation=40, ha="right", fontsize="small")
+    axes.set_xticklabels([plain_label(name) for name in domains], rotation=40, ha="right", fontsize="small")

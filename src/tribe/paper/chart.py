@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from tribe.lab.plots import COLOURS, MARKERS
+from tribe.lab.plots import COLOURS, MARKERS, plain_label
 from tribe.paper.compare import Comparison
 from tribe.paper.tables import Value
 
@@ -34,7 +34,7 @@ def draw_chart(comparison: Comparison) -> "Figure":
         _bars(axes, comparison, columns[0])
     else:
         _lines(axes, comparison, columns)
-    axes.set_title(comparison.title, fontsize="large" if per_class else "medium")
+    axes.set_title(plain_label(comparison.title), fontsize="large" if per_class else "medium")
     if not per_class:
         axes.grid(axis="y", alpha=0.3)
     return figure
@@ -48,11 +48,13 @@ def _lines(axes: Any, comparison: Comparison, columns: list[str]) -> None:
     for i, row in enumerate(comparison.rows):
         style = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)], "markersize": 4}
         entries = [comparison.entries[row, column] for column in columns]
-        axes.plot(range(len(columns)), [_value(e.ours) for e in entries], label=row, linewidth=1.2, **style)
+        axes.plot(
+            range(len(columns)), [_value(e.ours) for e in entries], label=plain_label(row), linewidth=1.2, **style
+        )
         hollow = {**style, "markerfacecolor": "none", "linestyle": "none"}
         axes.plot(range(len(columns)), [_value(e.paper) for e in entries], **hollow)
     axes.set(ylabel="error, % (hollow: paper)", ylim=(0, None), xticks=range(len(columns)))
-    axes.set_xticklabels(columns, rotation=40, ha="right", fontsize="small")
+    axes.set_xticklabels([*map(plain_label, columns)], rotation=40, ha="right", fontsize="small")
     if len(comparison.rows) <= LEGEND_ROWS:
         axes.legend(fontsize="small", ncols=2)
 
@@ -63,14 +65,14 @@ def _bars(axes: Any, comparison: Comparison, column: str) -> None:
     axes.bar(place, [_value(e.ours) for e in entries], color=COLOURS[1], label="ours")
     axes.plot(place, [_value(e.paper) for e in entries], "o", color="black", markerfacecolor="none", label="paper")
     axes.set(ylabel="error, %", ylim=(0, None), xticks=place)
-    axes.set_xticklabels(comparison.rows, rotation=40, ha="right", fontsize="small")
+    axes.set_xticklabels([*map(plain_label, comparison.rows)], rotation=40, ha="right", fontsize="small")
     axes.legend(fontsize="small")
 
 
 def _class_lines(axes: Any, comparison: Comparison, columns: list[str]) -> None:
     for i, column in enumerate(columns):
         images = [_value(comparison.entries[row, column].ours) for row in comparison.rows]
-        axes.plot(range(len(images)), images, color=COLOURS[i % len(COLOURS)], label=f"imbalance {column}")
+        axes.plot(range(len(images)), images, color=COLOURS[i % len(COLOURS)], label=plain_label(f"imbalance {column}"))
     axes.set(xlabel="class", ylabel="images in a domain", ylim=(0, None))
     axes.legend(fontsize="small")
 

@@ -6,11 +6,16 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from tribe.fields import printable
 from tribe.paper.compare import Comparison, Entry, Judged
 
 VERDICTS = {True: "holds", False: "fails", None: "not judged"}
 DECIMALS = {"s": 5, "ms": 3, "images": 0}  # others: 2
-ESCAPES = str.maketrans({"%": r"\%", "_": r"\_", "&": r"\&", "#": r"\#", "±": r"$\pm$"})
+ESCAPES = str.maketrans(
+    {character: f"\\{character}" for character in "%_&#${}"}
+    | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$"}
+)
+BOLD = "\x02{}\x03"  # in LaTeX, until its characters are escaped; no printable text holds these
 
 
 def number(value: float | str | None, unit: str, signed: bool = False) -> str:
@@ -36,7 +41,17 @@ def ours(entry: Entry) -> str:
 
 def table_row(cells: Sequence[str]) -> str:
     """A row of a table in Markdown."""
-    return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
+    return "| " + " | ".join(as_markdown(cell).replace("|", r"\|") for cell in cells) + " |"
+
+
+def as_markdown(text: str) -> str:
+    """Text as it is, in one line: a name must not become an HTML element."""
+    return printable(text).replace("<", "&lt;")
+
+
+def as_latex(text: str) -> str:
+    """Text as it is, in one line, without the characters that are commands."""
+    return printable(text, keep="\x02\x03").translate(ESCAPES)
 
 
 def table_head(names: Sequence[str], align: str) -> list[str]:
@@ -47,12 +62,12 @@ def table_head(names: Sequence[str], align: str) -> list[str]:
 def markdown(comparison: Comparison, judgements: Sequence[Judged] = (), level: int = 2) -> str:
     """Our number, in brackets the paper's and the difference; our lowest number of a column is bold."""
     columns = comparison.columns
-    lines = [f"{'#' * level} {comparison.title}", "", _legend(comparison), ""]
+    lines = [f"{'#' * level} {as_markdown(comparison.title)}", "", _legend(comparison), ""]
     lines += table_head(["", *columns], "l" + "r" * len(columns))
     lines += [table_row([row, *(_cell(comparison, row, c, "**{}**") for c in columns)]) for row in comparison.rows]
-    lines += ["", *(f"- {note}" for note in comparison.notes)]
+    lines += ["", *(f"- {as_markdown(note)}" for note in comparison.notes)]
     lines += [
-        f"- Missing: {len(cells)} cell{'s' * (len(cells) > 1)}, the first is {cells[0]}: {reason}"
+        f"- Missing: {len(cells)} cell{'s' * (len(cells) > 1)}, the first is {as_markdown(f'{cells[0]}: {reason}')}"
         for reason, cells in comparison.missing.items()
     ]
     return "\n".join([*lines, *([""] if judgements else []), *claims_markdown(judgements)]) + "\n"
@@ -64,14 +79,15 @@ def latex(comparison: Comparison, judgements: Sequence[Judged] = ()) -> str:
         f"% {_legend(comparison).replace('`', '')}",
         rf"\begin{{tabular}}{{l{'r' * len(comparison.columns)}}}",
         r"\toprule",
-        " & ".join(["", *(column.translate(ESCAPES) for column in comparison.columns)]) + r" \\",
+        " & ".join(["", *map(as_latex, comparison.columns)]) + r" \\",
         r"\midrule",
     ]
     for row in comparison.rows:
-        cells = [row, *(_cell(comparison, row, column, "<<{}>>") for column in comparison.columns)]
-        line = " & ".join(cell.translate(ESCAPES) for cell in cells) + r" \\"
-        lines.append(line.replace("<<", r"\textbf{").replace(">>", "}"))
-    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", *(f"% {note}" for note in comparison.notes)]) + "\n"
+        cells = [printable(row), *(_cell(comparison, row, column, BOLD) for column in comparison.columns)]
+        line = " & ".join(map(as_latex, cells)) + r" \\"
+        lines.append(line.replace("\x02", r"\textbf{").replace("\x03", "}"))
+    notes = (f"% {printable(note)}" for note in comparison.notes)
+    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", *notes]) + "\n"
 
 
 def as_csv(comparison: Comparison, judgements: Sequence[Judged] = ()) -> str:

@@ -1,11 +1,10 @@
 """HTML and SVG as nested calls. Every string that is not `Markup` is escaped."""
 
-import re
 from collections.abc import Iterable
 from html import escape
 
-# Characters that HTML does not allow: control characters, and single surrogates, which JSON allows.
-UNPRINTABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]")
+from tribe.fields import printable
+
 VOID = frozenset(("br", "hr", "input", "link", "meta"))
 
 
@@ -29,7 +28,7 @@ def text(value: Child) -> Markup:
     if value is None:
         return Markup("")
     if isinstance(value, str | int | float):
-        return Markup(escape(UNPRINTABLE.sub("�", str(value))))
+        return Markup(escape(printable(str(value), keep="\n\t")))
     return Markup("".join(map(text, value)))
 
 

@@ -21,6 +21,7 @@ from tribe.cli.custom import load_custom_model
 from tribe.cli.options import Device, Precision, method_names, parse_shape
 from tribe.cli.output import check_json_file, errors_as_messages, fail, print_json, stdout_to_stderr
 from tribe.engine.precision import choose_device, precision_on
+from tribe.fields import printable
 
 
 @app.command()
@@ -114,7 +115,7 @@ def _print(result: BenchResult, old: BenchResult | None, json_file: str | None) 
         data["compared"] = {"surroundings": differences, "now_over_then": ratios}
         texts.append(tribe.bench.show_changes(changes, differences))
     for text in texts:
-        console.print(f"{text}\n", soft_wrap=True, markup=False, highlight=False)
+        console.print(printable(f"{text}\n", keep="\n"), soft_wrap=True, markup=False, highlight=False)
     if json_file == "-":
         print_json(data)
     elif json_file is not None:
@@ -144,12 +145,12 @@ def _network(
 @contextlib.contextmanager
 def _progress() -> Iterator[BenchProgress]:
     """Show a bar that is drawn between timings only: a thread that draws would disturb them."""
-    name = TextColumn("{task.description:14}")
+    name = TextColumn("{task.description:14}", markup=False)
     columns = (name, BarColumn(), TextColumn("{task.percentage:>3.0f}%"), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True, auto_refresh=False) as bar:
         task = bar.add_task("building", total=None)
 
         def show(done: int, total: int, name: str) -> None:
-            bar.update(task, completed=done, total=total, description=name, refresh=True)
+            bar.update(task, completed=done, total=total, description=printable(name), refresh=True)
 
         yield show

@@ -12,11 +12,12 @@ from rich.text import Text
 
 from tribe.cli.app import app
 from tribe.cli.options import AsJson, parse_severities
-from tribe.cli.output import errors_as_messages, print_json
+from tribe.cli.output import errors_as_messages, print_json, shown
 from tribe.datasets.array_generation import LAYOUTS, generate
 from tribe.datasets.generation import GenerationProgress, Summary
 from tribe.datasets.image_generation import generate_imagenet
 from tribe.datasets.locations import data_root
+from tribe.fields import printable
 from tribe.registry import nearest
 from tribe.storage.atomic import check_folder
 
@@ -75,7 +76,7 @@ def corrupt(
     if as_json:
         print_json({**summary._asdict(), "folder": str(summary.folder)})
     else:
-        typer.echo(_describe(summary))
+        typer.echo(printable(_describe(summary), keep="\n"))
 
 
 def _check_dataset(dataset: str, images: Path | None) -> None:
@@ -130,7 +131,7 @@ class _Lines(GenerationProgress):
 
     def _print(self, text: str) -> None:
         self.printed = time.monotonic()
-        self.console.print(Text(text), soft_wrap=True)
+        self.console.print(shown(text), soft_wrap=True)
 
 
 class _Rate(ProgressColumn):
@@ -145,7 +146,7 @@ class _Bar(GenerationProgress):
     """Shows a bar: domain, share, images a second, time left."""
 
     def __init__(self, console: Console) -> None:
-        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))
+        columns = (TextColumn("{task.description}", markup=False), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))
         self.bar = Progress(*columns, _Rate(), TimeRemainingColumn(), console=console, transient=True)
         self.task = self.bar.add_task("reading the clean set", total=None)
 
@@ -159,9 +160,9 @@ class _Bar(GenerationProgress):
     def begin(self, images: int, there: Sequence[str]) -> None:
         """Print the domains that exist already, and set the length of the bar."""
         if there:
-            self.bar.console.print(Text(f"already there: {', '.join(there)}"))
+            self.bar.console.print(shown(f"already there: {', '.join(there)}"))
         self.bar.update(self.task, total=images)
 
     def advance(self, domain: str, images: int) -> None:
         """Move the bar."""
-        self.bar.update(self.task, advance=images, description=domain)
+        self.bar.update(self.task, advance=images, description=printable(domain))

@@ -19,6 +19,7 @@ from tribe.cli.app import app
 from tribe.cli.custom import load_custom_model
 from tribe.cli.options import AsJson, parse_shape
 from tribe.cli.output import describe_error, errors_as_messages, fail, print_json, stdout_to_stderr
+from tribe.fields import printable
 
 PICKLES = (".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".bin", ".tar")
 SAMPLE = 128  # images, spread evenly over the file: enough for means, and files are often sorted by class
@@ -122,7 +123,7 @@ def _random(shape: str) -> Tensor:
 
 
 def _coloured(report: tribe.Report) -> Text:
-    text = Text(str(report))
+    text = Text(printable(str(report), keep="\n"))
     text.highlight_regex(r"^can be adapted", "bold green")
     text.highlight_regex(r"^cannot be adapted", "bold red")
     text.highlight_regex(r"(?m)^problem:", "bold red")

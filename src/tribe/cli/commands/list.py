@@ -17,6 +17,7 @@ from tribe import corruptions
 from tribe.cli.app import app
 from tribe.cli.options import AsJson
 from tribe.cli.output import fail, print_json
+from tribe.fields import printable
 from tribe.registry import Registry, nearest
 
 
@@ -96,7 +97,9 @@ def table(components: list[dict[str, Any]]) -> Table:
     for c in components:
         fields = "\n".join(_field_text(name, field) for name, field in c["fields"].items())
         cells = [_idea(c), *[c["paper"] or ""] * papers, *[fields] * settings]
-        grid.add_row(Text(c["name"], "bold"), *map(Text, cells))  # Text: brackets in defaults are not markup
+        grid.add_row(
+            Text(printable(c["name"]), "bold"), *(Text(printable(cell, keep="\n")) for cell in cells)
+        )  # brackets in defaults are not markup
     return grid
 
 

@@ -9,6 +9,7 @@ from rich.console import Console
 from tribe import report as pages
 from tribe.cli.app import app
 from tribe.cli.output import fail, print_json, print_message
+from tribe.fields import printable
 from tribe.report.elements import plural
 
 
@@ -44,7 +45,9 @@ def report(
         )
     else:
         Console().print(
-            f"{plural(results, 'result')} in {plural(len(runs.groups), 'group')}: {out}", soft_wrap=True, markup=False
+            printable(f"{plural(results, 'result')} in {plural(len(runs.groups), 'group')}: {out}"),
+            soft_wrap=True,
+            markup=False,
         )
     if runs.damaged:
         raise typer.Exit(1)

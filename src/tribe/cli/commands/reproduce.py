@@ -20,6 +20,7 @@ from tribe.cli.terminal import OutputTarget, list_tables, print_problems, show_c
 from tribe.datasets.locations import data_root
 from tribe.datasets.manifest import FILE as MANIFEST
 from tribe.engine.precision import check_precision
+from tribe.fields import printable
 from tribe.lab import plots
 from tribe.lab.experiment import Experiment
 from tribe.lab.ray import Failure
@@ -270,13 +271,13 @@ def _run(plan: Plan, runs: Path, ray: str | None, workers: int | None) -> Plan:
     count = len(plan.experiments)
     if not count:
         return plan
-    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn()
     with _print_warnings() as console, stdout_to_stderr(), Progress(*columns, console=console) as progress:
         total = progress.add_task(f"{plan.table.name}: 0 of {count} runs", total=count)
         running: dict[Experiment, TaskID] = {}
 
         def follow(experiment: Experiment, done: int, of: int, wrong: float | None) -> None:
-            name = f"{experiment.method.name}, {experiment.dataset.name} {stream_name(experiment)}"
+            name = printable(f"{experiment.method.name}, {experiment.dataset.name} {stream_name(experiment)}")
             error = "" if wrong is None else f": error {100 * wrong:.1f} %"
             if experiment not in running:
                 running[experiment] = progress.add_task(name)
@@ -298,7 +299,9 @@ def _print_warnings() -> Iterator[Console]:
     console = Console(stderr=True)
     with warnings.catch_warnings():
         warnings.simplefilter("always", UserWarning)
-        warnings.showwarning = lambda message, *_: console.print(f"warning: {message}", style="yellow", markup=False)
+        warnings.showwarning = lambda message, *_: console.print(
+            printable(f"warning: {message}"), style="yellow", markup=False
+        )
         yield console
 
 
@@ -331,7 +334,7 @@ def _keep(runs: Path, target: Path, root: Path) -> None:
         place.mkdir(parents=True, exist_ok=True)
         write_atomically(place / made.name, made.read_bytes())
     size = sum(path.stat().st_size for path in target.rglob("*.json*"))
-    typer.echo(f"{target}: {len(kept)} results, {size / 1e3:,.0f} kB of JSON")
+    typer.echo(f"{printable(str(target))}: {len(kept)} results, {size / 1e3:,.0f} kB of JSON")
     damaged = [found for folder in (runs, target) for found in survey(folder) if isinstance(found, Damaged)]
     _exit_with({f"{found.error}. {REMEDY}": [found.folder.name] for found in damaged})
 

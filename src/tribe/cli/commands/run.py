@@ -39,9 +39,11 @@ from tribe.cli.output import (
     fail,
     print_json,
     print_message,
+    shown,
     stdout_to_stderr,
 )
 from tribe.cli.overrides import parse_overrides
+from tribe.fields import printable
 from tribe.lab import plots
 from tribe.lab.execution import run_experiment
 from tribe.lab.experiment import Experiment
@@ -133,9 +135,10 @@ def run(
         first = next(iter(experiments.values()))
         length = len(first.stream(workbench).schedules[0].index)
         out.mkdir(parents=True, exist_ok=True)
-    names = f"[bold]{first.dataset.name}[/], {first.model.name}, {first.scenario.name}"
+    names = shown(f"{first.dataset.name}, {first.model.name}, {first.scenario.name}")
+    names.stylize("bold", 0, len(printable(first.dataset.name)))
     shape = f"{seeds} stream{'s' * (seeds > 1)} of {length:,} images"
-    console.print(f"{names}: {shape}, batch {batch}, on {machine(workbench.device)['device']}")
+    console.print(names + f": {shape}, batch {batch}, on {machine(workbench.device)['device']}")
     with stdout_to_stderr():
         results, stopped = _play(experiments, workbench, out, force)
     if results:
@@ -189,7 +192,7 @@ def _play(
         with progress_bar() as progress:
             for name, experiment in experiments.items():
                 total = len(experiment.stream(workbench))
-                task = progress.add_task(name, total=total, error="")
+                task = progress.add_task(printable(name), total=total, error="")
                 show = _update_bar(progress, task)
                 try:
                     result = run_experiment(experiment, out, workbench=workbench, progress=show, force=force)
@@ -208,11 +211,11 @@ def _play(
     except KeyboardInterrupt:
         before = f" What was finished before ({', '.join(results)}) is in {out}." if results else ""
         message = f"stopped.{before} The same command goes on from here"
-        Console(stderr=True).print(message, soft_wrap=True, markup=False)
+        Console(stderr=True).print(printable(message), soft_wrap=True, markup=False)
         return results, True
     if found:
         message = f"found in {out}, not computed again: {', '.join(found)}; --force computes them anew"
-        Console(stderr=True).print(message, soft_wrap=True, markup=False, highlight=False)
+        Console(stderr=True).print(printable(message), soft_wrap=True, markup=False, highlight=False)
     return results, False
 
 
@@ -225,7 +228,7 @@ def _update_bar(progress: Progress, task: Any) -> Callable[[int, int, float | No
 
 def progress_bar() -> Progress:
     """A bar for each method, with the error so far."""
-    words, error = TextColumn("{task.description:10}"), TextColumn("{task.fields[error]}")
+    words, error = TextColumn("{task.description:10}", markup=False), TextColumn("{task.fields[error]}")
     times = TimeElapsedColumn(), TimeRemainingColumn()
     return Progress(words, BarColumn(), MofNCompleteColumn(), error, *times, console=Console(stderr=True))
 
@@ -266,7 +269,7 @@ def _show(
     if json_file == "-":
         print_json(report)
     drawn = f", chart in {picture}" if picture else ""
-    console.print(f"results in {path.parent}, summary in {summary}{drawn}", soft_wrap=True, markup=False)
+    console.print(printable(f"results in {path.parent}, summary in {summary}{drawn}"), soft_wrap=True, markup=False)
 
 
 def _rows(results: Mapping[str, Result]) -> list[dict[str, Any]]:
@@ -293,7 +296,7 @@ def _table(results: Mapping[str, Result]) -> Table:
             text = _spread(result.values(key))
             bold = len(results) > 1 and _mean(result.values(key)) == lowest[key]
             cells.append(f"[bold]{text}[/]" if bold else text)
-        grid.add_row(name, *cells, f"{1e3 * _mean(result.values('seconds_per_image')):.2f}")
+        grid.add_row(shown(name), *cells, f"{1e3 * _mean(result.values('seconds_per_image')):.2f}")
     return grid
 
 

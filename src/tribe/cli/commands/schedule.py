@@ -5,13 +5,13 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 import tribe
 from tribe.cli.app import app
 from tribe.cli.custom import DATASET, SCENARIO, component_name
 from tribe.cli.options import AsJson, DataRoot, Imbalance, Severity, build_dataset
-from tribe.cli.output import errors_as_messages, print_json, stdout_to_stderr
+from tribe.cli.output import errors_as_messages, print_json, shown, stdout_to_stderr
 from tribe.cli.overrides import parse_overrides
 from tribe.lab import plots
 from tribe.lab.workbench import build_scenario
@@ -71,10 +71,10 @@ def schedule(
         return
     console = Console()
     if counts is not None and classes <= MOST:
-        grid = Table("domain", *images.classes, "all", padding=0)
+        grid = Table("domain", *(Column(shown(name)) for name in images.classes), "all", padding=0)
         grid.columns[0].no_wrap = True
         for name, row in zip(stream.domains, counts.tolist(), strict=True):
-            grid.add_row(name, *map(str, row), str(sum(row)))
+            grid.add_row(shown(name), *map(str, row), str(sum(row)))
         console.print(grid)
     local = "" if balance is None else f", local balance {balance:.3f} (1: even, 0: one class at a time)"
     console.print(f"{len(plan.index):,} images of {len(stream.domains)} domains{local}, BLAKE2b-128 {digest(plan)}")
