@@ -536,3 +536,25 @@ def test_what_cannot_be_done_is_said_and_nothing_is_lost(tmp_path, make, out, wo
     assert (tmp_path / "report.html").read_text() == "older"
     if (tmp_path / "runs" / "r.npz").exists():
         tribe.Record.load(tmp_path / "runs" / "r.npz")
+
+
+def test_a_result_without_times_is_on_the_page_without_a_point_in_the_chart_of_cost(tmp_path):
+    line = json.loads((ROOT / "results/mnist-c-cpu.jsonl").read_bytes().splitlines()[0])
+    line["environment"]["seconds_per_image"] = {}
+    (tmp_path / "mnist-c-cpu.jsonl").write_text(json.dumps(line) + "\n")
+    runs = report.write(tmp_path, tmp_path / "page.html")
+    assert len(runs.groups) == 1
+    assert not runs.damaged
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [("domain_error", {}), ("class_counts", {}), ("instance_error", 1.5), ("instance_error", -1), ("images", 2**70)],
+)
+def test_a_result_whose_metrics_cannot_be_is_named_as_damaged(tmp_path, place, value):
+    line = json.loads((ROOT / "results/mnist-c-cpu.jsonl").read_bytes().splitlines()[0])
+    for of_seed in line["metrics"].values():
+        of_seed[place] = value
+    (tmp_path / "mnist-c-cpu.jsonl").write_text(json.dumps(line) + "\n")
+    ((_, reason),) = report.write(tmp_path, tmp_path / "page.html").damaged
+    assert "damaged" in reason

@@ -54,14 +54,16 @@ CHECKPOINT = "checkpoint.safetensors"
 PACK = ".jsonl"
 
 
-COUNT = Where(int, lambda count: count >= 0, "a number of images")
+COUNT = Where(int, lambda count: 0 <= count < 2**53, "a number of images")
+SHARE = Where(float, lambda share: -1e-6 <= share <= 1 + 1e-6, "a share, from 0 to 1")
+SECONDS = Where(float, lambda seconds: 0 <= seconds < 1e12, "a time in seconds")
 SCORES = Where(
     {
         "images": COUNT,
         **dict.fromkeys(
-            ("instance_error", "category_error", "category_error_absent_correct", "calibration_error"), (float, None)
+            ("instance_error", "category_error", "category_error_absent_correct", "calibration_error"), (SHARE, None)
         ),
-        "domain_error": {...: (float, None)},
+        "domain_error": {...: (SHARE, None)},
         "class_counts": Where(
             {...: [COUNT]},
             lambda counts: len({len(row) for row in counts.values()}) <= 1,
@@ -72,7 +74,12 @@ SCORES = Where(
     "domain_error and class_counts of the same domains",
 )
 METRICS_SCHEMA = {"id": str, "seeds": {...: SCORES}}
-ENVIRONMENT_SCHEMA = {"machine?": dict, "seconds?": float, "seconds_per_image?": {...: (float, None)}, "finished?": str}
+ENVIRONMENT_SCHEMA = {
+    "machine?": dict,
+    "seconds?": SECONDS,
+    "seconds_per_image?": {...: (SECONDS, None)},
+    "finished?": str,
+}
 
 
 class NewerResults(ValueError):

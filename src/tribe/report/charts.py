@@ -69,7 +69,10 @@ def axis(high: float, label: str) -> Axis:
 
 def log_axis(values: Sequence[float], label: str) -> Axis:
     """A logarithmic axis around positive values with ticks at round numbers; a narrow range has more of them."""
-    low, high = min(values) / 1.3, max(values) * 1.6  # room for the labels on the right of the points
+    low, high = (
+        min(values, default=1.0) / 1.3,
+        max(values, default=1.0) * 1.6,
+    )  # room for the labels on the right of the points
     leading = (1, 1.5, 2, 3, 4, 5, 7) if high < 6 * low else (1, 2, 5) if high < 300 * low else (1,)
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     candidates = [n * 10.0**power for power in powers for n in leading]

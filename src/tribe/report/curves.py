@@ -86,8 +86,9 @@ def calibration(rows: Sequence[Row], series: Series) -> Markup:
 
 
 def cost(rows: Sequence[Row], series: Series) -> Markup:
-    """Time an image against error; the numbers are in the table of results."""
+    """Time an image against error, of the rows that have a time; the numbers are in the table of results."""
     found = {row.label: (max(score(row, COST).mean, 1e-6), score(row, INSTANCE).mean) for row in rows}
+    found = {label: pair for label, pair in found.items() if math.isfinite(pair[0])}
     points = [Point(series[label], ms, error, label) for label, (ms, error) in found.items()]
     x = log_axis([point.x for point in points], "ms per image (logarithmic)")
     description = "; ".join(f"{label}: {ms:.2f} ms, {error:.1f} %" for label, (ms, error) in found.items())
