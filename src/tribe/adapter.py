@@ -125,7 +125,7 @@ def load(
     net = model if isinstance(model, Backbone) else Backbone(model)
     method = method_from_file(path, saved.method, saved.fields, fields)
     states.check_fingerprint(path, saved.fingerprint, net)
-    with states.SizeLimit(path, saved.tensors):
+    with states.size_limit(path, saved.tensors):
         adapter = Adapter(net, method, streams=saved.streams, seed=0, graphs=graphs, deterministic=deterministic)
     states.check_tensors(path, saved.tensors, leaves(adapter.state))
     adapter.adapted.load_state_dict(saved.tensors)

@@ -13,7 +13,7 @@ from tribe.datasets.embedded import mnist_test
 from tribe.datasets.fingerprint import fingerprint
 from tribe.datasets.image_generation import generate_imagenet
 
-UNPICKLE = ("tribe.datasets.unpickle.unpickle", "tribe.datasets.unpickle._Machine.run")
+UNPICKLE = ("tribe.datasets.unpickle.unpickle", "tribe.datasets.unpickle.Machine.run")
 NPY = ("tribe.datasets.array_files.open_images", "tribe.datasets.array_files.open_labels")
 PICTURE = ("tribe.datasets.image_files.read_image",)
 

@@ -102,10 +102,10 @@ def test_files(tmp_path, case):
 
 
 SETTINGS = {
-    "a memory of a billion places": ("rotta", {"size": 10**9}, r"of its state has \d+ numbers or more, and none in"),
-    "images of 10**15 values": ("rotta", {"room": 10**15}, "damaged: by its settings"),
-    "a reservoir of a billion places": ("note", {"size": 10**9}, "damaged: by its settings"),
-    "sizes whose product overflows": ("note", {"size": 2**62, "room": 2**62}, "damaged: by its settings"),
+    "a memory of a billion places": ("rotta", {"size": 10**9}, "its settings ask for more"),
+    "images of 10**15 values": ("rotta", {"room": 10**15}, "damaged: its settings ask for more"),
+    "a reservoir of a billion places": ("note", {"size": 10**9}, "damaged: its settings ask for more"),
+    "sizes whose product overflows": ("note", {"size": 2**62, "room": 2**62}, "damaged: its settings ask for more"),
     "a number of 30 digits": ("rotta", {"size": 10**30}, "header cannot be read"),
     "a number of 65 bits": ("rotta", {"size": 2**64}, "size of rotta is a whole number of at most 64 bits"),
     "a billion classes": ("tribe", {"classes": 10**9}, "classes=1000000000, but the network"),

@@ -12,7 +12,7 @@ import mmap
 import pickletools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 import numpy as np
 
@@ -27,7 +27,7 @@ class UnpickleError(ValueError):
     """A pickle that cannot be used, and why."""
 
 
-class _Name(str):
+class Name(str):
     """A name in the file, such as "numpy.dtype". It is never imported."""
 
 
@@ -37,12 +37,13 @@ class _Array:
     value: Any = None
 
 
+ATOMS = {str, bytes, int, float, bool, type(None)}  # what a key of a dictionary may be
 BYTE = object()  # the only type that the elements of an array may have
 RECONSTRUCT = ("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct")  # numpy 1, numpy 2
 PERMITTED = (*RECONSTRUCT, "numpy.ndarray", "numpy.dtype", "_codecs.encode")
 
 
-class _Machine:
+class Machine:
     """Interprets the operations of one pickle."""
 
     def __init__(self, size: int) -> None:
@@ -51,14 +52,18 @@ class _Machine:
         self.memo: dict[int, Any] = {}
         self.spare = size  # bytes that may still be made from the file's strings
 
-    def run(self, data: mmap.mmap) -> Any:
+    def action(self, operation: str) -> "Action | None":
+        """What an operation does; None if it is not permitted."""
+        return ACTIONS.get(operation)
+
+    def run(self, data: mmap.mmap | IO[bytes]) -> Any:
         """The value that a pickle holds."""
         for count, (operation, argument, _) in enumerate(pickletools.genops(data)):  # type: ignore[arg-type]
             if operation.name == "STOP":
                 return self.pop(1)[0]
             if count == OPERATIONS:
                 raise UnpickleError(f"it has more than {OPERATIONS:,} operations")
-            action = ACTIONS.get(operation.name)
+            action = self.action(operation.name)
             if action is None:
                 raise UnpickleError(f"it uses the operation {operation.name}, which no data file needs")
             action(self, argument)
@@ -104,7 +109,7 @@ class _Machine:
         """Put a name on the stack that the file wants to import."""
         if text not in PERMITTED:
             raise UnpickleError(f"it uses {text}, which no data file needs")
-        self.push(_Name(text))
+        self.push(Name(text))
 
     def extend(self, items: Sequence[Any]) -> None:
         """Append to the list below."""
@@ -116,12 +121,12 @@ class _Machine:
         """Set items of the dictionary below."""
         if type(self.stack[-1]) is not dict:
             raise UnpickleError("it sets items of something that is not a dictionary")
-        self.stack[-1].update(_as_dict(items))
+        self.stack[-1].update(as_dict(items))
 
     def reduce(self) -> None:
         """Make the result of a call in the file; only a few are permitted, and none takes place."""
         function, arguments = self.pop(2)
-        if not isinstance(function, _Name) or type(arguments) is not tuple:
+        if not isinstance(function, Name) or type(arguments) is not tuple:
             raise UnpickleError("it calls something that is not a function")
         first, second, *_ = *map(_text, arguments[:2]), "", ""
         if function in RECONSTRUCT:
@@ -158,9 +163,9 @@ class _Machine:
         self.stack[-1] = built.value
 
 
-def _as_dict(items: Sequence[Any]) -> dict[Any, Any]:
+def as_dict(items: Sequence[Any]) -> dict[Any, Any]:
     """A dictionary of keys and values that follow each other. The keys of data files are names."""
-    if not all(type(key) in (bytes, str, int) for key in items[::2]):
+    if not all(type(key) in ATOMS for key in items[::2]):
         raise UnpickleError("a key of a dictionary is neither a name nor a number")
     return dict(zip(items[::2], items[1::2], strict=True))
 
@@ -170,11 +175,11 @@ def _text(value: Any) -> str:
     return value.decode("latin1") if type(value) is bytes else value if type(value) is str else ""
 
 
-def _nothing(machine: _Machine, _: Any) -> None:
+def _nothing(machine: Machine, _: Any) -> None:
     """An operation without effect."""
 
 
-Action = Callable[[_Machine, Any], None]
+Action = Callable[[Machine, Any], None]
 ACTIONS: dict[str, Action] = {
     "NONE": lambda machine, _: machine.push(None),
     "NEWTRUE": lambda machine, _: machine.push(True),
@@ -185,7 +190,7 @@ ACTIONS: dict[str, Action] = {
     "MARK": lambda machine, _: machine.mark(),
     "TUPLE": lambda machine, _: machine.push(tuple(machine.pop_mark())),
     "LIST": lambda machine, _: machine.push(machine.pop_mark()),
-    "DICT": lambda machine, _: machine.push(_as_dict(machine.pop_mark())),
+    "DICT": lambda machine, _: machine.push(as_dict(machine.pop_mark())),
     "APPEND": lambda machine, _: machine.extend(machine.pop(1)),
     "APPENDS": lambda machine, _: machine.extend(machine.pop_mark()),
     "SETITEM": lambda machine, _: machine.update(machine.pop(2)),
@@ -195,13 +200,13 @@ ACTIONS: dict[str, Action] = {
     "REDUCE": lambda machine, _: machine.reduce(),
     "BUILD": lambda machine, _: machine.build(),
     **dict.fromkeys(("PROTO", "FRAME"), _nothing),
-    **dict.fromkeys(("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"), _Machine.memoize),
-    **dict.fromkeys(("GET", "BINGET", "LONG_BINGET"), _Machine.recall),
-    **dict.fromkeys(("INT", "LONG", "LONG1", "BININT", "BININT1", "BININT2", "BINFLOAT", "FLOAT"), _Machine.push),
-    **dict.fromkeys(("UNICODE", "BINUNICODE", "SHORT_BINUNICODE"), _Machine.push),
-    **dict.fromkeys(("BINBYTES", "SHORT_BINBYTES"), _Machine.push),
+    **dict.fromkeys(("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"), Machine.memoize),
+    **dict.fromkeys(("GET", "BINGET", "LONG_BINGET"), Machine.recall),
+    **dict.fromkeys(("INT", "LONG", "LONG1", "BININT", "BININT1", "BININT2", "BINFLOAT", "FLOAT"), Machine.push),
+    **dict.fromkeys(("UNICODE", "BINUNICODE", "SHORT_BINUNICODE"), Machine.push),
+    **dict.fromkeys(("BINBYTES", "SHORT_BINBYTES"), Machine.push),
     # The strings of Python 2 are bytes.
-    **dict.fromkeys(("STRING", "BINSTRING", "SHORT_BINSTRING"), _Machine.push_string),
+    **dict.fromkeys(("STRING", "BINSTRING", "SHORT_BINSTRING"), Machine.push_string),
     "TUPLE1": lambda machine, _: machine.push(tuple(machine.pop(1))),
     "TUPLE2": lambda machine, _: machine.push(tuple(machine.pop(2))),
     "TUPLE3": lambda machine, _: machine.push(tuple(machine.pop(3))),
@@ -216,7 +221,7 @@ def unpickle(path: Path) -> Any:
     """
     try:
         with open_regular(path, LARGEST) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _Machine(len(data)).run(data)
+            return Machine(len(data)).run(data)
     except NotRegular as error:
         raise UnpickleError(f"{path} cannot be read as a pickle: {error.strerror}") from error
     except UnpickleError as error:

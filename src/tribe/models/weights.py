@@ -1,20 +1,23 @@
 """Read weights into a network, or say why they do not fit; an error leaves the network unchanged."""
 
 import dataclasses
+import hashlib
 from collections.abc import Iterable, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from tribe.datasets.locations import data_root
+from tribe.datasets.unpickle import UnpickleError
 from tribe.engine.normalize import Normalize
 from tribe.models.architectures import Architecture, architecture
 from tribe.models.layers import Normalization
+from tribe.models.pickled import check_saved
+from tribe.storage import json_files
+from tribe.storage.tensors import SizeLimit, open_safetensors, tensors_of
 
 PREFIXES = ("module.", "model.", "_orig_mod.")  # that DataParallel, wrappers and torch.compile put before names
 ENVELOPES = ("state_dict", "model_state_dict", "model")  # the keys of a state dict in files of training scripts
@@ -25,6 +28,7 @@ CONSTANTS = (
 )  # input normalisation
 TRAINED_HERE = ("mnist", "cifar10", "cifar100")  # data sets for which `tribe train` has a recipe
 SHIPPED = Path(__file__).parent / "shipped"  # weights that come with the package
+CHANNELS = 1000  # of an image, at most
 ROUNDING = 1e-3  # tolerance between the constants of a file, which may have half precision, and of the network
 
 
@@ -68,7 +72,9 @@ def load(model: str | nn.Module, path: str | PathLike[str], **fields: Any) -> nn
     if isinstance(model, str):
         design = architecture(model, **fields)  # raises an error for a wrong name before a large file is read
         tensors = read(path, f"tribe train DATASET --model {model} makes one (of {', '.join(TRAINED_HERE)})")
-        model = _with_file_fields(design, tensors, fields).build()
+        design = _with_file_fields(path, design, tensors, fields)
+        with SizeLimit(tensors, WeightsError(f"{path}: the shapes do not fit; its classifier is not that of {model}")):
+            model = design.build()
     elif not isinstance(model, nn.Module):
         raise TypeError(f"expected a name or a torch.nn.Module; got {type(model).__name__}")
     elif fields:
@@ -91,9 +97,11 @@ def read(path: str | PathLike[str], otherwise: str = "name another") -> dict[str
     if not path.is_file():
         raise FileNotFoundError(f"no weights file at {path}: place it there, or {otherwise}")
     if path.suffix == ".safetensors":
+        check_card(path)
         try:
-            return load_file(path)
-        except SafetensorError as error:
+            with open_safetensors(path) as file:
+                return tensors_of(file)
+        except ValueError as error:
             raise WeightsError(f"{path} is not a safetensors file, or it was cut short ({error})") from error
     if path.suffix in (".pt", ".pth"):
         return _open_envelope(path, _unpickle(path))
@@ -102,27 +110,47 @@ def read(path: str | PathLike[str], otherwise: str = "name another") -> dict[str
     )
 
 
+def check_card(path: Path) -> None:
+    """Refuse weights that are not those of the card beside them, which `tribe train` writes with their sha256."""
+    card = path.with_suffix(".json")
+    if not card.is_file():
+        return
+    try:
+        content = json_files.read(card, object, f"Get it again, or remove it if it is no card of {path.name}")
+    except ValueError as error:
+        raise WeightsError(str(error)) from error
+    recorded = content.get("sha256") if isinstance(content, dict) else None
+    if not isinstance(recorded, str):  # some other JSON file
+        return
+    with path.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if recorded != found:
+        raise WeightsError(
+            f"{path} is damaged, or it is not the file that {card.name} describes: its sha256 is {found[:12]}..., the "
+            f"card says {recorded[:12]!r}.... Get both files again; if you replaced the weights on purpose, remove "
+            f"{card.name}"
+        )
+
+
 def _unpickle(path: Path) -> object:
     try:
+        check_saved(path)
+    except UnpickleError as error:
+        raise WeightsError(f"{path} is not a state dict written by torch.save that can be used: {error}") from error
+    try:
         return torch.load(path, map_location="cpu", weights_only=True)
-    except OSError:
-        raise
-    except Exception as error:  # damaged bytes can raise anything
-        reason = str(error)
-        if "GLOBAL" in reason:
-            raise WeightsError(
-                f"{path} holds Python objects beside tensors, which could run code when read: save "
-                "model.state_dict() alone, best as safetensors"
-            ) from error
+    except Exception as error:  # damaged bytes can raise anything, also OSError
         raise WeightsError(
             f"{path} is not a state dict written by torch.save, or it was cut short ({type(error).__name__})"
         ) from error
 
 
 def _open_envelope(path: Path, content: object) -> dict[str, Tensor]:
-    while isinstance(content, Mapping):
+    for _ in range(len(ENVELOPES)):  # a dictionary may contain itself
+        if not isinstance(content, Mapping):
+            break
         if content and all(isinstance(value, Tensor) for value in content.values()):
-            return {str(name): value for name, value in content.items()}
+            return {str(name): _plain(path, str(name), value) for name, value in content.items()}
         inner = (content[key] for key in ENVELOPES if isinstance(content.get(key), Mapping))
         content = next(inner, None)
     raise WeightsError(
@@ -130,14 +158,26 @@ def _open_envelope(path: Path, content: object) -> dict[str, Tensor]:
     )
 
 
-def _with_file_fields(design: Architecture, tensors: Mapping[str, Tensor], given: Mapping[str, Any]) -> Architecture:
+def _plain(path: Path, name: str, tensor: Tensor) -> Tensor:
+    """A tensor of ordinary numbers; any other kind is refused."""
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_nested:
+        raise WeightsError(
+            f"{path}: {name} is a sparse, quantised, nested or meta tensor; expected ordinary numbers: save "
+            "tensor.to_dense(), tensor.dequantize() or the loaded weights"
+        )
+    return tensor.detach()
+
+
+def _with_file_fields(
+    path: object, design: Architecture, tensors: Mapping[str, Tensor], given: Mapping[str, Any]
+) -> Architecture:
     """The configuration with the fields that the file determines and the caller did not set."""
     found: dict[str, Any] = {}
     bare = {_bare(name): tensor for name, tensor in tensors.items()}
     head = bare.get(f"{design.head}.weight")
     if head is not None and head.dim() == 2 and len(head):
         found["classes"] = len(head)
-    if constants := _constants(bare):
+    if constants := _constants(path, bare):
         found["normalize"] = constants
     return dataclasses.replace(design, **{field: value for field, value in found.items() if field not in given})
 
@@ -161,18 +201,25 @@ def _fit_names(path: object, tensors: Mapping[str, Tensor], wanted: Mapping[str,
     return found
 
 
-def _constants(tensors: Mapping[str, Tensor]) -> Normalization | None:
+def _constants(path: object, tensors: Mapping[str, Tensor]) -> Normalization | None:
     """The input normalisation that a file holds, if it does."""
-    for mean, std in CONSTANTS:
-        if mean in tensors and std in tensors:
-            return tuple(tensors[mean].flatten().tolist()), tuple(tensors[std].flatten().tolist())
+    for names in CONSTANTS:
+        if not all(name in tensors for name in names):
+            continue
+        mean, std = (tensors[name] for name in names)
+        for t in (mean, std):
+            if t.is_complex() or t.numel() > CHANNELS or not bool(t.isfinite().all()):
+                raise WeightsError(f"{path}: {' and '.join(names)} are not a finite mean and std of each channel")
+        if not bool((std > 0).all()):
+            raise WeightsError(f"{path}: {names[1]} is {std.flatten().tolist()}; expected numbers above 0")
+        return tuple(mean.flatten().tolist()), tuple(std.flatten().tolist())
     return None
 
 
 def _check_constants(path: object, found: dict[str, Tensor], wanted: Mapping[str, Tensor], model: nn.Module) -> None:
     """Remove the constants of input normalisation from the tensors; refuse those that the network does not use."""
     foreign = {name: tensor for name, tensor in found.items() if name not in wanted}
-    constants = _constants(foreign)
+    constants = _constants(path, foreign)
     if constants is None:
         return
     layer = next((m for m in model.modules() if isinstance(m, Normalize)), None)

@@ -3,18 +3,16 @@
 A state that is not finite could never predict anything again: it is neither written nor read.
 """
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from os import PathLike
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tribe.engine.backbone import Backbone
 from tribe.engine.state import per_stream
 from tribe.storage import tensors as tensor_file
-from tribe.storage.tensors import Kind, TensorFileError
+from tribe.storage.tensors import Kind, SizeLimit, TensorFileError
 
 
 class StateFileError(TensorFileError):
@@ -41,9 +39,6 @@ STATE = Kind(
     error=StateFileError,
     needs_digest=False,
 )
-
-
-SLACK = 2**20  # numbers in a tensor that a method may make beside its state
 
 
 def write(path: str | PathLike[str], saved: Saved) -> None:
@@ -81,37 +76,9 @@ def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
     return [name for name, t in numbers.items() if not all(end.isfinite() for end in t.aminmax())]
 
 
-class SizeLimit(TorchDispatchMode):
-    """Refuse, before it is allocated, a tensor far larger than all that a state file holds.
-
-    The settings in a file decide the sizes of a state (classes, places of a memory, values of an image). A method makes
-    its state in this context, so that settings that do not belong to the file's tensors cost no memory.
-    """
-
-    def __init__(self, path: str | PathLike[str], tensors: Mapping[str, Tensor]) -> None:
-        super().__init__()
-        self.path = path
-        self.most = SLACK + max((t.numel() for t in tensors.values()), default=0)
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        given = max((t.numel() for t in args if isinstance(t, Tensor)), default=0)
-        shapes = [a for a in args if isinstance(a, list | tuple) and all(type(n) is int and n >= 0 for n in a)]
-        self._check(max(map(math.prod, shapes), default=0), given)
-        result = func(*args, **(kwargs or {}))
-        self._check(
-            result.numel() if isinstance(result, Tensor) else 0, given
-        )  # a view of sizes that are not known yet
-        return result
-
-    def _check(self, count: int, given: int) -> None:
-        """Refuse a tensor of so many numbers, unless the operation was given a tensor as large."""
-        if count > max(self.most, given):
-            raise StateFileError(
-                f"{self.path} is damaged: by its settings a tensor of its state has {count} numbers or more, and none "
-                f"in the file has more than {self.most - SLACK}. {STATE.advice}"
-            )
+def size_limit(path: str | PathLike[str], tensors: Mapping[str, Tensor]) -> SizeLimit:
+    """A context in which a method makes a state; settings that do not belong to the file's tensors cost no memory."""
+    return SizeLimit(tensors, StateFileError(f"{path} is damaged: its settings ask for more. {STATE.advice}"))
 
 
 def check_fingerprint(path: str | PathLike[str], fingerprint: str, net: Backbone) -> None:

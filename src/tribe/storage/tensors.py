@@ -7,7 +7,8 @@ digest covers the header and all tensors, so a damaged file is recognised.
 import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_bytes
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tribe._version import __version__
 from tribe.engine.state import hash_tensors
@@ -26,6 +28,7 @@ from tribe.storage.json_files import Schema
 
 INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 DTYPES = {*INTEGERS, torch.float16, torch.bfloat16, torch.float32, torch.float64}  # that every operation supports
+SLACK = 2**20  # numbers in a tensor that a method or a network may make beside those of its file
 
 
 class TensorFileError(ValueError):
@@ -149,3 +152,31 @@ def _check_format(path: str | PathLike[str], kind: Kind, metadata: Mapping[str, 
 
 def _decode(name: str, text: str, schema: Any) -> Any:
     return text if schema is str else json_files.parse(text, schema, name)
+
+
+class SizeLimit(TorchDispatchMode):
+    """In this context a tensor that is far larger than any in a file is refused before it is allocated.
+
+    Some sizes are read from a file: the classes of a network, the places of a memory. What is built with them has no
+    larger tensors than the file, unless the file is damaged.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], error: ValueError) -> None:
+        super().__init__()
+        stored = (min(t.numel(), t.untyped_storage().nbytes()) for t in tensors.values())  # a view may show more
+        self.most, self.error = SLACK + max(stored, default=0), error
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = max((t.numel() for t in args if isinstance(t, Tensor)), default=0)
+        shapes = [a for a in args if isinstance(a, list | tuple) and all(type(n) is int and n >= 0 for n in a)]
+        self._check(max(map(math.prod, shapes), default=0), given)
+        result = func(*args, **(kwargs or {}))
+        self._check(result.numel() if isinstance(result, Tensor) else 0, given)  # sizes of -1 are known now
+        return result
+
+    def _check(self, count: int, given: int) -> None:
+        """Refuse a tensor of so many numbers, unless the operation was given a tensor as large."""
+        if count > max(self.most, given):
+            raise self.error from ValueError(f"a tensor of {count} numbers; expected at most {self.most}")
