@@ -22,10 +22,10 @@ import math
 import reprlib
 from collections.abc import Callable
 from os import PathLike
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from tribe.fields import is_number, is_whole
+from tribe.storage.regular import NotRegular, read_regular
 
 MOST_BYTES = 32 * 2**20  # of a document
 MOST_PARTS = 2**20  # objects and lists of a document: an empty one has two bytes there, and 64 in memory
@@ -49,18 +49,12 @@ def read(path: str | PathLike[str], schema: Schema, advice: str = "") -> Any:
     return parse(read_bytes(path), schema, str(path), advice)
 
 
-def read_bytes(path: str | PathLike[str], most: int = MOST_BYTES) -> bytes:
-    """The content of a file that has at most ``most`` bytes; a larger one is refused before it is read."""
-    path = Path(path)
-    if path.is_dir():
-        raise IsADirectoryError(f"{path} is a folder; expected a file")
-    if path.exists() and not path.is_file():  # a pipe or a device has no end
-        raise ValueError(f"{path} is a pipe or a device; expected a file")
-    with path.open("rb") as file:
-        content = file.read(most + 1)
-    if len(content) > most:
-        raise ValueError(f"{path} has more than {most:,} bytes: no file of this kind is so large")
-    return content
+def read_bytes(path: str | PathLike[str]) -> bytes:
+    """The content of a file of bounded size."""
+    try:
+        return read_regular(path, MOST_BYTES)
+    except NotRegular as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def read_lines(path: str | PathLike[str]) -> list[bytes]:
