@@ -92,7 +92,10 @@ def fabricate(
     instance, category = (error / 100 for error in errors)
     scores = {"images": 10, "instance_error": instance, "calibration_error": None}
     scores |= {"category_error": category, "category_error_absent_correct": category}
-    scores |= {"domain_error": dict.fromkeys(data.domains, instance), "class_counts": {}}
+    scores |= {
+        "domain_error": dict.fromkeys(data.domains, instance),
+        "class_counts": dict.fromkeys(data.domains, [0] * 10),
+    }
     machine = {"device": "a GPU", "torch": "2.11", "tribe": "1"}
     environment = {"machine": machine, "seconds": 36.0, "finished": "2026-01-02T03:04:05+00:00"}
     environment["seconds_per_image"] = {str(seed): seconds for seed in seeds}
