@@ -1,6 +1,8 @@
 """Readers of tensor files and weights."""
 
 import dataclasses
+import hashlib
+import json
 
 import numpy as np
 import torch
@@ -142,7 +144,24 @@ class Weights:
         return weights(folder, "net.safetensors")
 
 
-@reader("weights-pt", "torch", ("tribe.models.weights._unpickle",))
+@reader("weights-card", "json", ("tribe.models.weights.check_card",))
+class Card:
+    @staticmethod
+    def make(folder):
+        content = Weights.make(folder).read_bytes()
+        card = {"model": "small", "accuracy": 0.5, "sha256": hashlib.sha256(content).hexdigest()}
+        (folder / "net.json").write_text(json.dumps(card))
+        return folder / "net.json"
+
+    @staticmethod
+    def read(folder):
+        return weights(folder, "net.safetensors")
+
+
+PICKLED = ("tribe.models.weights._unpickle", "tribe.models.pickled.check_saved", "tribe.models.pickled._check_zip")
+
+
+@reader("weights-pt", "torch", PICKLED)
 class TorchWeights:
     @staticmethod
     def make(folder):
