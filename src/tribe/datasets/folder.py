@@ -15,10 +15,13 @@ from torch import Tensor
 from tribe.datasets import register
 from tribe.datasets.array_files import positions
 from tribe.datasets.image_files import (
+    LARGEST_FILE,
     SKIP,
     ImageFileError,
     Unreadable,
     check_reading,
+    image_file_size,
+    is_folder,
     is_image_file,
     read_image,
     read_images,
@@ -26,14 +29,18 @@ from tribe.datasets.image_files import (
 from tribe.datasets.locations import MissingData
 from tribe.fields import is_whole, plain_numbers, require
 from tribe.registry import nearest
+from tribe.storage.regular import read_regular
 
+PIXELS_KEPT = 2**24  # of an image that is not resized, 4096 x 4096: 201 MB of floats
 HASHED = 16  # images of a domain whose bytes are part of its digest; of the others only names and sizes are
+UNREADABLE = "unreadable"  # in a digest, instead of a size or of bytes
 LAYOUT = "expected root/<domain>/<class>/images, or root/<domain>/images without labels"
 
 
 class _Domain(NamedTuple):
     paths: tuple[Path, ...]
     kinds: tuple[str | None, ...]  # the class folder of each image; None: no label
+    closed: tuple[str, ...]  # class folders that cannot be listed
 
 
 @register("folder")
@@ -48,7 +55,7 @@ class Folder:
     root: str  # the folder of the domains
     size: int | None = None  # resize the shorter side, crop the middle; None: all images have one size already
     class_names: Sequence[str] | None = None  # in the order of the network's outputs; None: all class folders, sorted
-    unreadable: Unreadable = "raise"  # "skip": warn, and mark the image as not valid
+    unreadable: Unreadable = "raise"  # "skip": warn, and mark the image as not valid; leave out folders
     workers: int = 4  # threads that decode
 
     def __post_init__(self) -> None:
@@ -61,8 +68,12 @@ class Folder:
 
     @cached_property
     def classes(self) -> Sequence[str]:
-        """``class_names``, or the class folders of all domains, sorted; empty if no image has a label."""
-        kinds = sorted({kind for domain in self._domains.values() for kind in domain.kinds if kind is not None})
+        """``class_names``, or the class folders of all domains, sorted; empty if no image has a label.
+
+        A class folder that cannot be listed counts, so that the others keep their numbers.
+        """
+        listed = {kind for domain in self._listed.values() for kind in (*domain.kinds, *domain.closed)}
+        kinds = sorted(kind for kind in listed if kind is not None)
         if self.class_names is None:
             return tuple(kinds)
         if unknown := [kind for kind in kinds if kind not in self.class_names]:
@@ -98,11 +109,30 @@ class Folder:
     def digest(self, domain: str) -> str:
         """A hash of all names and sizes and of the bytes of a few files."""
         paths = self._domain(domain).paths
-        names = [f"{path.relative_to(self._root)} {path.stat().st_size}" for path in paths]
-        digest = hashlib.sha256("\n".join(names).encode())
+        names = [f"{path.relative_to(self._root)} {self._file_size(path)}" for path in paths]
+        digest = hashlib.sha256("\n".join(names).encode("utf-8", "surrogateescape"))
         for path in paths[:: max(1, len(paths) // HASHED)]:
-            digest.update(path.read_bytes())
+            digest.update(self._content(path))
         return digest.hexdigest()
+
+    def _file_size(self, path: Path) -> int | str:
+        try:
+            return image_file_size(path)
+        except ImageFileError as error:
+            self._skip(error)
+            return UNREADABLE
+
+    def _content(self, path: Path) -> bytes:
+        try:
+            return read_regular(path, LARGEST_FILE)
+        except OSError as error:
+            self._skip(ImageFileError(f"{path} cannot be read as an image: {error.strerror or error}"))
+            return UNREADABLE.encode()
+
+    def _skip(self, error: ImageFileError) -> None:
+        """Raise an error, unless what cannot be read is skipped."""
+        if self.unreadable == "raise":
+            raise ImageFileError(f"{error}; {SKIP}") from error
 
     @property
     def _root(self) -> Path:
@@ -121,10 +151,12 @@ class Folder:
             try:
                 height, width = read_image(path).shape[1:]
             except ImageFileError as error:
-                if self.unreadable == "raise":
-                    raise ImageFileError(f"{error}; {SKIP}") from error
-            else:
-                return height, width
+                self._skip(error)
+                continue
+            if height * width > PIXELS_KEPT:
+                large = f"{path} is {width}x{height} pixels; expected {PIXELS_KEPT:,} at most without size="
+                raise ValueError(f"{large}: size= (--set dataset.size=224) would resize and crop all images")
+            return height, width
         raise ImageFileError(f"none of the images in {self._root} can be read")
 
     def _domain(self, name: str) -> _Domain:
@@ -132,8 +164,13 @@ class Folder:
             raise ValueError(f"unknown domain {name!r}: {nearest(name, self._domains)}")
         return self._domains[name]
 
-    @cached_property
+    @property
     def _domains(self) -> dict[str, _Domain]:
+        """The domains that have images."""
+        return {name: domain for name, domain in self._listed.items() if domain.paths}
+
+    @cached_property
+    def _listed(self) -> dict[str, _Domain]:
         if not self._root.is_dir():
             raise MissingData(f"there is no folder {self._root}; {LAYOUT}")
         folders, images, ignored = _entries(self._root)
@@ -143,31 +180,47 @@ class Folder:
             raise MissingData(f"{self._root} holds no folders; {LAYOUT}")
         domains = {}
         for folder in folders:
-            domains[folder.name], others = _read_domain(folder)
-            ignored += others
+            domains[folder.name] = self._list_domain(folder, ignored)
+        if not any(domain.paths for domain in domains.values()):
+            raise ImageFileError(f"none of the folders in {self._root} can be listed")
         if ignored:
             more = f" and {len(ignored) - 1} more" if len(ignored) > 1 else ""
             warnings.warn(f"ignored, no image by its name: {ignored[0]}{more}", stacklevel=2)
         return domains
 
-
-def _read_domain(folder: Path) -> tuple[_Domain, list[Path]]:
-    """A domain, and the files in it that are not images."""
-    kinds, images, ignored = _entries(folder)
-    if kinds and images:
-        both = f"images, such as {images[0].name}, beside class folders, such as {kinds[0].name}"
-        raise ValueError(f"{folder} holds {both}; {LAYOUT}")
-    found: list[tuple[Path, str | None]] = [(path, None) for path in images]
-    for kind in kinds:
-        deeper, images, others = _entries(kind)
-        if deeper:
-            raise ValueError(f"{kind} is a class folder, but holds a folder, {deeper[0].name}; {LAYOUT}")
-        found += [(path, kind.name) for path in images]
+    def _list_domain(self, folder: Path, ignored: list[Path]) -> _Domain:
+        """List a domain; add the files in it that are not images to ``ignored``."""
+        if (entries := self._list_folder(folder)) is None:
+            return _Domain((), (), ())
+        kinds, images, others = entries
         ignored += others
-    if not found:
-        raise MissingData(f"domain {folder} holds no images; remove it, or add some: {LAYOUT}")
-    paths, names = zip(*found, strict=True)
-    return _Domain(paths, names), ignored
+        if kinds and images:
+            both = f"images, such as {images[0].name}, beside class folders, such as {kinds[0].name}"
+            raise ValueError(f"{folder} holds {both}; {LAYOUT}")
+        found: list[tuple[Path, str | None]] = [(path, None) for path in images]
+        closed = []
+        for kind in kinds:
+            if (entries := self._list_folder(kind)) is None:
+                closed.append(kind.name)
+                continue
+            deeper, images, others = entries
+            if deeper:
+                raise ValueError(f"{kind} is a class folder, but holds a folder, {deeper[0].name}; {LAYOUT}")
+            found += [(path, kind.name) for path in images]
+            ignored += others
+        if not found and not closed:
+            raise MissingData(f"domain {folder} holds no images; remove it, or add some: {LAYOUT}")
+        return _Domain(tuple(path for path, _ in found), tuple(kind for _, kind in found), tuple(closed))
+
+    def _list_folder(self, folder: Path) -> tuple[list[Path], list[Path], list[Path]] | None:
+        """The entries of a folder; None, and a warning, if it cannot be listed and is skipped."""
+        try:
+            return _entries(folder)
+        except OSError as error:
+            refusal = ImageFileError(f"{folder} cannot be listed: {error.strerror or error}")
+            self._skip(refusal)
+            warnings.warn(f"skipped: {refusal}", stacklevel=2)
+            return None
 
 
 def _entries(folder: Path) -> tuple[list[Path], list[Path], list[Path]]:
@@ -178,6 +231,6 @@ def _entries(folder: Path) -> tuple[list[Path], list[Path], list[Path]]:
     with os.scandir(folder) as entries:
         for entry in sorted(entries, key=lambda entry: entry.name):
             if not entry.name.startswith("."):
-                kind = folders if entry.is_dir() else images if is_image_file(entry.name) else others
+                kind = folders if is_folder(entry) else images if is_image_file(entry.name) else others
                 kind.append(Path(entry.path))
     return folders, images, others

@@ -1,12 +1,15 @@
 """Read image files such as JPEG and PNG into tensors, with the pixels that torchvision's evaluation transforms give.
 
 Pillow decodes (the extra `images`). An EXIF orientation is not applied, because networks are trained without it.
+A small file can describe a huge image, so its size is checked before it is decoded, and all threads together decode at
+most `PIXELS` at once.
 """
 
-import struct
+import contextlib
+import os
+import threading
 import warnings
-import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from os import PathLike
 from pathlib import Path
@@ -19,20 +22,16 @@ from torch import Tensor
 
 from tribe.corruptions.pillow import require_pillow
 from tribe.fields import is_whole, require
+from tribe.storage.regular import open_regular, regular_size
 
 SUFFIXES = frozenset((".jpg", ".jpeg", ".png", ".bmp", ".gif", ".pgm", ".ppm", ".tif", ".tiff", ".webp"))
+FORMATS = ("JPEG", "PNG", "BMP", "GIF", "PPM", "TIFF", "WEBP")  # of the suffixes; some others start programs
 EIGHT_BITS = frozenset(("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "HSV", "LAB"))
-DECODING_ERRORS = (
-    OSError,
-    SyntaxError,
-    ValueError,
-    EOFError,
-    IndexError,
-    OverflowError,
-    TypeError,
-    struct.error,
-    zlib.error,
-)
+LARGEST_FILE = 2**28  # bytes; 64 million pixels that are not compressed take less
+PIXELS = 64_000_000  # of an image, and of all that are decoded at once. A pixel takes 4 to 12 bytes while it is decoded
+WEBP_PIXELS = PIXELS // 2  # WebP takes 16 bytes
+ASPECT = 50  # longer side / shorter side of an image to resize: a strip of 1 x 20,000 would become 224 x 4,480,000
+SCANS = 64  # passes over the pixels in a JPEG. Progressive ones have about 10; each costs time, and takes few bytes
 Unreadable = Literal["raise", "skip"]
 SKIP = "unreadable='skip' (--set dataset.unreadable=skip) warns and plays the others"
 
@@ -52,8 +51,19 @@ def is_image_file(name: str) -> bool:
     return Path(name).suffix.lower() in SUFFIXES and not name.startswith(".")
 
 
+def is_folder(entry: "os.DirEntry[str]") -> bool:
+    """Whether an entry is a folder or a link to one; a link that leads nowhere or to itself is not."""
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False
+
+
 def read_image(path: str | PathLike[str], *, resize: int | None = None, crop: int | None = None) -> Tensor:
     """Decode an image to (3, H, W) bytes, red green blue; convert greyscale, palette and CMYK, drop alpha.
+
+    Colours with 16 bits a channel are reduced to eight, as Pillow does, and so is greyscale with alpha. Greyscale with
+    16 bits and without alpha is refused, because Pillow would turn every value above 255 into white.
 
     Args:
         path: the file.
@@ -61,20 +71,34 @@ def read_image(path: str | PathLike[str], *, resize: int | None = None, crop: in
         crop: side of a square cut from the middle, like torchvision's CenterCrop; black where the image is smaller.
 
     Raises:
-        ImageFileError: the file is missing, damaged, no image, or holds more than eight bits per channel.
+        ImageFileError: the file is missing, damaged, no image, no regular file, greyscale with more than eight bits,
+            has more than `PIXELS`, or is longer than `ASPECT` times its shorter side and would be resized.
     """
     for name, side in (("resize", resize), ("crop", crop)):
         require(side is None or is_whole(side, least=1), f"{name} is a number of pixels, at least 1", side)
     pillow = require_pillow("reading images")
     try:
-        with pillow.open(path) as opened:
-            if opened.mode not in EIGHT_BITS:
-                raise ValueError(f"mode {opened.mode}, more than eight bits a channel; convert it to eight bits first")
-            image = _crop(_resize(opened.convert("RGB"), resize, pillow), crop)
-    except (*DECODING_ERRORS, pillow.DecompressionBombError) as error:
+        with open_regular(path, LARGEST_FILE) as file, pillow.open(file, formats=FORMATS) as opened:
+            _check(opened, resize)
+            with _decoding.reserve(_cost(opened, resize)):
+                return _decode(opened, resize, crop, pillow)
+    except pillow.UnidentifiedImageError as error:
+        raise ImageFileError(f"{path} cannot be read as an image: it is none of {', '.join(FORMATS)}") from error
+    except Exception as error:  # damaged bytes make Pillow fail in any way, also with a MemoryError
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise ImageFileError(f"{path} cannot be read as an image: {reason}") from error
-    return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
+
+
+def image_file_size(path: Path) -> int:
+    """How many bytes an image file has, without opening it.
+
+    Raises:
+        ImageFileError: it is missing, not a regular file, or too large to be read.
+    """
+    try:
+        return regular_size(path, LARGEST_FILE)
+    except OSError as error:
+        raise ImageFileError(f"{path} cannot be read as an image: {error.strerror or error}") from error
 
 
 def read_images(
@@ -124,12 +148,93 @@ def read_images(
     return images
 
 
-def _resize(image: Any, shorter: int | None, pillow: ModuleType) -> Any:
+class _PixelBudget:
+    """How many pixels may still be decoded at the same time."""
+
+    def __init__(self, pixels: int) -> None:
+        self.free = pixels
+        self.changed = threading.Condition()
+
+    @contextlib.contextmanager
+    def reserve(self, pixels: int) -> Iterator[None]:
+        """Wait until so many pixels are free, and take them for the duration of a block."""
+        with self.changed:
+            self.changed.wait_for(lambda: pixels <= self.free)
+            self.free -= pixels
+        try:
+            yield
+        finally:
+            with self.changed:
+                self.free += pixels
+                self.changed.notify_all()
+
+
+_decoding = _PixelBudget(PIXELS)
+
+
+def _forget_reservations() -> None:
+    """The threads that held reservations do not exist in a forked process."""
+    global _decoding
+    _decoding = _PixelBudget(PIXELS)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_reservations)
+
+
+def _check(image: Any, resize: int | None) -> None:
+    """Refuse an image by what its header says, before it is decoded."""
+    if image.mode not in EIGHT_BITS:
+        raise ValueError(f"mode {image.mode}, more than eight bits a channel; convert it to eight bits first")
     width, height = image.size
-    if shorter is None or min(width, height) == shorter:
-        return image
+    if min(width, height) < 1:
+        raise ValueError(f"it has {width}x{height} pixels; expected at least one")
+    if resize is not None and max(width, height) > ASPECT * min(width, height):
+        raise ValueError(f"it has {width}x{height} pixels; expected sides that differ by a factor of {ASPECT} at most")
+    if _cost(image, resize) > PIXELS:
+        most = WEBP_PIXELS if image.format == "WEBP" else PIXELS
+        resized = "" if resize is None else f", resized to {'x'.join(map(str, _resized(image.size, resize)))}"
+        raise ValueError(f"it has {width}x{height} pixels{resized}; expected {most:,} at most")
+    if image.format in ("JPEG", "MPO") and (scans := _count_scans(image.fp)) > SCANS:
+        raise ValueError(f"it has {scans} scans; expected {SCANS} at most")
+
+
+def _cost(image: Any, resize: int | None) -> int:
+    """What decoding takes of the budget of pixels."""
+    width, height = image.size
+    pixels = int(width * height * (PIXELS / WEBP_PIXELS if image.format == "WEBP" else 1))
+    longer, shorter = (0, 0) if resize is None else _resized(image.size, resize)
+    return max(pixels, longer * shorter)
+
+
+def _count_scans(file: Any) -> int:
+    """Count the markers that begin a scan; Pillow continues where it was."""
+    place, scans = file.tell(), 0
+    file.seek(0)
+    while chunk := file.read(2**20):
+        scans += chunk.count(b"\xff\xda")
+    file.seek(place)
+    return scans
+
+
+def _decode(opened: Any, resize: int | None, crop: int | None, pillow: ModuleType) -> Tensor:
+    opened.load()
+    image = opened if opened.mode == "RGB" else opened.convert("RGB")  # convert would copy
+    pixels = np.array(_crop(_resize(image, resize, pillow), crop))
+    return torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
+
+
+def _resized(size: tuple[int, int], shorter: int) -> tuple[int, int]:
+    """Width and height after resizing, by torchvision's rule."""
+    width, height = size
     longer = int(shorter * max(width, height) / min(width, height))
-    return image.resize((shorter, longer) if width <= height else (longer, shorter), pillow.Resampling.BILINEAR)
+    return (shorter, longer) if width <= height else (longer, shorter)
+
+
+def _resize(image: Any, shorter: int | None, pillow: ModuleType) -> Any:
+    if shorter is None or min(image.size) == shorter:
+        return image
+    return image.resize(_resized(image.size, shorter), pillow.Resampling.BILINEAR)
 
 
 def _crop(image: Any, side: int | None) -> Any:

@@ -31,7 +31,7 @@ from tribe.datasets.generation import (
     rounding,
     write_manifest,
 )
-from tribe.datasets.image_files import read_image
+from tribe.datasets.image_files import image_file_size, read_image
 from tribe.datasets.imagenet_c import ImageNetC
 from tribe.datasets.locations import MissingData, data_root
 from tribe.datasets.manifest import Manifest
@@ -106,8 +106,10 @@ def _find_images(root: Path) -> dict[str, list[Path]]:
 
 def _listing_sha256(classes: dict[str, list[Path]]) -> str:
     """A hash of names and sizes: reading all images would take as long as some corruptions."""
-    lines = (f"{path.parent.name}/{path.name} {path.stat().st_size}\n" for paths in classes.values() for path in paths)
-    return hashlib.sha256("".join(lines).encode()).hexdigest()
+    lines = (
+        f"{path.parent.name}/{path.name} {image_file_size(path)}\n" for paths in classes.values() for path in paths
+    )
+    return hashlib.sha256("".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def _files_digest(folder: Path, classes: dict[str, list[Path]]) -> "hashlib._Hash":

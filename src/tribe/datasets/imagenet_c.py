@@ -4,6 +4,7 @@ Hendrycks & Dietterich, Benchmarking neural network robustness to common corrupt
 """
 
 import os
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,14 +17,24 @@ from torch import Tensor
 from tribe.corruptions import require_severity
 from tribe.datasets import register
 from tribe.datasets.array_files import positions
-from tribe.datasets.image_files import Unreadable, check_reading, is_image_file, read_images
+from tribe.datasets.image_files import (
+    SKIP,
+    ImageFileError,
+    Unreadable,
+    check_reading,
+    is_folder,
+    is_image_file,
+    read_images,
+)
 from tribe.datasets.locations import MissingData, data_root, download_hint, find
 from tribe.datasets.manifest import require_block
 from tribe.fields import plain_numbers
 from tribe.registry import nearest
 from tribe.scenarios.orders import IMAGENET_C
+from tribe.storage.regular import read_regular
 
 SIZE = (224, 224)
+LARGEST_LIST = 2**26  # bytes; a list of all 50,000 images has 2 MB
 ARCHIVE = "https://zenodo.org/records/2235448/files/{}.tar"
 GROUPS = {  # the published archives, and the corruptions in each
     "noise": ("gaussian_noise", "shot_noise", "impulse_noise"),
@@ -53,7 +64,7 @@ class ImageNetC:
     corruptions: Sequence[str] = IMAGENET_C
     severities: Sequence[int] = (5,)
     ids: str | None = None  # file with one line "wnid/NAME.JPEG" or "NAME.JPEG" per image, in this order; None: all
-    unreadable: Unreadable = "raise"  # "skip": warn, and mark the image as not valid
+    unreadable: Unreadable = "raise"  # "skip": warn, and mark the image as not valid; leave out folders
     workers: int = 4  # threads that decode
 
     clean_name: ClassVar[str] = "imagenet"  # the clean data set that it is made from
@@ -114,7 +125,7 @@ class ImageNetC:
                 f"{folder} has other classes than {self._folder(self.domains[0])}: {min(differing)!r} is in only one "
                 "of them, so labels would be wrong. Unpack the published archive again"
             )
-        names = [f"{wnid}/{name}" for wnid in classes for name in _image_names(folder / wnid)]
+        names = [f"{wnid}/{name}" for wnid in classes for name in self._image_names(folder / wnid)]
         if not names:
             raise MissingData(f"{folder} holds no images in class folders. Unpack the published archive again")
         if self._ids is not None:
@@ -126,6 +137,16 @@ class ImageNetC:
                 return other._replace(folder=folder)
         return _Listing(folder, tuple(names), labels)
 
+    def _image_names(self, folder: Path) -> list[str]:
+        try:
+            return sorted(name for name in os.listdir(folder) if is_image_file(name))
+        except OSError as error:
+            refusal = f"{folder} cannot be listed: {error.strerror or error}"
+            if self.unreadable == "raise":
+                raise ImageFileError(f"{refusal}; {SKIP}") from error
+            warnings.warn(f"skipped: {refusal}", stacklevel=2)
+            return []
+
     @cached_property
     def _ids(self) -> Sequence[str] | None:
         if self.ids is None:
@@ -133,7 +154,7 @@ class ImageNetC:
         path = Path(self.ids).expanduser()
         if not path.is_file():
             raise MissingData(f"no list of image ids at {path}; expected a text file with one id per line")
-        ids = [line.strip() for line in path.read_text().splitlines() if line.strip()]
+        ids = [line.strip() for line in read_regular(path, LARGEST_LIST).decode().splitlines() if line.strip()]
         if not ids:
             raise ValueError(f"{path} lists no images; expected one id per line")
         return ids
@@ -152,11 +173,7 @@ class ImageNetC:
 
 def _subfolders(folder: Path) -> tuple[str, ...]:
     with os.scandir(folder) as entries:
-        return tuple(sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith(".")))
-
-
-def _image_names(folder: Path) -> list[str]:
-    return sorted(name for name in os.listdir(folder) if is_image_file(name))
+        return tuple(sorted(entry.name for entry in entries if is_folder(entry) and not entry.name.startswith(".")))
 
 
 def _selected(names: Sequence[str], ids: Sequence[str], where: str) -> list[str]:

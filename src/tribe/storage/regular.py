@@ -34,7 +34,7 @@ def open_regular(path: str | PathLike[str], largest: int | None = None) -> IO[by
         NotRegular: it is a folder, a pipe, a socket or a device, or it has more bytes.
         OSError: it cannot be opened.
     """
-    _check(os.stat(path), path, largest)  # before it is opened: opening a device may have an effect
+    regular_size(path, largest)  # before it is opened: opening a device may have an effect
     descriptor = os.open(path, FLAGS)
     try:
         _check(os.fstat(descriptor), path, largest)  # it may have been replaced in the meantime
@@ -42,6 +42,13 @@ def open_regular(path: str | PathLike[str], largest: int | None = None) -> IO[by
         os.close(descriptor)
         raise
     return os.fdopen(descriptor, "rb")
+
+
+def regular_size(path: str | PathLike[str], largest: int | None = None) -> int:
+    """How many bytes a regular file has; the errors are those of `open_regular`, but the file is not opened."""
+    status = os.stat(path)
+    _check(status, path, largest)
+    return status.st_size
 
 
 def read_regular(path: str | PathLike[str], largest: int) -> bytes:
