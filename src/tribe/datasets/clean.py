@@ -1,6 +1,7 @@
 """MNIST, CIFAR-10 and CIFAR-100 as published, in any of their formats; one domain, "clean"."""
 
 import gzip
+import math
 import shlex
 import zlib
 from abc import ABC, abstractmethod
@@ -8,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import IO, Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -21,14 +22,16 @@ from tribe.datasets.embedded import mnist_test
 from tribe.datasets.locations import data_root, download_hint, find
 from tribe.datasets.unpickle import unpickle
 from tribe.fields import is_whole
+from tribe.storage.regular import open_regular
 
 DOMAIN = "clean"
+LARGEST_IDX = 2**27  # bytes of an idx file; MNIST's training images have 47 MB
 Bytes = NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
 class Clean(ABC):
-    """Images in their published files, memory-mapped where the format allows."""
+    """Images in their published files; the binary versions of CIFAR are memory-mapped."""
 
     data: str | None = None  # root folder; None: $TRIBE_DATA or the cache directory
     split: Literal["test", "train"] = "test"
@@ -173,7 +176,7 @@ class Cifar100(Cifar):
 def _rows(path: Path, labels: int) -> tuple[Bytes, Bytes]:
     """Records of label bytes and 3 x 32 x 32 pixels."""
     width = labels + 3 * 32 * 32
-    size = path.stat().st_size
+    size = path.stat().st_size  # 0 for a pipe or a device
     if size == 0 or size % width:
         raise ValueError(f"{path} has {size} bytes; expected records of {width} bytes each: it was cut short")
     rows = np.memmap(path, np.uint8, "r").reshape(-1, width)
@@ -184,7 +187,7 @@ def _pickled(path: Path, key: bytes) -> tuple[Bytes, NDArray[Any]]:
     """A dictionary with the pixels, (n, 3072) bytes, and a list of labels."""
     content = unpickle(path)
     pixels, labels = (content.get(k) if isinstance(content, dict) else None for k in (b"data", key))
-    if not isinstance(labels, list) or not all(map(is_whole, labels)):
+    if not isinstance(labels, list) or not all(is_whole(label) and abs(label) < 2**63 for label in labels):
         raise ValueError(f"{path} holds no labels; expected {key!r}, a list of integers")
     if not isinstance(pixels, np.ndarray) or pixels.dtype != np.uint8 or pixels.shape != (len(labels), 3 * 32 * 32):
         got = f"{pixels.dtype} of shape {pixels.shape}" if isinstance(pixels, np.ndarray) else "no array"
@@ -193,25 +196,28 @@ def _pickled(path: Path, key: bytes) -> tuple[Bytes, NDArray[Any]]:
 
 
 def _idx(path: Path, axes: int) -> Bytes:
-    """An idx file of bytes: two zeros, the type (8), the number of axes, their sizes, the values."""
+    """An idx file of bytes, which may be compressed: two zeros, the type (8), the number of axes, their sizes, values.
+
+    The sizes are compared with `LARGEST_IDX` before so many values are read.
+    """
     start = 4 * (1 + axes)
-    content: Bytes = _decompress(path) if path.suffix == ".gz" else _memory_map(path)
-    header = content[:start].view(">u4") if len(content) >= start else np.zeros(1)
-    if header[0] != (8 << 8) + axes:
-        raise ValueError(f"{path} is not an idx file of bytes with {axes} axes")
-    shape = tuple(int(size) for size in header[1:])
-    expected = start + int(np.prod(shape))
-    if len(content) != expected:
-        raise ValueError(f"{path} has {len(content)} bytes; its header promises {expected}: it was cut short")
-    return content[start:].reshape(shape)
-
-
-def _memory_map(path: Path) -> Bytes:
-    return np.memmap(path, np.uint8, "r") if path.stat().st_size else np.empty(0, np.uint8)  # an empty file has no map
-
-
-def _decompress(path: Path) -> Bytes:
     try:
-        return np.frombuffer(gzip.decompress(path.read_bytes()), np.uint8)
+        with open_regular(path, LARGEST_IDX) as file, _unpacked(file, path) as content:
+            header = np.frombuffer(head if len(head := content.read(start)) == start else bytes(start), ">u4")
+            if header[0] != (8 << 8) + axes:
+                raise ValueError(f"{path} is not an idx file of bytes with {axes} axes")
+            shape = tuple(map(int, header[1:]))
+            if (size := math.prod(shape)) > LARGEST_IDX:
+                raise ValueError(f"{path}: its header promises {size:,} bytes; expected {LARGEST_IDX:,} at most")
+            values = content.read(size + 1)
     except (OSError, EOFError, zlib.error) as error:
-        raise ValueError(f"{path} cannot be unpacked ({error}): it was cut short, or is no gzip file") from error
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"{path} cannot be unpacked ({reason}): it was cut short, or is no gzip file") from error
+    if len(values) != size:
+        raise ValueError(f"{path}: its header promises {size} values; it has fewer or more: it was cut short")
+    return np.frombuffer(values, np.uint8).reshape(shape)
+
+
+def _unpacked(file: IO[bytes], path: Path) -> IO[bytes]:
+    """The contents of a file, unpacked while they are read if it is compressed."""
+    return gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file  # type: ignore[return-value]

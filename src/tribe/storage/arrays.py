@@ -5,17 +5,19 @@ Nothing in a file is evaluated or unpickled.
 """
 
 import math
+import os
 import re
 import struct
 import zipfile
 import zlib
 from collections.abc import Mapping
 from os import PathLike
-from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from tribe.storage.regular import open_regular
 
 MAGIC = b"\x93NUMPY"
 MOST_HEADER = 10_000  # bytes, as numpy reads at most
@@ -102,14 +104,33 @@ def read_npz(path: str | PathLike[str], arrays: Mapping[str, str]) -> dict[str, 
         path: the file.
         arrays: the kind of each array by its name, a key of `KINDS`.
     """
-    most = max(MOST_UNPACKED, MOST_RATIO * Path(path).stat().st_size)
-    with Path(path).open("rb") as content:
+    with open_regular(path) as content:
+        most = max(MOST_UNPACKED, MOST_RATIO * os.fstat(content.fileno()).st_size)
         try:
             with zipfile.ZipFile(content) as file:
                 members = {name: _member(file, name) for name in arrays}
                 headers = {name: _header(file, name, member) for name, member in members.items()}
                 _check_headers(headers, arrays, most)
                 return {name: _array(file, name, member) for name, member in members.items()}
+        except UNREADABLE as error:
+            raise ValueError(str(error) or type(error).__name__) from error
+
+
+def read_single(path: str | PathLike[str]) -> NDArray[Any]:
+    """Read the only array of an npz file, of any type and shape."""
+    with open_regular(path) as content:
+        most = max(MOST_UNPACKED, MOST_RATIO * os.fstat(content.fileno()).st_size)
+        try:
+            with zipfile.ZipFile(content) as file:
+                if len(names := file.namelist()) != 1:
+                    raise ValueError(f"it holds {len(names)} arrays; expected one")
+                name = names[0].removesuffix(".npy")
+                member = _member(file, name)
+                if (header := _header(file, name, member)).nbytes > most:
+                    raise ValueError(
+                        f"its header says it unpacks to {header.nbytes:,} bytes; expected {most:,} at most"
+                    )
+                return _array(file, name, member)
         except UNREADABLE as error:
             raise ValueError(str(error) or type(error).__name__) from error
 
@@ -155,4 +176,4 @@ def _array(file: zipfile.ZipFile, name: str, member: zipfile.ZipInfo) -> NDArray
             filled += len(chunk)
         if filled < header.nbytes or inside.read(1):
             raise ValueError(f"its array {name} does not have the {header.nbytes:,} bytes that its header says")
-    return content.view(header.dtype).reshape(header.shape)
+    return content.view(header.dtype).reshape(header.shape, order="F" if header.fortran else "C")

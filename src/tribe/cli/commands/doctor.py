@@ -19,7 +19,9 @@ from tribe.cli.app import app
 from tribe.cli.custom import load_custom_model
 from tribe.cli.options import AsJson, parse_shape
 from tribe.cli.output import describe_error, errors_as_messages, fail, print_json, stdout_to_stderr
+from tribe.datasets.array_files import open_array
 from tribe.fields import printable
+from tribe.storage.arrays import read_single
 
 PICKLES = (".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".bin", ".tar")
 SAMPLE = 128  # images, spread evenly over the file: enough for means, and files are often sorted by class
@@ -91,7 +93,7 @@ def _read(path: Path) -> Tensor:
         fail(f"no images at {path}")
     try:
         array = _array(path)
-    except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
+    except (ValueError, OSError) as error:
         fail(f"{path} is not an array file that can be read without pickle: {describe_error(error)}")
     if array.ndim != 4 or 0 in array.shape:
         fail(f"{path} holds an array of shape {array.shape}; expected images (N, C, H, W)")
@@ -105,14 +107,7 @@ def _read(path: Path) -> Tensor:
 
 
 def _array(path: Path) -> np.ndarray[Any, Any]:
-    loaded: Any = np.load(path, mmap_mode="r", allow_pickle=False)
-    if isinstance(loaded, np.ndarray):
-        return loaded
-    with loaded:
-        if len(loaded.files) != 1:
-            fail(f"{path} holds {len(loaded.files)} arrays ({_some(loaded.files)}); expected one")
-        array: np.ndarray[Any, Any] = loaded[loaded.files[0]]
-    return array
+    return read_single(path) if zipfile.is_zipfile(path) else open_array(path)
 
 
 def _random(shape: str) -> Tensor:
