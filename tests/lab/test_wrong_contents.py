@@ -86,6 +86,12 @@ def test_a_table_that_would_exhaust_the_memory_is_refused(tmp_path):
     assert report.collect(tmp_path).damaged
 
 
+def test_a_record_of_too_many_domains_for_a_page_is_left_out(tmp_path):
+    write_record(tmp_path / "r.npz", {"domains": [str(i) for i in range(10_000)]})
+    assert Record.load(tmp_path / "r.npz").classes == 4
+    assert report.collect(tmp_path).damaged == (("r.npz", "it has 10,000 domains; a page shows at most 8,192"),)
+
+
 @pytest.mark.parametrize("load", [Record.load, scenarios.load])
 def test_a_bomb_is_refused_before_it_is_unpacked(tmp_path, load):
     rows = 2**26

@@ -22,6 +22,7 @@ from tribe.lab.spec import by_place
 from tribe.report.command import component, departures, is_known
 
 OF_A_ROW = ("method", "seed", "experiment")  # what may differ within a group
+MOST_DOMAINS = 2**13  # of a record: each has a column, and a page of more takes minutes to write and to show
 NUMBER = re.compile(r"[0-9]+(\.[0-9]+)?")
 UNREADABLE = (
     *(ValueError, KeyError, TypeError, AttributeError, IndexError, OSError, EOFError, RuntimeError, MemoryError),
@@ -180,6 +181,8 @@ def _read(file: Path, path: str, machines: dict[Path, dict[str, Any]]) -> Played
     record = Record.load(file)
     if not len(record.label):
         raise ValueError("it is empty: not one image was predicted")
+    if len(record.domains) > MOST_DOMAINS:
+        raise ValueError(f"it has {len(record.domains):,} domains; a page shows at most {MOST_DOMAINS:,}")
     if file.parent not in machines:
         machines[file.parent] = _machine(file.parent)
     machine = machines[file.parent] if "experiment" in record.spec else {}
