@@ -5,6 +5,7 @@ every function of `tribe.storage` that calls one. A function that calls an opene
 """
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -97,6 +98,7 @@ def writes(call: ast.Call) -> bool:
     return any(isinstance(mode, str) and len(mode) <= 3 and set(mode) & set("wxa") for mode in modes)
 
 
+@functools.cache
 def calls() -> dict[str, set[str]]:
     """The full names of what each function of the package calls; a method of any object begins with a dot."""
     found: dict[str, set[str]] = {}

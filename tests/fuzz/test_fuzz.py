@@ -81,7 +81,7 @@ def test_many_documents_with_wrong_contents(fuzzer, name):
     damage_document(fuzzer, name, MANY_DOCUMENTS)
 
 
-@pytest.mark.parametrize("name", BROKEN)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "memory")) for n in BROKEN])
 def test_a_reader_that_fails_is_found(fuzzer, tmp_path, name):
     assert fuzzer.worker.read(f"broken {name}", tmp_path).kind == BROKEN[name]
 
