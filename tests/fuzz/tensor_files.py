@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 import tribe
+from fuzz.mutations import in_order
 from fuzz.registry import digest, reader
 from tribe import methods, models
 from tribe.cli.commands import app
@@ -144,21 +145,28 @@ class Weights:
         return weights(folder, "net.safetensors")
 
 
-@reader("weights-card", "json", ("tribe.models.weights.check_card",))
-class Card:
-    @staticmethod
-    def make(folder):
-        content = Weights.make(folder).read_bytes()
-        card = {"model": "small", "accuracy": 0.5, "sha256": hashlib.sha256(content).hexdigest()}
-        (folder / "net.json").write_text(json.dumps(card))
-        return folder / "net.json"
+class TrainedWeights:
+    """Weights with a card, as `tribe train` writes them."""
 
-    @staticmethod
-    def read(folder):
+    def __init__(self, file):
+        self.file = file
+
+    def make(self, folder):
+        path = Weights.make(folder)
+        path.write_bytes(in_order(path.read_bytes()))
+        card = {"model": "small", "accuracy": 0.5, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+        (folder / "net.json").write_text(json.dumps(card))
+        return folder / self.file
+
+    def read(self, folder):
         return weights(folder, "net.safetensors")
 
 
-PICKLED = ("tribe.models.weights._unpickle", "tribe.models.pickled.check_saved", "tribe.models.pickled._check_zip")
+reader("weights-with-card", "safetensors", ("tribe.models.weights.check_card",), sealed=True)(
+    TrainedWeights("net.safetensors")
+)
+reader("weights-card", "json", ("tribe.models.weights.check_card",), sealed=True)(TrainedWeights("net.json"))
+PICKLED = tuple(f"tribe.models.{name}" for name in ("weights._unpickle", "pickled.check_saved", "pickled._check_zip"))
 
 
 @reader("weights-pt", "torch", PICKLED)

@@ -267,3 +267,18 @@ def test_a_damaged_card_is_refused(with_card):
     with_card.with_suffix(".json").write_text("[" * 100_000)
     with pytest.raises(WeightsError, match=r"net\.json is damaged.*Get it again, or remove it"):
         models.load("compact", with_card)
+
+
+def test_a_shape_that_torch_cannot_represent_is_named_with_the_file(tmp_path):
+    header = json.dumps({"a": {"dtype": "F32", "shape": [0, 2**63], "data_offsets": [0, 0]}}).encode()
+    (tmp_path / "net.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    with pytest.raises(WeightsError, match=r"net\.safetensors.*shapes"):
+        read(tmp_path / "net.safetensors")
+
+
+def test_a_zip_file_without_its_start_is_named_with_the_file(tmp_path):
+    torch.save(small_network().state_dict(), tmp_path / "net.pt")
+    content = (tmp_path / "net.pt").read_bytes()
+    (tmp_path / "net.pt").write_bytes(b"PK\x03\x04" + content[1000:])  # the directory has places before the start
+    with pytest.raises(WeightsError, match=r"net\.pt.*damaged"):
+        read(tmp_path / "net.pt")

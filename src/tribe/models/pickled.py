@@ -46,7 +46,7 @@ SPECIAL = {
 
 
 DAMAGE = (  # what readers of zip files and pickles raise
-    *(zipfile.BadZipFile, EOFError, NotImplementedError),
+    *(zipfile.BadZipFile, EOFError, NotImplementedError, OSError),  # OSError: a place before the start of the file
     *(ValueError, TypeError, LookupError, RecursionError, ArithmeticError),
 )
 
@@ -152,23 +152,21 @@ def _check_tensor(storage: Any, offset: Any, size: Any, stride: Any) -> None:
 
 def check_saved(path: Path) -> None:
     """Raise UnpickleError, in words, if a file is not a state dict that `torch.load` reads within the file's size."""
-    try:
-        with path.open("rb") as file:
-            spare = os.fstat(file.fileno()).st_size
+    with path.open("rb") as file:
+        spare = os.fstat(file.fileno()).st_size
+        try:
             start = file.read(4)
             file.seek(0)
             if start == b"PK\x03\x04":
                 _check_zip(file, spare)
             else:
                 _check_legacy(io.BytesIO(file.read(MOST)), spare)
-    except UnpickleError:
-        raise
-    except DAMAGE as error:
-        raise UnpickleError(
-            f"it was cut short, or it is damaged ({type(error).__name__}: {str(error)[:80]})"
-        ) from error
-    except (EOFError, NotImplementedError) as error:
-        raise UnpickleError(f"it was cut short, or it is damaged ({type(error).__name__})") from error
+        except UnpickleError:
+            raise
+        except DAMAGE as error:
+            raise UnpickleError(
+                f"it was cut short, or it is damaged ({type(error).__name__}: {str(error)[:80]})"
+            ) from error
 
 
 def _check_zip(file: Any, spare: int) -> None:

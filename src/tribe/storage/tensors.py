@@ -22,9 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tribe._version import __version__
 from tribe.engine.state import hash_tensors
+from tribe.fields import is_whole
 from tribe.storage import json_files
 from tribe.storage.atomic import write_atomically
-from tribe.storage.json_files import Schema
+from tribe.storage.json_files import Schema, Where
 
 INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 DTYPES = {*INTEGERS, torch.float16, torch.bfloat16, torch.float32, torch.float64}  # that every operation supports
@@ -108,12 +109,18 @@ def open_safetensors(path: str | PathLike[str]) -> Iterator[Any]:
         size = int.from_bytes(file.read(8), "little")
         if size > json_files.MOST_BYTES:
             raise ValueError(f"its header has {size:,} bytes; expected at most {json_files.MOST_BYTES:,}")
-        json_files.parse(file.read(size), dict, "its header")
+        json_files.parse(file.read(size), Where(dict, _has_sizes, "shapes of whole numbers of 63 bits"), "its header")
     try:
         with safe_open(path, framework="pt") as opened:
             yield opened
     except SafetensorError as error:
         raise ValueError(str(error)) from error
+
+
+def _has_sizes(header: dict[str, Any]) -> bool:
+    """Whether torch can represent all shapes: an empty tensor may have any other size."""
+    shapes = [entry.get("shape") for entry in header.values() if isinstance(entry, dict)]
+    return all(size < 2**63 for shape in shapes if isinstance(shape, list) for size in shape if is_whole(size))
 
 
 def tensors_of(file: Any) -> dict[str, Tensor]:
