@@ -110,7 +110,7 @@ def test_security_names_every_reader_that_the_fuzzer_reads_with():
 
 
 def test_security_names_errors_and_bounds_of_the_code():
-    from tribe.datasets import unpickle
+    from tribe.datasets import clean, image_files, unpickle
     from tribe.storage import arrays, json_files
 
     code = "\n".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
@@ -122,6 +122,10 @@ def test_security_names_errors_and_bounds_of_the_code():
     assert unpickle.OPERATIONS == 10**6
     assert json_files.MOST_PARTS == 2**20
     assert f"at most {unpickle.LARGEST // 10**6} MB and a million operations" in text
+    assert f"a regular file of at most {image_files.LARGEST_FILE // 2**20} MB" in text
+    assert f"at most {image_files.PIXELS // 10**6} million pixels" in text
+    assert f"at most {image_files.ASPECT} times the shorter" in text
+    assert f"at most {clean.LARGEST_IDX // 2**20} MB, also unpacked" in text
     assert f"at most {arrays.MOST_UNPACKED // 2**20} MB or {arrays.MOST_RATIO} times the file" in text
     assert f"at most {json_files.MOST_BYTES // 2**20} MB, {json_files.MOST_DEPTH} levels, a million" in text
 
