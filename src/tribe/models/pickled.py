@@ -54,7 +54,7 @@ DAMAGE = (  # what readers of zip files and pickles raise
 class _Storage(NamedTuple):
     """The numbers that one or several tensors show."""
 
-    count: int
+    numbers: int
 
 
 class StateDictMachine(Machine):
@@ -146,8 +146,8 @@ def _check_tensor(storage: Any, offset: Any, size: Any, stride: Any) -> None:
     if type(storage) is not _Storage or len(size) != len(stride) or not all(type(n) is int and n >= 0 for n in whole):
         raise UnpickleError("a tensor has no storage, shape and strides of whole numbers")
     last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-    if 0 not in size and last >= storage.count:
-        raise UnpickleError(f"a tensor of shape {tuple(size)} is larger than its storage of {storage.count} numbers")
+    if 0 not in size and last >= storage.numbers:
+        raise UnpickleError(f"a tensor of shape {tuple(size)} is larger than its storage of {storage.numbers} numbers")
 
 
 def check_saved(path: Path) -> None:

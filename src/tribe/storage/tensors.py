@@ -169,7 +169,7 @@ class SizeLimit(TorchDispatchMode):
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], error: ValueError) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         stored = (min(t.numel(), t.untyped_storage().nbytes()) for t in tensors.values())  # a view may show more
         self.most, self.error = SLACK + max(stored, default=0), error
 
