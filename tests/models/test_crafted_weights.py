@@ -225,6 +225,7 @@ ONE = b'"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}'
         (header(b"{" + ONE + b"," + ONE + b"}", bytes(4)), "the same key twice"),
         (header(b"{" + ONE + b"}", bytes(2)), "incomplete|offset|buffer"),
         (header({"a": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}}), "incomplete|offset|buffer"),
+        (header({"a": {"dtype": "F32", "shape": [2**63, 0], "data_offsets": [0, 0]}}), "not a safetensors file"),
         (header(b'{"a":' + b"[" * 100_000), "nested too deeply|damaged"),
         (
             header({"a": {"dtype": "F8_E5M2", "shape": [4], "data_offsets": [0, 4]}}, bytes(4)),

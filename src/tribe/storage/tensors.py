@@ -113,8 +113,8 @@ def open_safetensors(path: str | PathLike[str]) -> Iterator[Any]:
     try:
         with safe_open(path, framework="pt") as opened:
             yield opened
-    except SafetensorError as error:
-        raise ValueError(str(error)) from error
+    except (SafetensorError, TypeError, RuntimeError, OverflowError) as error:  # a shape may have sizes over 64 bits
+        raise ValueError(str(error).splitlines()[0]) from error
 
 
 def _has_sizes(header: dict[str, Any]) -> bool:
