@@ -573,3 +573,9 @@ def test_batches_are_pinned_for_the_gpu(unlabelled):
     (there,) = run(Backbone(small_network()).to("cuda"), method, stream)
     (here,) = run(Backbone(small_network()), method, stream)
     assert torch.allclose(there.confidence, here.confidence, atol=1e-3)
+
+
+def test_a_list_of_ids_that_is_not_text_is_named(imagenet):
+    (imagenet / "ids.txt").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match=r"ids\.txt is not a text file"):
+        made("imagenet-c", imagenet, ids=str(imagenet / "ids.txt")).labels("fog@5")

@@ -14,7 +14,7 @@ from tribe.datasets.fingerprint import fingerprint
 from tribe.datasets.image_generation import generate_imagenet
 
 UNPICKLE = ("tribe.datasets.unpickle.unpickle", "tribe.datasets.unpickle.Machine.run")
-NPY = ("tribe.datasets.array_files.open_images", "tribe.datasets.array_files.open_labels")
+NPY = ("tribe.datasets.array_files._map", "tribe.datasets.array_files._read_header")
 PICTURE = ("tribe.datasets.image_files.read_image",)
 
 
@@ -86,9 +86,9 @@ for name, format, functions, given in (
     ("cifar100", "", ("tribe.datasets.clean._rows",), (layouts.write_cifar_binary, "cifar-100-binary/test.bin")),
     ("cifar10-pickle", "pickle", UNPICKLE, (write_pickles, "cifar-10-batches-py/test_batch")),
     ("cifar100-pickle", "pickle", UNPICKLE, (write_pickles, "cifar-100-python/test")),
-    ("mnist", "", ("tribe.datasets.clean._memory_map",), (write_mnist, IDX.format("images-idx3"))),
-    ("mnist-labels", "", ("tribe.datasets.clean._memory_map",), (write_mnist, IDX.format("labels-idx1"))),
-    ("mnist-gz", "gzip", ("tribe.datasets.clean._decompress",), (write_mnist_gz, IDX.format("images-idx3") + ".gz")),
+    ("mnist", "", ("tribe.datasets.clean._idx",), (write_mnist, IDX.format("images-idx3"))),
+    ("mnist-labels", "", ("tribe.datasets.clean._idx",), (write_mnist, IDX.format("labels-idx1"))),
+    ("mnist-gz", "gzip", ("tribe.datasets.clean._unpacked",), (write_mnist_gz, IDX.format("images-idx3") + ".gz")),
     ("cifar10-c", "npy", NPY, (write_cifar_c, "CIFAR-10-C/fog.npy")),
     ("cifar10-c-labels", "npy", NPY, (write_cifar_c, "CIFAR-10-C/labels.npy")),
     ("mnist-c", "npy", NPY, (write_mnist_c, "mnist_c/fog/test_images.npy")),
@@ -145,7 +145,7 @@ class Picture:
 
 
 for suffix in ("png", "jpg", "gif", "bmp", "webp", "tiff", "ppm"):
-    reader(f"image-{suffix}", "image", (*PICTURE, "tribe.datasets.folder.Folder.digest"))(Picture(suffix))
+    reader(f"image-{suffix}", "image", (*PICTURE, "tribe.datasets.folder.Folder._content"))(Picture(suffix))
 
 
 # -- data sets that are made ------------------------------------------------------------------------------------------

@@ -154,7 +154,11 @@ class ImageNetC:
         path = Path(self.ids).expanduser()
         if not path.is_file():
             raise MissingData(f"no list of image ids at {path}; expected a text file with one id per line")
-        ids = [line.strip() for line in read_regular(path, LARGEST_LIST).decode().splitlines() if line.strip()]
+        try:
+            lines = read_regular(path, LARGEST_LIST).decode().splitlines()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is not a text file ({error}); expected one id per line") from error
+        ids = [line.strip() for line in lines if line.strip()]
         if not ids:
             raise ValueError(f"{path} lists no images; expected one id per line")
         return ids
