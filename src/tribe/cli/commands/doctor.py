@@ -22,6 +22,7 @@ from tribe.cli.output import describe_error, errors_as_messages, fail, print_jso
 from tribe.datasets.array_files import open_array
 from tribe.fields import printable
 from tribe.storage.arrays import read_single
+from tribe.storage.tensors import open_safetensors
 
 PICKLES = (".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".bin", ".tar")
 SAMPLE = 128  # images, spread evenly over the file: enough for means, and files are often sorted by class
@@ -77,8 +78,9 @@ def load_weights(model: nn.Module, path: Path) -> None:
     if not path.is_file():
         fail(f"no weights at {path}")
     try:
-        missing, unexpected = load_model(model, path, strict=False)
-    except (SafetensorError, OSError) as error:
+        with open_safetensors(path):  # checks the header first
+            missing, unexpected = load_model(model, path, strict=False)
+    except (SafetensorError, OSError, ValueError) as error:
         fail(f"{path} is not a safetensors file, or it was cut short: {describe_error(error)}")
     except RuntimeError as error:  # other shapes
         fail(f"{path} does not fit the model: {error}")
