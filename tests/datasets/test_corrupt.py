@@ -499,7 +499,7 @@ def test_force_makes_again(clean, tmp_path):
     assert generate("cifar10", **fields, force=True).made == ["fog@5"]
     assert tree(tmp_path) == before
     (tmp_path / "CIFAR-10-C/made.json").write_text("{")
-    with pytest.raises(ValueError, match=r"made.json cannot be read .* make it again"):
+    with pytest.raises(ValueError, match=r"made.json is damaged: .* make it again"):
         generate("cifar10", **fields)
     assert generate("cifar10", severities=[1, 5], **fields, force=True).made == ["fog@1", "fog@5"]
     assert tree(tmp_path) == before

@@ -102,7 +102,10 @@ MALFORMED = {
     "a history of numbers": ({"metadata": {"history": "[1]"}}, "history is damaged: 0 is 1; expected an object"),
     "an epoch without its loss": ({"metadata": {"history": '[{"epoch": 1}]'}}, "loss is missing"),
     "an epoch of text": ({"metadata": {"history": json.dumps([ENTRY | {"epoch": "1"}])}}, "0.epoch is '1'"),
-    "a loss that is not finite": ({"metadata": {"history": json.dumps([ENTRY | {"loss": float("nan")}])}}, "0.loss"),
+    "a loss that is not finite": (
+        {"metadata": {"history": json.dumps([ENTRY | {"loss": float("nan")}])}},
+        "NaN is not",
+    ),
     "an epoch twice": ({"metadata": {"history": json.dumps([ENTRY, ENTRY])}}, "expected epochs in order"),
     "a deep identity": ({"metadata": {"identity": "[" * 100_000}}, "identity is damaged"),
     "a scaler that is not used": ({"metadata": {"scaler": '{"scale": 2.0}'}}, "not hold the scaler of this precision"),

@@ -23,7 +23,7 @@ MOST_CLASSES = 2**16  # also the most domains
 MOST_CELLS = 2**22  # domains times classes: some metrics have a number for each pair
 HEADER = {
     "domains": json_files.Where([str], lambda names: len(names) <= MOST_CLASSES, f"at most {MOST_CLASSES} domains"),
-    "classes": json_files.Where(int, lambda count: 1 <= count <= MOST_CLASSES, f"an integer from 1 to {MOST_CLASSES}"),
+    "classes": json_files.Where(int, lambda count: 0 <= count <= MOST_CLASSES, f"an integer from 0 to {MOST_CLASSES}"),
     "spec": dict,
 }
 
@@ -75,7 +75,8 @@ class Record(NamedTuple):
         if len(self.domains) * self.classes > MOST_CELLS:
             pairs = f"{len(self.domains):,} domains times {self.classes:,} classes"
             return f"it claims {pairs}; expected at most {MOST_CELLS:,} pairs"
-        ranges = {"domain": (0, len(self.domains)), "label": (-1, self.classes), "prediction": (0, self.classes)}
+        predicted = self.classes or MOST_CLASSES  # images without labels have no classes of their own
+        ranges = {"domain": (0, len(self.domains)), "label": (-1, self.classes), "prediction": (0, predicted)}
         for name, (low, high) in ranges.items():
             column = getattr(self, name)
             if len(column) and (column.min() < low or column.max() >= high):

@@ -123,7 +123,8 @@ def read_single(path: str | PathLike[str]) -> NDArray[Any]:
         try:
             with zipfile.ZipFile(content) as file:
                 if len(names := file.namelist()) != 1:
-                    raise ValueError(f"it holds {len(names)} arrays; expected one")
+                    listed = ", ".join(name.removesuffix(".npy") for name in names[:8])
+                    raise ValueError(f"it holds {len(names)} arrays ({listed}); expected one")
                 name = names[0].removesuffix(".npy")
                 member = _member(file, name)
                 if (header := _header(file, name, member)).nbytes > most:

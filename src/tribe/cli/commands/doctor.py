@@ -78,8 +78,9 @@ def load_weights(model: nn.Module, path: Path) -> None:
     if not path.is_file():
         fail(f"no weights at {path}")
     try:
-        with open_safetensors(path):  # checks the header first
-            missing, unexpected = load_model(model, path, strict=False)
+        with open_safetensors(path):
+            pass  # checks the header before anything is loaded
+        missing, unexpected = load_model(model, path, strict=False)
     except (SafetensorError, OSError, ValueError) as error:
         fail(f"{path} is not a safetensors file, or it was cut short: {describe_error(error)}")
     except RuntimeError as error:  # other shapes
