@@ -26,9 +26,9 @@ SHORT = (
     "--set",
     "dataset.corruptions=('impulse_noise','motion_blur')",
     "--imbalance",
-    "300",
+    "1000000",
 )  # two domains
-TINY = ("--set", "dataset.corruptions=('impulse_noise',)", "--imbalance", "300")  # one of about 2,000 images
+TINY = ("--set", "dataset.corruptions=('impulse_noise',)", "--imbalance", "1000000")  # one of about 1,200 images
 
 
 pytestmark = pytest.mark.usefixtures("nowhere")
@@ -86,7 +86,7 @@ def test_the_summary_holds_the_errors_of_the_records(played):
         assert row["instance_error"] == pytest.approx(tribe.metrics.instance_error(made).item())
         assert row["category_error"] == pytest.approx(tribe.metrics.category_error(made).item())
         assert row["domain_error"].keys() == {"impulse_noise@5", "motion_blur@5"}
-        assert made.spec["scenario"]["fields"]["imbalance"] == 300
+        assert made.spec["scenario"]["fields"]["imbalance"] == 1_000_000
         assert made.spec["dataset"]["name"] == "live-mnist-c"
     assert report["spec"]["scenario"]["name"] == "gli-f"
     assert report["machine"]["torch"] == torch.__version__
@@ -157,7 +157,15 @@ def test_one_value_and_words_with_commas_are_sequences():
         "scenario.domains=motion_blur@4",
         "sar.frozen_tail=layers.13,layers.16",
     )
-    options = ("--imbalance", 300, "--methods", "sar", "--out", "out", *(w for s in settings for w in ("--set", s)))
+    options = (
+        "--imbalance",
+        1_000_000,
+        "--methods",
+        "sar",
+        "--out",
+        "out",
+        *(w for s in settings for w in ("--set", s)),
+    )
     result = tribe_run(*options)
     assert result.exit_code == 0, result.output
     made = record("out", "sar")
@@ -267,7 +275,9 @@ def test_other_settings_are_another_result_and_the_same_are_found():
     ids |= play("--methods", "source,tent", "--set", "tent.lr=0.5")[1]
     assert len(ids) == len(list(finished("runs"))) == 9
     weights = tribe.models.find("compact", "mnist", "nowhere")
-    result, same = play("--methods", "bn,source", "--imbalance", 300, "--precision", "float32", "--weights", weights)
+    result, same = play(
+        "--methods", "bn,source", "--imbalance", 1_000_000, "--precision", "float32", "--weights", weights
+    )
     assert same < ids, "the same weights, wherever they are"
     assert "found in runs, not computed again: bn, source" in message(result)
     after = contents("runs")
@@ -423,14 +433,15 @@ def begun(*options, before=""):
 
 
 def test_on_a_full_disk_the_error_names_the_file_and_the_same_command_goes_on():
-    process = begun(*TINY, "--methods", "source", before="ulimit -f 8;")  # kB; a write beyond fails as on a full disk
+    options = (*TINY, "--imbalance", "300", "--methods", "source")  # a record of over 8 kB
+    process = begun(*options, before="ulimit -f 8;")  # kB; a write beyond fails as on a full disk
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 2
     assert re.search(r"source: out/.*/record-0.npz could not be written: File too large. It needs 0.0 MB, and", errors)
     assert "What is finished is kept: make room, and the same command goes on" in errors
     assert not list(finished("out"))
     assert not list(Path("out").rglob("record*"))
-    process = begun(*TINY, "--methods", "source")
+    process = begun(*options)
     process.communicate(timeout=120)
     assert process.returncode == 0
     assert results("out").keys() == {"source"}

@@ -163,7 +163,7 @@ def test_the_only_array_of_an_npz_file_is_read(tmp_path):
         np.savez_compressed(tmp_path / "a.npz", images=array)
         assert np.array_equal(read_single(tmp_path / "a.npz"), array)
     np.savez(tmp_path / "a.npz", a=np.eye(2), b=np.eye(2))
-    with pytest.raises(ValueError, match="it holds 2 arrays; expected one"):
+    with pytest.raises(ValueError, match=r"it holds 2 arrays .*; expected one"):
         read_single(tmp_path / "a.npz")
 
 

@@ -655,16 +655,7 @@ def killed_grid(root, specs, points):
 
 
 def test_a_grid_that_is_killed_ends_with_the_same_numbers(tmp_path):
-    points = (
-        "spec.json:1",
-        "checkpoint:1",
-        "checkpoint:3",
-        "record-:1",
-        "metrics.json:1",
-        "checkpoint:2",
-        "metrics.json:1",
-    )
-    killed_grid(tmp_path, 2, points)
+    killed_grid(tmp_path, 2, ("spec.json:1", "checkpoint:2", "record-:1", "metrics.json:1"))
 
 
 @pytest.mark.slow
