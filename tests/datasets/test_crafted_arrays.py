@@ -11,7 +11,7 @@ import torch
 
 import layouts
 from layouts import PER, made
-from limited import limited
+from limited import read_limited
 from tribe.datasets import clean
 from tribe.datasets.array_files import open_array, open_images, open_labels
 from tribe.datasets.clean import LARGEST_IDX
@@ -129,7 +129,7 @@ def test_a_gzip_file_that_unpacks_to_gigabytes_takes_little_memory(tmp_path):
         packed = gzip.compress(head) + zeros(3)
         (tmp_path / f"mnist/{split}-images-idx3-ubyte.gz").write_bytes(packed)
         (tmp_path / f"mnist/{split}-labels-idx1-ubyte").write_bytes(idx(10) + bytes(10))
-    test, train = limited(UNPACK, tmp_path).splitlines()
+    test, train = read_limited(UNPACK, tmp_path).splitlines()
     assert "promises 7840 values; it has fewer or more" in test
     assert f"expected {LARGEST_IDX:,} at most" in train
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import layouts
-from limited import limited
+from limited import read_limited
 from tribe.datasets import unpickle as module
 from tribe.datasets.unpickle import LARGEST, OPERATIONS, UnpickleError, unpickle
 
@@ -159,7 +159,7 @@ def test_crafted_sizes_and_depths_take_little_time_and_memory(tmp_path):
     for number, content in enumerate(BOMBS.values()):
         paths.append(tmp_path / str(number))
         paths[-1].write_bytes(content)
-    printed = limited(READ, *paths).splitlines()
+    printed = read_limited(READ, *paths).splitlines()
     assert len(printed) == len(BOMBS)
     ends = dict(zip(BOMBS, printed, strict=True))
     harmless = ("a place in the memo of 2 ** 30", "the last place in the memo", "a frame of 2 ** 62", "nested tuples")

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 import layouts
-from limited import limited
+from limited import read_limited
 from tribe import datasets
 from tribe.datasets import folder as folder_module
 from tribe.datasets import image_files
@@ -143,13 +143,13 @@ def test_eight_threads_with_huge_and_thin_images_stay_below_a_gigabyte(tmp_path)
     large = png(7_000, 7_000, bytes(1 + 3 * 7_000) * 7_000)  # 196 MB each, and eight threads
     for i in range(6):
         (tmp_path / f"day/large{i}.png").write_bytes(large)
-    assert limited(PLAY, tmp_path).split() == ["16", "16"]
+    assert read_limited(PLAY, tmp_path).split() == ["16", "16"]
 
 
 def test_a_thin_jpeg_does_not_exhaust_the_memory_of_tribe_corrupt(tmp_path):
     (tmp_path / "val/n01").mkdir(parents=True)
     Image.new("RGB", (1, 60_000)).save(tmp_path / "val/n01/a.JPEG")
-    printed = limited(CORRUPT, tmp_path / "val", tmp_path / "out")
+    printed = read_limited(CORRUPT, tmp_path / "val", tmp_path / "out")
     assert "a.JPEG cannot be read as an image: it has 1x60000 pixels" in printed
 
 

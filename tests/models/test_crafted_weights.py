@@ -1,4 +1,4 @@
-"""Weights files from elsewhere: each damage is a WeightsError in words, and none takes much memory or time."""
+"""Weights files from elsewhere: each damage is a WeightsError, and none takes much memory or time."""
 
 import json
 import pickle
@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from memory import limited
+from limited import run_limited
 from tribe import models
 from tribe.models.weights import SHIPPED, WeightsError, read
 from tribe.testing import small_network
@@ -187,7 +187,7 @@ def test_small_files_that_claim_much_take_little_memory(tmp_path):
     for name in ("bytearray", "bomb"):
         {"bytearray": bytearray_bomb, "bomb": bomb}[name](tmp_path / f"{name}.pt")
     paths = sorted(path for path in tmp_path.iterdir() if path.suffix in (".pt", ".safetensors"))
-    done = limited(LOAD, *paths, megabytes=768)
+    done = run_limited(LOAD, *paths, megabytes=768)
     assert done.code == 0, done.err
     assert done.out.split() == ["refused"] * len(paths)
 

@@ -9,7 +9,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import tribe
-from memory import limited
+from limited import run_limited
 from networks import batch
 from tribe.methods.encoding import method_for_file
 from tribe.testing import images, small_network
@@ -155,7 +155,7 @@ def test_a_small_file_that_asks_for_much_takes_little_memory(tmp_path, case):
         _rewrite(path, fields=json.dumps(method_for_file(saved.method) | {"size": many, "room": 300}))
     else:
         _rewrite(path, streams=str(many), tensors={} if case == "streams" else {"key.seed": torch.arange(many)})
-    done = limited(LOAD, path, megabytes=768)
+    done = run_limited(LOAD, path, megabytes=768)
     assert done.code == 0, done.err
     assert "damaged" in done.out
 

@@ -151,7 +151,7 @@ def _check_tensor(storage: Any, offset: Any, size: Any, stride: Any) -> None:
 
 
 def check_saved(path: Path) -> None:
-    """Raise UnpickleError, in words, if a file is not a state dict that `torch.load` reads within the file's size."""
+    """Raise UnpickleError if a file is not a state dict that `torch.load` reads within the file's size."""
     with path.open("rb") as file:
         spare = os.fstat(file.fileno()).st_size
         try:

@@ -10,7 +10,7 @@ A schema is plain data:
     [int]                            a list, each item of this schema
     {"images": int, "code?": str}    an object with these keys, "code" may be missing; other keys are permitted
     {...: float}                     an object, each value of this schema
-    Where(int, is_seed, "a seed")    a schema, and a condition in words
+    Where(int, is_seed, "a seed")    a schema and a condition
 
 >>> check({"seeds": [{"images": "many"}]}, {"seeds": [{"images": int}]}, "metrics.json")
 Traceback (most recent call last):
@@ -41,7 +41,7 @@ class Where(NamedTuple):
 
     schema: Schema
     holds: Callable[[Any], bool]
-    expected: str  # the condition in words
+    expected: str  # describes the condition
 
 
 def read(path: str | PathLike[str], schema: Schema, advice: str = "") -> Any:
