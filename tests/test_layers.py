@@ -18,7 +18,7 @@ LAYERS = (  # from the lowest to the highest; a room imports itself and what sta
     (("engine",), "what computes: backbone, slots, state, kernels, graphs, losses, random numbers"),
     (("storage",), "files: one container for tensors, one atomic writer, one lock"),
     (("norms",), "norm rules"),
-    (("knowledge",), "what some methods must know of the source data"),
+    (("knowledge", "time"), "what some methods must know of the source data; what the order of images says"),
     (("methods",), "how a classifier adapts"),
     (("scenarios", "corruptions"), "in what order images come, and what happens to them"),
     (("datasets",), "images and labels"),

@@ -11,7 +11,7 @@
 The method is TRIBE (AAAI-24); read `tribe.methods.tribe` and `tribe.norms.balanced` first.
 """
 
-from tribe import corruptions, datasets, methods, models, norms, scenarios
+from tribe import corruptions, datasets, methods, models, norms, scenarios, time
 from tribe._version import __version__
 from tribe.adapter import Adapter, Snapshot, StreamInfo, adapt, load
 from tribe.diagnosis import Report, doctor
@@ -51,4 +51,5 @@ __all__ = [
     "norms",
     "run",
     "scenarios",
+    "time",
 ]

@@ -16,18 +16,19 @@ from torch.nn.modules.module import _IncompatibleKeys
 from tribe import methods
 from tribe.engine.backbone import Backbone
 from tribe.engine.graphs import Steps, Switch
-from tribe.engine.inputs import as_mask, as_streams, in_range, warn, warn_of_range
+from tribe.engine.inputs import as_mask, as_order, as_streams, in_order, in_range, warn, warn_of_range
 from tribe.engine.model_copy import deepcopy_module
 from tribe.engine.screening import PROBABILITIES, are_probabilities, sound
 from tribe.engine.state import Store, clone, digest, leaves, rebuild, select, tree_map
 from tribe.engine.threads import Lock, locked
 from tribe.fields import is_whole, require
-from tribe.methods import Method, check_classes, check_fits
+from tribe.methods import Method, Timed, check_classes, check_fits, with_filter
 from tribe.methods.encoding import method_for_file, method_from_file
 from tribe.norms.batch import PerBatch
 from tribe.norms.frozen import Frozen
 from tribe.storage import states
 from tribe.storage.states import Saved
+from tribe.time import FilterInfo, TimeFilter, resolve
 
 NOT_EXPORTED = (
     "{0} cannot be exported as an ordinary module that predicts what it predicts, because {0} {1}. Keep the adapter in "
@@ -40,9 +41,7 @@ class StreamInfo(NamedTuple):
 
     images: int  # images learned from so far
     skipped: int  # images that were bad or whose output was not finite, while learning; they changed nothing
-    poisoned: tuple[
-        int, ...
-    ]  # positions of bad images in the last batch, whether it was learned from or only predicted
+    poisoned: tuple[int, ...]  # positions of bad images in the last batch, learned from or only predicted
     trusted: float  # share of the last batch that was trusted; 1 for methods that do not choose or do not learn
     entropy: float  # mean entropy of the last predictions, as a share of log K: 0 is certain, 1 is uniform
     distance: float  # how far the affine parameters that predict have moved, relative to the source's norm
@@ -64,6 +63,7 @@ def adapt(
     model: nn.Module | Backbone,
     method: str | Method = "tribe",
     *,
+    time: str | TimeFilter | None = None,
     classes: int | None = None,
     streams: int = 1,
     seed: int = 0,
@@ -77,6 +77,8 @@ def adapt(
         model: a classifier with normalisation layers; it is copied, never changed. It takes images in [0, 1] and
             normalises them itself (see `tribe.Normalize`). A `Backbone` is taken as it is.
         method: a name from ``tribe.methods.names()``, or a method.
+        time: "auto" also uses the order of the images, where neighbours share their class: see `tribe.time`. A name
+            from ``tribe.time.names()``, or a filter. None: every image is predicted as if it stood alone.
         classes: the number of classes; read from the last Linear layer if not given.
         streams: how many independent streams (cameras) adapt on this one network.
         seed: seed of the first stream; stream i has seed + i.
@@ -99,12 +101,12 @@ def adapt(
             raise TypeError(
                 f"the method is built already: tribe.methods.create({method.name!r}, ...) sets {', '.join(fields)}"
             )
-        return Adapter(
-            net, method, streams=streams, seed=seed, classes=classes, graphs=graphs, deterministic=deterministic
-        )
-    methods.get(method)  # report an unknown name before anything else
-    built = methods.create(method, classes=_count_classes(net, classes), **fields)
-    return Adapter(net, built, streams=streams, seed=seed, graphs=graphs, deterministic=deterministic)
+        built = method
+    else:
+        methods.get(method)  # report an unknown name before anything else
+        built = methods.create(method, classes=_count_classes(net, classes), **fields)
+    built = built if time is None else with_filter(built, resolve(time))
+    return Adapter(net, built, streams=streams, seed=seed, classes=classes, graphs=graphs, deterministic=deterministic)
 
 
 @torch.inference_mode(False)  # what is built here must be able to carry gradients
@@ -180,13 +182,16 @@ class Adapter(nn.Module):
     # -- predicting and learning ------------------------------------------------------------------------------------
 
     @locked
-    def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, valid: Tensor | None = None, order: Tensor | None = None) -> Tensor:
         """Predict, then adapt (unless frozen).
 
         ``valid``, (B,) for one stream or (S, B) for S, is True for real images and False for padding, which fills up a
         stream that has fewer images than the others. Padding gets equal logits, changes nothing and is not counted.
+
+        The order of the images in the batch is their order in time. ``order``, of the same shape as ``valid``, gives
+        another: larger numbers are later. Answers come back in the order of ``x``.
         """
-        return self._run(x, valid, learn=not self._frozen)
+        return self._run(x, valid, learn=not self._frozen, order=order, follow=True)
 
     @locked
     def predict(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
@@ -197,12 +202,17 @@ class Adapter(nn.Module):
         """Adapt to images and return nothing. A frozen adapter learns nothing."""
         self(x, valid)
 
-    def _run(self, x: Tensor, valid: Tensor | None, learn: bool) -> Tensor:
+    def _run(
+        self, x: Tensor, valid: Tensor | None, learn: bool, order: Tensor | None = None, follow: bool = False
+    ) -> Tensor:
         # torch.inference_mode forbids the gradients that adaptation needs, even under enable_grad.
         with torch.inference_mode(False), torch.no_grad():
             images, squeeze = as_streams(x, self.net, self.streams)
             self._check_place()
             valid = None if valid is None else as_mask(valid, images, squeeze)
+            ranks = None if order is None else as_order(order, images, squeeze)
+            if ranks is not None:
+                images, valid = in_order(images, ranks), None if valid is None else in_order(valid, ranks)
             bad = self._find_bad(images, valid)
             if images.shape[1] == 0:
                 logits = images.new_zeros(self.streams, 0, self.classes)
@@ -213,8 +223,14 @@ class Adapter(nn.Module):
                 self._put(state)
                 self._retired = old  # the next step may reuse its memory; a step that fails has changed no other
             else:
-                logits = self.method.predict(self.net, self.state, images, valid)
+                logits, state = self.method.follow(self.net, self.state, images, valid)
                 self._check_logits(logits, bad)
+                if follow and state is not self.state:
+                    self._put(state)
+            if ranks is not None:
+                back = ranks.argsort(1)
+                logits = in_order(logits, back)
+                bad, valid = (t if t is None else in_order(t, back) for t in (bad, valid))
             self._poisoned = bad if bad is None or valid is None else bad & valid
             return logits[0] if squeeze else logits
 
@@ -253,9 +269,15 @@ class Adapter(nn.Module):
             for i, (images, skipped, trusted, entropy, distance) in enumerate(zip(*columns, strict=True))
         ]
 
+    @property
+    @locked
+    def time(self) -> list[FilterInfo] | None:
+        """What the time filter does for each stream; None without one."""
+        return self.method.filter_info(self.state) if isinstance(self.method, Timed) else None
+
     @locked
     def freeze(self) -> "Adapter":
-        """Stop adapting: only predict."""
+        """Stop adapting: only predict. A time filter goes on."""
         self._frozen = True
         return self
 

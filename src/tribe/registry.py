@@ -4,7 +4,7 @@ import dataclasses
 import difflib
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -23,6 +23,15 @@ def nearest(name: str, known: Iterable[str]) -> str:
     close = [spelled[word] for word in difflib.get_close_matches(name.lower(), spelled, n=2, cutoff=0.5)]
     hint = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
     return f"{hint}Known: {', '.join(known) or 'none'}"
+
+
+def build(cls: type[T], kind: str, fields: Mapping[str, Any]) -> T:
+    """Build a component from its class and its fields; an unknown field raises TypeError, with similar names."""
+    known = [f.name for f in dataclasses.fields(cls) if f.init]  # type: ignore[arg-type]
+    for field in fields:
+        if field not in known:
+            raise TypeError(f"{kind} {cls.name!r} has no field {field!r}: {nearest(field, known)}")  # type: ignore[attr-defined]
+    return cls(**fields)
 
 
 class Registry(Generic[T]):
@@ -74,12 +83,7 @@ class Registry(Generic[T]):
 
     def create(self, name: str, **fields: Any) -> T:
         """Build a component from its name and its fields."""
-        cls = self.get(name)
-        known = [f.name for f in dataclasses.fields(cls) if f.init]  # type: ignore[arg-type]
-        for field in fields:
-            if field not in known:
-                raise TypeError(f"{self.kind} {name!r} has no field {field!r}: {nearest(field, known)}")
-        return cls(**fields)
+        return build(self.get(name), self.kind, fields)
 
     def load(self, package: str, path: Iterable[str]) -> None:
         """Import every module of a package, so that each can register what it holds."""

@@ -42,6 +42,28 @@ def as_mask(valid: Tensor, x: Tensor, added: bool) -> Tensor:
     return valid.unsqueeze(0) if added else valid
 
 
+def as_order(order: Tensor, x: Tensor, added: bool) -> Tensor:
+    """Turn times of images (S, B, ...) into the positions (S, B) that sort them, or refuse them; ties keep their order.
+
+    >>> as_order(torch.tensor([0.3, 0.1, 0.2]), torch.zeros(1, 3, 4), added=True)
+    tensor([[1, 2, 0]])
+    """
+    expected = tuple(x.shape[added:2])
+    if not isinstance(order, Tensor) or tuple(order.shape) != expected or order.dtype == torch.bool:
+        found = f"{order.dtype} of shape {tuple(order.shape)}" if isinstance(order, Tensor) else repr(order)
+        raise ValueError(f"order is a tensor of numbers, one for each image, of shape {expected}; got {found}")
+    if order.is_floating_point() and bool(order.isnan().any()):
+        raise ValueError("order holds NaN; expected a time, or a position in time, for each image")
+    order = order.to(x.device)
+    return torch.argsort(order.unsqueeze(0) if added else order, dim=1, stable=True)
+
+
+def in_order(values: Tensor, positions: Tensor) -> Tensor:
+    """Reorder values (S, B, ...) by positions (S, B) of each stream."""
+    index = positions.view(*positions.shape, *[1] * (values.dim() - 2))
+    return torch.take_along_dim(values, index, 1)
+
+
 def in_range(x: Tensor) -> bool:
     """Whether all values lie in [0, 1]; NaN does not. Waits for the device."""
     low, high = (v.item() for v in x.aminmax())

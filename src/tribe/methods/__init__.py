@@ -34,11 +34,13 @@ from tribe.methods.method import (
     require_features,
 )
 from tribe.methods.stepping import finish, finite, quiet, screen
+from tribe.methods.timed import Timed, timed, with_filter
 from tribe.norms import Norm
 from tribe.norms.balanced import Balanced
 from tribe.norms.instance import Instance
 from tribe.norms.robust import Robust
-from tribe.registry import nearest
+from tribe.registry import build, nearest
+from tribe.time import registry as time_filters
 
 names = registry.names
 
@@ -48,22 +50,39 @@ def variants() -> list[str]:
     return [f"{name}/{variant}" for name in names() for variant in registry.get(name).variants]
 
 
+def alone(name: str) -> str:
+    """The name of a method or a variant without its time filter.
+
+    >>> alone("selftrain/robust-bn+time")
+    'selftrain/robust-bn'
+    """
+    return name.partition("+")[0]
+
+
 def get(name: str) -> type[Method]:
-    """The class of a method or of a variant."""
-    return registry.get(name.partition("/")[0])
+    """The class of a method or of a variant, with a time filter or without.
+
+    >>> get("tribe+time").more_than_a_pass
+    'filters its predictions over time'
+    """
+    method, plus, rule = name.partition("+")
+    cls = registry.get(method.partition("/")[0])
+    return timed(cls, time_filters.get(rule)) if plus else cls
 
 
 def create(name: str, **fields: Any) -> Method:
-    """Build a method from the name of a method or a variant, and its fields.
+    """Build a method from the name of a method or a variant, with a time filter or without, and its fields.
 
     >>> create("selftrain/robust-bn", classes=10).learning
     False
+    >>> create("source+time", within="batch").within
+    'batch'
     """
-    base, slash, variant = name.partition("/")
-    known = get(base).variants
-    if slash and variant not in known:
-        raise ValueError(f"{base} has no variant {variant!r}: {nearest(variant, known)}")
-    return registry.create(base, **{**known.get(variant, {}), **fields})
+    cls = get(name)
+    base, slash, variant = alone(name).partition("/")
+    if slash and variant not in cls.variants:
+        raise ValueError(f"{base} has no variant {variant!r}: {nearest(variant, cls.variants)}")
+    return build(cls, registry.kind, {**cls.variants.get(variant, {}), **fields})
 
 
 __all__ = [
@@ -88,10 +107,12 @@ __all__ = [
     "Reservoir",
     "Robust",
     "Stats",
+    "Timed",
     "Timely",
     "View",
     "WeightLayout",
     "all_weights",
+    "alone",
     "check_classes",
     "check_fits",
     "checked_tensors",
@@ -114,10 +135,12 @@ __all__ = [
     "segment",
     "select",
     "study_batches",
+    "timed",
     "tree_map",
     "variants",
     "view",
     "wide",
+    "with_filter",
 ]
 
 registry.load(__name__, __path__)  # last: method files import the names above from here

@@ -7,7 +7,7 @@ from typing import Any
 
 from tribe.engine.augment import Augment
 from tribe.knowledge import Knowledge, KnowledgeError
-from tribe.methods.method import Method, registry
+from tribe.methods import Method, create, get
 from tribe.storage.states import STATE, StateFileError
 
 
@@ -60,8 +60,12 @@ def method_from_file(
     A field that could not be saved must be among ``given``, and no other may be, except source knowledge: its file can
     move, and its digest identifies it.
     """
-    if name not in registry.names():
-        raise StateFileError(f"{path} was saved with method {name!r}, unknown here: import what registers it")
+    try:
+        get(name)
+    except ValueError as error:
+        raise StateFileError(
+            f"{path} was saved with method {name!r}, unknown here: import what registers it"
+        ) from error
     fields: dict[str, Any] = {}
     for field, value in saved.items():
         if isinstance(value, dict) and "callable" in value:
@@ -81,7 +85,7 @@ def method_from_file(
         raise TypeError(f"{name} has no field {unknown[0]!r}")
     try:
         decoded = {field: value if field in given else decode_value(value) for field, value in fields.items()}
-        return registry.create(name, **decoded)
+        return create(name, **decoded)
     except (TypeError, ValueError) as error:
         raise StateFileError(f"{path} holds settings that {name} does not take here: {error}") from error
 

@@ -190,6 +190,10 @@ class Method(ABC):
         x, valid, _ = screen(x, valid)
         return self.predict_screened(net, state, x, valid)
 
+    def follow(self, net: Backbone, state: Any, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Any]:
+        """Predict without adapting, in the order of the stream: what a frozen adapter does. A time filter goes on."""
+        return self.predict(net, state, x, valid), state
+
     def predict_screened(self, net: Backbone, state: Any, x: Tensor, valid: Tensor) -> Tensor:
         """A pass of `deployed`, for a step that has screened its images already."""
         return quiet(*self.pass_deployed(net, state, x, valid))

@@ -59,7 +59,7 @@ def read(path: str | PathLike[str]) -> Saved:
     header, tensors = tensor_file.read(path, STATE)
     saved = Saved(**header, tensors=tensors)
     # The file's own tensors must agree with its header before a state of that many streams is allocated.
-    seeds = tensors.get("key.seed")
+    seeds = tensors.get("key.seed", tensors.get("inner.key.seed"))  # a method alone, or with a time filter
     if seeds is None or seeds.dim() != 1 or not 1 <= saved.streams == len(seeds):
         found = "no seeds" if seeds is None else f"seeds of shape {tuple(seeds.shape)}"
         raise StateFileError(
@@ -71,7 +71,7 @@ def read(path: str | PathLike[str]) -> Saved:
 
 def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
     """The names of the tensors that are not finite; `info` does not count, since the next step replaces it."""
-    numbers = {n: t for n, t in tensors.items() if t.is_floating_point() and t.numel() and not n.startswith("info.")}
+    numbers = {n: t for n, t in tensors.items() if t.is_floating_point() and t.numel() and "info" not in n.split(".")}
     # The extremes are NaN where anything is; they take one pass and no memory, which isfinite() of all would.
     return [name for name, t in numbers.items() if not all(end.isfinite() for end in t.aminmax())]
 

@@ -21,12 +21,14 @@ from tribe.engine.kernels.activations import (
 )
 from tribe.engine.kernels.class_update import UpdateTerms, update, update_backward
 from tribe.engine.kernels.colour import jitter
+from tribe.engine.kernels.filtering import scan, smooth
 from tribe.engine.kernels.launch import (
     INSTALLED,
     INTERPRETED,
     SAMPLES,
     Mode,
     can_draw,
+    can_filter,
     can_jitter,
     can_normalise,
     can_pool,
@@ -49,6 +51,7 @@ __all__ = [
     "apply",
     "apply_backward",
     "can_draw",
+    "can_filter",
     "can_jitter",
     "can_normalise",
     "can_pool",
@@ -64,6 +67,8 @@ __all__ = [
     "observe",
     "pool",
     "pool_backward",
+    "scan",
+    "smooth",
     "uniform",
     "update",
     "update_backward",

@@ -1,0 +1,73 @@
+"""The protocol of a time filter: a frozen dataclass with a pure step over the predictions of a method."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tribe.registry import Registry
+
+registry: Registry["TimeFilter"] = Registry("time filter")
+register = registry.register
+
+
+class Filtered(NamedTuple):
+    """What a filter makes of a batch."""
+
+    logits: Tensor  # (S, B, K), the log of the filtered probabilities
+    used: Tensor  # (S, B), where they replace the method's own prediction
+    state: Any  # of the filter, after the batch
+
+
+class FilterInfo(NamedTuple):
+    """What a filter does for one stream, in plain numbers."""
+
+    on: bool  # whether the last image was filtered
+    burst: float  # how many images in a row share their class, as the filter estimates it
+    temperature: float  # that the filter divides the logits by
+    evidence: float  # that neighbours share their class, in nats; the filter is on above its threshold
+
+
+@dataclass(frozen=True)
+class TimeFilter(ABC):
+    """A way to use the order of images. Its fields are its settings; everything that changes is in the state.
+
+    The order of images in a batch is their order in time, and batches follow one another. A filter sees predictions
+    only: no image, no label. `step` is pure, and streams are independent, as for a method.
+    """
+
+    name: ClassVar[str]  # set by @register; "tribe+NAME" is TRIBE with this filter
+    paper: ClassVar[str]  # where the filter comes from
+
+    @abstractmethod
+    def init(self, streams: int, classes: int, like: Tensor) -> Any:
+        """The state before the first image, on the device and in the precision of ``like``."""
+
+    @abstractmethod
+    def step(self, state: Any, logits: Tensor, valid: Tensor) -> Filtered:
+        """Filter the predictions (S, B, K) of the images that are ``valid`` (S, B); the others change nothing."""
+
+    def info(self, state: Any) -> list[FilterInfo] | None:
+        """What the filter does for each stream; None if it has nothing to report."""
+        return None
+
+
+def informative(logits: Tensor, valid: Tensor) -> Tensor:
+    """Which images (S, B) count: the valid ones, unless all their logits are equal, as those of a bad image are."""
+    counted: Tensor = valid & (logits.amax(-1) > logits.amin(-1))
+    return counted
+
+
+def one_hot_last(seen: Tensor) -> Tensor:
+    """Mark the last True of each row (S, B); nothing in a row without one."""
+    after = seen.flip(-1).cumsum(-1).flip(-1)  # how many from here on
+    return seen & (after == 1)
+
+
+def pick_last(values: Tensor, seen: Tensor, otherwise: Tensor) -> Tensor:
+    """The value (S, ...) of (S, B, ...) at the last True of each row (S, B); ``otherwise`` where there is none."""
+    mark = one_hot_last(seen).view(*seen.shape, *[1] * (values.dim() - 2))
+    some = seen.any(1).view(-1, *[1] * (values.dim() - 2))
+    return torch.where(some, torch.where(mark, values, 0).sum(1), otherwise)

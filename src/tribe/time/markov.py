@@ -1,0 +1,212 @@
+"""The next image is probably of the same class: a hidden Markov model over classes, on while the stream supports it.
+
+Each image keeps the class of the one before with probability 1 - rho; else its class is drawn anew, each with 1 / K.
+What the network says of an image is the likelihood of its classes, l = softmax(z / T). Per image:
+
+    predict        prior <- (1 - rho) p + rho / K                                  p: the belief after the last image
+    update         p <- prior l / (prior . l)
+    learn rho      towards the probability that the class was drawn anew, (rho / K) / (prior . l)
+    compare        with independent draws from the marginal pi of the last images: e = log (prior . l) - log (pi . l)
+
+The answer is p while the evidence, the sum of e, is above a threshold, else the network's own prediction. A bank of
+temperatures T runs side by side; the one with the largest recent e answers. See docs/time.md for the derivation.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tribe.engine import kernels
+from tribe.fields import is_number, require
+from tribe.time import Filtered, FilterInfo, TimeFilter, informative, register
+
+START = 0.1  # rho before the first image: bursts of ten
+PATIENCE = 100  # images that the first rho counts for
+FIRST = 10  # images that the uniform first marginal counts for
+UNSEEN = 0.01  # share of the marginal that is spread evenly, so that a class that was never seen can come
+
+
+class MarkovState(NamedTuple):
+    """What each of M temperatures believes of each stream."""
+
+    belief: Tensor  # (S, M, K), p
+    marginal: Tensor  # (S, M, K), pi
+    rate: Tensor  # (S, M), rho
+    recent: Tensor  # (S, M), the evidence of about the last hundred images, which chooses the temperature
+    evidence: Tensor  # (S, M), which turns the filter on and off
+    images: Tensor  # (S,) int64, images so far
+
+
+class Scanned(NamedTuple):
+    """What a pass over a batch leaves behind for each image."""
+
+    belief: Tensor  # (S, B, M, K), after the image
+    rate: Tensor  # (S, B, M), before the image
+    recent: Tensor  # (S, B, M), after the image
+    evidence: Tensor  # (S, B, M), after the image
+
+
+@register("time")
+@dataclass(frozen=True)
+class Markov(TimeFilter):
+    """A hidden Markov model over classes that turns itself on and off. Beyond the paper.
+
+    An answer uses the image and those before it. With ``within="batch"`` it also uses those after it in the same batch.
+    """
+
+    within: Literal["past", "batch"] = "past"  # which images of its batch an answer uses
+    temperatures: Sequence[float] = (1.0, 1.5, 2.0, 3.0, 4.0)  # T; above 4 a biased network looks like one long burst
+    training_shares: Sequence[float] | None = None  # of the classes, divided out; None: all were equal
+    rate_step: float = 0.003  # of rho: about the last 300 images; slower than the marginal, so that bias is not a burst
+    least_rate: float = 0.005  # of rho; bounds how long a wrong class stays, see docs/time.md
+    marginal_step: float = 0.01  # of pi: about the last 100 images
+    recent_memory: float = 0.99  # discount of the evidence that chooses the temperature
+    evidence_on: float = 10.0  # nats above which the filter is on; chance alone gets there with e^-10
+    evidence_most: float = 50.0  # limits the evidence, so that some dozen images that switch turn the filter off
+    evidence_drift: float = 0.02  # nats that each image must add, so that hardly sticky streams stay off
+    likelihood_floor: float = 0.001  # shared by all classes: one image alone cannot exclude a class
+
+    paper = "Rabiner, A tutorial on hidden Markov models, Proceedings of the IEEE 1989; not part of the TRIBE paper"
+
+    def __post_init__(self) -> None:
+        require(self.within in ("past", "batch"), "within is 'past' or 'batch'", self.within)
+        self._set_numbers("temperatures", "temperatures is a sequence of positive numbers")
+        if self.training_shares is not None:
+            self._set_numbers("training_shares", "training_shares is a sequence of positive shares, one a class")
+        shares = ("rate_step", "least_rate", "marginal_step", "recent_memory", "likelihood_floor")
+        for name in (*shares, "evidence_on", "evidence_most", "evidence_drift"):
+            value, most = getattr(self, name), 1 if name in shares else math.inf
+            expected = f"{name} is a number, not negative" + (" and below 1" if name in shares else "")
+            require(is_number(value) and 0 <= value < most, expected, value)
+            object.__setattr__(self, name, float(value))
+        least = self.evidence_on
+        require(self.evidence_most > least, f"evidence_most is above evidence_on, {least:g}", self.evidence_most)
+
+    def _set_numbers(self, name: str, expected: str) -> None:
+        given = getattr(self, name)
+        several = isinstance(given, Sequence) and not isinstance(given, str) and len(given) > 0
+        require(several and all(is_number(v) and v > 0 for v in given), expected, given)
+        object.__setattr__(self, name, tuple(float(v) for v in given))
+
+    def init(self, streams: int, classes: int, like: Tensor) -> MarkovState:
+        """Every class is as likely as any other, and nothing is known of bursts."""
+        if self.training_shares is not None and len(self.training_shares) != classes:
+            given = len(self.training_shares)
+            raise ValueError(f"training_shares has {given} shares; the network has {classes} classes")
+        shape = streams, len(self.temperatures)
+        even, zero = like.new_full((*shape, classes), 1 / classes), like.new_zeros(shape)
+        count = torch.zeros(streams, dtype=torch.int64, device=like.device)
+        return MarkovState(even, even.clone(), zero + START, zero, zero - self.evidence_on, count)
+
+    @torch.no_grad()
+    def step(self, state: MarkovState, logits: Tensor, valid: Tensor) -> Filtered:
+        """Filter a batch: update the belief image by image; smooth it backwards if the whole batch may be used."""
+        z = logits.to(state.belief.dtype)
+        if self.training_shares is not None:
+            z = z - z.new_tensor(self.training_shares).log()
+        counted = informative(z, valid)
+        likelihood = self._likelihood(z)
+        scanned, new = self._scan(state, likelihood, counted)
+        if self.within == "batch":
+            chosen = new.recent.argmax(-1)  # (S,), with the temperature that is best at the end of the batch
+            belief = self._smooth(scanned, likelihood, counted, chosen)
+            on = _at(new.evidence, chosen).unsqueeze(1) > self.evidence_on  # (S, 1)
+        else:
+            best = scanned.recent.argmax(-1)  # (S, B)
+            belief, on = _at(scanned.belief, best), _at(scanned.evidence, best) > self.evidence_on
+        tiny = torch.finfo(torch.float32).tiny
+        return Filtered(belief.clamp_min(tiny).log(), counted & on, new)
+
+    def info(self, state: MarkovState) -> list[FilterInfo]:
+        """Whether the filter is on for each stream, and what its best temperature believes."""
+        best = state.recent.argmax(-1)
+        rows = zip(best.tolist(), _at(state.rate, best).tolist(), _at(state.evidence, best).tolist(), strict=True)
+        return [FilterInfo(e > self.evidence_on, 1 / rate, self.temperatures[m], e) for m, rate, e in rows]
+
+    def _likelihood(self, z: Tensor) -> Tensor:
+        """The likelihood of the classes, (S, B, M, K), for every temperature."""
+        heat = torch.stack([z / t for t in self.temperatures], 2)  # no tensor from the host: it is captured in graphs
+        return heat.softmax(-1) * (1 - self.likelihood_floor) + self.likelihood_floor / z.shape[-1]
+
+    def _scan(self, state: MarkovState, likelihood: Tensor, counted: Tensor) -> tuple[Scanned, MarkovState]:
+        """Update the belief image by image."""
+        if kernels.can_filter(likelihood):
+            return _scan_in_one_launch(self, state, likelihood, counted)
+        belief, marginal, rate, recent, evidence, images = state
+        classes, even = belief.shape[-1], torch.full_like(belief, 1 / belief.shape[-1])
+        rate_step, marginal_step = self._steps(images, counted, rate.dtype)
+        seen = counted.all(0).tolist() if counted.device.type == "cpu" else [False] * counted.shape[1]
+        scanned = []
+        for b, every in enumerate(seen):
+            chance, before = likelihood[:, b], (belief, recent, rate)
+            joint = torch.lerp(belief, even, rate.unsqueeze(-1)) * chance
+            total = joint.sum(-1)  # prior . l
+            drawn = marginal * chance
+            null = drawn.sum(-1)  # pi . l
+            gained = (total / null).log_()
+            belief = joint / total.unsqueeze(-1)
+            share = (1 - UNSEEN) * drawn / null.unsqueeze(-1) + UNSEEN / classes
+            marginal = torch.lerp(marginal, share, marginal_step[:, b])
+            # The likelihood sums to 1, so rho / K is the joint probability that the class is drawn anew.
+            rate = torch.lerp(rate, rate / (classes * total), rate_step[:, b]).clamp_(self.least_rate, 1)
+            recent = gained.add(recent, alpha=self.recent_memory)
+            if not every:  # an image that does not count has steps of zero, and adds no evidence
+                mask = counted[:, b].view(-1, 1)
+                belief, recent = (
+                    torch.where(mask.unsqueeze(-1), belief, before[0]),
+                    torch.where(mask, recent, before[1]),
+                )
+                gained = torch.where(mask, gained, self.evidence_drift)
+            evidence = (evidence + gained).sub_(self.evidence_drift).clamp_(-self.evidence_on, self.evidence_most)
+            scanned.append(Scanned(belief, before[2], recent, evidence))
+        ends = MarkovState(belief, marginal, rate, recent, evidence, images + counted.sum(1))
+        return Scanned(*(torch.stack(parts, 1) for parts in zip(*scanned, strict=True))), ends
+
+    def _steps(self, images: Tensor, counted: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """How far each image moves rho, (S, B, 1), and pi, (S, B, 1, 1): further at first, not at all if it is bad."""
+        before = (images.unsqueeze(1) + counted.cumsum(1) - counted.long()).to(dtype)  # images before this one
+        steps = [(1 / (before + PATIENCE), self.rate_step), (1 / (before + FIRST), self.marginal_step)]
+        rate, marginal = (torch.where(counted, at_first.clamp_min(later), 0) for at_first, later in steps)
+        return rate.unsqueeze(-1), marginal[..., None, None]
+
+    def _smooth(self, scanned: Scanned, likelihood: Tensor, counted: Tensor, chosen: Tensor) -> Tensor:
+        """The belief (S, B, K) in every image, given its whole batch: one pass backwards at the chosen temperature."""
+        each = chosen.unsqueeze(1).expand(counted.shape)
+        belief, rate, likelihood = _at(scanned.belief, each), _at(scanned.rate, each), _at(likelihood, each)
+        if kernels.can_filter(likelihood):
+            return kernels.smooth(belief, rate, likelihood, counted)
+        seen = counted.all(0).tolist() if counted.device.type == "cpu" else [False] * counted.shape[1]
+        later = torch.ones_like(belief[:, 0])  # (S, K), the likelihood of the images after this one
+        laters = []
+        for b in reversed(range(len(seen))):
+            laters.append(later)
+            ahead = likelihood[:, b] * later
+            back = torch.lerp(ahead, ahead.mean(-1, keepdim=True), rate[:, b].unsqueeze(-1))
+            back = back / back.sum(-1, keepdim=True)
+            later = back if seen[b] else torch.where(counted[:, b].view(-1, 1), back, later)
+        product = belief * torch.stack(laters[::-1], 1)
+        return product / product.sum(-1, keepdim=True)
+
+
+def _scan_in_one_launch(
+    rule: Markov, state: MarkovState, likelihood: Tensor, counted: Tensor
+) -> tuple[Scanned, MarkovState]:
+    """`Markov._scan` as one kernel: a program for each stream and temperature goes through the images."""
+    constants = (
+        *(rule.rate_step, rule.least_rate, rule.marginal_step, rule.recent_memory),
+        *(rule.evidence_on, rule.evidence_most, rule.evidence_drift, PATIENCE, FIRST, UNSEEN),
+    )
+    parts, (belief, marginal, rate, recent, evidence) = kernels.scan(likelihood, counted, state, constants)
+    ends = MarkovState(belief, marginal, rate, recent, evidence, state.images + counted.sum(1))
+    return Scanned(*parts), ends
+
+
+def _at(values: Tensor, index: Tensor) -> Tensor:
+    """The values (S, ..., K) or (S, ...) at one temperature each: ``index`` (S, ...) into the axis after its own."""
+    axis = index.dim()
+    place = index.view(*index.shape, 1, *[1] * (values.dim() - axis - 1))
+    return torch.take_along_dim(values, place, axis).squeeze(axis)
