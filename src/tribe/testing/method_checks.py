@@ -242,15 +242,15 @@ def a_poisoned_batch_touches_nothing(method: Method) -> None:
     _, state = _play(method, net, method.init(net, 2), _stream_of(2, steps=2))
     x = images(2, 6, seed=5)
     x[0] = float("nan")
-    _, after = method.step(net, state, x)
-    new, old = stream(after, 0, 2), stream(state, 0, 2)
+    _, end = method.step(net, state, x)
+    new, old = stream(end, 0, 2), stream(state, 0, 2)
     assert int(new.info.skipped) == int(old.info.skipped) + 6, "the skipped images were not counted"
     before = leaves(old)
     moved = [
         name for name, t in leaves(new).items() if not name.endswith("info.skipped") and not _same(t, before[name])
     ]
     assert not moved, f"a batch of nothing but NaN moved the state: {', '.join(moved)}"
-    assert int(after.info.images[1]) == int(state.info.images[1]) + 6, "the other stream did not learn"
+    assert int(end.info.images[1]) == int(state.info.images[1]) + 6, "the other stream did not learn"
 
 
 def says_nothing_of_what_does_not_count(method: Method) -> None:
