@@ -53,10 +53,11 @@ def variants() -> list[str]:
 def alone(name: str) -> str:
     """The name of a method or a variant without its time filter.
 
-    >>> alone("selftrain/robust-bn+time")
-    'selftrain/robust-bn'
+    >>> alone("selftrain/robust-bn+time"), alone("selftrain/bn+st")
+    ('selftrain/robust-bn', 'selftrain/bn+st')
     """
-    return name.partition("+")[0]
+    method, _, rule = name.rpartition("+")
+    return method if rule in time_filters.names() else name
 
 
 def get(name: str) -> type[Method]:
@@ -65,9 +66,12 @@ def get(name: str) -> type[Method]:
     >>> get("tribe+time").more_than_a_pass
     'filters its predictions over time'
     """
-    method, plus, rule = name.partition("+")
+    method = alone(name)
+    base, plus, rule = method.partition("/")[0].partition("+")
+    if plus and base in names():  # tribe+tiem
+        time_filters.get(rule)
     cls = registry.get(method.partition("/")[0])
-    return timed(cls, time_filters.get(rule)) if plus else cls
+    return cls if method == name else timed(cls, time_filters.get(name.removeprefix(f"{method}+")))
 
 
 def create(name: str, **fields: Any) -> Method:
