@@ -22,6 +22,7 @@ class Cofa(TimeFilter):
     """COFA: two neighbours probably share their class. It is always on, also where neighbours share nothing."""
 
     paper = "Du et al., UniTTA: Unified benchmark and versatile framework towards realistic test-time adaptation, 2024"
+    always_on = "as published it averages any two neighbours, and has no test of whether they share their class"
 
     def init(self, streams: int, classes: int, like: Tensor) -> CofaState:
         """No image has been seen."""

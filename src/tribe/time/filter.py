@@ -40,6 +40,12 @@ class TimeFilter(ABC):
 
     name: ClassVar[str]  # set by @register; "tribe+NAME" is TRIBE with this filter
     paper: ClassVar[str]  # where the filter comes from
+    always_on: ClassVar[str | None] = None  # why it filters also where neighbours share nothing; None: it does not
+
+    @property
+    def uses_batch(self) -> bool:
+        """Whether an answer also depends on later images of its batch; without them batch size changes nothing."""
+        return False
 
     @abstractmethod
     def init(self, streams: int, classes: int, like: Tensor) -> Any:
@@ -47,7 +53,7 @@ class TimeFilter(ABC):
 
     @abstractmethod
     def step(self, state: Any, logits: Tensor, valid: Tensor) -> Filtered:
-        """Filter the predictions (S, B, K) of the images that are ``valid`` (S, B); the others change nothing."""
+        """Filter the finite logits (S, B, K) of the images that are ``valid`` (S, B); the others change nothing."""
 
     def info(self, state: Any) -> list[FilterInfo] | None:
         """What the filter does for each stream; None if it has nothing to report."""

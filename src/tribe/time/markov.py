@@ -12,6 +12,7 @@ The answer is p while the evidence, the sum of e, is above a threshold, else the
 temperatures T runs side by side; the one with the largest recent e answers. See docs/time.md for the derivation.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -92,6 +93,11 @@ class Markov(TimeFilter):
         require(several and all(is_number(v) and v > 0 for v in given), expected, given)
         object.__setattr__(self, name, tuple(float(v) for v in given))
 
+    @property
+    def uses_batch(self) -> bool:
+        """With ``within="batch"``."""
+        return self.within == "batch"
+
     def init(self, streams: int, classes: int, like: Tensor) -> MarkovState:
         """Every class is as likely as any other, and nothing is known of bursts."""
         if self.training_shares is not None and len(self.training_shares) != classes:
@@ -106,9 +112,9 @@ class Markov(TimeFilter):
     def step(self, state: MarkovState, logits: Tensor, valid: Tensor) -> Filtered:
         """Filter a batch: update the belief image by image; smooth it backwards if the whole batch may be used."""
         z = logits.to(state.belief.dtype)
-        if self.training_shares is not None:
-            z = z - z.new_tensor(self.training_shares).log()
         counted = informative(z, valid)
+        if self.training_shares is not None:
+            z = z - _logs(tuple(self.training_shares), z.dtype, z.device)
         likelihood = self._likelihood(z)
         scanned, new = self._scan(state, likelihood, counted)
         if self.within == "batch":
@@ -203,6 +209,12 @@ def _scan_in_one_launch(
     parts, (belief, marginal, rate, recent, evidence) = kernels.scan(likelihood, counted, state, constants)
     ends = MarkovState(belief, marginal, rate, recent, evidence, state.images + counted.sum(1))
     return Scanned(*parts), ends
+
+
+@functools.cache
+def _logs(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Their logarithms, copied to the device once: a CUDA graph cannot copy from the host."""
+    return torch.tensor(values, dtype=dtype, device=device).log()
 
 
 def _at(values: Tensor, index: Tensor) -> Tensor:
