@@ -77,7 +77,8 @@ class InOrder(Scenario):
 
 def play(path, **options):
     stream = Stream(Pictures(), InOrder(), (0,), batch=12)
-    return runner.run(Backbone(small_network()), ready("tent"), stream, checkpoint=path, every=1, **options)
+    kept = {"checkpoint": path, "every": 1, "keep_outputs": True}
+    return runner.run(Backbone(small_network()), ready("tent"), stream, **kept, **options)
 
 
 @reader("run-checkpoint", "safetensors", ("tribe.lab.runner._Checkpoint.resume",), sealed=True)
@@ -94,7 +95,7 @@ class RunCheckpoint:
     @staticmethod
     def read(folder):
         (record,) = play(folder / "checkpoint.safetensors")
-        return digest(record.label, record.prediction, record.confidence)
+        return digest(record.label, record.prediction, record.confidence, record.outputs.values)
 
 
 def learner():

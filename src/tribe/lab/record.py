@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tribe.fields import is_whole
+from tribe.lab.outputs import Outputs
 from tribe.storage import json_files
 from tribe.storage.arrays import read_npz
 from tribe.storage.atomic import write_atomically
@@ -39,6 +40,7 @@ class Record(NamedTuple):
     domains: tuple[str, ...]
     classes: int
     spec: Mapping[str, Any]  # of the run: dataset, model, scenario, method, seed, ... as in tribe.lab.experiment
+    outputs: Outputs | None = None  # what the method returned, if the run kept it; `save` leaves it out
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the table and the spec (as JSON) to one npz file, atomically."""
@@ -61,7 +63,7 @@ class Record(NamedTuple):
             raise FileNotFoundError(f"no record at {path}")
         words = _read_header(path)
         try:
-            columns = {name: torch.from_numpy(array) for name, array in read_npz(path, COLUMNS).items()}
+            columns: dict[str, Any] = {name: torch.from_numpy(array) for name, array in read_npz(path, COLUMNS).items()}
         except ValueError as error:
             raise ValueError(f"{path} is damaged ({error}); expected a file of Record.save") from error
         spec = words["spec"] if words["schema"] == SCHEMA else _from_schema_1(words["spec"])

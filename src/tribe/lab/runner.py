@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from tribe.datasets.fingerprint import fingerprint
 from tribe.engine.backbone import Backbone
 from tribe.engine.graphs import Steps, Switch
 from tribe.engine.state import clone, digest, leaves, rebuild, select
+from tribe.lab.outputs import OutputTable, predictions
 from tribe.lab.provenance import code_of, coded, is_own
 from tribe.lab.record import COLUMNS, Record
 from tribe.lab.spec import describe
@@ -49,6 +50,7 @@ def run(
     checkpoint: str | PathLike[str] | None = None,
     every: int = 50,
     keep_checkpoint: bool = False,
+    keep_outputs: bool = False,
     progress: Progress | None = None,
     graphs: Switch = "auto",
     deterministic: bool = False,
@@ -67,6 +69,7 @@ def run(
         every: batches between checkpoints; more where writing one takes over half a second (methods that adapt all
             weights of a large network keep a gigabyte), so that it never costs a tenth of the time.
         keep_checkpoint: leave the last checkpoint at the end, for a caller who removes it once the records are written.
+        keep_outputs: keep what the method returns, in the records: `tribe.lab.replay` plays time filters over it.
         progress: called after every batch.
         graphs: "auto" takes a step as one launch on a GPU where it can (see `tribe.engine.graphs`); True insists on it.
         deterministic: the same bits every time on a GPU too, so that a resumed run equals one that never stopped.
@@ -77,7 +80,8 @@ def run(
     check_fits(net, method)
     source = method.init(net, len(stream.seeds), seed)
     words = named if spec is not None else _described(net, method, stream)
-    file = None if checkpoint is None else _Checkpoint(checkpoint, _identity(net, method, stream, seed, named))
+    outputs = OutputTable(stream, method.output) if keep_outputs else None
+    file = None if checkpoint is None else _Checkpoint(checkpoint, _identity(net, method, stream, seed, named), outputs)
     state, table, start = (
         (clone(source), _Table(len(stream.seeds)), 0) if file is None else file.resume(source, len(stream))
     )
@@ -92,10 +96,11 @@ def run(
                 state, retired = select(reset, clone(source), state), None  # a copy: its memory will be reused
             old, (output, state) = state, steps(state, x, valid, retired)
             retired = old  # its memory serves the step after next
-            p = output if method.output == "probabilities" else output.float().softmax(-1)
-            confidence, prediction = (t.cpu() for t in p.max(-1))  # waits for the device, so that the time is the whole
+            confidence, prediction = predictions(output, method.output)  # waits for the device: the time is the whole
             seconds = (time.perf_counter() - begun) / max(int(batch.valid.sum()), 1)
             table.append(batch, prediction, confidence, seconds)
+            if outputs is not None:
+                outputs.append(step, output, batch.valid)
             if progress is not None:
                 progress(step, len(stream), table.error())
             finished = state, table.rows(), step
@@ -107,7 +112,10 @@ def run(
         raise
     if file is not None and not keep_checkpoint:
         file.path.unlink(missing_ok=True)
-    return table.records(stream, words)
+    records = table.records(stream, words)
+    if outputs is None:
+        return records
+    return [record._replace(outputs=kept) for record, kept in zip(records, outputs.of_streams(), strict=True)]
 
 
 def _check_arguments(net: Backbone, method: Method, every: int) -> None:
@@ -221,7 +229,7 @@ class _Table:
         domains, classes = stream.domains, len(stream.dataset.classes)
         return [
             Record(
-                **{name: torch.cat(parts) for name, parts in column.items()},
+                **cast(Any, {name: torch.cat(parts) for name, parts in column.items()}),
                 domains=domains,
                 classes=classes,
                 spec={**spec, "seed": seed},
@@ -233,9 +241,9 @@ class _Table:
 class _Checkpoint:
     """The file that a run resumes from."""
 
-    def __init__(self, path: str | PathLike[str], identity: str) -> None:
+    def __init__(self, path: str | PathLike[str], identity: str, outputs: OutputTable | None = None) -> None:
         check_file(path)  # before the work, not after it
-        self.path, self._identity = Path(path), identity
+        self.path, self._identity, self._outputs = Path(path), identity, outputs
         self.saved = 0  # batches in the file
         self._due = 0.0  # no checkpoint before this time
 
@@ -251,6 +259,8 @@ class _Checkpoint:
         """Write the state, and the first rows of the table, atomically."""
         tensors = {f"state.{name}": t for name, t in leaves(state).items()}
         tensors |= {f"record.{name}": column for name, column in table.cut(rows)}
+        if self._outputs is not None:
+            tensors |= {f"outputs.{name}": kept for name, kept in self._outputs.cut(step)}
         tensor_file.write(self.path, CHECKPOINT, {"step": step, "run": self._identity}, tensors)
         self.saved = step
 
@@ -276,15 +286,21 @@ class _Checkpoint:
                 f"{self.path} is damaged: it says that {header['step']} of {batches} batches are done. "
                 f"{CHECKPOINT.advice}"
             )
-        self._check(tensors, source)
+        outputs = {name.removeprefix("outputs."): t for name, t in tensors.items() if name.startswith("outputs.")}
+        if self._outputs is None:  # a run that kept outputs may go on without
+            tensors = {name: t for name, t in tensors.items() if not name.startswith("outputs.")}
+        self._check(tensors, source, {} if self._outputs is None else self._outputs.like(header["step"], outputs))
+        if self._outputs is not None:
+            self._outputs.resume(outputs)
         state = rebuild(source, {name: tensors[f"state.{name}"].to(t.device) for name, t in leaves(source).items()})
         table = _Table.of([{name: tensors[f"record.{s}.{name}"] for name in COLUMNS} for s in range(streams)])
         self.saved = header["step"]
         return state, table, self.saved
 
-    def _check(self, tensors: Mapping[str, Tensor], source: Any) -> None:
-        """Refuse tensors that are not a state like the source's and columns of equal length for every stream."""
-        like = {f"state.{name}": t for name, t in leaves(source).items()}
+    def _check(self, tensors: Mapping[str, Tensor], source: Any, outputs: Mapping[str, Tensor]) -> None:
+        """Refuse tensors that are not a state like the source's, outputs, and columns of equal length."""
+        like = {f"outputs.{name}": t for name, t in outputs.items()}
+        like |= {f"state.{name}": t for name, t in leaves(source).items()}
         for s, start in enumerate(_Table(len(source.key.seed)).columns):
             labels = tensors.get(f"record.{s}.label")
             rows = labels.shape if labels is not None and labels.dim() == 1 else (0,)

@@ -57,11 +57,11 @@ class Stream:
         self.dataset, self.scenario, self.seeds, self.batch = dataset, scenario, seeds, int(batch)
         self.labels = [dataset.labels(name) for name in self.domains]
         self.schedules = [scenario.schedule(self.labels, seed) for seed in seeds]
-        self._cuts = [_cuts(schedule, batch) for schedule in self.schedules]
+        self.cuts = [_cuts(schedule, batch) for schedule in self.schedules]  # the images of each batch, by stream
 
     def __len__(self) -> int:
         """How many batches."""
-        return max(len(cuts) for cuts in self._cuts)
+        return max(len(cuts) for cuts in self.cuts)
 
     def __iter__(self) -> Iterator[Batch]:
         """All batches from the beginning."""
@@ -100,7 +100,7 @@ class Stream:
         return future
 
     def _read(self, step: int, pin: bool) -> Batch:
-        cuts = [cut[step] if step < len(cut) else slice(0, 0) for cut in self._cuts]
+        cuts = [cut[step] if step < len(cut) else slice(0, 0) for cut in self.cuts]
         width = max(cut.stop - cut.start for cut in cuts)
         rows = [self._row(schedule, cut, width) for schedule, cut in zip(self.schedules, cuts, strict=True)]
         shape = next(images.shape[1:] for images, *_ in rows if len(images))

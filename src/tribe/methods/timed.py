@@ -7,7 +7,7 @@ see docs/time.md for what happens if it does.
 import dataclasses
 import functools
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -117,15 +117,21 @@ class Timed(Method):
         """What the filter does for each stream."""
         return self.rule.info(state.time)
 
-    @torch.no_grad()
     def _filter(self, state: Any, output: Tensor, valid: Tensor | None) -> tuple[Tensor, Any]:
-        """Filter what the method returned: logits or probabilities, and the same kind comes back."""
         real = torch.ones(output.shape[:2], dtype=torch.bool, device=output.device) if valid is None else valid
-        probabilities = self.output == "probabilities"
-        logits = output.clamp_min(torch.finfo(torch.float32).tiny).log() if probabilities else output
-        filtered = self.rule.step(state, logits, real)
-        answer = (filtered.logits.exp() if probabilities else filtered.logits).to(output.dtype)
-        return torch.where(filtered.used.unsqueeze(-1), answer, output), filtered.state
+        return filter_output(self.rule, state, output, real, self.output)
+
+
+@torch.no_grad()
+def filter_output(
+    rule: TimeFilter, state: Any, output: Tensor, valid: Tensor, kind: Literal["logits", "probabilities"]
+) -> tuple[Tensor, Any]:
+    """Filter what a method returned, (S, B, K): the same kind comes back, and the next state of the filter."""
+    probabilities = kind == "probabilities"
+    logits = output.clamp_min(torch.finfo(torch.float32).tiny).log() if probabilities else output
+    filtered = rule.step(state, logits, valid)
+    answer = (filtered.logits.exp() if probabilities else filtered.logits).to(output.dtype)
+    return torch.where(filtered.used.unsqueeze(-1), answer, output), filtered.state
 
 
 @functools.cache
