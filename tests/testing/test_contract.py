@@ -3,8 +3,8 @@
 import pytest
 
 import layouts
-from tribe import datasets, methods, norms, scenarios
-from tribe.testing import DATASET_CHECKS, METHOD_CHECKS, NORM_CHECKS, SCENARIO_CHECKS, ready, small
+from tribe import datasets, methods, norms, scenarios, time
+from tribe.testing import DATASET_CHECKS, FILTER_CHECKS, METHOD_CHECKS, NORM_CHECKS, SCENARIO_CHECKS, ready, small
 
 
 @pytest.mark.parametrize("check", METHOD_CHECKS, ids=lambda check: check.__name__)
@@ -17,6 +17,19 @@ def test_method(name, check):
 @pytest.mark.parametrize("name", norms.names())
 def test_norm(name, check):
     check(norms.create(name))
+
+
+@pytest.mark.parametrize("check", FILTER_CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("name", [*time.names(), "time within batch"])
+def test_filter(name, check):
+    check(time.create("time", within="batch") if name == "time within batch" else time.create(name))
+
+
+@pytest.mark.parametrize("check", METHOD_CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("name", ["source+time", "tribe+time", "lame+cofa"])
+def test_method_with_a_filter(name, check):
+    """Learning, time, and probabilities; test_timed.py composes every method with a filter."""
+    check(small(ready(name)))
 
 
 @pytest.mark.parametrize("check", SCENARIO_CHECKS, ids=lambda check: check.__name__)

@@ -1,4 +1,4 @@
-"""The contract of methods, norm rules, scenarios and data sets; public, for code outside the repository too.
+"""The contract of methods, norm rules, time filters, scenarios and data sets; public, for custom components too.
 
     from tribe.testing import check_method
     check_method(MyMethod(classes=4))       # raises AssertionError naming the property that does not hold
@@ -19,10 +19,22 @@ from tribe.methods import Method
 from tribe.norms import Norm
 from tribe.scenarios import Scenario
 from tribe.testing.dataset_checks import DATASET_CHECKS
+from tribe.testing.filter_checks import FILTER_CHECKS
 from tribe.testing.method_checks import METHOD_CHECKS
 from tribe.testing.norm_checks import NORM_CHECKS
-from tribe.testing.samples import CLASSES, SIZE, images, informed, ready, small, small_network
+from tribe.testing.samples import (
+    CLASSES,
+    SIZE,
+    images,
+    informed,
+    labels_in_bursts,
+    predictions,
+    ready,
+    small,
+    small_network,
+)
 from tribe.testing.scenario_checks import SCENARIO_CHECKS, label_sets
+from tribe.time import TimeFilter
 
 
 def check_method(method: Method) -> None:
@@ -33,6 +45,11 @@ def check_method(method: Method) -> None:
 def check_norm(norm: Norm) -> None:
     """Check a norm rule."""
     _run(NORM_CHECKS, norm)
+
+
+def check_filter(filter: TimeFilter) -> None:
+    """Check a time filter."""
+    _run(FILTER_CHECKS, filter)
 
 
 def check_scenario(scenario: Scenario) -> None:
@@ -56,17 +73,21 @@ def _run(checks: tuple[Callable[[Any], None], ...], component: Any) -> None:
 __all__ = [
     "CLASSES",
     "DATASET_CHECKS",
+    "FILTER_CHECKS",
     "METHOD_CHECKS",
     "NORM_CHECKS",
     "SCENARIO_CHECKS",
     "SIZE",
     "check_dataset",
+    "check_filter",
     "check_method",
     "check_norm",
     "check_scenario",
     "images",
     "informed",
     "label_sets",
+    "labels_in_bursts",
+    "predictions",
     "ready",
     "small",
     "small_network",

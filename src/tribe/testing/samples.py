@@ -1,4 +1,4 @@
-"""What the checks run on: a small network, images, methods for it, and a watch on the global random generators."""
+"""What the checks run on: a small network, images, predictions, methods, and a watch on global random generators."""
 
 import dataclasses
 import random
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from tribe import methods
 from tribe.engine.backbone import Backbone
+from tribe.engine.rng import Key, normal, uniform
 from tribe.methods import Method
 
 CLASSES = 4  # of the small network
@@ -58,6 +59,34 @@ def images(streams: int, batch: int, seed: int = 0, dtype: torch.dtype = torch.f
     x = torch.rand(streams, batch, 3, SIZE, SIZE, generator=generator, dtype=dtype)
     shift = torch.rand(streams, 1, 1, 1, 1, generator=generator, dtype=dtype)
     return (0.3 + 0.7 * x) * (0.4 + 0.6 * shift)
+
+
+def labels_in_bursts(
+    streams: int, images: int, classes: int, stay: float, imbalance: float = 1, seed: int = 0
+) -> Tensor:
+    """Draw classes (S, N): an image has the class of the one before with probability ``stay``, else it is drawn anew.
+
+    The first class is ``imbalance`` times as frequent as the last.
+    """
+    key = Key(torch.arange(streams) + seed, torch.zeros(streams, dtype=torch.int64))
+    shares = imbalance ** -torch.linspace(0, 1, classes, dtype=torch.float64)
+    edges = (shares / shares.sum()).cumsum(0)
+    drawn = torch.searchsorted(edges, uniform(key, 1, (images,)).double()).clamp_max(classes - 1)
+    anew = uniform(key, 2, (images,)) >= stay
+    last = torch.where(anew, torch.arange(images), 0).cummax(1).values  # the image whose class was drawn
+    return drawn.gather(1, last)
+
+
+def predictions(labels: Tensor, classes: int, margin: float = 2.0, heat: float = 2.0, seed: int = 0) -> Tensor:
+    """Draw logits (S, N, K) in float64 for images of these classes (S, N): a network without a network.
+
+    The true class is ``margin`` above the others; each logit has noise of standard deviation 1. With ``heat`` 1 the
+    softmax is the true posterior; a larger one makes it too sure, as networks are under a shift. A margin of 2 gives
+    about a third of wrong predictions with 10 classes.
+    """
+    key = Key(torch.arange(len(labels)) + seed, torch.ones(len(labels), dtype=torch.int64))
+    noise = normal(key, 3, (labels.shape[1], classes)).double()
+    return heat * margin * (noise + margin * torch.nn.functional.one_hot(labels, classes))
 
 
 def informed(method: Method, net: Backbone | None = None) -> Method:
