@@ -4,6 +4,7 @@ What adapts and what is kept is read from the states; passes are counted on a sm
 sizes are those of the states that `init` makes.
 """
 
+import dataclasses
 import functools
 import sys
 from collections import Counter
@@ -21,6 +22,11 @@ from tribe.testing import CLASSES, images, informed, small_network
 BATCH, STEPS = 64, 4
 NETWORKS = {"compact, K = 10": ("compact", 10, "mnist"), "WRN-28-10, K = 10": ("wrn28_10", 10, "cifar10")}
 NETWORKS |= {"ResNet-50, K = 1000": ("resnet50", 1000, "imagenet")}
+CLASSES_OF_FILTERS = (10, 100, 1000)
+FILTERS = """
+A time filter stands behind any method, as in `tribe+time`: it uses the order of the images, and the method learns as
+without it. It is not part of the paper; see docs/time.md. A state is what one stream needs beside that of its method.
+"""
 HEADER = """# Methods
 
 Made by `python -m benchmarks.methods`, from the code. A pass is one image through the network, forward or backward,
@@ -40,6 +46,11 @@ def main() -> None:
     print("\n| variant of `selftrain` | fields |\n|---|---|")
     for variant, fields in tribe.methods.get("selftrain").variants.items():
         print(f"| `{variant}` | {', '.join(f'{k}={v!r}' for k, v in fields.items()) or 'all defaults'} |")
+    print(FILTERS)
+    names = ["time filter", "paper", *(f"state, K = {classes}" for classes in CLASSES_OF_FILTERS), "fields"]
+    print(f"| {' | '.join(names)} |\n|{'---|' * len(names)}")
+    for name in tribe.time.names():
+        print(f"| {' | '.join(filter_row(name))} |")
 
 
 def row(name: str) -> list[str]:
@@ -48,6 +59,14 @@ def row(name: str) -> list[str]:
     cls = tribe.methods.get(name)
     sizes = [megabytes(name, *network) for network in NETWORKS.values()]
     return [f"`{name}`", cls.paper, adapts, keeps, cls.needs or "none", f"{forward:g}", f"{backward:g}", *sizes]
+
+
+def filter_row(name: str) -> list[str]:
+    """A time filter's cells."""
+    rule = tribe.time.create(name)
+    sizes = [in_words(size(rule.init(1, classes, torch.empty(0)))) for classes in CLASSES_OF_FILTERS]
+    fields = [f"{field.name}={getattr(rule, field.name)!r}" for field in dataclasses.fields(rule)]
+    return [f"`{name}`", rule.paper, *sizes, ", ".join(fields) or "none"]
 
 
 def measured(name: str) -> tuple[float, float, str, str]:
@@ -102,7 +121,16 @@ def megabytes(name: str, model: str, classes: int, dataset: str) -> str:
     method: Method = cls(**{"classes": classes, **cls.presets.get(dataset, {})})
     channels = tribe.models.architecture(model, classes=classes).channels
     method = studied(method, net, (channels, 28, 28) if channels == 1 else (channels, 32, 32))
-    size = sum(t.numel() * t.element_size() for t in leaves(method.init(net)).values())
+    return in_words(size(method.init(net)))
+
+
+def size(state: Any) -> int:
+    """The bytes of a state."""
+    return sum(t.numel() * t.element_size() for t in leaves(state).values())
+
+
+def in_words(size: int) -> str:
+    """A number of bytes, with a unit."""
     return f"{size} bytes" if size < 1000 else f"{size / 1e3:,.0f} kB" if size < 1e6 else f"{size / 1e6:,.1f} MB"
 
 

@@ -245,16 +245,19 @@ def test_torch_is_pinned_for_the_repository_only():
     assert '"torch>=2.11"' in (ROOT / "pyproject.toml").read_text()
 
 
-METHOD_ROWS = {
-    name: [name, *cells.strip(" |").split(" | ")]
-    for name, cells in re.findall(r"^\| `([\w-]+)` \|(.*\|.*\|.*)$", page("methods"), re.M)
-}
+def rows_of(text):
+    rows = re.findall(r"^\| `([\w-]+)` \|(.*\|.*\|.*)$", text, re.M)
+    return {name: [name, *cells.strip(" |").split(" | ")] for name, cells in rows}
+
+
+METHOD_ROWS, FILTER_ROWS = map(rows_of, page("methods").split("| time filter |"))
 VARIANT_ROWS = dict(re.findall(r"^\| `([\w+-]+)` \| ([^|]*) \|$", page("methods"), re.M))
 
 
 def test_the_tables_of_methods_were_found():
     assert len(METHOD_ROWS) >= 15
     assert len(VARIANT_ROWS) >= 16
+    assert len(FILTER_ROWS) >= 2
 
 
 @pytest.mark.parametrize("name", METHOD_ROWS)
@@ -267,6 +270,13 @@ def test_the_table_of_methods_says_what_is_measured(name):
     assert cells[2:4] == [adapts, keeps]
     assert cells[5:7] == [f"{forward:g}", f"{backward:g}"]
     assert cells[7] == megabytes(name, *next(iter(NETWORKS.values())))
+
+
+@pytest.mark.parametrize("name", FILTER_ROWS)
+def test_the_table_of_time_filters_says_what_they_are(name):
+    from benchmarks.methods import filter_row
+
+    assert [f"`{name}`", *FILTER_ROWS[name][1:]] == filter_row(name)
 
 
 @pytest.mark.parametrize("variant", VARIANT_ROWS)

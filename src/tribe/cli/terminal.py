@@ -15,6 +15,7 @@ from rich.table import Table as Grid
 from tribe.cli.output import shown
 from tribe.fields import printable
 from tribe.lab.spec import plain
+from tribe.paper.beyond import MARK
 from tribe.paper.compare import Comparison, Judged
 from tribe.paper.plan import Plan
 from tribe.paper.render import FORMATS, VERDICTS, claims_json, claims_markdown, number, ours
@@ -75,10 +76,12 @@ def show_runs(plan: Plan, rows: Sequence[Mapping[str, Any]], output: OutputTarge
     grid = Grid("id", "method", "network", "stream", "images", "minutes", "")
     for row in rows:
         minutes = f"{row['minutes']:.1f}" + ("" if row["measured"] else " ?")
-        names = (row[name] for name in ("id", "method", "model", "stream"))
+        method = f"{row['method']} {MARK}" if row["beyond_paper"] else row["method"]
+        names = row["id"], method, row["model"], row["stream"]
         grid.add_row(*map(shown, names), f"{row['images']:,}", minutes, "done" if row["done"] else "")
     done = sum(row["done"] for row in rows)
     text = f"{len(rows)} runs, {done} done; the others take about {left:.0f} minutes (?: a guess, not measured here)"
+    text += f"; {MARK}: beyond the paper" if any(row["beyond_paper"] for row in rows) else ""
     output.draw(lambda console: console.print(grid, text))
     print_problems(plan.problems)
 
@@ -111,9 +114,9 @@ def _print(comparison: Comparison, judgements: Sequence[Judged], console: Consol
     for column in grid.columns[1:]:
         column.justify = "right"
     for row in comparison.rows:
-        grid.add_row(shown(row), *(_cell(comparison, row, column) for column in comparison.columns))
+        grid.add_row(shown(comparison.name_of(row)), *(_cell(comparison, row, column) for column in comparison.columns))
     console.print(grid)
-    for note in comparison.notes:
+    for note in (*comparison.notes, *comparison.footnotes):
         console.print(f"  {printable(note)}", markup=False, highlight=False, soft_wrap=True)
     if judgements:
         console.print(_claims_grid(judgements))

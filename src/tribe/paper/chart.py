@@ -1,15 +1,20 @@
-"""Draw a comparison: ours as lines or bars, the paper's as hollow marks of the same colour."""
+"""Draw a comparison: ours as lines or bars, the paper's as hollow marks of the same colour.
+
+Rows beyond the paper are dashed or hatched, and drawn only if they have numbers.
+"""
 
 from typing import TYPE_CHECKING, Any
 
 from tribe.lab.plots import COLOURS, MARKERS, plain_label
+from tribe.paper.beyond import MARK
 from tribe.paper.compare import Comparison
 from tribe.paper.tables import Value
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-LEGEND_ROWS = 12  # with more rows there is no legend
+LEGEND_ROWS = 17  # with more rows there is no legend
+NARROW = 12  # rows of a legend with two columns; a longer one has three
 
 
 def draw_chart(comparison: Comparison) -> "Figure":
@@ -35,6 +40,8 @@ def draw_chart(comparison: Comparison) -> "Figure":
     else:
         _lines(axes, comparison, columns)
     axes.set_title(plain_label(comparison.title), fontsize="large" if per_class else "medium")
+    if any(row in comparison.beyond for row in _drawn(comparison, columns)):
+        figure.supxlabel(f"{MARK} beyond the paper: see docs/time.md", fontsize="small")
     if not per_class:
         axes.grid(axis="y", alpha=0.3)
     return figure
@@ -44,28 +51,40 @@ def _has_numbers(comparison: Comparison, column: str) -> bool:
     return any(isinstance(comparison.entries[row, column].ours, float) for row in comparison.rows)
 
 
+def _drawn(comparison: Comparison, columns: list[str]) -> list[str]:
+    """The rows to draw: all of the paper, and those beyond it that have a number."""
+    entries, beyond = comparison.entries, comparison.beyond
+    return [
+        r for r in comparison.rows if r not in beyond or any(isinstance(entries[r, c].ours, float) for c in columns)
+    ]
+
+
 def _lines(axes: Any, comparison: Comparison, columns: list[str]) -> None:
-    for i, row in enumerate(comparison.rows):
+    rows = _drawn(comparison, columns)
+    for i, row in enumerate(rows):
         style = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)], "markersize": 4}
+        line = {"label": plain_label(comparison.name_of(row)), "linewidth": 1.2}
+        line["linestyle"] = "--" if row in comparison.beyond else "-"
         entries = [comparison.entries[row, column] for column in columns]
-        axes.plot(
-            range(len(columns)), [_value(e.ours) for e in entries], label=plain_label(row), linewidth=1.2, **style
-        )
+        axes.plot(range(len(columns)), [_value(e.ours) for e in entries], **line, **style)
         hollow = {**style, "markerfacecolor": "none", "linestyle": "none"}
         axes.plot(range(len(columns)), [_value(e.paper) for e in entries], **hollow)
     axes.set(ylabel="error, % (hollow: paper)", ylim=(0, None), xticks=range(len(columns)))
     axes.set_xticklabels([*map(plain_label, columns)], rotation=40, ha="right", fontsize="small")
-    if len(comparison.rows) <= LEGEND_ROWS:
-        axes.legend(fontsize="small", ncols=2)
+    if len(rows) <= LEGEND_ROWS:
+        axes.legend(fontsize="small", ncols=2 if len(rows) <= NARROW else 3)
 
 
 def _bars(axes: Any, comparison: Comparison, column: str) -> None:
-    entries = [comparison.entries[row, column] for row in comparison.rows]
+    rows = _drawn(comparison, [column])
+    entries = [comparison.entries[row, column] for row in rows]
     place = range(len(entries))
-    axes.bar(place, [_value(e.ours) for e in entries], color=COLOURS[1], label="ours")
+    hatches = ["//" if row in comparison.beyond else "" for row in rows]
+    axes.bar(place, [_value(e.ours) for e in entries], color=COLOURS[1], edgecolor="white", hatch=hatches, label="ours")
     axes.plot(place, [_value(e.paper) for e in entries], "o", color="black", markerfacecolor="none", label="paper")
     axes.set(ylabel="error, %", ylim=(0, None), xticks=place)
-    axes.set_xticklabels([*map(plain_label, comparison.rows)], rotation=40, ha="right", fontsize="small")
+    names = [plain_label(comparison.name_of(row)) for row in rows]
+    axes.set_xticklabels(names, rotation=40, ha="right", fontsize="small")
     axes.legend(fontsize="small")
 
 

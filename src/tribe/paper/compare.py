@@ -5,11 +5,12 @@ from dataclasses import dataclass, field
 from os import PathLike
 from typing import NamedTuple
 
-from tribe import scenarios
+from tribe import methods, scenarios
 from tribe.lab import statistics
 from tribe.lab.experiment import Experiment, MixedResults, refuse_mixture
 from tribe.lab.store import Result
 from tribe.paper import tables
+from tribe.paper.beyond import MARK
 from tribe.paper.claims import Claim, Verdict, claims, judge, of_paper
 from tribe.paper.gather import SELECTING, measured_alone
 from tribe.paper.plan import Plan, Planned, stream_of
@@ -50,12 +51,24 @@ class Comparison:
     entries: Mapping[tuple[str, str], Entry]
     notes: Sequence[str]
     missing: Mapping[str, Sequence[str]]  # why cells are empty: each reason with its cells
-    groups: Mapping[str, str]  # of the rows that are methods: rows of one group had the same streams
+    groups: Mapping[str, str]  # of the methods that compete, so not beyond the paper: one group had the same streams
     theirs: str = "paper"  # who published the other numbers
     experiments: Mapping[str, Experiment] = field(default_factory=dict)  # by id
+    beyond: Mapping[str, str] = field(default_factory=dict)  # rows beyond the paper, and what they are
+
+    def name_of(self, row: str) -> str:
+        """The name of a row as it is shown, with a mark if it is beyond the paper."""
+        return f"{row} {MARK}" if row in self.beyond else row
+
+    @property
+    def footnotes(self) -> list[str]:
+        """What the mark means, if a row has it."""
+        notes = dict.fromkeys(self.beyond[row] for row in self.rows if row in self.beyond)
+        what = f"{MARK} Beyond the paper, which has no such rows; its claims are judged without them. See docs/time.md."
+        return [" ".join([what, *notes])] if notes else []
 
     def is_best(self, row: str, column: str) -> bool:
-        """Whether ours is the lowest number of the methods that had the same stream."""
+        """Whether ours is the lowest number of the methods that had the same stream, without rows beyond the paper."""
         rivals = [other for other in self.rows if row in self.groups and self.groups.get(other) == self.groups[row]]
         numbers = [value for other in rivals if isinstance(value := self.entries[other, column].ours, float)]
         return len(numbers) > 1 and self.entries[row, column].ours == min(numbers)
@@ -102,9 +115,14 @@ def compare_plan(plan: Plan, results: Mapping[str, Result]) -> Comparison:
         entries,
         notes=[*table.notes, *_departures(plan), *_duels(plan, results)],
         missing=plan.problems,
-        groups={row["key"]: str(row.get("group")) for row in table.rows if row.get("method")},
+        groups={
+            row["key"]: str(row.get("group"))
+            for row in table.rows
+            if row.get("method") and row["key"] not in table.beyond
+        },
         theirs=table.theirs,
         experiments={experiment.id: experiment for experiment in plan.experiments},
+        beyond=table.beyond,
     )
 
 
@@ -201,7 +219,10 @@ def _departures(plan: Plan) -> list[str]:
 
 
 def _duels(plan: Plan, results: Mapping[str, Result]) -> list[str]:
-    """For each stream: is the best method significantly better than the second, and do added methods beat TRIBE?"""
+    """For each stream: is the best method significantly better than the second, and do added methods beat TRIBE?
+
+    A row beyond the paper is compared with the same method without the time filter.
+    """
     notes, seen = [], set()
     for group in _groups(plan):
         row_of = {e.id: row for row, e in reversed(group.items()) if e.id in results}  # once, if two rows are the same
@@ -219,11 +240,19 @@ def _duels(plan: Plan, results: Mapping[str, Result]) -> list[str]:
 
 def _opponents(plan: Plan, results: Mapping[str, Result]) -> list[tuple[str, str]]:
     """The pairs of rows to compare on one stream."""
-    best, second = sorted(results, key=lambda row: results[row].error())[:2]
-    method_of = {row["key"]: row.get("method") for row in plan.table.rows}
-    added = [row for row in results if method_of[row] in plan.choices.added and method_of[row] != TRIBE]
-    against = [(row, other) for row in added for other in results if method_of[other] == TRIBE]
-    return [(best, second), *(pair for pair in against if set(pair) != {best, second})]
+    method_of = {row["key"]: str(row.get("method")) for row in plan.table.rows}
+    papers = [row for row in results if row not in plan.table.beyond]
+    best = sorted(papers, key=lambda row: results[row].error())[:2]
+    added = [row for row in papers if method_of[row] in plan.choices.added and method_of[row] != TRIBE]
+    against = [(row, other) for row in added for other in papers if method_of[other] == TRIBE]
+    against += [
+        (row, other)
+        for row in results
+        for other in papers
+        if row in plan.table.beyond and method_of[other] == methods.alone(method_of[row])
+    ]
+    first = [(best[0], best[1])] if len(best) > 1 else []
+    return [*first, *(pair for pair in against if set(pair) != set(best))]
 
 
 def stream_name(experiment: Experiment) -> str:

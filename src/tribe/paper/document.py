@@ -21,6 +21,7 @@ from tribe.lab.experiment import Experiment
 from tribe.lab.store import Result, finished
 from tribe.lab.workbench import Workbench
 from tribe.paper import tables
+from tribe.paper.beyond import extend
 from tribe.paper.compare import Comparison, compare_plan, judge_claims
 from tribe.paper.findings import (
     BesideReleased,
@@ -60,7 +61,9 @@ class Series:
         """The settings that all of them share."""
         e = self.experiments[0]
         threads = "" if e.threads is None else f", {e.threads} thread{'s' * (e.threads > 1)}"
-        seeds = f"seed {e.seeds[0]}" if len(e.seeds) == 1 else f"seeds {e.seeds[0]} to {e.seeds[-1]}"
+        first, last = e.seeds[0], e.seeds[-1]
+        some = f"{first} to {last}" if e.seeds == tuple(range(first, last + 1)) else ", ".join(map(str, e.seeds))
+        seeds = f"seed {first}" if len(e.seeds) == 1 else f"seeds {some}"
         return f"{self.machine('device')}{threads}, {e.precision}, {seeds}, batch {e.batch}"
 
     def machine(self, field: str) -> str:
@@ -87,10 +90,10 @@ class Series:
         own, replaced = list[Comparison | None](), list[Comparison | None]()
         for table in all_tables():
             choices = Choices(added=self._later_methods(table), row_names=_row_names())
-            own.append(_without_empty(self.compare(table, choices)))
+            own.append(_without_empty(self.compare(extend(table), choices)))
             for dataset, model in self._replacements(table):
                 other = dataclasses.replace(choices, dataset=dataset, model=model)
-                replaced.append(_without_empty(self.compare(table, other)))
+                replaced.append(_without_empty(self.compare(extend(table), other)))
         return [c for c in own if c is not None], [c for c in replaced if c is not None]
 
     def _later_methods(self, table: Table) -> list[str]:

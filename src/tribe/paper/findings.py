@@ -58,7 +58,8 @@ def standings(comparison: Comparison) -> Iterator[Standing]:
         if column.endswith(" inst") and column not in SAME_STREAM:
             paper = table.value(TRIBE, column)
             assert isinstance(paper, float)
-            entries = {row: comparison.entries.get((row, column)) for row in comparison.rows}
+            rows = [row for row in comparison.rows if row not in comparison.beyond]
+            entries = {row: comparison.entries.get((row, column)) for row in rows}
             errors = {row: e.ours for row, e in entries.items() if e is not None and isinstance(e.ours, float)}
             ours = errors.pop(TRIBE, None)
             yield Standing(column.removesuffix(" inst"), ours, min(paper, AIM.get(column, paper)), errors)

@@ -63,13 +63,17 @@ class Choices:
         return ComponentSpec(cell.scenario or "", {**cell.scenario_fields, **self.overrides.get("scenario", {})})
 
     def method_fields_of(self, cell: Cell, classes: Callable[[], int]) -> dict[str, Any]:
-        """The fields of a cell's method. Fields that the table sweeps win over overrides."""
+        """The fields of a cell's method. Fields that the table sweeps win over overrides.
+
+        Overrides of a method also hold for the method with a time filter: "TRIBE + time" is the same TRIBE.
+        """
         swept = dict(cell.fields)
         for name, value in swept.items():
             if isinstance(value, dict) and "per_class" in value:
                 swept[name] = value["per_class"] * classes()
         swept = {name: value * cell.scale.get(name, 1) for name, value in swept.items()}
-        return {**self.overrides.get(cell.method or "", {}), **swept}
+        method = cell.method or ""
+        return {**self.overrides.get(methods.alone(method), {}), **self.overrides.get(method, {}), **swept}
 
 
 @dataclass(frozen=True)
@@ -143,6 +147,7 @@ def plan_with(table: Table, choices: Choices, workbench: Workbench, find: Callab
     """
     table = _add_rows(_select(_replace_domains(table, choices, workbench), choices), choices)
     known_methods = {row.get("method", table.common.get("method")) for row in table.rows} - {None}
+    known_methods |= {methods.alone(name) for name in known_methods}
     if unknown := sorted(choices.overrides.keys() - {*COMPONENTS, *known_methods, table.common.get("method")}):
         raise ValueError(f"{unknown[0]!r} takes no part in {table.name}: {nearest(unknown[0], known_methods)}")
     planned: dict[str, Planned] = {}
@@ -210,7 +215,7 @@ def _matches(patterns: Sequence[str], keys: Sequence[str], complaint: str) -> li
 
 
 def _add_rows(table: Table, choices: Choices) -> Table:
-    """The rows to keep by method, and new rows for added methods: one in each group."""
+    """The rows to keep by method, and new rows for added methods: one a group, above the rows beyond the paper."""
     if not (choices.only or choices.added):
         return table
     if not all(row.get("method") for row in table.rows):
@@ -223,17 +228,20 @@ def _add_rows(table: Table, choices: Choices) -> Table:
     swept = [column for column in table.columns if column.get("fields")]
     if choices.added and swept:
         raise ValueError(f"the columns of {table.name} set {', '.join(swept[0]['fields'])}: no method can be added")
-    shared = [{k: v for k, v in row.items() if k not in ("key", "method", "fields", "scale")} for row in table.rows]
+    special = ("key", "method", "fields", "scale", "beyond")  # what rows of one group need not share
+    shared = [{k: v for k, v in row.items() if k not in special} for row in table.rows]
     groups = [group for i, group in enumerate(shared) if group not in shared[:i]]
     if choices.only:
         kept = [i for i, known in enumerate(aliases) if not known.isdisjoint(choices.only)]
         table = table.select(kept, range(len(table.columns)))
-    rows, values = list(table.rows), list(table.values)
+    rows, values, place = list(table.rows), list(table.values), len(table.rows) - len(table.beyond)
     for name in choices.added:
         methods.get(name)  # raises if the name is unknown
         key = choices.row_names.get(name, name)
-        rows += [{**g, "key": f"{g['group']} {key}" if "group" in g else key, "method": name} for g in groups]
-        values += [[None] * len(table.columns)] * len(groups)
+        names = [f"{group['group']} {key}" if "group" in group else key for group in groups]
+        rows[place:place] = [{**g, "key": k, "method": name} for g, k in zip(groups, names, strict=True)]
+        values[place:place] = [[None] * len(table.columns)] * len(groups)
+        place += len(groups)
     return dataclasses.replace(table, rows=rows, values=values)
 
 
@@ -316,11 +324,16 @@ class Costs(NamedTuple):
         return Costs({kind: seconds for kind, (_, seconds) in latest.items()})
 
     def estimate(self, experiment: Experiment, images: int) -> tuple[float, bool]:
-        """The seconds that an experiment with so many images takes, and whether they were measured, not guessed."""
+        """The seconds that an experiment with so many images takes, and whether they were measured, not guessed.
+
+        A time filter costs next to nothing: until it is measured, a method with one takes as long as without.
+        """
         kind = _kind(experiment)
         if kind in self.seconds:
             return images * self.seconds[kind], True
-        method, model, device, _ = kind
+        method, model, device, precision = methods.alone(kind[0]), *kind[1:]
+        if (method, model, device, precision) in self.seconds:
+            return images * self.seconds[method, model, device, precision], False
         forward = FORWARD_SECONDS.get(device, {}).get(
             model, OTHER_FORWARD_SECONDS.get(device, OTHER_FORWARD_SECONDS["cpu"])
         )

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tribe.fields import printable
+from tribe.paper.beyond import MARK
 from tribe.paper.compare import Comparison, Entry, Judged
 
 VERDICTS = {True: "holds", False: "fails", None: "not judged"}
@@ -14,6 +15,7 @@ DECIMALS = {"s": 5, "ms": 3, "images": 0}  # others: 2
 ESCAPES = str.maketrans(
     {character: f"\\{character}" for character in "%_&#${}"}
     | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$"}
+    | {MARK: r"$^\dagger$"}
 )
 BOLD = "\x02{}\x03"  # in LaTeX, until its characters are escaped; no printable text holds these
 
@@ -64,8 +66,9 @@ def markdown(comparison: Comparison, judgements: Sequence[Judged] = (), level: i
     columns = comparison.columns
     lines = [f"{'#' * level} {as_markdown(comparison.title)}", "", _legend(comparison), ""]
     lines += table_head(["", *columns], "l" + "r" * len(columns))
-    lines += [table_row([row, *(_cell(comparison, row, c, "**{}**") for c in columns)]) for row in comparison.rows]
-    lines += ["", *(f"- {as_markdown(note)}" for note in comparison.notes)]
+    for row in comparison.rows:
+        lines.append(table_row([comparison.name_of(row), *(_cell(comparison, row, c, "**{}**") for c in columns)]))
+    lines += ["", *(f"- {as_markdown(note)}" for note in (*comparison.notes, *comparison.footnotes))]
     lines += [
         f"- Missing: {len(cells)} cell{'s' * (len(cells) > 1)}, the first is {as_markdown(f'{cells[0]}: {reason}')}"
         for reason, cells in comparison.missing.items()
@@ -83,10 +86,10 @@ def latex(comparison: Comparison, judgements: Sequence[Judged] = ()) -> str:
         r"\midrule",
     ]
     for row in comparison.rows:
-        cells = [printable(row), *(_cell(comparison, row, column, BOLD) for column in comparison.columns)]
-        line = " & ".join(map(as_latex, cells)) + r" \\"
+        cells = [_cell(comparison, row, column, BOLD) for column in comparison.columns]
+        line = " & ".join(map(as_latex, [printable(comparison.name_of(row)), *cells])) + r" \\"
         lines.append(line.replace("\x02", r"\textbf{").replace("\x03", "}"))
-    notes = (f"% {printable(note)}" for note in comparison.notes)
+    notes = (f"% {printable(note)}" for note in (*comparison.notes, *comparison.footnotes))
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", *notes]) + "\n"
 
 
@@ -94,11 +97,13 @@ def as_csv(comparison: Comparison, judgements: Sequence[Judged] = ()) -> str:
     """A line per cell, in full precision."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["artifact", "row", "column", "ours", "deviation", "paper", "difference", "unit", "experiment"])
+    head = ["artifact", "row", "column", "ours", "deviation", "paper", "difference", "unit", "experiment"]
+    writer.writerow([*head, "beyond_paper"])
     for row in comparison.rows:
         for column in comparison.columns:
             e = comparison.entries[row, column]
-            values = [e.ours, e.deviation, e.paper, e.difference, e.unit, e.experiment]
+            beyond = "yes" if row in comparison.beyond else "no"
+            values = [e.ours, e.deviation, e.paper, e.difference, e.unit, e.experiment, beyond]
             writer.writerow([comparison.name, row, column, *("" if value is None else value for value in values)])
     return text.getvalue()
 
@@ -107,6 +112,7 @@ def as_json(comparison: Comparison, judgements: Sequence[Judged] = ()) -> str:
     """All of it, for programs."""
     cells = [
         {"row": row, "column": column, **e._asdict(), "difference": e.difference}
+        | {"beyond_paper": row in comparison.beyond}
         for row in comparison.rows
         for column in comparison.columns
         for e in [comparison.entries[row, column]]
@@ -116,7 +122,7 @@ def as_json(comparison: Comparison, judgements: Sequence[Judged] = ()) -> str:
         "label": comparison.label,
         "title": comparison.title,
         "cells": cells,
-        "notes": list(comparison.notes),
+        "notes": [*comparison.notes, *comparison.footnotes],
         "missing": [{"reason": reason, "cells": list(cells)} for reason, cells in comparison.missing.items()],
         "claims": claims_json(judgements),
     }

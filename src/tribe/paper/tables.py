@@ -72,6 +72,11 @@ class Table:
         """The names of the columns."""
         return [column["key"] for column in self.columns]
 
+    @property
+    def beyond(self) -> dict[str, str]:
+        """The rows that `tribe.paper.beyond` added, and what they are."""
+        return {row["key"]: row["beyond"] for row in self.rows if "beyond" in row}
+
     def value(self, row: str, column: str) -> Value:
         """The published number."""
         return self.values[_position(row, self.row_keys, "row")][_position(column, self.column_keys, "column")]

@@ -26,8 +26,10 @@ from tribe.lab.experiment import Experiment
 from tribe.lab.ray import Failure
 from tribe.lab.store import Damaged, Result, find, finished, keep, survey
 from tribe.lab.workbench import Workbench
+from tribe.methods import alone
 from tribe.methods import names as method_names
 from tribe.paper import gather, tables
+from tribe.paper.beyond import MARK, extend
 from tribe.paper.chart import draw_chart
 from tribe.paper.compare import Comparison, compare_plan, judge_claims, stream_name
 from tribe.paper.document import DATA, make_document
@@ -57,6 +59,7 @@ Artifact = Annotated[
 Methods = _option("Rows to keep, comma-separated; +NAME or +file.py:Class adds a method.", "all")
 Rows = _option("Only rows that match these patterns: '100 *' or 'CIFAR10-C*'.", "all")
 Columns = _option("Only columns that match these patterns: 'F 100 *,V 100 *'.", "all")
+PaperOnly = _option(f"Only the paper's rows, without those beyond it, which are marked {MARK}.", True, "--paper-only")
 Seeds = _option("Number of streams: one per seed, side by side on one network.", f"1{ANY}")
 Dataset = _option("Data set in place of the paper's; live-mnist-c needs no download.")
 Model = _option("Network in place of the paper's; compact comes with the package.")
@@ -83,6 +86,7 @@ def reproduce_artifact(
     methods: Annotated[str | None, Methods] = None,
     rows: Annotated[str | None, Rows] = None,
     columns: Annotated[str | None, Columns] = None,
+    paper_only: Annotated[bool, PaperOnly] = False,
     seed: Annotated[int | None, typer.Option(help="Seed of the first stream.", show_default=f"0{ANY}")] = None,
     seeds: Annotated[int | None, Seeds] = None,
     dataset: Annotated[str | None, Dataset] = None,
@@ -117,7 +121,7 @@ def reproduce_artifact(
             list_tables(output)
             return
         if artifact in (CLAIMS, DOCUMENT):
-            _refuse(artifact, methods=methods, rows=rows, columns=columns, plot=plot)
+            _refuse(artifact, methods=methods, rows=rows, columns=columns, paper_only=paper_only or None, plot=plot)
         if reading or kept is not None:
             _require_folder(runs)
         if kept is not None:
@@ -132,7 +136,7 @@ def reproduce_artifact(
             choices = dataclasses.replace(choices, overrides=_parse(settings, COMPONENTS))
             _claims(choices, runs, workbench, origin, output)
             return
-        table = _find_table(artifact)
+        table = _find_table(artifact) if paper_only else extend(_find_table(artifact))
         with stdout_to_stderr():
             choices = _with_rows(choices, table, methods, rows, columns, settings)
         refuse_unknown_fields([table], choices)
@@ -200,6 +204,7 @@ def _with_rows(
     added = [word[1:] for word in words if word.startswith("+")]
     added = [component_name(METHOD, spelling.get(word.lower(), word)) for word in added]
     known = {str(m) for row in table.rows if (m := row.get("method") or table.common.get("method"))}
+    known |= {alone(name) for name in known}
     return dataclasses.replace(
         choices,
         only=[word for word in words if not word.startswith("+")],
@@ -232,8 +237,9 @@ def _refuse(artifact: str, **options: object) -> None:
     """Raise ValueError for options that would have no effect."""
     for name, value in options.items():
         if value is not None:
+            option = f"--{name.replace('_', '-')}"
             raise ValueError(
-                f"{artifact} covers all tables: --{name} is for one table, as in `tribe reproduce cifar10`"
+                f"{artifact} covers all tables: {option} is for one table, as in `tribe reproduce cifar10`"
             )
 
 
@@ -308,6 +314,7 @@ def _print_warnings() -> Iterator[Console]:
 def _dry_run(plan: Plan, runs: Path, output: OutputTarget) -> None:
     costs = Costs.of(finished(runs, damaged="skip"))
     rows: list[dict[str, Any]] = []
+    beyond = {planned.experiment for (row, _), planned in plan.cells.items() if row in plan.table.beyond}
     for experiment in plan.experiments:
         images = experiment.length(plan.workbench)
         seconds, measured = costs.estimate(experiment, images)
@@ -321,6 +328,7 @@ def _dry_run(plan: Plan, runs: Path, output: OutputTarget) -> None:
                 "done": find(experiment, runs, verified=True) is not None,
                 "minutes": seconds / 60,
                 "measured": measured,
+                "beyond_paper": experiment in beyond,
             }
         )
     show_runs(plan, rows, output)
