@@ -40,6 +40,7 @@ bench: $(INSTALLED)  ## measure speed and memory of the methods, as ratios to pl
 docs: $(INSTALLED)  ## generate the pages and drawings that are made from code and results
 	$(BIN)/python tests/test_layers.py
 	$(BIN)/python -m benchmarks.methods > docs/methods.md.new && mv docs/methods.md.new docs/methods.md
+	$(BIN)/python -m benchmarks.time_study --render
 	$(BIN)/tribe reproduce document --runs results --out docs/reproduction.md
 
 clean:  ## remove the environment and caches

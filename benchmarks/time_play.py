@@ -1,0 +1,202 @@
+"""What the studies of the time filter share: play a method once over a stream, then filter its predictions.
+
+A filter stands behind a method and changes nothing that the method learns. So a method plays each stream once, its
+predictions are kept, and every filter reads them.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tribe import scenarios
+from tribe.datasets import Dataset
+from tribe.engine.backbone import Backbone
+from tribe.engine.graphs import Steps
+from tribe.engine.precision import PRECISIONS, precision_on
+from tribe.engine.state import clone, select
+from tribe.lab import metrics
+from tribe.lab.provenance import machine
+from tribe.lab.record import Record
+from tribe.lab.spec import ComponentSpec
+from tribe.lab.stream import Stream
+from tribe.lab.workbench import Request, Workbench, in_precision
+from tribe.methods import Method
+from tribe.scenarios import Scenario
+from tribe.storage.atomic import write_atomically
+from tribe.time import TimeFilter, create
+
+BATCH = 64
+RESULTS = Path(__file__).parent / "results"
+FILTERS: dict[str, TimeFilter | None] = {  # by the words of the results
+    "none": None,
+    "past": create("time"),
+    "batch": create("time", within="batch"),
+    "cofa": create("cofa"),
+}
+
+
+class InMemory:
+    """A data set whose images are read once and kept in memory."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        self.dataset, self.classes, self.domains = dataset, dataset.classes, dataset.domains
+        self._images: dict[str, Tensor] = {}
+
+    def labels(self, domain: str) -> Tensor:
+        """As the data set."""
+        return self.dataset.labels(domain)
+
+    def images(self, domain: str, index: Tensor) -> Tensor:
+        """As the data set."""
+        if domain not in self._images:
+            self._images[domain] = self.dataset.images(domain, torch.arange(len(self.labels(domain))))
+        return self._images[domain][index]
+
+
+class Bench(NamedTuple):
+    """A data set in memory, a network, and a way to build methods for them."""
+
+    data: InMemory
+    net: Backbone  # in float32; `method` returns it in the precision of the study
+    method: Callable[[str], tuple[Backbone, Method]]
+    device: torch.device
+
+
+def open_bench(o: argparse.Namespace) -> Bench:
+    """Open what the options name."""
+    workbench = Workbench(o.data, o.device, {o.model: o.weights} if o.weights else None)
+    data, model = workbench.dataset(ComponentSpec(o.dataset)), ComponentSpec(o.model)
+    request = Request(o.dataset, o.model, workbench.weights.get(o.model), workbench.data)
+    net, _ = workbench.net(request, data, model)
+
+    def method(name: str) -> tuple[Backbone, Method]:
+        built = workbench.method(request, data, net, model, ComponentSpec(name))
+        return in_precision(net, built, precision_on(workbench.device, o.precision))
+
+    return Bench(InMemory(data), net, method, workbench.device)
+
+
+class Played(NamedTuple):
+    """The predictions of a method for S streams, batch by batch, with the labels that it never saw."""
+
+    logits: list[Tensor]  # (S, B, K) each, on the device
+    valid: list[Tensor]  # (S, B) each, on the device
+    label: Tensor  # (S, T), on the CPU as the ones below
+    domain: Tensor  # (S, T)
+    real: Tensor  # (S, T), `valid` of all batches
+    seeds: tuple[int, ...]
+    domains: tuple[str, ...]
+    classes: int
+
+
+def play(
+    net: Backbone, method: Method, dataset: InMemory, scenario: Scenario, seeds: Sequence[int], limit: int | None = None
+) -> Played:
+    """Adapt over the streams of all seeds side by side; ``limit``: the most images of each."""
+    stream = Stream(dataset, scenario, seeds, BATCH)  # type: ignore[arg-type]
+    steps = len(stream) if limit is None else min(len(stream), -(-limit // BATCH))
+    source, retired = method.init(net, len(stream.seeds)), None
+    state, step = clone(source), Steps(method, net)
+    cuda = net.device.type == "cuda"
+    logits, valids, batches = [], [], []
+    for number, batch in enumerate(stream.starting_at(0, pin=cuda)):
+        if number >= steps:
+            break
+        x, valid, reset = (t.to(net.device, non_blocking=cuda) for t in (batch.x, batch.valid, batch.reset))
+        if batch.reset.any():
+            state, retired = select(reset, clone(source), state), None
+        old, (output, state) = state, step(state, x, valid, retired)
+        retired = old
+        if method.output == "probabilities":
+            output = output.clamp_min(torch.finfo(torch.float32).tiny).log()
+        logits.append(output.float().clone())  # a captured step reuses its memory
+        valids.append(valid)
+        batches.append(batch._replace(x=torch.empty(0)))
+    columns = (torch.cat([getattr(b, name) for b in batches], 1) for name in ("y", "domain", "valid"))
+    return Played(logits, valids, *columns, stream.seeds, stream.domains, len(dataset.classes))
+
+
+def answers(played: Played, rule: TimeFilter | None, always: bool = False) -> Tensor:
+    """The classes (S, T) that a filter answers; ``always``: also where it would leave the method's prediction."""
+    if rule is None:
+        return torch.cat([z.argmax(-1) for z in played.logits], 1).cpu()
+    state, chosen = rule.init(len(played.seeds), played.logits[0].shape[-1], played.logits[0]), []
+    for z, valid in zip(played.logits, played.valid, strict=True):
+        logits, used, state = rule.step(state, z, valid)
+        use = used | always
+        chosen.append(torch.where(use, logits.argmax(-1), z.argmax(-1)))
+    return torch.cat(chosen, 1).cpu()
+
+
+def records(played: Played, prediction: Tensor) -> list[Record]:
+    """The record of each stream with these answers (S, T)."""
+    rows = []
+    for s, real in enumerate(played.real):
+        columns = [t[s][real] for t in (played.domain, played.label, prediction)]
+        zeros = torch.zeros(len(columns[0]))
+        rows.append(Record(*columns, zeros, zeros, played.domains, played.classes, {}))
+    return rows
+
+
+def errors(record: Record) -> dict[str, float]:
+    """Instance and category error in %."""
+    both = {"inst": metrics.instance_error(record), "cat": metrics.category_error(record)}
+    return {name: round(100 * float(error), 3) for name, error in both.items()}
+
+
+def cell_scenario(cell: str) -> Scenario:
+    """The scenario of a cell: F100 is GLI-F at imbalance 100, V10 is GLI-V at 10, others are names of scenarios."""
+    if cell[:1] in ("F", "V") and cell[1:].isdigit():
+        return scenarios.create(f"gli-{cell[0].lower()}", imbalance=float(cell[1:]))
+    return scenarios.create(cell)
+
+
+# -- options and files -------------------------------------------------------------------------------------------------
+
+
+def add_options(p: argparse.ArgumentParser) -> None:
+    """Add the options that say what is played where."""
+    p.add_argument("--dataset", default="cifar10-c")
+    p.add_argument("--data", type=Path, help="root of the data sets, as `tribe corrupt` writes them")
+    p.add_argument("--model", default="resnet20")
+    p.add_argument("--weights", type=Path, help="of the network; default: where `tribe train` puts them")
+    p.add_argument("--device", default="auto")
+    p.add_argument("--precision", default="tf32", choices=PRECISIONS)
+    p.add_argument("--limit", type=int, help="most images of a stream")
+    p.add_argument("--out", type=Path, default=RESULTS, help="folder for the results (default: %(default)s)")
+
+
+def settings(o: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """What every row of a study shares."""
+    shared = {name: getattr(o, name) for name in ("dataset", "model", "limit")}
+    return {**shared, "precision": precision_on(device, o.precision), "machine": machine(device)}
+
+
+def write(path: Path, shared: Mapping[str, Any], rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write the settings, and a line for each row."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = ",\n".join(f"  {json.dumps(row)}" for row in rows)
+    write_atomically(path, f'{{"settings": {json.dumps(shared)},\n "rows": [\n{lines}\n]}}\n'.encode())
+
+
+def read(pattern: str, folder: Path = RESULTS) -> list[dict[str, Any]]:
+    """The rows of all result files that match, each with the settings of its file."""
+    found = {path.name: json.loads(path.read_text()) for path in sorted(folder.glob(pattern))}
+    return [{**file["settings"], "file": name, **row} for name, file in found.items() for row in file["rows"]]
+
+
+class Clock:
+    """Prints a line with the seconds since the start."""
+
+    def __init__(self) -> None:
+        self._start = time.monotonic()
+
+    def say(self, *words: object) -> None:
+        """Print at once."""
+        print(f"{time.monotonic() - self._start:7.1f} s ", *words, flush=True)

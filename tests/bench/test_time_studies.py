@@ -1,0 +1,68 @@
+"""The studies of the time filter run, and the tables of docs/time.md are made from their results."""
+
+import json
+
+import pytest
+import torch
+from benchmarks import time_cost, time_pages, time_study
+from benchmarks.time_play import Played, answers
+from benchmarks.time_study import Turning, _bursts, _delay_rows
+
+from places import ROOT
+
+
+def test_the_page_shows_the_results():
+    page = (ROOT / "docs/time.md").read_text()
+    assert time_pages.rendered(page) == page, "run: python -m benchmarks.time_study --render"
+
+
+def test_a_study_plays_streams_and_its_results_become_tables(tmp_path, capsys):
+    where = ["--dataset", "live-mnist-c", "--model", "compact", "--device", "cpu", "--out", str(tmp_path)]
+    what = ["--cells", "F100", "--methods", "source", "--seeds", "1", "2", "--limit", "128", "--parts", "a,e,f"]
+    time_study.main([*where, *what])
+    assert "a: source F100, seeds 1 2: none" in capsys.readouterr().out
+    (file,) = tmp_path.glob("time_*.json")
+    rows = json.loads(file.read_text())["rows"]
+    assert {row["part"] for row in rows} == {"a", "e", "f"}
+    assert {row["filter"] for row in rows} == {"none", "past", "batch", "cofa"}
+    text = time_pages.study(tmp_path)
+    assert all(title in text for title in ("The streams of the paper", "Delay after a change", "Rare classes"))
+
+
+def test_the_cost_is_measured_and_becomes_a_table(tmp_path, capsys):
+    options = ["--model", "resnet8", "--classes", "3", "--batch", "2", "--rounds", "2", "--device", "cpu"]
+    time_cost.main([*options, "--out", str(tmp_path)])
+    assert "of the step" in capsys.readouterr().out
+    assert time_pages.cost(tmp_path).count("resnet8, batch 2") == 2
+
+
+def test_a_stream_turns_from_bursts_to_iid_and_back():
+    labels = [torch.arange(600) % 10] * 2
+    schedule = Turning(("fog@5", "snow@5"), length=300).schedule(labels, seed=1)
+    y = labels[0][schedule.index].view(3, 300)
+    sticky = (y[:, 1:] == y[:, :-1]).double().mean(1)
+    assert sticky[0] > 0.5 < sticky[2]
+    assert sticky[1] < 0.2
+
+
+def test_a_delay_is_counted_from_the_first_image_of_a_burst():
+    label = torch.tensor([[0, 0, 1, 1, 1, 2, 0, 0, 9]])
+    chosen = torch.tensor([[0, 0, 0, 1, 1, 1, 0, 0, 9]])
+    real = torch.arange(9).unsqueeze(0) < 8  # the last one is padding
+    played = Played([], [], label, torch.zeros_like(label), real, (0,), ("fog",), 10)
+    ((length, delay, sure),) = _bursts(played, chosen, torch.arange(9.0).unsqueeze(0) / 10)
+    assert length.tolist() == [3, 1, 2]
+    assert delay.tolist() == [1, 1, 0], "a burst that is never followed has a delay of its length"
+    assert sure.tolist() == pytest.approx([0.2, 0.5, 0.6])
+    rows = {row["length"]: row for row in _delay_rows(length, delay, sure) if "length" in row}
+    assert rows[0] == {"length": 0, "bursts": 1, "never": 100.0, "p50": None, "p95": None}
+    assert rows[1] == {"length": 1, "bursts": 2, "never": 0.0, "p50": 1, "p95": 1}
+
+
+def test_a_filter_that_is_always_on_answers_where_it_would_not():
+    logits = 4 * torch.nn.functional.one_hot(torch.tensor([[0, 0, 0, 1]]), 3).float()
+    valid = torch.ones(1, 4, dtype=torch.bool)
+    played = Played([logits], [valid], valid, valid, valid, (0,), ("fog",), 3)
+    rule = time_study.FILTERS["past"]
+    assert torch.equal(answers(played, rule), answers(played, None)), "four images are no evidence"
+    assert answers(played, rule, always=True)[0, :3].tolist() == [0, 0, 0]
