@@ -8,6 +8,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,19 +18,20 @@ from torch import Tensor
 from tribe import scenarios
 from tribe.datasets import Dataset
 from tribe.engine.backbone import Backbone
-from tribe.engine.graphs import Steps
 from tribe.engine.precision import PRECISIONS, precision_on
-from tribe.engine.state import clone, select
 from tribe.lab import metrics
 from tribe.lab.provenance import machine
 from tribe.lab.record import Record
+from tribe.lab.replay import replay
+from tribe.lab.runner import run
 from tribe.lab.spec import ComponentSpec
 from tribe.lab.stream import Stream
 from tribe.lab.workbench import Request, Workbench, in_precision
 from tribe.methods import Method
-from tribe.scenarios import Scenario
+from tribe.scenarios import Scenario, Schedule
 from tribe.storage.atomic import write_atomically
-from tribe.time import TimeFilter, create
+from tribe.time import Filtered, TimeFilter, create, informative
+from tribe.time.markov import Markov, MarkovState
 
 BATCH = 64
 RESULTS = Path(__file__).parent / "results"
@@ -60,11 +62,10 @@ class InMemory:
 
 
 class Bench(NamedTuple):
-    """A data set in memory, a network, and a way to build methods for them."""
+    """A data set in memory, and a way to build methods for it."""
 
     data: InMemory
-    net: Backbone  # in float32; `method` returns it in the precision of the study
-    method: Callable[[str], tuple[Backbone, Method]]
+    method: Callable[[str], tuple[Backbone, Method]]  # with the network in the precision of the study
     device: torch.device
 
 
@@ -79,69 +80,41 @@ def open_bench(o: argparse.Namespace) -> Bench:
         built = workbench.method(request, data, net, model, ComponentSpec(name))
         return in_precision(net, built, precision_on(workbench.device, o.precision))
 
-    return Bench(InMemory(data), net, method, workbench.device)
+    return Bench(InMemory(data), method, workbench.device)
 
 
-class Played(NamedTuple):
-    """The predictions of a method for S streams, batch by batch, with the labels that it never saw."""
+@dataclass(frozen=True)
+class Shortened(Scenario):
+    """The beginning of another scenario's stream."""
 
-    logits: list[Tensor]  # (S, B, K) each, on the device
-    valid: list[Tensor]  # (S, B) each, on the device
-    label: Tensor  # (S, T), on the CPU as the ones below
-    domain: Tensor  # (S, T)
-    real: Tensor  # (S, T), `valid` of all batches
-    seeds: tuple[int, ...]
-    domains: tuple[str, ...]
-    classes: int
+    _: KW_ONLY
+    whole: Scenario
+    most: int  # images
+
+    def schedule(self, labels: Sequence[Tensor], seed: int) -> Schedule:
+        """Cut the other's schedule."""
+        return Schedule(*(t[: self.most] for t in self.whole.schedule(labels, seed)))
 
 
-def play(
-    net: Backbone, method: Method, dataset: InMemory, scenario: Scenario, seeds: Sequence[int], limit: int | None = None
-) -> Played:
+class AlwaysOn(Markov):
+    """The Markov filter without its switch."""
+
+    def step(self, state: MarkovState, logits: Tensor, valid: Tensor) -> Filtered:
+        """Use the belief for every image."""
+        return super().step(state, logits, valid)._replace(used=informative(logits, valid))
+
+
+def play(bench: Bench, method: str, scenario: Scenario, seeds: Sequence[int], limit: int | None = None) -> list[Record]:
     """Adapt over the streams of all seeds side by side; ``limit``: the most images of each."""
-    stream = Stream(dataset, scenario, seeds, BATCH)  # type: ignore[arg-type]
-    steps = len(stream) if limit is None else min(len(stream), -(-limit // BATCH))
-    source, retired = method.init(net, len(stream.seeds)), None
-    state, step = clone(source), Steps(method, net)
-    cuda = net.device.type == "cuda"
-    logits, valids, batches = [], [], []
-    for number, batch in enumerate(stream.starting_at(0, pin=cuda)):
-        if number >= steps:
-            break
-        x, valid, reset = (t.to(net.device, non_blocking=cuda) for t in (batch.x, batch.valid, batch.reset))
-        if batch.reset.any():
-            state, retired = select(reset, clone(source), state), None
-        old, (output, state) = state, step(state, x, valid, retired)
-        retired = old
-        if method.output == "probabilities":
-            output = output.clamp_min(torch.finfo(torch.float32).tiny).log()
-        logits.append(output.float().clone())  # a captured step reuses its memory
-        valids.append(valid)
-        batches.append(batch._replace(x=torch.empty(0)))
-    columns = (torch.cat([getattr(b, name) for b in batches], 1) for name in ("y", "domain", "valid"))
-    return Played(logits, valids, *columns, stream.seeds, stream.domains, len(dataset.classes))
+    net, built = bench.method(method)
+    whole = scenario.on(bench.data.domains)
+    shown = whole if limit is None else Shortened(whole.domains, whole=whole, most=limit)
+    return run(net, built, Stream(bench.data, shown, seeds, BATCH), spec={}, keep_outputs=True)  # type: ignore[arg-type]
 
 
-def answers(played: Played, rule: TimeFilter | None, always: bool = False) -> Tensor:
-    """The classes (S, T) that a filter answers; ``always``: also where it would leave the method's prediction."""
-    if rule is None:
-        return torch.cat([z.argmax(-1) for z in played.logits], 1).cpu()
-    state, chosen = rule.init(len(played.seeds), played.logits[0].shape[-1], played.logits[0]), []
-    for z, valid in zip(played.logits, played.valid, strict=True):
-        logits, used, state = rule.step(state, z, valid)
-        use = used | always
-        chosen.append(torch.where(use, logits.argmax(-1), z.argmax(-1)))
-    return torch.cat(chosen, 1).cpu()
-
-
-def records(played: Played, prediction: Tensor) -> list[Record]:
-    """The record of each stream with these answers (S, T)."""
-    rows = []
-    for s, real in enumerate(played.real):
-        columns = [t[s][real] for t in (played.domain, played.label, prediction)]
-        zeros = torch.zeros(len(columns[0]))
-        rows.append(Record(*columns, zeros, zeros, played.domains, played.classes, {}))
-    return rows
+def filtered(bench: Bench, records: list[Record], rule: TimeFilter | None) -> list[Record]:
+    """The records with the answers of a filter; None: as they are."""
+    return records if rule is None else replay(records, rule, spec={}, device=bench.device)
 
 
 def errors(record: Record) -> dict[str, float]:

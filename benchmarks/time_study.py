@@ -9,6 +9,7 @@ in ``--out``, after every stream. ``--render`` writes the tables of docs/time.md
 """
 
 import argparse
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
@@ -19,25 +20,26 @@ from torch import Tensor
 from benchmarks import time_pages
 from benchmarks.time_play import (
     FILTERS,
+    AlwaysOn,
     Bench,
     Clock,
-    Played,
     add_options,
-    answers,
     cell_scenario,
     errors,
+    filtered,
     open_bench,
     play,
-    records,
     settings,
     write,
 )
 from tribe import scenarios
 from tribe.engine.precision import float32_precision
 from tribe.lab import metrics
+from tribe.lab.record import Record
 from tribe.scenarios import Scenario, Schedule
 
 SEEDS = 425, 5, 6, 7, 8  # of parts a, e and f; the other parts play the first one
+STICKY = "F100", "V100"  # the streams of parts e and f
 CELLS = "F1", "F10", "F100", "F200", "V10", "V100", "V200"
 SIGMAS = 10.0, 1.0, 0.1, 0.01, 0.001
 STICKLESS = "source", "bn", "tent", "rotta", "tribe", "note"  # the methods of part b
@@ -72,18 +74,18 @@ class Study:
     def __init__(self, bench: Bench, o: argparse.Namespace) -> None:
         self.bench, self.o, self.rows, self.clock = bench, o, list[Row](), Clock()
         self.path = o.out / file_name(o)
-        self._played: dict[tuple[str, str, tuple[int, ...]], Played] = {}
+        self._played: dict[tuple[str, str], list[Record]] = {}
 
-    def play(
-        self, method: str, cell: str, scenario: Scenario, seeds: Sequence[int], limit: int | None = None
-    ) -> Played:
-        """Play a stream, or return what was played before."""
-        key = method, cell, tuple(seeds)
-        if key not in self._played:
-            net, built = self.bench.method(method)
-            stream = scenario.on(self.bench.data.domains)
-            self._played[key] = play(net, built, self.bench.data, stream, seeds, limit or self.o.limit)
-        return self._played[key]
+    def play(self, method: str, cell: str, part: str, scenario: Scenario | None = None) -> list[Record]:
+        """Play the streams of a cell, or return what was played before."""
+        if (method, cell) not in self._played or len(self._played[method, cell]) != len(self.seeds(part)):
+            chosen = cell_scenario(cell) if scenario is None else scenario
+            self._played[method, cell] = play(self.bench, method, chosen, self.seeds(part), self.o.limit)
+        return self._played[method, cell]
+
+    def filtered(self, records: list[Record], name: str) -> list[Record]:
+        """The records with the answers of a filter."""
+        return filtered(self.bench, records, FILTERS[name])
 
     def add(self, rows: list[Row]) -> None:
         """Keep rows, and write all of them to the file."""
@@ -96,21 +98,21 @@ class Study:
         seeds: Sequence[int] = self.o.seeds or (SEEDS if part in ("a", "e", "f") else SEEDS[:1])
         return seeds
 
-    def compare(self, part: str, method: str, cell: str, scenario: Scenario, filters: Sequence[str]) -> None:
+    def compare(
+        self, part: str, method: str, cell: str, filters: Sequence[str], scenario: Scenario | None = None
+    ) -> None:
         """Errors of each seed with each filter."""
-        played = self.play(method, cell, scenario, self.seeds(part))
-        rows = []
+        played, seeds, rows = self.play(method, cell, part, scenario), self.seeds(part), list[Row]()
         for name in filters:
-            judged = [errors(record) for record in records(played, answers(played, FILTERS[name]))]
             shared = {"part": part, "method": method, "cell": cell, "filter": name}
             rows += [
-                {**shared, "seed": seed, "images": int(real.sum()), **error}
-                for seed, real, error in zip(played.seeds, played.real, judged, strict=True)
+                {**shared, "seed": seed, "images": len(record.label), **errors(record)}
+                for seed, record in zip(seeds, self.filtered(played, name), strict=True)
             ]
         self.add(rows)
-        means = {name: [row["inst"] for row in rows if row["filter"] == name] for name in filters}
-        short = ", ".join(f"{name} {sum(values) / len(values):.2f}" for name, values in means.items())
-        self.clock.say(f"{part}: {method} {cell}, seeds {' '.join(map(str, played.seeds))}: {short}")
+        means = {name: statistics.mean(row["inst"] for row in rows if row["filter"] == name) for name in filters}
+        short = ", ".join(f"{name} {mean:.2f}" for name, mean in means.items())
+        self.clock.say(f"{part}: {method} {cell}, seeds {' '.join(map(str, seeds))}: {short}")
 
 
 # -- parts -------------------------------------------------------------------------------------------------------------
@@ -120,14 +122,14 @@ def paper_streams(study: Study) -> None:
     """Part a: the streams of the paper, causal, within the batch, and COFA."""
     for method in study.o.methods or ("tribe",):
         for cell in study.o.cells or CELLS:
-            study.compare("a", method, cell, cell_scenario(cell), tuple(FILTERS))
+            study.compare("a", method, cell, tuple(FILTERS))
 
 
 def not_sticky(study: Study) -> None:
     """Part b: streams in which neighbours share nothing."""
     for method in study.o.methods or STICKLESS:
         for cell in ("iid", "continual"):
-            study.compare("b", method, cell, cell_scenario(cell), OVER)
+            study.compare("b", method, cell, OVER)
 
 
 def local_imbalance(study: Study) -> None:
@@ -135,22 +137,22 @@ def local_imbalance(study: Study) -> None:
     for method in study.o.methods or ("tribe",):
         for sigma in SIGMAS:
             scenario = scenarios.create("gli-f", imbalance=100.0, sigma=sigma)
-            study.compare("c", method, f"sigma {sigma:g}", scenario, OVER)
+            study.compare("c", method, f"sigma {sigma:g}", OVER, scenario)
 
 
 def turning(study: Study) -> None:
     """Part d: errors in each stretch after its first images, with the filter on, off and as it decides."""
     length = 20_000 if study.o.limit is None else max(study.o.limit // 3, 1)
     for method in study.o.methods or ("tribe",):
-        played = study.play(method, "turning", Turning(length=length), study.seeds("d"), 3 * length)
+        played = study.play(method, "turning", "d", Turning(length=length))
         for within in ("past", "batch"):
-            rule = FILTERS[within]
-            given = {"off": answers(played, None), "auto": answers(played, rule), "on": answers(played, rule, True)}
+            on = filtered(study.bench, played, AlwaysOn(within=within))
+            given = {"off": played, "auto": study.filtered(played, within), "on": on}
             rows = [
                 {"part": "d", "method": method, "filter": within, "switch": switch, "seed": seed, "stretch": stretch}
-                | {"inst": round(100 * float(wrong[_settled(length, stretch)].double().mean()), 3)}
+                | {"inst": round(100 * float(metrics.wrong(record)[_settled(length, stretch)].mean()), 3)}
                 for switch, chosen in given.items()
-                for seed, wrong in zip(played.seeds, chosen != played.label, strict=True)
+                for seed, record in zip(study.seeds("d"), chosen, strict=True)
                 for stretch in range(3)
             ]
             study.add(rows)
@@ -165,39 +167,36 @@ def _settled(length: int, stretch: int) -> slice:
 def delays(study: Study) -> None:
     """Part e: how many images after a change of class the answers follow it."""
     for method in study.o.methods or ("tribe",):
-        for cell in ("F100", "V100"):
-            played = study.play(method, cell, cell_scenario(cell), study.seeds("e"))
-            sure = torch.cat([z.softmax(-1).amax(-1) for z in played.logits], 1).cpu()
-            rows: list[Row] = []
+        for cell in STICKY:
+            played, rows = study.play(method, cell, "e"), list[Row]()
             for name in OVER:
-                shared = {"part": "e", "method": method, "cell": cell, "filter": name}
-                table = [
-                    torch.cat(column)
-                    for column in zip(*_bursts(played, answers(played, FILTERS[name]), sure), strict=True)
+                found = [
+                    bursts(new, raw.confidence) for new, raw in zip(study.filtered(played, name), played, strict=True)
                 ]
-                rows += [{**shared, **row} for row in _delay_rows(*table)]
+                columns = (torch.cat(column) for column in zip(*found, strict=True))
+                shared = {"part": "e", "method": method, "cell": cell, "filter": name}
+                rows += [{**shared, **row} for row in delay_rows(*columns)]
             study.add(rows)
-            study.clock.say(f"e: {method} {cell}: {sum('length' in r for r in rows)} bins of lengths")
+            study.clock.say(
+                f"e: {method} {cell}: {sum(r['bursts'] for r in rows if 'length' in r) // len(OVER)} bursts"
+            )
 
 
-def _bursts(played: Played, chosen: Tensor, sure: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """For the bursts of each stream but the first one: length, images until the answer follows, first confidence.
+def bursts(record: Record, sure: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of all bursts but the first one: length, images until the answer follows, confidence in the first image.
 
     A burst that is never followed has a delay of its length.
     """
-    found = []
-    for s, real in enumerate(played.real):
-        y, right, confident = played.label[s][real], (chosen == played.label)[s][real], sure[s][real]
-        starts = torch.cat((torch.tensor([0]), 1 + (y[1:] != y[:-1]).nonzero().flatten()))
-        length = torch.cat((starts[1:], torch.tensor([len(y)]))) - starts
-        burst = torch.repeat_interleave(torch.arange(len(starts)), length)
-        place = torch.where(right, torch.arange(len(y)) - starts[burst], length[burst])
-        delay = length.scatter_reduce(0, burst, place, "amin")
-        found.append((length[1:], delay[1:], confident[starts[1:]]))
-    return found
+    y, right = record.label, record.prediction == record.label
+    starts = torch.cat((torch.tensor([0]), 1 + (y[1:] != y[:-1]).nonzero().flatten()))
+    length = torch.cat((starts[1:], torch.tensor([len(y)]))) - starts
+    burst = torch.repeat_interleave(torch.arange(len(starts)), length)
+    place = torch.where(right, torch.arange(len(y)) - starts[burst], length[burst])
+    delay = length.scatter_reduce(0, burst, place, "amin")
+    return length[1:], delay[1:], sure[starts[1:]]
 
 
-def _delay_rows(length: Tensor, delay: Tensor, sure: Tensor) -> list[Row]:
+def delay_rows(length: Tensor, delay: Tensor, sure: Tensor) -> list[Row]:
     """Median and 95th percentile by confidence, and the share of bursts that are never followed by length."""
     rows: list[Row] = []
     never = delay >= length
@@ -219,26 +218,26 @@ def _delay_rows(length: Tensor, delay: Tensor, sure: Tensor) -> list[Row]:
 def rare_classes(study: Study) -> None:
     """Part f: errors by how many images of its class an image's domain plays."""
     for method in study.o.methods or ("tribe",):
-        for cell in ("F100", "V100"):
-            played = study.play(method, cell, cell_scenario(cell), study.seeds("f"))
-            rows: list[Row] = []
+        for cell in STICKY:
+            played, rows = study.play(method, cell, "f"), list[Row]()
             for name in OVER:
-                table = records(played, answers(played, FILTERS[name]))
-                counts = torch.stack([metrics.class_counts(record) for record in table])
-                missed = torch.stack([metrics.class_error(record).nan_to_num(0) for record in table]) * counts
-                bins = torch.bucketize(counts, torch.tensor(COUNTS), right=True)
-                for number in bins[counts > 0].unique().tolist():
-                    inside = (bins == number) & (counts > 0)
-                    images = int(counts[inside].sum())
-                    row = {
-                        "count": number,
-                        "images": images,
-                        "inst": round(100 * float(missed[inside].sum()) / images, 3),
-                    }
-                    row["cat"] = round(100 * float((missed[inside] / counts[inside]).mean()), 3)
-                    rows.append({"part": "f", "method": method, "cell": cell, "filter": name, **row})
+                shared = {"part": "f", "method": method, "cell": cell, "filter": name}
+                rows += [{**shared, **row} for row in rare_rows(study.filtered(played, name))]
             study.add(rows)
             study.clock.say(f"f: {method} {cell}")
+
+
+def rare_rows(records: list[Record]) -> list[Row]:
+    """Errors of the images whose class has so many images in their domain, a row for each bin."""
+    counts = torch.stack([metrics.class_counts(record) for record in records])
+    missed = torch.stack([metrics.class_error(record).nan_to_num(0) for record in records]) * counts
+    bins = torch.bucketize(counts, torch.tensor(COUNTS), right=True)
+    rows = []
+    for number in bins[counts > 0].unique().tolist():
+        inside = (bins == number) & (counts > 0)
+        images = int(counts[inside].sum())
+        rows.append({"count": number, "images": images, "inst": round(100 * float(missed[inside].sum()) / images, 3)})
+    return rows
 
 
 PARTS: dict[str, Callable[[Study], None]] = {

@@ -5,10 +5,11 @@ import json
 import pytest
 import torch
 from benchmarks import time_cost, time_pages, time_study
-from benchmarks.time_play import Played, answers
-from benchmarks.time_study import Turning, _bursts, _delay_rows
+from benchmarks.time_play import AlwaysOn
 
 from places import ROOT
+from tribe.lab.record import Record
+from tribe.time.markov import Markov
 
 
 def test_the_page_shows_the_results():
@@ -38,31 +39,40 @@ def test_the_cost_is_measured_and_becomes_a_table(tmp_path, capsys):
 
 def test_a_stream_turns_from_bursts_to_iid_and_back():
     labels = [torch.arange(600) % 10] * 2
-    schedule = Turning(("fog@5", "snow@5"), length=300).schedule(labels, seed=1)
+    schedule = time_study.Turning(("fog@5", "snow@5"), length=300).schedule(labels, seed=1)
     y = labels[0][schedule.index].view(3, 300)
     sticky = (y[:, 1:] == y[:, :-1]).double().mean(1)
     assert sticky[0] > 0.5 < sticky[2]
     assert sticky[1] < 0.2
 
 
+def played(label, prediction):
+    rows = torch.zeros(len(label))
+    return Record(rows.long(), torch.tensor(label), torch.tensor(prediction), rows, rows, ("fog",), 10, {})
+
+
 def test_a_delay_is_counted_from_the_first_image_of_a_burst():
-    label = torch.tensor([[0, 0, 1, 1, 1, 2, 0, 0, 9]])
-    chosen = torch.tensor([[0, 0, 0, 1, 1, 1, 0, 0, 9]])
-    real = torch.arange(9).unsqueeze(0) < 8  # the last one is padding
-    played = Played([], [], label, torch.zeros_like(label), real, (0,), ("fog",), 10)
-    ((length, delay, sure),) = _bursts(played, chosen, torch.arange(9.0).unsqueeze(0) / 10)
+    record = played([0, 0, 1, 1, 1, 2, 0, 0], [0, 0, 0, 1, 1, 1, 0, 0])
+    length, delay, sure = time_study.bursts(record, torch.arange(8.0) / 10)
     assert length.tolist() == [3, 1, 2]
     assert delay.tolist() == [1, 1, 0], "a burst that is never followed has a delay of its length"
     assert sure.tolist() == pytest.approx([0.2, 0.5, 0.6])
-    rows = {row["length"]: row for row in _delay_rows(length, delay, sure) if "length" in row}
+    rows = {row["length"]: row for row in time_study.delay_rows(length, delay, sure) if "length" in row}
     assert rows[0] == {"length": 0, "bursts": 1, "never": 100.0, "p50": None, "p95": None}
     assert rows[1] == {"length": 1, "bursts": 2, "never": 0.0, "p50": 1, "p95": 1}
 
 
+def test_rare_classes_are_those_with_few_images():
+    rows = time_study.rare_rows([played([0] * 5 + [1], [0] * 4 + [1] + [0])])
+    assert rows == [
+        {"count": 0, "images": 1, "inst": 100.0},
+        {"count": 1, "images": 5, "inst": 20.0},
+    ]
+
+
 def test_a_filter_that_is_always_on_answers_where_it_would_not():
     logits = 4 * torch.nn.functional.one_hot(torch.tensor([[0, 0, 0, 1]]), 3).float()
-    valid = torch.ones(1, 4, dtype=torch.bool)
-    played = Played([logits], [valid], valid, valid, valid, (0,), ("fog",), 3)
-    rule = time_study.FILTERS["past"]
-    assert torch.equal(answers(played, rule), answers(played, None)), "four images are no evidence"
-    assert answers(played, rule, always=True)[0, :3].tolist() == [0, 0, 0]
+    valid = torch.tensor([[True, True, True, False]])
+    used = [rule.step(rule.init(1, 3, logits), logits, valid).used for rule in (Markov(), AlwaysOn())]
+    assert not used[0].any(), "four images are no evidence"
+    assert torch.equal(used[1], valid)
