@@ -1,8 +1,9 @@
-"""Slow loops straight from the equations, in float64: what every norm rule and every memory is held against.
+"""Slow loops straight from the equations, in float64: what norm rules, memories and time filters are held against.
 
 One stream, one layer, and no cleverness: loops over samples b, channels c, pixels l and classes k, in the paper's
 words. A rule takes x (B, C, L), labels and valid (B,), the class statistics (K, C) as they stood before the batch, and
-its own fields. A memory is lists of lists. They share no code with the library, and must not.
+its own fields. A memory is lists of lists. A filter takes one image at a time. They share no code with the library, and
+must not.
 """
 
 import math
@@ -253,3 +254,117 @@ class ReservoirMemory:
     def contents(self) -> list[tuple[int, int]]:
         """(position, label), in order of arrival."""
         return sorted((position, k) for k, items in enumerate(self.items) for position in items)
+
+
+# -- time filters ---------------------------------------------------------------------------------------------------
+
+
+def softmax(z: list[float]) -> list[float]:
+    weights = [math.exp(v - max(z)) for v in z]
+    return [w / sum(weights) for w in weights]
+
+
+class Chain:
+    """The hidden Markov model of docs/time.md at one temperature T."""
+
+    def __init__(self, temperature: float, classes: int, fields: Any) -> None:
+        self.temperature, self.classes, self.fields = temperature, classes, fields
+        self.belief = [1 / classes] * classes  # p
+        self.marginal = [1 / classes] * classes  # pi
+        self.rate = 0.1  # rho
+        self.recent, self.evidence, self.images = 0.0, -fields.evidence_on, 0
+
+    def likelihood(self, z: list[float]) -> list[float]:
+        """l: softmax(z / T), of which a share is spread over all classes."""
+        floor = self.fields.likelihood_floor
+        return [(1 - floor) * v + floor / self.classes for v in softmax([v / self.temperature for v in z])]
+
+    def add(self, z: list[float]) -> None:
+        f, classes = self.fields, range(self.classes)
+        chance = self.likelihood(z)
+        prior = [(1 - self.rate) * self.belief[k] + self.rate / self.classes for k in classes]
+        total = sum(prior[k] * chance[k] for k in classes)  # prior . l
+        null = sum(self.marginal[k] * chance[k] for k in classes)  # pi . l
+
+        # rho: the probability that the class was drawn anew. l sums to 1, so that of drawing and seeing is rho / K.
+        anew = sum(self.rate / self.classes * chance[k] for k in classes) / total
+        step = max(1 / (self.images + 100), f.rate_step)
+        rate = (1 - step) * self.rate + step * anew
+
+        # pi: the probability of each class if the image was drawn from pi, and a hundredth for every class alike.
+        step = max(1 / (self.images + 10), f.marginal_step)
+        for k, drawn in enumerate([self.marginal[k] * chance[k] / null for k in classes]):
+            self.marginal[k] = (1 - step) * self.marginal[k] + step * (0.99 * drawn + 0.01 / self.classes)
+
+        gained = math.log(total) - math.log(null)
+        self.recent = f.recent_memory * self.recent + gained
+        self.evidence = min(max(self.evidence + gained - f.evidence_drift, -f.evidence_on), f.evidence_most)
+        self.belief = [prior[k] * chance[k] / total for k in classes]
+        self.rate = min(max(rate, f.least_rate), 1.0)
+        self.images += 1
+
+
+class MarkovFilter:
+    """A bank of chains; ``fields`` has the names of `tribe.time.markov.Markov`."""
+
+    def __init__(self, classes: int, fields: Any) -> None:
+        self.fields, self.chains = fields, [Chain(t, classes, fields) for t in fields.temperatures]
+
+    def best(self) -> Chain:
+        return max(self.chains, key=lambda chain: chain.recent)
+
+    def add(self, batch: list[list[float]], counts: list[bool]) -> list[list[float] | None]:
+        """The answer to each image of a batch: probabilities, or None where the method's own prediction stays."""
+        shares = self.fields.training_shares or [1.0] * len(batch[0])
+        seen = [i for i, z in enumerate(batch) if counts[i] and len(set(z)) > 1]
+        images = {i: [v - math.log(s) for v, s in zip(batch[i], shares, strict=True)] for i in seen}
+        answers: list[list[float] | None] = [None] * len(batch)
+        history: dict[int, list[tuple[float, list[float]]]] = {}  # of each chain: rho before and p after each image
+        for i in seen:
+            for chain in self.chains:
+                before = chain.rate
+                chain.add(images[i])
+                history.setdefault(id(chain), []).append((before, chain.belief))
+            if self.best().evidence > self.fields.evidence_on:
+                answers[i] = self.best().belief
+        if self.fields.within == "past" or not seen:
+            return answers
+        chain = self.best()
+        on = chain.evidence > self.fields.evidence_on
+        smoothed = self.backward(chain, [images[i] for i in seen], history[id(chain)])
+        for i, answer in zip(seen, smoothed, strict=True):
+            answers[i] = answer if on else None
+        return answers
+
+    def backward(
+        self, chain: Chain, images: list[list[float]], history: list[tuple[float, list[float]]]
+    ) -> list[list[float]]:
+        """p of each image given its whole batch: p times the probability of all later images, given its class."""
+        classes, smoothed = range(chain.classes), []
+        for i in range(len(images)):
+            ahead = [1.0] * chain.classes  # the probability of the images after the i-th, for each class of the i-th
+            for j in reversed(range(i + 1, len(images))):
+                rate, chance = history[j][0], chain.likelihood(images[j])
+                other = sum(chance[k] * ahead[k] for k in classes) / chain.classes
+                ahead = [(1 - rate) * chance[k] * ahead[k] + rate * other for k in classes]
+            product = [history[i][1][k] * ahead[k] for k in classes]
+            smoothed.append([v / sum(product) for v in product])
+        return smoothed
+
+
+class CofaFilter:
+    """COFA: average with the image before; keep the average if its largest probability is larger."""
+
+    def __init__(self) -> None:
+        self.last: list[float] | None = None
+
+    def add(self, z: list[float], counts: bool) -> list[float] | None:
+        """Probabilities, or None where the method's own prediction stays."""
+        if not counts or len(set(z)) == 1:
+            return None
+        answer = None
+        if self.last is not None:
+            average = softmax([(a + b) / 2 for a, b in zip(z, self.last, strict=True)])
+            answer = average if max(average) > max(softmax(z)) else None
+        self.last = z
+        return answer
