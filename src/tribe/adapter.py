@@ -223,9 +223,10 @@ class Adapter(nn.Module):
                 self._put(state)
                 self._retired = old  # the next step may reuse its memory; a step that fails has changed no other
             else:
-                logits, state = self.method.follow(self.net, self.state, images, valid)
+                old = self.state
+                logits, state = self.method.follow(self.net, old, images, valid)
                 self._check_logits(logits, bad)
-                if follow and state is not self.state:
+                if follow and state is not old:
                     self._put(state)
             if ranks is not None:
                 back = ranks.argsort(1)

@@ -70,10 +70,12 @@ class Timed(Method):
         return method
 
     @property
-    def rule(self) -> TimeFilter:
+    def time_filter(self) -> TimeFilter:
         """The filter alone."""
         rule: TimeFilter = self._parts[1]  # type: ignore[attr-defined]
         return rule
+
+    rule = time_filter
 
     def study(self, net: Backbone, batches: Any) -> Knowledge:
         """As the method alone."""
@@ -88,7 +90,7 @@ class Timed(Method):
             )
         source = net.source()[0].weight
         like = source.new_empty(0, dtype=wide(source.dtype))
-        return TimedState(self.inner.init(net, streams, seed), self.rule.init(streams, classes, like))
+        return TimedState(self.inner.init(net, streams, seed), self.time_filter.init(streams, classes, like))
 
     def step(
         self, net: Backbone, state: TimedState, x: Tensor, valid: Tensor | None = None, retired: Any = None
@@ -115,11 +117,11 @@ class Timed(Method):
 
     def filter_info(self, state: TimedState) -> list[FilterInfo] | None:
         """What the filter does for each stream."""
-        return self.rule.info(state.time)
+        return self.time_filter.info(state.time)
 
     def _filter(self, state: Any, output: Tensor, valid: Tensor | None) -> tuple[Tensor, Any]:
         real = torch.ones(output.shape[:2], dtype=torch.bool, device=output.device) if valid is None else valid
-        return filter_output(self.rule, state, output, real, self.output)
+        return filter_output(self.time_filter, state, output, real, self.output)
 
 
 @torch.no_grad()
@@ -138,6 +140,8 @@ def filter_output(
 def timed(method: type[Method], rule: type[TimeFilter]) -> type[Method]:
     """The class of a method with a filter: its fields are those of both."""
     own, added = ([*dataclasses.fields(cls)] for cls in (method, rule))
+    if taken := {field.name for field in (*own, *added)} & {"inner", "time_filter"}:
+        raise TypeError(f"{method.name} with the time filter {rule.name!r} has a field {sorted(taken)[0]!r}: rename it")
     if both := {field.name for field in own} & {field.name for field in added}:
         raise TypeError(
             f"{method.name} and the time filter {rule.name!r} both have a field {sorted(both)[0]!r}: rename the one of "
