@@ -118,7 +118,7 @@ def _not_sticky(rows: Rows, dataset: str, model: str) -> str:
 
 
 def _local(rows: Rows, dataset: str, model: str, method: str) -> str:
-    title = f"**Local imbalance**, GLI-F 100, {dataset}, {model}, `{method}`: instance / category error"
+    title = f"**Local imbalance**, PTTA, {dataset}, {model}, `{method}`: instance / category error"
     return _errors(rows, title)
 
 

@@ -124,7 +124,12 @@ def errors(record: Record) -> dict[str, float]:
 
 
 def cell_scenario(cell: str) -> Scenario:
-    """The scenario of a cell: F100 is GLI-F at imbalance 100, V10 is GLI-V at 10, others are names of scenarios."""
+    """The scenario of a cell: F100 is GLI-F at imbalance 100, V10 is GLI-V at 10, F1 is PTTA, as in the paper.
+
+    Others are names of scenarios.
+    """
+    if cell == "F1":
+        return scenarios.create("ptta")
     if cell[:1] in ("F", "V") and cell[1:].isdigit():
         return scenarios.create(f"gli-{cell[0].lower()}", imbalance=float(cell[1:]))
     return scenarios.create(cell)

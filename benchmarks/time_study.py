@@ -133,10 +133,10 @@ def not_sticky(study: Study) -> None:
 
 
 def local_imbalance(study: Study) -> None:
-    """Part c: GLI-F 100 from hardly any bursts to long ones."""
+    """Part c: PTTA from hardly any bursts to long ones, as in the paper's figure."""
     for method in study.o.methods or ("tribe",):
         for sigma in SIGMAS:
-            scenario = scenarios.create("gli-f", imbalance=100.0, sigma=sigma)
+            scenario = scenarios.create("ptta", sigma=sigma)
             study.compare("c", method, f"sigma {sigma:g}", OVER, scenario)
 
 
