@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 LEGEND_ROWS = 17  # with more rows there is no legend
-NARROW = 12  # rows of a legend with two columns; a longer one has three
+INSIDE = 12  # rows of a legend that fits among the lines; a longer one is beside them
 
 
 def draw_chart(comparison: Comparison) -> "Figure":
@@ -30,7 +30,8 @@ def draw_chart(comparison: Comparison) -> "Figure":
     if len(set(units.values())) > 1:  # errors and seconds
         columns = [column for column in columns if units[column] == "%"]
     per_class = units[columns[0]] == "images"
-    size = (7.0, 4.0) if per_class else (max(6.0, 2 + 0.6 * len(columns)), 4.8)
+    beside = len(columns) > 1 and INSIDE < len(_drawn(comparison, columns)) <= LEGEND_ROWS  # the legend
+    size = (7.0, 4.0) if per_class else (max(6.0, 2 + 0.6 * len(columns)) + 3.0 * beside, 4.8)
     figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots()
     if per_class:
@@ -71,8 +72,10 @@ def _lines(axes: Any, comparison: Comparison, columns: list[str]) -> None:
         axes.plot(range(len(columns)), [_value(e.paper) for e in entries], **hollow)
     axes.set(ylabel="error, % (hollow: paper)", ylim=(0, None), xticks=range(len(columns)))
     axes.set_xticklabels([*map(plain_label, columns)], rotation=40, ha="right", fontsize="small")
-    if len(rows) <= LEGEND_ROWS:
-        axes.legend(fontsize="small", ncols=2 if len(rows) <= NARROW else 3)
+    if len(rows) <= INSIDE:
+        axes.legend(fontsize="small", ncols=2)
+    elif len(rows) <= LEGEND_ROWS:
+        axes.figure.legend(fontsize="small", loc="outside right upper")
 
 
 def _bars(axes: Any, comparison: Comparison, column: str) -> None:
