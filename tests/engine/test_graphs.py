@@ -24,6 +24,8 @@ from tribe.testing import CLASSES, images, ready, small_network
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 METHODS = [(name, {}) for name in tribe.methods.names()]
 METHODS += [("selftrain", dict(fields)) for fields in tribe.methods.get("selftrain").variants.values()]
+FILTERS = [("tribe+time", {"evidence_on": 0}), ("source+time", {"evidence_on": 0, "within": "batch"})]  # on soon
+METHODS += [*FILTERS, ("tent+cofa", {}), ("rotta+time", {"evidence_on": 0})]
 CAPTURABLE = [(name, fields) for name, fields in METHODS if ready(name, **fields).eager_only is None]
 IN_SEGMENTS = [(name, fields) for name, fields in METHODS if ready(name, **fields).in_segments]
 FAST = {name for name, _ in CAPTURABLE + IN_SEGMENTS}
@@ -79,6 +81,8 @@ def test_a_method_that_is_exempt_has_its_reason(name, fields):
 def test_the_paper_s_method_and_its_simplest_rivals_can_be_captured():
     assert {"tribe", "tent", "bn", "source", "eata", "pl"} <= {name for name, _ in CAPTURABLE}
     assert {"rotta", "note", "lame"} <= {name for name, _ in IN_SEGMENTS}
+    assert {"tribe+time", "source+time", "tent+cofa"} <= {name for name, _ in CAPTURABLE}
+    assert "rotta+time" in {name for name, _ in IN_SEGMENTS}
 
 
 @pytest.mark.parametrize(("name", "fields"), IN_SEGMENTS, ids=str)
@@ -268,6 +272,25 @@ def test_a_recording_that_failed_is_not_used():
     for _ in range(2):
         with pytest.raises(RuntimeError, match="no recording today"):
             captured.step(state, images(2, 6))
+
+
+@pytest.mark.parametrize(("name", "fields"), FILTERS, ids=str)
+def test_a_filter_in_a_captured_step_is_used(name, fields):
+    """Otherwise the tests above would compare the method alone. A smaller batch is padded, which changes nothing."""
+    method, net, captured, state = pair(name, **fields)
+    here = there = state
+    changed = 0.0
+    for seed, batch in enumerate((6, 6, 4, 6)):
+        x = images(2, batch, seed)
+        alone = method.inner.predict(net, here.inner, x)
+        wanted, here = method.step(net, here, x)
+        logits, there = captured.step(there, x)
+        assert (logits - wanted).abs().max() <= 1e-5
+        changed += (logits - alone).abs().max().item()
+    assert changed > 1e-2
+    for leaf, t in leaves(here).items():
+        assert torch.allclose(t.double(), leaves(there)[leaf].double(), atol=1e-5), leaf
+    assert here.time.images.tolist() == there.time.images.tolist() == [22, 22]
 
 
 # -- the switch --------------------------------------------------------------------------------------------------------

@@ -24,7 +24,8 @@ from tribe.engine.precision import float32_precision
 from tribe.engine.state import Affine, Stats, leaves
 from tribe.norms import pool_batch
 from tribe.norms.balanced import Balanced
-from tribe.testing import CLASSES, images, small_network
+from tribe.testing import CLASSES, images, labels_in_bursts, predictions, small_network
+from tribe.time.markov import Markov
 
 DEVICE = "cpu" if kernels.INTERPRETED else "cuda"
 HERE = kernels.INSTALLED and (kernels.INTERPRETED or torch.cuda.is_available())
@@ -336,6 +337,74 @@ def test_a_second_call_of_a_layer_continues_from_the_first():
             outputs.append(net(drawn(2, 3, 6).to(DEVICE), affine, stats, norm, labels))
     for a, b in zip(*((o.logits, *o.stats) for o in outputs), strict=True):
         assert near(b, a)
+
+
+# -- time filters ------------------------------------------------------------------------------------------------------
+
+
+def stream_of_logits(classes: int, images: int = 96) -> tuple[torch.Tensor, torch.Tensor]:
+    """Three streams on the device, with padding and a bad image in the first and nothing valid in the last."""
+    labels = labels_in_bursts(3, images, classes, 0.9)
+    logits = predictions(labels, classes, margin=3).float()
+    logits[0, 17] = 0
+    valid = torch.arange(images) % 11 != 4
+    valid = torch.stack((valid, torch.ones(images, dtype=torch.bool), torch.zeros(images, dtype=torch.bool)))
+    return logits.to(DEVICE), valid.to(DEVICE)
+
+
+@runs
+@pytest.mark.parametrize("classes", [2, 10, 16, 17, 1000])
+def test_the_scan_and_the_smoothing_are_those_of_the_tensor_operations(classes):
+    """Image by image, in the middle of a stream: with and without images that count."""
+    rule, (logits, valid) = Markov(within="batch"), stream_of_logits(classes)
+    likelihood = rule._likelihood(logits)
+    with kernels.using("off"):
+        assert not kernels.can_filter(likelihood)
+        state = rule.step(rule.init(3, classes, logits[..., :0]), logits[:, :40], valid[:, :40]).state
+        wanted, end = rule._scan(state, likelihood, valid)
+        chosen = end.recent.argmax(-1)
+        smoothed = rule._smooth(wanted, likelihood, valid, chosen)
+    with kernels.using("auto"):
+        assert kernels.can_filter(likelihood)
+        scanned, other = rule._scan(state, likelihood, valid)
+        again = rule._smooth(wanted, likelihood, valid, chosen)
+    for name in ("belief", "rate", "recent", "evidence"):
+        assert near(getattr(scanned, name), getattr(wanted, name), 5e-5), name
+    for name in ("belief", "marginal", "rate", "recent", "evidence"):
+        assert near(getattr(other, name), getattr(end, name), 5e-5), name
+        assert torch.equal(getattr(other, name)[2], getattr(state, name)[2]), name  # nothing counted: the same bits
+    assert torch.equal(other.images, end.images)
+    assert near(again, smoothed, 5e-5)
+    assert near(again.sum(-1), torch.ones(3, 96), 1e-5)
+
+
+@runs
+@pytest.mark.parametrize("within", ["past", "batch"])
+@pytest.mark.parametrize("batch", [1, 7, 96])
+def test_a_filter_gives_the_same_answers(batch, within):
+    rule, (logits, valid) = Markov(within=within), stream_of_logits(10)
+    answers, used = [], []
+    for mode in ("off", "auto"):
+        state, parts = rule.init(3, 10, logits[..., :0]), []
+        with kernels.using(mode):
+            for z, real in zip(logits.split(batch, 1), valid.split(batch, 1), strict=True):
+                filtered = rule.step(state, z, real)
+                state = filtered.state
+                parts.append((filtered.logits.exp(), filtered.used))
+        answers.append(torch.cat([p for p, _ in parts], 1))
+        used.append(torch.cat([u for _, u in parts], 1))
+    both = used[0] & used[1]
+    assert both[:2, 80:].any(1).all()
+    assert (used[0] != used[1]).sum() <= 2  # evidence may pass the threshold an image earlier
+    assert near(answers[1][both], answers[0][both], 1e-4)
+
+
+@runs
+def test_a_filter_in_double_precision_or_of_too_many_classes_is_left_to_the_tensor_operations():
+    with kernels.using("auto"):
+        assert kernels.can_filter(torch.rand(1, 2, 3, 4, device=DEVICE))
+        assert not kernels.can_filter(torch.rand(1, 2, 3, 4, device=DEVICE).double())
+        assert not kernels.can_filter(torch.rand(1, launch.CLASSES + 1, device=DEVICE))
 
 
 # -- random numbers and whole steps ------------------------------------------------------------------------------------
