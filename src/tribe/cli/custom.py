@@ -65,6 +65,16 @@ def component_name(kind: ComponentKind, text: str) -> str:
     return name
 
 
+def method_name(text: str) -> str:
+    """The registered name of a method, given as a name or as ``file.py:Class``; both may have ``+time`` at the end."""
+    place, colon, target = text.rpartition(":")
+    attribute, plus, rule = target.partition("+")
+    if not (colon and plus):
+        return component_name(METHOD, text)
+    tribe.time.get(rule)  # raises if there is no such filter
+    return f"{component_name(METHOD, f'{place}:{attribute}')}+{rule}"
+
+
 def load_custom_model(target: str) -> nn.Module:
     """The module that ``package.module:attribute`` or ``file.py:attribute`` is, or returns when called."""
     try:

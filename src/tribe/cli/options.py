@@ -8,7 +8,7 @@ import torch
 import typer
 
 import tribe
-from tribe.cli.custom import METHOD, component_name, load_custom_model
+from tribe.cli.custom import load_custom_model, method_name
 from tribe.datasets import Dataset
 from tribe.engine.backbone import Backbone
 from tribe.lab import workbench
@@ -95,7 +95,10 @@ def custom_network(name: str, weights: Path | None) -> torch.nn.Module:
 
 
 def method_names(text: str) -> list[str]:
-    """The methods of a comma-separated list: names, `all`, `ablations` or ``file.py:Class``; a leading + is ignored."""
+    """The methods of a comma-separated list: names, `all`, `ablations` or ``file.py:Class``; a leading + is ignored.
+
+    A name and a class may have a time filter: ``tribe+time``, ``file.py:Mine+time``.
+    """
     words = [word.strip().removeprefix("+") for word in text.split(",")]
     return list(dict.fromkeys(name for word in words if word for name in _method_names(word)))
 
@@ -106,4 +109,4 @@ def _method_names(word: str) -> list[str]:
     if word == "all":  # not a method that has variants: `ablations` lists these. The source model comes first
         names = [name for name in registry.names() if not registry.get(name).variants]
         return sorted(names, key=lambda name: (name != "source", name))
-    return [component_name(METHOD, word)]
+    return [method_name(word)]

@@ -6,18 +6,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from tribe.engine.backbone import Backbone
 from tribe.engine.precision import float32_precision
 from tribe.lab import store
 from tribe.lab.experiment import Experiment, difference
 from tribe.lab.provenance import machine
 from tribe.lab.record import Record
+from tribe.lab.replay import replay
 from tribe.lab.runner import Progress, run
+from tribe.lab.shared import SharedPlays, without_filter
 from tribe.lab.store import CHECKPOINT, ENVIRONMENT, METRICS, SPEC, NewerResults, Result, set_aside
+from tribe.lab.stream import Stream
 from tribe.lab.workbench import Workbench, in_precision
+from tribe.methods import Method, Timed
 from tribe.storage.states import StateFileError
 
 EVERY = 50  # batches between checkpoints
@@ -32,6 +37,7 @@ def run_experiment(
     every: int = EVERY,
     wait: bool = True,
     force: bool = False,
+    plays: SharedPlays | None = None,
 ) -> Result:
     """The result of an experiment, which is in ``root`` afterwards: found there, or computed.
 
@@ -43,24 +49,50 @@ def run_experiment(
         every: batches between checkpoints.
         wait: for another process that computes the same; else `Busy` is raised.
         force: delete a result or checkpoint that is there, and compute it anew.
+        plays: of a call with several experiments. Those that differ only in the time filter play their method once; its
+            own result, without a filter, is then in ``root``, too.
     """
-    folder = Path(root) / experiment.id
-    if not force and (found := store.find(experiment, root, verified=True)) is not None:
+    try:
+        return _run(experiment, Path(root), Options(workbench, progress, every, wait, force, plays))
+    finally:
+        if plays is not None:
+            plays.finish(experiment)
+
+
+class Options(NamedTuple):
+    """How an experiment is computed; none of it changes the result."""
+
+    workbench: Workbench | None
+    progress: Progress | None
+    every: int
+    wait: bool
+    force: bool
+    plays: SharedPlays | None
+
+
+def _run(experiment: Experiment, root: Path, options: Options) -> Result:
+    folder = root / experiment.id
+    if not options.force and (found := store.find(experiment, root, verified=True)) is not None:
         return found
-    with store.locked(folder, wait):
-        if force:
+    with store.locked(folder, options.wait):
+        if options.force:
             _clear(folder, experiment)
         elif (found := store.find(experiment, root, verified=True)) is not None:  # by the process that was waited for
             return found
         _write_spec(folder, experiment)
         records = _sound_records(folder, experiment)
         if records is None:
-            records = _compute(folder, experiment, workbench or Workbench(device=experiment.device), progress, every)
-        (folder / CHECKPOINT).unlink(missing_ok=True)  # not before the records are on disk
-        _repair_environment(folder, experiment, records)
-        scores = {"schema": store.SCHEMA, "id": experiment.id, "seeds": store.scores_of(records)}
-        store.write_json(folder / METRICS, scores)
-        return store.load(folder)
+            records = _compute(root, experiment, options)
+        return _finish(folder, experiment, records)
+
+
+def _finish(folder: Path, experiment: Experiment, records: Sequence[Record]) -> Result:
+    """Write the metrics of records that are on disk."""
+    (folder / CHECKPOINT).unlink(missing_ok=True)  # not before the records are on disk
+    _repair_environment(folder, experiment, records)
+    scores = {"schema": store.SCHEMA, "id": experiment.id, "seeds": store.scores_of(records)}
+    store.write_json(folder / METRICS, scores)
+    return store.load(folder)
 
 
 def _clear(folder: Path, experiment: Experiment) -> None:
@@ -114,42 +146,94 @@ def _repair_environment(folder: Path, experiment: Experiment, records: Sequence[
     store.write_json(path, _environment(experiment, records, {}))
 
 
-def _compute(
-    folder: Path, experiment: Experiment, workbench: Workbench, progress: Progress | None, every: int
-) -> list[Record]:
-    """Play the streams, and write environment and records."""
+def _compute(root: Path, experiment: Experiment, options: Options) -> list[Record]:
+    """Play the streams, or replay the filter over a play of the method alone; write environment and records."""
     e = experiment
+    workbench = options.workbench or Workbench(device=e.device)
     components = workbench.prepare(e.dataset, e.model, e.scenario, e.method)
     built = Experiment.of_components(components, e.seeds, e.batch, e.precision, workbench.device.type, e.threads)
     if built != e:
         apart = "; ".join(difference(e, built))
         raise ValueError(f"experiment {e.id} cannot be computed here, where something differs: {apart}")
-    checkpoint = folder / CHECKPOINT
     net, method = in_precision(components.net, components.method, e.precision)
+    stage = _Stage(root, net, e.stream(workbench), options)
+    numbers = e.length(workbench) * (net.classes or len(components.dataset.classes))
+    plays, force = options.plays, options.force
+    shared = plays is not None and plays.is_shared(e, numbers, lambda other: force or store.find(other, root) is None)
     with float32_precision(e.precision), _threads(e.threads):
-        play = partial(
-            run,
-            net,
-            method,
-            e.stream(workbench),
-            seed=e.seeds[0],
-            spec=store.record_spec(e),
-            checkpoint=checkpoint,
-            every=every,
-            keep_checkpoint=True,  # a disk that is full now must not cost the whole run
-            progress=progress,
-            deterministic=workbench.device.type == "cuda",  # a resumed stream must end with the same bits there, too
-        )
-        try:
-            records = play()
-        except StateFileError as error:
-            set_aside(checkpoint, str(error))
-            records = play()
+        records = _play_shared(stage, e, method, plays) if plays is not None and shared else _play(stage, e, method)
         computer = machine(workbench.device)
-    store.write_json(folder / ENVIRONMENT, _environment(e, records, computer))  # before the records: see the layout
+    _write(root / e.id, e, records, computer)
+    return records
+
+
+class _Stage(NamedTuple):
+    """What the plays of a method with any filter have in common."""
+
+    root: Path
+    net: Backbone
+    stream: Stream
+    options: Options
+
+
+def _play(stage: _Stage, experiment: Experiment, method: Method, keep_outputs: bool = False) -> list[Record]:
+    """Play the streams, from the checkpoint in the experiment's folder on."""
+    checkpoint = stage.root / experiment.id / CHECKPOINT
+    play = partial(
+        run,
+        stage.net,
+        method,
+        stage.stream,
+        seed=experiment.seeds[0],
+        spec=store.record_spec(experiment),
+        checkpoint=checkpoint,
+        every=stage.options.every,
+        keep_checkpoint=True,  # a disk that is full now must not cost the whole run
+        keep_outputs=keep_outputs,
+        progress=stage.options.progress,
+        deterministic=stage.net.device.type == "cuda",  # a resumed stream must end with the same bits there, too
+    )
+    try:
+        return play()
+    except StateFileError as error:
+        set_aside(checkpoint, str(error))
+        return play()
+
+
+def _play_shared(stage: _Stage, experiment: Experiment, method: Method, plays: SharedPlays) -> list[Record]:
+    """The records of an experiment whose play others share; the first that needs the play takes it."""
+    alone = without_filter(experiment)
+    found = plays.find(alone)
+    if found is None:
+        found = (
+            _play(stage, alone, method, keep_outputs=True) if alone == experiment else _play_alone(stage, alone, method)
+        )
+        plays.keep(alone, found)
+    if not isinstance(method, Timed):
+        return [record._replace(outputs=None) for record in found]
+    spec, device = store.record_spec(experiment), stage.net.device
+    return replay(found, method.rule, spec=spec, device=device, progress=stage.options.progress)
+
+
+def _play_alone(stage: _Stage, alone: Experiment, method: Method) -> list[Record]:
+    """Play the method of an experiment without its filter, in the folder of that experiment: it is a result, too."""
+    folder = stage.root / alone.id
+    with store.locked(folder, stage.options.wait):
+        _write_spec(folder, alone)
+        is_missing = store.find(alone, stage.root) is None
+        records = _play(stage, alone, method.inner if isinstance(method, Timed) else method, keep_outputs=True)
+        if is_missing:
+            _write(folder, alone, records, machine(stage.net.device))
+            _finish(folder, alone, records)
+        (folder / CHECKPOINT).unlink(missing_ok=True)
+    return records
+
+
+def _write(folder: Path, experiment: Experiment, records: Sequence[Record], computer: Mapping[str, Any]) -> None:
+    """Write the environment, then the records: see the layout."""
+    store.write_json(folder / ENVIRONMENT, _environment(experiment, records, computer))
     for record in records:
         record.save(folder / store.record_name(record.spec["seed"]))
-    return records
 
 
 def _environment(experiment: Experiment, records: Sequence[Record], computer: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from tribe.lab.execution import run_experiment
 from tribe.lab.experiment import Experiment
 from tribe.lab.modules import from_file
 from tribe.lab.runner import Progress
+from tribe.lab.shared import SharedPlays
 from tribe.lab.store import ENVIRONMENT, METRICS, SPEC, Result, find, record_name
 from tribe.lab.workbench import Workbench
 from tribe.storage.atomic import write_atomically
@@ -36,11 +37,19 @@ Outcome = Result | Busy | str  # of one attempt; a string says what went wrong
 
 
 def attempt(
-    experiment: Experiment, root: Path, workbench: Workbench, progress: Progress | None, every: int, wait: bool
+    experiment: Experiment,
+    root: Path,
+    workbench: Workbench,
+    progress: Progress | None,
+    every: int,
+    wait: bool,
+    plays: SharedPlays | None = None,
 ) -> Outcome:
     """Run an experiment; an error is returned as a message."""
     try:
-        return run_experiment(experiment, root, workbench=workbench, progress=progress, every=every, wait=wait)
+        return run_experiment(
+            experiment, root, workbench=workbench, progress=progress, every=every, wait=wait, plays=plays
+        )
     except Busy as busy:
         return busy
     except Exception as error:  # a custom method may raise anything; the others go on
@@ -79,7 +88,7 @@ class CustomMethod(NamedTuple):
         """The method of an experiment; None: it is part of tribe."""
         if experiment.method.code is None:
             return None
-        cls = methods.get(experiment.method.name)
+        cls = methods.get(methods.alone(experiment.method.name))
         file = Path(inspect.getfile(cls)).resolve()
         return CustomMethod(cls.name, cls.__module__, cls.__qualname__, str(file), file.read_bytes())
 

@@ -42,6 +42,7 @@ from tribe.lab.jobs import (
     store_files,
     versions,
 )
+from tribe.lab.shared import SharedPlays, in_groups
 from tribe.lab.store import Result, find
 from tribe.lab.workbench import Workbench
 from tribe.storage.lock import Busy
@@ -78,7 +79,8 @@ def run_all(
 ) -> list[Result | Failure]:
     """Run what is missing; return the result of each, or its failure, in the order of ``experiments``.
 
-    A failed experiment is tried again after the others. One that another process is computing comes last.
+    A failed experiment is tried again after the others. One that another process is computing comes last. In this
+    process, experiments that differ only in the time filter play their method once; on Ray, each plays it.
 
     Args:
         experiments: what to run.
@@ -95,17 +97,19 @@ def run_all(
         done: called once for each experiment, when it is finished or has failed.
     """
     requested = list(experiments)
+    todo = list(dict.fromkeys(requested))
     _check(ray, workers, gpus, retries)
     with contextlib.ExitStack() as stack:
         executor: Executor
         if ray is None:
-            executor = LocalExecutor(root, workbench, every, progress)
+            todo = in_groups(todo)
+            executor = LocalExecutor(root, workbench, every, progress, SharedPlays(todo))
         else:
             cluster = stack.enter_context(_cluster(ray, workers))
             executor = stack.enter_context(
                 contextlib.closing(RayExecutor(cluster, root, workbench, gpus, every, progress))
             )
-        outcomes = _run_until_done(executor, list(dict.fromkeys(requested)), retries, done)
+        outcomes = _run_until_done(executor, todo, retries, done)
     return [outcomes[experiment] for experiment in requested]
 
 
@@ -170,9 +174,14 @@ class LocalExecutor:
     """Runs experiments in this process, one after the other."""
 
     def __init__(
-        self, root: str | PathLike[str], workbench: Workbench | None, every: int, progress: ExperimentProgress | None
+        self,
+        root: str | PathLike[str],
+        workbench: Workbench | None,
+        every: int,
+        progress: ExperimentProgress | None,
+        plays: SharedPlays | None = None,
     ) -> None:
-        self._root, self._every, self._progress = Path(root), every, progress
+        self._root, self._every, self._progress, self._plays = Path(root), every, progress, plays
         self._given, self._workbenches = workbench, dict[str, Workbench]()
         self._queue: deque[tuple[Experiment, bool]] = deque()
 
@@ -190,7 +199,7 @@ class LocalExecutor:
             workbench = self._workbench(experiment.device)
         except ValueError as error:  # no such device here
             return experiment, str(error)
-        return experiment, attempt(experiment, self._root, workbench, follow, self._every, wait)
+        return experiment, attempt(experiment, self._root, workbench, follow, self._every, wait, self._plays)
 
     def _workbench(self, device: str) -> Workbench:
         if self._given is not None:

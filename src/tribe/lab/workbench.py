@@ -175,7 +175,8 @@ class MissingKnowledge(KnowledgeError):
     @staticmethod
     def of_all(errors: "Sequence[MissingKnowledge]") -> "MissingKnowledge":
         """One error for several methods."""
-        return MissingKnowledge(". ".join(e.why for e in errors), " && ".join(e.command for e in errors))
+        whys, commands = (dict.fromkeys(texts) for texts in zip(*((e.why, e.command) for e in errors), strict=True))
+        return MissingKnowledge(". ".join(whys), " && ".join(commands))
 
 
 def build_dataset(name: str, data: Path | None, fields: Mapping[str, Any]) -> Dataset:
@@ -206,15 +207,17 @@ def build_method(name: str, net: Backbone, data: Dataset, request: Request, fiel
     """A method with its published settings for the data set and, where it needs it, its source knowledge."""
     if methods.get(name).needs is None:
         return plain_method(name, net, data, request.dataset, fields)
-    clean = trained_on(data, request.dataset)
-    unusual = departures(name, net, data, request.dataset, fields)
-    path = find_knowledge(name, request.model, clean, request.root, unusual)
+    clean, alone = trained_on(data, request.dataset), methods.alone(name)  # knowledge does not depend on a time filter
+    own = {field.name for field in dataclasses.fields(methods.get(alone))}
+    given = {field: value for field, value in fields.items() if field in own}
+    unusual = departures(alone, net, data, request.dataset, given)
+    path = find_knowledge(alone, request.model, clean, request.root, unusual)
     try:
         method = plain_method(name, net, data, request.dataset, {"knowledge": path, **fields})
         method.init(net)  # refuses knowledge that is missing or belongs to another network
         _check_knowledge(method, clean)
     except KnowledgeError as error:
-        raise MissingKnowledge(str(error), _source_command(name, clean, request, unusual)) from error
+        raise MissingKnowledge(str(error), _source_command(alone, clean, request, unusual)) from error
     return method
 
 

@@ -22,8 +22,8 @@ class Command(NamedTuple):
 
 
 def is_known(method: str | None) -> bool:
-    """Whether this is a method, or a variant of one, that is registered here."""
-    return method is not None and method.partition("/")[0] in methods.names()
+    """Whether this is a method, or a variant of one, that is registered here; with a time filter or without."""
+    return method is not None and methods.alone(method).partition("/")[0] in methods.names()
 
 
 def component(value: Any) -> tuple[str | None, Fields]:

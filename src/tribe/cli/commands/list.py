@@ -23,7 +23,7 @@ from tribe.registry import Registry, nearest
 
 @app.command("list")
 def list_components(
-    kind: Annotated[str, typer.Argument(help="Kind of component: methods, norms, corruptions, ...")],
+    kind: Annotated[str, typer.Argument(help="Kind of component: methods, filters, norms, corruptions, ...")],
     as_json: AsJson = False,
 ) -> None:
     """List the components of a kind: name, idea, paper, and fields with their defaults.
@@ -47,6 +47,7 @@ def registries() -> dict[str, Registry[Any]]:
     """All kinds of components: the subpackages of tribe that have a registry."""
     packages = [m.name for m in pkgutil.iter_modules(tribe.__path__) if m.ispkg and m.name != "cli"]
     found = {name: getattr(importlib.import_module(f"tribe.{name}"), "registry", None) for name in packages}
+    found["filters"] = found.pop("time")  # "tribe list time" would not say of what
     return {name: registry for name, registry in found.items() if isinstance(registry, Registry)}
 
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from tribe.cli.app import app
-from tribe.cli.custom import METHOD, component_name
+from tribe.cli.custom import method_name
 from tribe.cli.output import errors_as_messages, stdout_to_stderr
 from tribe.cli.overrides import parse_overrides
 from tribe.cli.terminal import OutputTarget, list_tables, print_problems, show_claims, show_comparison, show_runs
@@ -56,7 +56,7 @@ Artifact = Annotated[
         "`claims`: the claims of the paper, judged on finished runs. `document`: a page of all finished runs."
     ),
 ]
-Methods = _option("Rows to keep, comma-separated; +NAME or +file.py:Class adds a method.", "all")
+Methods = _option("Rows to keep, comma-separated; +NAME or +file.py:Class adds a method; +tribe+time too.", "all")
 Rows = _option("Only rows that match these patterns: '100 *' or 'CIFAR10-C*'.", "all")
 Columns = _option("Only columns that match these patterns: 'F 100 *,V 100 *'.", "all")
 PaperOnly = _option(f"Only the paper's rows, without those beyond it, which are marked {MARK}.", True, "--paper-only")
@@ -201,8 +201,10 @@ def _with_rows(
     """The choices with rows, columns and overrides."""
     words = _split(methods)
     spelling = {name.lower(): name for name in method_names()}  # the paper writes CoTTA
-    added = [word[1:] for word in words if word.startswith("+")]
-    added = [component_name(METHOD, spelling.get(word.lower(), word)) for word in added]
+    added = []
+    for word in (word[1:] for word in words if word.startswith("+")):
+        method = alone(word)
+        added.append(method_name(spelling.get(method.lower(), method) + word.removeprefix(method)))
     known = {str(m) for row in table.rows if (m := row.get("method") or table.common.get("method"))}
     known |= {alone(name) for name in known}
     return dataclasses.replace(

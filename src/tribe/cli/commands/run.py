@@ -48,6 +48,7 @@ from tribe.lab import plots
 from tribe.lab.execution import run_experiment
 from tribe.lab.experiment import Experiment
 from tribe.lab.provenance import machine
+from tribe.lab.shared import SharedPlays, in_groups
 from tribe.lab.spec import ComponentSpec, plain
 from tribe.lab.store import Result
 from tribe.lab.workbench import MissingKnowledge, Workbench
@@ -63,7 +64,11 @@ ScenarioName = Annotated[
     str, typer.Option(help="Protocol of the stream, see `tribe list scenarios`, or file.py:Class.")
 ]
 MethodNames = Annotated[
-    str, typer.Option(help="Methods, comma-separated; `all`, `ablations` for TRIBE's parts, or file.py:Class.")
+    str,
+    typer.Option(
+        help="Methods, comma-separated; `all`, `ablations` for TRIBE's parts, or file.py:Class. tribe+time adds a time "
+        "filter, see `tribe list filters`."
+    ),
 ]
 Settings = Annotated[
     list[str] | None,
@@ -187,15 +192,18 @@ def _play(
     Returns the results, and whether Ctrl-C stopped it.
     """
     results: dict[str, Result] = {}
-    found = []
+    found, plays = [], SharedPlays(experiments.values())
+    order = in_groups(experiments.values())
     try:
         with progress_bar() as progress:
-            for name, experiment in experiments.items():
+            for name, experiment in sorted(experiments.items(), key=lambda item: order.index(item[1])):
                 total = len(experiment.stream(workbench))
                 task = progress.add_task(printable(name), total=total, error="")
                 show = _update_bar(progress, task)
                 try:
-                    result = run_experiment(experiment, out, workbench=workbench, progress=show, force=force)
+                    result = run_experiment(
+                        experiment, out, workbench=workbench, progress=show, force=force, plays=plays
+                    )
                 except CannotWrite as error:
                     kept = "What is finished is kept: make room, and the same command goes on"
                     print_message("error", f"{name}: {error}. {kept}", progress.console)
@@ -216,7 +224,7 @@ def _play(
     if found:
         message = f"found in {out}, not computed again: {', '.join(found)}; --force computes them anew"
         Console(stderr=True).print(printable(message), soft_wrap=True, markup=False, highlight=False)
-    return results, False
+    return {name: results[name] for name in experiments if name in results}, False
 
 
 def _update_bar(progress: Progress, task: Any) -> Callable[[int, int, float | None], None]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import tribe
 from tribe.cli.app import app
-from tribe.cli.custom import DATASET, METHOD, component_name
+from tribe.cli.custom import DATASET, component_name, method_name
 from tribe.cli.options import AsJson, Device, Model, Weights, build_dataset, build_network
 from tribe.cli.output import errors_as_messages, print_json, stdout_to_stderr
 from tribe.cli.overrides import parse_overrides
@@ -63,7 +63,8 @@ def source(
     """Make the source knowledge that a method needs; `tribe run` finds the file."""
     with stdout_to_stderr(), errors_as_messages():
         where = choose_device(device)
-        method, dataset = component_name(METHOD, method), component_name(DATASET, dataset)
+        method = tribe.methods.alone(method_name(method))  # a time filter needs no source knowledge
+        dataset = component_name(DATASET, dataset)
         if (needs := tribe.methods.get(method).needs) is None:
             raise ValueError(f"{method} needs no source knowledge: run it directly")
         overrides = parse_overrides(settings, ("dataset", "model", method))

@@ -1,0 +1,120 @@
+"""Methods with a time filter wherever a command takes the name of a method."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+import tribe
+from tribe import bench
+from tribe.cli.commands import app
+from tribe.cli.options import method_names
+from tribe.lab.experiment import Experiment
+from tribe.lab.jobs import CustomMethod
+from tribe.lab.modules import from_file
+from tribe.lab.provenance import code_at
+from tribe.lab.shared import without_filter
+from tribe.lab.spec import ComponentSpec
+from tribe.lab.workbench import MissingKnowledge, Workbench
+from tribe.paper.plan import Costs
+from tribe.report import command
+
+MINE = '''
+from dataclasses import dataclass
+from tribe.methods.bn import BN
+
+@dataclass(frozen=True)
+class Mine(BN):
+    """A custom method."""
+    rate: float = 0.1
+'''
+DATA = ComponentSpec("live-mnist-c", {"corruptions": ["impulse_noise"]})
+
+
+@pytest.fixture(scope="module")
+def workbench():
+    return Workbench(device="cpu")
+
+
+@pytest.fixture
+def mine(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(MINE)
+    yield file
+    tribe.methods.registry._classes.pop("mine", None)
+
+
+def call(*arguments):
+    return CliRunner().invoke(app, list(map(str, arguments)), prog_name="tribe")
+
+
+def planned(workbench, method, **fields):
+    return Experiment.of(DATA, "compact", "iid", ComponentSpec(method, fields), workbench=workbench)
+
+
+def test_a_custom_method_takes_a_filter_and_its_file_counts(mine, workbench):
+    assert method_names(f"{mine}:Mine,{mine}:Mine+time,+tribe+cofa") == ["mine", "mine+time", "tribe+cofa"]
+    experiment = planned(workbench, "mine+time", within="batch", rate=0.2)
+    assert experiment.method.code == code_at(str(mine))
+    assert without_filter(experiment) == planned(workbench, "mine", rate=0.2)
+    sent = CustomMethod.of(experiment)
+    assert (sent.name, sent.attribute, sent.content) == ("mine", "Mine", mine.read_bytes())
+    with pytest.raises(ValueError, match="did you mean 'time'"):
+        method_names(f"{mine}:Mine+tiem")
+
+
+def test_a_filter_from_a_file_counts_too(tmp_path, workbench):
+    file = tmp_path / "filters.py"
+    file.write_text(
+        "from dataclasses import dataclass\nfrom tribe.time import register\nfrom tribe.time.cofa import Cofa\n\n"
+        '@register("other")\n@dataclass(frozen=True)\nclass Other(Cofa):\n    """Another."""\n'
+    )
+    try:
+        from_file(file, "custom_filters")
+        assert planned(workbench, "bn+other").method.code == code_at(str(file))
+    finally:
+        tribe.time.registry._classes.pop("other", None)
+
+
+@pytest.mark.parametrize("command", [("run", "--methods"), ("bench", "--model", "compact", "--methods")])
+def test_a_misspelt_filter_is_named(command):
+    result = call(*command, "tribe+tiem")
+    assert result.exit_code == 2
+    assert "unknown time filter 'tiem': did you mean 'time'?" in result.stderr
+
+
+def test_a_filter_is_measured_like_a_method():
+    bench.contenders.check_names(["tribe+time", "selftrain/robust-bn+cofa", "plain"])
+    with pytest.raises(ValueError, match="unknown method 'plain\\+time'"):
+        bench.contenders.check_names(["plain+time"])
+
+
+def test_source_knowledge_is_that_of_the_method_alone(workbench):
+    fields = {name: planned(workbench, name).method.fields for name in ("eata", "eata+time")}
+    assert fields["eata+time"]["knowledge"] == fields["eata"]["knowledge"]
+    with pytest.raises(MissingKnowledge, match=r"tribe source ttac .*--set ttac\.statistics=frozen$"):
+        planned(workbench, "ttac+time", statistics="frozen", within="batch")
+    error = MissingKnowledge("why", "tribe source eata")
+    assert str(MissingKnowledge.of_all([error, error])) == str(error)
+
+
+def test_source_takes_the_name_with_a_filter(tmp_path):
+    options = {"model": "compact", "dataset": "mnist", "images": 64, "out": tmp_path / "known.safetensors"}
+    words = [word for name, value in options.items() for word in (f"--{name}", value)]
+    made = call("source", "eata+time", *words, "--set", "dataset.split=test", "--json")
+    assert json.loads(made.stdout)["method"] == "eata", made.output
+
+
+def test_the_command_of_a_report_sets_the_fields_of_the_filter(workbench):
+    spec = planned(workbench, "tent+time", within="batch", lr=0.5).json()
+    (line,) = command.command(spec, [0]).lines
+    assert "--methods tent+time" in line
+    assert "--set tent+time.lr=0.5" in line
+    assert "--set 'tent+time.within=\"batch\"'" in line
+    assert line.count("--set tent+time") + line.count("--set 'tent+time") == 2
+
+
+def test_the_cost_of_a_filter_is_that_of_its_method(workbench):
+    costs = Costs.of([])
+    guesses = [costs.estimate(planned(workbench, name), 1000) for name in ("cotta", "cotta+time")]
+    assert guesses[0] == guesses[1]
