@@ -1,9 +1,6 @@
 """Run a program in a process that may take only so much memory and a minute of computing more than its imports."""
 
-import os
-import subprocess
-import sys
-from typing import NamedTuple
+from processes import ended
 
 LIMIT = """
 import resource
@@ -29,24 +26,9 @@ PIL.Image.init()
 """
 
 
-class Ended(NamedTuple):
-    """How a process ended: its exit code and its output."""
-
-    code: int
-    out: str
-    err: str
-
-
 def run_limited(program, *arguments, megabytes=512, imports=LIBRARY):
     """Run a program with ``sys.argv[1:]`` = arguments, after its imports, with so much memory left."""
-    done = subprocess.run(
-        [sys.executable, "-c", imports + LIMIT.format(megabytes=megabytes) + program, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"},
-    )
-    return Ended(done.returncode, done.stdout, done.stderr)
+    return ended("-c", imports + LIMIT.format(megabytes=megabytes) + program, *arguments)
 
 
 def read_limited(program, *arguments):

@@ -7,14 +7,27 @@ the parent ignores it, as shells do for background jobs and `nohup`.
     ended = interrupted("-m", "tribe", "corrupt", "cifar10", when=Prints("fog@5: done"))
     assert ended.code == 130
     assert killed("-m", "tribe", "run", when=Touches("os.rename", "metrics.json", 3)).code == -signal.SIGKILL
+
+To import torch takes longer than most of these commands. A server therefore imports it once, with all of tribe, and
+forks a process for each command. The process runs the command as Python does, up to its exit status. It differs from a
+cold start in what is imported, so tests of imports start Python themselves. Not forked from the tests' own process,
+whose threads a child would lack.
 """
 
+import atexit
+import contextlib
+import functools
+import importlib
 import json
 import os
+import pkgutil
+import resource
 import runpy
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,13 +55,48 @@ class Ended(NamedTuple):
     err: str
 
 
-def ended(*arguments, when=None, number=signal.SIGINT, cwd=None, env=None):
+class Process:
+    """A process that runs `python *arguments`, forked by the server; `end` waits for it."""
+
+    def __init__(
+        self, *arguments, when=None, number=signal.SIGINT, cwd=None, env=None, stdout=None, stderr=None, limits=None
+    ):
+        point = json.dumps([type(when).__name__, *when] if when else None)
+        request = {
+            "arguments": [str(int(number)), point, *map(str, arguments)],
+            "cwd": os.path.abspath(cwd or "."),
+            "env": {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
+            "limits": limits or {},  # of the module `resource`, by name
+        }
+        self.kept = [None if given else tempfile.TemporaryFile() for given in (stdout, stderr)]  # noqa: SIM115
+        self.reply, reply = os.pipe()
+        with tempfile.TemporaryFile() as file:
+            file.write(json.dumps(request).encode())
+            file.seek(0)
+            files = [given or kept for given, kept in zip((stdout, stderr), self.kept, strict=True)]
+            fds = [file.fileno(), *(f if isinstance(f, int) else f.fileno() for f in files), reply]
+            socket.send_fds(server(), [b"."], fds)
+        os.close(reply)
+
+    def end(self):
+        """Wait for the process, and return its exit code (negative: a signal) and what it printed."""
+        with open(self.reply) as file:
+            code = int(file.read())
+        return Ended(code, *map(content, self.kept))
+
+
+def content(file):
+    """What was printed into a temporary file, if there is one; it is removed."""
+    if file is None:
+        return ""
+    with file:
+        file.seek(0)
+        return file.read().decode()
+
+
+def ended(*arguments, **options):
     """Run `python *arguments` to its end; it sends signal `number` to itself at the point `when`, if there is one."""
-    point = json.dumps([type(when).__name__, *when] if when else None)
-    command = [sys.executable, __file__, str(int(number)), point, *map(str, arguments)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment)
-    return Ended(done.returncode, done.stdout, done.stderr)
+    return Process(*arguments, **options).end()
 
 
 def interrupted(*arguments, when, **options):
@@ -61,6 +109,83 @@ def killed(*arguments, when, **options):
     result = ended(*arguments, when=when, number=signal.SIGKILL, **options)
     assert result.code == -signal.SIGKILL, f"it ended with {result.code} before {when}:\n{result.err}"
     return result
+
+
+@functools.cache
+def server():
+    """The socket of this process's server, which ends when the socket closes."""
+    ours, theirs = socket.socketpair()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}
+    command = [sys.executable, __file__, str(theirs.fileno())]
+    quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
+    process = subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()], **quiet)
+    theirs.close()
+    atexit.register(stop, ours, process)
+    return ours
+
+
+def stop(ours, process):
+    ours.close()
+    process.wait()
+
+
+# -- in the server ----------------------------------------------------------------------------------------------------
+
+
+def import_all():
+    """Import what the commands need: nothing is computed, so no threads are started."""
+    importlib.import_module("torch._dynamo")  # torch imports it when the first network is built
+    import tribe
+
+    for module in pkgutil.walk_packages(tribe.__path__, "tribe."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+
+
+def serve(control):
+    """Fork a process for each request; in that process, return its arguments.
+
+    It has a parent of its own, which tells the test how it ended.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    while True:
+        asked, fds, *_ = socket.recv_fds(control, 1, 4)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass  # no zombies
+        if not asked:
+            os._exit(0)
+        if os.fork():
+            for fd in fds:
+                os.close(fd)
+            continue
+        request, out, err, reply = fds
+        control.close()
+        if child := os.fork():
+            os.close(out)
+            os.close(err)
+            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            os.write(reply, str(code).encode())
+            os._exit(0)
+        os.close(reply)
+        return prepare(request, out, err)
+
+
+def prepare(request, out, err):
+    """Take over the surroundings of a process: its output, folder, environment and limits."""
+    with open(request) as file:
+        asked = json.load(file)
+    for fd, standard in ((out, 1), (err, 2)):
+        os.dup2(fd, standard)
+        os.close(fd)
+    signal.alarm(900)  # seconds until a process that waits for nothing is ended
+    os.chdir(asked["cwd"])
+    os.environ.clear()
+    os.environ.update(asked["env"])
+    sys.dont_write_bytecode = bool(os.environ.get("PYTHONDONTWRITEBYTECODE"))
+    for name, most in asked["limits"].items():
+        resource.setrlimit(getattr(resource, name), (most, most))
+    return asked["arguments"]
 
 
 # -- in the process -------------------------------------------------------------------------------------------------
@@ -119,4 +244,5 @@ def main(number, point, kind, *rest):
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    import_all()
+    main(*serve(socket.socket(fileno=int(sys.argv[1]))))

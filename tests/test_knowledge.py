@@ -3,8 +3,6 @@
 import dataclasses
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +14,7 @@ import layouts
 import tribe
 from commands import message
 from commands import tribe_command as command
+from processes import ended
 from tribe import methods
 from tribe.engine.backbone import Backbone
 from tribe.engine.state import digest
@@ -486,29 +485,11 @@ def test_a_folder_must_be_named(root):
 
 def test_the_bar_goes_to_stderr_and_json_alone_to_stdout(root):
     """As people start it: a process of its own."""
-    words = [
-        "source",
-        "eata",
-        "--model",
-        "compact",
-        "--dataset",
-        "mnist",
-        "--data",
-        str(root),
-        "--batch",
-        "5",
-        "--json",
-    ]
-    done = subprocess.run(
-        [sys.executable, "-m", "tribe", *words],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["method"] == "eata"
-    assert "eata, mnist" in done.stderr
+    words = ("eata", "--model", "compact", "--dataset", "mnist", "--data", root, "--batch", "5", "--json")
+    done = ended("-m", "tribe", "source", *words)
+    assert done.code == 0, done.err
+    assert json.loads(done.out)["method"] == "eata"
+    assert "eata, mnist" in done.err
 
 
 CHATTY = """

@@ -2,8 +2,6 @@
 
 import copy
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -12,6 +10,7 @@ from torch import nn
 import tribe
 from commands import message, tribe_command
 from places import ROOT
+from processes import ended
 from tribe import bench
 from tribe.bench import clock, contenders
 from tribe.bench.contenders import Workload
@@ -375,9 +374,9 @@ def test_a_custom_model_needs_a_shape(own):
 
 def test_the_released_structure_is_a_contender_of_the_benchmarks(tmp_path):
     out = tmp_path / "out.json"
-    command = [sys.executable, "-m", "benchmarks", "--model", "wrn10_1", "--batch", "2", "--repeats", "1"]
-    done = subprocess.run([*command, "--json", str(out)], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    words = ("--model", "wrn10_1", "--batch", "2", "--repeats", "1", "--json", out)
+    done = ended("-m", "benchmarks", *words, cwd=ROOT)
+    assert done.code == 0, done.err
     rows = {row.name: row for row in bench.read(out).rows}
     assert {"source", "tent", "rotta", "tribe", "released"} < rows.keys()
     assert rows["released"].state_bytes > 0

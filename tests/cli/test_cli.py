@@ -17,6 +17,7 @@ pytest.importorskip("rich")
 from typer.testing import CliRunner
 
 import tribe
+from processes import ended
 from tribe.cli import MISSING
 from tribe.cli.commands import app
 from tribe.cli.commands.list import registries
@@ -203,7 +204,7 @@ def test_a_name_in_another_case_is_suggested():
 
 
 def test_list_in_a_process():
-    code, out, err = shell("list", "norms", "--json")
+    code, out, err = ended("-m", "tribe", "list", "norms", "--json")
     assert (code, err) == (0, "")
     assert [c["name"] for c in json.loads(out)] == tribe.norms.registry.names()
 
@@ -221,7 +222,8 @@ def test_a_model_by_file_or_by_module(call, place, name):
 
 
 def test_doctor_in_a_process(folder):
-    code, out, err = shell("doctor", "models_here.py:net", "--shape", "3,16,16", "--json", cwd=folder)
+    words = ("models_here.py:net", "--shape", "3,16,16", "--json")
+    code, out, err = ended("-m", "tribe", "doctor", *words, cwd=folder)
     assert code == 0, err
     report = json.loads(out)
     assert report["adaptable"]

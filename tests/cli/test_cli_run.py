@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from safetensors.torch import save_file
 
 import tribe
 from commands import message, tribe_command
+from processes import ended
 from tribe import scenarios
 from tribe.datasets.embedded import mnist_test
 from tribe.lab.store import finished
@@ -332,15 +332,12 @@ def test_a_killed_run_goes_on_from_its_checkpoint():
     """Killed in batch 60; the checkpoint is of batch 50."""
     Path("deadly.py").write_text(DEADLY)
     command = (*TINY, "--methods", "deadly.py:Deadly", "--batch", "16")
-    process = begun(*command)
-    process.communicate(timeout=120)
-    assert process.returncode == -signal.SIGKILL
+    assert in_a_process(*command).code == -signal.SIGKILL
     assert not list(finished("out"))
     assert len(list(Path("out").glob("*/checkpoint.safetensors"))) == 1
     Path("steps").unlink()
-    process = begun(*command)
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == 0, errors
+    result = in_a_process(*command)
+    assert result.code == 0, result.err
     resumed = record("out", "deadly")
     batches = -(-len(resumed.label) // 16)
     assert len(Path("steps").read_text().splitlines()) == batches - 50
@@ -424,26 +421,21 @@ def test_an_impossible_run_is_refused_with_a_message(options, words):
     assert not Path("runs").exists(), "nothing was begun"
 
 
-def begun(*options, before=""):
+def in_a_process(*options, **surroundings):
     """A real process, which a signal or a limit can meet; it says on stderr how far it is."""
-    words = shlex.join([sys.executable, "-m", "tribe", "run", *options, "--no-chart", "--out", "out"])
-    return subprocess.Popen(
-        ["bash", "-c", f"{before} exec {words}"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    return ended("-m", "tribe", "run", *options, "--no-chart", "--out", "out", **surroundings)
 
 
 def test_on_a_full_disk_the_error_names_the_file_and_the_same_command_goes_on():
     options = (*TINY, "--imbalance", "300", "--methods", "source")  # a record of over 8 kB
-    process = begun(*options, before="ulimit -f 8;")  # kB; a write beyond fails as on a full disk
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == 2
-    assert re.search(r"source: out/.*/record-0.npz could not be written: File too large. It needs 0.0 MB, and", errors)
-    assert "What is finished is kept: make room, and the same command goes on" in errors
+    full = in_a_process(*options, limits={"RLIMIT_FSIZE": 8192})  # a write beyond fails as on a full disk
+    assert full.code == 2
+    words = r"source: out/.*/record-0.npz could not be written: File too large. It needs 0.0 MB, and"
+    assert re.search(words, full.err)
+    assert "What is finished is kept: make room, and the same command goes on" in full.err
     assert not list(finished("out"))
     assert not list(Path("out").rglob("record*"))
-    process = begun(*options)
-    process.communicate(timeout=120)
-    assert process.returncode == 0
+    assert in_a_process(*options).code == 0
     assert results("out").keys() == {"source"}
 
 
@@ -464,11 +456,10 @@ class Interrupted(BN):
 
 def test_after_ctrl_c_it_prints_what_is_finished():
     Path("interrupted.py").write_text(INTERRUPTED)
-    process = begun(*TINY, "--methods", "source,interrupted.py:Interrupted")
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == 130
-    assert "stopped. What was finished before (source) is in out" in errors
-    assert "could not be played" not in errors
+    stopped = in_a_process(*TINY, "--methods", "source,interrupted.py:Interrupted")
+    assert stopped.code == 130
+    assert "stopped. What was finished before (source) is in out" in stopped.err
+    assert "could not be played" not in stopped.err
     assert results("out").keys() == {"source"}
     assert [row["method"] for row in summary("out")["results"]] == ["source"]
 

@@ -24,7 +24,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import tribe
-from processes import Prints, interrupted, killed
+from processes import Prints, Process, interrupted, killed
 from tribe import corruptions, datasets
 from tribe.cli.commands import app
 from tribe.datasets.array_generation import generate
@@ -616,16 +616,15 @@ def test_help_tells_every_option():
 
 def test_a_terminal_sees_a_bar(clean, tmp_path):
     terminal, end = pty.openpty()
-    command = [sys.executable, "-m", "tribe", "corrupt", "cifar10", "--data", str(clean), "--out", str(tmp_path)]
-    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "120", "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, stdout=end, stderr=end, env=environment) as run:
-        os.close(end)
-        seen = b""
-        with contextlib.suppress(OSError):  # the terminal is gone when the command is
-            while part := os.read(terminal, 4096):
-                seen += part
+    command = ("-m", "tribe", "corrupt", "cifar10", "--data", clean, "--out", tmp_path)
+    process = Process(*command, stdout=end, stderr=end, env={"TERM": "xterm", "COLUMNS": "120"})
+    os.close(end)
+    seen = b""
+    with contextlib.suppress(OSError):  # the terminal is gone when the command is
+        while part := os.read(terminal, 4096):
+            seen += part
     os.close(terminal)
-    assert run.returncode == 0
+    assert process.end().code == 0
     assert b"reading the clean set" in seen
     assert b"%" in seen
     assert b"CIFAR-10-C: 15 made in" in seen

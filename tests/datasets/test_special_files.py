@@ -2,7 +2,6 @@
 
 import os
 import socket
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 
 import layouts
 from layouts import made, picture
+from processes import ended
 from tribe import datasets, scenarios
 from tribe.datasets.fingerprint import fingerprint
 from tribe.datasets.image_files import ImageFileError, read_image
@@ -224,9 +224,9 @@ def test_files_and_folders_without_permission_are_skipped(camera):
     for parent in camera.resolve().parents:
         if parent.is_relative_to(below) and parent != below:
             parent.chmod(0o755)
-    done = subprocess.run([sys.executable, "-c", PERMISSIONS, str(camera)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "('day',) ('cat', 'dog') [False, True, False, False] 3"
+    done = ended("-c", PERMISSIONS, camera)
+    assert done.code == 0, done.err
+    assert done.out.strip() == "('day',) ('cat', 'dog') [False, True, False, False] 3"
 
 
 # -- the other readers ------------------------------------------------------------------------------------------------

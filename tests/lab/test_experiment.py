@@ -3,7 +3,6 @@
 import contextlib
 import fcntl
 import json
-import os
 import re
 import subprocess
 import sys
@@ -14,7 +13,9 @@ import torch
 from safetensors.torch import save_file
 
 import tribe
+from commands import tribe_command
 from places import ROOT, TESTS
+from processes import Process, ended
 from tribe import metrics
 from tribe.lab.execution import run_experiment
 from tribe.lab.experiment import Experiment, MixedResults, difference, refuse_mixture
@@ -123,7 +124,7 @@ def test_a_field_that_only_one_has_is_a_difference(workbench):
 def made(root, seed):
     """Corrupted digits on the disk: the same names for every seed."""
     command = ["corrupt", "mnist", "--corruptions", "impulse_noise", "--seed", str(seed), "--out", str(root)]
-    subprocess.run([sys.executable, "-m", "tribe", *command], check=True, capture_output=True)
+    assert tribe_command(*command).exit_code == 0
     return Workbench(root, device="cpu")
 
 
@@ -631,17 +632,16 @@ def test_the_second_process_gets_busy_or_waits(workbench, tmp_path):
 
 
 def test_two_processes_that_race_compute_each_experiment_once(tmp_path):
-    commands = [[sys.executable, "-W", "ignore", str(GRID), str(tmp_path), "2"] for _ in range(2)]
-    processes = [subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}) for command in commands]
-    assert [process.wait() for process in processes] == [0, 0]
+    processes = [Process(GRID, tmp_path, 2) for _ in range(2)]
+    assert [process.end().code for process in processes] == [0, 0]
     assert len(list(finished(tmp_path))) == 2
     assert not list(tmp_path.glob("*/*.damaged-*"))
 
 
 def killed_grid(root, specs, points):
     for runs, kills in (("whole", ()), ("killed", points)):
-        command = [sys.executable, "-W", "ignore", str(GRID), str(root / runs), str(specs), *kills]
-        subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        done = ended(GRID, root / runs, specs, *kills)
+        assert done.code == 0, done.err
     whole, killed = (sorted(finished(root / runs), key=lambda r: r.experiment.id) for runs in ("whole", "killed"))
     assert [r.experiment for r in whole] == [r.experiment for r in killed]
     assert len(whole) == specs

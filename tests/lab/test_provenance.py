@@ -1,8 +1,6 @@
 """What is not tribe's is known by its code: a result of one version is never taken for another's."""
 
 import hashlib
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,6 +8,7 @@ import pytest
 
 import tribe
 from commands import tribe_command
+from processes import ended
 from tribe.lab.experiment import Experiment
 from tribe.lab.provenance import code_at, code_of
 from tribe.lab.spec import ComponentSpec
@@ -82,11 +81,10 @@ OWN = ["method", "scenario", "dataset", "model", "corruption"]
 
 
 def ids(folder):
-    environment = {**os.environ, "TRIBE_DATA": str(folder / "nothing"), "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-c", ASK]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return dict(line.split() for line in done.stdout.splitlines())
+    environment = {"TRIBE_DATA": str(folder / "nothing"), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = ended("-c", ASK, cwd=folder, env=environment)
+    assert done.code == 0, done.err
+    return dict(line.split() for line in done.out.splitlines())
 
 
 def test_other_code_is_another_experiment(tmp_path):
@@ -152,10 +150,10 @@ def test_records_of_python_say_how_they_were_made(tmp_path):
 
 OWN_METHOD = """
 from dataclasses import dataclass
-from tribe.methods.tent import Tent
+from tribe.methods.source import Source
 
 @dataclass(frozen=True)
-class Mine(Tent):
+class Mine(Source):
     pass
 """
 OWN_NET = """
@@ -171,10 +169,9 @@ def test_other_custom_code_is_another_result_of_tribe_run(tmp_path, monkeypatch)
     small = ("--imbalance", "1000000", "--set", "dataset.corruptions=('stripe',)", "--no-chart", "--out", "out")
 
     def play(method):
-        environment = {**os.environ, "TRIBE_DATA": "nothing"}
-        words = [sys.executable, "-m", "tribe", "run", *small, "--model", "net.py:net", "--methods", method]
-        done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stderr
+        words = ("run", *small, "--model", "net.py:net", "--methods", method)
+        done = ended("-m", "tribe", *words, env={"TRIBE_DATA": "nothing"})
+        assert done.code == 0, done.err
         return sorted((r.experiment.method.code, r.experiment.model.code) for r in finished("out"))
 
     Path("mine.py").write_text(OWN_METHOD)

@@ -8,21 +8,21 @@ import threading
 
 import pytest
 
+from tribe.storage import lock
 from tribe.storage.lock import Busy, exclusive, is_locked
 
 HOLD = """
-import sys
-from tribe.storage.lock import exclusive
-with exclusive(sys.argv[1]):
+import runpy, sys
+with runpy.run_path(sys.argv[1])["exclusive"](sys.argv[2]):
     print("held", flush=True)
     sys.stdin.read()
-"""
+"""  # the file alone: to import the package takes seconds
 
 
 @pytest.fixture
 def holder(tmp_path):
     """Another process that holds the lock until its input is closed, or it is killed."""
-    command = [sys.executable, "-c", HOLD, str(tmp_path / "lock")]
+    command = [sys.executable, "-c", HOLD, lock.__file__, str(tmp_path / "lock")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "held\n"
         yield process

@@ -4,8 +4,6 @@ import dataclasses
 import json
 import os
 import signal
-import subprocess
-import sys
 import textwrap
 
 import pytest
@@ -14,6 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import tribe
+from processes import ended
 from tribe.testing import images, ready, small_network
 
 
@@ -56,17 +55,10 @@ def test_another_process_goes_on_bit_for_bit(tmp_path):
             adapter(images(1, 6, seed)[0])
         print(adapter.digest())
     """
-    command = [
-        sys.executable,
-        "-c",
-        textwrap.dedent(script),
-        tmp_path / "state.safetensors",
-        str(torch.get_num_threads()),
-    ]
-    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    done = ended("-c", textwrap.dedent(script), tmp_path / "state.safetensors", torch.get_num_threads())
     for seed in range(3, 6):
         adapter(images(1, 6, seed)[0])
-    assert printed == adapter.digest()
+    assert done.out.strip() == adapter.digest(), done.err
 
 
 def test_frozen_and_augmentation_survive(tmp_path):
