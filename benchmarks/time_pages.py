@@ -212,4 +212,24 @@ def cost(folder: Path) -> str:
     return table(header, lines) if lines else "Nothing was measured yet.\n"
 
 
-BLOCKS: dict[str, Callable[[Path], str]] = {"study": study, "cost": cost}
+# -- learning ----------------------------------------------------------------------------------------------------------
+
+
+def learning(folder: Path) -> str:
+    """The errors of all variants that learn from the filter."""
+    rows = read("time_learning*.json", folder)
+    if not rows:
+        return "Nothing was measured yet.\n"
+    at, cells = rows[0], list(dict.fromkeys(row["cell"] for row in rows))
+    kinds = [(cell, kind) for cell in cells for kind in ("raw", "filtered")]
+    lines = []
+    for (variant,), of in _groups(rows, "variant"):
+        by = {row["cell"]: row for row in of}
+        lines.append([variant, *(" / ".join(f"{value:.1f}" for value in by[cell][kind]) for cell, kind in kinds)])
+    seeds = ", ".join(map(str, at["seeds"]))
+    caption = f"Instance / category error, {at['dataset']}, {at['model']}, mean of seeds {seeds}, with {at['filter']}. "
+    caption += f"Category error is {at['category']}"
+    return _captioned(caption, ["what TRIBE learns from", *(f"{cell}, {kind}" for cell, kind in kinds)], lines)
+
+
+BLOCKS: dict[str, Callable[[Path], str]] = {"study": study, "cost": cost, "learning": learning}

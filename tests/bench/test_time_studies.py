@@ -4,11 +4,14 @@ import json
 
 import pytest
 import torch
-from benchmarks import time_cost, time_pages, time_study
+from benchmarks import time_cost, time_learning, time_pages, time_study
 from benchmarks.time_play import AlwaysOn
 
+import tribe
 from places import ROOT
+from tribe.engine.state import leaves
 from tribe.lab.record import Record
+from tribe.testing import CLASSES, images, small_network
 from tribe.time.markov import Markov
 
 
@@ -35,6 +38,14 @@ def test_the_cost_is_measured_and_becomes_a_table(tmp_path, capsys):
     time_cost.main([*options, "--out", str(tmp_path)])
     assert "of the step" in capsys.readouterr().out
     assert time_pages.cost(tmp_path).count("resnet8, batch 2") == 2
+
+
+def test_variants_of_learning_are_measured_and_become_a_table(tmp_path):
+    where = ["--dataset", "live-mnist-c", "--model", "compact", "--device", "cpu", "--out", str(tmp_path)]
+    time_learning.main([*where, "--limit", "64", "--seeds", "1", "--cells", "F100", "--variants", "0", "4"])
+    text = time_pages.learning(tmp_path)
+    assert "| TRIBE | " in text
+    assert "| trust only where both agree | " in text
 
 
 def test_a_stream_turns_from_bursts_to_iid_and_back():
@@ -76,3 +87,30 @@ def test_a_filter_that_is_always_on_answers_where_it_would_not():
     used = [rule.step(rule.init(1, 3, logits), logits, valid).used for rule in (Markov(), AlwaysOn())]
     assert not used[0].any(), "four images are no evidence"
     assert torch.equal(used[1], valid)
+
+
+class Eager(time_learning.Learning):
+    """Learns from a filter that is always on."""
+
+    @property
+    def rule(self):
+        return AlwaysOn(within=self.within)
+
+
+def test_learning_from_the_filter_is_tribe_by_default_and_something_else_in_every_variant():
+    net, draws = tribe.Backbone(small_network(seed=3)), torch.Generator().manual_seed(0)
+    batches = [images(1, 32, seed) * torch.rand(1, 32, 3, 1, 1, generator=draws) for seed in range(3)]  # two classes
+
+    def after(method):
+        state = method.init(net)
+        for x in batches:
+            _, state = method.step(net, state, x)
+        return leaves(state)
+
+    alone = after(tribe.methods.create("tribe", classes=CLASSES, h0=0.9))
+    same = after(time_learning.Learning(classes=CLASSES, h0=0.9))
+    assert all(torch.equal(alone[name], same[name]) for name in alone)
+    for name, fields in time_learning.VARIANTS.items():
+        if fields:
+            other = after(Eager(classes=CLASSES, h0=0.9, **fields))
+            assert any(not torch.equal(alone[part], other[part]) for part in alone), name
