@@ -6,6 +6,7 @@ A filter stands behind a method and never feeds what it learns. So one play of t
     filtered = replay(records, tribe.time.create("time", within="batch"))   # as run(net, METHOD+time, stream) gives it
 """
 
+import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -51,19 +52,21 @@ def replay(
     outputs = [_outputs(record) for record in records]
     if not outputs:
         return []
-    kind, like = outputs[0].kind, outputs[0].values
-    classes, steps = like.shape[1], max(len(kept.sizes) for kept in outputs)
-    source = rule.init(len(outputs), classes, like.new_empty(0, dtype=wide(like.dtype), device=device))
+    kind, values = outputs[0].kind, outputs[0].values
+    like = values.new_empty(0, dtype=wide(values.dtype), device=device)
+    source, steps = rule.init(len(outputs), values.shape[1], like), max(len(kept.sizes) for kept in outputs)
     state, table = clone(source), _Answers(records)
     parts = [kept.values.split(kept.sizes.tolist()) for kept in outputs]
     marks = [kept.valid.split(kept.sizes.tolist()) for kept in outputs]
+    on_its_device = torch.cuda.device(device) if like.is_cuda else contextlib.nullcontext()  # where kernels launch
     for step in range(steps):
         values, valid = _batch(parts, step), _batch(marks, step)
         reset = torch.tensor([step < len(kept.reset) and bool(kept.reset[step]) for kept in outputs])
         begun = time.perf_counter()
         if reset.any():
             state = select(reset.to(device), clone(source), state)
-        output, state = filter_output(rule, state, values.to(device), valid.to(device), kind)
+        with on_its_device:
+            output, state = filter_output(rule, state, values.to(device), valid.to(device), kind)
         confidence, prediction = predictions(output, kind)
         seconds = (time.perf_counter() - begun) / max(int(valid.sum()), 1)
         table.append(valid, prediction, confidence, seconds)
