@@ -63,7 +63,11 @@ def _groups(rows: Rows, *names: str) -> Iterator[tuple[tuple[Any, ...], Rows]]:
 def _seeds(rows: Rows) -> str:
     """The seeds in each precision, in words."""
     found = {precision: sorted({row["seed"] for row in of}) for (precision,), of in _groups(rows, "precision")}
-    return "; ".join(f"seeds {', '.join(map(str, seeds))} in {precision}" for precision, seeds in found.items())
+    words = "; ".join(
+        f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))} in {precision}"
+        for precision, seeds in found.items()
+    )
+    return words + (f", first {rows[0]['limit']:,} images" if rows[0]["limit"] else "")
 
 
 def _once(rows: Rows) -> Rows:
@@ -94,11 +98,16 @@ def _errors(rows: Rows, title: str) -> str:
     rows = _once(rows)
     columns = {name: words for name, words in FILTERS.items() if any(row["filter"] == name for row in rows)}
     lines = []
-    for (cell,), of in _groups(rows, "cell"):
+    for (cell,), of in sorted(_groups(rows, "cell"), key=lambda group: _place(group[0][0])):
         values = {name: [row for row in of if row["filter"] == name] for name in columns}
         cells = (" / ".join(_spread([row[kind] for row in v]) for kind in ("inst", "cat")) for v in values.values())
         lines.append([cell, *cells])
     return _captioned(f"{title}, {_seeds(rows)}", ["", *columns.values()], lines)
+
+
+def _place(cell: str) -> tuple[str, int]:
+    """Sorts F before V and by imbalance; other streams stay in their order."""
+    return (cell[0], int(cell[1:])) if cell[1:].isdigit() else ("", 0)
 
 
 def _paper_streams(rows: Rows, dataset: str, model: str, method: str) -> str:
@@ -131,7 +140,8 @@ def _turning(rows: Rows, dataset: str, model: str, method: str) -> str:
         word = "off" if switch == "off" else f"{FILTERS[within]}, {'always on' if switch == 'on' else 'as it decides'}"
         errors = ([row["inst"] for row in of if row["stretch"] == number] for number in range(3))
         lines.append([word, *(f"{statistics.mean(values):.2f}" for values in errors)])
-    title = "**A stream that turns**: 20,000 images in bursts, 20,000 iid, 20,000 in bursts; instance error in each"
+    n = f"{rows[0]['length']:,}"
+    title = f"**A stream that turns**: {n} images in bursts, {n} iid, {n} in bursts; instance error in each"
     head = f"{title} after its first 500 images, {dataset}, {model}, `{method}`, {_seeds(rows)}"
     return _captioned(head, ["filter", *STRETCHES], lines)
 

@@ -40,7 +40,7 @@ from tribe.scenarios import Scenario, Schedule
 
 SEEDS = 425, 5, 6, 7, 8  # of parts a, e and f; the other parts play the first one
 STICKY = "F100", "V100"  # the streams of parts e and f
-CELLS = "F1", "F10", "F100", "F200", "V10", "V100", "V200"
+CELLS = "F100", "V100", "F10", "V10", "F200", "V200", "F1"  # the longest stream last
 SIGMAS = 10.0, 1.0, 0.1, 0.01, 0.001
 STICKLESS = "source", "bn", "tent", "rotta", "tribe", "note"  # the methods of part b
 SETTLED = 500  # images of each stretch of part d that are not counted
@@ -150,7 +150,10 @@ def turning(study: Study) -> None:
             given = {"off": played, "auto": study.filtered(played, within), "on": on}
             rows = [
                 {"part": "d", "method": method, "filter": within, "switch": switch, "seed": seed, "stretch": stretch}
-                | {"inst": round(100 * float(metrics.wrong(record)[_settled(length, stretch)].mean()), 3)}
+                | {
+                    "length": length,
+                    "inst": round(100 * float(metrics.wrong(record)[_settled(length, stretch)].mean()), 3),
+                }
                 for switch, chosen in given.items()
                 for seed, record in zip(study.seeds("d"), chosen, strict=True)
                 for stretch in range(3)
