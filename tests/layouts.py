@@ -9,6 +9,7 @@ import numpy as np
 from PIL import Image
 
 from tribe import datasets
+from tribe.datasets.embedded import mnist_test
 
 PER = 20  # images a severity; the published files have 10,000
 WNIDS = ("n01440764", "n01443537", "n02123045")
@@ -128,6 +129,19 @@ def write_mnist(folder, draw):
         header = np.array([0x801, PER], ">u4").tobytes()
         labels = draw.integers(10, size=PER).astype(np.uint8)
         (folder / f"{split}-labels-idx1-ubyte").write_bytes(header + labels.tobytes())
+
+
+def write_digits(root, train, test):
+    """So many real digits for training and testing, as idx files."""
+    images, labels = mnist_test()
+    (root / "mnist").mkdir()
+    for split, part in {"train": slice(train), "t10k": slice(train, train + test)}.items():
+        image_header = np.array([0x803, len(labels[part]), 28, 28], ">u4").tobytes()
+        label_header = np.array([0x801, len(labels[part])], ">u4").tobytes()
+        (root / f"mnist/{split}-images-idx3-ubyte").write_bytes(image_header + images[part].tobytes())
+        classes = labels[part].astype(np.uint8)
+        (root / f"mnist/{split}-labels-idx1-ubyte").write_bytes(label_header + classes.tobytes())
+    return str(root)
 
 
 def gzip_mnist(folder):

@@ -28,10 +28,19 @@ SHORT = (
     "--imbalance",
     "1000000",
 )  # two domains
-TINY = ("--set", "dataset.corruptions=('impulse_noise',)", "--imbalance", "1000000")  # one of about 1,200 images
+TINY = ("--set", "dataset.corruptions=('impulse_noise',)", "--imbalance", "1000000")  # one of about 230 images
 
 
-pytestmark = pytest.mark.usefixtures("nowhere")
+@pytest.fixture(autouse=True)
+def few(nowhere, few_digits, monkeypatch):
+    """A few digits in place of the package's own."""
+    monkeypatch.setenv("TRIBE_DATA", few_digits)
+
+
+@pytest.fixture
+def all_digits(few, monkeypatch):
+    """The package's own images after all."""
+    monkeypatch.setenv("TRIBE_DATA", "nothing")
 
 
 def tribe_run(*arguments):
@@ -54,9 +63,10 @@ def summary(folder):
 
 
 @pytest.fixture(scope="module")
-def played(tmp_path_factory):
+def played(tmp_path_factory, few_digits):
     folder = tmp_path_factory.mktemp("run")
-    result = tribe_run(*SHORT, "--methods", "source,tribe", "--seeds", 2, "--out", folder, "--json", "-")
+    options = ("--methods", "source,tribe", "--seeds", 2, "--data", few_digits, "--out", folder, "--json", "-")
+    result = tribe_run(*SHORT, *options)
     assert result.exit_code == 0, result.output
     return folder, json.loads(result.stdout)
 
@@ -331,7 +341,7 @@ class Deadly(BN):
 def test_a_killed_run_goes_on_from_its_checkpoint():
     """Killed in batch 60; the checkpoint is of batch 50."""
     Path("deadly.py").write_text(DEADLY)
-    command = (*TINY, "--methods", "deadly.py:Deadly", "--batch", "16")
+    command = (*TINY, "--methods", "deadly.py:Deadly", "--batch", "3")
     assert in_a_process(*command).code == -signal.SIGKILL
     assert not list(finished("out"))
     assert len(list(Path("out").glob("*/checkpoint.safetensors"))) == 1
@@ -339,10 +349,10 @@ def test_a_killed_run_goes_on_from_its_checkpoint():
     result = in_a_process(*command)
     assert result.code == 0, result.err
     resumed = record("out", "deadly")
-    batches = -(-len(resumed.label) // 16)
+    batches = -(-len(resumed.label) // 3)
     assert len(Path("steps").read_text().splitlines()) == batches - 50
     assert not list(Path("out").glob("*/checkpoint.safetensors"))
-    assert tribe_run(*TINY, "--methods", "bn", "--batch", 16, "--no-chart", "--out", "whole").exit_code == 0
+    assert tribe_run(*TINY, "--methods", "bn", "--batch", 3, "--no-chart", "--out", "whole").exit_code == 0
     whole = record("whole", "bn")
     assert torch.equal(resumed.prediction, whole.prediction)
     assert torch.equal(resumed.confidence, whole.confidence)
@@ -426,6 +436,7 @@ def in_a_process(*options, **surroundings):
     return ended("-m", "tribe", "run", *options, "--no-chart", "--out", "out", **surroundings)
 
 
+@pytest.mark.usefixtures("all_digits")
 def test_on_a_full_disk_the_error_names_the_file_and_the_same_command_goes_on():
     options = (*TINY, "--imbalance", "300", "--methods", "source")  # a record of over 8 kB
     full = in_a_process(*options, limits={"RLIMIT_FSIZE": 8192})  # a write beyond fails as on a full disk
@@ -529,6 +540,7 @@ def test_a_custom_method_may_fail_in_any_way(error):
     assert [row["method"] for row in summary("out")["results"]] == ["source", "bn"]
 
 
+@pytest.mark.usefixtures("all_digits")
 def test_the_command_runs_as_a_process_with_nothing_on_stdout_but_json(tmp_path):
     command = [sys.executable, "-m", "tribe", "run", *SHORT, "--methods", "source", "--json", "-"]
     done = subprocess.run(
@@ -573,6 +585,7 @@ def net():
 """
 
 
+@pytest.mark.usefixtures("all_digits")
 def test_custom_components_are_played_and_what_they_print_is_no_result():
     Path("parts.py").write_text(OWN_PARTS)
     names = (*TINY[:2], "--set", "scenario.every=50", "--scenario", "parts.py:Backwards", "--dataset", "parts.py:Dark")

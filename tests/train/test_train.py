@@ -5,7 +5,6 @@ import itertools
 import json
 import math
 import resource
-import struct
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import tribe
+from layouts import write_digits
 from processes import Prints, ended, killed
-from tribe.datasets.embedded import mnist_test
 from tribe.datasets.locations import MissingData
 from tribe.train import AugMix, CheckpointError, Progress, Recipe, TrainingError, change, preset, train
 from tribe.train.augmix import OPERATIONS, consistency, operate
@@ -30,29 +29,14 @@ SMALL = Recipe(epochs=3, batch=40, optimizer="adamw", lr=5e-3, weight_decay=1e-2
 CPU = torch.device("cpu")
 
 
-def write_mnist(root, train, test):
-    """So many digits for training and testing, as idx files."""
-    images, labels = mnist_test()
-    (root / "mnist").mkdir()
-    for name, part in {"train": slice(train), "t10k": slice(train, train + test)}.items():
-        pixels, classes = images[part], labels[part].astype(np.uint8)
-        (root / f"mnist/{name}-images-idx3-ubyte").write_bytes(
-            struct.pack(">IIII", 0x803, *pixels.shape) + pixels.tobytes()
-        )
-        (root / f"mnist/{name}-labels-idx1-ubyte").write_bytes(
-            struct.pack(">II", 0x801, len(classes)) + classes.tobytes()
-        )
-    return str(root)
-
-
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory):
-    return write_mnist(tmp_path_factory.mktemp("digits"), 1600, 500)
+    return write_digits(tmp_path_factory.mktemp("digits"), 1600, 500)
 
 
 @pytest.fixture(scope="module")
 def few(tmp_path_factory):
-    return write_mnist(tmp_path_factory.mktemp("few"), 200, 60)
+    return write_digits(tmp_path_factory.mktemp("few"), 200, 60)
 
 
 class Thin(nn.Module):
