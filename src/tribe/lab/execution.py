@@ -212,7 +212,7 @@ def _play_shared(stage: _Stage, experiment: Experiment, method: Method, plays: S
     if not isinstance(method, Timed):
         return [record._replace(outputs=None) for record in found]
     spec, device = store.record_spec(experiment), stage.net.device
-    return replay(found, method.rule, spec=spec, device=device, progress=stage.options.progress)
+    return replay(found, method.time_filter, spec=spec, device=device, progress=stage.options.progress)
 
 
 def _play_alone(stage: _Stage, alone: Experiment, method: Method) -> list[Record]:

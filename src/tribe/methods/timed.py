@@ -75,8 +75,6 @@ class Timed(Method):
         rule: TimeFilter = self._parts[1]  # type: ignore[attr-defined]
         return rule
 
-    rule = time_filter
-
     def study(self, net: Backbone, batches: Any) -> Knowledge:
         """As the method alone."""
         return self.inner.study(net, batches)
