@@ -107,7 +107,7 @@ def test_a_run_that_was_stopped_keeps_the_same_outputs(tmp_path, within):
 def test_a_checkpoint_without_outputs_or_of_other_classes_is_refused(tmp_path):
     file = tmp_path / "run.safetensors"
     play(ready("tent"), checkpoint=file, every=3, keep_checkpoint=True)
-    with pytest.raises(StateFileError, match=r"outputs\.0\.valid"):
+    with pytest.raises(StateFileError, match="did not keep what the method returned"):
         play(ready("tent"), checkpoint=file, keep_outputs=True)
     file.unlink()
     play(ready("tent"), checkpoint=file, every=3, keep_checkpoint=True, keep_outputs=True)

@@ -287,6 +287,10 @@ class _Checkpoint:
                 f"{CHECKPOINT.advice}"
             )
         outputs = {name.removeprefix("outputs."): t for name, t in tensors.items() if name.startswith("outputs.")}
+        if self._outputs is not None and not outputs:
+            raise StateFileError(
+                f"{self.path} is of a run that did not keep what the method returned. {CHECKPOINT.advice}"
+            )
         if self._outputs is None:  # a run that kept outputs may go on without
             tensors = {name: t for name, t in tensors.items() if not name.startswith("outputs.")}
         self._check(tensors, source, {} if self._outputs is None else self._outputs.like(header["step"], outputs))
