@@ -39,6 +39,7 @@ NO_READERS = {  # functions that call an opener, and why no file of a user can h
             "tribe.lab.spec.describe",
             "tribe.report.collect._facts",
             "tribe.report.command._plain",
+            "tribe.testing.filter_checks.resumes_exactly",
             "tribe.testing.method_checks.saves_and_resumes",
             "tribe.train.loop.train",
         ),
