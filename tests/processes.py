@@ -59,7 +59,17 @@ class Process:
     """A process that runs `python *arguments`, forked by the server; `end` waits for it."""
 
     def __init__(
-        self, *arguments, when=None, number=signal.SIGINT, cwd=None, env=None, stdout=None, stderr=None, limits=None
+        self,
+        *arguments,
+        when=None,
+        number=signal.SIGINT,
+        cwd=None,
+        env=None,
+        stdin=None,
+        stdout=None,
+        stderr=None,
+        limits=None,
+        seconds=900,
     ):
         point = json.dumps([type(when).__name__, *when] if when else None)
         request = {
@@ -67,21 +77,24 @@ class Process:
             "cwd": os.path.abspath(cwd or "."),
             "env": {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
             "limits": limits or {},  # of the module `resource`, by name
+            "seconds": seconds,  # after which a process that waits for nothing is ended; 0: never
         }
         self.kept = [None if given else tempfile.TemporaryFile() for given in (stdout, stderr)]  # noqa: SIM115
         self.reply, reply = os.pipe()
         with tempfile.TemporaryFile() as file:
             file.write(json.dumps(request).encode())
             file.seek(0)
-            files = [given or kept for given, kept in zip((stdout, stderr), self.kept, strict=True)]
-            fds = [file.fileno(), *(f if isinstance(f, int) else f.fileno() for f in files), reply]
-            socket.send_fds(server(), [b"."], fds)
+            printed = [given or kept for given, kept in zip((stdout, stderr), self.kept, strict=True)]
+            files = (file, *printed, reply, *([] if stdin is None else [stdin]))
+            socket.send_fds(server(), [b"."], [f if isinstance(f, int) else f.fileno() for f in files])
         os.close(reply)
+        self.reply = open(self.reply)  # noqa: SIM115
+        self.pid = int(self.reply.readline())
 
     def end(self):
         """Wait for the process, and return its exit code (negative: a signal) and what it printed."""
-        with open(self.reply) as file:
-            code = int(file.read())
+        with self.reply:
+            code = int(self.reply.read())
         return Ended(code, *map(content, self.kept))
 
 
@@ -149,7 +162,7 @@ def serve(control):
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     while True:
-        asked, fds, *_ = socket.recv_fds(control, 1, 4)
+        asked, fds, *_ = socket.recv_fds(control, 1, 5)
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass  # no zombies
@@ -159,26 +172,27 @@ def serve(control):
             for fd in fds:
                 os.close(fd)
             continue
-        request, out, err, reply = fds
+        request, out, err, reply, *given = fds
         control.close()
         if child := os.fork():
-            os.close(out)
-            os.close(err)
+            for fd in (out, err, *given):
+                os.close(fd)
+            os.write(reply, f"{child}\n".encode())
             code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
             os.write(reply, str(code).encode())
             os._exit(0)
         os.close(reply)
-        return prepare(request, out, err)
+        return prepare(request, {1: out, 2: err, **dict(enumerate(given))})
 
 
-def prepare(request, out, err):
-    """Take over the surroundings of a process: its output, folder, environment and limits."""
+def prepare(request, standard):
+    """Take over the surroundings of a process: its input and output, folder, environment and limits."""
     with open(request) as file:
         asked = json.load(file)
-    for fd, standard in ((out, 1), (err, 2)):
-        os.dup2(fd, standard)
+    for number, fd in standard.items():
+        os.dup2(fd, number)
         os.close(fd)
-    signal.alarm(900)  # seconds until a process that waits for nothing is ended
+    signal.alarm(asked["seconds"])
     os.chdir(asked["cwd"])
     os.environ.clear()
     os.environ.update(asked["env"])

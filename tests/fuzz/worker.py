@@ -4,17 +4,20 @@ The child measures processor time and memory itself. The parent ends a child tha
 one after a crash.
 """
 
+import contextlib
 import json
 import os
 import queue
 import resource
-import subprocess
+import signal
 import sys
 import threading
 import traceback
 import warnings
 from pathlib import Path
 from typing import NamedTuple
+
+from processes import Process
 
 SECONDS = 5  # of processor time for a file
 WALL = 60  # seconds after which a child that waits for something is ended
@@ -47,45 +50,45 @@ class Worker:
 
     def start(self):
         tests = Path(__file__).resolve().parents[1]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(tests), *sys.path])}
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "fuzz.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env=environment,
-        )
+        (stdin, questions), (answers, stdout) = os.pipe(), os.pipe()
+        self.process = Process("-m", "fuzz.worker", cwd=tests, stdin=stdin, stdout=stdout, seconds=0)
+        os.close(stdin)
+        os.close(stdout)
+        self.questions = os.fdopen(questions, "w")
         self.answers = queue.SimpleQueue()
-        threading.Thread(target=self._listen, args=(self.process.stdout, self.answers), daemon=True).start()
+        threading.Thread(target=self._listen, args=(os.fdopen(answers), self.answers), daemon=True).start()
 
     @staticmethod
     def _listen(stdout, answers):
-        for line in stdout:
-            answers.put(line)
+        with stdout:
+            for line in stdout:
+                answers.put(line)
         answers.put(None)
 
     def stop(self):
         if self.process is not None:
-            self.process.kill()
-            self.process.wait()
-            self.process.stdin.close()
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.process.pid, signal.SIGKILL)
+            with contextlib.suppress(BrokenPipeError):
+                self.questions.close()
+            code = self.process.end().code
             self.process = None
+            return code
+        return None
 
     def read(self, reader: str, folder: Path) -> Outcome:
         """Read the file of a reader in a folder."""
         if self.process is None:
             self.start()
-        self.process.stdin.write(json.dumps([reader, str(folder)]) + "\n")
-        self.process.stdin.flush()
+        self.questions.write(json.dumps([reader, str(folder)]) + "\n")
+        self.questions.flush()
         try:
             answer = self.answers.get(timeout=WALL)
         except queue.Empty:
             self.stop()
             return Outcome("hang", f"no answer in {WALL} seconds")
         if answer is None:
-            code = self.process.wait()
-            self.stop()
+            code = self.stop()
             return Outcome("crash", f"the process ended with {code} (-11: memory fault, -24: over {SECONDS} seconds)")
         outcome = Outcome(*json.loads(answer))
         if outcome.kind == "memory":

@@ -265,9 +265,9 @@ def said_commands(folder):
     return [line.replace("&quot;", '"').replace("&#x27;", "'").replace("&amp;", "&") for line in found]
 
 
-def test_the_command_on_the_page_makes_the_same_records_again(tmp_path, monkeypatch):
+def test_the_command_on_the_page_makes_the_same_records_again(tmp_path, monkeypatch, few_digits):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("TRIBE_DATA", str(tmp_path / "nothing"))
+    monkeypatch.setenv("TRIBE_DATA", few_digits)
     asked = ["run", *SHORT, "--methods", "source,tent", "--set", "tent.lr=0.01", "--set", "scenario.sigma=0.05"]
     asked += ["--seed", "3", "--seeds", "2", "--out", "runs", "--scenario", "gli-v", "--batch", "50"]
     assert tribe_command(*asked).exit_code == 0
@@ -284,9 +284,11 @@ def test_the_command_on_the_page_makes_the_same_records_again(tmp_path, monkeypa
         assert torch.equal(ours.confidence, again.confidence)
 
 
-def test_an_experiment_is_reported_with_its_machine_and_a_command_of_the_same_numbers(tmp_path, monkeypatch):
+def test_an_experiment_is_reported_with_its_machine_and_a_command_of_the_same_numbers(
+    tmp_path, monkeypatch, few_digits
+):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("TRIBE_DATA", str(tmp_path / "nothing"))
+    monkeypatch.setenv("TRIBE_DATA", few_digits)
     data = ComponentSpec("live-mnist-c", {"corruptions": ["impulse_noise"]})
     for method in ("source", "bn"):
         run_experiment(
