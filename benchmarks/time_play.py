@@ -109,7 +109,8 @@ def play(bench: Bench, method: str, scenario: Scenario, seeds: Sequence[int], li
     net, built = bench.method(method)
     whole = scenario.on(bench.data.domains)
     shown = whole if limit is None else Shortened(whole.domains, whole=whole, most=limit)
-    return run(net, built, Stream(bench.data, shown, seeds, BATCH), spec={}, keep_outputs=True)  # type: ignore[arg-type]
+    stream = Stream(bench.data, shown, seeds, BATCH)  # type: ignore[arg-type]
+    return run(net, built, stream, spec={}, keep_outputs=True, progress=Progress(method))
 
 
 def filtered(bench: Bench, records: list[Record], rule: TimeFilter | None) -> list[Record]:
@@ -167,6 +168,21 @@ def read(pattern: str, folder: Path = RESULTS) -> list[dict[str, Any]]:
     """The rows of all result files that match, each with the settings of its file."""
     found = {path.name: json.loads(path.read_text()) for path in sorted(folder.glob(pattern))}
     return [{**file["settings"], "file": name, **row} for name, file in found.items() for row in file["rows"]]
+
+
+class Progress:
+    """Prints how far a run is, every so many seconds."""
+
+    EVERY = 20.0  # seconds
+
+    def __init__(self, what: str) -> None:
+        self._what, self._last = what, time.monotonic()
+
+    def __call__(self, done: int, batches: int, error: float | None) -> None:
+        """After a batch."""
+        if time.monotonic() - self._last > self.EVERY:
+            self._last = time.monotonic()
+            print(f"          {self._what}: {done} of {batches} batches, error {100 * (error or 0):.2f}", flush=True)
 
 
 class Clock:

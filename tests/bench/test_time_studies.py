@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from benchmarks import time_cost, time_learning, time_pages, time_study
-from benchmarks.time_play import AlwaysOn
+from benchmarks.time_play import AlwaysOn, Progress
 
 import tribe
 from places import ROOT
@@ -20,11 +20,14 @@ def test_the_page_shows_the_results():
     assert time_pages.rendered(page) == page, "run: python -m benchmarks.time_study --render"
 
 
-def test_a_study_plays_streams_and_its_results_become_tables(tmp_path, capsys):
+def test_a_study_plays_streams_and_its_results_become_tables(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(Progress, "EVERY", 0.0)
     where = ["--dataset", "live-mnist-c", "--model", "compact", "--device", "cpu", "--out", str(tmp_path)]
     what = ["--cells", "F100", "--methods", "source", "--seeds", "1", "2", "--limit", "128", "--parts", "a,e,f"]
     time_study.main([*where, *what])
-    assert "a: source F100, seeds 1 2: none" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "source: 1 of 2 batches, error" in said
+    assert "a: source F100, seeds 1 2: none" in said
     (file,) = tmp_path.glob("time_*.json")
     rows = json.loads(file.read_text())["rows"]
     assert {row["part"] for row in rows} == {"a", "e", "f"}
