@@ -17,6 +17,7 @@ whose threads a child would lack.
 import atexit
 import contextlib
 import functools
+import gc
 import importlib
 import json
 import os
@@ -161,6 +162,7 @@ def serve(control):
     It has a parent of its own, which tells the test how it ended.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    gc.freeze()  # a process that ends need not look through all that was imported
     while True:
         asked, fds, *_ = socket.recv_fds(control, 1, 5)
         with contextlib.suppress(ChildProcessError):

@@ -542,7 +542,7 @@ def test_a_custom_method_may_fail_in_any_way(error):
 
 @pytest.mark.usefixtures("all_digits")
 def test_the_command_runs_as_a_process_with_nothing_on_stdout_but_json(tmp_path):
-    command = [sys.executable, "-m", "tribe", "run", *SHORT, "--methods", "source", "--json", "-"]
+    command = [sys.executable, "-m", "tribe", "run", *TINY, "--methods", "source", "--json", "-"]
     done = subprocess.run(
         command, cwd=tmp_path, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
     )
