@@ -216,9 +216,9 @@ def cost(folder: Path) -> str:
     for row in read("time_cost_*.json", folder):
         took = row["added_ms"] if row["alone_ms"] is None else row["alone_ms"]
         place = f"{row['machine']['device']}, {row['model']}, batch {row['batch']}, {row['precision']}"
-        times = f"{row['step_ms']:.4g}", f"{took:.3g}", f"{row['share']:.2%}"
+        times = f"{row['step_ms']:.4g}", f"{row['spread']:.0%}", f"{took:.3g}", f"{row['share']:.2%}"
         lines.append([place, str(row["classes"]), FILTERS[row["filter"]], *times])
-    header = ["", "K", "filter", "TRIBE's step, ms", "the filter, ms", "share"]
+    header = ["", "K", "filter", "TRIBE's step, ms", "spread", "the filter, ms", "share"]
     return table(header, lines) if lines else "Nothing was measured yet.\n"
 
 
