@@ -126,8 +126,8 @@ def test_libraries_do_not_count(tmp_path, monkeypatch):
     assert code_of(tribe.adapt) is code_at("tribe.adapter") is None
 
 
-def test_records_of_python_say_how_they_were_made(tmp_path):
-    data = tribe.datasets.create("live-mnist-c", corruptions=("stripe",))
+def test_records_of_python_say_how_they_were_made(tmp_path, few_digits):
+    data = tribe.datasets.create("live-mnist-c", corruptions=("stripe",), data=few_digits)
     net = tribe.Backbone(tribe.models.load("compact", tribe.models.find("compact", "mnist", tmp_path)))
     specs = []
     for name, lr in (("gli-f", 1e-3), ("gli-f", 1e-2), ("gli-v", 1e-3)):
@@ -163,14 +163,14 @@ net = tribe.models.load("compact", tribe.models.find("compact", "mnist", "nowher
 """
 
 
-def test_other_custom_code_is_another_result_of_tribe_run(tmp_path, monkeypatch):
+def test_other_custom_code_is_another_result_of_tribe_run(tmp_path, monkeypatch, few_digits):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     small = ("--imbalance", "1000000", "--set", "dataset.corruptions=('stripe',)", "--no-chart", "--out", "out")
 
     def play(method):
         words = ("run", *small, "--model", "net.py:net", "--methods", method)
-        done = ended("-m", "tribe", *words, env={"TRIBE_DATA": "nothing"})
+        done = ended("-m", "tribe", *words, env={"TRIBE_DATA": few_digits})
         assert done.code == 0, done.err
         return sorted((r.experiment.method.code, r.experiment.model.code) for r in finished("out"))
 
