@@ -271,7 +271,8 @@ class Chain:
         self.temperature, self.classes, self.fields = temperature, classes, fields
         self.belief = [1 / classes] * classes  # p
         self.marginal = [1 / classes] * classes  # pi
-        self.rate = 0.1  # rho
+        self.weight = 0.5  # w, of the marginal in the null model; the rest is even draws
+        self.rate = 0.5  # rho
         self.recent, self.evidence, self.images = 0.0, -fields.evidence_on, 0
 
     def likelihood(self, z: list[float]) -> list[float]:
@@ -284,20 +285,23 @@ class Chain:
         chance = self.likelihood(z)
         prior = [(1 - self.rate) * self.belief[k] + self.rate / self.classes for k in classes]
         total = sum(prior[k] * chance[k] for k in classes)  # prior . l
-        null = sum(self.marginal[k] * chance[k] for k in classes)  # pi . l
+        local = sum(self.marginal[k] * chance[k] for k in classes)  # pi . l
+        even = sum(chance[k] / self.classes for k in classes)
+        null = self.weight * local + (1 - self.weight) * even
+        self.weight = 0.99 * (self.weight * local / null) + 0.01 * 0.5
 
         # rho: the probability that the class was drawn anew. l sums to 1, so that of drawing and seeing is rho / K.
         anew = sum(self.rate / self.classes * chance[k] for k in classes) / total
-        step = max(1 / (self.images + 100), f.rate_step)
+        step = max(1 / (self.images + 30), f.rate_step)
         rate = (1 - step) * self.rate + step * anew
 
         # pi: the probability of each class if the image was drawn from pi, and a hundredth for every class alike.
         step = max(1 / (self.images + 10), f.marginal_step)
-        for k, drawn in enumerate([self.marginal[k] * chance[k] / null for k in classes]):
+        for k, drawn in enumerate([self.marginal[k] * chance[k] / local for k in classes]):
             self.marginal[k] = (1 - step) * self.marginal[k] + step * (0.99 * drawn + 0.01 / self.classes)
 
         gained = math.log(total) - math.log(null)
-        self.recent = f.recent_memory * self.recent + gained
+        self.recent = f.recent_memory * self.recent + math.log(total) - math.log(even)
         self.evidence = min(max(self.evidence + gained - f.evidence_drift, -f.evidence_on), f.evidence_most)
         self.belief = [prior[k] * chance[k] / total for k in classes]
         self.rate = min(max(rate, f.least_rate), 1.0)

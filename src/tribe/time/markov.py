@@ -6,10 +6,12 @@ What the network says of an image is the likelihood of its classes, l = softmax(
     predict        prior <- (1 - rho) p + rho / K                                  p: the belief after the last image
     update         p <- prior l / (prior . l)
     learn rho      towards the probability that the class was drawn anew, (rho / K) / (prior . l)
-    compare        with independent draws from the marginal pi of the last images: e = log (prior . l) - log (pi . l)
+    compare        with a null model, independent draws: null = w (pi . l) + (1 - w) / K, where pi is the marginal of
+                   the last images, and w the weight that it has earned against even draws
 
-The answer is p while the evidence, the sum of e, is above a threshold, else the network's own prediction. A bank of
-temperatures T runs side by side; the one with the largest recent e answers. See docs/time.md for the derivation.
+The answer is p while the evidence, the sum of log (prior . l) - log null, is above a threshold, else the network's own
+prediction. A bank of temperatures T runs side by side; the one whose prior predicted the last images best, by the sum
+of log (prior . l), answers. See docs/time.md for the derivation.
 """
 
 import functools
@@ -25,9 +27,10 @@ from tribe.engine import kernels
 from tribe.fields import is_number, require
 from tribe.time import Filtered, FilterInfo, TimeFilter, informative, register
 
-START = 0.1  # rho before the first image: bursts of ten
-PATIENCE = 100  # images that the first rho counts for
+START = 0.5  # rho before the first image: bursts of two
+PATIENCE = 30  # images that the first rho counts for
 FIRST = 10  # images that the uniform first marginal counts for
+FORGET = 0.01  # share of w that returns to a half with every image, so that it can change
 UNSEEN = 0.01  # share of the marginal that is spread evenly, so that a class that was never seen can come
 
 
@@ -36,8 +39,9 @@ class MarkovState(NamedTuple):
 
     belief: Tensor  # (S, M, K), p
     marginal: Tensor  # (S, M, K), pi
+    weight: Tensor  # (S, M), w
     rate: Tensor  # (S, M), rho
-    recent: Tensor  # (S, M), the evidence of about the last hundred images, which chooses the temperature
+    recent: Tensor  # (S, M), how well about the last hundred images were predicted, which chooses the temperature
     evidence: Tensor  # (S, M), which turns the filter on and off
     images: Tensor  # (S,) int64, images so far
 
@@ -60,12 +64,12 @@ class Markov(TimeFilter):
     """
 
     within: Literal["past", "batch"] = "past"  # which images of its batch an answer uses
-    temperatures: Sequence[float] = (1.0, 1.5, 2.0, 3.0, 4.0)  # T; above 4 a biased network looks like one long burst
+    temperatures: Sequence[float] = (0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0)  # T; above 4 any bias looks like a burst
     training_shares: Sequence[float] | None = None  # of the classes, divided out; None: all were equal
     rate_step: float = 0.003  # of rho: about the last 300 images; slower than the marginal, so that bias is not a burst
     least_rate: float = 0.005  # of rho; bounds how long a wrong class stays, see docs/time.md
     marginal_step: float = 0.01  # of pi: about the last 100 images
-    recent_memory: float = 0.99  # discount of the evidence that chooses the temperature
+    recent_memory: float = 0.99  # discount of the sum that chooses the temperature
     evidence_on: float = 10.0  # nats above which the filter is on; chance alone gets there with e^-10
     evidence_most: float = 50.0  # limits the evidence, so that some dozen images that switch turn the filter off
     evidence_drift: float = 0.02  # nats that each image must add, so that hardly sticky streams stay off
@@ -106,7 +110,7 @@ class Markov(TimeFilter):
         shape = streams, len(self.temperatures)
         even, zero = like.new_full((*shape, classes), 1 / classes), like.new_zeros(shape)
         count = torch.zeros(streams, dtype=torch.int64, device=like.device)
-        return MarkovState(even, even.clone(), zero + START, zero, zero - self.evidence_on, count)
+        return MarkovState(even, even.clone(), zero + 0.5, zero + START, zero, zero - self.evidence_on, count)
 
     @torch.no_grad()
     def step(self, state: MarkovState, logits: Tensor, valid: Tensor) -> Filtered:
@@ -142,34 +146,36 @@ class Markov(TimeFilter):
         """Update the belief image by image."""
         if kernels.can_filter(likelihood):
             return _scan_in_one_launch(self, state, likelihood, counted)
-        belief, marginal, rate, recent, evidence, images = state
+        belief, marginal, weight, rate, recent, evidence, images = state
         classes, even = belief.shape[-1], torch.full_like(belief, 1 / belief.shape[-1])
+        half = torch.full_like(weight, 0.5)
         rate_step, marginal_step = self._steps(images, counted, rate.dtype)
         seen = counted.all(0).tolist() if counted.device.type == "cpu" else [False] * counted.shape[1]
         scanned = []
         for b, every in enumerate(seen):
-            chance, before = likelihood[:, b], (belief, recent, rate)
+            chance, before = likelihood[:, b], (belief, recent, rate, weight)
             joint = torch.lerp(belief, even, rate.unsqueeze(-1)) * chance
             total = joint.sum(-1)  # prior . l
             drawn = marginal * chance
-            null = drawn.sum(-1)  # pi . l
+            local = drawn.sum(-1)  # pi . l
+            earned = weight * local
+            null = earned + (1 - weight) / classes
             gained = (total / null).log_()
+            weight = torch.lerp(earned / null, half, FORGET)
             belief = joint / total.unsqueeze(-1)
-            share = (1 - UNSEEN) * drawn / null.unsqueeze(-1) + UNSEEN / classes
+            share = (1 - UNSEEN) * drawn / local.unsqueeze(-1) + UNSEEN / classes
             marginal = torch.lerp(marginal, share, marginal_step[:, b])
             # The likelihood sums to 1, so rho / K is the joint probability that the class is drawn anew.
             rate = torch.lerp(rate, rate / (classes * total), rate_step[:, b]).clamp_(self.least_rate, 1)
-            recent = gained.add(recent, alpha=self.recent_memory)
+            recent = (classes * total).log_().add_(recent, alpha=self.recent_memory)
             if not every:  # an image that does not count has steps of zero, and adds no evidence
                 mask = counted[:, b].view(-1, 1)
-                belief, recent = (
-                    torch.where(mask.unsqueeze(-1), belief, before[0]),
-                    torch.where(mask, recent, before[1]),
-                )
+                belief = torch.where(mask.unsqueeze(-1), belief, before[0])
+                recent, weight = torch.where(mask, recent, before[1]), torch.where(mask, weight, before[3])
                 gained = torch.where(mask, gained, self.evidence_drift)
             evidence = (evidence + gained).sub_(self.evidence_drift).clamp_(-self.evidence_on, self.evidence_most)
             scanned.append(Scanned(belief, before[2], recent, evidence))
-        ends = MarkovState(belief, marginal, rate, recent, evidence, images + counted.sum(1))
+        ends = MarkovState(belief, marginal, weight, rate, recent, evidence, images + counted.sum(1))
         return Scanned(*(torch.stack(parts, 1) for parts in zip(*scanned, strict=True))), ends
 
     def _steps(self, images: Tensor, counted: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -204,10 +210,10 @@ def _scan_in_one_launch(
     """`Markov._scan` as one kernel: a program for each stream and temperature goes through the images."""
     constants = (
         *(rule.rate_step, rule.least_rate, rule.marginal_step, rule.recent_memory),
-        *(rule.evidence_on, rule.evidence_most, rule.evidence_drift, PATIENCE, FIRST, UNSEEN),
+        *(rule.evidence_on, rule.evidence_most, rule.evidence_drift, PATIENCE, FIRST, UNSEEN, FORGET),
     )
-    parts, (belief, marginal, rate, recent, evidence) = kernels.scan(likelihood, counted, state, constants)
-    ends = MarkovState(belief, marginal, rate, recent, evidence, state.images + counted.sum(1))
+    parts, (belief, marginal, weight, rate, recent, evidence) = kernels.scan(likelihood, counted, state, constants)
+    ends = MarkovState(belief, marginal, weight, rate, recent, evidence, state.images + counted.sum(1))
     return Scanned(*parts), ends
 
 

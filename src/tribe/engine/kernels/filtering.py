@@ -58,10 +58,10 @@ def _warps(classes: int) -> int:
 
 @triton.jit
 def _scan(
-    likelihood, counted, belief0, marginal0, rate0, recent0, evidence0, images0,
-    beliefs, rates, recents, evidences, belief1, marginal1, rate1, recent1, evidence1,
+    likelihood, counted, belief0, marginal0, weight0, rate0, recent0, evidence0, images0,
+    beliefs, rates, recents, evidences, belief1, marginal1, weight1, rate1, recent1, evidence1,
     batch, bank, classes,
-    rate_step, least_rate, marginal_step, memory, threshold, most, drift, patience, first, unseen,
+    rate_step, least_rate, marginal_step, memory, threshold, most, drift, patience, first, unseen, forget,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
@@ -70,7 +70,8 @@ def _scan(
     inside = k < classes
     belief = tl.load(belief0 + row * classes + k, mask=inside, other=0.0)
     marginal = tl.load(marginal0 + row * classes + k, mask=inside, other=0.0)
-    rate, recent, evidence = tl.load(rate0 + row), tl.load(recent0 + row), tl.load(evidence0 + row)
+    weight, rate = tl.load(weight0 + row), tl.load(rate0 + row)
+    recent, evidence = tl.load(recent0 + row), tl.load(evidence0 + row)
     images = tl.load(images0 + stream).to(tl.float32)
     even = 1.0 / classes
     for b in range(batch):
@@ -81,17 +82,21 @@ def _scan(
         joint = (belief + rate * (even - belief)) * chance
         total = tl.sum(joint, 0)
         drawn = marginal * chance
-        null = tl.sum(drawn, 0)
+        local = tl.sum(drawn, 0)
+        earned = weight * local
+        null = earned + (1.0 - weight) * even
         gained = tl.log(total / null)
         tl.store(rates + place, rate)
         step = tl.maximum(1.0 / (images + patience), rate_step)
         moved = tl.minimum(tl.maximum(rate + step * (rate / (classes * total) - rate), least_rate), 1.0)
         step = tl.maximum(1.0 / (images + first), marginal_step)
-        share = tl.where(inside, (1.0 - unseen) * drawn / null + unseen * even, 0.0)
+        share = tl.where(inside, (1.0 - unseen) * drawn / local + unseen * even, 0.0)
         belief = tl.where(real, joint / total, belief)
         marginal = tl.where(real, marginal + step * (share - marginal), marginal)
+        share_earned = earned / null
+        weight = tl.where(real, share_earned + forget * (0.5 - share_earned), weight)
         rate = tl.where(real, moved, rate)
-        recent = tl.where(real, memory * recent + gained, recent)
+        recent = tl.where(real, memory * recent + tl.log(total * classes), recent)
         evidence = tl.where(real, tl.minimum(tl.maximum(evidence + gained - drift, -threshold), most), evidence)
         images = tl.where(real, images + 1.0, images)
         tl.store(beliefs + place * classes + k, belief, mask=inside)
@@ -99,6 +104,7 @@ def _scan(
         tl.store(evidences + place, evidence)
     tl.store(belief1 + row * classes + k, belief, mask=inside)
     tl.store(marginal1 + row * classes + k, marginal, mask=inside)
+    tl.store(weight1 + row, weight)
     tl.store(rate1 + row, rate)
     tl.store(recent1 + row, recent)
     tl.store(evidence1 + row, evidence)
