@@ -112,6 +112,21 @@ class UniformNull(Markov):
         return rate, marginal * 0
 
 
+class MarginalNull(Markov):
+    """Compares with independent draws from the shares of the stream alone: with 1,000 classes nobody knows them."""
+
+    def step(self, state, logits, valid):
+        steps = []
+        for z, real in zip(logits.split(1, 1), valid.split(1, 1), strict=True):
+            steps.append(super().step(state._replace(weight=torch.ones_like(state.weight)), z, real))
+            state = steps[-1].state
+        return Filtered(torch.cat([s.logits for s in steps], 1), torch.cat([s.used for s in steps], 1), state)
+
+
+class Hot(Markov):
+    """Takes every network for too sure of itself."""
+
+
 class NeverTurnsOff(Markov):
     """Evidence once found is never lost."""
 
@@ -211,6 +226,8 @@ MUTANTS = [
     (ForgetsTheBatchBefore(), "batch_size_does_not_matter"),
     (RateOfTheBatch(within="batch"), "batch_size_does_not_matter"),
     (UniformNull(), "does_no_harm_without_bursts"),
+    (MarginalNull(), "does_no_harm_without_bursts"),
+    (Hot(temperatures=(1.0, 1.4, 2.0, 2.8, 4.0)), "does_no_harm_to_a_cautious_network"),
     (AlwaysOn(), "does_no_harm_without_bursts"),
     (SaysAlwaysOn(), "does_no_harm_without_bursts"),
     (NeverTurnsOff(), "turns_off_when_bursts_end"),

@@ -157,20 +157,20 @@ def test_a_class_that_was_never_seen_can_come():
 
 
 def test_a_long_burst_stays_filtered_until_it_is_the_marginal():
-    """The null model learns the class of a burst of thousands, and the drift then turns the filter off: 40 nats take
-    2,000 images. A change of class turns it on again. See docs/time.md."""
-    start, end = 400, 4400
+    """The null model learns the class of a burst of thousands, and then the evidence falls: by the drift, and by what
+    rho still says of a new class. A change of class turns the filter on again. See docs/time.md."""
+    start, end = 1200, 4200
     labels = torch.cat(
         (labels_in_bursts(1, start, CLASSES, 0.95), torch.zeros(1, end - start), torch.full((1, 60), 3)), 1
     )
     labels = labels.long()
     logits = predictions(labels, CLASSES)
     answers, used, _ = play(Markov(), logits, batch=64)
-    assert used[0, start : start + 1500].all()
-    assert errors(answers[:, start : start + 1500], labels[:, start : start + 1500]) < 0.01
+    assert used[0, start : start + 1000].all()
+    assert errors(answers[:, start : start + 1000], labels[:, start : start + 1000]) < 0.02
     assert not used[0, end - 100 : end].any()
-    assert used[0, end + 20 :].all()
-    assert errors(answers[:, end + 20 :], labels[:, end + 20 :]) == 0
+    assert used[0, end + 30 :].all()
+    assert errors(answers[:, end + 30 :], labels[:, end + 30 :]) < 0.1
 
 
 def test_frames_that_are_skipped_make_bursts_shorter():
@@ -194,24 +194,24 @@ def test_a_stream_that_loses_its_bursts_and_finds_them_again(within):
     logits = predictions(labels, CLASSES)
     answers, used, _ = play(Markov(within=within), logits)
     assert used[:, 150:400].all()
-    assert not used[:, 700:1000].any()
+    assert not used[:, 750:1000].any()
     assert used[:, 1200:].all()
     for first, last in ((150, 400), (1200, 1400)):
         assert errors(answers[:, first:last], labels[:, first:last]) < 0.5 * errors(
             logits[:, first:last], labels[:, first:last]
         )
-    assert torch.equal(answers[:, 700:1000], logits[:, 700:1000])
+    assert torch.equal(answers[:, 750:1000], logits[:, 750:1000])
 
 
 def test_what_the_filter_reports():
-    labels = labels_in_bursts(1, 300, CLASSES, 0.95)
+    labels = labels_in_bursts(1, 1600, CLASSES, 0.95)  # rho starts at bursts of two and needs that long
     rule, logits = Markov(), predictions(labels, CLASSES)
     (before,) = rule.info(rule.init(1, CLASSES, logits.new_empty(0)))
-    assert (before.on, before.burst, before.evidence) == (False, pytest.approx(10), -10)
+    assert (before.on, before.burst, before.evidence) == (False, 2, -10)
     _, used, state = play(rule, logits)
     (info,) = rule.info(state)
     assert info.on
     assert used[0, -1]
     assert 10 < info.burst < 40  # bursts of 20 images; a new class is the old one in one of ten draws
-    assert info.temperature in rule.temperatures
+    assert info.temperature == 2  # the logits are twice too large
     assert 10 < info.evidence <= 50

@@ -21,6 +21,8 @@ CLASSES = 10
 STAY = 0.95  # probability that the next image has the same class: bursts of about 20 images
 FIRST = 100  # images after which a filter knows whether there are bursts
 END = 500  # images after which a filter knows that bursts have ended
+MARGINS = {CLASSES: 2.0, 100: 3.0, 1000: 3.5}  # for K classes: 30 to 42 % of the predictions are wrong
+TOO_SURE, CALIBRATED, CAUTIOUS = 2.0, 1.0, 0.4  # how many times too large the logits are
 
 
 class _Played(NamedTuple):
@@ -258,21 +260,38 @@ def helps_in_bursts(filter: TimeFilter) -> None:
 
 
 def does_no_harm_without_bursts(filter: TimeFilter) -> None:
-    """Catches a filter that takes frequent classes for bursts: with independent images it must turn itself off.
+    """Catches a filter that takes frequent classes, or any two images of many classes, for bursts.
 
-    A filter that never does says why in `always_on`.
+    With independent images it must turn itself off. A filter that never does says why in `always_on`.
     """
-    for tail in (1, 100):  # all classes are equally frequent; the most frequent one is 100 times as frequent
-        labels = labels_in_bursts(4, 700, CLASSES, stay=0, imbalance=tail)
-        used = _play(filter, predictions(labels, CLASSES)).used[:, FIRST:]
+    cases = [(classes, heat, 1) for classes in (100, 1000) for heat in (TOO_SURE, CALIBRATED, CAUTIOUS)]
+    for classes, heat, tail in [(CLASSES, TOO_SURE, 1), (CLASSES, TOO_SURE, 100), *cases]:
+        streams, images = (4, 700) if classes == CLASSES else (2, 400)
+        labels = labels_in_bursts(streams, images, classes, stay=0, imbalance=tail)
+        used = _play(filter, predictions(labels, classes, MARGINS[classes], heat)).used[:, FIRST:]
         share = used.double().mean().item()
         if filter.always_on is None:
             assert not share, (
-                f"{share:.0%} of independent images are filtered (class imbalance {tail}); say in always_on why, if "
-                "this is meant"
+                f"{share:.0%} of independent images are filtered ({classes} classes, class imbalance {tail}, logits "
+                f"{heat:g} times as large as they should be); say in always_on why, if this is meant"
             )
         else:
             assert share, f"always_on is {filter.always_on!r}, but the filter turns itself off"
+
+
+def does_no_harm_to_a_cautious_network(filter: TimeFilter) -> None:
+    """Catches a filter that overrules a network whose logits are 2.5 times too small, where classes hardly stay.
+
+    It has 500 images to learn that.
+    """
+    if filter.always_on is not None:
+        return
+    for stay in (0.25, 0.5):
+        labels = labels_in_bursts(2, END + 400, 100, stay)
+        logits = predictions(labels, 100, MARGINS[100], CAUTIOUS)
+        answers = _answers(_play(filter, logits), logits)
+        with_it, without = (int((z.argmax(-1) != labels)[:, END:].sum()) for z in (answers, logits))
+        assert with_it <= without, f"{with_it} errors in 800 images with the filter, {without} without (stay {stay:g})"
 
 
 def turns_off_when_bursts_end(filter: TimeFilter) -> None:
@@ -311,6 +330,7 @@ FILTER_CHECKS: tuple[Callable[[TimeFilter], None], ...] = (
     state_size_is_fixed,
     helps_in_bursts,
     does_no_harm_without_bursts,
+    does_no_harm_to_a_cautious_network,
     turns_off_when_bursts_end,
     is_documented,
 )
