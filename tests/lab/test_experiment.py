@@ -560,7 +560,7 @@ def test_a_damaged_line_of_a_pack_is_named_and_replaced(result, workbench, tmp_p
 def test_the_committed_results_have_the_ids_of_their_specs():
     packs = sorted((ROOT / "results").glob("*.jsonl"))
     lines = [json.loads(line) for pack in packs for line in pack.read_text().splitlines()]
-    assert len(lines) == 269
+    assert len(lines) >= 304  # none is lost
     for line in lines:
         assert Experiment.from_json(line["spec"]).id == line["id"]
     assert [found.experiment.id for found in finished(ROOT / "results")] == sorted(line["id"] for line in lines)
