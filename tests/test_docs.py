@@ -32,6 +32,15 @@ def test_the_readme_runs(tmp_path, monkeypatch):
     assert (tmp_path / "cameras.safetensors").is_file()
 
 
+def test_the_page_on_deploying_runs(capsys):
+    (code,) = blocks("docs/deploying.md")
+    camera = [images(1, 6, seed)[0] for seed in range(3)]
+    exec(code, {"tribe": tribe, "net": small_network(), "camera": camera})
+    shown = capsys.readouterr().out
+    assert "changes since the source" in shown
+    assert "RolledBack(streams=(0,)" in shown
+
+
 def test_the_readme_reproduces_a_stream(tmp_path, monkeypatch, capsys):
     """With files of the published layout, made small, and fresh weights of a network with the published names."""
     monkeypatch.chdir(tmp_path)

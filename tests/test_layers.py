@@ -20,6 +20,7 @@ LAYERS = (  # from the lowest to the highest; a room imports itself and what sta
     (("norms",), "norm rules"),
     (("knowledge", "time"), "what some methods must know of the source data; what the order of images says"),
     (("methods",), "how a classifier adapts"),
+    (("health",), "what changed in an adapter, and the way back"),
     (("scenarios", "corruptions"), "in what order images come, and what happens to them"),
     (("datasets",), "images and labels"),
     (("models",), "networks and their weights"),

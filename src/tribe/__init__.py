@@ -11,14 +11,16 @@
 The method is TRIBE (AAAI-24); read `tribe.methods.tribe` and `tribe.norms.balanced` first.
 """
 
-from tribe import corruptions, datasets, methods, models, norms, scenarios, time
+from tribe import corruptions, datasets, health, methods, models, norms, scenarios, time
 from tribe._version import __version__
-from tribe.adapter import Adapter, Snapshot, StreamInfo, adapt, load
+from tribe.adapter import Adapter, adapt, load
 from tribe.diagnosis import Report, doctor
 from tribe.engine.augment import Augment
 from tribe.engine.backbone import Backbone
 from tribe.engine.normalize import Normalize
 from tribe.engine.state import Affine, Stats
+from tribe.health.history import History
+from tribe.health.snapshots import Snapshot, StreamInfo
 from tribe.lab import metrics
 from tribe.lab.record import Record
 from tribe.lab.runner import run
@@ -31,6 +33,7 @@ __all__ = [
     "Augment",
     "Backbone",
     "Batch",
+    "History",
     "Normalize",
     "Record",
     "Report",
@@ -44,6 +47,7 @@ __all__ = [
     "corruptions",
     "datasets",
     "doctor",
+    "health",
     "load",
     "methods",
     "metrics",

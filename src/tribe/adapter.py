@@ -7,7 +7,7 @@ after a step has succeeded; an error leaves the state as it was. A lock lets one
 import copy
 from collections.abc import Callable, Mapping
 from os import PathLike
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,43 +19,19 @@ from tribe.engine.graphs import Steps, Switch
 from tribe.engine.inputs import as_mask, as_order, as_streams, in_order, in_range, warn, warn_of_range
 from tribe.engine.model_copy import deepcopy_module
 from tribe.engine.screening import PROBABILITIES, are_probabilities, sound
-from tribe.engine.state import Store, clone, digest, leaves, rebuild, select, tree_map
+from tribe.engine.state import Store, clone, digest, leaves, rebuild
 from tribe.engine.threads import Lock, locked
 from tribe.fields import is_whole, require
-from tribe.methods import Method, Timed, check_classes, check_fits, with_filter
+from tribe.health.changes import Comparison, compare_states
+from tribe.health.history import History, Kept, RolledBack, as_history
+from tribe.health.recorder import Recorder, put_stream
+from tribe.health.snapshots import Snapshot, StreamInfo, check_snapshot, copy_like, describe_streams
+from tribe.methods import Method, Timed, check_fits, count_classes, with_filter
 from tribe.methods.encoding import method_for_file, method_from_file
-from tribe.norms.batch import PerBatch
-from tribe.norms.frozen import Frozen
+from tribe.methods.exporting import plain_network
 from tribe.storage import states
 from tribe.storage.states import Saved
 from tribe.time import FilterInfo, TimeFilter, resolve
-
-NOT_EXPORTED = (
-    "{0} cannot be exported as an ordinary module that predicts what it predicts, because {0} {1}. Keep the adapter in "
-    "its place: freeze() stops it from adapting, save() and tribe.load() carry it elsewhere"
-)
-
-
-class StreamInfo(NamedTuple):
-    """What one stream does, in plain numbers."""
-
-    images: int  # images learned from so far
-    skipped: int  # images that were bad or whose output was not finite, while learning; they changed nothing
-    poisoned: tuple[int, ...]  # positions of bad images in the last batch, learned from or only predicted
-    trusted: float  # share of the last batch that was trusted; 1 for methods that do not choose or do not learn
-    entropy: float  # mean entropy of the last predictions, as a share of log K: 0 is certain, 1 is uniform
-    distance: float  # how far the affine parameters that predict have moved, relative to the source's norm
-    steps: int  # batches learned from
-    frozen: bool
-
-
-class Snapshot(NamedTuple):
-    """A copy of an adapter's state for `Adapter.restore`, with the method and the network that it belongs to."""
-
-    method: Method
-    state: Any
-    net: Backbone  # not a copy, and no fingerprint: hashing its weights costs more than copying the state
-    frozen: bool
 
 
 @torch.inference_mode(False)  # what is built here must be able to carry gradients
@@ -67,6 +43,7 @@ def adapt(
     classes: int | None = None,
     streams: int = 1,
     seed: int = 0,
+    history: History | bool | None = None,
     graphs: Switch = "auto",
     deterministic: bool = False,
     **fields: Any,
@@ -82,6 +59,7 @@ def adapt(
         classes: the number of classes; read from the last Linear layer if not given.
         streams: how many independent streams (cameras) adapt on this one network.
         seed: seed of the first stream; stream i has seed + i.
+        history: True, or a `tribe.History`, takes snapshots now and then for `Adapter.rollback`. None: nothing is kept.
         graphs: "auto" takes a step as one launch on a GPU where it can (see `tribe.engine.graphs`: the first
             batch of a shape takes as long as eight); True insists on it, False takes one launch at a time.
         deterministic: the same bits every time on a GPU too, at some cost in speed; torch warns of an operation of the
@@ -104,9 +82,18 @@ def adapt(
         built = method
     else:
         methods.get(method)  # report an unknown name before anything else
-        built = methods.create(method, classes=_count_classes(net, classes), **fields)
+        built = methods.create(method, classes=count_classes(net, classes), **fields)
     built = built if time is None else with_filter(built, resolve(time))
-    return Adapter(net, built, streams=streams, seed=seed, classes=classes, graphs=graphs, deterministic=deterministic)
+    return Adapter(
+        net,
+        built,
+        streams=streams,
+        seed=seed,
+        classes=classes,
+        history=history,
+        graphs=graphs,
+        deterministic=deterministic,
+    )
 
 
 @torch.inference_mode(False)  # what is built here must be able to carry gradients
@@ -114,6 +101,7 @@ def load(
     path: str | PathLike[str],
     model: nn.Module | Backbone,
     *,
+    history: History | bool | None = None,
     graphs: Switch = "auto",
     deterministic: bool = False,
     **fields: Any,
@@ -121,14 +109,16 @@ def load(
     """Resume from a file written by `Adapter.save`, on the model it was saved from.
 
     A field that a file cannot hold (a custom ``augment=``) must be given again; source knowledge whose file has moved
-    is given as ``knowledge=``. ``graphs`` and ``deterministic`` are as for `adapt`: they depend on the machine.
+    is given as ``knowledge=``. ``history``, ``graphs`` and ``deterministic`` are as for `adapt`: a file holds none.
     """
     saved = states.read(path)
     net = model if isinstance(model, Backbone) else Backbone(model)
     method = method_from_file(path, saved.method, saved.fields, fields)
     states.check_fingerprint(path, saved.fingerprint, net)
     with states.size_limit(path, saved.tensors):
-        adapter = Adapter(net, method, streams=saved.streams, seed=0, graphs=graphs, deterministic=deterministic)
+        adapter = Adapter(
+            net, method, streams=saved.streams, history=history, graphs=graphs, deterministic=deterministic
+        )
     states.check_tensors(path, saved.tensors, leaves(adapter.state))
     adapter.adapted.load_state_dict(saved.tensors)
     if saved.frozen:
@@ -153,6 +143,7 @@ class Adapter(nn.Module):
         streams: int = 1,
         seed: int = 0,
         classes: int | None = None,
+        history: History | bool | None = None,
         graphs: Switch = "auto",
         deterministic: bool = False,
     ) -> None:
@@ -162,7 +153,7 @@ class Adapter(nn.Module):
         if not is_whole(seed):
             raise TypeError(f"seed is an int; got {seed!r}")
         count, start = int(streams), int(seed)
-        found = _count_classes(net, classes if classes is not None else method.classes)
+        found = count_classes(net, classes if classes is not None else method.classes)
         if method.classes is not None and method.classes != found:
             raise ValueError(f"the method was built for {method.classes} classes; the network has {found}")
         check_fits(net, method)
@@ -178,6 +169,8 @@ class Adapter(nn.Module):
         self._steps = Steps(method, net, graphs, deterministic)
         self._place = _place(net)  # device and precision of the state
         self.adapted = Store(method.init(net, count, start))
+        self._recorder = Recorder(as_history(history), count)
+        self._recorder.check_memory(self.state)
 
     # -- predicting and learning ------------------------------------------------------------------------------------
 
@@ -218,10 +211,12 @@ class Adapter(nn.Module):
                 logits = images.new_zeros(self.streams, 0, self.classes)
             elif learn:
                 old = self.state
+                self._recorder.before_step(self.method, self.net, old)
                 logits, state = self._steps(old, images, valid, self._retired)
                 self._check_logits(logits, bad)
                 self._put(state)
                 self._retired = old  # the next step may reuse its memory; a step that fails has changed no other
+                self._recorder.after_step(images.shape[1], valid)
             else:
                 old = self.state
                 logits, state = self.method.follow(self.net, old, images, valid)
@@ -257,18 +252,7 @@ class Adapter(nn.Module):
     @locked
     def info(self) -> list[StreamInfo]:
         """What each stream does: a `StreamInfo` a stream."""
-        state = self.state
-        columns = [t.tolist() for t in state.info]
-        steps = state.key.clock.tolist()
-        bad = (
-            [()] * self.streams
-            if self._poisoned is None
-            else [tuple(torch.where(row)[0].tolist()) for row in self._poisoned]
-        )
-        return [
-            StreamInfo(images, skipped, bad[i], trusted, entropy, distance, steps[i], self._frozen)
-            for i, (images, skipped, trusted, entropy, distance) in enumerate(zip(*columns, strict=True))
-        ]
+        return describe_streams(self.state, self._poisoned, self._frozen)
 
     @property
     @locked
@@ -294,8 +278,7 @@ class Adapter(nn.Module):
         """Return all streams, or one, to the source model."""
         fresh = self.method.init(self.net, self.streams, int(self.state.key.seed[0]))
         if stream is not None:
-            chosen = torch.arange(self.streams, device=self.net.device) == self._stream(stream)
-            fresh = select(chosen, fresh, self.state)
+            fresh = put_stream(fresh, self.state, self._stream(stream))
         self._put(fresh)
         return self
 
@@ -311,21 +294,53 @@ class Adapter(nn.Module):
         """Return to a snapshot of this adapter, or of another with an equal method and network; frozen if it was."""
         if not isinstance(snapshot, Snapshot):
             raise TypeError(f"restore takes what snapshot() gave; got {type(snapshot).__name__}")
-        if snapshot.method != self.method:
-            raise ValueError(f"the snapshot was taken with {snapshot.method}; this adapter runs {self.method}")
-        if len(snapshot.state.key.seed) != self.streams:
-            raise ValueError(
-                f"the snapshot is of another number of streams: {len(snapshot.state.key.seed)}; this adapter has "
-                f"{self.streams}"
-            )
-        if snapshot.net is not self.net and snapshot.net.fingerprint() != self.net.fingerprint():
-            raise ValueError(
-                "the snapshot was taken on another network: its weights differ from this one's. Restore it to an "
-                "adapter of the network it was taken on, with the same weights and precision"
-            )
-        self._put(tree_map(_copy_like, snapshot.state, self.state))  # the adapter may have changed its precision since
+        check_snapshot(snapshot, self.method, self.net, self.streams)
+        self._put(copy_like(snapshot.state, self.state))
         self._frozen = snapshot.frozen
         return self
+
+    @property
+    @locked
+    def history(self) -> list[Kept] | None:
+        """The snapshots that the adapter has taken of itself, the newest first; None without a history."""
+        return None if self._recorder.policy is None else self._recorder.kept()
+
+    @locked
+    @torch.inference_mode(False)
+    def rollback(
+        self,
+        to: str | Snapshot | Kept | None = None,
+        *,
+        images: int | None = None,
+        seconds: float | None = None,
+        stream: int | None = None,
+    ) -> RolledBack:
+        """Return all streams, or one, to the newest snapshot that is at least so old: ``rollback("2h")``.
+
+        An age is a text ("90 min", "500 images") or a number of images or seconds. It counts from now, so the same
+        rollback twice goes back once. A snapshot may be given instead. Later snapshots are dropped; for one stream,
+        they stay for the others. A frozen adapter stays frozen. An error changes nothing.
+        """
+        index = None if stream is None else self._stream(stream)
+        snapshot, kept = self._recorder.look_up(to, index, images, seconds)
+        check_snapshot(snapshot, self.method, self.net, self.streams)
+        state, entries, report = self._recorder.go_back(snapshot, kept, self.state, index)
+        self._put(state)
+        self._recorder.entries = entries
+        return report
+
+    @locked
+    @torch.inference_mode(False)
+    def compare(self, to: str | Snapshot | Kept | None = None, *, stream: int | None = None) -> Comparison:
+        """Which layers and classes moved since a snapshot or an age such as "2h", and by how much; None: the source."""
+        index = None if stream is None else self._stream(stream)
+        if to is None:
+            since, old = "the source", self.method.init(self.net, self.streams, int(self.state.key.seed[0]))
+        else:
+            snapshot, kept = self._recorder.look_up(to, index)
+            check_snapshot(snapshot, self.method, self.net, self.streams)
+            since, old = "a snapshot" if kept is None else kept.age, copy_like(snapshot.state, self.state)
+        return compare_states(self.net, self.method, old, self.state, since, None if index is None else [index])
 
     @locked
     def digest(self) -> str:
@@ -381,7 +396,8 @@ class Adapter(nn.Module):
             _check_source(net)
             self.method.init(net)  # refuses source knowledge of another network
             self.net, self._steps = net, Steps(self.method, net, self._steps.graphs, self._steps.deterministic)
-        self._put(tree_map(_copy_like, rebuild(self.state, leaves(self.state) | adapted), self.state))
+            self._recorder.clear()
+        self._put(copy_like(rebuild(self.state, leaves(self.state) | adapted), self.state))
         return _IncompatibleKeys(sorted(own.keys() - state_dict.keys()), sorted(state_dict.keys() - own.keys()))
 
     @locked
@@ -395,18 +411,7 @@ class Adapter(nn.Module):
         """
         if stream is None and self.streams > 1:
             raise ValueError(f"which of the {self.streams} streams? export(stream=0), say")
-        if (more := self.method.more_than_a_pass) is not None:
-            raise ValueError(
-                NOT_EXPORTED.format(self.method.name, f"predicts with more than a pass of a network: {more}")
-            )
-        index = self._stream(stream or 0)
-        chosen = self.method.deployed(self.net, self.state).stream(index)
-        if type(chosen.norm) not in (Frozen, PerBatch):  # a subclass is another rule
-            raise ValueError(
-                NOT_EXPORTED.format(self.method.name, f"normalises as no ordinary layer does: {chosen.norm}")
-            )
-        frozen = chosen.stats if isinstance(chosen.norm, Frozen) else None
-        return self.net.plain(chosen.affine, frozen, chosen.weights[0] if chosen.weights else None)
+        return plain_network(self.net, self.method, self.state, self._stream(stream or 0))
 
     @locked
     @torch.inference_mode(False)
@@ -485,16 +490,3 @@ def _place(net: Backbone) -> tuple[torch.device, torch.dtype]:
     """The device and precision of the source's affine parameters, which a state shares."""
     source: Tensor = net.origin.get().affine.weight
     return source.device, source.dtype
-
-
-def _copy_like(t: Tensor, other: Tensor) -> Tensor:
-    """A copy with the precision and device of another tensor."""
-    return t.detach().to(other, copy=True)
-
-
-def _count_classes(net: Backbone, classes: int | None) -> int:
-    check_classes(net, classes)
-    count = classes if classes is not None else net.classes
-    if count is None:
-        raise ValueError("the number of classes cannot be read from the network: pass classes=")
-    return count

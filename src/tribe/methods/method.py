@@ -253,6 +253,15 @@ def check_classes(net: Backbone, classes: int | None) -> None:
         )
 
 
+def count_classes(net: Backbone, classes: int | None) -> int:
+    """The number of classes: the given one, or the one that the network's classifier has."""
+    check_classes(net, classes)
+    count = classes if classes is not None else net.classes
+    if count is None:
+        raise ValueError("the number of classes cannot be read from the network: pass classes=")
+    return count
+
+
 NO_FEATURES = (
     "{} uses the features of images, the input of the network's classifier, and no classifier layer was found that "
     "sees each image once: name it with tribe.Backbone(model, classifier=...)"

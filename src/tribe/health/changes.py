@@ -1,0 +1,241 @@
+"""Which layers and classes of an adapted network moved, and by how much.
+
+Affine parameters and weights: the norm of the difference, relative to the norm of the older ones. Statistics: each
+channel is a normal distribution; the number is the Wasserstein distance of the two, sqrt(dmean^2 + dstd^2), in standard
+deviations of the older one, root mean square over channels. 0 is no change; 1 is a move by a standard deviation.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tribe.engine.backbone import Backbone
+from tribe.engine.rules import PerBatch
+from tribe.engine.state import Stats, per_stream
+from tribe.fields import document
+from tribe.methods import Deployed, Method
+
+SHOWN = 10  # rows of each table that the text of a comparison shows
+
+
+class LayerChange(NamedTuple):
+    """How far one layer moved."""
+
+    name: str
+    affine: float | None
+    statistics: float | None
+    weights: float | None
+
+
+class ClassChange(NamedTuple):
+    """How far the statistics of one class moved."""
+
+    number: int
+    statistics: float
+
+
+class StreamChange(NamedTuple):
+    """How far one stream moved as a whole."""
+
+    stream: int
+    learned: tuple[int, int]
+    affine: float | None
+    statistics: float | None
+    weights: float | None
+
+
+PARTS = {
+    "affine": "Change of scale and shift, relative to the norm of the older ones; None for layers without.",
+    "statistics": "Change of mean and variance, in standard deviations of the older; None where none are kept.",
+    "weights": "Change of other weights, relative to their older norm; None for methods that leave them.",
+}
+document(LayerChange, name="The layer's name in the network that was adapted.", **PARTS)
+document(
+    ClassChange,
+    number="The number of the class: its place among the logits.",
+    statistics="Change of its statistics, in standard deviations of the older, over all that the method keeps for it.",
+)
+document(
+    StreamChange,
+    stream="The number of the stream.",
+    learned="How many images it had learned from then, and now.",
+    **PARTS,
+)
+
+
+class Comparison(NamedTuple):
+    """What moved between an older state and this one; numbers are root mean squares over the streams compared."""
+
+    since: str
+    streams: tuple[StreamChange, ...]
+    layers: tuple[LayerChange, ...]
+    classes: tuple[ClassChange, ...]
+
+    def json(self) -> dict[str, Any]:
+        """Plain data: dicts, lists, texts and numbers."""
+        rows = {name: [row._asdict() for row in getattr(self, name)] for name in ("streams", "layers", "classes")}
+        for row in rows["streams"]:
+            row["learned"] = list(row["learned"])
+        return {"since": self.since, **rows}
+
+    def __repr__(self) -> str:
+        parts = [f"changes since {self.since}"]
+        streams = [(f"{s.stream}: {s.learned[0]:,} -> {s.learned[1]:,}", *s[2:]) for s in self.streams]
+        parts += _table(("stream: images", *PARTS), streams)
+        parts += _table(("layer", *PARTS), self.layers)
+        parts += _table(("class", "statistics"), [(str(c.number), c.statistics) for c in self.classes])
+        return "\n".join(parts)
+
+
+document(
+    Comparison,
+    since='What it was compared with: "the source", or the age of a snapshot.',
+    streams="Each stream as a whole.",
+    layers="All layers that can move, those that moved most first.",
+    classes="All classes, those that moved most first; empty for methods without statistics of classes.",
+)
+
+
+def _table(header: Sequence[str], rows: Sequence[tuple[Any, ...]]) -> list[str]:
+    """Columns that have a number in some row, and the first rows."""
+    columns = [i for i in range(len(header)) if i == 0 or any(row[i] is not None for row in rows)]
+    if len(columns) < 2:
+        return []
+    texts = [[row[0], *("-" if row[i] is None else f"{row[i]:.4f}" for i in columns[1:])] for row in rows[:SHOWN]]
+    texts.insert(0, [header[i] for i in columns])
+    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+    lines = [
+        "  ".join([f"{row[0]:{widths[0]}}", *(f"{t:>{w}}" for t, w in zip(row[1:], widths[1:], strict=True))])
+        for row in texts
+    ]
+    return ["", *lines, *([f"... and {len(rows) - SHOWN} more"] if len(rows) > SHOWN else [])]
+
+
+@torch.no_grad()
+def compare_states(
+    net: Backbone, method: Method, old: Any, new: Any, since: str, streams: Sequence[int] | None = None
+) -> Comparison:
+    """Compare the networks that two states of a method predict with; ``streams``: some of them, None: all."""
+    count = len(new.key.seed)
+    chosen = list(range(count)) if streams is None else list(streams)
+    before, after = method.deployed(net, old), method.deployed(net, new)
+    parts = {
+        "affine": _affine(net, before, after),
+        "statistics": _statistics(net, before, after),
+        "weights": _weights(before, after),
+    }
+    layers = [
+        LayerChange(name, **{part: _over(found.get(name), chosen) for part, found in parts.items()})
+        for name in _in_order(net, parts)
+    ]
+    classes = [ClassChange(i, change) for i, change in enumerate(_classes(net, old, new, chosen))]
+    learned = list(zip(old.info.images.tolist(), new.info.images.tolist(), strict=True))
+    whole = {part: _whole(found) for part, found in parts.items()}
+    each = [
+        StreamChange(i, learned[i], **{part: None if t is None else float(t[i]) for part, t in whole.items()})
+        for i in chosen
+    ]
+    return Comparison(
+        since,
+        tuple(each),
+        tuple(sorted(layers, key=lambda layer: -max(change or 0.0 for change in layer[1:]))),
+        tuple(sorted(classes, key=lambda change: -change.statistics)),
+    )
+
+
+class Part(NamedTuple):
+    """A squared change and what it is relative to, (S,) each."""
+
+    moved: Tensor
+    norm: Tensor
+
+
+def _relative(part: Part) -> Tensor:
+    """(S,): 0 / 0 is no change."""
+    return (part.moved / part.norm.clamp_min(torch.finfo(torch.float32).tiny)).sqrt()
+
+
+def _over(part: Part | None, chosen: Sequence[int]) -> float | None:
+    return None if part is None else float(_relative(part)[chosen].square().mean().sqrt())
+
+
+def _whole(parts: Mapping[str, Part]) -> Tensor | None:
+    if not parts:
+        return None
+    moved, norm = (torch.stack(column).sum(0) for column in zip(*parts.values(), strict=True))
+    return _relative(Part(moved, norm))
+
+
+def _in_order(net: Backbone, parts: Mapping[str, Mapping[str, Part]]) -> list[str]:
+    """The names of all layers that can move, in the order of the network."""
+    named = {name for found in parts.values() for name in found}
+    return [name for name, _ in net.model.named_modules(remove_duplicate=False) if name in named]
+
+
+def _square(*tensors: Tensor) -> Tensor:
+    """The sum of squares of each row, (S,)."""
+    squares = [t.float().square().flatten(1).sum(1) for t in tensors]
+    return torch.stack(squares).sum(0)
+
+
+def _affine(net: Backbone, old: Deployed, new: Deployed) -> dict[str, Part]:
+    widths = [slot.channels for slot in net.slots]
+    scale, shift, new_scale, new_shift = (t.split(widths, 1) for t in (*old.affine, *new.affine))
+    return {
+        slot.name: Part(_square(new_scale[i] - scale[i], new_shift[i] - shift[i]), _square(scale[i], shift[i]))
+        for i, slot in enumerate(net.slots)
+        if slot.layer.weight is not None
+    }
+
+
+def _statistics(net: Backbone, old: Deployed, new: Deployed) -> dict[str, Part]:
+    if isinstance(new.norm, PerBatch):  # those of each batch; none are kept
+        return {}
+    squares = _wasserstein(net, old.stats, new.stats)[:, 0]  # (S, C)
+    columns = {slot.name: squares[:, slot.columns] for slot in net.slots}
+    return {name: Part(t.sum(1), torch.full_like(t[:, 0], t.shape[1])) for name, t in columns.items() if t.shape[1]}
+
+
+def _wasserstein(net: Backbone, old: Stats, new: Stats) -> Tensor:
+    """The squared distance of each pair of channels in standard deviations of the older, (R, K, C)."""
+    eps = torch.cat([old.mean.new_full((s.columns.stop - s.columns.start,), s.layer_eps) for s in net.slots])
+    std, new_std = (old.var + eps).sqrt(), (new.var + eps).sqrt()
+    return ((new.mean - old.mean) / std).square_().add_((new_std / std - 1).square_())
+
+
+def _weights(old: Deployed, new: Deployed) -> dict[str, Part]:
+    if old.weights is None or new.weights is None:
+        return {}
+    moved: dict[str, list[Tensor]] = defaultdict(list)
+    norms: dict[str, list[Tensor]] = defaultdict(list)
+    for name in new.weights[0]:
+        before, after = (torch.stack([row[name].float() for row in rows]) for rows in (old.weights, new.weights))
+        layer = name.rpartition(".")[0]
+        moved[layer].append(_square(after - before))
+        norms[layer].append(_square(before))
+    return {layer: Part(torch.stack(moved[layer]).sum(0), torch.stack(norms[layer]).sum(0)) for layer in moved}
+
+
+def _classes(net: Backbone, old: Any, new: Any, chosen: Sequence[int]) -> list[float]:
+    """For each class the change of its statistics over all channels and branches; empty if none has its own."""
+    totals: list[Tensor] = []  # (K,) each
+    for before, after in zip(_class_statistics(old), _class_statistics(new), strict=True):
+        rows = [per_stream(t, len(new.key.seed)) for t in (*before, *after)]  # (S, n, K, C)
+        for i in chosen:
+            for j in range(rows[0].shape[1]):  # row by row: class statistics may be hundreds of megabytes
+                m0, v0, m1, v1 = (t[i, j : j + 1] for t in rows)
+                totals.append(_wasserstein(net, Stats(m0, v0), Stats(m1, v1))[0].float().mean(1))
+    return [math.sqrt(t) for t in torch.stack(totals).mean(0).tolist()] if totals else []
+
+
+def _class_statistics(state: Any) -> list[Stats]:
+    """The statistics of several classes anywhere in a state."""
+    if isinstance(state, Stats):
+        return [state] if state.mean.dim() == 3 and state.mean.shape[1] > 1 and state.mean.numel() else []
+    if isinstance(state, Tensor):
+        return []
+    return [stats for value in state for stats in _class_statistics(value)]
