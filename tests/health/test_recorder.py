@@ -9,6 +9,7 @@ from torch import Tensor
 
 import tribe
 from tribe.engine.rng import Key
+from tribe.health import recorder
 from tribe.health.recorder import Entry, Recorder, count_bytes, thin
 from tribe.health.snapshots import Snapshot
 
@@ -80,6 +81,12 @@ def test_a_history_larger_than_the_machine_is_refused_whatever_its_limit():
     large = State(torch.empty(1, 2**50, device="meta"), state().key)
     with pytest.raises(ValueError, match=r"; there are [\d,]+ MB. Adapt without a history"):
         Recorder(tribe.History(megabytes=2**50), 1).check_memory(large)
+
+
+def test_where_all_snapshots_do_not_fit_into_the_machine_some_that_do_are_named(monkeypatch):
+    monkeypatch.setattr(recorder, "_memory_of", lambda device, on_host: 20 * 2**20)
+    with pytest.raises(ValueError, match=r"limit is 1 MB. Choose tribe.History\(keep=9, megabytes=10\)$"):
+        Recorder(tribe.History(keep=32, megabytes=1), 1).check_memory(state(2**18))
 
 
 WRONG = {

@@ -22,8 +22,8 @@ class History:
     snapshots a step costs two additions and a look at the clock. Files that `Adapter.save` writes hold no history.
 
     Args:
-        every: images of a stream between two snapshots, padding included; None: by time alone. 1000 images take
-            seconds to learn from, and a copy of the state milliseconds.
+        every: images of a stream between two snapshots, padding included; None: by time alone. Learning from 1000
+            images takes TRIBE a third of a second on an H200 and seconds on a CPU; a copy of the state, milliseconds.
         seconds: time between two snapshots, for cameras with few images; None: by images alone.
         keep: how many snapshots, at least 2.
         megabytes: the most memory that they may take, in 2**20 bytes.

@@ -63,10 +63,14 @@ class Recorder:
         there = _memory_of(state.key.seed.device, policy.on_host)
         if size * policy.keep <= min(limit, there):
             return
-        fits = int(min(limit, there) // size)
         needed = math.ceil(size * policy.keep / 2**20)
-        advice = [f"keep={fits}"] if fits >= 2 else []
-        advice += [f"megabytes={needed}"] if needed * 2**20 <= there else []
+        advice = []
+        if (fits := int(min(limit, there) // size)) >= 2:
+            advice.append(f"keep={fits}")
+        if needed * 2**20 <= there:
+            advice.append(f"megabytes={needed}")
+        elif limit < there and (fits := int(there / 2 // size)) >= 2:  # half: the other half is for the rest
+            advice.append(f"keep={fits}, megabytes={math.ceil(size * fits / 2**20)}")
         reason = f"its limit is {policy.megabytes:,g} MB" if limit <= there else f"there are {there / 2**20:,.0f} MB"
         raise ValueError(
             f"a history of {policy.keep} snapshots of {size / 2**20:,.1f} MB each would take {needed:,} MB; {reason}. "
