@@ -55,6 +55,18 @@ class Scanned(NamedTuple):
     evidence: Tensor  # (S, B, M), after the image
 
 
+class Images(NamedTuple):
+    """A batch as the filter reads it."""
+
+    likelihood: Tensor  # (S, B, M, K)
+    counted: Tensor  # (S, B)
+    every: list[bool]  # whether the image counts for every stream, where that is known without waiting for a device
+
+    def mask(self, image: int) -> Tensor:
+        """For which streams an image counts, (S, 1)."""
+        return self.counted[:, image].unsqueeze(-1)
+
+
 @register("time")
 @dataclass(frozen=True)
 class Markov(TimeFilter):
@@ -143,40 +155,71 @@ class Markov(TimeFilter):
         return heat.softmax(-1) * (1 - self.likelihood_floor) + self.likelihood_floor / z.shape[-1]
 
     def _scan(self, state: MarkovState, likelihood: Tensor, counted: Tensor) -> tuple[Scanned, MarkovState]:
-        """Update the belief image by image."""
+        """Update the belief image by image, then compare it with the null model image by image."""
         if kernels.can_filter(likelihood):
             return _scan_in_one_launch(self, state, likelihood, counted)
-        belief, marginal, weight, rate, recent, evidence, images = state
+        every = counted.all(0).tolist() if counted.device.type == "cpu" else [False] * counted.shape[1]
+        images = Images(likelihood, counted, every)
+        beliefs, rates, total, local, (belief, marginal, rate) = self._follow(state, images)
+        recents, evidences, (weight, recent, evidence) = self._compare(state, images, total, local)
+        seen = state.images + counted.sum(1)
+        ends = MarkovState(belief, marginal, weight, rate, recent, evidence, seen)
+        return Scanned(beliefs, rates, recents, evidences), ends
+
+    def _follow(
+        self, state: MarkovState, images: Images
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
+        """The belief and rho of each image, and what they and pi say of it: prior . l and pi . l, each (S, B, M).
+
+        The loop has as few operations as possible: on so few numbers each costs as much as another.
+        """
+        belief, marginal, rate = state.belief, state.marginal, state.rate.unsqueeze(-1)  # (S, M, K or 1)
         classes, even = belief.shape[-1], torch.full_like(belief, 1 / belief.shape[-1])
-        half = torch.full_like(weight, 0.5)
-        rate_step, marginal_step = self._steps(images, counted, rate.dtype)
-        seen = counted.all(0).tolist() if counted.device.type == "cpu" else [False] * counted.shape[1]
-        scanned = []
-        for b, every in enumerate(seen):
-            chance, before = likelihood[:, b], (belief, recent, rate, weight)
-            joint = torch.lerp(belief, even, rate.unsqueeze(-1)) * chance
-            total = joint.sum(-1)  # prior . l
+        rate_step, marginal_step = self._steps(state.images, images.counted, rate.dtype)
+        keep, spread, move = 1 - marginal_step, marginal_step * (UNSEEN / classes), marginal_step * (1 - UNSEEN)
+        rows = zip(
+            *(t.unbind(1) for t in (images.likelihood, rate_step.unsqueeze(-1), keep, spread, move)), strict=True
+        )
+        beliefs, rates, totals, locals_ = [], [], [], []
+        for b, (chance, step, kept, evenly, drawn_share) in enumerate(rows):
+            joint = torch.lerp(belief, even, rate).mul_(chance)
+            total = joint.sum(-1, keepdim=True)  # prior . l
             drawn = marginal * chance
-            local = drawn.sum(-1)  # pi . l
-            earned = weight * local
-            null = earned + (1 - weight) / classes
-            gained = (total / null).log_()
-            weight = torch.lerp(earned / null, half, FORGET)
-            belief = joint / total.unsqueeze(-1)
-            share = (1 - UNSEEN) * drawn / local.unsqueeze(-1) + UNSEEN / classes
-            marginal = torch.lerp(marginal, share, marginal_step[:, b])
+            local = drawn.sum(-1, keepdim=True)  # pi . l
+            rates.append(rate)
+            totals.append(total)
+            locals_.append(local)
+            marginal = (marginal * kept).add_(evenly).addcmul_(drawn, drawn_share / local)
             # The likelihood sums to 1, so rho / K is the joint probability that the class is drawn anew.
-            rate = torch.lerp(rate, rate / (classes * total), rate_step[:, b]).clamp_(self.least_rate, 1)
-            recent = (classes * total).log_().add_(recent, alpha=self.recent_memory)
-            if not every:  # an image that does not count has steps of zero, and adds no evidence
-                mask = counted[:, b].view(-1, 1)
-                belief = torch.where(mask.unsqueeze(-1), belief, before[0])
-                recent, weight = torch.where(mask, recent, before[1]), torch.where(mask, weight, before[3])
-                gained = torch.where(mask, gained, self.evidence_drift)
-            evidence = (evidence + gained).sub_(self.evidence_drift).clamp_(-self.evidence_on, self.evidence_most)
-            scanned.append(Scanned(belief, before[2], recent, evidence))
-        ends = MarkovState(belief, marginal, weight, rate, recent, evidence, images + counted.sum(1))
-        return Scanned(*(torch.stack(parts, 1) for parts in zip(*scanned, strict=True))), ends
+            rate = torch.lerp(rate, rate / (total * classes), step).clamp_(self.least_rate, 1)
+            updated = joint.div_(total)
+            belief = updated if images.every[b] else torch.where(images.mask(b).unsqueeze(-1), updated, belief)
+            beliefs.append(belief)
+        rates_, total, local = (torch.stack(parts, 1).squeeze(-1) for parts in (rates, totals, locals_))
+        return torch.stack(beliefs, 1), rates_, total, local, (belief, marginal, rate.squeeze(-1))
+
+    def _compare(
+        self, state: MarkovState, images: Images, total: Tensor, local: Tensor
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
+        """How well the last images were predicted, and the evidence, after each image: (S, B, M) each."""
+        weight, recent, evidence = state.weight, state.recent, state.evidence
+        classes, even = state.belief.shape[-1], torch.full_like(weight, 1 / state.belief.shape[-1])
+        return_to = torch.full_like(weight, FORGET / 2)
+        predicted = (total * classes).log_().unbind(1)
+        nulls, recents, evidences = [], [], []
+        for b, (chance, ahead) in enumerate(zip(local.unbind(1), (local - even.unsqueeze(1)).unbind(1), strict=True)):
+            null = torch.addcmul(even, weight, ahead)  # w (pi . l) + (1 - w) / K
+            nulls.append(null)
+            earned = return_to.add(weight * chance / null, alpha=1 - FORGET)
+            added = predicted[b].add(recent, alpha=self.recent_memory)
+            weight = earned if images.every[b] else torch.where(images.mask(b), earned, weight)
+            recent = added if images.every[b] else torch.where(images.mask(b), added, recent)
+            recents.append(recent)
+        gained = (total / torch.stack(nulls, 1)).log_().sub_(self.evidence_drift)
+        for gain in gained.masked_fill_(~images.counted.unsqueeze(-1), 0).unbind(1):
+            evidence = (evidence + gain).clamp_(-self.evidence_on, self.evidence_most)
+            evidences.append(evidence)
+        return torch.stack(recents, 1), torch.stack(evidences, 1), (weight, recent, evidence)
 
     def _steps(self, images: Tensor, counted: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """How far each image moves rho, (S, B, 1), and pi, (S, B, 1, 1): further at first, not at all if it is bad."""
