@@ -104,7 +104,7 @@ class Timed(Method):
 
     def predict(self, net: Backbone, state: TimedState, x: Tensor, valid: Tensor | None = None) -> Tensor:
         """Predict as the next step would; the state, and with it the belief in the current class, stays as it is."""
-        return self._filter(state.time, self.inner.predict(net, state.inner, x, valid), valid)[0]
+        return self.follow(net, state, x, valid)[0]
 
     def follow(
         self, net: Backbone, state: TimedState, x: Tensor, valid: Tensor | None = None

@@ -5,7 +5,6 @@ find out that there are bursts, or none, and 500 to find out that they have ende
 """
 
 import copy
-import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,7 +13,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from tribe.engine.state import clone, digest, leaves, rebuild, stream
-from tribe.testing.samples import generators_stay, labels_in_bursts, predictions, seed_generators
+from tribe.testing.samples import generators_stay, labels_in_bursts, predictions, require_documentation, seed_generators
 from tribe.time import TimeFilter
 
 CLASSES = 10
@@ -306,12 +305,7 @@ def turns_off_when_bursts_end(filter: TimeFilter) -> None:
 
 def is_documented(filter: TimeFilter) -> None:
     """Catches a filter without a docstring, a paper or a name, and an `always_on` that gives no reason."""
-    cls = type(filter)
-    module = inspect.getmodule(cls)
-    assert cls.__doc__, "the class has no docstring"
-    assert module is None or module.__name__ == "__main__" or module.__doc__, "the module has no docstring"
-    assert getattr(cls, "paper", ""), "no paper"
-    assert getattr(cls, "name", ""), "not registered: no name"
+    require_documentation(type(filter))
     assert filter.always_on is None or len(filter.always_on.split()) > 4, "always_on gives no reason"
 
 

@@ -16,7 +16,16 @@ from tribe.engine.slots import SlotHook
 from tribe.engine.state import Affine, Stats, clone, digest, hash_tensors, leaves, rebuild, stream
 from tribe.methods import Method, Timed
 from tribe.norms import Norm
-from tribe.testing.samples import CLASSES, SIZE, generators_stay, images, seed_generators, small_backbone, small_network
+from tribe.testing.samples import (
+    CLASSES,
+    SIZE,
+    generators_stay,
+    images,
+    require_documentation,
+    seed_generators,
+    small_backbone,
+    small_network,
+)
 
 
 class _StrictBackbone(Backbone):
@@ -361,12 +370,7 @@ def predicts_with_what_it_deploys(method: Method) -> None:
 
 def is_documented(method: Method) -> None:
     """Catches a method without a docstring, a paper or a name."""
-    cls = type(method)
-    module = inspect.getmodule(cls)
-    assert cls.__doc__, "the class has no docstring"
-    assert module is None or module.__name__ == "__main__" or module.__doc__, "the module has no docstring"
-    assert getattr(cls, "paper", ""), "no paper"
-    assert getattr(cls, "name", ""), "not registered: no name"
+    require_documentation(type(method))
 
 
 METHOD_CHECKS: tuple[Callable[[Method], None], ...] = (

@@ -1,6 +1,7 @@
 """What the checks run on: a small network, images, predictions, methods, and a watch on global random generators."""
 
 import dataclasses
+import inspect
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -138,3 +139,12 @@ def seed_generators(seed: int) -> None:
     torch.manual_seed(seed)
     np.random.seed(seed)
     random.seed(seed)
+
+
+def require_documentation(component: type[Any]) -> None:
+    """Require a docstring of a class and of its module, a paper and a name."""
+    module = inspect.getmodule(component)
+    assert component.__doc__, "the class has no docstring"
+    assert module is None or module.__name__ == "__main__" or module.__doc__, "the module has no docstring"
+    assert getattr(component, "paper", ""), "no paper"
+    assert getattr(component, "name", ""), "not registered: no name"

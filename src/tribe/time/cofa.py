@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tribe.time import Filtered, TimeFilter, informative, pick_last, register
+from tribe.time import Filtered, TimeFilter, informative, register
 
 
 class CofaState(NamedTuple):
@@ -33,20 +33,17 @@ class Cofa(TimeFilter):
         """Average each image with the image before it; the average is used where its largest probability is larger."""
         z = logits.to(state.logits.dtype)
         counted = informative(z, valid)
-        before, known = _before(z, counted, state)
-        average = (z + before) / 2
+        # (S, 1 + B, K): the last image of the state and those of the batch; (S, B): where the last one that counts is
+        both, places = torch.cat((state.logits.unsqueeze(1), z), 1), torch.arange(1, z.shape[1] + 1, device=z.device)
+        last = torch.where(counted, places, 0).cummax(1).values
+        before = torch.cat((torch.zeros_like(last[:, :1]), last[:, :-1]), 1)  # up to the image before
+        known = state.seen.unsqueeze(1) | (before > 0)
+        average = (z + _at(both, before)) / 2
         better = average.softmax(-1).amax(-1) > z.softmax(-1).amax(-1)
-        last = pick_last(z, counted, state.logits)
-        return Filtered(average.log_softmax(-1), counted & known & better, CofaState(last, state.seen | counted.any(1)))
+        new = CofaState(_at(both, last[:, -1:]).squeeze(1), state.seen | counted.any(1))
+        return Filtered(average.log_softmax(-1), counted & known & better, new)
 
 
-def _before(z: Tensor, counted: Tensor, state: CofaState) -> tuple[Tensor, Tensor]:
-    """For each image the logits (S, B, K) of the last image before it that counts, and whether there is one (S, B)."""
-    batch = z.shape[1]
-    place = torch.where(counted, torch.arange(batch, device=z.device), -1)  # (S, B)
-    last = place.cummax(1).values  # the last image up to this one
-    previous = torch.cat((torch.full_like(last[:, :1], -1), last[:, :-1]), 1)  # up to the one before
-    inside = torch.take_along_dim(z, previous.clamp_min(0).unsqueeze(-1), 1)
-    found = previous >= 0
-    before = torch.where(found.unsqueeze(-1), inside, state.logits.unsqueeze(1))
-    return before, found | state.seen.unsqueeze(1)
+def _at(values: Tensor, places: Tensor) -> Tensor:
+    """The rows (S, N, K) of each stream at these places (S, N)."""
+    return torch.take_along_dim(values, places.unsqueeze(-1), 1)

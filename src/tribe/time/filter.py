@@ -4,7 +4,6 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-import torch
 from torch import Tensor
 
 from tribe.registry import Registry
@@ -64,16 +63,3 @@ def informative(logits: Tensor, valid: Tensor) -> Tensor:
     """Which images (S, B) count: the valid ones, unless all their logits are equal, as those of a bad image are."""
     counted: Tensor = valid & (logits.amax(-1) > logits.amin(-1))
     return counted
-
-
-def one_hot_last(seen: Tensor) -> Tensor:
-    """Mark the last True of each row (S, B); nothing in a row without one."""
-    after = seen.flip(-1).cumsum(-1).flip(-1)  # how many from here on
-    return seen & (after == 1)
-
-
-def pick_last(values: Tensor, seen: Tensor, otherwise: Tensor) -> Tensor:
-    """The value (S, ...) of (S, B, ...) at the last True of each row (S, B); ``otherwise`` where there is none."""
-    mark = one_hot_last(seen).view(*seen.shape, *[1] * (values.dim() - 2))
-    some = seen.any(1).view(-1, *[1] * (values.dim() - 2))
-    return torch.where(some, torch.where(mark, values, 0).sum(1), otherwise)

@@ -18,7 +18,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -61,6 +61,12 @@ class Images(NamedTuple):
     likelihood: Tensor  # (S, B, M, K)
     counted: Tensor  # (S, B)
     every: list[bool]  # whether the image counts for every stream, where that is known without waiting for a device
+
+    @classmethod
+    def of(cls, likelihood: Tensor, counted: Tensor) -> Self:
+        """The batch with these likelihoods (S, B, M, K), of which these images (S, B) count."""
+        every = counted.all(0).tolist() if counted.device.type == "cpu" else [False] * counted.shape[1]
+        return cls(likelihood, counted, every)
 
     def mask(self, image: int) -> Tensor:
         """For which streams an image counts, (S, 1)."""
@@ -131,11 +137,11 @@ class Markov(TimeFilter):
         counted = informative(z, valid)
         if self.training_shares is not None:
             z = z - _logs(tuple(self.training_shares), z.dtype, z.device)
-        likelihood = self._likelihood(z)
-        scanned, new = self._scan(state, likelihood, counted)
+        images = Images.of(self._likelihood(z), counted)
+        scanned, new = self._scan(state, images)
         if self.within == "batch":
             chosen = new.recent.argmax(-1)  # (S,), with the temperature that is best at the end of the batch
-            belief = self._smooth(scanned, likelihood, counted, chosen)
+            belief = self._smooth(scanned, images, chosen)
             on = _at(new.evidence, chosen).unsqueeze(1) > self.evidence_on  # (S, 1)
         else:
             best = scanned.recent.argmax(-1)  # (S, B)
@@ -154,15 +160,13 @@ class Markov(TimeFilter):
         heat = torch.stack([z / t for t in self.temperatures], 2)  # no tensor from the host: it is captured in graphs
         return heat.softmax(-1) * (1 - self.likelihood_floor) + self.likelihood_floor / z.shape[-1]
 
-    def _scan(self, state: MarkovState, likelihood: Tensor, counted: Tensor) -> tuple[Scanned, MarkovState]:
+    def _scan(self, state: MarkovState, images: Images) -> tuple[Scanned, MarkovState]:
         """Update the belief image by image, then compare it with the null model image by image."""
-        if kernels.can_filter(likelihood):
-            return _scan_in_one_launch(self, state, likelihood, counted)
-        every = counted.all(0).tolist() if counted.device.type == "cpu" else [False] * counted.shape[1]
-        images = Images(likelihood, counted, every)
+        if kernels.can_filter(images.likelihood):
+            return _scan_in_one_launch(self, state, images.likelihood, images.counted)
         beliefs, rates, total, local, (belief, marginal, rate) = self._follow(state, images)
         recents, evidences, (weight, recent, evidence) = self._compare(state, images, total, local)
-        seen = state.images + counted.sum(1)
+        seen = state.images + images.counted.sum(1)
         ends = MarkovState(belief, marginal, weight, rate, recent, evidence, seen)
         return Scanned(beliefs, rates, recents, evidences), ends
 
@@ -228,21 +232,20 @@ class Markov(TimeFilter):
         rate, marginal = (torch.where(counted, at_first.clamp_min(later), 0) for at_first, later in steps)
         return rate.unsqueeze(-1), marginal[..., None, None]
 
-    def _smooth(self, scanned: Scanned, likelihood: Tensor, counted: Tensor, chosen: Tensor) -> Tensor:
+    def _smooth(self, scanned: Scanned, images: Images, chosen: Tensor) -> Tensor:
         """The belief (S, B, K) in every image, given its whole batch: one pass backwards at the chosen temperature."""
-        each = chosen.unsqueeze(1).expand(counted.shape)
-        belief, rate, likelihood = _at(scanned.belief, each), _at(scanned.rate, each), _at(likelihood, each)
+        each = chosen.unsqueeze(1).expand(images.counted.shape)
+        belief, rate, likelihood = (_at(t, each) for t in (scanned.belief, scanned.rate, images.likelihood))
         if kernels.can_filter(likelihood):
-            return kernels.smooth(belief, rate, likelihood, counted)
-        seen = counted.all(0).tolist() if counted.device.type == "cpu" else [False] * counted.shape[1]
+            return kernels.smooth(belief, rate, likelihood, images.counted)
         later = torch.ones_like(belief[:, 0])  # (S, K), the likelihood of the images after this one
         laters = []
-        for b in reversed(range(len(seen))):
+        for b in reversed(range(len(images.every))):
             laters.append(later)
             ahead = likelihood[:, b] * later
             back = torch.lerp(ahead, ahead.mean(-1, keepdim=True), rate[:, b].unsqueeze(-1))
             back = back / back.sum(-1, keepdim=True)
-            later = back if seen[b] else torch.where(counted[:, b].view(-1, 1), back, later)
+            later = back if images.every[b] else torch.where(images.mask(b), back, later)
         product = belief * torch.stack(laters[::-1], 1)
         return product / product.sum(-1, keepdim=True)
 
