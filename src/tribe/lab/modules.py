@@ -2,14 +2,23 @@
 
 import importlib.util
 import sys
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
+
+
+class _Fresh(SourceFileLoader):
+    """Compiles the file every time: a cache of bytecode misses an edit of the same size within the same second."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        path = self.get_filename(fullname)
+        return self.source_to_code(self.get_data(path), path)
 
 
 def from_file(path: Path, name: str) -> ModuleType:
     """Run a file as the module ``name``; not the file's own name, which a loaded module may have."""
     sys.path.insert(0, str(path.resolve().parent))  # a script sees its neighbours, as when Python runs it
-    spec = importlib.util.spec_from_file_location(name, path)
+    spec = importlib.util.spec_from_file_location(name, path, loader=_Fresh(name, str(path)))
     assert spec is not None
     assert spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up there
