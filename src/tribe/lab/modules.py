@@ -17,6 +17,7 @@ class _Fresh(SourceFileLoader):
 
 def from_file(path: Path, name: str) -> ModuleType:
     """Run a file as the module ``name``; not the file's own name, which a loaded module may have."""
+    path = path.absolute()  # what a traceback names, and what `inspect` finds
     sys.path.insert(0, str(path.resolve().parent))  # a script sees its neighbours, as when Python runs it
     spec = importlib.util.spec_from_file_location(name, path, loader=_Fresh(name, str(path)))
     assert spec is not None
