@@ -29,6 +29,7 @@ LAYERS = (  # from the lowest to the highest; a room imports itself and what sta
     (("train", "bench", "report", "testing"), "source networks, speed, pages, the contract"),
     (("paper",), "the paper's tables and claims, and their reproduction"),
     (("tribe",), "the public API: tribe/__init__.py"),
+    (("serve",), "one network for many cameras, over the network: the store of their states"),
     (("cli",), "the command line"),
     (("__main__",), "python -m tribe"),
 )

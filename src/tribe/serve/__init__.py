@@ -1,0 +1,1 @@
+"""Serve one network to many cameras over the network."""
