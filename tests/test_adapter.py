@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import gc
 import io
+import json
 import pickle
 import subprocess
 import sys
@@ -540,6 +541,20 @@ def test_defaults_follow_the_number_of_classes(classes):
     mixed = tribe.methods.create("tribe", classes=classes, convention="paper", pooled_ddof=1)
     assert (mixed.pooled_ddof, mixed.rate_cap) == (1, False)
     assert mixed.norm.pooled_ddof == 1
+
+
+@pytest.mark.parametrize("name", ["tribe", "selftrain/fixmatch", "tribe+time"])
+@pytest.mark.parametrize(("old", "new"), [(10, 100), (1000, 10), (100, 1000)])
+def test_a_copy_with_other_classes_has_their_defaults(name, old, new):
+    """Catches thresholds of 10 classes in a method for 1000: dataclasses.replace passes on what defaults were."""
+    copy = dataclasses.replace(tribe.methods.create(name, classes=old), classes=new)
+    assert copy == tribe.methods.create(name, classes=new)
+    assert json.dumps(copy.eta) == repr(copy.eta) == str(max(0.0005 * new, 0.01))
+    again = dataclasses.replace(copy, classes=old)
+    assert again == tribe.methods.create(name, classes=old)
+    given = tribe.methods.create(name, classes=old, eta=0.3, h0=0.25)
+    kept = dataclasses.replace(given, classes=new)
+    assert (kept.eta, kept.h0, kept.gamma) == (0.3, 0.25, copy.gamma)  # what was given stays
 
 
 def test_presets_are_the_published_numbers():

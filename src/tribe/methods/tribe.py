@@ -45,6 +45,13 @@ CONVENTIONS = {
 }
 
 
+class ClassDefault(float):
+    """A default that follows from the number of classes: a copy with other classes gets theirs.
+
+    `dataclasses.replace` passes all values on, and this type tells a default from a number that was given.
+    """
+
+
 class TribeState(NamedTuple):
     """Shared affine parameters, the branches' class statistics, and Adam's moments."""
 
@@ -102,8 +109,8 @@ class Tribe(Method):
         # NOTE: the paper's eta is 0.0005 K; the released settings never go below 0.01. Above K = 2000 it would pass 1.
         defaults = {"h0": h0, "gamma": gamma, "eta": min(eta if self.convention == "paper" else max(eta, 0.01), 1.0)}
         for field, value in defaults.items():
-            if getattr(self, field) is None:
-                object.__setattr__(self, field, value)
+            if getattr(self, field) is None or isinstance(getattr(self, field), ClassDefault):
+                object.__setattr__(self, field, ClassDefault(value))
         self.require_range("lambda_anc", "lr", "h0")
         _ = self.norm  # checks eta and gamma
 
