@@ -25,7 +25,7 @@ from tribe.engine.state import Affine, Stats, leaves
 from tribe.norms import pool_batch
 from tribe.norms.balanced import Balanced
 from tribe.testing import CLASSES, images, labels_in_bursts, predictions, small_network
-from tribe.time.markov import Markov
+from tribe.time.markov import Images, Markov
 
 DEVICE = "cpu" if kernels.INTERPRETED else "cuda"
 HERE = kernels.INSTALLED and (kernels.INTERPRETED or torch.cuda.is_available())
@@ -311,6 +311,25 @@ def test_a_layer_gives_the_same_numbers_and_gradients(norm, layer, batch, pixels
         assert torch.equal(results[1][2][2].cpu(), stats.var[2])
 
 
+@pytest.mark.skipif(not (HERE and kernels.INTERPRETED), reason="needs Triton's interpreter: a GPU would need 13 GB")
+def test_class_statistics_may_be_larger_than_32_bits_can_count(tmp_path):
+    """Catches offsets in int32: the fourth class lies behind 2 ** 31 numbers, in a file without content before it."""
+    apart, norm = 2**30, Balanced(4, 0.2, 0.3)
+    wide = torch.from_file(str(tmp_path / "sparse"), shared=True, size=3 * apart + 16)
+    (tmp_path / "sparse").unlink()  # it stays mapped
+    past = Stats(*(wide[i : i + 3 * apart + 3].as_strided((1, 4, 3), (4 * apart, apart, 1)) for i in (0, 8)))
+    past.mean.copy_(drawn(1, 4, 3))
+    past.var.copy_(drawn(1, 4, 3, seed=1).abs())
+    mean, var, labels = drawn(1, 5, 3, seed=2), drawn(1, 5, 3, seed=3).abs(), torch.tensor([[3, 0, 3, 2, 3]])
+    results = []
+    for mode in ("off", "auto"):
+        with kernels.using(mode):
+            *pooled, kept = norm(mean, var, 9, past, labels, torch.ones(1, 5, dtype=torch.bool), 1e-5)
+        results.append((*pooled, *kept))
+    for a, b in zip(*results, strict=True):
+        assert near(b, a)
+
+
 @runs
 def test_batches_too_large_for_the_class_sums_fall_back():
     with kernels.using("auto"):
@@ -361,13 +380,14 @@ def test_the_scan_and_the_smoothing_are_those_of_the_tensor_operations(classes):
     with kernels.using("off"):
         assert not kernels.can_filter(likelihood)
         state = rule.step(rule.init(3, classes, logits[..., :0]), logits[:, :40], valid[:, :40]).state
-        wanted, end = rule._scan(state, likelihood, valid)
+        seen = Images.of(likelihood, valid)
+        wanted, end = rule._scan(state, seen)
         chosen = end.recent.argmax(-1)
-        smoothed = rule._smooth(wanted, likelihood, valid, chosen)
+        smoothed = rule._smooth(wanted, seen, chosen)
     with kernels.using("auto"):
         assert kernels.can_filter(likelihood)
-        scanned, other = rule._scan(state, likelihood, valid)
-        again = rule._smooth(wanted, likelihood, valid, chosen)
+        scanned, other = rule._scan(state, seen)
+        again = rule._smooth(wanted, seen, chosen)
     for name in ("belief", "rate", "recent", "evidence"):
         assert near(getattr(scanned, name), getattr(wanted, name), 5e-5), name
     for name in ("belief", "marginal", "rate", "recent", "evidence"):

@@ -89,7 +89,7 @@ def _update(
     # its rounding would move every pixel of the layer.
     centre, within, between = tl.zeros([WIDE], tl.float32), tl.zeros([WIDE], tl.float32), tl.zeros([WIDE], tl.float32)
     for start in range(0, K, MANY):
-        k = start + tl.arange(0, MANY)
+        k = (start + tl.arange(0, MANY)).to(tl.int64)  # K times the channels of a network can pass 2 ** 31
         inside = (k < K)[:, None] & in_c
         t = tl.load(past_mean + k[:, None] * past_class + c[None, :], inside, 0)
         count = tl.minimum(MANY, K - start).to(tl.float32)
@@ -106,7 +106,7 @@ def _update(
     b = tl.arange(0, BATCH)
     in_b, n = b < B, r * B + b
     inside = in_b[:, None] & in_c
-    who = tl.load(code + n, in_b, -1)  # the class, -1 for samples that do not count
+    who = tl.load(code + n, in_b, -1).to(tl.int64)  # the class, -1 for samples that do not count
     first, speed = tl.load(lead + n, in_b, 0)[:, None], tl.load(rate + n, in_b, 0)[:, None]
     mass = tl.load(weight + n, in_b, 0)[:, None]
     mine = tl.maximum(who, 0)[:, None] * past_class + c[None, :]
@@ -139,15 +139,15 @@ def _update(
     # What is kept: the first sample of a class writes its row, the other rows are written as they pass by.
     kept_mean += r * K * C
     kept_var += r * K * C
-    theirs = tl.maximum(who, 0).to(tl.int64)[:, None] * C + c[None, :]
+    theirs = tl.maximum(who, 0)[:, None] * C + c[None, :]
     speaks = inside & (first > 0)
     tl.store(kept_mean + theirs, mu + shared_step[None, :] + step, speaks)
     tl.store(kept_var + theirs, sigma2 * (1 - shrink) + shared_square[None, :] + growth, speaks)
     for start in range(0, K, MANY):
-        k = start + tl.arange(0, MANY)
+        k = (start + tl.arange(0, MANY)).to(tl.int64)
         absent = (k < K) & (tl.load(present + r * K + k, k < K, 1) == 0)
         others = absent[:, None] & in_c
-        source, row = k[:, None] * past_class + c[None, :], k.to(tl.int64)[:, None] * C + c[None, :]
+        source, row = k[:, None] * past_class + c[None, :], k[:, None] * C + c[None, :]
         tl.store(kept_mean + row, tl.load(past_mean + source, others, 0) + shared_step[None, :], others)
         v = tl.load(past_var + source, others, 0) * (1 - shrink) + shared_square[None, :]
         tl.store(kept_var + row, v, others)

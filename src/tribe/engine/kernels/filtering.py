@@ -64,7 +64,7 @@ def _scan(
     rate_step, least_rate, marginal_step, memory, threshold, most, drift, patience, first, unseen, forget,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0)
+    row = tl.program_id(0).to(tl.int64)  # streams x images x temperatures x classes can pass 2 ** 31
     stream, temperature = row // bank, row % bank
     k = tl.arange(0, BLOCK)
     inside = k < classes
@@ -112,7 +112,7 @@ def _scan(
 
 @triton.jit
 def _smooth(belief, rate, likelihood, counted, smoothed, batch, classes, BLOCK: tl.constexpr):
-    stream = tl.program_id(0)
+    stream = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK)
     inside = k < classes
     later = tl.where(inside, 1.0, 0.0)
