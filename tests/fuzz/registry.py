@@ -29,6 +29,7 @@ NO_READERS = {  # functions that call an opener, and why no file of a user can h
             "tribe.paper.tables.get",
             "tribe.paper.tables.released",
             "tribe.report.page._asset",
+            "tribe.serve.routes.Routes.page",
         ),
         "it reads data of the package",
     ),
@@ -57,6 +58,12 @@ NO_READERS = {  # functions that call an opener, and why no file of a user can h
     ),
     **dict.fromkeys(("tribe.bench.clock.resident", "tribe.lab.provenance.machine"), "it asks the system, in /proc"),
     "tribe.cli.stdout.checked_stdout": "it writes to stdout",
+    **dict.fromkeys(
+        ("tribe.serve.client.Client._json", "tribe.serve.client.Client.infer", "tribe.serve.client._words"),
+        "it decodes what the server that the user chose has sent",
+    ),
+    "tribe.serve.rpc.listening": "it hands the operator's certificate and key to gRPC",
+    "tribe.serve.routes.Routes._arguments": "it parses JSON of bounded size as the other requests do",
     **dict.fromkeys(
         ("tribe.cli.commands.reproduce._keep", "tribe.lab.jobs.result_files"),
         "it copies bytes and reads nothing in them",

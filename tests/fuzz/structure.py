@@ -148,7 +148,7 @@ def _parsed(value):
 FORMATS = {"json": Json, "lines": Line, "words": Words, "header": Header}
 DOCUMENTS = {  # readers whose files hold JSON
     **dict.fromkeys(("result-spec.json", "result-metrics.json", "result-environment.json"), "json"),
-    **dict.fromkeys(("bench", "draws", "made-json", "weights-card"), "json"),
+    **dict.fromkeys(("bench", "draws", "made-json", "weights-card", "tokens", "request-json"), "json"),
     **dict.fromkeys(("packed-results", "packed-results-kept"), "lines"),
     **dict.fromkeys(("record", "record-in-report"), "words"),
     **dict.fromkeys(("state", "knowledge", "run-checkpoint", "training-checkpoint"), "header"),

@@ -1,0 +1,205 @@
+"""A client of a few lines: ``Client("http://127.0.0.1:8000").predict("cam1", images)`` returns logits.
+
+It uses only numpy and Python's own HTTP client, so it can be copied to a machine without torch.
+"""
+
+import http.client
+import json
+import ssl
+import threading
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Self
+from urllib.parse import quote, urlsplit
+
+import numpy as np
+from numpy.typing import NDArray
+
+DATATYPES = {"float32": "FP32", "float16": "FP16", "float64": "FP64", "uint8": "UINT8"}
+HEADER = "Inference-Header-Content-Length"
+
+
+class ClientError(Exception):
+    """An answer that is no success; ``status`` is HTTP's, ``retry_after`` in seconds if the server is busy."""
+
+    def __init__(self, message: str, status: int, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.status, self.retry_after = status, retry_after
+
+
+class Prediction(NamedTuple):
+    """Logits, and what the server says of the stream."""
+
+    logits: NDArray[np.float32]
+    facts: dict[str, Any]
+
+
+class Client:
+    """Talks to a server over HTTP; each thread keeps one connection.
+
+    Args:
+        url: where the server is, such as http://127.0.0.1:8000.
+        model: the name of its model; None: ask with `models`.
+        token: a bearer token, if the server has them.
+        seconds: until a request fails.
+        context: how TLS certificates are checked; None: as usual.
+    """
+
+    def __init__(
+        self,
+        url: str = "http://127.0.0.1:8000",
+        model: str = "compact",
+        *,
+        token: str | None = None,
+        seconds: float = 60.0,
+        context: ssl.SSLContext | None = None,
+    ) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or parts.hostname is None:
+            raise ValueError(f"url is such as http://127.0.0.1:8000; got {url!r}")
+        self.url, self.model, self._parts = url, model, parts
+        self._seconds, self._context = seconds, context
+        self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+        self._local = threading.local()
+
+    def predict(self, stream: str | None, images: NDArray[Any], **options: Any) -> NDArray[np.float32]:
+        """Logits (B, K) of images (B, ...), floating point in [0, 1] or uint8; the stream learns from them.
+
+        None as the stream: the source model predicts. Options: as for `infer`.
+        """
+        return self.infer(stream, images, **options).logits
+
+    def infer(
+        self,
+        stream: str | None,
+        images: NDArray[Any],
+        *,
+        id: str | None = None,
+        timeout: float | None = None,
+        learn: bool = True,
+        end: bool = False,
+    ) -> Prediction:
+        """Predict, and return what the server says of the stream, too.
+
+        Args:
+            stream: its name; it is created if there is none. None: the source model predicts.
+            images: (B, ...).
+            id: of the request; a second one with the same id does not learn again.
+            timeout: seconds until the answer must be there.
+            learn: False: only predict.
+            end: store the stream and release it afterwards.
+        """
+        array = np.ascontiguousarray(images)
+        if array.dtype.name not in DATATYPES:
+            raise TypeError(f"images are {array.dtype}; expected one of {', '.join(DATATYPES)}")
+        parameters: dict[str, Any] = {"binary_data_output": True, "tribe_learn": learn}
+        if stream is not None:
+            parameters |= {"sequence_id": stream, "sequence_start": learn, "sequence_end": end}
+        if timeout is not None:
+            parameters["timeout"] = max(1, round(timeout * 1e6))
+        tensor = {"name": "images", "shape": array.shape, "datatype": DATATYPES[array.dtype.name]}
+        header: dict[str, Any] = {
+            "parameters": parameters,
+            "inputs": [tensor | {"parameters": {"binary_data_size": array.nbytes}}],
+        }
+        if id is not None:
+            header["id"] = id
+        text = json.dumps(header).encode()
+        headers = {HEADER: str(len(text)), "Content-Type": "application/octet-stream"}
+        if stream is not None:
+            headers["X-Tribe-Stream"] = stream
+        answer, body = self._call("POST", f"/v2/models/{quote(self.model)}/infer", text + array.tobytes(), headers)
+        size = int(answer[HEADER])
+        found = json.loads(body[:size])
+        logits = np.frombuffer(body, "<f4", offset=size).reshape(found["outputs"][0]["shape"])
+        return Prediction(logits, found["parameters"])
+
+    def streams(self) -> list[dict[str, Any]]:
+        """What is known of all streams."""
+        found: list[dict[str, Any]] = self._json("GET", "/v1/streams")["streams"]
+        return found
+
+    def stream(self, name: str) -> dict[str, Any]:
+        """What is known of one stream."""
+        return self._json("GET", _path(name))
+
+    def control(self, action: str, stream: str, **arguments: Any) -> dict[str, Any]:
+        """``end``, ``reset``, ``freeze``, ``unfreeze``, ``snapshot`` or ``rollback`` a stream."""
+        return self._json(
+            "POST", f"{_path(stream)}/{quote(action)}", json.dumps(arguments).encode() if arguments else b""
+        )
+
+    def drop(self, stream: str) -> dict[str, Any]:
+        """Delete a stream and its stored state."""
+        return self._json("DELETE", _path(stream))
+
+    def get_state(self, stream: str) -> bytes:
+        """The state file of a stream, which `tribe.load` opens."""
+        return self._call("GET", f"{_path(stream)}/state")[1]
+
+    def put_state(self, stream: str, data: bytes) -> dict[str, Any]:
+        """Replace the state of a stream by that of a file."""
+        return self._json("PUT", f"{_path(stream)}/state", data)
+
+    def close(self) -> None:
+        """Close this thread's connection."""
+        if (held := getattr(self._local, "connection", None)) is not None:
+            held.close()
+            del self._local.connection
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _json(self, method: str, path: str, body: bytes = b"") -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self._call(method, path, body)[1])
+        return found
+
+    def _call(
+        self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None
+    ) -> tuple[http.client.HTTPMessage, bytes]:
+        """One request. An idle connection that the server has closed is opened again."""
+        sent = {**self._headers, **(headers or {})}
+        reused = getattr(self._local, "connection", None) is not None
+        try:
+            response = self._exchange(method, path, body, sent)
+        except (http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError):
+            self.close()
+            if not reused:
+                raise
+            response = self._exchange(method, path, body, sent)
+        content = response.read()
+        if response.status != 200:
+            wait = response.headers.get("Retry-After")
+            raise ClientError(_words(content), response.status, None if wait is None else float(wait))
+        return response.headers, content
+
+    def _exchange(self, method: str, path: str, body: bytes, headers: Mapping[str, str]) -> http.client.HTTPResponse:
+        held = getattr(self._local, "connection", None)
+        if held is None:
+            place = self._parts.hostname or "", self._parts.port
+            if self._parts.scheme == "https":
+                held = http.client.HTTPSConnection(*place, timeout=self._seconds, context=self._context)
+            else:
+                held = http.client.HTTPConnection(*place, timeout=self._seconds)
+            self._local.connection = held
+        try:
+            held.request(method, self._parts.path.rstrip("/") + path, body or None, dict(headers))
+            response: http.client.HTTPResponse = held.getresponse()
+        except TimeoutError:
+            self.close()
+            raise
+        return response
+
+
+def _path(stream: str) -> str:
+    return f"/v1/streams/{quote(stream, safe='')}"
+
+
+def _words(content: bytes) -> str:
+    """The message of an error."""
+    try:
+        return str(json.loads(content)["error"])
+    except (ValueError, KeyError, TypeError):
+        return content[:200].decode("utf-8", "replace") or "the answer is empty"

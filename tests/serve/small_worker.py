@@ -1,0 +1,133 @@
+"""A worker for tests of what surrounds it: one adapter a stream, one thread, no store. It really adapts."""
+
+import asyncio
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+import tribe
+
+
+class UnknownStream(LookupError):
+    """There is no such stream."""
+
+
+class Overloaded(RuntimeError):
+    """The worker has too much to do."""
+
+    def __init__(self, message, retry_after):
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class Inferred(NamedTuple):
+    logits: Any
+    adapted: bool
+    clock: int | None
+    generation: int | None
+    health: dict | None
+
+
+class SmallWorker:
+    """What the HTTP side needs of a worker."""
+
+    def __init__(self, net, **fields):
+        self.net = tribe.Backbone(net)
+        self.fields = fields
+        self.adapters, self.seen, self.snapshots = {}, {}, {}
+        self.thread = ThreadPoolExecutor(1)
+        self.queue = []
+        self.busy = False  # refuse everything, as under overload
+        self.calls = []
+
+    async def start(self):
+        self.listeners = []
+
+    async def stop(self):
+        self.thread.shutdown()
+
+    def _run(self, function, *arguments):
+        return asyncio.get_running_loop().run_in_executor(self.thread, function, *arguments)
+
+    def _adapter(self, stream):
+        if stream not in self.adapters:
+            self.adapters[stream] = tribe.adapt(self.net, "tribe", **self.fields)
+            self.seen[stream] = set()
+            self._tell(stream, "opened")
+        return self.adapters[stream]
+
+    def _known(self, stream):
+        if stream not in self.adapters:
+            raise UnknownStream(f"there is no stream {stream!r}")
+        return self.adapters[stream]
+
+    def _tell(self, stream, kind):
+        for queue in self.listeners:
+            queue.put_nowait({"stream": stream, "kind": kind})
+
+    async def infer(self, stream, images, *, request_id=None, deadline=None, learn=True):
+        self.calls.append((stream, request_id, deadline, learn))
+        if self.busy:
+            raise Overloaded("the answer would be late", 1.5)
+        if stream is None:
+            source = tribe.adapt(self.net, "source")
+            return Inferred(await self._run(source.predict, images), False, None, None, None)
+        adapter = self._adapter(stream)
+        learn = learn and request_id not in self.seen[stream]
+        logits = await self._run(adapter if learn else adapter.predict, images)
+        if learn and request_id is not None:
+            self.seen[stream].add(request_id)
+        info = adapter.info[0]
+        return Inferred(logits, learn, info.steps, 1, {"images": info.images, "entropy": float(torch.nan)})
+
+    async def control(self, action, stream, **arguments):
+        if action == "create":
+            self._adapter(stream)
+            return self.stream(stream)
+        if action == "end":
+            return {"name": stream, "state": "released"}
+        adapter = self._known(stream)
+        if action == "drop":
+            del self.adapters[stream]
+            return {"name": stream, "state": "deleted"}
+        if action == "snapshot":
+            self.snapshots[stream] = adapter.snapshot()
+        elif action == "rollback":
+            adapter.restore(self.snapshots[stream])
+        else:
+            getattr(adapter, action)()
+        self._tell(stream, action)
+        return self.stream(stream)
+
+    async def get_state(self, stream):
+        with tempfile.TemporaryDirectory() as folder:
+            self._known(stream).save(path := Path(folder) / "state")
+            return path.read_bytes()
+
+    async def put_state(self, stream, data):
+        with tempfile.TemporaryDirectory() as folder:
+            (path := Path(folder) / "state").write_bytes(data)
+            self.adapters[stream] = tribe.load(path, self.net)
+            self.seen[stream] = set()
+        return self.stream(stream)
+
+    def streams(self):
+        return [self.stream(name) for name in self.adapters]
+
+    def stream(self, name):
+        adapter = self._known(name)
+        return {"name": name, "images": adapter.info[0].images, "clock": adapter.info[0].steps, "lag": float("inf")}
+
+    async def stored(self, prefix=""):
+        return set()
+
+    async def events(self):
+        self.listeners.append(queue := asyncio.Queue())
+        while True:
+            yield await queue.get()
+
+    def metrics(self):
+        return "# TYPE tribe_streams gauge\ntribe_streams 1\n"
