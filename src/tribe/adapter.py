@@ -119,8 +119,10 @@ def load(
         adapter = Adapter(
             net, method, streams=saved.streams, history=history, graphs=graphs, deterministic=deterministic
         )
-    states.check_tensors(path, saved.tensors, leaves(adapter.state))
-    adapter.adapted.load_state_dict(saved.tensors)
+    fresh = leaves(adapter.state)
+    tensors = states.with_later_fields(saved.tensors, fresh)
+    states.check_tensors(path, tensors, fresh)
+    adapter.adapted.load_state_dict(tensors)
     if saved.frozen:
         adapter.freeze()
     return adapter
@@ -373,6 +375,7 @@ class Adapter(nn.Module):
         from the network's, they go into a copy of the network, because other adapters may share it.
         """
         own = super().state_dict()
+        state_dict = states.with_later_fields(state_dict, own)
         wrong = sorted(own.keys() ^ state_dict.keys()) if strict else []
         shared = sorted(own.keys() & state_dict.keys())
         wrong += [k for k in shared if not isinstance(t := state_dict[k], Tensor) or t.shape != own[k].shape]

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 import tribe
 from processes import ended
+from tribe.storage import states
 from tribe.testing import images, ready, small_network
 
 
@@ -170,3 +171,20 @@ def test_a_kill_while_saving_leaves_the_old_state_or_the_new(tmp_path, monkeypat
             os._exit(1)
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
     assert tribe.load(tmp_path / "a", small_network()).digest() == (adapter.digest() if renamed else old)
+
+
+@pytest.mark.parametrize("method", ["tribe", "rotta", "tribe+time"])
+def test_a_file_from_before_states_reported_agreement_still_loads(tmp_path, method):
+    adapter = tribe.adapt(small_network(), tribe.methods.create(method, classes=4))
+    adapter(images(1, 6, 0)[0])
+    saved = states.read(adapter.save(tmp_path / "new") or tmp_path / "new")
+    older = {name: t for name, t in saved.tensors.items() if not name.endswith("_agreement")}
+    assert len(older) == len(saved.tensors) - 2
+    states.write(tmp_path / "old", saved._replace(tensors=older))
+    resumed = tribe.load(tmp_path / "old", small_network())
+    assert (resumed.info[0].student_agreement, resumed.info[0].anchor_agreement) == (1, 1)
+    assert torch.equal(resumed(images(1, 6, 1)[0]), adapter(images(1, 6, 1)[0]))
+    plain = {name: t for name, t in adapter.state_dict().items() if not name.endswith("_agreement")}
+    other = tribe.adapt(small_network(), adapter.method)
+    other.load_state_dict(plain)
+    assert torch.equal(other(images(1, 6, 2)[0]), adapter(images(1, 6, 2)[0]))

@@ -53,6 +53,8 @@ class Info(NamedTuple):
     trusted: Tensor  # (S,) share of the last batch that was trusted; 1 if the method does not choose or learn
     entropy: Tensor  # (S,) mean entropy of the last batch's predictions, as a share of log K
     distance: Tensor  # (S,) how far the affine parameters have moved, relative to the norm of the source's
+    student_agreement: Tensor  # (S,) share of the images last learned from that teacher and student classify the same
+    anchor_agreement: Tensor  # (S,) the same of teacher and anchor; both are 1 for methods without these branches
 
 
 def tree_map(fn: Callable[..., Tensor], state: T, *others: T) -> T:

@@ -22,6 +22,8 @@ class StreamInfo(NamedTuple):
     distance: float
     steps: int
     frozen: bool
+    student_agreement: float
+    anchor_agreement: float
 
 
 document(
@@ -35,6 +37,10 @@ document(
     "Adapter.compare() also gives the distance of the statistics.",
     steps="Batches learned from.",
     frozen="Whether the adapter only predicts.",
+    student_agreement="Share of the images last learned from that teacher and student put in the same class; 1 for "
+    "methods without a student.",
+    anchor_agreement="The same of the teacher and the anchor, which keeps the source's parameters; 1 for methods "
+    "without an anchor.",
 )
 
 
@@ -62,8 +68,8 @@ def describe_streams(state: Any, poisoned: Tensor | None, frozen: bool) -> list[
     steps = state.key.clock.tolist()
     rows = [()] * len(steps) if poisoned is None else [tuple(torch.where(row)[0].tolist()) for row in poisoned]
     return [
-        StreamInfo(images, skipped, rows[i], trusted, entropy, distance, steps[i], frozen)
-        for i, (images, skipped, trusted, entropy, distance) in enumerate(zip(*columns, strict=True))
+        StreamInfo(images, skipped, rows[i], trusted, entropy, distance, steps[i], frozen, *agreement)
+        for i, (images, skipped, trusted, entropy, distance, *agreement) in enumerate(zip(*columns, strict=True))
     ]
 
 

@@ -25,7 +25,7 @@ from tribe.methods.encoding import encode_fields
 from tribe.storage import tensors as tensor_file
 from tribe.storage.atomic import check_file
 from tribe.storage.json_files import Where
-from tribe.storage.states import StateFileError
+from tribe.storage.states import StateFileError, with_later_fields
 
 CHECKPOINT = tensor_file.Kind(
     "tribe-run",
@@ -293,6 +293,7 @@ class _Checkpoint:
             )
         if self._outputs is None:  # a run that kept outputs may go on without
             tensors = {name: t for name, t in tensors.items() if not name.startswith("outputs.")}
+        tensors = with_later_fields(tensors, {f"state.{name}": t for name, t in leaves(source).items()})
         self._check(tensors, source, {} if self._outputs is None else self._outputs.like(header["step"], outputs))
         if self._outputs is not None:
             self._outputs.resume(outputs)

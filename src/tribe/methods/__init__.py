@@ -34,7 +34,7 @@ from tribe.methods.method import (
     registry,
     require_features,
 )
-from tribe.methods.stepping import finish, finite, quiet, screen
+from tribe.methods.stepping import Agreement, finish, finite, quiet, screen
 from tribe.methods.timed import Timed, timed, with_filter
 from tribe.norms import Norm
 from tribe.norms.balanced import Balanced
@@ -93,6 +93,7 @@ def create(name: str, **fields: Any) -> Method:
 __all__ = [
     "ROOM",
     "Affine",
+    "Agreement",
     "Augment",
     "Backbone",
     "Balanced",

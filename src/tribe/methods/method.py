@@ -155,7 +155,8 @@ class Method(ABC):
         count = torch.zeros(streams, dtype=torch.int64, device=net.device)
         share = torch.zeros(streams, dtype=torch.float32, device=net.device)
         key = Key(seed + torch.arange(streams, device=net.device), count)
-        return key, Info(count.clone(), count.clone(), share, share.clone(), share.clone())
+        same = torch.ones_like(share)  # branches start from the source and agree
+        return key, Info(count.clone(), count.clone(), share, share.clone(), share.clone(), same, same.clone())
 
     @abstractmethod
     def init(self, net: Backbone, streams: int = 1, seed: int = 0) -> Any:

@@ -19,6 +19,7 @@ from torch import Tensor
 from tribe.methods import (
     ROOM,
     Affine,
+    Agreement,
     Augment,
     Backbone,
     Deployed,
@@ -119,7 +120,8 @@ class Rotta(Method):
         # A chunk has no more images than there are between updates, so at most one update.
         for chunk in zip(*(t.split(self.every, 1) for t in (x, labels, uncertainty, valid)), strict=True):
             new = self._remember(net, new, *chunk)
-        return finish(net, state, new, prediction, valid, rejected, affine=new.teacher.affine)
+        agreement = Agreement.reported(new.info)  # of the memory, at the last update
+        return finish(net, state, new, prediction, valid, rejected, affine=new.teacher.affine, agreement=agreement)
 
     def _predict(self, net: Backbone, state: RottaState, x: Tensor, valid: Tensor) -> tuple[Tensor, ...]:
         """The teacher's logits, which images they are for (S, B), the predicted class and its entropy (S, B)."""
@@ -168,7 +170,11 @@ class Rotta(Method):
             grads = affine.gradient(loss)
         moved, moments = optim.adam_step(state.student.affine, grads, state.adam, self.lr)
         followed = tree_map(lambda t, s: torch.lerp(t, s, self.nu), state.teacher.affine, moved)
+        agreement = Agreement.of(teacher, student, None, valid)
         new = state._replace(
-            teacher=Branch(followed, teacher_stats), student=Branch(moved, student_stats), adam=moments
+            teacher=Branch(followed, teacher_stats),
+            student=Branch(moved, student_stats),
+            adam=moments,
+            info=state.info._replace(student_agreement=agreement.student),
         )
         return select(due, new, state)

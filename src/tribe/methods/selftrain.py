@@ -14,6 +14,7 @@ from torch import Tensor
 from tribe.methods import (
     ROOM,
     Affine,
+    Agreement,
     Backbone,
     Balanced,
     Deployed,
@@ -152,22 +153,24 @@ class SelfTraining(Tribe):
             bank = self._remember(state.memory, x, prediction, labels, valid)
             labels, seen = bank.label, memory.images(bank, x.shape[2:])
             counted = bank.filled & valid.any(1, keepdim=True)
-        new, share = segment(self._update, net, state._replace(memory=bank), seen, labels, counted)
+        new, share, agreement = segment(self._update, net, state._replace(memory=bank), seen, labels, counted)
         trusted = None if share is None else share.unsqueeze(1).expand_as(valid)
-        return finish(net, state, new, prediction, valid, rejected, trusted, new.teacher)
+        return finish(net, state, new, prediction, valid, rejected, trusted, new.teacher, agreement)
 
     def _update(
         self, net: Backbone, state: SelfTrainingState, seen: Tensor, labels: Tensor, counted: Tensor
-    ) -> tuple[SelfTrainingState, Tensor | None]:
-        """Update statistics, and parameters if they learn; also return the share (S,) of trusted samples."""
+    ) -> tuple[SelfTrainingState, Tensor | None, Agreement | None]:
+        """Update statistics, and parameters if they learn; also return the share (S,) of trusted samples, and how the
+        branches agree.
+        """
         if not self.learning:
-            return state._replace(pair=self._observe(net, state, seen, labels, counted)), None
+            return state._replace(pair=self._observe(net, state, seen, labels, counted)), None, None
         teaching = None if self.teacher == "shared" else state.teacher
-        new, trusted = self._learn(net, state, seen, labels, counted, teaching)
+        new, trusted, agreement = self._learn(net, state, seen, labels, counted, teaching)
         teacher = clone(new.affine)
         if self.teacher == "ema":
             teacher = tree_map(lambda t, s: torch.lerp(t, s, self.nu), state.teacher, new.affine)
-        return new._replace(teacher=teacher), losses.mean_over(trusted.float(), counted)
+        return new._replace(teacher=teacher), losses.mean_over(trusted.float(), counted), agreement
 
     def _observe(self, net: Backbone, state: SelfTrainingState, x: Tensor, labels: Tensor, valid: Tensor) -> Stats:
         """Update the teacher's statistics; a student that does not learn keeps its own."""

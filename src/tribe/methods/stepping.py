@@ -1,7 +1,7 @@
 """How a step begins and ends: which images count, what the network learns from them, and what the state reports."""
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,6 +46,28 @@ def quiet(logits: Tensor, seen: Tensor) -> Tensor:
     return torch.where(seen.unsqueeze(-1), logits, 0)
 
 
+class Agreement(NamedTuple):
+    """Shares (S,) of the images on which the teacher and another branch predict the same class."""
+
+    student: Tensor
+    anchor: Tensor  # 1 without an anchor
+
+    @classmethod
+    def of(cls, teacher: Tensor, student: Tensor, anchor: Tensor | None, valid: Tensor) -> "Agreement":
+        """Compare the logits (S, B, K) of the branches on the images that count (S, B)."""
+        with torch.no_grad():
+            predicted = teacher.argmax(-1)
+            with_student = mean_over((predicted == student.argmax(-1)).float(), valid)
+            if anchor is None:
+                return cls(with_student, torch.ones_like(with_student))
+            return cls(with_student, mean_over((predicted == anchor.argmax(-1)).float(), valid))
+
+    @classmethod
+    def reported(cls, info: Info) -> "Agreement":
+        """What a state reports already."""
+        return cls(info.student_agreement, info.anchor_agreement)
+
+
 def finish(
     net: Backbone,
     old: Any,
@@ -55,6 +77,7 @@ def finish(
     rejected: Tensor,
     trusted: Tensor | None = None,
     affine: Affine | None = None,
+    agreement: Agreement | None = None,
 ) -> tuple[Tensor, Any]:
     """End a step: advance the clocks, fill in the report, and keep the old state of streams without a valid image.
 
@@ -70,17 +93,21 @@ def finish(
         rejected: how many images were real but bad (S,).
         trusted: the images that the method learned from (S, B); None: all.
         affine: the parameters that predict, for the distance from the source; None: they did not move.
+        agreement: of the teacher with other branches; None: as before, which is 1 for methods without branches.
     """
     with torch.no_grad():
         predicted = finite(logits)
         sane = (predicted | ~valid).all(1) & _finite(new, old)  # (S,)
         share = entropy(logits).float() / math.log(logits.shape[-1])
+        agreement = Agreement.reported(old.info) if agreement is None else agreement
         info = Info(
             images=old.info.images + valid.sum(1),
             skipped=old.info.skipped,
             trusted=mean_over(torch.ones_like(share) if trusted is None else trusted.float(), valid),
             entropy=mean_over(share, valid),
             distance=old.info.distance if affine is None else _distance(net, affine),
+            student_agreement=agreement.student,
+            anchor_agreement=agreement.anchor,
         )
         moved = new._replace(key=old.key._replace(clock=old.key.clock + 1), info=info)
         chosen = valid.any(1) & sane

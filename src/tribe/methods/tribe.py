@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tribe.methods import (
     Affine,
+    Agreement,
     Augment,
     Backbone,
     Balanced,
@@ -143,8 +144,8 @@ class Tribe(Method):
         x, valid, rejected = screen(x, valid)
         prediction = self.predict_screened(net, state, x, valid)
         labels = prediction.argmax(-1)  # (S, B) pseudo labels for the statistics of all branches
-        new, trusted = self._learn(net, state, x, labels, valid, retired=retired)
-        return finish(net, state, new, prediction, valid, rejected, trusted, new.affine)
+        new, trusted, agreement = self._learn(net, state, x, labels, valid, retired=retired)
+        return finish(net, state, new, prediction, valid, rejected, trusted, new.affine, agreement)
 
     def _learn(
         self,
@@ -155,8 +156,10 @@ class Tribe(Method):
         valid: Tensor,
         teaching: Affine | None = None,  # the teacher's parameters; None: the student's
         retired: TribeState | None = None,
-    ) -> tuple[Any, Tensor]:
-        """Update statistics and affine parameters; also return which samples (S, B) the teacher is certain of."""
+    ) -> tuple[Any, Tensor, Agreement]:
+        """Update statistics and parameters; also return which samples (S, B) the teacher is certain of, and how the
+        branches agree.
+        """
         anchor, anchor_stats = self._anchor(net, state, x, labels, valid, retired and retired.anchor)
         with torch.enable_grad():
             affine = state.affine.leaf()
@@ -175,7 +178,8 @@ class Tribe(Method):
 
         # NOTE: where nothing is trusted the gradient is zero and Adam still takes its step, as released.
         moved, moments = optim.adam_step(state.affine, grads, state.adam, self.lr)
-        return state._replace(affine=moved, pair=pair_stats, anchor=anchor_stats, adam=moments), trusted
+        new = state._replace(affine=moved, pair=pair_stats, anchor=anchor_stats, adam=moments)
+        return new, trusted, Agreement.of(teacher, student, anchor, valid)
 
     def _anchor(
         self, net: Backbone, state: Any, x: Tensor, labels: Tensor, valid: Tensor, spare: Stats | None

@@ -41,6 +41,9 @@ STATE = Kind(
 )
 
 
+LATER = (["info", "student_agreement"], ["info", "anchor_agreement"])  # older files lack tensors with these endings
+
+
 def write(path: str | PathLike[str], saved: Saved) -> None:
     """Write a state file; refuse a state that is not finite."""
     if names := not_finite(saved.tensors):
@@ -74,6 +77,12 @@ def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
     numbers = {n: t for n, t in tensors.items() if t.is_floating_point() and t.numel() and "info" not in n.split(".")}
     # The extremes are NaN where anything is; they take one pass and no memory, which isfinite() of all would.
     return [name for name, t in numbers.items() if not all(end.isfinite() for end in t.aminmax())]
+
+
+def with_later_fields(tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Add the parts of a state's report that older files lack, with the values of a fresh state."""
+    later = {name: t for name, t in like.items() if name.split(".")[-2:] in LATER}
+    return later | dict(tensors)
 
 
 def size_limit(path: str | PathLike[str], tensors: Mapping[str, Tensor]) -> SizeLimit:
