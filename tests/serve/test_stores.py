@@ -5,18 +5,9 @@ import threading
 
 import pytest
 
-from tribe.serve.store import Claim, Fenced, SqliteStore
+from stores import KINDS, Clock, open_kind, write
+from tribe.serve.store import Claim, Fenced
 from tribe.serve.store.protocol import Store
-
-
-class Clock:
-    """A clock that tests set."""
-
-    def __init__(self):
-        self.time = 1000.0
-
-    def __call__(self):
-        return self.time
 
 
 @pytest.fixture
@@ -24,15 +15,10 @@ def clock():
     return Clock()
 
 
-@pytest.fixture
-def store(tmp_path, clock):
-    with contextlib.closing(SqliteStore(tmp_path / "store", now=clock)) as store:
+@pytest.fixture(params=KINDS)
+def store(request, tmp_path, clock):
+    with contextlib.closing(open_kind(request.param, tmp_path, clock)()) as store:
         yield store
-
-
-def write(store, claim, clock, blob=None):
-    blob = b"state %d" % clock if blob is None else blob
-    store.write(claim, blob, clock=clock, requests=[f"request {clock}"], meta={"clock": clock})
 
 
 def test_it_is_a_store(store):

@@ -1,6 +1,7 @@
 """The store of stream states: who owns a stream, and the last state that its owner wrote.
 
-    store = open_store("data")  # a folder: one host, any number of processes
+    store = open_store("data")                    # a folder: one host, any number of processes
+    store = open_store("redis://localhost:6379")  # a Redis server: several hosts
 
 `tribe.serve.store.protocol.Store` says what a store promises.
 """
@@ -8,12 +9,14 @@
 from os import PathLike
 
 from tribe.serve.store.protocol import Claim, Entry, Fenced, Store, Stored, StoreDamaged, StoreDown
+from tribe.serve.store.redis import SCHEMES, RedisStore
 from tribe.serve.store.sqlite import SqliteStore
 
 __all__ = [
     "Claim",
     "Entry",
     "Fenced",
+    "RedisStore",
     "SqliteStore",
     "Store",
     "StoreDamaged",
@@ -24,5 +27,5 @@ __all__ = [
 
 
 def open_store(place: str | PathLike[str]) -> Store:
-    """Open the store in a folder, which is made if it is missing."""
-    return SqliteStore(place)
+    """Open the store at a place: the address of a Redis server, or else a folder, which is made if it is missing."""
+    return RedisStore(place) if isinstance(place, str) and place.startswith(SCHEMES) else SqliteStore(place)

@@ -16,6 +16,7 @@ from tribe.serve.store.protocol import StoreDamaged, StoreDown
 from tribe.storage.regular import NotRegular, regular_size
 
 APPLICATION, SCHEMA = 0x54524942, 1  # "TRIB" marks the file as ours; SCHEMA is the version of the tables
+OPENING = 6  # times the patience to open a ledger: when many processes start at once, each waits for all others
 TABLES = (
     "CREATE TABLE streams (stream TEXT PRIMARY KEY, owner TEXT, generation INTEGER NOT NULL, expires REAL NOT NULL, "
     "deleted INTEGER NOT NULL) WITHOUT ROWID",
@@ -59,12 +60,15 @@ class Ledger:
             raise StoreDown(f"the ledger {path} cannot be opened: {error.strerror}") from error
         with self._explained():
             self._writing = self._connect()
+            self._use_log(self._writing)
             self._reading = self._connect()
         try:
             self._prepare()
         except BaseException:
             self.close()
             raise
+        for connection in (self._writing, self._reading):
+            connection.execute(f"PRAGMA busy_timeout = {int(1000 * patience)}")
 
     def close(self) -> None:
         """Close the file."""
@@ -103,16 +107,17 @@ class Ledger:
 
     def _connect(self) -> sqlite3.Connection:
         """A connection, which one thread at a time uses."""
-        connection = sqlite3.connect(self.path, timeout=self._patience, isolation_level=None, check_same_thread=False)
+        connection = sqlite3.connect(
+            self.path, timeout=OPENING * self._patience, isolation_level=None, check_same_thread=False
+        )
         connection.execute("PRAGMA trusted_schema = OFF")
-        self._use_log(connection)
         connection.execute("PRAGMA synchronous = FULL")
         return connection
 
     def _use_log(self, connection: sqlite3.Connection) -> None:
         """Turn on the write-ahead log. Of processes that do so at the same time, all but one are told to try again."""
-        until = time.monotonic() + self._patience
-        while True:
+        until, mode = time.monotonic() + OPENING * self._patience, ""
+        while mode != "wal":
             try:
                 ((mode,),) = connection.execute("PRAGMA journal_mode = WAL").fetchall()
             except sqlite3.OperationalError as error:
@@ -122,7 +127,6 @@ class Ledger:
                 continue
             if mode != "wal":
                 raise StoreDown(f"{self.path} cannot have a write-ahead log (mode {mode}): put it on a local disk")
-            return
 
     def _prepare(self) -> None:
         """Make the tables of a new ledger, or check an old one."""

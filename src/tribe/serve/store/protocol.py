@@ -167,7 +167,8 @@ class Store(Protocol):
     def delete(self, claim: Claim) -> None:
         """Delete a stream's states.
 
-        The generation is kept, so that the next claim raises it and old owners stay fenced.
+        The generation is kept, so that the next claim raises it and old owners stay fenced. To delete a stream twice
+        with the same claim does no more than once.
 
         Raises:
             Fenced: the claim is not the stream's current one.

@@ -4,15 +4,17 @@ The digest covers the blob, the clock, the generation, the requests and the rest
 of another stream or another time, whatever happens to a file or a row.
 """
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tribe.fields import is_number, is_whole, require
 from tribe.serve.store.protocol import Claim, Stored, StoreDamaged, check_clock
 from tribe.storage import json_files
 
+CURRENT, PREVIOUS = "current", "previous"  # the two states of a stream that are kept
 MOST_REQUESTS = 10_000  # of a state
 LONGEST_REQUEST = 1000  # characters
 MOST_META = 2**20  # characters of JSON
@@ -49,7 +51,7 @@ def new_record(
 
 def check_blob(blob: bytes) -> None:
     """Refuse a state that is not bytes."""
-    require(isinstance(blob, bytes | bytearray | memoryview), "a blob is bytes", type(blob).__name__)
+    require(isinstance(blob, bytes), "a blob is bytes", type(blob).__name__)
 
 
 def _requests_text(requests: Sequence[str]) -> str:
@@ -98,3 +100,44 @@ def stored(stream: str, record: Record, blob: bytes, place: str) -> Stored:
     except ValueError as error:
         raise StoreDamaged(f"{place} is damaged: {error}") from error
     return Stored(stream, record.generation, record.clock, tuple(requests), blob, meta)
+
+
+def read_state(
+    stream: str,
+    place: str,
+    find: Callable[[str, str], Record | None],
+    fetch: Callable[[str, Record], Stored],
+) -> Stored | None:
+    """Read a state while its owner may replace it; None if there is none.
+
+    Args:
+        stream: the stream's name.
+        place: `CURRENT` or `PREVIOUS`.
+        find: the record of a stream and a place.
+        fetch: the verified state of a stream and a record; `StoreDamaged` if it is not what was written.
+    """
+    record = find(stream, place)
+    while record is not None:
+        try:
+            return fetch(stream, record)
+        except StoreDamaged as error:
+            again = find(stream, place)
+            if again == record:
+                raise StoreDamaged(f"{error}. {_advice(stream, place, find, fetch)}") from error
+            record = again  # it was replaced, and its blob removed, in the meantime
+    return None
+
+
+def _advice(
+    stream: str, place: str, find: Callable[[str, str], Record | None], fetch: Callable[[str, Record], Stored]
+) -> str:
+    """What to do about a damaged state."""
+    before = find(stream, PREVIOUS) if place == CURRENT else None
+    if before is not None:
+        with contextlib.suppress(StoreDamaged):
+            fetch(stream, before)
+            return (
+                f"The previous state, of generation {before.generation} and clock {before.clock}, is intact: "
+                f"read(..., previous=True) returns it (blob {before.blob})"
+            )
+    return "No previous state is intact: delete the stream, or restore the store from a backup"

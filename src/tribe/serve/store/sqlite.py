@@ -36,12 +36,20 @@ from tribe.serve.store.protocol import (
     check_same_state,
     fenced,
 )
-from tribe.serve.store.records import Record, check_blob, check_record, new_record, stored
+from tribe.serve.store.records import (
+    CURRENT,
+    PREVIOUS,
+    Record,
+    check_blob,
+    check_record,
+    new_record,
+    read_state,
+    stored,
+)
 from tribe.storage.regular import NotRegular
 
 LEDGER, BLOBS = "ledger.sqlite", "blobs"
 PATIENCE = 5.0  # seconds to wait for the transaction of another process
-CURRENT, PREVIOUS = "current", "previous"  # values of `place`
 RECORD = ", ".join(Record._fields)
 ENTRIES = (
     "SELECT s.stream, s.owner, s.generation, s.expires, t.clock, t.bytes, t.written FROM streams s "
@@ -176,17 +184,7 @@ class SqliteStore:
     def read(self, stream: str, *, previous: bool = False) -> Stored | None:
         """Read the last state of a stream. See `tribe.serve.store.protocol.Store.read`."""
         check_name(stream)
-        place = PREVIOUS if previous else CURRENT
-        record = self._record(stream, place)
-        while record is not None:
-            try:
-                return self._verified(stream, record)
-            except StoreDamaged as error:
-                again = self._record(stream, place)
-                if again == record:
-                    raise StoreDamaged(f"{error}. {self._advice(stream, place)}") from error
-                record = again  # it was replaced and removed in the meantime
-        return None
+        return read_state(stream, PREVIOUS if previous else CURRENT, self._record, self._verified)
 
     def entry(self, stream: str) -> Entry | None:
         """What the ledger says of a stream. See `tribe.serve.store.protocol.Store.entry`."""
@@ -203,6 +201,8 @@ class SqliteStore:
     def delete(self, claim: Claim) -> None:
         """Delete a stream's states and keep its generation. See `tribe.serve.store.protocol.Store.delete`."""
         with self._ledger.transaction() as ledger:
+            if self._is_deleted(ledger, claim):
+                return
             self._check_current(ledger, claim)
             unnamed = self._named(ledger, claim.stream)
             ledger.execute("DELETE FROM states WHERE stream = ?", (claim.stream,))
@@ -230,6 +230,11 @@ class SqliteStore:
     def _is_current(self, ledger: sqlite3.Connection, claim: Claim) -> bool:
         owner, generation, _ = self._holder(ledger, claim.stream) or (None, None, None)
         return (owner, generation) == (claim.owner, claim.generation)
+
+    def _is_deleted(self, ledger: sqlite3.Connection, claim: Claim) -> bool:
+        """Whether the stream was deleted with this claim, or its generation."""
+        where = "stream = ? AND generation = ? AND deleted"
+        return bool(ledger.execute(f"SELECT 1 FROM streams WHERE {where}", (claim.stream, claim.generation)).fetchall())
 
     def _check_current(self, ledger: sqlite3.Connection, claim: Claim) -> None:
         if not self._is_current(ledger, claim):
@@ -268,18 +273,6 @@ class SqliteStore:
         except OSError as error:
             raise StoreDown(f"the state of stream {stream!r} cannot be read: {path}: {error.strerror}") from error
         return stored(stream, record, blob, f"the state of stream {stream!r} in {path}")
-
-    def _advice(self, stream: str, place: str) -> str:
-        """What to do about a damaged state."""
-        record = self._record(stream, PREVIOUS) if place == CURRENT else None
-        if record is not None:
-            with contextlib.suppress(StoreDamaged):
-                self._verified(stream, record)
-                return (
-                    f"The previous one, of generation {record.generation} and clock {record.clock}, is intact: "
-                    f"read(..., previous=True) returns it; its file is {self._blobs.path(record.blob)}"
-                )
-        return "No previous one is intact: delete the stream, or restore the store from a backup"
 
     def _entries(self, where: str, *values: str | int) -> Entries:
         with self._ledger.reading() as ledger:
