@@ -13,12 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from tribe import methods
 from tribe.engine.backbone import Backbone
+from tribe.engine.checks import Checks, check_source, place_of
 from tribe.engine.graphs import Steps, Switch
-from tribe.engine.inputs import as_mask, as_order, as_streams, in_order, in_range, warn, warn_of_range
+from tribe.engine.inputs import as_mask, as_order, as_streams, in_order
 from tribe.engine.model_copy import deepcopy_module
-from tribe.engine.screening import PROBABILITIES, are_probabilities, sound
 from tribe.engine.state import Store, clone, digest, leaves, rebuild
 from tribe.engine.threads import Lock, locked
 from tribe.fields import is_whole, require
@@ -26,12 +25,13 @@ from tribe.health.changes import Comparison, compare_states
 from tribe.health.history import History, Kept, RolledBack, as_history
 from tribe.health.recorder import Recorder, put_stream
 from tribe.health.snapshots import Snapshot, StreamInfo, check_snapshot, copy_like, describe_streams
-from tribe.methods import Method, Timed, check_fits, count_classes, with_filter
+from tribe.methods import Method, Timed
+from tribe.methods.building import build_method, check_network
 from tribe.methods.encoding import method_for_file, method_from_file
 from tribe.methods.exporting import plain_network
 from tribe.storage import states
 from tribe.storage.states import Saved
-from tribe.time import FilterInfo, TimeFilter, resolve
+from tribe.time import FilterInfo, TimeFilter
 
 
 @torch.inference_mode(False)  # what is built here must be able to carry gradients
@@ -74,16 +74,7 @@ def adapt(
     16
     """
     net = model if isinstance(model, Backbone) else Backbone(model)
-    if isinstance(method, Method):
-        if fields:
-            raise TypeError(
-                f"the method is built already: tribe.methods.create({method.name!r}, ...) sets {', '.join(fields)}"
-            )
-        built = method
-    else:
-        methods.get(method)  # report an unknown name before anything else
-        built = methods.create(method, classes=count_classes(net, classes), **fields)
-    built = built if time is None else with_filter(built, resolve(time))
+    built = build_method(net, method, time, classes, fields)
     return Adapter(
         net,
         built,
@@ -155,21 +146,17 @@ class Adapter(nn.Module):
         if not is_whole(seed):
             raise TypeError(f"seed is an int; got {seed!r}")
         count, start = int(streams), int(seed)
-        found = count_classes(net, classes if classes is not None else method.classes)
-        if method.classes is not None and method.classes != found:
-            raise ValueError(f"the method was built for {method.classes} classes; the network has {found}")
-        check_fits(net, method)
-        _check_source(net)
+        found = check_network(net, method, classes)
         self.net = net
         self.method = method
         self.streams = count
         self.classes = found
         self._frozen = False
-        self._range_checked = self._output_checked = False  # each check warns once
         self._poisoned: Tensor | None = None  # (S, B), bad images of the last batch; None: there were none
         self._retired: Any = None  # the state before this one
         self._steps = Steps(method, net, graphs, deterministic)
-        self._place = _place(net)  # device and precision of the state
+        self._checks = Checks(net, found, method.output == "logits")
+        self._place = place_of(net)  # device and precision of the state
         self.adapted = Store(method.init(net, count, start))
         self._recorder = Recorder(as_history(history), count)
         self._recorder.check_memory(self.state)
@@ -208,21 +195,21 @@ class Adapter(nn.Module):
             ranks = None if order is None else as_order(order, images, squeeze)
             if ranks is not None:
                 images, valid = in_order(images, ranks), None if valid is None else in_order(valid, ranks)
-            bad = self._find_bad(images, valid)
+            bad = self._checks.find_bad(images, valid)
             if images.shape[1] == 0:
                 logits = images.new_zeros(self.streams, 0, self.classes)
             elif learn:
                 old = self.state
                 self._recorder.before_step(self.method, self.net, old)
                 logits, state = self._steps(old, images, valid, self._retired)
-                self._check_logits(logits, bad)
+                self._checks.check_logits(logits, bad)
                 self._put(state)
                 self._retired = old  # the next step may reuse its memory; a step that fails has changed no other
                 self._recorder.after_step(images.shape[1], valid)
             else:
                 old = self.state
                 logits, state = self.method.follow(self.net, old, images, valid)
-                self._check_logits(logits, bad)
+                self._checks.check_logits(logits, bad)
                 if follow and state is not old:
                     self._put(state)
             if ranks is not None:
@@ -396,7 +383,7 @@ class Adapter(nn.Module):
             weights = {k.removeprefix(theirs): t for k, t in state_dict.items() if k.startswith(theirs)}
             net = copy.deepcopy(self.net)
             net.load_state_dict(weights, strict, assign)
-            _check_source(net)
+            check_source(net)
             self.method.init(net)  # refuses source knowledge of another network
             self.net, self._steps = net, Steps(self.method, net, self._steps.graphs, self._steps.deterministic)
             self._recorder.clear()
@@ -427,7 +414,7 @@ class Adapter(nn.Module):
         self._retired = None  # its device or precision is about to change
         self._steps.forget()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._place = _place(self.net)
+        self._place = place_of(self.net)
         return self
 
     def extra_repr(self) -> str:
@@ -444,52 +431,9 @@ class Adapter(nn.Module):
 
     def _check_place(self) -> None:
         """Refuse to run on a network that was moved or cast without this adapter's state."""
-        if (place := _place(self.net)) != self._place:
+        if (place := place_of(self.net)) != self._place:
             of_network, of_state = (f"on {device} in {dtype}" for device, dtype in (place, self._place))
             raise RuntimeError(
                 f"the network is {of_network}, the state of this adapter {of_state}: the network, or another adapter "
                 "that shares it, was moved or cast. Call .to() on this one, too"
             )
-
-    def _find_bad(self, x: Tensor, valid: Tensor | None) -> Tensor | None:
-        """Which images (S, B) are bad; None: no image is. Warns once of images outside [0, 1].
-
-        The step screens its images itself. If the extremes of a batch lie in [0, 1], no image is bad, so a batch is
-        screened again only if they do not, or on a GPU, where reading them would wait for the device.
-        """
-        gpu = x.device.type != "cpu"
-        if x.numel() and not (gpu and self._range_checked) and in_range(x):
-            self._range_checked |= gpu
-            return None
-        good = sound(x)
-        if not self._range_checked:
-            self._range_checked = warn_of_range(x[good if valid is None else good & valid]) or gpu
-        return ~good
-
-    def _check_logits(self, logits: Tensor, bad: Tensor | None) -> None:
-        if logits.shape[-1] != self.classes:
-            raise ValueError(
-                f"the network gives {logits.shape[-1]} classes; the adapter was made for {self.classes}, the outputs "
-                f"of its layer {self.net.classifier!r}. Name the layer that classifies: "
-                "tribe.adapt(tribe.Backbone(model, classifier=...))"
-            )
-        if self._output_checked or self.method.output != "logits":
-            return
-        if (kept := logits if bad is None else logits[~bad]).numel():
-            self._output_checked = True  # once: reading the values waits for the device
-            if are_probabilities(kept):
-                warn(PROBABILITIES)
-
-
-def _check_source(net: Backbone) -> None:
-    if names := net.not_finite():
-        raise ValueError(
-            f"the network's normalisation holds numbers that are not finite ({', '.join(names[:4])}), so nothing can "
-            "be learned. Load its weights again; replace a layer that it never calls by nn.Identity()"
-        )
-
-
-def _place(net: Backbone) -> tuple[torch.device, torch.dtype]:
-    """The device and precision of the source's affine parameters, which a state shares."""
-    source: Tensor = net.origin.get().affine.weight
-    return source.device, source.dtype

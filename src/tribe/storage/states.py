@@ -12,6 +12,7 @@ from torch import Tensor
 from tribe.engine.backbone import Backbone
 from tribe.engine.state import per_stream
 from tribe.storage import tensors as tensor_file
+from tribe.storage.atomic import write_atomically
 from tribe.storage.tensors import Kind, SizeLimit, TensorFileError
 
 
@@ -46,6 +47,11 @@ LATER = (["info", "student_agreement"], ["info", "anchor_agreement"])  # older f
 
 def write(path: str | PathLike[str], saved: Saved) -> None:
     """Write a state file; refuse a state that is not finite."""
+    write_atomically(path, encode(saved, path))
+
+
+def encode(saved: Saved, path: str | PathLike[str] = "bytes") -> bytes:
+    """The bytes of a state file; refuse a state that is not finite. ``path`` is where they go, for messages."""
     if names := not_finite(saved.tensors):
         rows = [per_stream(saved.tensors[name], saved.streams).isfinite().flatten(1).all(1) for name in names]
         which = ", ".join(str(i) for i in range(saved.streams) if not all(row[i] for row in rows))
@@ -54,12 +60,20 @@ def write(path: str | PathLike[str], saved: Saved) -> None:
             f"reset(stream=...) starts it anew, restore(snapshot) goes back. Nothing was written to {path}"
         )
     header = saved._asdict()
-    tensor_file.write(path, STATE, header, header.pop("tensors"))
+    return tensor_file.encode(STATE, header, header.pop("tensors"))
 
 
 def read(path: str | PathLike[str]) -> Saved:
     """Read a state file, or say why it is not one."""
-    header, tensors = tensor_file.read(path, STATE)
+    return _checked(path, *tensor_file.read(path, STATE))
+
+
+def decode(data: bytes, name: str = "bytes") -> Saved:
+    """Read the bytes of a state file, or say why they are not one; ``name`` is what messages call them."""
+    return _checked(name, *tensor_file.decode(data, STATE, name))
+
+
+def _checked(path: str | PathLike[str], header: dict[str, Any], tensors: dict[str, Tensor]) -> Saved:
     saved = Saved(**header, tensors=tensors)
     # The file's own tensors must agree with its header before a state of that many streams is allocated.
     seeds = tensors.get("key.seed", tensors.get("inner.key.seed"))  # a method alone, or with a time filter

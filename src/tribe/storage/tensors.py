@@ -6,16 +6,18 @@ digest covers the header and all tensors, so a damaged file is recognised.
 
 import contextlib
 import hashlib
+import io
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load as from_bytes
 from safetensors.torch import save as to_bytes
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -29,6 +31,7 @@ from tribe.storage.json_files import Schema, Where
 
 INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 DTYPES = {*INTEGERS, torch.float16, torch.bfloat16, torch.float32, torch.float64}  # that every operation supports
+FAULTS = (SafetensorError, TypeError, RuntimeError, OverflowError)  # of a damaged file: sizes may be over 64 bits
 SLACK = 2**20  # numbers in a tensor that a method or a network may make beside those of its file
 
 
@@ -63,11 +66,16 @@ def portable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def write(path: str | PathLike[str], kind: Kind, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Write a tensor file atomically."""
+    write_atomically(path, encode(kind, header, tensors))
+
+
+def encode(kind: Kind, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bytes:
+    """The bytes of a tensor file."""
     placed = portable(tensors)
     metadata = {"format": kind.format, "schema": str(kind.schema), "tribe": __version__}
     metadata |= {name: value if kind.fields[name] is str else json.dumps(value) for name, value in header.items()}
     metadata["digest"] = kind.digest(metadata, placed)
-    write_atomically(path, to_bytes(placed, metadata))
+    return to_bytes(placed, metadata)
 
 
 def read(path: str | PathLike[str], kind: Kind) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -76,8 +84,19 @@ def read(path: str | PathLike[str], kind: Kind) -> tuple[dict[str, Any], dict[st
         raise IsADirectoryError(f"{path} is a folder; expected a {kind.noun}")
     if not Path(path).is_file():
         raise FileNotFoundError(f"there is no {kind.noun} at {path}")
+    return _read(path, kind, lambda: open_safetensors(path))
+
+
+def decode(data: bytes, kind: Kind, name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Read the bytes of a file of this kind, or say why they cannot be read; ``name`` is what messages call them."""
+    return _read(name, kind, lambda: open_bytes(data))
+
+
+def _read(
+    path: str | PathLike[str], kind: Kind, opened: Callable[[], contextlib.AbstractContextManager[Any]]
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
     try:
-        with open_safetensors(path) as file:
+        with opened() as file:
             metadata = file.metadata() or {}
             _check_format(path, kind, metadata)
             tensors = tensors_of(file)
@@ -106,15 +125,50 @@ def open_safetensors(path: str | PathLike[str]) -> Iterator[Any]:
     first, so that a large one takes no memory, and a name that occurs twice is refused.
     """
     with open(path, "rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        if size > json_files.MOST_BYTES:
-            raise ValueError(f"its header has {size:,} bytes; expected at most {json_files.MOST_BYTES:,}")
-        json_files.parse(file.read(size), Where(dict, _has_sizes, "shapes of whole numbers of 63 bits"), "its header")
+        _read_header(file)
     try:
         with safe_open(path, framework="pt") as opened:
             yield opened
-    except (SafetensorError, TypeError, RuntimeError, OverflowError) as error:  # a shape may have sizes over 64 bits
+    except FAULTS as error:
         raise ValueError(str(error).splitlines()[0]) from error
+
+
+@contextlib.contextmanager
+def open_bytes(data: bytes) -> Iterator["TensorBytes"]:
+    """As `open_safetensors`, for the bytes of such a file."""
+    header = _read_header(io.BytesIO(data))
+    try:
+        yield TensorBytes(header.get("__metadata__") or {}, from_bytes(data))
+    except FAULTS as error:
+        raise ValueError(str(error).splitlines()[0]) from error
+
+
+class TensorBytes:
+    """The members of an open safetensors file that this module uses, for bytes in memory."""
+
+    def __init__(self, metadata: dict[str, str], tensors: dict[str, Tensor]) -> None:
+        self._metadata, self._tensors = metadata, tensors
+
+    def metadata(self) -> dict[str, str]:
+        """The texts in the header."""
+        return self._metadata
+
+    def keys(self) -> list[str]:
+        """The names of the tensors."""
+        return list(self._tensors)
+
+    def get_tensor(self, name: str) -> Tensor:
+        """One tensor."""
+        return self._tensors[name]
+
+
+def _read_header(file: IO[bytes]) -> dict[str, Any]:
+    size = int.from_bytes(file.read(8), "little")
+    if size > json_files.MOST_BYTES:
+        raise ValueError(f"its header has {size:,} bytes; expected at most {json_files.MOST_BYTES:,}")
+    schema = Where(dict, _has_sizes, "shapes of whole numbers of 63 bits")
+    header: dict[str, Any] = json_files.parse(file.read(size), schema, "its header")
+    return header
 
 
 def _has_sizes(header: dict[str, Any]) -> bool:
