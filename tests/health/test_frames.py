@@ -58,13 +58,14 @@ def test_no_corrupted_picture_has_a_fault(name):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_black_white_and_grey_frames_are_found_at_once(shape):
-    x = photos(3, shape)
-    x[0, 0], x[0, 1], x[0, 2] = 0.0, 1.0, 0.5
+def test_a_black_frame_is_found_at_once_and_a_flat_one_from_the_fourth(shape):
+    x = photos(16, shape)
+    x[0, 0], x[0, 2:8], x[0, 10:] = 0.0, 1.0, 0.5
     verdict, _ = play(x)
-    assert verdict.black.tolist() == [[True, False, False]]
-    assert verdict.flat.tolist() == [[False, True, True]]
-    assert verdict.teaches_nothing.all()
+    late = [False] * 5 + [True] * 3 + [False] * 5 + [True] * 3
+    assert verdict.black.tolist() == [[True] + [False] * 15]
+    assert verdict.flat.tolist() == [late]
+    assert verdict.teaches_nothing.tolist() == [[True, *late[1:]]]
 
 
 @pytest.mark.parametrize("shape", SHAPES)

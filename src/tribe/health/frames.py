@@ -27,14 +27,14 @@ class FrameRules:
     and corrupted.
     """
 
-    flat: float = 0.0025  # standard deviation of grey, 0.6 of 255 levels; real images have at least 0.0033
+    flat: float = 0.0025  # standard deviation of grey, 0.6 of 255 levels; CIFAR's images have at least 0.0033
     dark: float = 0.04  # a pixel is dark below this grey and bright above one minus it
     share: float = 0.99  # of pixels, for a black or white frame; real images have at most 0.966 dark pixels
     deviations: float = 4.0  # noise has no more structure than white noise, by so many standard deviations
     blur: float = 0.7  # detail, where 1 is one wave across the image; defocused seas and skies have it, too ...
     blurred: int = 32  # ... so that it takes as many frames in a row: at most 46 % of a class, at severity 5, are below
     margin: float = 0.3  # outside [0, 1]; sharp resizing overshoots by 0.15, normalised images reach -2
-    patience: int = 4  # frames in a row that make noise or white a fault: single real images look like either
+    patience: int = 4  # frames in a row that make noise, white or flat a fault: single real images look like each
     still: int = 10  # equal frames in a row that make a frozen camera; a slow camera may deliver each frame twice
     tolerance: float = 1 / 4096  # greatest change of a frozen picture; sensor noise of 0.5 % changes it more
 
@@ -85,6 +85,7 @@ class FrameState(NamedTuple):
     std: Tensor  # (S,)
     sharpness: Tensor  # (S,)
     still: Tensor  # (S,) int64, how many frames in a row equal the one before
+    flat: Tensor  # (S,) int64, how many frames in a row are flat
     noise: Tensor  # (S,) int64, how many frames in a row are noise
     white: Tensor  # (S,) int64, how many frames in a row are white
     blurred: Tensor  # (S,) int64, how many frames in a row have no detail
@@ -111,7 +112,7 @@ document(
     Verdict,
     black="Nearly all pixels are dark.",
     white="Nearly all pixels are bright, for several frames.",
-    flat="All pixels have nearly the same grey.",
+    flat="All pixels have nearly the same grey, for several frames.",
     noise="No more structure than white noise, for several frames.",
     outside="A value is outside [0, 1] by far: 0 to 255, or normalised already.",
     frozen="Equal to the frame before, for several frames.",
@@ -123,7 +124,7 @@ def start_frames(streams: int, device: torch.device | str | None = None) -> Fram
     """The state before the first frame; no frame equals it."""
     count = torch.zeros(streams, dtype=torch.int64, device=device)
     none = torch.full((streams,), -1.0, device=device)
-    runs = (count.clone() for _ in range(4))
+    runs = (count.clone() for _ in range(5))
     return FrameState(none[:, None].repeat(1, GRID * GRID), none, none.clone(), *runs)
 
 
@@ -180,9 +181,11 @@ def judge(rules: FrameRules, state: FrameState, x: Tensor, valid: Tensor) -> tup
     outside = ~((moments.low >= -rules.margin) & (moments.high <= 1 + rules.margin))
     black = moments.dark >= rules.share
     inside = real & ~outside
+    even = moments.std < rules.flat
     white = _run(state.white, moments.bright >= rules.share, real)
-    noise = _run(state.noise, (moments.structure < rules.deviations) & (moments.std > rules.flat), real)
-    blurred = _run(state.blurred, (moments.detail < rules.blur) & (moments.std >= rules.flat) & ~black, real)
+    flat = _run(state.flat, even, real)
+    noise = _run(state.noise, (moments.structure < rules.deviations) & ~even, real)
+    blurred = _run(state.blurred, (moments.detail < rules.blur) & ~even & ~black, real)
     before, last = _previous(real)  # positions in [state, batch]: 0 is the frame before the batch
     kept = torch.cat((state.picture, state.std[:, None], state.sharpness[:, None]), 1).unsqueeze(1)
     here = torch.cat((moments.picture, moments.std.unsqueeze(2), moments.sharpness.unsqueeze(2)), 2)
@@ -192,14 +195,14 @@ def judge(rules: FrameRules, state: FrameState, x: Tensor, valid: Tensor) -> tup
     verdict = Verdict(
         black=inside & black,
         white=inside & (white >= rules.patience),
-        flat=inside & (moments.std < rules.flat) & ~black,
+        flat=inside & (flat >= rules.patience) & ~black,
         noise=inside & (noise >= rules.patience),
         outside=valid & outside,
         frozen=real & (still >= rules.still),
         blurred=inside & (blurred >= rules.blurred),
     )
     newest = torch.take_along_dim(trail, last[:, None, None], 1)[:, 0]
-    runs = (run[:, -1] for run in (still, noise, white, blurred))
+    runs = (run[:, -1] for run in (still, flat, noise, white, blurred))
     return verdict, moments, FrameState(newest[:, :-2], newest[:, -2], newest[:, -1], *runs)
 
 

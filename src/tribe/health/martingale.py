@@ -1,0 +1,160 @@
+"""A sequential test of whether predictions are as certain as on the source's own images: betting on ranks of entropies.
+
+The rank u of an entropy among the calibration images that got the same prediction is uniform as long as nothing has
+changed. A gambler bets on it: his wealth is multiplied by 1 + eps (u - 1/2) for every image, one gambler on larger
+entropies and one on smaller ones. No strategy makes money in a fair game, so great wealth is evidence that the game is
+not fair. Ville's inequality bounds the chance that wealth ever reaches 1 / alpha by alpha, at any time and for any eps
+that depends on the past only. `Reference` says what else counts as fair.
+
+Each gambler starts again with 1 whenever he has less. So a change is found as fast after a year as after a day, and
+false alarms come at most once in 1 / alpha images on average (Shin, Ramdas and Rinaldo, E-detectors, 2024).
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tribe.fields import document, is_number, is_whole, require
+
+LEVELS = 64  # quantiles kept for each class
+FEW = 20  # calibration images of a predicted class below which it uses the quantiles of all classes
+SURE = 3.0  # standard errors that are added to the tolerance: the calibration images are a sample, too
+LEAST = 0.02  # of eps, so that the first surprising batch counts
+STAKE = 0.9  # greatest share of his wealth that a gambler may lose on one image
+
+
+class Reference(NamedTuple):
+    """What entropies of the unchanged source look like."""
+
+    quantiles: Tensor  # (K, 64)
+    tolerance: Tensor  # ()
+
+
+document(
+    Reference,
+    quantiles="Quantiles of the entropy for every predicted class, in the middle of equal shares.",
+    tolerance="How far the mean rank of the images of one true class may be from 1/2 without any change.",
+)
+
+
+class MartingaleState(NamedTuple):
+    """The two gamblers of every stream, on larger and on smaller entropies, and the mean rank."""
+
+    wealth: Tensor  # (S, 2) logarithm, at least 0 before a batch
+    stake: Tensor  # (S, 2) eps
+    scale: Tensor  # (S, 2) squared gradients, discounted
+    since: Tensor  # (S, 2) int64, the image after which a gambler last started again
+    mean: Tensor  # (S,) mean rank of about the last `window` images, times `weight`
+    weight: Tensor  # (S,) how full the window is, at most 1
+    changed: Tensor  # (S,) bool, from an alarm until the mean rank is normal again
+
+
+@dataclass(frozen=True)
+class Martingale:
+    """The settings of the test."""
+
+    alpha: float = 1e-6  # at most one false alarm in 1 / alpha images, on average
+    window: int = 500  # images of the mean rank, which says how much changed
+    memory: int = 200  # images after which the gambler has forgotten how large his gradients were
+    rate: float = 0.5  # of the steps of eps
+
+    def __post_init__(self) -> None:
+        require(is_number(self.alpha) and 0 < self.alpha < 1, "alpha of Martingale is above 0, below 1", self.alpha)
+        require(is_number(self.rate) and self.rate > 0, "rate of Martingale is a number above 0", self.rate)
+        for name in ("window", "memory"):
+            value = getattr(self, name)
+            require(is_whole(value, least=1), f"{name} of Martingale is a whole number, at least 1", value)
+
+    def init(self, streams: int, device: torch.device | str | None = None) -> MartingaleState:
+        """The state before the first image."""
+        two, one = torch.zeros(streams, 2, device=device), torch.zeros(streams, device=device)
+        since, changed = two.to(torch.int64), one.to(torch.bool)
+        return MartingaleState(two, two + LEAST, two.clone(), since, one, one.clone(), changed)
+
+    @torch.no_grad()
+    def step(
+        self, reference: Reference, state: MartingaleState, ranks: Tensor, valid: Tensor, images: Tensor
+    ) -> tuple[Tensor, MartingaleState]:
+        """Bet on the ranks (S, B) of a batch, after ``images`` (S,) earlier ones: which streams alarm, the next state.
+
+        eps stays the same within a batch. A stream that alarms starts again when its mean rank is normal.
+        """
+        count = valid.sum(1)
+        excess = ranks - 0.5
+        gain = torch.stack((excess, -excess), 1) - reference.tolerance  # (S, 2, B)
+        gain = torch.where(valid.unsqueeze(1), gain, 0.0)
+        fair = state.wealth <= 0
+        odds = 1 + state.stake.unsqueeze(2) * gain
+        wealth = state.wealth.clamp_min(0) + odds.log().sum(2)
+        slope = (gain / odds).sum(2)
+        scale = state.scale * torch.exp(-count / self.memory).unsqueeze(1) + slope.square()
+        most = STAKE / (0.5 + reference.tolerance)
+        stake = (state.stake + self.rate * slope / scale.clamp_min(1e-12).sqrt()).clamp_min(LEAST).minimum(most)
+        mean, weight = average(state.mean, state.weight, torch.where(valid, ranks, 0.0).sum(1), count, self.window)
+        normal = (mean / weight.clamp_min(1e-12) - 0.5).abs() <= reference.tolerance
+        rich = torch.logaddexp(wealth[:, 0], wealth[:, 1]) - math.log(2) >= -math.log(self.alpha)
+        alarm = rich & ~state.changed
+        changed = (state.changed | alarm) & ~(normal & ~alarm)
+        after = MartingaleState(
+            wealth=torch.where(changed.unsqueeze(1), 0.0, wealth),
+            stake=stake,
+            scale=scale,
+            since=torch.where(fair & ~state.changed.unsqueeze(1), images.unsqueeze(1), state.since),
+            mean=mean,
+            weight=weight,
+            changed=changed,
+        )
+        return alarm, after
+
+
+def rank(reference: Reference, entropy: Tensor, predicted: Tensor) -> Tensor:
+    """The ranks in [0, 1] of entropies (S, B) among those of the same predicted class (S, B).
+
+    The rank of a tie is its middle. The bets are linear in the rank, so that only its mean counts, and drawing a random
+    number for a tie would only add noise.
+    """
+    quantiles, value = reference.quantiles[predicted], entropy.unsqueeze(-1)
+    return ((quantiles < value).sum(-1) + (quantiles <= value).sum(-1)) / (2 * quantiles.shape[-1])
+
+
+@torch.no_grad()
+def refer(entropy: Tensor, predicted: Tensor, labels: Tensor, classes: int) -> Reference:
+    """Learn from labelled source images what is normal: entropies, predictions and labels (N,).
+
+    A stream may show its classes in any order, in bursts of any length. The test stays valid: for images that are drawn
+    at random given their class, the mean rank of every class is within the tolerance.
+    """
+    if not (len(entropy) == len(predicted) == len(labels) >= FEW):
+        raise ValueError(
+            f"a reference needs at least {FEW} images, with an entropy, a prediction and a label each; got "
+            f"{len(entropy)}, {len(predicted)} and {len(labels)}"
+        )
+    entropy = entropy.float()
+    levels = (torch.arange(LEVELS, device=entropy.device) + 0.5) / LEVELS
+    pooled = torch.quantile(entropy, levels)
+    rows = []
+    for label in range(classes):
+        own = entropy[predicted == label]
+        rows.append(torch.quantile(own, levels) if len(own) >= FEW else pooled)
+    reference = Reference(torch.stack(rows), torch.zeros((), device=entropy.device))
+    ranks = rank(reference, entropy, predicted)
+    counts = torch.bincount(labels, minlength=classes).clamp_min(1)
+    means = torch.bincount(labels, ranks, minlength=classes) / counts
+    error = SURE / (12 * counts).sqrt()  # a uniform rank has variance 1/12
+    seen = torch.bincount(labels, minlength=classes) > 0
+    off = torch.where(seen, (means - 0.5).abs() + error, 0.0).amax()
+    return reference._replace(tolerance=off.clamp_max(0.4).float())
+
+
+def average(total: Tensor, weight: Tensor, added: Tensor, count: Tensor, window: int) -> tuple[Tensor, Tensor]:
+    """A mean over about the last ``window`` images: the next total (S, ...) and weight (S,), whose ratio it is.
+
+    ``added`` is the sum over ``count`` (S,) new images.
+    """
+    keep = torch.exp(-count / window)
+    share = (1 - keep) / count.clamp_min(1)
+    wide = (..., *[None] * (total.dim() - 1))
+    return total * keep[wide] + added * share[wide], weight * keep + (1 - keep)

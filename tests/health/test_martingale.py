@@ -1,0 +1,141 @@
+"""The test of changed entropies: quiet while nothing changes in any order of classes, and soon loud when it does."""
+
+import math
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tribe.engine.state import stream
+from tribe.health.martingale import LEAST, Martingale, Reference, rank, refer
+
+CLASSES = 4
+
+
+def source(count, shift=0.0, labels=None, seed=0):
+    """Entropies, predictions and labels (count,): classes differ in entropy, and one image in ten is wrong."""
+    draw = torch.Generator().manual_seed(seed)
+    labels = torch.randint(CLASSES, (count,), generator=draw) if labels is None else labels
+    wrong = torch.rand(count, generator=draw) < 0.1
+    predicted = torch.where(wrong, (labels + 1) % CLASSES, labels)
+    level = 0.1 * labels - 2 + wrong + shift + torch.randn(count, generator=draw)
+    return level.sigmoid(), predicted, labels
+
+
+REFERENCE = refer(*source(4000), CLASSES)
+
+
+def play(ranks, size=16, valid=None, test=None, reference=REFERENCE):
+    """Feed ranks (S, N) in batches: (stream, images so far, since) of every alarm, and the last state."""
+    test = test or Martingale()
+    valid = torch.ones_like(ranks, dtype=torch.bool) if valid is None else valid
+    state, images, alarms = test.init(len(ranks)), torch.zeros(len(ranks), dtype=torch.int64), []
+    for u, marks in zip(ranks.split(size, 1), valid.split(size, 1), strict=True):
+        alarm, state = test.step(reference, state, u, marks, images)
+        images = images + marks.sum(1)
+        for i in alarm.nonzero()[:, 0].tolist():
+            alarms.append((i, int(images[i]), int(state.since[i, 0]), int(state.since[i, 1])))
+    return alarms, state
+
+
+def ranks(*parts):
+    """The ranks of stretches of images, one stream."""
+    return torch.cat([rank(REFERENCE, *part[:2]) for part in parts])[None]
+
+
+def test_ranks_are_uniform_on_the_images_they_were_learned_from():
+    u = rank(REFERENCE, *source(4000)[:2])
+    assert float(u.mean()) == pytest.approx(0.5, abs=0.002)
+    assert float(u.var()) == pytest.approx(1 / 12, abs=0.003)
+
+
+def test_a_tie_has_the_middle_rank():
+    same = Reference(torch.tensor([[0.0, 0.0, 0.0, 1.0]]), torch.tensor(0.0))
+    u = rank(same, torch.tensor([[0.0, 0.5, 1.0, 2.0]]), torch.zeros(1, 4, dtype=torch.int64))
+    assert u.tolist() == [[0.375, 0.75, 0.875, 1.0]]
+
+
+@pytest.mark.parametrize("length", [1, 50, 2000])
+@pytest.mark.parametrize("size", [1, 64])
+def test_no_alarm_on_source_images_whatever_the_order_of_classes(length, size):
+    count = 4000 if size == 1 else 40_000
+    labels = torch.arange(count) // length % CLASSES
+    alarms, _ = play(ranks(source(count, labels=labels, seed=1)), size=size)
+    assert alarms == []
+
+
+def test_alarms_are_as_rare_as_alpha_says():
+    # Fair ranks and no tolerance: on average at least 1 / alpha images between two false alarms.
+    fair = Reference(REFERENCE.quantiles, torch.tensor(0.0))
+    u = torch.rand(100, 2000, generator=torch.Generator().manual_seed(0))
+    alarms, _ = play(u, size=4, test=Martingale(alpha=1e-3), reference=fair)
+    assert len(alarms) <= u.numel() * 1e-3
+
+
+@pytest.mark.parametrize("shift", [1.5, -1.5])
+@pytest.mark.parametrize("size", [1, 64])
+def test_a_change_in_either_direction_is_found_with_its_beginning(shift, size):
+    before, after = source(3200, seed=1), source(960, shift, seed=2)
+    (alarm,), state = play(ranks(before, after), size=size)
+    assert 3200 < alarm[1] <= 3200 + 320
+    assert abs(alarm[2 if shift > 0 else 3] - 3200) <= 128
+    assert bool(state.changed)
+    assert math.copysign(1, float(state.mean / state.weight) - 0.5) == math.copysign(1, shift)
+
+
+def test_an_alarm_is_given_once_a_change_and_again_after_a_normal_time():
+    parts = [source(2000, shift, seed=i) for i, shift in enumerate((0, 2, 0, 2))]
+    alarms, _ = play(ranks(*parts))
+    assert [images // 2000 for _, images, *_ in alarms] == [1, 3]
+
+
+def test_streams_together_equal_streams_alone_and_padding_weighs_nothing():
+    u = torch.cat([ranks(source(500, 0), source(500, shift)) for shift in (0.0, 2.0, -2.0)])
+    together, end = play(u, size=10)
+    assert {i for i, *_ in together} == {1, 2}
+    for i in range(3):
+        alone, state = play(u[i : i + 1], size=10)
+        assert [alarm[1:] for alarm in alone] == [alarm[1:] for alarm in together if alarm[0] == i]
+        torch.testing.assert_close(stream(end, i, 3), state)
+    padded = torch.full((3, 100, 17), math.nan)
+    real = torch.zeros(3, 100, 17, dtype=torch.bool)
+    padded[..., 2:12], real[..., 2:12] = u.view(3, 100, 10), True
+    alarms, state = play(padded.flatten(1), size=17, valid=real.flatten(1))
+    assert alarms == together
+    torch.testing.assert_close(state, end)
+
+
+def test_a_batch_without_images_changes_nothing():
+    state = Martingale().init(1)
+    alarm, after = Martingale().step(REFERENCE, state, torch.ones(1, 3), torch.zeros(1, 3) > 0, torch.tensor([0]))
+    assert not alarm.any()
+    assert float(after.stake.max()) == pytest.approx(LEAST)
+    assert float(after.wealth.max()) == 0
+
+
+def test_a_class_without_enough_images_uses_those_of_all_classes():
+    entropy, predicted, labels = source(400)
+    kept = predicted != 2
+    reference = refer(entropy[kept], predicted[kept], labels[kept], CLASSES)
+    assert torch.equal(reference.quantiles[2], torch.quantile(entropy[kept], (torch.arange(64) + 0.5) / 64))
+    assert float(reference.tolerance) > float(REFERENCE.tolerance)
+
+
+def test_too_few_images_are_refused():
+    with pytest.raises(ValueError, match="at least 20 images"):
+        refer(*source(19), CLASSES)
+
+
+@pytest.mark.parametrize(("field", "value"), [("alpha", 0), ("alpha", 1), ("window", 0), ("rate", -1), ("memory", 1.5)])
+def test_settings_refuse_bad_values(field, value):
+    with pytest.raises(ValueError, match=field):
+        Martingale(**{field: value})
+
+
+def test_nothing_waits_for_the_device():
+    with FakeTensorMode():
+        reference = Reference(torch.rand(CLASSES, 64), torch.rand(()))
+        u = rank(reference, torch.rand(2, 5), torch.zeros(2, 5, dtype=torch.int64))
+        images = torch.zeros(2, dtype=torch.int64)
+        alarm, _ = Martingale().step(reference, Martingale().init(2), u, torch.ones(2, 5) > 0, images)
+    assert alarm.shape == (2,)
