@@ -19,6 +19,7 @@ from tribe.engine.augment import Augment
 from tribe.engine.backbone import Backbone
 from tribe.engine.normalize import Normalize
 from tribe.engine.state import Affine, Stats
+from tribe.health.guard import Guard
 from tribe.health.history import History
 from tribe.health.snapshots import Snapshot, StreamInfo
 from tribe.lab import metrics
@@ -33,6 +34,7 @@ __all__ = [
     "Augment",
     "Backbone",
     "Batch",
+    "Guard",
     "History",
     "Normalize",
     "Record",

@@ -22,6 +22,7 @@ from tribe.engine.state import Store, clone, digest, leaves, rebuild
 from tribe.engine.threads import Lock, locked
 from tribe.fields import is_whole, require
 from tribe.health.changes import Comparison, compare_states
+from tribe.health.guard import Guard
 from tribe.health.history import History, Kept, RolledBack, as_history
 from tribe.health.recorder import Recorder, put_stream
 from tribe.health.snapshots import Snapshot, StreamInfo, check_snapshot, copy_like, describe_streams
@@ -40,6 +41,7 @@ def adapt(
     method: str | Method = "tribe",
     *,
     time: str | TimeFilter | None = None,
+    guard: bool | Guard = False,
     classes: int | None = None,
     streams: int = 1,
     seed: int = 0,
@@ -56,6 +58,8 @@ def adapt(
         method: a name from ``tribe.methods.names()``, or a method.
         time: "auto" also uses the order of the images, where neighbours share their class: see `tribe.time`. A name
             from ``tribe.time.names()``, or a filter. None: every image is predicted as if it stood alone.
+        guard: True, or a `tribe.Guard`, skips frames that teach nothing, limits every step, and leans on the source
+            where little has changed: see docs/health.md.
         classes: the number of classes; read from the last Linear layer if not given.
         streams: how many independent streams (cameras) adapt on this one network.
         seed: seed of the first stream; stream i has seed + i.
@@ -74,7 +78,7 @@ def adapt(
     16
     """
     net = model if isinstance(model, Backbone) else Backbone(model)
-    built = build_method(net, method, time, classes, fields)
+    built = build_method(net, method, time, classes, fields, guard)
     return Adapter(
         net,
         built,

@@ -80,7 +80,7 @@ def test_a_filter_from_a_file_counts_too(tmp_path, workbench):
 def test_a_misspelt_filter_is_named(command):
     result = call(*command, "tribe+tiem")
     assert result.exit_code == 2
-    assert "unknown time filter 'tiem': did you mean 'time'?" in result.stderr
+    assert "time filter 'tiem': did you mean 'time'?" in result.stderr
 
 
 def test_a_filter_is_measured_like_a_method():

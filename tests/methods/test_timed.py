@@ -99,9 +99,9 @@ def test_fields_that_clash_are_refused():
 
         inner: int = 3
 
-    with pytest.raises(TypeError, match="source and the time filter 'time' both have a field 'within': rename"):
+    with pytest.raises(TypeError, match="source and 'time' both have a field 'within': rename"):
         with_filter(Clash(), Markov())
-    with pytest.raises(TypeError, match="source with the time filter 'time' has a field 'inner': rename it"):
+    with pytest.raises(TypeError, match=r"source\+time has a field 'inner': rename it"):
         with_filter(Inner(), Markov())
     assert with_filter(ready("selftrain"), Markov()).rule == "balanced"  # the method's own field
 

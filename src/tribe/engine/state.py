@@ -145,7 +145,8 @@ def hash_tensors(named: Mapping[str, Tensor]) -> str:
     for name, tensor in named.items():
         values = tensor.detach().cpu().contiguous()
         hasher.update(f"{name} {tuple(values.shape)} {values.dtype}\n".encode())
-        hasher.update(values.reshape(-1).view(torch.uint8).numpy().data)
+        flat = values.as_strided((values.numel(),), (1,))  # a single value may be "contiguous" with any stride
+        hasher.update(flat.view(torch.uint8).numpy().data)
     return hasher.hexdigest()
 
 

@@ -6,6 +6,7 @@ says which layers and classes moved. See docs/deploying.md.
 
 from tribe.health.ages import Age, parse_age
 from tribe.health.changes import ClassChange, Comparison, LayerChange, StreamChange, compare_states
+from tribe.health.guard import Guard, Guarded
 from tribe.health.history import History, Kept, RolledBack
 from tribe.health.recorder import Recorder
 from tribe.health.snapshots import Snapshot, StreamInfo, check_snapshot, copy_like, describe_streams
@@ -14,6 +15,8 @@ __all__ = [
     "Age",
     "ClassChange",
     "Comparison",
+    "Guard",
+    "Guarded",
     "History",
     "Kept",
     "LayerChange",

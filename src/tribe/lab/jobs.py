@@ -88,7 +88,7 @@ class CustomMethod(NamedTuple):
         """The method of an experiment; None: it is part of tribe."""
         if experiment.method.code is None:
             return None
-        cls = methods.get(methods.alone(experiment.method.name))
+        cls = methods.get(methods.base(experiment.method.name))
         file = Path(inspect.getfile(cls)).resolve()
         return CustomMethod(cls.name, cls.__module__, cls.__qualname__, str(file), file.read_bytes())
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from tribe.datasets import NOT_IN_SPECS, optional
 from tribe.lab.provenance import code_of, coded
-from tribe.methods import Method, Timed
+from tribe.methods import Composed, Method
 from tribe.methods.encoding import decode_value, encode_fields
 
 
@@ -40,7 +40,7 @@ def describe(name: str, component: Any, strict: bool = True) -> ComponentSpec:
     fields = encode_fields(component) if dataclasses.is_dataclass(component) else {}
     if not isinstance(component, Method):
         fields = {key: value for key, value in fields.items() if key not in NOT_IN_SPECS}
-    parts = (component.inner_class, component.filter_class) if isinstance(component, Timed) else (type(component),)
+    parts = component.classes_of() if isinstance(component, Composed) else (type(component),)
     code = code_of(*parts, *optional(component, "functions"), strict=strict)
     if not strict:
         return ComponentSpec(name, plain(fields), code)

@@ -23,6 +23,7 @@ from tribe.knowledge import (
     require_labels,
     study_batches,
 )
+from tribe.methods.composed import Composed, ComposedState, Wrapper, compose, wrappers
 from tribe.methods.method import (
     Deployed,
     Method,
@@ -61,18 +62,44 @@ def alone(name: str) -> str:
     return method if rule in time_filters.names() else name
 
 
+def base(name: str) -> str:
+    """The name of a method or a variant without anything around it.
+
+    >>> base("selftrain/robust-bn+guard+time"), base("selftrain/bn+st")
+    ('selftrain/robust-bn', 'selftrain/bn+st')
+    """
+    name = alone(name)
+    while (parts := name.rpartition("+"))[2] in wrappers:
+        name = parts[0]
+    return name
+
+
 def get(name: str) -> type[Method]:
-    """The class of a method or of a variant, with a time filter or without.
+    """The class of a method or of a variant, with what is around it.
 
     >>> get("tribe+time").more_than_a_pass
     'filters its predictions over time'
     """
-    method = alone(name)
-    base, plus, rule = method.partition("/")[0].partition("+")
-    if plus and base in names():  # tribe+tiem
-        time_filters.get(rule)
+    method = base(name)
+    first, plus, rest = method.partition("/")[0].partition("+")
+    if plus and first in names():  # tribe+tiem
+        _refuse_order(name, rest)
     cls = registry.get(method.partition("/")[0])
-    return cls if method == name else timed(cls, time_filters.get(name.removeprefix(f"{method}+")))
+    for part in name.removeprefix(method).split("+")[1:]:
+        if part in wrappers:
+            cls = compose(wrappers[part].base, cls, wrappers[part].part)  # type: ignore[arg-type]  # a class is hashable
+        else:
+            cls = timed(cls, time_filters.get(part))
+    return cls
+
+
+def _refuse_order(name: str, rest: str) -> None:
+    """Say what is wrong with the part of a name after the first plus."""
+    known = {*time_filters.names(), *wrappers}
+    for part in rest.split("+"):
+        if part not in known:
+            raise ValueError(f"unknown guard or time filter {part!r}: {nearest(part, known)}")
+    raise ValueError(f"a time filter comes last: {name!r} has something after it, or two filters")
 
 
 def create(name: str, **fields: Any) -> Method:
@@ -84,9 +111,9 @@ def create(name: str, **fields: Any) -> Method:
     'batch'
     """
     cls = get(name)
-    base, slash, variant = alone(name).partition("/")
+    first, slash, variant = base(name).partition("/")
     if slash and variant not in cls.variants:
-        raise ValueError(f"{base} has no variant {variant!r}: {nearest(variant, cls.variants)}")
+        raise ValueError(f"{first} has no variant {variant!r}: {nearest(variant, cls.variants)}")
     return build(cls, registry.kind, {**cls.variants.get(variant, {}), **fields})
 
 
@@ -97,6 +124,8 @@ __all__ = [
     "Augment",
     "Backbone",
     "Balanced",
+    "Composed",
+    "ComposedState",
     "Deployed",
     "Frozen",
     "Info",
@@ -117,12 +146,15 @@ __all__ = [
     "Timely",
     "View",
     "WeightLayout",
+    "Wrapper",
     "all_weights",
     "alone",
+    "base",
     "check_classes",
     "check_fits",
     "checked_tensors",
     "clone",
+    "compose",
     "count_classes",
     "create",
     "features_of",
@@ -148,6 +180,7 @@ __all__ = [
     "view",
     "wide",
     "with_filter",
+    "wrappers",
 ]
 
 registry.load(__name__, __path__)  # last: method files import the names above from here

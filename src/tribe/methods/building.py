@@ -5,7 +5,7 @@ from typing import Any
 
 from tribe.engine.backbone import Backbone
 from tribe.engine.checks import check_source
-from tribe.methods import Method, check_fits, count_classes, create, get, with_filter
+from tribe.methods import Method, Timed, check_fits, count_classes, create, get, with_filter, wrappers
 from tribe.time import TimeFilter, resolve
 
 
@@ -15,8 +15,9 @@ def build_method(
     time: str | TimeFilter | None,
     classes: int | None,
     fields: Mapping[str, Any],
+    guard: Any = None,
 ) -> Method:
-    """Build a method by its name and fields, with a time filter if one is named; a method that is built stays."""
+    """Build a method by its name and fields, with a guard and a time filter if asked; a method that is built stays."""
     if isinstance(method, Method):
         if fields:
             raise TypeError(
@@ -26,7 +27,20 @@ def build_method(
     else:
         get(method)  # report an unknown name before anything else
         built = create(method, classes=count_classes(net, classes), **fields)
+    built = built if guard is None or guard is False else with_guard(built, guard)
     return built if time is None else with_filter(built, resolve(time))
+
+
+def with_guard(method: Method, guard: Any) -> Method:
+    """A method that is built already, under a guard; True: with the guard's default settings."""
+    base, part = wrappers["guard"]
+    if isinstance(method, Timed):
+        raise ValueError(f"a guard stands between the method and its time filter: give {method.inner.name!r} and time=")
+    if isinstance(method, base):
+        raise ValueError(f"{method.name} has a guard already")
+    if guard is not True and not isinstance(guard, part):
+        raise TypeError(f"guard is True, False or a tribe.Guard; got {guard!r}")
+    return base.around(method, part() if guard is True else guard)
 
 
 def check_network(net: Backbone, method: Method, classes: int | None = None) -> int:

@@ -23,7 +23,7 @@ class Command(NamedTuple):
 
 def is_known(method: str | None) -> bool:
     """Whether this is a method, or a variant of one, that is registered here; with a time filter or without."""
-    return method is not None and methods.alone(method).partition("/")[0] in methods.names()
+    return method is not None and methods.base(method).partition("/")[0] in methods.names()
 
 
 def component(value: Any) -> tuple[str | None, Fields]:

@@ -63,7 +63,7 @@ def source(
     """Make the source knowledge that a method needs; `tribe run` finds the file."""
     with stdout_to_stderr(), errors_as_messages():
         where = choose_device(device)
-        method = tribe.methods.alone(method_name(method))  # a time filter needs no source knowledge
+        method = tribe.methods.base(method_name(method))  # a guard or a time filter needs no source knowledge
         dataset = component_name(DATASET, dataset)
         if (needs := tribe.methods.get(method).needs) is None:
             raise ValueError(f"{method} needs no source knowledge: run it directly")

@@ -1,0 +1,197 @@
+"""The guard: what a method may learn from, how fast, and how far its predictions follow."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+import tribe
+from tribe import methods
+from tribe.engine.backbone import Backbone
+from tribe.engine.state import Affine, Stats, clone, leaves, stream
+from tribe.health.guard import Guard, Guarded, limit
+from tribe.health.lean import distance_of_statistics, lean, share_of_adapted
+from tribe.methods import Deployed, Frozen, PerBatch
+from tribe.testing import CLASSES, check_method, images, ready, small, small_network
+from tribe.testing.samples import small_backbone
+
+OFF = {"lean_half": 0.0, "lean_most": 1.0, "speed": None, "skip": True}  # it only skips frames
+
+
+def pictures(streams, batch, seed=0):
+    """Images with structure, which a guard lets pass: noise, smoothed, over a gradient."""
+    x = nn.functional.avg_pool2d(images(streams, batch, seed).flatten(0, 1), 3, 1, 1).unflatten(0, (streams, batch))
+    return (x + torch.linspace(0, 0.4, x.shape[-1])).clamp(0, 1)
+
+
+@pytest.mark.parametrize("name", ["tribe", "tent", "rotta", "lame", "source"])
+def test_a_guarded_method_keeps_the_contract(name):
+    check_method(ready(f"{name}+guard"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", methods.names())
+def test_every_guarded_method_keeps_the_contract(name):
+    check_method(ready(f"{name}+guard"))
+
+
+def test_the_name_composes_and_the_fields_are_those_of_both():
+    made = methods.create("tribe+guard+time", classes=CLASSES, lr=2e-3, speed=0.01, within="batch")
+    assert made.name == "tribe+guard+time"
+    assert (made.lr, made.speed, made.within) == (2e-3, 0.01, "batch")
+    assert made.inner.part == Guard(speed=0.01)
+    assert methods.base(made.name) == "tribe"
+    assert methods.alone(made.name) == "tribe+guard"
+    assert dataclasses.replace(made, speed=0.02).inner.part.speed == 0.02
+    with pytest.raises(ValueError, match="a time filter comes last"):
+        methods.get("tribe+time+guard")
+    with pytest.raises(ValueError, match="did you mean 'guard'"):
+        methods.get("tribe+gaurd")
+
+
+def test_an_adapter_takes_a_guard_between_method_and_filter():
+    adapter = tribe.adapt(small_network(), guard=True, time="auto")
+    assert adapter.method.name == "tribe+guard+time"
+    assert tribe.adapt(small_network(), guard=Guard(skip=False)).method.skip is False
+    assert tribe.adapt(small_network(), guard=False).method.name == "tribe"
+    with pytest.raises(ValueError, match="between the method and its time filter"):
+        tribe.adapt(small_network(), "tribe+time", guard=True)
+    with pytest.raises(ValueError, match="has a guard already"):
+        tribe.adapt(small_network(), "tribe+guard", guard=True)
+    with pytest.raises(TypeError, match="guard is True, False or a"):
+        tribe.adapt(small_network(), guard="yes")
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"lean_half": -1.0}, "lean_half"),
+        ({"lean_most": 1.5}, "lean_most"),
+        ({"speed": 0}, "speed"),
+        ({"skip": 1}, "skip"),
+        ({**OFF, "skip": False}, "can never act"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused_in_words(fields, words):
+    with pytest.raises(ValueError, match=words):
+        Guard(**fields)
+
+
+def test_a_guard_that_finds_nothing_changes_no_bit():
+    net, method = small_backbone(), ready("tribe")
+    guarded = ready("tribe+guard", **OFF)
+    state, watched = method.init(net, 2), guarded.init(net, 2)
+    for seed in range(3):
+        x = pictures(2, 6, seed)
+        answer, state = method.step(net, state, x)
+        same, watched = guarded.step(net, watched, x)
+        assert torch.equal(answer, same)
+    assert leaves(state).keys() == leaves(watched.inner).keys()
+    assert all(torch.equal(t, leaves(watched.inner)[name]) for name, t in leaves(state).items())
+
+
+@pytest.mark.parametrize(
+    ("fault", "x"),
+    [
+        ("black", torch.zeros(3, 8, 8)),
+        ("flat", torch.full((3, 8, 8), 0.5)),
+        ("0 to 255", 255 * pictures(1, 1)[0, 0]),
+        ("normalised", (pictures(1, 1)[0, 0] - 0.5) / 0.2),
+    ],
+)
+def test_a_batch_with_a_frame_that_teaches_nothing_is_predicted_and_not_learned(fault, x):
+    net, guarded = small_backbone(), ready("tribe+guard")
+    _, state = guarded.step(net, guarded.init(net, 2), pictures(2, 6))
+    before = clone(state)
+    batch = pictures(2, 6, 1)
+    batch[0, 2] = x
+    answer, after = guarded.step(net, state, batch)
+    assert torch.equal(answer, guarded.predict(net, before, batch)), fault
+    first, second = (stream(after.inner, i, 2) for i in range(2))
+    held, moved = (stream(before.inner, i, 2) for i in range(2))
+    changed = {name for name, t in leaves(first).items() if not torch.equal(t, leaves(held)[name])}
+    assert changed == {"info.skipped"}
+    assert after.guard.held.tolist() == [6, 0]
+    assert after.info.skipped.tolist() == [6, 0]
+    assert not torch.equal(second.pair.mean, moved.pair.mean), "the other stream learns"
+
+
+def test_frozen_frames_are_learned_until_they_last():
+    net, guarded = small_backbone(), ready("tribe+guard")
+    still, state = pictures(1, 1).expand(1, 4, 3, 8, 8), guarded.init(net)
+    held = []
+    for _ in range(5):
+        _, state = guarded.step(net, state, still)
+        held.append(int(state.guard.held))
+    assert held == [0, 0, 4, 8, 12]  # the tenth frame that equals the one before is in the third batch
+
+
+def test_the_limit_shortens_the_move_and_leaves_moments_and_slow_streams_alone():
+    net, method = small_backbone(), ready("tent", lr=0.5)
+    old = method.init(net, 2)
+    _, new = method.step(net, old, pictures(2, 6))
+    slow = new._replace(
+        affine=Affine(*(torch.stack((n[0], o[1] + 1e-6)) for n, o in zip(new.affine, old.affine, strict=True)))
+    )
+    limited = limit(slow, old, 0.01)
+    start, far, short = (torch.cat(pair, 1) for pair in (old.affine, slow.affine, limited.affine))
+    norm = torch.linalg.vector_norm
+    torch.testing.assert_close(norm(short[0] - start[0]), 0.01 * norm(start[0]))
+    torch.testing.assert_close(
+        (short[0] - start[0]) / norm(short[0] - start[0]), (far[0] - start[0]) / norm(far[0] - start[0])
+    )
+    assert torch.equal(short[1], far[1])
+    assert limited.adam is slow.adam
+
+
+def test_a_wrong_learning_rate_moves_no_further_than_the_limit():
+    net, guarded = small_backbone(), ready("tribe+guard", lr=1.0, speed=0.002)
+    state = guarded.init(net)
+    for seed in range(5):
+        before = torch.cat(state.inner.affine, 1)
+        _, state = guarded.step(net, state, pictures(1, 6, seed))
+        after = torch.cat(state.inner.affine, 1)
+        assert float((after - before).norm() / before.norm()) <= 0.002 * 1.001
+
+
+def test_the_share_of_adapted_statistics_by_hand():
+    net = Backbone(nn.Sequential(nn.Conv2d(3, 2, 3), nn.BatchNorm2d(2, eps=0.0), nn.Flatten(), nn.Linear(72, 4)).eval())
+    source = net.source()[1]  # mean 0, variance 1
+    stats = Stats(source.mean + torch.tensor([0.3, 0.0]), torch.tensor([[[1.0, 1.4**2]]]))
+    distance = ((0.3**2 + 0.4**2) / 2) ** 0.5
+    assert float(distance_of_statistics(net, stats)) == pytest.approx(distance)
+    share = 0.8 * distance**4 / (distance**4 + 0.2**4)
+    assert float(share_of_adapted(net, stats, 0.2, 0.8)) == pytest.approx(share)
+    leaned = lean(net, Deployed(net.source()[0], stats, Frozen()), 0.2, 0.8)
+    torch.testing.assert_close(leaned.stats.mean[0, 0], torch.tensor([share * 0.3, 0.0]))
+    torch.testing.assert_close(leaned.stats.var[0, 0], torch.tensor([1.0, 1 + share * (1.4**2 - 1)]))
+    assert float(share_of_adapted(net, source, 0.2, 0.8)) == 0
+
+
+def test_at_the_source_the_network_is_the_sources_and_batch_statistics_stay():
+    net = small_backbone()
+    source = Deployed.frozen(net, net.source(2)[0])
+    assert all(torch.equal(a, b) for a, b in zip(lean(net, source, 0.06, 0.85).stats, source.stats, strict=True))
+    per_batch = Deployed.per_batch(net, net.source(2)[0])
+    assert lean(net, per_batch, 0.06, 0.85) is per_batch
+    assert isinstance(per_batch.norm, PerBatch)
+
+
+def test_a_guarded_adapter_resumes_bit_for_bit_and_exports_what_it_predicts(tmp_path):
+    net = small_network()
+    adapter = tribe.adapt(net, guard=True, streams=2)
+    for seed in range(3):
+        adapter(pictures(2, 6, seed))
+    adapter.save(tmp_path / "state")
+    again = tribe.load(tmp_path / "state", net)
+    x = pictures(2, 6, 9)
+    assert torch.equal(adapter(x), again(x))
+    assert adapter.digest() == again.digest()
+    plain = adapter.export(stream=1)
+    torch.testing.assert_close(plain(x[1]), adapter.predict(x)[1])
+
+
+def test_the_part_that_a_check_changes_is_declared():
+    assert small(ready("tribe+guard")).skip is False
+    assert isinstance(ready("tribe+guard"), Guarded)
