@@ -24,7 +24,7 @@ LAYERS = (  # from the lowest to the highest; a room imports itself and what sta
     (("scenarios", "corruptions"), "in what order images come, and what happens to them"),
     (("datasets",), "images and labels"),
     (("models",), "networks and their weights"),
-    (("adapter", "diagnosis"), "what an engineer calls: adapt, load, doctor"),
+    (("adapter", "fleet", "diagnosis"), "what an engineer calls: adapt, load, fleet, doctor"),
     (("lab",), "streams, runs, records, metrics, experiments and the store of their results"),
     (("train", "bench", "report", "testing"), "source networks, speed, pages, the contract"),
     (("paper",), "the paper's tables and claims, and their reproduction"),

@@ -19,6 +19,7 @@ from tribe.engine.augment import Augment
 from tribe.engine.backbone import Backbone
 from tribe.engine.normalize import Normalize
 from tribe.engine.state import Affine, Stats
+from tribe.fleet import Fleet, fleet
 from tribe.health.guard import Guard
 from tribe.health.history import History
 from tribe.health.snapshots import Snapshot, StreamInfo
@@ -34,6 +35,7 @@ __all__ = [
     "Augment",
     "Backbone",
     "Batch",
+    "Fleet",
     "Guard",
     "History",
     "Normalize",
@@ -49,6 +51,7 @@ __all__ = [
     "corruptions",
     "datasets",
     "doctor",
+    "fleet",
     "health",
     "load",
     "methods",

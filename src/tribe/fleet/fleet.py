@@ -1,0 +1,509 @@
+"""Many streams by name on one frozen network: ``fleet = tribe.fleet(net); logits = fleet({"cam1": images})``.
+
+Pure methods do the computation. The fleet holds a state for each stream, checks its input, and replaces the states of a
+step all at once, after the step has succeeded. One thread at a time takes steps; others predict meanwhile, with the
+states from before the step.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tribe.engine.backbone import Backbone
+from tribe.engine.checks import Checks, place_of
+from tribe.engine.graphs import Switch
+from tribe.engine.state import clone, digest, leaves, rebuild
+from tribe.engine.threads import Lock, locked
+from tribe.fields import is_number, is_whole, require
+from tribe.fleet.batching import Arrived, Group, check_images, check_name, group_streams
+from tribe.fleet.pool import Entry, Files, Pool
+from tribe.fleet.running import OWN_WEIGHTS, Runner, predict
+from tribe.health.recorder import count_bytes
+from tribe.health.snapshots import Snapshot, StreamInfo, check_snapshot, copy_like
+from tribe.methods import Deployed, Method
+from tribe.methods.building import build_method, check_network
+from tribe.methods.encoding import method_for_file, method_from_file
+from tribe.methods.exporting import plain_network
+from tribe.methods.source import Source
+from tribe.registry import nearest
+from tribe.storage import states
+from tribe.storage.states import Saved, StateFileError
+from tribe.time import TimeFilter
+
+ROWS_BYTES = 2**31  # the states that stay on the device, if `rows` does not say how many
+LEAST_ROWS = 16
+SOURCE = Source()
+
+
+@torch.inference_mode(False)  # what is built here must be able to carry gradients
+def fleet(
+    model: nn.Module | Backbone,
+    method: str | Method = "tribe",
+    *,
+    time: str | TimeFilter | None = None,
+    classes: int | None = None,
+    rows: int | None = None,
+    spill: str | PathLike[str] | None = None,
+    megabytes: float = 1024,
+    seed: int = 0,
+    graphs: Switch = "auto",
+    deterministic: bool = False,
+    exact: Switch = "auto",
+    **fields: Any,
+) -> "Fleet":
+    """Make a trained classifier adapt to many streams (cameras), each known by a name.
+
+    Args:
+        model: as for `tribe.adapt`.
+        method: as for `tribe.adapt`.
+        time: as for `tribe.adapt`.
+        classes: as for `tribe.adapt`.
+        rows: the most states on the network's device; the least recently used others move to host memory. None: as
+            many as fit in 2 GiB.
+        spill: a folder for states that do not fit in ``megabytes`` of host memory either. None: they stay there.
+        megabytes: the most host memory for states that are not on the device, if there is a folder for the others.
+        seed: the seed of a stream is a hash of this number and of the stream's name; see `stream_seed`.
+        graphs: as for `tribe.adapt`.
+        deterministic: as for `tribe.adapt`.
+        exact: True gives every stream the bits that it would get alone, at some cost in speed; see
+            `tribe.engine.apart`. "auto": on a CPU.
+        fields: the method's hyper-parameters.
+
+    >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(288, 4))
+    >>> cameras = fleet(net)
+    >>> logits = cameras({"door": torch.rand(2, 3, 8, 8), "gate": torch.rand(5, 3, 8, 8)})
+    >>> logits["gate"].shape, cameras.info("door").images
+    (torch.Size([5, 4]), 2)
+    """
+    net = model if isinstance(model, Backbone) else Backbone(model)
+    built = build_method(net, method, time, classes, fields)
+    return Fleet(
+        net,
+        built,
+        classes=classes,
+        rows=rows,
+        spill=spill,
+        megabytes=megabytes,
+        seed=seed,
+        graphs=graphs,
+        deterministic=deterministic,
+        exact=exact,
+    )
+
+
+def stream_seed(name: str, seed: int = 0) -> int:
+    """The seed of a stream: a hash (BLAKE2b) of the fleet's seed and the stream's name, from 0 to 2**62 - 1.
+
+    So it depends neither on the order in which streams are added nor on the process.
+
+    >>> stream_seed("cam1") == stream_seed("cam1"), stream_seed("cam1") == stream_seed("cam2")
+    (True, False)
+    """
+    text = f"{int(seed)}\n{name}".encode("utf-8", "surrogatepass")
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 2
+
+
+class Fleet:
+    """Streams by name that adapt on one frozen network. Made by `fleet`.
+
+    Calling it predicts, then adapts, the streams that have images; a name that it does not know is a new stream. Images
+    are (B, ...) for each stream, and B may differ. Bad images are treated as by `tribe.Adapter`. A step that fails
+    leaves every stream as it was. It may be used from several threads: one at a time takes a step, the others wait;
+    `predict` does not wait for a step.
+    """
+
+    def __init__(
+        self,
+        net: Backbone,
+        method: Method,
+        *,
+        classes: int | None = None,
+        rows: int | None = None,
+        spill: str | PathLike[str] | None = None,
+        megabytes: float = 1024,
+        seed: int = 0,
+        graphs: Switch = "auto",
+        deterministic: bool = False,
+        exact: Switch = "auto",
+    ) -> None:
+        self._lock = Lock()  # of what replaces states
+        require(rows is None or is_whole(rows, least=1), "rows is the most states on the device, at least 1", rows)
+        require(is_number(megabytes) and megabytes >= 0, "megabytes is a number, not negative", megabytes)
+        if not is_whole(seed):
+            raise TypeError(f"seed is an int; got {seed!r}")
+        if exact not in (True, False, "auto"):
+            raise ValueError(f"exact is True, False or 'auto'; got {exact!r}")
+        self.net, self.method, self.seed = net, method, int(seed)
+        self.classes = check_network(net, method, classes)
+        bits = net.device.type == "cpu" if exact == "auto" else bool(exact)
+        self._runner = Runner(method, net, graphs, deterministic, bits)
+        self._checks = Checks(net, self.classes, method.output == "logits")
+        self._place = place_of(net)
+        self._fingerprint: str | None = None
+        self._like = method.init(net)  # a state of one stream
+        if method.deployed(net, self._like).weights is not None:
+            self._runner.alone = OWN_WEIGHTS
+        self._size = count_bytes(self._like)
+        most = int(rows) if rows is not None else max(LEAST_ROWS, ROWS_BYTES // max(self._size, 1))
+        files = Files(self._write, self._read)
+        self._pool = Pool(net.device, most, max(self._size, 1), megabytes * 2**20, spill, files)
+        self._source: Deployed | None = None
+
+    # -- predicting and learning ------------------------------------------------------------------------------------
+
+    def __call__(self, images: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Predict, then adapt, the streams that have images; frozen ones only predict. Unknown streams are added."""
+        # torch.inference_mode forbids the gradients that adaptation needs, even under enable_grad.
+        with torch.inference_mode(False), torch.no_grad():
+            arrived = check_images(images, self.net)
+            with self._lock:
+                self._check_place()
+                return self._step(arrived)
+
+    def learn(self, images: Mapping[str, Tensor]) -> None:
+        """Adapt to images and return nothing. A frozen stream learns nothing."""
+        self(images)
+
+    def predict(self, images: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Predict without adapting, with the last states: a step that another thread takes is not waited for."""
+        with torch.inference_mode(False), torch.no_grad():
+            arrived = check_images(images, self.net)
+            self._check_place()
+            entries = {name: self._fetch(name) for name in arrived}
+            results: dict[str, Tensor] = {}
+            poisoned: dict[str, tuple[int, ...]] = {}
+            for _, group in self._groups(arrived, dict.fromkeys(arrived)):
+                chosen = [entries[name] for name in group.names]
+                networks = [self._deployed(name, entries[name]) for name in group.names]
+                bad = self._checks.find_bad(group.x, group.valid)
+                if group.x.shape[1]:
+                    logits = self._runner.predict(group, [entry.state for entry in chosen], networks)
+                    self._checks.check_logits(logits, _count_padding(bad, group))
+                else:
+                    logits = group.x.new_zeros(len(group.x), 0, self.classes)
+                results |= _answers(group, logits, arrived)
+                poisoned |= _poisoned(group, bad)
+            for name, places in poisoned.items():
+                self._pool.change(name, poisoned=places)
+            return {name: results[name] for name in arrived}
+
+    def predict_source(self, x: Tensor) -> Tensor:
+        """Predict images (B, ...) with the source model."""
+        with torch.inference_mode(False), torch.no_grad():
+            arrived = check_images({"source": x}, self.net)["source"]
+            if self._source is None:
+                self._source = Deployed.frozen(self.net, self.net.source()[0])
+            self._checks.find_bad(arrived.x, None)
+            if not arrived.x.shape[1]:
+                logits = arrived.x.new_zeros(1, 0, self.classes)
+            else:
+                logits = predict(SOURCE, self.net, [], self._source, arrived.x, None)
+            return logits[0] if arrived.added else logits
+
+    def _step(self, arrived: Mapping[str, Arrived]) -> dict[str, Tensor]:
+        known = {name: self._pool.get(name) for name in arrived}
+        fresh = {name: self._new(name) for name, entry in known.items() if entry is None}
+        kinds = {name: entry is not None and entry.frozen for name, entry in known.items()}
+        results: dict[str, Tensor] = {}
+        after: dict[str, Any] = {}
+        poisoned: dict[str, tuple[int, ...]] = {}
+        for frozen, group in self._groups(arrived, kinds):
+            old = [(fresh.get(name) or self._fetch(name)).state for name in group.names]
+            bad = self._checks.find_bad(group.x, group.valid)
+            new: list[Any] | None = None
+            if not group.x.shape[1]:
+                logits = group.x.new_zeros(len(group.x), 0, self.classes)
+            elif frozen:
+                logits, new = self._runner.follow(group, old)
+            else:
+                logits, new = self._runner.step(group, old)
+            if group.x.shape[1]:
+                self._checks.check_logits(logits, _count_padding(bad, group))
+            results |= _answers(group, logits, arrived)
+            poisoned |= _poisoned(group, bad)
+            after |= dict(zip(group.names, new, strict=True)) if new is not None else {}
+        self._commit(fresh, after, poisoned)
+        return {name: results[name] for name in arrived}
+
+    def _commit(self, fresh: Mapping[str, Entry], after: Mapping[str, Any], poisoned: Mapping[str, Any]) -> None:
+        """Replace the states of a step, all at once; nothing else of a step changes anything."""
+        with self._pool.lock:
+            entries = {}
+            for name, places in poisoned.items():
+                entry = fresh.get(name) or self._pool.entries[name]  # it may have been frozen meanwhile
+                if name in after:
+                    entry = _moved(entry, after[name])
+                entries[name] = replace(entry, poisoned=places)
+            self._pool.put_entries(entries)
+        self._pool.page_out()
+
+    def _groups(self, arrived: Mapping[str, Arrived], kinds: Mapping[str, Any]) -> Iterable[tuple[Any, Group]]:
+        runner = self._runner
+        return group_streams(arrived, kinds, self._size, runner.padded, together=runner.alone is None)
+
+    def _deployed(self, name: str, entry: Entry) -> Deployed:
+        """The network that a stream predicts with, made once for each state."""
+        if entry.deployed is not None:
+            return entry.deployed
+        deployed = self.method.deployed(self.net, entry.state)
+        self._pool.remember(name, entry, deployed)
+        return deployed
+
+    # -- streams ------------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode(False)
+    def add(self, name: str, seed: int | None = None) -> "Fleet":
+        """Add a stream that starts at the source model. Its seed is `stream_seed` of its name, unless one is given."""
+        check_name(name)
+        if seed is not None and not is_whole(seed):
+            raise TypeError(f"seed is an int; got {seed!r}")
+        entry = self._new(name, seed)
+        with self._lock:
+            if name in self:
+                raise ValueError(f"the fleet has a stream {name!r} already: reset({name!r}) starts it anew")
+            self._pool.put({name: entry})
+        return self
+
+    @locked
+    def drop(self, name: str) -> "Fleet":
+        """Forget a stream."""
+        self._entry(name)
+        self._pool.drop(name)
+        return self
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all streams, sorted."""
+        with self._pool.lock:
+            return sorted(self._pool.entries)
+
+    def __len__(self) -> int:
+        return len(self._pool.entries)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._pool.entries
+
+    def info(self, name: str) -> StreamInfo:
+        """What a stream does, in plain numbers."""
+        return self._entry(name).describe()
+
+    def clock(self, name: str) -> int:
+        """How many steps a stream has taken."""
+        return self._entry(name).describe().steps
+
+    def version(self, name: str) -> int:
+        """How often the state of a stream was replaced, since it was added here."""
+        return self._entry(name).version
+
+    def freeze(self, name: str) -> "Fleet":
+        """Stop adapting a stream: only predict. A time filter goes on."""
+        self._set_frozen(name, True)
+        return self
+
+    def unfreeze(self, name: str) -> "Fleet":
+        """Adapt a stream again."""
+        self._set_frozen(name, False)
+        return self
+
+    @locked
+    @torch.inference_mode(False)
+    def reset(self, name: str) -> "Fleet":
+        """Return a stream to the source model."""
+        seed = int(self._peek(name).state.key.seed[0])
+        return self._replace(name, self.method.init(self.net, 1, seed))
+
+    @torch.inference_mode(False)
+    def snapshot(self, name: str) -> Snapshot:
+        """A copy of a stream's state for `restore`."""
+        entry = self._peek(name)
+        return Snapshot(self.method, clone(entry.state), self.net, entry.frozen)
+
+    @locked
+    @torch.inference_mode(False)
+    def restore(self, name: str, snapshot: Snapshot) -> "Fleet":
+        """Return a stream to a snapshot of a single stream, or add one with it; frozen if it was."""
+        check_name(name)
+        if not isinstance(snapshot, Snapshot):
+            raise TypeError(f"restore takes what snapshot() gave; got {type(snapshot).__name__}")
+        check_snapshot(snapshot, self.method, self.net, 1)
+        return self._replace(name, copy_like(snapshot.state, self._like), snapshot.frozen)
+
+    @torch.inference_mode(False)
+    def state(self, name: str) -> Any:
+        """A copy of a stream's state, a named tuple of tensors."""
+        return clone(self._peek(name).state)
+
+    @locked
+    @torch.inference_mode(False)
+    def put(self, name: str, state: Any) -> "Fleet":
+        """Replace the state of a stream by a copy of this one, or add a stream with it."""
+        check_name(name)
+        named = leaves(state) if isinstance(state, type(self._like)) else {}
+        like = leaves(self._like)
+        wrong = [
+            n for n in like if n not in named or (named[n].shape, named[n].dtype) != (like[n].shape, like[n].dtype)
+        ]
+        if wrong or len(named) != len(like):
+            raise ValueError(
+                f"the state is not one of a single stream of {self.method.name}: {', '.join(wrong[:4])} missing or of "
+                "another shape or type. Give what state() returned"
+            )
+        if names := states.not_finite(named):
+            raise ValueError(f"the state is not finite ({', '.join(names[:4])}), so it can predict nothing")
+        return self._replace(name, copy_like(state, self._like))
+
+    def digest(self, name: str) -> str:
+        """A hash of a stream's state: equal digests, equal states."""
+        return digest(self._peek(name).state)
+
+    @torch.inference_mode(False)
+    def export(self, name: str) -> nn.Module:
+        """A plain module that predicts for a stream as `predict` does, where there is one: see `Adapter.export`."""
+        return plain_network(self.net, self.method, copy_like(self._peek(name).state, self._like), 0)
+
+    @property
+    def one_by_one_because(self) -> str | None:
+        """Why streams go through the network one by one; None: they go together."""
+        return self._runner.alone
+
+    # -- files --------------------------------------------------------------------------------------------------------
+
+    def save(self, name: str, path: str | PathLike[str]) -> None:
+        """Write a stream to a state file, which `tribe.load` opens too, atomically."""
+        states.write(path, self._saved(self._peek(name)))
+
+    @torch.inference_mode(False)
+    def load(self, name: str, path: str | PathLike[str]) -> "Fleet":
+        """Replace a stream, or add one, by what a state file of a single stream holds."""
+        check_name(name)
+        return self._take(name, path, states.read(path))
+
+    def to_bytes(self, name: str) -> bytes:
+        """The bytes of a stream's state file."""
+        return states.encode(self._saved(self._peek(name)), f"the bytes of stream {name!r}")
+
+    @torch.inference_mode(False)
+    def from_bytes(self, name: str, data: bytes) -> "Fleet":
+        """Replace a stream, or add one, by what the bytes of a state file hold."""
+        check_name(name)
+        if not isinstance(data, bytes | bytearray | memoryview):
+            raise TypeError(f"expected the bytes of a state file; got {type(data).__name__}")
+        source = f"the state for stream {name!r}"
+        return self._take(name, source, states.decode(bytes(data), source))
+
+    def _saved(self, entry: Entry) -> Saved:
+        if self._fingerprint is None:
+            self._fingerprint = self.net.fingerprint()
+        fields = method_for_file(self.method)
+        return Saved(self.method.name, fields, 1, entry.frozen, self._fingerprint, leaves(entry.state))
+
+    def _take(self, name: str, source: str | PathLike[str], saved: Saved) -> "Fleet":
+        state = self._checked(source, saved)
+        with self._lock:
+            return self._replace(name, state, saved.frozen)
+
+    def _checked(self, source: str | PathLike[str], saved: Saved) -> Any:
+        """The state of a file, if it is one of a single stream of this method on this network."""
+        if saved.streams != 1:
+            raise StateFileError(f"{source} holds {saved.streams} streams; a stream of a fleet is loaded from one")
+        own = {n: getattr(self.method, n, None) for n, v in saved.fields.items() if _is_not_saved(v)}
+        if saved.method == self.method.name:
+            method = method_from_file(source, saved.method, saved.fields, own)
+        if saved.method != self.method.name or method != self.method:
+            found = saved.method if saved.method != self.method.name else method
+            raise StateFileError(f"{source} was saved with {found}; this fleet runs {self.method}")
+        if self._fingerprint is None:
+            self._fingerprint = self.net.fingerprint()
+        if saved.fingerprint != self._fingerprint:
+            states.check_fingerprint(source, saved.fingerprint, self.net)
+        states.check_tensors(source, saved.tensors, leaves(self._like))
+        return copy_like(rebuild(self._like, saved.tensors), self._like)
+
+    def _write(self, path: Any, entry: Entry) -> None:
+        states.write(path, self._saved(entry))
+
+    def _read(self, path: Any) -> Any:
+        return rebuild(self._like, states.read(path).tensors)
+
+    # -- entries ------------------------------------------------------------------------------------------------------
+
+    def _new(self, name: str, seed: int | None = None) -> Entry:
+        number = stream_seed(name, self.seed) if seed is None else int(seed)
+        return Entry(self.method.init(self.net, 1, number))
+
+    def _replace(self, name: str, state: Any, frozen: bool | None = None) -> "Fleet":
+        entry = self._pool.get(name)
+        moved = Entry(state) if entry is None else replace(_moved(entry, state), poisoned=())
+        self._pool.put({name: moved if frozen is None else replace(moved, frozen=frozen)})
+        return self
+
+    def _set_frozen(self, name: str, frozen: bool) -> None:
+        self._entry(name)
+        self._pool.change(name, frozen=frozen)
+
+    def _entry(self, name: str) -> Entry:
+        return self._found(name, self._pool.get)
+
+    def _peek(self, name: str) -> Entry:
+        return self._found(name, self._pool.peek)
+
+    def _fetch(self, name: str) -> Entry:
+        return self._found(name, self._pool.fetch)
+
+    def _found(self, name: str, look_up: Callable[[str], Entry | None]) -> Entry:
+        check_name(name)
+        if (entry := look_up(name)) is None:
+            known = nearest(name, self.names) if len(self) else "it has none"
+            raise UnknownStream(f"the fleet has no stream {name!r}: {known}. add({name!r}) adds it")
+        return entry
+
+    def _check_place(self) -> None:
+        """Refuse to run on a network that was moved or cast: the states of a fleet do not follow."""
+        if (place := place_of(self.net)) != self._place:
+            of_network, of_states = (f"on {device} in {dtype}" for device, dtype in (place, self._place))
+            raise RuntimeError(
+                f"the network is {of_network}, the states of this fleet {of_states}: the network was moved or cast "
+                "after the fleet was made. Move it first, then call tribe.fleet"
+            )
+
+    def __repr__(self) -> str:
+        return f"Fleet({self.method}, streams={len(self)})"
+
+
+class UnknownStream(LookupError):
+    """A stream that a fleet does not have."""
+
+
+def _moved(entry: Entry, state: Any) -> Entry:
+    """An entry with another state, which is on the device."""
+    new = replace(entry, state=state, version=entry.version + 1, place="device")
+    return replace(new, file=None, info=None, deployed=None)
+
+
+def _answers(group: Group, logits: Tensor, arrived: Mapping[str, Arrived]) -> dict[str, Tensor]:
+    """The logits of each stream, without padding, in the layout of its images."""
+    own = (
+        (name, logits[i : i + 1, :count]) for i, (name, count) in enumerate(zip(group.names, group.sizes, strict=True))
+    )
+    return {name: t[0] if arrived[name].added else t for name, t in own}
+
+
+def _poisoned(group: Group, bad: Tensor | None) -> dict[str, tuple[int, ...]]:
+    if bad is None:
+        return dict.fromkeys(group.names, ())
+    marked = bad if group.valid is None else bad & group.valid
+    return {name: tuple(torch.where(marked[i])[0].tolist()) for i, name in enumerate(group.names)}
+
+
+def _count_padding(bad: Tensor | None, group: Group) -> Tensor | None:
+    """Padding counts as bad images, whose logits are not checked."""
+    return bad if group.valid is None else ~group.valid if bad is None else bad | ~group.valid
+
+
+def _is_not_saved(value: Any) -> bool:
+    return isinstance(value, dict) and ("callable" in value or "knowledge" in value)

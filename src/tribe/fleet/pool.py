@@ -1,0 +1,195 @@
+"""The states of streams by name, with bounded memory: on the network's device, in host memory, or in files.
+
+A state is a named tuple of tensors that nobody changes: a step makes a new one. So an entry of the pool is replaced as
+a whole, under a lock that is held for a moment only, and a reader that has an entry needs no lock to use it.
+"""
+
+import contextlib
+import hashlib
+import shutil
+import tempfile
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from os import PathLike
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from tribe.engine.state import tree_map
+from tribe.health.snapshots import StreamInfo, describe_streams
+from tribe.methods import Deployed
+from tribe.storage.states import StateFileError
+
+Place = Literal["device", "host", "file"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One stream. Where the state is in a file, ``info`` holds what it says of the stream."""
+
+    state: Any  # a state of one stream; None: it is in the file
+    frozen: bool = False
+    poisoned: tuple[int, ...] = ()  # positions of bad images in the last batch
+    version: int = 0  # how often the state was replaced
+    place: Place = "device"
+    file: Path | None = None
+    info: StreamInfo | None = None
+    deployed: Deployed | None = None  # what `Method.deployed` made of this state
+
+    def describe(self) -> StreamInfo:
+        """What the stream does, in plain numbers."""
+        info = self.info or describe_streams(self.state, None, self.frozen)[0]
+        return info._replace(frozen=self.frozen, poisoned=self.poisoned)
+
+
+@dataclass(frozen=True)
+class Files:
+    """How states go to files and come back."""
+
+    write: Callable[[Path, Entry], None]
+    read: Callable[[Path], Any]
+
+
+class Pool:
+    """The entries of all streams, the least recently used first.
+
+    Args:
+        device: where states are when they are used.
+        rows: the most states there.
+        size: the bytes of one state.
+        limit: the most bytes of states in host memory, beside those ``rows``, if there is a folder.
+        folder: where the others go; None: they stay in host memory.
+        files: how states go to files and come back.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        rows: int,
+        size: int,
+        limit: float,
+        folder: str | PathLike[str] | None,
+        files: Files,
+    ) -> None:
+        self.device, self.rows, self.size, self.limit = device, rows, size, limit
+        self.lock = threading.RLock()  # held for a moment, never while anything is computed, read or written
+        self.entries: OrderedDict[str, Entry] = OrderedDict()
+        self._paging = threading.Lock()  # one thread at a time moves states out
+        self._files = files
+        self._folder: Path | None = None
+        if folder is not None:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            self._folder = Path(tempfile.mkdtemp(prefix="fleet-", dir=folder))
+            self._finalizer = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+
+    def get(self, name: str) -> Entry | None:
+        """The entry of a stream; None: there is none."""
+        with self.lock:
+            return self.entries.get(name)
+
+    def put(self, new: Mapping[str, Entry]) -> None:
+        """Add or replace entries, all at once; then page out what is too much."""
+        self.put_entries(new)
+        self.page_out()
+
+    def put_entries(self, new: Mapping[str, Entry]) -> None:
+        """Add or replace entries, all at once."""
+        with self.lock:
+            files = [old.file for name in new if (old := self.entries.get(name)) is not None]
+            self.entries.update(new)
+            for name in new:
+                self.entries.move_to_end(name)
+        _remove([file for file in files if file not in {entry.file for entry in new.values()}])
+
+    def change(self, name: str, **fields: Any) -> bool:
+        """Replace fields of an entry that leave its state as it is; False: there is no such stream."""
+        with self.lock:
+            if (entry := self.entries.get(name)) is None:
+                return False
+            self.entries[name] = replace(entry, **fields)
+            return True
+
+    def drop(self, name: str) -> None:
+        """Forget a stream."""
+        with self.lock:
+            entry = self.entries.pop(name)
+        _remove([entry.file])
+
+    def fetch(self, name: str) -> Entry | None:
+        """The entry of a stream, its state on the device, where it stays; None: there is no such stream."""
+        while (entry := self.get(name)) is not None:
+            if entry.place == "device":
+                with self.lock:
+                    if name in self.entries:
+                        self.entries.move_to_end(name)
+                return entry
+            if (state := self._read(entry)) is not None:
+                back = replace(entry, state=self._to(state, self.device), place="device", file=None, info=None)
+                if self._swap(name, entry, back):
+                    _remove([entry.file])
+                    self.page_out(keep=name)
+                    return back
+        return None
+
+    def peek(self, name: str) -> Entry | None:
+        """As `fetch`, but the state stays where it is, and may come on the host."""
+        while (entry := self.get(name)) is not None:
+            if (state := self._read(entry)) is not None:
+                return replace(entry, state=state)
+        return None
+
+    def remember(self, name: str, entry: Entry, deployed: Deployed) -> None:
+        """Keep what `Method.deployed` made of an entry's state, unless the entry was replaced."""
+        self._swap(name, entry, replace(entry, deployed=deployed))
+
+    def page_out(self, keep: str | None = None) -> None:
+        """Move the least recently used states to host memory, and from there to files, until they fit."""
+        with self._paging:
+            for name, entry in self._too_many("device", self.rows, keep):
+                self._swap(name, entry, replace(entry, state=self._to(entry.state, "cpu"), place="host", deployed=None))
+            if self._folder is None:
+                return
+            for name, entry in self._too_many("host", int(self.limit // self.size), keep):
+                digest = hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+                file = self._folder / f"{digest}-{entry.version}.safetensors"
+                with contextlib.suppress(StateFileError):  # a state that no file can hold stays where it is
+                    self._files.write(file, entry)
+                    away = replace(entry, state=None, place="file", file=file, info=entry.describe())
+                    if not self._swap(name, entry, away):
+                        _remove([file])
+
+    def _too_many(self, place: Place, most: int, keep: str | None) -> list[tuple[str, Entry]]:
+        with self.lock:
+            there = [(name, entry) for name, entry in self.entries.items() if entry.place == place]
+        return [(name, entry) for name, entry in there[: max(len(there) - most, 0)] if name != keep]
+
+    def _read(self, entry: Entry) -> Any:
+        """The state of an entry; None: its file was removed meanwhile, because the entry was replaced."""
+        if entry.file is None:
+            return entry.state
+        with contextlib.suppress(FileNotFoundError):
+            return self._files.read(entry.file)
+        return None
+
+    def _swap(self, name: str, old: Entry, new: Entry) -> bool:
+        with self.lock:
+            if self.entries.get(name) is not old:
+                return False
+            self.entries[name] = new
+            if new.place == "device" != old.place:
+                self.entries.move_to_end(name)
+            return True
+
+    @staticmethod
+    def _to(state: Any, device: torch.device | str) -> Any:
+        return tree_map(lambda t: t.to(device), state)
+
+
+def _remove(files: list[Path | None]) -> None:
+    for file in files:
+        if file is not None:
+            file.unlink(missing_ok=True)
