@@ -1,0 +1,424 @@
+"""Which requests run next, and how: stepped together, only predicted, or refused. No threads, no clock of its own.
+
+Requests of one stream form a line. The first of each line may be stepped, so a stream is stepped at most once at a time
+and in the order of arrival. Requests of different streams are stepped together.
+
+A request whose deadline does not allow for a step is predicted at once and stays in its line: its images are learned
+later. So a later request of the stream is not stepped before them. Answered requests in lines are the learning queue,
+which is bounded: the oldest are dropped. If even a prediction would be late, the request is refused.
+
+Whoever uses a scheduler tells it the time. It may be driven by a test, moment by moment.
+"""
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from tribe.serve.budget import Times
+from tribe.serve.policy import Overloaded, Policy
+
+
+@dataclass(eq=False, slots=True)
+class Job:
+    """One request. ``answered`` and ``learnable`` change while it waits."""
+
+    stream: str | None  # None: the source model predicts
+    images: Tensor  # (B, ...)
+    arrived: float
+    deadline: float = math.inf
+    learn: bool = True
+    request_id: str | None = None
+    reply: Any = None  # the caller's own, such as a future
+    source: bool = False  # the source model predicts, because the stream has no state here
+    launch_by: float = 0.0  # when it no longer waits for company
+    answered: bool = False  # has an answer or an error; its images may still be learned
+    predicting: bool = False  # is in the line for predictions, or answered by one
+    learnable: bool = False  # is in its stream's line
+    launched: float = math.nan  # when its batch was launched
+
+    @property
+    def size(self) -> int:
+        """How many images."""
+        return len(self.images)
+
+
+@dataclass(eq=False, slots=True)
+class Line:
+    """The requests of a stream that are not learned yet, the oldest first."""
+
+    jobs: deque[Job] = field(default_factory=deque)
+    busy: bool = False  # one of its requests is being stepped, or somebody holds the stream
+    holders: deque[Callable[[], None]] = field(default_factory=deque)  # who wants to hold it next
+
+
+class Running(NamedTuple):
+    """A batch that was launched."""
+
+    jobs: list[Job]
+    since: float
+    until: float  # when it should be done
+
+    @property
+    def size(self) -> int:
+        """How many images."""
+        return sum(job.size for job in self.jobs)
+
+
+class Refused(NamedTuple):
+    """A request that gets no answer, and why."""
+
+    job: Job
+    error: Overloaded
+
+
+class Scheduler:
+    """Lines of requests, what runs, and the choice of what runs next."""
+
+    def __init__(
+        self, policy: Policy, times: Times, blocked: Callable[[str], str | None] = lambda stream: None
+    ) -> None:
+        self.policy, self.times = policy, times
+        self.blocked = blocked  # why a stream must not learn now; None: it may
+        self.lines: dict[str, Line] = {}
+        self.predictions: deque[Job] = deque()
+        self.backlog: dict[Job, None] = {}  # answered or being predicted, not learned yet; the oldest first
+        self.backlog_bytes = 0
+        self.dropped: dict[str, int] = {"full": 0, "lease": 0, "lag": 0, "refused": 0, "closed": 0}  # by reason
+        self.waiting = 0  # requests without an answer
+        self._queued = 0  # requests in lines
+        self._ids: set[tuple[str, str]] = set()  # streams and ids of requests that are to be learned, or just are
+        self.stepping: Running | None = None
+        self.predicting: Running | None = None
+        self.relief_until = -math.inf
+        self._moments: list[tuple[float, int, Job]] = []  # when a waiting request must be looked at again
+        self._order = count()
+
+    # -- arrival ------------------------------------------------------------------------------------------------------
+
+    def offer(self, job: Job, now: float) -> None:
+        """Take a request: into its stream's line, to be predicted, or both. `Overloaded`: it is refused."""
+        if job.deadline <= now:
+            raise Overloaded("the deadline has passed already", self._drained(now))
+        if self.waiting >= self.policy.waiting:
+            self._feel_pressure(now)
+            raise Overloaded(
+                f"{self.waiting} requests wait, and the policy allows {self.policy.waiting}", self._drained(now)
+            )
+        step = job.stream is not None and job.learn
+        if not step or (job.deadline < math.inf and self._stepped_by(job, now) > job.deadline):
+            self._admit_prediction(job, now)
+        self.waiting += 1
+        if step:
+            self._join_line(job, now)
+        if job.deadline < math.inf:
+            self._look_again(job, job.deadline)
+            if not job.predicting:
+                self._look_again(job, job.deadline - 2 * self.times.expect("predict", job.size) - self.policy.gather)
+
+    def _join_line(self, job: Job, now: float) -> None:
+        assert job.stream is not None
+        line = self.lines.setdefault(job.stream, Line())
+        idle = self.stepping is None and not self._queued
+        job.launch_by = now if idle else now + self.policy.gather
+        job.learnable = True
+        line.jobs.append(job)
+        self._queued += 1
+        if job.request_id is not None:
+            self._ids.add((job.stream, job.request_id))
+        if job.predicting:
+            self._enter_backlog(job)
+
+    def _stepped_by(self, job: Job, now: float) -> float:
+        """When a step with this request would be done, if it joined its line now."""
+        if now < self.relief_until:
+            return math.inf
+        assert job.stream is not None
+        line = self.lines.get(job.stream)
+        free = now if self.stepping is None else max(now, self.stepping.until)
+        ahead = 0 if line is None else len(line.jobs)
+        others = len(self.lines)
+        rounds = max(ahead, others // self.policy.streams)
+        together = min(1 + others, self.policy.streams)
+        return free + (rounds + 1) * self.times.expect("step", job.size * together)
+
+    def _admit_prediction(self, job: Job, now: float) -> None:
+        """Put a request into the line for predictions. `Overloaded`: its answer would be late.
+
+        An idle model tries it anyway. Otherwise an estimate from one slow moment would never be corrected.
+        """
+        idle = self.predicting is None and not self.predictions
+        if not idle and (done := self._predicted_by(job.size, now)) > job.deadline:
+            self._feel_pressure(now)
+            raise Overloaded(
+                f"the answer would take {done - now:.3f} s, and {job.deadline - now:.3f} s are left", self._drained(now)
+            )
+        job.predicting = True
+        self.predictions.append(job)
+
+    def _predicted_by(self, images: int, now: float) -> float:
+        """When a prediction of this many images would be done, if it joined the line now."""
+        free = now if self.predicting is None else max(now, self.predicting.until)
+        total = images + sum(job.size for job in self.predictions)
+        return free + self._predictions_take(total)
+
+    def _predictions_take(self, images: int) -> float:
+        whole, rest = divmod(images, self.policy.images)
+        seconds = whole * self.times.expect("predict", self.policy.images)
+        return seconds + (self.times.expect("predict", rest) if rest else 0)
+
+    def _drained(self, now: float) -> float:
+        """In how many seconds what waits now is done."""
+        free = 0.0 if self.stepping is None else max(0.0, self.stepping.until - now)
+        return max(free, self._predicted_by(1, now) - now)
+
+    def _feel_pressure(self, now: float) -> None:
+        self.relief_until = now + self.policy.relief
+
+    # -- the learning queue -------------------------------------------------------------------------------------------
+
+    def _enter_backlog(self, job: Job) -> None:
+        self.backlog[job] = None
+        self.backlog_bytes += job.images.nbytes
+        while len(self.backlog) > self.policy.backlog or self.backlog_bytes > self.policy.backlog_bytes:
+            self._forget(next(iter(self.backlog)), "full")
+
+    def _leave_backlog(self, job: Job) -> None:
+        if job in self.backlog:
+            del self.backlog[job]
+            self.backlog_bytes -= job.images.nbytes
+
+    def _forget(self, job: Job, reason: str) -> None:
+        """Take a request out of its line: it will not be learned."""
+        self._leave_backlog(job)
+        if job.learnable:
+            assert job.stream is not None
+            job.learnable = False
+            self._discard_id(job)
+            self.dropped[reason] += 1
+            line = self.lines[job.stream]
+            line.jobs.remove(job)
+            self._queued -= 1
+            self._tidy(job.stream, line)
+
+    def _discard_id(self, job: Job) -> None:
+        if job.stream is not None and job.request_id is not None:
+            self._ids.discard((job.stream, job.request_id))
+
+    def will_learn(self, stream: str, request_id: str) -> bool:
+        """Whether a request with this id is in the stream's line or is being stepped."""
+        return (stream, request_id) in self._ids
+
+    def _tidy(self, stream: str, line: Line) -> None:
+        if not (line.jobs or line.busy or line.holders):
+            self.lines.pop(stream, None)
+
+    def suspend(self, stream: str, reason: str) -> None:
+        """Learn nothing of what is in a stream's line; who waits for an answer gets a prediction."""
+        line = self.lines.get(stream)
+        for job in list(line.jobs) if line else ():
+            self._forget(job, reason)
+            if not job.answered and not job.predicting:
+                job.predicting = True
+                self.predictions.append(job)
+
+    def withdraw(self, stream: str, reason: str) -> list[Job]:
+        """Empty a stream's line; who waits for a step comes back, to be offered again."""
+        line = self.lines.get(stream)
+        back = []
+        for job in list(line.jobs) if line else ():
+            self._forget(job, reason)
+            if not job.answered and not job.predicting:
+                self.waiting -= 1
+                back.append(job)
+        return back
+
+    # -- what runs next -----------------------------------------------------------------------------------------------
+
+    def next_step(self, now: float) -> list[Job] | None:
+        """The requests to step together now; None: nothing, or not yet."""
+        if self.stepping is not None:
+            return None
+        chosen: list[Job] = []
+        size, tightest, shape = 0, math.inf, None
+        for job in self._heads(now):
+            kind = (job.images.shape[1:], job.images.dtype)
+            if shape not in (None, kind):
+                continue
+            takes = self.times.expect("step", size + job.size)
+            until = min(tightest, math.inf if job.answered or job.predicting else job.deadline)
+            full = len(chosen) >= self.policy.streams or size + job.size > self.policy.images
+            if chosen and (full or now + takes > until):
+                continue
+            chosen.append(job)
+            size, tightest, shape = size + job.size, until, kind
+        if not chosen or not self._is_due(chosen, size, now):
+            return None
+        for job in chosen:
+            self._leave_backlog(job)
+            line = self.lines[job.stream]  # type: ignore[index]
+            line.jobs.popleft()
+            self._queued -= 1
+            line.busy, job.learnable, job.launched = True, False, now
+        self.stepping = Running(chosen, now, now + self.times.expect("step", size))
+        return chosen
+
+    def _heads(self, now: float) -> Iterator[Job]:
+        """The first request of every free line: those with somebody waiting first, then the oldest."""
+        free = [(stream, line) for stream, line in self.lines.items() if line.jobs and not line.busy]
+        for stream, _ in free:
+            if (reason := self.blocked(stream)) is not None:
+                self.suspend(stream, reason)
+        free = [(stream, line) for stream, line in free if line.jobs]
+        for _, line in free:
+            for job in line.jobs:
+                if not (job.answered or job.predicting) and self._is_late(job, now):
+                    self._predict_instead(job)
+        keyed = [
+            (all(job.answered or job.predicting for job in line.jobs), line.jobs[0].arrived, i)
+            for i, (_, line) in enumerate(free)
+        ]
+        for _, _, i in sorted(keyed):
+            yield free[i][1].jobs[0]
+
+    def _is_late(self, job: Job, now: float) -> bool:
+        if job.deadline == math.inf:
+            return False
+        return now < self.relief_until or now + self.times.expect("step", job.size) > job.deadline
+
+    def _predict_instead(self, job: Job) -> None:
+        """Predict a request that waits for a step; it stays in its line, to be learned later."""
+        job.predicting = True
+        self.predictions.append(job)
+        self._enter_backlog(job)
+
+    def _is_due(self, chosen: list[Job], size: int, now: float) -> bool:
+        """Whether a batch is launched now, or waits for company or for predictions."""
+        asked = [job for job in chosen if not (job.answered or job.predicting)]
+        if not asked:  # only the learning queue: it waits while predictions queue up
+            return now >= self.relief_until and not self.predictions
+        full = len(chosen) >= self.policy.streams or size >= self.policy.images
+        return full or min(job.launch_by for job in asked) <= now
+
+    def next_prediction(self, now: float) -> tuple[list[Job] | None, list[Refused]]:
+        """The requests to predict together now, or None; and those that would be late."""
+        if self.predicting is not None:
+            return None, []
+        chosen: list[Job] = []
+        later: deque[Job] = deque()
+        late: list[Job] = []
+        names: set[str] = set()
+        size, tightest = 0, math.inf
+        while self.predictions:
+            job = self.predictions.popleft()
+            if job.answered:
+                continue
+            takes = self.times.expect("predict", size + job.size)
+            alone = now + self.times.expect("predict", job.size) > job.deadline
+            full = len(chosen) >= self.policy.streams or size + job.size > self.policy.images
+            if alone:
+                late.append(job)
+            elif job.stream in names or (chosen and (full or now + takes > min(tightest, job.deadline))):
+                later.append(job)
+            else:
+                chosen.append(job)
+                size, tightest = size + job.size, min(tightest, job.deadline)
+                if job.stream is not None:
+                    names.add(job.stream)
+        self.predictions = later
+        if not chosen and late:  # nothing else to do: try one, so that a pessimistic estimate is corrected
+            chosen, size = [late[0]], late[0].size
+            late = late[1:]
+        refused = [Refused(job, self._refuse(job, now)) for job in late]
+        if not chosen:
+            return None, refused
+        for job in chosen:
+            job.launched = now
+        self.predicting = Running(chosen, now, now + self.times.expect("predict", size))
+        return chosen, refused
+
+    def _refuse(self, job: Job, now: float) -> Overloaded:
+        """End a request without an answer; its images are not learned, so that a retry may be."""
+        job.answered = True
+        self.waiting -= 1
+        self._forget(job, "refused")
+        self._feel_pressure(now)
+        return Overloaded(f"no answer within {job.deadline - job.arrived:.3f} s", self._drained(now))
+
+    # -- time passes --------------------------------------------------------------------------------------------------
+
+    def _look_again(self, job: Job, moment: float) -> None:
+        heapq.heappush(self._moments, (moment, next(self._order), job))
+
+    def refuse_late(self, now: float) -> list[Refused]:
+        """Refuse requests whose deadline has passed, and predict those for which it is time. Call it at `wake`."""
+        refused = []
+        while self._moments and self._moments[0][0] <= now:
+            _, _, job = heapq.heappop(self._moments)
+            if job.answered:
+                continue
+            if job.deadline <= now:
+                refused.append(Refused(job, self._refuse(job, now)))
+            elif job.learnable and not job.predicting:
+                self._predict_instead(job)
+        return refused
+
+    def wake(self, now: float) -> float:
+        """When something must be looked at again, if nothing happens before; infinity: never."""
+        while self._moments and self._moments[0][2].answered:
+            heapq.heappop(self._moments)
+        moment = self._moments[0][0] if self._moments else math.inf
+        if self.stepping is None:
+            heads = (line.jobs[0] for line in self.lines.values() if line.jobs and not line.busy)
+            moment = min((moment, *(job.launch_by for job in heads if not (job.answered or job.predicting))))
+            if self.backlog and self.relief_until > now:
+                moment = min(moment, self.relief_until)
+        return moment
+
+    def step_done(self, now: float) -> None:
+        """A step ended, well or badly: its streams are free again."""
+        assert self.stepping is not None
+        running, self.stepping = self.stepping, None
+        self.times.observe("step", running.size, now - running.since)
+        for job in running.jobs:
+            self._discard_id(job)
+            self.release(job.stream)  # type: ignore[arg-type]
+
+    def prediction_done(self, now: float) -> None:
+        """A prediction ended, well or badly."""
+        assert self.predicting is not None
+        running, self.predicting = self.predicting, None
+        self.times.observe("predict", running.size, now - running.since)
+
+    def answer(self, job: Job) -> bool:
+        """Note that a request has its answer; False: it had one already."""
+        if job.answered:
+            return False
+        job.answered = True
+        self.waiting -= 1
+        return True
+
+    # -- holding a stream ---------------------------------------------------------------------------------------------
+
+    def hold(self, stream: str, granted: Callable[[], None]) -> None:
+        """Keep a stream from being stepped, from the moment ``granted`` is called until `release`."""
+        line = self.lines.setdefault(stream, Line())
+        if line.busy:
+            line.holders.append(granted)
+        else:
+            line.busy = True
+            granted()
+
+    def release(self, stream: str) -> None:
+        """End a step or a hold of a stream; the next holder gets it, or its requests go on."""
+        line = self.lines[stream]
+        if line.holders:
+            line.holders.popleft()()
+        else:
+            line.busy = False
+            self._tidy(stream, line)
