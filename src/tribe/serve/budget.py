@@ -13,11 +13,14 @@ class Mean(NamedTuple):
 
     mean: float
     deviation: float
+    first: bool = True  # only one value so far
 
     def observe(self, value: float) -> "Mean":
-        """The means after one more value."""
+        """The means after one more value. A first value that was larger does not count: a first batch is slow."""
+        if self.first and value < self.mean:
+            return Mean(value, value / 2, False)
         error = value - self.mean
-        return Mean(self.mean + NEWEST * error, self.deviation + 2 * NEWEST * (abs(error) - self.deviation))
+        return Mean(self.mean + NEWEST * error, self.deviation + 2 * NEWEST * (abs(error) - self.deviation), False)
 
     @property
     def safe(self) -> float:

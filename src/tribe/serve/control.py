@@ -130,9 +130,8 @@ class Controls:
                 f"stream {stream!r} has no snapshot{'' if to is None else f' of clock {to}'}; it has {kept}"
             )
         clock, snapshot = found[-1]
-        return await self._replace(
-            served, lambda: self.fleet.restore(stream, snapshot), "rollback", f"returned to the snapshot of clock {clock}"
-        )  # fmt: skip
+        words = f"returned to the snapshot of clock {clock}"
+        return await self._replace(served, lambda: self.fleet.restore(stream, snapshot), "rollback", words)
 
     async def _drop(self, stream: str) -> dict[str, Any]:
         served = await self._owned(stream)

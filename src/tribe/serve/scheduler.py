@@ -40,12 +40,12 @@ class Job:
     answered: bool = False  # has an answer or an error; its images may still be learned
     predicting: bool = False  # is in the line for predictions, or answered by one
     learnable: bool = False  # is in its stream's line
+    asked: bool = False  # is in its stream's line, and somebody waits for its step
     launched: float = math.nan  # when its batch was launched
+    size: int = 0  # how many images
 
-    @property
-    def size(self) -> int:
-        """How many images."""
-        return len(self.images)
+    def __post_init__(self) -> None:
+        self.size = self.images.shape[0]
 
 
 @dataclass(eq=False, slots=True)
@@ -53,6 +53,7 @@ class Line:
     """The requests of a stream that are not learned yet, the oldest first."""
 
     jobs: deque[Job] = field(default_factory=deque)
+    asked: int = 0  # how many of them somebody waits for
     busy: bool = False  # one of its requests is being stepped, or somebody holds the stream
     holders: deque[Callable[[], None]] = field(default_factory=deque)  # who wants to hold it next
 
@@ -92,6 +93,8 @@ class Scheduler:
         self.dropped: dict[str, int] = {"full": 0, "lease": 0, "lag": 0, "refused": 0, "closed": 0}  # by reason
         self.waiting = 0  # requests without an answer
         self._queued = 0  # requests in lines
+        self._asked = 0  # those of them that somebody waits for
+        self._predicted_images = 0  # in the line for predictions
         self._ids: set[tuple[str, str]] = set()  # streams and ids of requests that are to be learned, or just are
         self.stepping: Running | None = None
         self.predicting: Running | None = None
@@ -129,6 +132,10 @@ class Scheduler:
         job.learnable = True
         line.jobs.append(job)
         self._queued += 1
+        if not job.predicting:
+            job.asked = True
+            line.asked += 1
+            self._asked += 1
         if job.request_id is not None:
             self._ids.add((job.stream, job.request_id))
         if job.predicting:
@@ -158,14 +165,17 @@ class Scheduler:
             raise Overloaded(
                 f"the answer would take {done - now:.3f} s, and {job.deadline - now:.3f} s are left", self._drained(now)
             )
+        self._queue_prediction(job)
+
+    def _queue_prediction(self, job: Job) -> None:
         job.predicting = True
         self.predictions.append(job)
+        self._predicted_images += job.size
 
     def _predicted_by(self, images: int, now: float) -> float:
         """When a prediction of this many images would be done, if it joined the line now."""
         free = now if self.predicting is None else max(now, self.predicting.until)
-        total = images + sum(job.size for job in self.predictions)
-        return free + self._predictions_take(total)
+        return free + self._predictions_take(images + self._predicted_images)
 
     def _predictions_take(self, images: int) -> float:
         whole, rest = divmod(images, self.policy.images)
@@ -202,9 +212,16 @@ class Scheduler:
             self._discard_id(job)
             self.dropped[reason] += 1
             line = self.lines[job.stream]
+            self._unask(job, line)
             line.jobs.remove(job)
             self._queued -= 1
             self._tidy(job.stream, line)
+
+    def _unask(self, job: Job, line: Line) -> None:
+        if job.asked:
+            job.asked = False
+            line.asked -= 1
+            self._asked -= 1
 
     def _discard_id(self, job: Job) -> None:
         if job.stream is not None and job.request_id is not None:
@@ -224,8 +241,7 @@ class Scheduler:
         for job in list(line.jobs) if line else ():
             self._forget(job, reason)
             if not job.answered and not job.predicting:
-                job.predicting = True
-                self.predictions.append(job)
+                self._queue_prediction(job)
 
     def withdraw(self, stream: str, reason: str) -> list[Job]:
         """Empty a stream's line; who waits for a step comes back, to be offered again."""
@@ -242,7 +258,7 @@ class Scheduler:
 
     def next_step(self, now: float) -> list[Job] | None:
         """The requests to step together now; None: nothing, or not yet."""
-        if self.stepping is not None:
+        if self.stepping is not None or (not self._asked and not self._has_time_to_learn(now)):
             return None
         chosen: list[Job] = []
         size, tightest, shape = 0, math.inf, None
@@ -251,7 +267,7 @@ class Scheduler:
             if shape not in (None, kind):
                 continue
             takes = self.times.expect("step", size + job.size)
-            until = min(tightest, math.inf if job.answered or job.predicting else job.deadline)
+            until = min(tightest, job.deadline if job.asked else math.inf)
             full = len(chosen) >= self.policy.streams or size + job.size > self.policy.images
             if chosen and (full or now + takes > until):
                 continue
@@ -262,6 +278,7 @@ class Scheduler:
         for job in chosen:
             self._leave_backlog(job)
             line = self.lines[job.stream]  # type: ignore[index]
+            self._unask(job, line)
             line.jobs.popleft()
             self._queued -= 1
             line.busy, job.learnable, job.launched = True, False, now
@@ -274,17 +291,12 @@ class Scheduler:
         for stream, _ in free:
             if (reason := self.blocked(stream)) is not None:
                 self.suspend(stream, reason)
-        free = [(stream, line) for stream, line in free if line.jobs]
         for _, line in free:
-            for job in line.jobs:
-                if not (job.answered or job.predicting) and self._is_late(job, now):
+            for job in list(line.jobs) if line.asked else ():
+                if job.asked and self._is_late(job, now):
                     self._predict_instead(job)
-        keyed = [
-            (all(job.answered or job.predicting for job in line.jobs), line.jobs[0].arrived, i)
-            for i, (_, line) in enumerate(free)
-        ]
-        for _, _, i in sorted(keyed):
-            yield free[i][1].jobs[0]
+        left = [line for _, line in free if line.jobs]  # the learning queue may have dropped some
+        yield from (line.jobs[0] for line in sorted(left, key=lambda line: (not line.asked, line.jobs[0].arrived)))
 
     def _is_late(self, job: Job, now: float) -> bool:
         if job.deadline == math.inf:
@@ -293,17 +305,22 @@ class Scheduler:
 
     def _predict_instead(self, job: Job) -> None:
         """Predict a request that waits for a step; it stays in its line, to be learned later."""
-        job.predicting = True
-        self.predictions.append(job)
+        assert job.stream is not None
+        self._unask(job, self.lines[job.stream])
+        self._queue_prediction(job)
         self._enter_backlog(job)
 
     def _is_due(self, chosen: list[Job], size: int, now: float) -> bool:
         """Whether a batch is launched now, or waits for company or for predictions."""
-        asked = [job for job in chosen if not (job.answered or job.predicting)]
-        if not asked:  # only the learning queue: it waits while predictions queue up
-            return now >= self.relief_until and not self.predictions
+        waiting = [job for job in chosen if self.lines[job.stream].asked]  # type: ignore[index]
+        if not waiting:
+            return self._has_time_to_learn(now)
         full = len(chosen) >= self.policy.streams or size >= self.policy.images
-        return full or min(job.launch_by for job in asked) <= now
+        return full or min(job.launch_by for job in waiting) <= now
+
+    def _has_time_to_learn(self, now: float) -> bool:
+        """Whether the learning queue may be stepped alone: not under overload, nor while predictions queue up."""
+        return bool(self.backlog) and now >= self.relief_until and not self.predictions
 
     def next_prediction(self, now: float) -> tuple[list[Job] | None, list[Refused]]:
         """The requests to predict together now, or None; and those that would be late."""
@@ -331,6 +348,7 @@ class Scheduler:
                 if job.stream is not None:
                     names.add(job.stream)
         self.predictions = later
+        self._predicted_images = sum(job.size for job in later)
         if not chosen and late:  # nothing else to do: try one, so that a pessimistic estimate is corrected
             chosen, size = [late[0]], late[0].size
             late = late[1:]
@@ -364,7 +382,7 @@ class Scheduler:
                 continue
             if job.deadline <= now:
                 refused.append(Refused(job, self._refuse(job, now)))
-            elif job.learnable and not job.predicting:
+            elif job.asked:
                 self._predict_instead(job)
         return refused
 
@@ -374,8 +392,9 @@ class Scheduler:
             heapq.heappop(self._moments)
         moment = self._moments[0][0] if self._moments else math.inf
         if self.stepping is None:
-            heads = (line.jobs[0] for line in self.lines.values() if line.jobs and not line.busy)
-            moment = min((moment, *(job.launch_by for job in heads if not (job.answered or job.predicting))))
+            if self._asked:
+                free = (line for line in self.lines.values() if line.asked and not line.busy)
+                moment = min((moment, *(line.jobs[0].launch_by for line in free)))
             if self.backlog and self.relief_until > now:
                 moment = min(moment, self.relief_until)
         return moment

@@ -22,13 +22,13 @@ from tribe.serve.budget import Times
 from tribe.serve.control import Controls
 from tribe.serve.events import Events
 from tribe.serve.execution import FleetLike, Result
-from tribe.serve.exposition import Counter, Histogram, gauge
 from tribe.serve.keeper import Keeper
-from tribe.serve.meters import Meters, stream_gauges
+from tribe.serve.meters import Meters
 from tribe.serve.ownership import Served, new_owner
-from tribe.serve.policy import Overloaded, Policy, UnknownStream
+from tribe.serve.policy import Overloaded, Policy
 from tribe.serve.scheduler import Job, Refused, Scheduler
 from tribe.serve.store.protocol import Store, StoreDown, check_name
+from tribe.serve.watch import Watch
 from tribe.serve.writer import Writer
 
 LONGEST_ID = 1000  # characters of a request id
@@ -94,6 +94,7 @@ class Worker:
             lose = self.keeper.lose
             self.writer = Writer(store, self.policy, clock, self.log, in_writer, self.hold, fleet.to_bytes, lose)
             self.keeper.writer = self.writer
+        self._watch = Watch(self.keeper, self.scheduler, self.meters)
         in_step = functools.partial(self._in_thread, "step")
         self._controls = Controls(self.keeper, self.hold, self.drained, in_step, self.stream)
         self._tasks: list[asyncio.Task[None]] = []
@@ -396,37 +397,11 @@ class Worker:
 
     def streams(self) -> list[dict[str, Any]]:
         """What is known of the streams that this worker answers for."""
-        return [self._describe(served) for served in self.keeper.streams.values()]
+        return self._watch.streams()
 
     def stream(self, name: str) -> dict[str, Any]:
         """What is known of one stream; `UnknownStream` if this worker does not answer for it."""
-        served = self.keeper.streams.get(name)
-        if served is None:
-            raise UnknownStream(f"there is no stream {name!r} here: its first request makes it")
-        return self._describe(served)
-
-    def _describe(self, served: Served) -> dict[str, Any]:
-        line = self.scheduler.lines.get(served.name)
-        known = {
-            "name": served.name,
-            "state": self._state(served),
-            "clock": served.clock,
-            "generation": served.generation,
-            "owner": self.owner if served.role == "owned" else None,
-            "lag": served.lag(self.clock()),
-            "queued": 0 if line is None else len(line.jobs),
-            "idle": self.clock() - served.used,
-            "snapshots": [clock for clock, _ in served.snapshots],
-        }
-        with contextlib.suppress(LookupError):  # dropped from the fleet at this moment
-            known = (execution.describe(self.fleet, served.name) if served.loaded else {}) | known
-        return known
-
-    def _state(self, served: Served) -> str:
-        """One word: learning, frozen, followed, unreachable, or why it does not learn (lease, lag)."""
-        if served.role != "owned":
-            return served.role
-        return "frozen" if served.frozen else self.keeper.blocked(served.name) or "learning"
+        return self._watch.stream(name)
 
     async def events(self) -> AsyncIterator[dict[str, Any]]:
         """The last events, then every new one, until the worker stops."""
@@ -435,28 +410,7 @@ class Worker:
 
     def metrics(self, streams: bool = False) -> str:
         """The metrics as Prometheus reads them; ``streams``: with gauges of single streams, up to a limit."""
-        now, scheduler = self.clock(), self.scheduler
-        lag = max((served.lag(now) for served in self.keeper.streams.values()), default=0.0)
-        states = dict.fromkeys(("learning", "frozen", "followed", "unreachable", "lease", "lag"), 0.0)
-        for served in self.keeper.streams.values():
-            state = self._state(served)
-            states[state] = states.get(state, 0) + 1
-        dropped = Counter("tribe_learning_dropped_total", "Requests that were answered and never learned, by reason.")
-        dropped.values = {(("reason", reason),): float(count) for reason, count in scheduler.dropped.items()}
-        found: list[Counter | Histogram] = [
-            gauge("nv_inference_pending_request_count", "Requests without an answer.", {(): scheduler.waiting}),
-            gauge("tribe_streams", "Streams by state.", {(("state", s),): count for s, count in states.items()}),
-            gauge("tribe_learning_backlog", "Requests that are answered and not learned.", {(): len(scheduler.backlog)}),
-            gauge("tribe_learning_backlog_bytes", "Bytes of their images.", {(): scheduler.backlog_bytes}),
-            gauge("tribe_persist_lag_seconds", "Age of the oldest step that is not stored.", {(): lag}),
-            dropped,
-        ]  # fmt: skip
-        if self.writer is not None:
-            found += [self.writer.writes, self.writer.bytes, self.writer.fenced, self.writer.failed]
-        if streams:
-            some = list(self.keeper.streams.values())[: self.policy.stream_metrics]
-            found += stream_gauges({served.name: self._describe(served) for served in some})
-        return self.meters.text(found)
+        return self._watch.metrics(streams)
 
 
 def _results(future: "asyncio.Future[list[Result]]", count: int) -> list[Result]:

@@ -1,0 +1,553 @@
+"""The worker on its event loop, with a real network and a real store: what is answered, learned, stored and lost."""
+
+import asyncio
+import random
+import threading
+
+import pytest
+import torch
+from plain_fleet import PlainFleet, replay
+from safetensors import SafetensorError
+
+from tribe.serve.policy import NotOwner, Overloaded, Policy, UnknownStream
+from tribe.serve.store import SqliteStore
+from tribe.serve.store.protocol import StoreDown
+from tribe.serve.worker import Worker
+from tribe.testing import images
+
+# Nothing happens unless a test asks for it, and nobody waits for company: the clock may stand still.
+SLOW = Policy(gather=0, write_every=1000, renew=1, lease=1000, idle=1000)
+
+
+class Clock:
+    """A time that passes only when a test says so."""
+
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+def batch(seed, size=2):
+    return images(1, size, seed)[0]
+
+
+def play(scenario, fleet=None, store=None, policy=SLOW, **options):
+    """Run a scenario, an async function of a worker, and return its result. The worker stops at the end."""
+
+    async def run():
+        worker = Worker(fleet or PlainFleet(), store, policy=policy, **options)
+        await worker.start()
+        try:
+            return await scenario(worker)
+        finally:
+            await worker.stop()
+
+    return asyncio.run(run())
+
+
+@pytest.fixture
+def store(tmp_path):
+    kept = SqliteStore(tmp_path / "data")
+    yield kept
+    kept.close()
+
+
+# -- answers ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_is_stepped_and_says_so():
+    fleet = PlainFleet()
+
+    async def scenario(worker):
+        return [await worker.infer("cam", batch(seed)) for seed in range(3)]
+
+    answers = play(scenario, fleet)
+    state = fleet.method.init(fleet.net)
+    for seed, answer in enumerate(answers):
+        logits, state = fleet.method.step(fleet.net, state, batch(seed)[None])
+        assert torch.equal(answer.logits, logits[0])
+        assert (answer.adapted, answer.clock, answer.generation) == (True, seed + 1, None)
+        assert answer.health["images"] == 2 * (seed + 1)
+    assert fleet.digest("cam") == replay(fleet, [batch(seed) for seed in range(3)])
+
+
+def test_a_request_without_a_stream_is_predicted_by_the_source_model():
+    fleet = PlainFleet()
+
+    async def scenario(worker):
+        return await asyncio.gather(*(worker.infer(None, batch(seed, size)) for seed, size in enumerate((1, 2, 3))))
+
+    for seed, answer in enumerate(play(scenario, fleet)):
+        assert torch.allclose(answer.logits, fleet.predict_source(batch(seed, seed + 1)), atol=1e-6)
+        assert answer[1:] == (False, None, None, None)
+    assert fleet.names == []
+
+
+def test_a_request_that_only_predicts_changes_nothing():
+    fleet = PlainFleet()
+
+    async def scenario(worker):
+        await worker.infer("cam", batch(0))
+        before = fleet.digest("cam")
+        answer = await worker.infer("cam", batch(1), learn=False)
+        return before, answer
+
+    before, answer = play(scenario, fleet)
+    assert fleet.digest("cam") == before
+    assert torch.equal(answer.logits, fleet.predict({"cam": batch(1)})["cam"])
+    assert (answer.adapted, answer.clock) == (False, 1)
+
+
+def test_a_repeated_request_id_does_not_learn_twice():
+    fleet = PlainFleet()
+
+    async def scenario(worker):
+        together = [worker.infer("cam", batch(0), request_id="7") for _ in range(3)]  # also at the same time
+        return [*await asyncio.gather(*together), await worker.infer("cam", batch(0), request_id="7")]
+
+    answers = play(scenario, fleet)
+    assert [answer.adapted for answer in answers].count(True) == 1
+    assert fleet.digest("cam") == replay(fleet, [batch(0)])
+
+
+def test_a_request_that_fails_harms_no_other():
+    fleet = PlainFleet()
+
+    async def scenario(worker):
+        await worker.infer("bad", batch(0))
+        await worker.infer("good", batch(0))
+        wrong = worker.infer("bad", torch.rand(2, 5, 8, 8))
+        return await asyncio.gather(wrong, worker.infer("good", batch(1)), return_exceptions=True)
+
+    error, answer = play(scenario, fleet)
+    assert isinstance(error, Exception)
+    assert answer.adapted
+    assert fleet.digest("bad") == replay(fleet, [batch(0)])
+
+
+def test_a_worker_that_stops_refuses_requests():
+    async def scenario(worker):
+        await worker.infer("cam", batch(0))
+        return worker
+
+    worker = play(scenario)
+    with pytest.raises(Overloaded, match="stops"):
+        asyncio.run(worker.infer("cam", batch(0)))
+
+
+# -- latency ----------------------------------------------------------------------------------------------------------
+
+
+class Paused(PlainFleet):
+    """A fleet whose steps wait until a test lets them go."""
+
+    def __init__(self):
+        super().__init__()
+        self.go = threading.Event()
+        self.go.set()
+
+    def __call__(self, images):
+        self.go.wait()
+        return super().__call__(images)
+
+
+def test_a_prediction_does_not_wait_for_a_running_step_and_is_learned_in_order():
+    fleet, clock = Paused(), Clock()
+
+    async def scenario(worker):
+        for _ in range(20):
+            worker.scheduler.times.observe("step", 2, 1.0)
+        fleet.go.clear()
+        first = asyncio.create_task(worker.infer("cam", batch(0)))
+        await asyncio.sleep(0)
+        hurried = await worker.infer("cam", batch(1), deadline=clock() + 0.5)
+        later = asyncio.create_task(worker.infer("cam", batch(2)))
+        await asyncio.sleep(0)
+        assert not first.done()
+        fleet.go.set()
+        return hurried, await first, await later
+
+    hurried, first, later = play(scenario, fleet, clock=clock)
+    assert (hurried.adapted, hurried.clock) == (False, 0)
+    assert (first.clock, later.clock) == (1, 3)
+    assert fleet.digest("cam") == replay(fleet, [batch(0), batch(1), batch(2)])
+
+
+def test_a_request_is_refused_at_its_deadline_even_if_its_step_still_runs():
+    fleet, clock = Paused(), Clock()
+
+    async def scenario(worker):
+        fleet.go.clear()
+        asked = asyncio.create_task(worker.infer("cam", batch(0), request_id="7", deadline=clock() + 1.0))
+        while worker.scheduler.stepping is None:
+            await asyncio.sleep(0)
+        clock.now += 1.0
+        worker.pump()
+        with pytest.raises(Overloaded, match="no answer within 1"):
+            await asked
+        fleet.go.set()
+        return await worker.infer("cam", batch(0), request_id="7")
+
+    again = play(scenario, fleet, clock=clock)
+    assert (again.adapted, fleet.clock("cam")) == (False, 1)  # the step was taken: a retry does not learn again
+
+
+# -- what is stored ---------------------------------------------------------------------------------------------------
+
+
+def test_every_state_equals_the_replay_of_what_it_learned_and_a_restart_goes_on_from_there(store):
+    draw, fleets = random.Random(0), [PlainFleet(), PlainFleet()]
+    load = [(f"cam{draw.randrange(16)}", i, draw.randrange(1, 4), draw.randrange(4)) for i in range(120)]
+
+    async def send(worker, stream, seed, size, rest):
+        for _ in range(rest):
+            await asyncio.sleep(0)  # odd arrival times
+        await worker.infer(stream, batch(seed, size), request_id=str(seed))
+
+    async def scenario(worker, part):
+        await asyncio.gather(*(send(worker, *each) for each in part))
+        await worker.write_round()
+
+    play(lambda worker: scenario(worker, load[:60]), fleets[0], store)
+    play(lambda worker: scenario(worker, load[60:]), fleets[1], store)
+    for name in {stream for stream, *_ in load}:
+        stored = store.read(name)
+        sizes = {str(seed): size for _, seed, size, _ in load}
+        assert set(stored.requests) == {str(seed) for stream, seed, *_ in load if stream == name}
+        fleets[1].from_bytes(name, stored.blob)
+        expected = replay(fleets[1], [batch(int(seed), sizes[seed]) for seed in stored.requests])
+        assert fleets[1].digest(name) == expected
+        assert stored.clock == len(stored.requests)
+        assert not store.entry(name).held
+
+
+def test_the_oldest_change_is_stored_first_up_to_the_bytes_of_a_round(store):
+    clock = Clock()
+
+    async def scenario(worker):
+        for name in ("c", "a", "b"):
+            clock.now += 1
+            await worker.infer(name, batch(0))
+        clock.now += 1
+        stored = []
+        for _ in range(3):
+            await worker.write_round()
+            stored.append([name for name in "abc" if store.read(name) is not None])
+        assert worker.stream("b")["lag"] == 0
+        return stored
+
+    one_at_a_time = Policy(gather=0, write_every=1000, renew=1, lease=1000, idle=1000, write_bytes=1)
+    assert play(scenario, store=store, policy=one_at_a_time, clock=clock) == [["c"], ["a", "c"], ["a", "b", "c"]]
+
+
+class Failing:
+    """A store whose calls fail while a test says so."""
+
+    def __init__(self, store):
+        self.store, self.down = store, False
+
+    def __getattr__(self, name):
+        if self.down:
+            raise StoreDown("the disk is full")
+        return getattr(self.store, name)
+
+
+def test_a_store_that_fails_stops_nothing_until_too_much_would_be_lost(store):
+    failing, clock, fleet = Failing(store), Clock(), PlainFleet()
+
+    async def scenario(worker):
+        await worker.infer("cam", batch(0))
+        failing.down = True
+        clock.now += 1
+        await worker.write_round()
+        during = await worker.infer("cam", batch(1))
+        assert during.adapted
+        assert "tribe_persist_lag_seconds" in worker.metrics()
+        assert worker.stream("cam")["lag"] == 1.0
+        clock.now += 31  # past Policy.lag
+        late = await worker.infer("cam", batch(2))
+        assert (late.adapted, worker.stream("cam")["state"]) == (False, "lag")
+        source = await worker.infer("new", batch(3))  # nobody can say who owns it
+        assert (source.adapted, worker.stream("new")["state"]) == (False, "unreachable")
+        failing.down = False
+        clock.now += 10
+        await worker.write_round()
+        after = await worker.infer("cam", batch(4))
+        found = await worker.infer("new", batch(3))
+        assert found.adapted
+        return after, [event.kind for event in worker.log.kept]
+
+    after, kinds = play(scenario, fleet, failing, clock=clock)
+    assert (after.adapted, after.clock) == (True, 3)
+    assert kinds.count("store-down") == 1
+    assert kinds.count("store-up") == 1
+    assert store.read("cam").clock == 3
+
+
+# -- ownership --------------------------------------------------------------------------------------------------------
+
+
+class TwoWorkers:
+    """Two workers on one store, with one clock for both and for the store."""
+
+    def __init__(self, tmp_path):
+        self.clock = Clock()
+        self.store = SqliteStore(tmp_path / "data", now=self.clock)
+        self.fleets = PlainFleet(), PlainFleet()
+
+    def play(self, scenario, policy=None):
+        policy = policy or Policy(gather=0, write_every=1000, renew=2, margin=2, lease=10, idle=1000, staleness=1)
+
+        async def run():
+            pair = [Worker(f, self.store, policy=policy, clock=self.clock, owner=n)
+                    for f, n in zip(self.fleets, ("one", "two"), strict=True)]  # fmt: skip
+            for worker in pair:
+                worker._accepting = True  # without the tasks that act by themselves
+            result = await scenario(*pair)
+            for worker in pair:
+                await worker.stop()
+            return result
+
+        try:
+            return asyncio.run(run())
+        finally:
+            self.store.close()
+
+
+def test_a_worker_that_does_not_own_a_stream_answers_from_the_last_stored_state(tmp_path):
+    world = TwoWorkers(tmp_path)
+
+    async def scenario(one, two):
+        await one.infer("cam", batch(0))
+        before = await two.infer("cam", batch(9))  # nothing is stored yet: the source model
+        await one.write_round()
+        world.clock.now += 1.5
+        first = await two.infer("cam", batch(9))
+        await one.infer("cam", batch(1))
+        await one.write_round()
+        soon = await two.infer("cam", batch(9))  # within the staleness
+        world.clock.now += 1.5
+        second = await two.infer("cam", batch(9))
+        with pytest.raises(NotOwner, match="another worker owns"):
+            await two.control("reset", "cam")
+        return before, first, soon, second
+
+    answers = world.play(scenario)
+    assert [answer.adapted for answer in answers] == [False] * 4
+    assert [answer.clock for answer in answers] == [None, 1, 1, 2]
+    assert answers[3].generation == 1
+
+
+def test_a_worker_whose_lease_was_not_renewed_only_predicts_until_it_is(tmp_path):
+    world = TwoWorkers(tmp_path)
+
+    async def scenario(one, two):
+        answers = [await one.infer("cam", batch(0))]
+        world.clock.now += 8.5  # lease - margin is 8
+        answers.append(await one.infer("cam", batch(1)))
+        assert one.stream("cam")["state"] == "lease"
+        await one.keeper.renew()
+        answers.append(await one.infer("cam", batch(2)))
+        return answers
+
+    answers = world.play(scenario)
+    assert [(answer.adapted, answer.clock) for answer in answers] == [(True, 1), (False, 1), (True, 2)]
+
+
+def test_a_stream_that_another_worker_has_claimed_is_dropped_and_its_write_is_fenced(tmp_path):
+    world = TwoWorkers(tmp_path)
+
+    async def scenario(one, two):
+        await one.infer("cam", batch(0))
+        await one.write_round()
+        await one.infer("cam", batch(1))  # never stored
+        world.clock.now += 11
+        taken = await two.infer("cam", batch(2))
+        assert (taken.adapted, taken.clock, taken.generation) == (True, 2, 2)
+        await one.write_round()
+        assert one.writer.fenced.total() == 1
+        assert one.streams() == []
+        assert [event.kind for event in one.log.kept][-1] == "fenced"
+        followed = await one.infer("cam", batch(3))
+        assert (followed.adapted, followed.clock, followed.generation) == (False, 1, 2)
+
+    world.play(scenario)
+    assert world.fleets[1].digest("cam") if "cam" in world.fleets[1].names else True
+
+
+def test_a_renewal_finds_lost_streams_and_their_waiting_requests_are_placed_again(tmp_path):
+    world = TwoWorkers(tmp_path)
+
+    async def scenario(one, two):
+        await one.infer("cam", batch(0))
+        await one.write_round()
+        world.clock.now += 11
+        await two.infer("cam", batch(1))
+        async with one.hold("cam"):
+            waiting = asyncio.create_task(one.infer("cam", batch(2)))
+            await asyncio.sleep(0)
+            losing = asyncio.create_task(one.keeper.renew())
+            while one.keeper.streams["cam"].claim is not None:
+                await asyncio.sleep(0)
+        await losing
+        return await waiting
+
+    answer = world.play(scenario)
+    assert (answer.adapted, answer.clock) == (False, 1)
+
+
+def test_a_released_stream_is_taken_over_at_once(tmp_path):
+    world = TwoWorkers(tmp_path)
+
+    async def scenario(one, two):
+        await one.infer("cam", batch(0), request_id="7")
+        assert (await one.control("end", "cam"))["state"] == "released"
+        with pytest.raises(UnknownStream):
+            one.stream("cam")
+        repeated = await two.infer("cam", batch(0), request_id="7")
+        return repeated, await two.infer("cam", batch(1))
+
+    repeated, answer = world.play(scenario)
+    assert (repeated.adapted, repeated.clock) == (False, 1)
+    assert (answer.adapted, answer.clock, answer.generation) == (True, 2, 2)
+
+
+def test_an_idle_stream_is_stored_and_released(tmp_path):
+    world = TwoWorkers(tmp_path)
+
+    async def scenario(one, two):
+        await one.infer("cam", batch(0))
+        world.clock.now += 1001
+        await one.release_idle()
+        assert one.streams() == []
+        assert world.fleets[0].names == []
+        return world.store.read("cam").clock, world.store.entry("cam").owner
+
+    assert world.play(scenario) == (1, None)
+
+
+# -- control ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_stream_is_frozen_reset_and_rolled_back_and_its_state_is_stored(store):
+    fleet = PlainFleet()
+
+    async def scenario(worker):
+        await worker.infer("cam", batch(0))
+        kept = await worker.control("snapshot", "cam")
+        assert kept["snapshot"] == 1
+        await worker.infer("cam", batch(1))
+        assert (await worker.control("freeze", "cam"))["state"] == "frozen"
+        assert not (await worker.infer("cam", batch(2))).adapted
+        await worker.control("unfreeze", "cam")
+        back = await worker.control("rollback", "cam")
+        assert (back["clock"], back["generation"]) == (1, 2)  # an earlier clock needs a new generation
+        assert store.read("cam").clock == 1
+        assert fleet.digest("cam") == replay(fleet, [batch(0)])
+        assert (await worker.control("reset", "cam"))["clock"] == 0
+        await worker.infer("cam", batch(3))
+        with pytest.raises(UnknownStream, match="no snapshot of clock 5; it has 1"):
+            await worker.control("rollback", "cam", to=5)
+
+    play(scenario, fleet, store)
+    fleet.from_bytes("cam", store.read("cam").blob)
+    assert fleet.digest("cam") == replay(fleet, [batch(3)])
+
+
+def test_a_state_is_read_and_replaced_and_a_wrong_one_changes_nothing(store):
+    fleet = PlainFleet()
+
+    async def scenario(worker):
+        await worker.infer("cam", batch(0))
+        data = await worker.get_state("cam")
+        made = await worker.put_state("copy", data)
+        before = fleet.digest("cam")
+        with pytest.raises(SafetensorError, match="header"):
+            await worker.put_state("cam", b"no state")
+        assert fleet.digest("cam") == before
+        await worker.control("end", "cam")
+        assert await worker.get_state("cam") == data  # as stored
+        with pytest.raises(UnknownStream):
+            await worker.get_state("other")
+        return made, fleet.digest("copy")
+
+    made, digest = play(scenario, fleet, store)
+    assert (made["clock"], digest) == (1, replay(fleet, [batch(0)]))
+
+
+def test_a_dropped_stream_starts_anew(store):
+    async def scenario(worker):
+        await worker.infer("cam", batch(0))
+        await worker.write_round()
+        await worker.control("drop", "cam")
+        assert store.entry("cam") is None
+        with pytest.raises(UnknownStream):
+            await worker.control("reset", "cam")
+        return await worker.infer("cam", batch(1))
+
+    answer = play(scenario, store=store)
+    assert (answer.clock, answer.generation) == (1, 2)
+
+
+def test_an_unknown_action_and_a_wrong_name_are_refused():
+    async def scenario(worker):
+        with pytest.raises(ValueError, match="no action 'explode'"):
+            await worker.control("explode", "cam")
+        with pytest.raises(ValueError, match="printable"):
+            await worker.infer("a\nb", batch(0))
+        with pytest.raises(ValueError, match="at most 1000"):
+            await worker.infer("cam", batch(0), request_id="x" * 1001)
+
+    play(scenario)
+
+
+# -- watching ---------------------------------------------------------------------------------------------------------
+
+
+def test_metrics_are_what_prometheus_reads(store):
+    parser = pytest.importorskip("prometheus_client.parser")
+
+    async def scenario(worker):
+        await worker.infer('a "stream"', batch(0))
+        await worker.infer(None, batch(0))
+        await worker.write_round()
+        return worker.metrics(streams=True)
+
+    text = play(scenario, store=store, model="digits")
+    samples = {}
+    for family in parser.text_string_to_metric_families(text):
+        for sample in family.samples:
+            samples[sample.name, *sorted(sample.labels.values())] = sample.value
+    common = ("1", "digits")
+    assert samples["nv_inference_request_success_total", *common] == 2
+    assert samples["nv_inference_count_total", *common] == 4
+    assert samples["tribe_requests_total", "1", "adapted", "digits"] == 1
+    assert samples["tribe_requests_total", "1", "digits", "source"] == 1
+    assert samples["tribe_step_seconds_count", *common] == 1
+    assert samples["tribe_writes_total", *common] == 1
+    assert samples["tribe_fenced_writes_total", *common] == 0
+    assert samples["tribe_streams", "1", "digits", "learning"] == 1
+    assert samples["tribe_stream_clock", "1", 'a "stream"', "digits"] == 1
+
+
+def test_events_are_kept_and_given_to_listeners_until_the_worker_stops():
+    async def listen(worker):
+        return [event["kind"] async for event in worker.events()]
+
+    async def scenario(worker):
+        await worker.infer("a", batch(0))
+        listener = asyncio.create_task(listen(worker))
+        await worker.control("freeze", "a")
+        await asyncio.sleep(0)
+        return listener
+
+    async def run():
+        worker = Worker(PlainFleet(), policy=SLOW)
+        await worker.start()
+        listener = await scenario(worker)
+        await worker.stop()
+        return await listener
+
+    assert asyncio.run(run()) == ["opened", "frozen"]
