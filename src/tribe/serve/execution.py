@@ -10,7 +10,7 @@ from tribe.serve.scheduler import Job
 
 
 class FleetLike(Protocol):
-    """What a worker needs of a fleet; see `tribe.fleet`."""
+    """What a worker needs of a fleet; the one of `tribe` has it."""
 
     @property
     def names(self) -> Any:

@@ -326,39 +326,66 @@ class Scheduler:
         """The requests to predict together now, or None; and those that would be late."""
         if self.predicting is not None:
             return None, []
-        chosen: list[Job] = []
-        later: deque[Job] = deque()
+        candidates: list[Job] = []
+        later: list[Job] = []
         late: list[Job] = []
         names: set[str] = set()
-        size, tightest = 0, math.inf
-        while self.predictions:
-            job = self.predictions.popleft()
+        size = 0
+        for job in self.predictions:
             if job.answered:
                 continue
-            takes = self.times.expect("predict", size + job.size)
-            alone = now + self.times.expect("predict", job.size) > job.deadline
-            full = len(chosen) >= self.policy.streams or size + job.size > self.policy.images
-            if alone:
+            full = len(candidates) >= self.policy.streams or (candidates and size + job.size > self.policy.images)
+            if now + self.times.expect("predict", job.size) > job.deadline:
                 late.append(job)
-            elif job.stream in names or (chosen and (full or now + takes > min(tightest, job.deadline))):
+            elif full or job.stream in names:
                 later.append(job)
             else:
-                chosen.append(job)
-                size, tightest = size + job.size, min(tightest, job.deadline)
+                candidates.append(job)
+                size += job.size
                 if job.stream is not None:
                     names.add(job.stream)
-        self.predictions = later
-        self._predicted_images = sum(job.size for job in later)
+        chosen, given_up = self._choose(candidates, later, now)
+        late += given_up
         if not chosen and late:  # nothing else to do: try one, so that a pessimistic estimate is corrected
-            chosen, size = [late[0]], late[0].size
-            late = late[1:]
+            chosen = [late.pop(0)]
+        taken = {*chosen, *late}
+        self.predictions = deque(job for job in self.predictions if not (job.answered or job in taken))
+        self._predicted_images = sum(job.size for job in self.predictions)
         refused = [Refused(job, self._refuse(job, now)) for job in late]
         if not chosen:
             return None, refused
         for job in chosen:
             job.launched = now
-        self.predicting = Running(chosen, now, now + self.times.expect("predict", size))
+        self.predicting = Running(chosen, now, now + self._takes(chosen))
         return chosen, refused
+
+    def _choose(self, candidates: list[Job], later: list[Job], now: float) -> tuple[list[Job], list[Job]]:
+        """The requests of the next prediction, in order, and those to give up.
+
+        A batch grows as long as all its requests are in time. If what is left would then be late, and a larger batch
+        answers more requests a second, the larger one is taken, without those that it would make late.
+        """
+        small: list[Job] = []
+        size, tightest = 0, math.inf
+        for job in candidates:
+            until = min(tightest, job.deadline)
+            if not small or now + self.times.expect("predict", size + job.size) <= until:
+                small.append(job)
+                size, tightest = size + job.size, until
+        if len(small) == len(candidates):
+            return small, []
+        rest = [*(job for job in candidates if job not in small), *later]
+        soonest, images = min(job.deadline for job in rest), sum(job.size for job in rest)
+        if now + self._takes(small) + self._predictions_take(images) <= soonest:
+            return small, []
+        done = now + self._takes(candidates)
+        large = [job for job in candidates if job.deadline >= done]
+        if len(large) * self._takes(small) <= len(small) * self._takes(large):
+            return small, []
+        return large, [job for job in candidates if job.deadline < done]
+
+    def _takes(self, jobs: list[Job]) -> float:
+        return self.times.expect("predict", sum(job.size for job in jobs))
 
     def _refuse(self, job: Job, now: float) -> Overloaded:
         """End a request without an answer; its images are not learned, so that a retry may be."""
