@@ -10,13 +10,21 @@ import tribe
 from tribe import methods
 from tribe.engine.backbone import Backbone
 from tribe.engine.state import Affine, Stats, clone, leaves, stream
-from tribe.health.guard import Guard, Guarded, limit
+from tribe.health.guard import Guard, Guarded, limit, pull_back
 from tribe.health.lean import distance_of_statistics, lean, share_of_adapted
 from tribe.methods import Deployed, Frozen, PerBatch
+from tribe.norms.mixed import Mixed
 from tribe.testing import CLASSES, check_method, images, ready, small, small_network
 from tribe.testing.samples import small_backbone
 
-OFF = {"lean_half": 0.0, "lean_most": 1.0, "speed": None, "skip": True}  # it only skips frames
+OFF = {
+    "lean_half": 0.0,
+    "lean_most": 1.0,
+    "lean_batch": 1.0,
+    "pull": 0.0,
+    "speed": None,
+    "skip": True,
+}
 
 
 def pictures(streams, batch, seed=0):
@@ -25,7 +33,7 @@ def pictures(streams, batch, seed=0):
     return (x + torch.linspace(0, 0.4, x.shape[-1])).clamp(0, 1)
 
 
-@pytest.mark.parametrize("name", ["tribe", "tent", "rotta", "lame", "source"])
+@pytest.mark.parametrize("name", ["tribe", "tent", "rotta", "source"])
 def test_a_guarded_method_keeps_the_contract(name):
     check_method(ready(f"{name}+guard"))
 
@@ -33,7 +41,8 @@ def test_a_guarded_method_keeps_the_contract(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", methods.names())
 def test_every_guarded_method_keeps_the_contract(name):
-    check_method(ready(f"{name}+guard"))
+    # SAR trusts none of the small network's predictions with mixed statistics, so nothing could be tested.
+    check_method(ready(f"{name}+guard", **({"lean_batch": 1.0} if name == "sar" else {})))
 
 
 def test_the_name_composes_and_the_fields_are_those_of_both():
@@ -69,6 +78,8 @@ def test_an_adapter_takes_a_guard_between_method_and_filter():
         ({"lean_half": -1.0}, "lean_half"),
         ({"lean_most": 1.5}, "lean_most"),
         ({"speed": 0}, "speed"),
+        ({"lean_batch": 2}, "lean_batch"),
+        ({"pull": -0.1}, "pull"),
         ({"skip": 1}, "skip"),
         ({**OFF, "skip": False}, "can never act"),
     ],
@@ -105,7 +116,7 @@ def test_a_batch_with_a_frame_that_teaches_nothing_is_predicted_and_not_learned(
     _, state = guarded.step(net, guarded.init(net, 2), pictures(2, 6))
     before = clone(state)
     batch = pictures(2, 6, 1)
-    batch[0, 2] = x
+    batch[0, 1:5] = x  # a single image may be flat
     answer, after = guarded.step(net, state, batch)
     assert torch.equal(answer, guarded.predict(net, before, batch)), fault
     first, second = (stream(after.inner, i, 2) for i in range(2))
@@ -163,19 +174,60 @@ def test_the_share_of_adapted_statistics_by_hand():
     assert float(distance_of_statistics(net, stats)) == pytest.approx(distance)
     share = 0.8 * distance**4 / (distance**4 + 0.2**4)
     assert float(share_of_adapted(net, stats, 0.2, 0.8)) == pytest.approx(share)
-    leaned = lean(net, Deployed(net.source()[0], stats, Frozen()), 0.2, 0.8)
+    leaned = lean(net, Deployed(net.source()[0], stats, Frozen()), 0.2, 0.8, 0.3)
     torch.testing.assert_close(leaned.stats.mean[0, 0], torch.tensor([share * 0.3, 0.0]))
     torch.testing.assert_close(leaned.stats.var[0, 0], torch.tensor([1.0, 1 + share * (1.4**2 - 1)]))
     assert float(share_of_adapted(net, source, 0.2, 0.8)) == 0
 
 
-def test_at_the_source_the_network_is_the_sources_and_batch_statistics_stay():
+def test_at_the_source_the_network_is_the_sources():
     net = small_backbone()
     source = Deployed.frozen(net, net.source(2)[0])
-    assert all(torch.equal(a, b) for a, b in zip(lean(net, source, 0.06, 0.85).stats, source.stats, strict=True))
-    per_batch = Deployed.per_batch(net, net.source(2)[0])
-    assert lean(net, per_batch, 0.06, 0.85) is per_batch
-    assert isinstance(per_batch.norm, PerBatch)
+    assert all(torch.equal(a, b) for a, b in zip(lean(net, source, 0.06, 0.85, 0.3).stats, source.stats, strict=True))
+
+
+def test_the_statistics_of_a_batch_are_mixed_with_the_sources():
+    net, x = small_backbone(), pictures(1, 6)
+    leaned = lean(net, Deployed.per_batch(net, net.source()[0]), 0.06, 0.85, 0.3)
+    assert leaned.norm == Mixed(0.3)
+    valid = torch.ones(1, 6, dtype=torch.bool)
+    everything = Mixed(1.0)(*_moments(net, x), net.source()[1], None, valid, 0.0)
+    nothing = Mixed(0.0)(*_moments(net, x), net.source()[1], None, valid, 0.0)
+    alone = PerBatch()(*_moments(net, x), net.source()[1], None, valid, 0.0)
+    for mixed, other in ((everything, alone), (nothing, (*net.source()[1], None))):
+        torch.testing.assert_close(mixed[:2], tuple(other[:2]))
+    two = torch.tensor([[[1.0], [3.0]]])  # two images of one pixel and one channel: mean 2, variance 1
+    stored = Stats(torch.zeros(1, 1, 1), torch.ones(1, 1, 1))
+    mean, var, kept = Mixed(0.5)(two, torch.zeros(1, 2, 1), 1, stored, None, torch.ones(1, 2, dtype=torch.bool), 0.0)
+    assert (float(mean), float(var)) == (1.0, 2.0)  # half of the population around 0, half around 2
+    assert kept is stored
+    none = Mixed(0.5)(two, torch.zeros(1, 2, 1), 1, stored, None, torch.zeros(1, 2, dtype=torch.bool), 0.0)
+    assert (float(none[0]), float(none[1])) == (0.0, 1.0)
+
+
+def test_parameters_are_pulled_back_where_a_method_minimises_entropy_on_batch_statistics():
+    net = small_backbone()
+    source = torch.cat(net.source()[0], 1)
+    far = {}
+    for pull in (0.0, 0.5):
+        guarded = ready("tent+guard", lr=1e-3, pull=pull, speed=None)
+        state = guarded.init(net)
+        for seed in range(4):
+            _, state = guarded.step(net, state, pictures(1, 6, seed))
+        far[pull] = float((torch.cat(state.inner.affine, 1) - source).norm())
+    assert far[0.5] < 0.7 * far[0.0]
+    old = ready("tent").init(net)
+    moved = old._replace(affine=Affine(*(t + 1 for t in old.affine)))
+    back = pull_back(net, moved, torch.tensor([0.25]))
+    torch.testing.assert_close(torch.cat(back.affine, 1), source + 0.75)
+    assert back.adam is moved.adam
+
+
+def _moments(net, x):
+    """Per-image means and variances for all channels of the network: any will do."""
+    channels = net.source()[1].mean.shape[-1]
+    values = x.flatten(2)[..., :channels]
+    return values, values.square(), 64
 
 
 def test_a_guarded_adapter_resumes_bit_for_bit_and_exports_what_it_predicts(tmp_path):

@@ -14,14 +14,17 @@ from tribe.engine.backbone import Backbone
 from tribe.engine.rules import PerBatch
 from tribe.engine.state import Stats
 from tribe.methods import Deployed
+from tribe.norms.mixed import Mixed
 
 POWER = 4  # how sharply the share rises around `half`
 
 
-def lean(net: Backbone, deployed: Deployed, half: float, most: float) -> Deployed:
-    """The network that predicts, its statistics between the source's and the adapted ones."""
-    if isinstance(deployed.norm, PerBatch) or not deployed.stats.mean.shape[-1]:
-        return deployed  # it keeps no statistics
+def lean(net: Backbone, deployed: Deployed, half: float, most: float, of_batch: float) -> Deployed:
+    """The network that predicts, its statistics between the source's and the adapted ones, or those of a batch."""
+    if not deployed.stats.mean.shape[-1] or deployed.weights is not None:
+        return deployed  # it has no statistics, or weights that were adapted together with them
+    if isinstance(deployed.norm, PerBatch):
+        return replace(deployed, norm=Mixed(of_batch)) if type(deployed.norm) is PerBatch else deployed
     source = net.source()[1]
     share = share_of_adapted(net, deployed.stats, half, most).view(-1, 1, 1)
     return replace(deployed, stats=Stats(*(s + share * (t - s) for s, t in zip(source, deployed.stats, strict=True))))
