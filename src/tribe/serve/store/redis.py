@@ -43,15 +43,17 @@ SCHEMA = 1  # of the keys and fields
 CHUNK = 64 * 2**20  # bytes of a part of a blob
 UPLOAD_SECONDS = 3600  # after which a blob is removed that no stream names
 TIMEOUT = 10.0  # seconds to wait for the server
-CANNOT = {  # how an answer of the server begins, and what to do
-    "OOM": "it has no memory left. Raise its maxmemory or delete streams",
-    "MISCONF": "it cannot write to its disk. Check the disk of the server",
-    "READONLY": "it is a replica. Give the address of the primary server",
-    "LOADING": "it is still loading its data. Try again",
-    "NOAUTH": "it requires a password. Give it in the address, as in redis://:PASSWORD@HOST:PORT",
-    "WRONGPASS": "it refuses the user name or password in the address",
-    "NOPERM": "its access list forbids the command",
+CANNOT = {  # the package's name of an error, and what it means
+    "OutOfMemoryError": "it has no memory left. Raise its maxmemory or delete streams",
+    "ReadOnlyError": "it is a replica. Give the address of the primary server",
+    "BusyLoadingError": "it is still loading its data. Try again",
+    "AuthenticationError": "it refuses the password, or needs one. Give it as in redis://USER:PASSWORD@HOST:PORT",
+    "NoPermissionError": "its access list forbids the command",
+    "ConnectionError": "it cannot be reached. Start the server, or check the address and the network",
+    "TimeoutError": "it does not answer. Check the server and the network",
+    "RedisError": "it refuses a command",
 }
+DISK = "MISCONF"  # how the answer of a server begins that cannot write to its disk
 
 
 class RedisStore:
@@ -128,9 +130,13 @@ class RedisStore:
             raise fenced(claim, *_holder(owner, generation))
         check_same_state(claim, (int(before[0]), int(before[1])) if before[0] else None, record.clock)
         view = memoryview(blob)
-        with self._explained():
-            for i, key in enumerate(self._chunks(record)):
-                self._client.set(key, view[i * CHUNK : (i + 1) * CHUNK], ex=UPLOAD_SECONDS)
+        try:
+            with self._explained():
+                for i, key in enumerate(self._chunks(record)):
+                    self._client.set(key, view[i * CHUNK : (i + 1) * CHUNK], ex=UPLOAD_SECONDS)
+        except StoreDown:
+            self._remove(record)
+            raise
         return record
 
     def _commit(self, claim: Claim, record: Record) -> None:
@@ -141,13 +147,17 @@ class RedisStore:
         found = self._run("COMMIT", keys, *values, *(part for item in fields.items() for part in item))
         if found[0] == b"written":
             return
-        with contextlib.suppress(StoreDown), self._explained():
-            self._client.unlink(*keys[1:])
+        self._remove(record)
         if found[0] == b"clock":
             check_same_state(claim, (claim.generation, int(found[1])), record.clock)
         if found[0] == b"gone":
             raise StoreDown(f"the write of stream {claim.stream!r} took over {UPLOAD_SECONDS} s: write again")
         raise fenced(claim, *_holder(*found[1:]))
+
+    def _remove(self, record: Record) -> None:
+        """Remove a blob that no stream names. If that fails, the server removes it later."""
+        with contextlib.suppress(StoreDown), self._explained():
+            self._client.unlink(*self._chunks(record))
 
     def read(self, stream: str, *, previous: bool = False) -> Stored | None:
         """Read the last state of a stream. See `tribe.serve.store.protocol.Store.read`."""
@@ -216,7 +226,7 @@ class RedisStore:
         return stored(stream, record, b"".join(chunks), f"the state of stream {stream!r} in {self.place}")
 
     def _entries(self, streams: Sequence[str]) -> Entries:
-        fields = ("owner", "generation", "expires", "current:clock", "current:bytes", "current:written", "deleted")
+        fields = ("owner", "generation", "expires", "current:clock", "current:bytes", "current:written")
         with self._explained():
             pipeline = self._client.pipeline(transaction=False)
             pipeline.time()
@@ -225,13 +235,13 @@ class RedisStore:
             (seconds, micros), *rows = pipeline.execute()
         now = seconds + micros / 1e6 if self._now is None else self._now()
         found = []
-        for stream, (owner, generation, expires, clock, size, written, deleted) in zip(streams, rows, strict=True):
-            if generation is not None and not deleted:
+        for stream, (owner, generation, expires, clock, size, written) in zip(streams, rows, strict=True):
+            if expires is not None:
                 who, number = _holder(owner, generation)
-                held = who is not None and now < float(expires)
+                ends = float(expires) if who is not None else 0.0
                 when = None if written is None else float(written)
-                entry = Entry(stream, who, number or 0, float(expires), held, int(clock or 0), int(size or 0), when)
-                found.append(entry)
+                state = int(clock or 0), int(size or 0), when
+                found.append(Entry(stream, who, number or 0, ends, now < ends, *state))
         return found
 
     # -- the server ----------------------------------------------------------------------------------------------------
@@ -269,13 +279,11 @@ class RedisStore:
         try:
             yield
         except self._redis.exceptions.RedisError as error:
-            text = str(error)
+            text, kinds = str(error), (cls.__name__ for cls in type(error).__mro__)
             if "WRONGTYPE" in text:
                 raise self._damaged("a key", text) from error
-            words = (advice for start, advice in CANNOT.items() if start in text)
-            lost = (self._redis.exceptions.ConnectionError, self._redis.exceptions.TimeoutError)
-            advice = "it cannot be reached. Start the server, or check the address and the network"
-            reason = next(words, advice if isinstance(error, lost) else "it refuses a command")
+            reason = next(CANNOT[kind] for kind in kinds if kind in CANNOT)
+            reason = "it cannot write to its disk. Check the disk of the server" if DISK in text else reason
             raise StoreDown(f"the Redis server {self.place}: {reason} ({type(error).__name__}: {text})") from error
 
 

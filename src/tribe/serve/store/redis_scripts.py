@@ -1,8 +1,12 @@
 """The changes of a Redis store, as Lua scripts: the server runs each as a whole, with no other command in between.
 
-A stream is a hash with the fields ``owner`` (missing: released), ``generation``, ``expires``, ``deleted``, and those of
-its states, such as ``current:clock`` and ``previous:clock``. All scripts may run twice with the same effect as once: a
-client sends a script again if the connection breaks before the answer.
+A stream is a hash with the fields ``owner`` (missing: released), ``generation``, ``expires`` (missing: deleted), and
+those of its states, such as ``current:clock`` and ``previous:clock``.
+
+All scripts may run twice with the same effect as once: a client sends a script again if the connection breaks before
+the answer. A server without memory refuses HSET in the middle of a script, but what the script did before stays done.
+So a script that sets a field does that first, and those that release or delete set none: they free memory when there is
+none.
 """
 
 from tribe.serve.store.records import Record
@@ -26,11 +30,15 @@ local function fenced(key)
   return {'fenced', held[1], held[2]}
 end
 
-local function remove_blob(key, place, blobs)
+local function chunks(key, place, blobs)
   local found = redis.call('HMGET', key, place .. ':blob', place .. ':chunks')
-  for i = 1, tonumber(found[2] or '0') do
-    redis.call('UNLINK', blobs .. found[1] .. ':' .. i)
-  end
+  local keys = {}
+  for i = 1, tonumber(found[2] or '0') do keys[i] = blobs .. found[1] .. ':' .. i end
+  return keys
+end
+
+local function remove(keys)
+  for _, key in ipairs(keys) do redis.call('UNLINK', key) end
 end
 """
 
@@ -48,7 +56,6 @@ end
 local expires = string.format('%.6f', now + tonumber(ARGV[3]))
 generation = string.format('%.0f', generation)
 redis.call('HSET', KEYS[1], 'owner', ARGV[2], 'generation', generation, 'expires', expires)
-redis.call('HDEL', KEYS[1], 'deleted')
 redis.call('ZADD', KEYS[2], 0, ARGV[1])
 return {generation, expires}
 """
@@ -74,7 +81,6 @@ RELEASE = (  # KEYS: the stream. ARGV: owner, generation
     + """
 if is_current(KEYS[1], ARGV[1], ARGV[2]) then
   redis.call('HDEL', KEYS[1], 'owner')
-  redis.call('HSET', KEYS[1], 'expires', '0')
 end
 """
 )
@@ -89,14 +95,15 @@ if before[1] == ARGV[2] and tonumber(ARGV[3]) < tonumber(before[2]) then return 
 for i = 2, #KEYS do
   if redis.call('EXISTS', KEYS[i]) == 0 then return {'gone'} end
 end
-for i = 2, #KEYS do redis.call('PERSIST', KEYS[i]) end
-remove_blob(KEYS[1], 'previous', ARGV[6])
+local old_chunks = chunks(KEYS[1], 'previous', ARGV[6])
 for i = 7, #ARGV, 2 do
   local old = redis.call('HGET', KEYS[1], 'current:' .. ARGV[i])
   if old then redis.call('HSET', KEYS[1], 'previous:' .. ARGV[i], old) end
   redis.call('HSET', KEYS[1], 'current:' .. ARGV[i], ARGV[i + 1])
 end
 redis.call('HSET', KEYS[1], 'current:written', string.format('%.6f', time(ARGV[5])))
+for i = 2, #KEYS do redis.call('PERSIST', KEYS[i]) end
+remove(old_chunks)
 return {'written'}
 """
 )
@@ -105,14 +112,15 @@ DELETE = (  # KEYS: the stream, all streams. ARGV: owner, generation, name, pref
     _COMMON
     + """
 if not is_current(KEYS[1], ARGV[1], ARGV[2]) then
-  local gone = redis.call('HMGET', KEYS[1], 'deleted', 'generation')
-  if gone[1] and gone[2] == ARGV[2] then return {'deleted'} end
+  local left = redis.call('HMGET', KEYS[1], 'expires', 'generation')
+  if not left[1] and left[2] == ARGV[2] then return {'deleted'} end
   return fenced(KEYS[1])
 end
-remove_blob(KEYS[1], 'current', ARGV[4])
-remove_blob(KEYS[1], 'previous', ARGV[4])
-redis.call('DEL', KEYS[1])
-redis.call('HSET', KEYS[1], 'generation', ARGV[2], 'expires', '0', 'deleted', '1')
+remove(chunks(KEYS[1], 'current', ARGV[4]))
+remove(chunks(KEYS[1], 'previous', ARGV[4]))
+for _, field in ipairs(redis.call('HKEYS', KEYS[1])) do
+  if field ~= 'generation' then redis.call('HDEL', KEYS[1], field) end
+end
 redis.call('ZREM', KEYS[2], ARGV[3])
 return {'deleted'}
 """

@@ -1,0 +1,273 @@
+"""What a store in Redis does when the server dies, is full, holds other things, or is not there."""
+
+import contextlib
+import sys
+
+import pytest
+
+import tribe.serve.store.redis as module
+from stores import RedisServer, need_redis, open_kind, shared_server, write
+from tribe.serve.store import Fenced, RedisStore, StoreDamaged, StoreDown, open_store
+
+
+@pytest.fixture
+def opened(tmp_path):
+    return open_kind("redis", tmp_path)
+
+
+@pytest.fixture
+def store(opened):
+    with contextlib.closing(opened()) as store:
+        yield store
+
+
+@pytest.fixture
+def written(store):
+    """A store with two states of a stream."""
+    claim = store.claim("cam", "a", 100)
+    write(store, claim, 1)
+    write(store, claim, 2)
+    return store
+
+
+def blob_keys(store):
+    return sorted(store._client.scan_iter(match=f"{store._prefix}blob:*"), key=lambda key: key.split(b"-")[1:3])
+
+
+def test_an_address_opens_it():
+    need_redis()
+    store = open_store(shared_server().address)
+    assert isinstance(store, RedisStore)
+    assert store.place == shared_server().address
+    store.close()
+    with pytest.raises(StoreDown, match="is closed"):
+        store.list()
+
+
+def test_leases_end_by_the_clock_of_the_server(store):
+    claim = store.claim("cam", "a", 100)
+    seconds, micros = store._client.time()
+    assert 0 <= seconds + micros / 1e6 + 100 - claim.expires < 100
+    assert store.entry("cam").held
+    store._client.hset(store._stream("cam"), "expires", repr(seconds - 1.0))
+    assert not store.entry("cam").held
+    assert store.claim("cam", "b", 100).generation == 2
+
+
+def test_two_states_of_a_stream_are_kept_and_no_more(written):
+    assert [written._client.get(key) for key in blob_keys(written)] == [b"state 1", b"state 2"]
+    claim = written.claim("cam", "a", 100)
+    write(written, claim, 3)
+    assert [written._client.get(key) for key in blob_keys(written)] == [b"state 2", b"state 3"]
+    assert [written._client.ttl(key) for key in blob_keys(written)] == [-1, -1], "they do not expire"
+    written.delete(claim)
+    assert blob_keys(written) == []
+    keys = {key.removeprefix(written._prefix.encode()) for key in written._client.scan_iter(f"{written._prefix}*")}
+    assert keys == {b"stream:cam", b"schema"}
+
+
+def test_a_blob_that_is_never_committed_expires(store):
+    claim = store.claim("cam", "a", 100)
+    record = store._upload(claim, b"state", clock=1, requests=[], meta={})
+    assert [0 < store._client.ttl(key) <= 3600 for key in blob_keys(store)] == [True]
+    store._client.delete(*blob_keys(store))
+    with pytest.raises(StoreDown, match="took over 3600 s: write again"):
+        store._commit(claim, record)
+    assert store.read("cam") is None
+    write(store, claim, 1)
+
+
+def test_a_fenced_blob_is_removed(written):
+    claim = written.claim("cam", "a", 100)
+    record = written._upload(claim, b"state", clock=3, requests=[], meta={})
+    written.release(claim)
+    written.claim("cam", "b", 100)
+    with pytest.raises(Fenced, match="the current one is 2"):
+        written._commit(claim, record)
+    assert len(blob_keys(written)) == 2
+
+
+def test_scripts_that_are_sent_twice_have_one_effect(written):
+    """A client sends a script again if the connection breaks before the answer comes."""
+    claim = written.claim("cam", "a", 100)
+    record = written._upload(claim, b"state 3", clock=3, requests=[], meta={})
+    written._commit(claim, record)
+    written._commit(claim, record)
+    assert (written.read("cam").clock, written.read("cam", previous=True).clock) == (3, 2)
+    written.release(claim)
+    written._commit(claim, record)
+    written.release(claim)
+    again = written.claim("cam", "a", 100)
+    written.delete(again)
+    written.delete(again)
+    assert written.claim("cam", "b", 100).generation == 3
+    with pytest.raises(Fenced):
+        written.delete(again)
+
+
+def test_a_large_blob_is_kept_in_parts(store, monkeypatch):
+    monkeypatch.setattr(module, "CHUNK", 10)
+    claim = store.claim("cam", "a", 100)
+    for clock, size in enumerate((0, 1, 10, 11, 20, 25)):
+        store.write(claim, bytes(range(size)), clock=clock, requests=[], meta={})
+        assert store.read("cam").blob == bytes(range(size))
+    assert sorted(store._client.strlen(key) for key in blob_keys(store)) == [5, 10, 10, 10, 10]
+    store.delete(claim)
+    assert blob_keys(store) == []
+
+
+@pytest.mark.parametrize("damage", ["changed", "missing", "longer"])
+def test_a_damaged_state_is_refused_and_the_previous_one_is_named(written, damage):
+    last = blob_keys(written)[1]
+    written._client.delete(last) if damage == "missing" else written._client.setrange(last, 6, "3")
+    if damage == "longer":
+        written._client.append(last, "4")
+    with pytest.raises(
+        StoreDamaged, match=r"'cam' in .* is damaged: .* The previous state, of generation 1 and clock 1,"
+    ):
+        written.read("cam")
+    assert written.read("cam", previous=True).blob == b"state 1"
+    written._client.delete(blob_keys(written)[0])
+    with pytest.raises(StoreDamaged, match="No previous state is intact"):
+        written.read("cam")
+
+
+def test_other_values_are_refused(written):
+    written._client.hset(written._stream("cam"), "current:clock", "x")
+    with pytest.raises(StoreDamaged, match=r"'cam' in .* is damaged"):
+        written.read("cam")
+    written._client.set(written._stream("text"), "not a stream")
+    for action in (lambda: written.claim("text", "a", 10), lambda: written.entry("text"), lambda: written.read("text")):
+        with pytest.raises(StoreDamaged, match=r"a key' in .* is damaged .*WRONGTYPE"):
+            action()
+
+
+def test_data_of_a_newer_version_is_refused(store, opened):
+    store._client.set(f"{store._prefix}schema", 2)
+    with pytest.raises(StoreDamaged, match="has schema b'2'; this version of tribe reads 1: upgrade tribe"):
+        opened()
+
+
+# -- the server --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def server():
+    need_redis()
+    server = RedisServer()
+    yield server
+    server.remove()
+
+
+def test_a_server_that_is_killed_and_started_again(server):
+    store = RedisStore(server.address)
+    claim = store.claim("cam", "a", 100)
+    write(store, claim, 1)
+    write(store, claim, 2)
+    before = store.read("cam"), store.read("cam", previous=True), store.entry("cam")
+    server.kill()
+    for action in (
+        lambda: store.claim("new", "a", 10),
+        lambda: store.renew([claim], 10),
+        lambda: store.release(claim),
+        lambda: write(store, claim, 3),
+        lambda: store.read("cam"),
+        lambda: store.entry("cam"),
+        lambda: store.list(),
+        lambda: store.delete(claim),
+        lambda: RedisStore(server.address),
+    ):
+        with pytest.raises(StoreDown, match=f"{server.socket}: it cannot be reached. Start the server, or check"):
+            action()
+    server.start()
+    assert (store.read("cam"), store.read("cam", previous=True), store.entry("cam")) == before
+    assert store.renew([claim], 100).keys() == {"cam"}
+    write(store, claim, 3)
+    assert store.read("cam").clock == 3
+    store.close()
+
+
+def test_a_server_that_dies_between_a_blob_and_its_commit(server):
+    store = RedisStore(server.address)
+    claim = store.claim("cam", "a", 100)
+    record = store._upload(claim, b"state", clock=1, requests=[], meta={})
+    server.kill()
+    with pytest.raises(StoreDown):
+        store._commit(claim, record)
+    server.start()
+    assert store.read("cam") is None
+    store._commit(claim, record)
+    assert store.read("cam").blob == b"state"
+    store.close()
+
+
+def test_a_server_without_memory_refuses_and_keeps_what_it_has(server):
+    """It refuses to set a field in the middle of a script, too; to release and to delete still works."""
+    store = RedisStore(server.address)
+    claim, other = store.claim("cam", "a", 100), store.claim("other", "a", 100)
+    for clock in (1, 2, 3):
+        write(store, claim, clock)
+        write(store, other, clock)
+    before = store.read("cam"), store.read("cam", previous=True), store.entry("cam")
+    record = store._upload(claim, b"state 4", clock=4, requests=[], meta={})
+    store._client.config_set("maxmemory", store._client.info("memory")["used_memory"] // 2)
+    for action in (
+        lambda: store.claim("new", "a", 10),
+        lambda: store.renew([claim], 10),
+        lambda: write(store, claim, 4),
+        lambda: store._commit(claim, record),
+    ):
+        with pytest.raises(StoreDown, match=r"it has no memory left\. Raise its maxmemory or delete streams"):
+            action()
+    assert (store.read("cam"), store.read("cam", previous=True), store.entry("cam")) == before
+    store.delete(other)
+    assert store.read("other") is None
+    store.release(claim)
+    assert store.entry("cam").owner is None
+    store._client.config_set("maxmemory", 0)
+    assert [store.claim(name, "b", 10).generation for name in ("cam", "other")] == [2, 2]
+    store.close()
+
+
+def test_a_server_that_removes_keys_is_refused(server):
+    store = RedisStore(server.address)
+    store._client.config_set("maxmemory-policy", "allkeys-lru")
+    store.close()
+    RedisStore(server.address).close()  # without a limit of memory it removes none
+    store._client.config_set("maxmemory", 10_000_000)
+    with pytest.raises(StoreDown, match=r"maxmemory-policy allkeys-lru.* set maxmemory-policy noeviction"):
+        RedisStore(server.address)
+
+
+def test_a_password_is_needed_and_never_shown(server):
+    store = RedisStore(server.address)
+    store._client.config_set("requirepass", "secret")
+    store.close()
+    with pytest.raises(StoreDown, match="it refuses the password, or needs one"):
+        RedisStore(server.address)
+    with pytest.raises(StoreDown, match="it refuses the password, or needs one") as caught:
+        RedisStore(server.address.replace("unix://", "unix://:wrong-one@"))
+    assert "wrong-one" not in str(caught.value)
+    RedisStore(server.address.replace("unix://", "unix://:secret@")).close()
+
+
+def test_a_replica_is_refused(server):
+    store = RedisStore(server.address)
+    store._client.replicaof("localhost", "1")
+    with pytest.raises(StoreDown, match=r"it is a replica\. Give the address of the primary"):
+        store.claim("cam", "a", 10)
+    store.close()
+
+
+def test_no_server_and_a_wrong_address(tmp_path):
+    pytest.importorskip("redis")
+    with pytest.raises(StoreDown, match=f"unix://{tmp_path}/none: it cannot be reached"):
+        RedisStore(f"unix://{tmp_path}/none")
+    with pytest.raises(ValueError, match="is not the address of a Redis server"):
+        RedisStore("http://localhost")
+
+
+def test_without_the_package_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "redis", None)
+    with pytest.raises(ImportError, match=r"pip install 'tribe-tta\[redis\]'"):
+        open_store("redis://localhost")
