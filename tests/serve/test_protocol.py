@@ -1,12 +1,12 @@
 """Requests of the Open Inference Protocol and of the plain API: what is read, what is refused, and with which words."""
 
-import io
 import json
 import zlib
 
 import numpy as np
 import pytest
 import safetensors.numpy
+from http_calls import picture
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
@@ -247,14 +247,6 @@ def test_every_error_has_a_status_and_words():
 
 def plainly(body, kind="", query=None, most_pixels=10**6, model=MODEL):
     return plain.parse_predict(body, kind, query or {}, model, stream="cam", most_pixels=most_pixels)
-
-
-def picture(format="PNG", size=(8, 8), mode="RGB", **options):
-    image = pytest.importorskip("PIL.Image")
-    draw = np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
-    file = io.BytesIO()
-    image.fromarray(draw).convert(mode).save(file, format, **options)
-    return file.getvalue(), draw.transpose(2, 0, 1)[None]
 
 
 def test_a_picture_is_read_with_its_exact_pixels():

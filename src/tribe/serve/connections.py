@@ -12,6 +12,35 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from tribe.serve.limits import Limits
 
 
+class JoinedWrites:
+    """A transport that sends what is written within one turn of the event loop at once.
+
+    uvicorn writes the headers and the body of an answer one after the other; together they are one packet.
+    """
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport, self._loop, self._parts = transport, loop, list[bytes]()
+
+    def write(self, data: bytes) -> None:
+        """Send bytes, soon."""
+        if not self._parts:
+            self._loop.call_soon(self._flush)
+        self._parts.append(data)
+
+    def close(self) -> None:
+        """Send what is left, and close."""
+        self._flush()
+        self._transport.close()
+
+    def _flush(self) -> None:
+        if self._parts:
+            self._transport.write(b"".join(self._parts))
+            self._parts.clear()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
 class BoundedProtocol(HttpToolsProtocol):
     """One connection. `limited` makes the class for a server's limits."""
 
@@ -22,7 +51,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Take the connection, or say that there are too many."""
-        super().connection_made(transport)
+        super().connection_made(JoinedWrites(transport, self.loop))  # type: ignore[arg-type]
         if len(self.connections) > self.limits.connections:
             words = (
                 f"the server has {self.limits.connections} connections, as many as it takes; try again, or reuse one"

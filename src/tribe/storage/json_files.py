@@ -137,8 +137,9 @@ def _check_depth(value: dict[str, Any] | list[Any]) -> None:
     for _ in range(MOST_DEPTH):
         inner = (outer.values() if isinstance(outer, dict) else outer for outer in level)
         level = [item for items in inner for item in items if isinstance(item, dict | list)]
-    if level:
-        raise ValueError(f"it is nested more than {MOST_DEPTH} levels deep")
+        if not level:
+            return
+    raise ValueError(f"it is nested more than {MOST_DEPTH} levels deep")
 
 
 # -- value to schema --------------------------------------------------------------------------------------------------

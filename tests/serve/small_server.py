@@ -1,6 +1,7 @@
-"""A worker for tests of what surrounds it: one adapter a stream, one thread, no store. It really adapts."""
+"""A server for tests of what surrounds a worker. Its worker has one adapter a stream and one thread, and no store."""
 
 import asyncio
+import importlib.util
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,6 +10,21 @@ from typing import Any, NamedTuple
 import torch
 
 import tribe
+from tribe.serve.listener import Listener
+from tribe.serve.protocol.messages import ModelInfo
+from tribe.testing import CLASSES, small_network
+
+MODEL = ModelInfo("small", (3, 8, 8), CLASSES, labels=tuple("abcdefgh"[:CLASSES]), method="tribe")
+
+
+def listening(**options):
+    """A server of the small network on a free port."""
+    return Listener(SmallWorker(small_network(), h0=2.0), MODEL, port=options.pop("port", 0), **options)
+
+
+def has_grpc():
+    """Whether the extra `grpc` is installed."""
+    return all(importlib.util.find_spec(name) is not None for name in ("grpc", "google.protobuf"))
 
 
 class UnknownStream(LookupError):

@@ -1,0 +1,138 @@
+"""Measure what the web server adds to a model: wrk against a model that does nothing, so that all time is overhead.
+
+``python -m benchmarks.serve --out benchmarks/results``
+
+The server runs in a process of its own. Requests are those that tritonclient sends: JSON with the image as bytes after
+it. Needs wrk (a Debian package) and the extra `serve`. The results go to serve_cpu.json.
+"""
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from benchmarks.time_play import RESULTS
+from tribe.lab.provenance import machine
+from tribe.serve.listener import Listener
+from tribe.serve.protocol.messages import ModelInfo
+from tribe.storage.atomic import write_atomically
+
+CLASSES = 10
+SCRIPT = """
+local file = io.open("{body}", "rb")
+wrk.method, wrk.body = "POST", file:read("*a")
+file:close()
+wrk.headers["Inference-Header-Content-Length"] = "{length}"
+wrk.headers["Content-Type"] = "application/octet-stream"
+wrk.headers["X-Tribe-Stream"] = "cam1"
+done = function(summary, latency, requests)
+  local errors = summary.errors
+  io.write(string.format('RESULT {{"requests": %d, "seconds": %f, "p50_ms": %f, "p99_ms": %f, "max_ms": %f, "errors": %d}}\\n',
+    summary.requests, summary.duration / 1e6, latency:percentile(50) / 1e3, latency:percentile(99) / 1e3,
+    latency.max / 1e3, errors.connect + errors.read + errors.write + errors.status + errors.timeout))
+end
+"""
+
+
+class Inferred(NamedTuple):
+    logits: Any
+    adapted: bool
+    clock: int | None
+    generation: int | None
+    health: dict[str, Any] | None
+
+
+class NoModel:
+    """A worker that answers at once, or after a fixed time."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.seconds, self.logits = seconds, torch.zeros(1, CLASSES)
+
+    async def start(self) -> None: ...
+
+    async def stop(self) -> None: ...
+
+    async def infer(self, stream: str | None, images: torch.Tensor, **_: Any) -> Inferred:
+        if self.seconds:
+            await asyncio.sleep(self.seconds)
+        return Inferred(self.logits, True, 1, 1, {"trusted": 0.9, "entropy": 0.1, "distance": 0.2})
+
+
+def serve(shape: tuple[int, ...], connection: Any) -> None:
+    """Serve a model that does nothing, in this process."""
+    torch.set_num_threads(1)
+    listener = Listener(NoModel(), ModelInfo("none", shape, CLASSES), port=0)  # type: ignore[arg-type]
+    listener.run(lambda: connection.send(listener.port))
+
+
+def request(shape: tuple[int, ...], dtype: str) -> tuple[bytes, int]:
+    """The body of a request with one image, and the length of its JSON."""
+    image = np.zeros((1, *shape), {"FP32": np.float32, "UINT8": np.uint8}[dtype])
+    tensor = {"name": "images", "shape": image.shape, "datatype": dtype}
+    header = {
+        "id": "1",
+        "parameters": {"sequence_id": "cam1", "sequence_start": False, "sequence_end": False, "binary_data_output": True},
+        "inputs": [tensor | {"parameters": {"binary_data_size": image.nbytes}}],
+    }
+    text = json.dumps(header).encode()
+    return text + image.tobytes(), len(text)
+
+
+def measure(shape: tuple[int, ...], dtype: str, connections: int, seconds: int) -> dict[str, Any]:
+    """One run of wrk against a fresh server."""
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=serve, args=(shape, theirs))
+    process.start()
+    try:
+        port = ours.recv()
+        body, length = request(shape, dtype)
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "body").write_bytes(body)
+            script = Path(folder) / "post.lua"
+            script.write_text(SCRIPT.format(body=Path(folder) / "body", length=length))
+            url = f"http://127.0.0.1:{port}/v2/models/none/infer"
+            for duration in (2, seconds):  # the first is to warm up
+                words = ["wrk", "-t1", f"-c{connections}", f"-d{duration}s", "--timeout", "10s", "-s", str(script), url]
+                out = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    finally:
+        process.terminate()
+        process.join()
+    found: dict[str, Any] = json.loads(next(line for line in out.splitlines() if line.startswith("RESULT"))[7:])
+    rate = found["requests"] / found["seconds"]
+    row = {"body_bytes": len(body), "datatype": dtype, "connections": connections, "requests_per_second": round(rate)}
+    return row | {name: round(found[name], 3) for name in ("p50_ms", "p99_ms", "max_ms")} | {"errors": found["errors"]}
+
+
+def options(argv: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    style = argparse.RawDescriptionHelpFormatter
+    p = argparse.ArgumentParser("python -m benchmarks.serve", description=__doc__, formatter_class=style)
+    p.add_argument("--seconds", type=int, default=10, help="of each run (default: %(default)s)")
+    p.add_argument("--out", type=Path, default=RESULTS, help="folder for the results (default: %(default)s)")
+    return p.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    o = options(argv)
+    if shutil.which("wrk") is None:
+        sys.exit("benchmarks.serve needs wrk: apt install wrk")
+    rows = []
+    for shape, dtype in (((1, 28, 28), "UINT8"), ((3, 112, 112), "FP32")):
+        for connections in (1, 4, 16, 64):
+            rows.append(measure(shape, dtype, connections, o.seconds))
+            print(json.dumps(rows[-1]), flush=True)
+    found = {"what": "wrk against a model that does nothing: all time is overhead", "machine": machine(torch.device("cpu")), "rows": rows}
+    write_atomically(o.out / "serve_cpu.json", (json.dumps(found, indent=1) + "\n").encode())
+
+
+if __name__ == "__main__":
+    main()

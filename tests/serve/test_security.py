@@ -1,0 +1,261 @@
+"""Tokens, roles and limits of tokens; who may do what; requests that a browser was tricked into."""
+
+import hashlib
+import json
+import ssl
+import subprocess
+
+import numpy as np
+import pytest
+from http_calls import IMAGES, infer, refused, web
+from small_server import has_grpc, listening
+
+from tribe.serve.client import Client, ClientError
+from tribe.serve.listener import Listener, is_loopback
+from tribe.serve.protocol.errors import Forbidden, NoToken
+from tribe.serve.protocol.plain import encode_npy
+from tribe.serve.security import NEEDS, RANK, Guard, Holder, Token, read_tokens
+
+BODY = encode_npy(IMAGES)
+
+
+def token(name, **fields):
+    """A token whose secret is its name."""
+    return Token(name, hashlib.sha256(name.encode()).hexdigest(), **fields)
+
+
+TOKENS = [
+    token("watcher", streams="a-", role="predict"),
+    token("camera", streams="a-", role="learn", most_streams=2),
+    token("slow", streams="s-", role="learn", images_per_second=1e-6),
+    token("owner", streams="a-", role="admin"),
+    token("operator", streams="", role="admin"),
+    token("prometheus", streams="", role="predict"),
+]
+
+
+@pytest.fixture(scope="module")
+def guarded():
+    with listening(tokens=TOKENS, grpc_port=0 if has_grpc() else None) as found:
+        yield found
+
+
+def call(server, name, method, path, content=None, **headers):
+    given = {} if name is None else {"authorization": f"Bearer {name}"}
+    return web.request(method, server.url + path, content=content, headers={**given, **headers})
+
+
+# -- who may do what -------------------------------------------------------------------------------------------------
+
+ROWS = [  # method, path, body, and who may: * is everybody
+    ("GET", "/v2", None, "*"),
+    ("GET", "/v2/health/ready", None, "*"),
+    ("GET", "/v2/models/small", None, "*"),
+    ("POST", "/v1/predict", BODY, "watcher camera slow owner operator prometheus"),
+    ("POST", "/v1/streams/a-1/predict", BODY, "watcher camera owner operator prometheus"),
+    ("GET", "/v1/streams/a-1", None, "watcher camera owner operator prometheus"),
+    ("GET", "/v1/streams", None, "watcher camera slow owner operator prometheus"),
+    ("PUT", "/v1/streams/a-1", None, "camera owner operator"),
+    ("POST", "/v1/streams/a-1/end", None, "camera owner operator"),
+    ("POST", "/v1/streams/a-1/freeze", None, "owner operator"),
+    ("POST", "/v1/streams/a-1/unfreeze", None, "owner operator"),
+    ("POST", "/v1/streams/a-1/reset", None, "owner operator"),
+    ("POST", "/v1/streams/a-1/snapshot", None, "owner operator"),
+    ("POST", "/v1/streams/a-1/rollback", None, "owner operator"),
+    ("GET", "/v1/streams/a-1/state", None, "owner operator"),
+    ("GET", "/metrics", None, "operator prometheus"),
+]
+
+
+@pytest.mark.parametrize(("method", "path", "body", "who"), ROWS, ids=[f"{m} {p}" for m, p, _, _ in ROWS])
+def test_who_may_do_what(guarded, method, path, body, who):
+    assert call(guarded, "operator", "PUT", "/v1/streams/a-1").status_code == 200
+    assert call(guarded, "operator", "POST", "/v1/streams/a-1/snapshot").status_code == 200
+    for each in TOKENS:
+        answer = call(guarded, each.name, method, path, body)
+        if who == "*" or each.name in who.split():
+            assert answer.status_code == 200, (each.name, answer.text)
+        else:
+            refused(answer, 403, f"the token {each.name!r}")
+    for wrong in (None, "nobody"):
+        answer = call(guarded, wrong, method, path, body)
+        if who == "*":
+            assert answer.status_code == 200
+        else:
+            refused(answer, 401, "Authorization: Bearer TOKEN")
+            assert answer.headers["www-authenticate"] == "Bearer"
+
+
+def test_deleting_and_replacing_need_an_admin(guarded):
+    assert call(guarded, "operator", "PUT", "/v1/streams/a-1").status_code == 200
+    state = call(guarded, "operator", "GET", "/v1/streams/a-1/state").content
+    for name in ("watcher", "camera"):
+        refused(call(guarded, name, "DELETE", "/v1/streams/a-1"), 403, "drop needs the role admin")
+        refused(call(guarded, name, "PUT", "/v1/streams/a-1/state", state), 403, "put state needs the role admin")
+    assert call(guarded, "owner", "PUT", "/v1/streams/a-1/state", state).status_code == 200
+    refused(call(guarded, "owner", "DELETE", "/v1/streams/b-1"), 403, "begin with 'a-', not 'b-1'")
+    assert call(guarded, "owner", "DELETE", "/v1/streams/a-1").status_code == 200
+
+
+def test_every_action_needs_a_role_that_exists():
+    assert set(NEEDS.values()) <= RANK.keys()
+
+
+def test_a_token_sees_only_its_streams(guarded):
+    for name in ("a-see", "b-see"):
+        call(guarded, "operator", "PUT", f"/v1/streams/{name}")
+    found = {each["name"] for each in call(guarded, "watcher", "GET", "/v1/streams").json()["streams"]}
+    assert "a-see" in found
+    assert all(name.startswith("a-") for name in found)
+    everything = {each["name"] for each in call(guarded, "prometheus", "GET", "/v1/streams").json()["streams"]}
+    assert {"a-see", "b-see"} <= everything
+    for name in ("a-see", "b-see"):
+        call(guarded, "operator", "DELETE", f"/v1/streams/{name}")
+
+
+def test_a_predicting_token_never_learns_and_never_creates(guarded):
+    refused(call(guarded, "watcher", "POST", "/v1/streams/a-none/predict", BODY), 404, "may not create one")
+    call(guarded, "operator", "PUT", "/v1/streams/a-pre")
+    answer = call(guarded, "watcher", "POST", "/v1/streams/a-pre/predict", BODY).json()
+    assert answer["adapted"] is False
+    assert call(guarded, "watcher", "GET", "/v1/streams/a-pre").json()["images"] == 0
+    start = infer(guarded, sequence_id="a-pre", sequence_start=True, headers={"authorization": "Bearer watcher"})
+    refused(start, 403, "create needs the role learn")
+    call(guarded, "operator", "DELETE", "/v1/streams/a-pre")
+
+
+def test_a_token_has_a_number_of_streams(guarded):
+    for stream in call(guarded, "operator", "GET", "/v1/streams").json()["streams"]:
+        call(guarded, "operator", "DELETE", f"/v1/streams/{stream['name']}")
+    for name in ("a-1", "a-2", "a-1"):
+        assert call(guarded, "camera", "POST", f"/v1/streams/{name}/predict", BODY).status_code == 200
+    refused(call(guarded, "camera", "POST", "/v1/streams/a-3/predict", BODY), 429, "as many as it may", "DELETE")
+    refused(call(guarded, "camera", "PUT", "/v1/streams/a-3"), 429)
+    call(guarded, "owner", "DELETE", "/v1/streams/a-2")
+    assert call(guarded, "camera", "PUT", "/v1/streams/a-3").status_code == 200
+
+
+def test_beyond_its_rate_a_token_only_predicts(guarded):
+    answers = [call(guarded, "slow", "POST", "/v1/streams/s-1/predict", BODY).json()["adapted"] for _ in range(3)]
+    assert answers == [True, False, False]
+
+
+def test_the_rate_is_kept_over_time():
+    now = [0.0]
+    holder = Holder(Token("x", "", images_per_second=10.0), clock=lambda: now[0])
+    learned = 0
+    for _ in range(1000):  # 100 seconds
+        learned += 4 * holder.may_learn(4)
+        now[0] += 0.1
+    assert 1000 <= learned <= 1020
+    now[0] += 1.0
+    assert holder.may_learn(1000), "a large batch is not refused for ever"
+    now[0] += 1.0
+    assert not holder.may_learn(1), "and later ones wait for its debt"
+    assert not Holder(Token("x", "", images_per_second=0.0)).may_learn(1)
+    assert Holder(Token("x", "")).may_learn(10**9)
+
+
+# -- browsers ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_page_of_another_site_is_refused(server):
+    url = f"{server.url}/v1/streams/web/predict"
+    refused(web.post(url, content=BODY, headers={"origin": "https://evil.example"}), 403, "a page of 'https://evil")
+    refused(web.post(url, content=BODY, headers={"origin": "null"}), 403)
+    assert web.post(url, content=BODY, headers={"origin": server.url}).status_code == 200
+
+
+def test_a_name_that_leads_here_from_elsewhere_is_refused(server, guarded):
+    for path in ("/v2", "/v1/streams", "/"):
+        refused(web.get(server.url + path, headers={"host": "evil.example"}), 403, "evil.example")
+    assert web.get(f"{server.url}/v2", headers={"host": f"localhost:{server.port}"}).status_code == 200
+    assert web.get(f"{guarded.url}/v2", headers={"host": "camera-server.example"}).status_code == 200
+
+
+def test_loopback_is_the_default_and_recognised():
+    assert listening().host == "127.0.0.1"
+    assert [is_loopback(each) for each in ("127.0.0.1", "::1", "localhost", "0.0.0.0", "example.org", "10.0.0.1")] == [
+        True, True, True, False, False, False
+    ]  # fmt: skip
+
+
+# -- files of tokens ---------------------------------------------------------------------------------------------------
+
+
+def test_a_file_of_tokens(tmp_path):
+    digest = hashlib.sha256(b"0123456789abcdef").hexdigest()
+    entry = {"name": "cam", "streams": "a-", "role": "learn", "most_streams": 3, "images_per_second": 2.5}
+    (tmp_path / "t").write_text(json.dumps({"tokens": [entry | {"token": "0123456789abcdef"}]}))
+    assert read_tokens(tmp_path / "t") == [Token("cam", digest, "a-", "learn", 3, 2.5)]
+    (tmp_path / "t").write_text(json.dumps({"tokens": [entry | {"sha256": digest}]}))
+    (found,) = read_tokens(tmp_path / "t")
+    guard = Guard([found])
+    assert guard.identify("Bearer 0123456789abcdef").token is found
+    assert guard.identify("bearer  0123456789abcdef ").token is found
+    for wrong in (None, "", "Bearer", "Bearer 0123456789abcde", "Basic 0123456789abcdef", f"Bearer {digest}"):
+        with pytest.raises(NoToken):
+            guard.identify(wrong)
+    with pytest.raises(Forbidden):
+        guard.identify("Bearer 0123456789abcdef").check("predict", "b-1")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "words"),
+    [
+        ([], "has no tokens"),
+        ([{"token": "short"}], "16 or more ASCII characters"),
+        ([{"token": "x" * 16, "sha256": "0" * 64}], "needs either token or sha256"),
+        ([{}], "needs either token or sha256"),
+        ([{"sha256": "xyz"}], "64 hexadecimal digits"),
+        ([{"token": "x" * 16, "role": "root"}], "role"),
+        ([{"token": "x" * 16, "streams": "../"}], "the beginning of names of streams"),
+        ([{"token": "x" * 16, "most_streams": -1}], "most_streams is a whole number"),
+        ([{"token": "x" * 16, "images_per_second": -1}], "images_per_second is a number"),
+        ([{"token": "x" * 16, "rate": 1}], "unknown entry 'rate'"),
+        ([{"token": "x" * 16}, {"token": "x" * 16}], "the same token twice"),
+    ],
+)
+def test_a_wrong_file_of_tokens_is_refused_in_words(tmp_path, tokens, words):
+    entries = [{"name": "cam", "streams": "", "role": "admin"} | each for each in tokens]
+    (tmp_path / "tokens.json").write_text(json.dumps({"tokens": entries}))
+    with pytest.raises(ValueError, match=r"tokens\.json|most_streams|images_per_second") as caught:
+        read_tokens(tmp_path / "tokens.json")
+    assert words in str(caught.value)
+
+
+# -- TLS ---------------------------------------------------------------------------------------------------------------
+
+
+def test_tls(tmp_path):
+    words = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=IP:127.0.0.1"
+    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
+    try:
+        subprocess.run([*words.split(), "-keyout", key, "-out", certificate], check=True, capture_output=True)
+    except FileNotFoundError:
+        pytest.skip("openssl is not installed")
+    with listening(certificate=certificate, key=key) as found:
+        assert found.url.startswith("https://")
+        trusted = ssl.create_default_context(cafile=str(certificate))
+        with Client(found.url, "small", context=trusted) as client:
+            assert client.predict("tls", IMAGES).shape == (2, 4)
+        with pytest.raises(ssl.SSLError), Client(found.url, "small") as client:
+            client.predict("tls", IMAGES)
+    with pytest.raises(ValueError, match="TLS needs both a certificate and its key"):
+        listening(certificate=certificate)
+
+
+def test_a_client_sends_its_token(guarded):
+    with Client(guarded.url, "small", token="operator") as client:
+        assert np.isfinite(client.predict("z-1", IMAGES)).all()
+        client.drop("z-1")
+    with Client(guarded.url, "small") as client, pytest.raises(ClientError) as caught:
+        client.predict("z-1", IMAGES)
+    assert caught.value.status == 401
+
+
+def test_a_wrong_port_is_refused():
+    for wrong in (-1, 70_000, "80", True):
+        with pytest.raises(ValueError, match="port is the number of a port"):
+            listening(port=wrong)
+    assert Listener is type(listening())

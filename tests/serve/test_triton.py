@@ -1,0 +1,179 @@
+"""NVIDIA's tritonclient, as it is, against the server: HTTP, gRPC, and both with asyncio."""
+
+import asyncio
+import queue
+
+import numpy as np
+import pytest
+import torch
+from http_calls import IMAGES
+from small_server import has_grpc, listening
+
+import tribe
+from tribe.serve import grpc_messages
+from tribe.testing import small_network
+
+HTTP, GRPC = "tritonclient.http", "tritonclient.grpc"
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+def client_of(name, server):
+    """A module of tritonclient and a client of the server."""
+    module = pytest.importorskip(name, reason=f"{name} is not installed: make test-serve")
+    if name.startswith(GRPC):
+        if not has_grpc():
+            pytest.skip("grpcio and protobuf are not installed: make test-serve")
+        return module, module.InferenceServerClient(server.grpc_address)
+    return module, module.InferenceServerClient(server.url.partition("://")[2])
+
+
+def tensor(module, images=IMAGES, datatype="FP32", **options):
+    found = module.InferInput("images", images.shape, datatype)
+    found.set_data_from_numpy(images, **options)
+    return found
+
+
+def expected(*batches):
+    adapter = tribe.adapt(small_network(), "tribe", h0=2.0)
+    return [adapter(torch.from_numpy(each)).numpy() for each in batches]
+
+
+@pytest.mark.parametrize("name", [HTTP, GRPC])
+def test_a_sequence_adapts(server, name):
+    module, client = client_of(name, server)
+    stream = name.rpartition(".")[2]
+    assert client.is_server_live()
+    assert client.is_server_ready()
+    assert client.is_model_ready("small")
+    for i, logits in enumerate(expected(IMAGES, IMAGES)):
+        options = {"sequence_id": stream, "sequence_start": i == 0, "sequence_end": i == 1, "request_id": str(i)}
+        result = client.infer("small", [tensor(module)], timeout=60_000_000, **options)
+        assert np.array_equal(result.as_numpy("logits"), logits)
+    client.close()
+
+
+@pytest.mark.parametrize("name", [HTTP, GRPC])
+def test_metadata_and_configuration(server, name):
+    _, client = client_of(name, server)
+    options = {"as_json": True} if name == GRPC else {}
+    assert client.get_server_metadata(**options)["name"] == "tribe"
+    found = client.get_model_metadata("small", "1", **options)
+    assert [int(size) for size in found["inputs"][0]["shape"]] == [-1, 3, 8, 8]
+    assert [int(size) for size in found["outputs"][0]["shape"]] == [-1, 4]
+    config = client.get_model_config("small", **options)
+    config = config.get("config", config)
+    assert config["max_batch_size"] == 1024
+    assert config["input"][0]["data_type"] == "TYPE_FP32"
+    assert config["parameters"]["method"]["string_value"] == "tribe"
+    client.close()
+
+
+@pytest.mark.parametrize("name", [HTTP, GRPC])
+def test_types_of_images_and_outputs(server, name):
+    module, client = client_of(name, server)
+    pixels = (IMAGES * 255).astype(np.uint8)
+    source = tribe.adapt(small_network(), "source")
+    for images, datatype in ((pixels, "UINT8"), (IMAGES.astype(np.float16), "FP16"), (IMAGES.astype(float), "FP64")):
+        x = torch.from_numpy(images.astype(np.float32))
+        wanted = source.predict(x / 255 if datatype == "UINT8" else x).numpy()
+        output = module.InferRequestedOutput("logits")
+        result = client.infer("small", [tensor(module, images, datatype)], outputs=[output])
+        assert np.array_equal(result.as_numpy("logits"), wanted)
+    assert client.infer("small", [tensor(module)], sequence_id=12345).as_numpy("logits").shape == (2, 4)
+    client.close()
+
+
+def test_http_with_numbers_in_json_and_compressed(server):
+    module, client = client_of(HTTP, server)
+    output = module.InferRequestedOutput("logits", binary_data=False)
+    plain = client.infer("small", [tensor(module, binary_data=False)], outputs=[output])
+    packed = client.infer("small", [tensor(module)], request_compression_algorithm="gzip")
+    assert np.allclose(plain.as_numpy("logits"), packed.as_numpy("logits"))
+    client.close()
+
+
+@pytest.mark.parametrize("name", [HTTP, GRPC])
+def test_errors_have_words(server, name):
+    module, client = client_of(name, server)
+    error = module.InferenceServerException
+    with pytest.raises(error, match="there is no model 'large'"):
+        client.infer("large", [tensor(module)])
+    with pytest.raises(error, match=r"expected \(B, 3, 8, 8\)"):
+        client.infer("small", [tensor(module, IMAGES[:, :1])])
+    with pytest.raises(error, match="expected a name that has"):
+        client.infer("small", [tensor(module)], sequence_id="../x")
+    with pytest.raises(error, match="timeout is 0"):
+        client.infer("small", [tensor(module)], timeout=0)
+    with pytest.raises(error, match="there is no output 'boxes'"):
+        client.infer("small", [tensor(module)], outputs=[module.InferRequestedOutput("boxes")])
+    with pytest.raises(error, match="give one of them"):
+        client.infer("small", [tensor(module)], sequence_id="a", headers={"x-tribe-stream": "b"})
+    client.close()
+
+
+def test_grpc_streams_requests_in_order(server):
+    module, client = client_of(GRPC, server)
+    answers = queue.Queue()
+    client.start_stream(lambda result, error: answers.put((result, error)))
+    for i in range(3):
+        shown = IMAGES if i < 2 else IMAGES[:, :1]
+        client.async_stream_infer("small", [tensor(module, shown)], sequence_id="bidi", request_id=str(i))
+    found = [answers.get(timeout=60) for _ in range(3)]
+    client.stop_stream()
+    assert [result.get_response().id for result, error in found[:2]] == ["0", "1"]
+    for (result, error), logits in zip(found[:2], expected(IMAGES, IMAGES), strict=True):
+        assert error is None
+        assert np.array_equal(result.as_numpy("logits"), logits)
+    assert "expected (B, 3, 8, 8)" in str(found[2][1])
+    client.close()
+
+
+@pytest.mark.parametrize("name", [f"{HTTP}.aio", f"{GRPC}.aio"])
+def test_asyncio_clients(server, name):
+    async def play():
+        module, client = client_of(name, server)
+        stream = f"aio-{name.split('.')[1]}"
+        try:
+            assert await client.is_server_ready()
+            return [
+                (await client.infer("small", [tensor(module)], sequence_id=stream)).as_numpy("logits") for _ in range(2)
+            ]
+        finally:
+            await client.close()
+
+    for found, logits in zip(asyncio.run(play()), expected(IMAGES, IMAGES), strict=True):
+        assert np.array_equal(found, logits)
+
+
+def test_grpc_needs_the_token():
+    from test_security import TOKENS
+
+    pytest.importorskip(GRPC)
+    with listening(tokens=TOKENS, grpc_port=0) as found:
+        module, client = client_of(GRPC, found)
+        with pytest.raises(module.InferenceServerException, match="needs a token"):
+            client.infer("small", [tensor(module)], sequence_id="a-1")
+        headers = {"authorization": "Bearer camera"}
+        result = client.infer("small", [tensor(module)], sequence_id="a-1", headers=headers)
+        assert result.as_numpy("logits").shape == (2, 4)
+        with pytest.raises(module.InferenceServerException, match="begin with 'a-'"):
+            client.infer("small", [tensor(module)], sequence_id="b-1", headers=headers)
+        client.close()
+
+
+def test_the_messages_have_the_numbers_and_types_of_the_published_ones():
+    """A field with another number would be lost without an error."""
+    service = pytest.importorskip("tritonclient.grpc.service_pb2")
+    config = pytest.importorskip("tritonclient.grpc.model_config_pb2")
+    ours = grpc_messages.message_classes()
+    for name in grpc_messages.MESSAGES:
+        module = service if hasattr(service, name.partition(".")[0]) else config
+        theirs = module
+        for part in name.split("."):
+            theirs = getattr(theirs, part)
+        fields = {field.name: field for field in theirs.DESCRIPTOR.fields}
+        for field in ours[name].DESCRIPTOR.fields:
+            both = [(each.number, each.type, each.is_repeated) for each in (field, fields[field.name])]
+            assert both[0] == both[1], field.full_name
+        if not name.startswith("Model") or name.startswith(("ModelInfer", "ModelMetadata")):
+            assert {field.name for field in ours[name].DESCRIPTOR.fields} == fields.keys()
