@@ -10,7 +10,9 @@ import argparse
 import asyncio
 import json
 import multiprocessing
+import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -19,6 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import uvicorn
 
 from benchmarks.time_play import RESULTS
 from tribe.lab.provenance import machine
@@ -35,10 +38,11 @@ wrk.headers["Inference-Header-Content-Length"] = "{length}"
 wrk.headers["Content-Type"] = "application/octet-stream"
 wrk.headers["X-Tribe-Stream"] = "cam1"
 done = function(summary, latency, requests)
-  local errors = summary.errors
-  io.write(string.format('RESULT {{"requests": %d, "seconds": %f, "p50_ms": %f, "p99_ms": %f, "max_ms": %f, "errors": %d}}\\n',
-    summary.requests, summary.duration / 1e6, latency:percentile(50) / 1e3, latency:percentile(99) / 1e3,
-    latency.max / 1e3, errors.connect + errors.read + errors.write + errors.status + errors.timeout))
+  local failed = summary.errors
+  local errors = failed.connect + failed.read + failed.write + failed.status + failed.timeout
+  local form = '"requests": %d, "seconds": %f, "p50_ms": %f, "p99_ms": %f, "max_ms": %f, "errors": %d'
+  io.write("RESULT {{" .. string.format(form, summary.requests, summary.duration / 1e6, latency:percentile(50) / 1e3,
+    latency:percentile(99) / 1e3, latency.max / 1e3, errors) .. "}}\\n")
 end
 """
 
@@ -67,11 +71,27 @@ class NoModel:
         return Inferred(self.logits, True, 1, 1, {"trusted": 0.9, "entropy": 0.1, "distance": 0.2})
 
 
-def serve(shape: tuple[int, ...], connection: Any) -> None:
-    """Serve a model that does nothing, in this process."""
+async def bare(scope: Any, receive: Any, send: Any) -> None:
+    """The least that a server on uvicorn can do: read a body, drop it, answer as many bytes."""
+    while (await receive()).get("more_body", False):
+        pass
+    headers = [(b"content-type", b"application/octet-stream"), (b"content-length", b"300")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": bytes(300)})
+
+
+def serve(what: str, shape: tuple[int, ...], connection: Any) -> None:
+    """Serve a model that does nothing, or nothing at all, in this process."""
     torch.set_num_threads(1)
-    listener = Listener(NoModel(), ModelInfo("none", shape, CLASSES), port=0)  # type: ignore[arg-type]
-    listener.run(lambda: connection.send(listener.port))
+    if what == "uvicorn":
+        taken = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        taken.bind(("127.0.0.1", 0))
+        connection.send(taken.getsockname()[1])
+        config = uvicorn.Config(bare, http="httptools", lifespan="off", log_config=None, access_log=False)
+        uvicorn.Server(config).run([taken])
+    else:
+        listener = Listener(NoModel(), ModelInfo("none", shape, CLASSES), port=0)  # type: ignore[arg-type]
+        listener.run(lambda: connection.send(listener.port))
 
 
 def request(shape: tuple[int, ...], dtype: str) -> tuple[bytes, int]:
@@ -80,17 +100,23 @@ def request(shape: tuple[int, ...], dtype: str) -> tuple[bytes, int]:
     tensor = {"name": "images", "shape": image.shape, "datatype": dtype}
     header = {
         "id": "1",
-        "parameters": {"sequence_id": "cam1", "sequence_start": False, "sequence_end": False, "binary_data_output": True},
+        "parameters": {"sequence_id": "cam1", "sequence_start": False, "binary_data_output": True},
         "inputs": [tensor | {"parameters": {"binary_data_size": image.nbytes}}],
     }
     text = json.dumps(header).encode()
     return text + image.tobytes(), len(text)
 
 
-def measure(shape: tuple[int, ...], dtype: str, connections: int, seconds: int) -> dict[str, Any]:
+def cpu_seconds(pid: int) -> float:
+    """What a process has used of the processors."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def measure(what: str, shape: tuple[int, ...], dtype: str, connections: int, seconds: int) -> dict[str, Any]:
     """One run of wrk against a fresh server."""
     ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=serve, args=(shape, theirs))
+    process = multiprocessing.get_context("spawn").Process(target=serve, args=(what, shape, theirs))
     process.start()
     try:
         port = ours.recv()
@@ -102,13 +128,22 @@ def measure(shape: tuple[int, ...], dtype: str, connections: int, seconds: int) 
             url = f"http://127.0.0.1:{port}/v2/models/none/infer"
             for duration in (2, seconds):  # the first is to warm up
                 words = ["wrk", "-t1", f"-c{connections}", f"-d{duration}s", "--timeout", "10s", "-s", str(script), url]
+                used = -cpu_seconds(process.pid or 0)
                 out = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+                used += cpu_seconds(process.pid or 0)
     finally:
         process.terminate()
         process.join()
     found: dict[str, Any] = json.loads(next(line for line in out.splitlines() if line.startswith("RESULT"))[7:])
     rate = found["requests"] / found["seconds"]
-    row = {"body_bytes": len(body), "datatype": dtype, "connections": connections, "requests_per_second": round(rate)}
+    row = {
+        "server": what,
+        "body_bytes": len(body),
+        "datatype": dtype,
+        "connections": connections,
+        "requests_per_second": round(rate),
+    }
+    row["cpu_us_per_request"] = round(1e6 * used / found["requests"])
     return row | {name: round(found[name], 3) for name in ("p50_ms", "p99_ms", "max_ms")} | {"errors": found["errors"]}
 
 
@@ -125,12 +160,15 @@ def main(argv: list[str] | None = None) -> None:
     o = options(argv)
     if shutil.which("wrk") is None:
         sys.exit("benchmarks.serve needs wrk: apt install wrk")
-    rows = []
+    rows, before = [], os.getloadavg()[0]
     for shape, dtype in (((1, 28, 28), "UINT8"), ((3, 112, 112), "FP32")):
         for connections in (1, 4, 16, 64):
-            rows.append(measure(shape, dtype, connections, o.seconds))
-            print(json.dumps(rows[-1]), flush=True)
-    found = {"what": "wrk against a model that does nothing: all time is overhead", "machine": machine(torch.device("cpu")), "rows": rows}
+            for what in ("tribe", "uvicorn"):
+                rows.append(measure(what, shape, dtype, connections, o.seconds))
+                print(json.dumps(rows[-1]), flush=True)
+    words = "wrk against a model that does nothing: all time is overhead. uvicorn: the same bodies, read and dropped"
+    load = "load of the machine's 2 cores by others, before and after"
+    found = {"what": words, "machine": machine(torch.device("cpu")), load: [before, os.getloadavg()[0]], "rows": rows}
     write_atomically(o.out / "serve_cpu.json", (json.dumps(found, indent=1) + "\n").encode())
 
 
