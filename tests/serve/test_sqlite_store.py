@@ -9,13 +9,13 @@ import pytest
 
 from processes import ended
 from stores import Clock, write
-from tribe.serve.store import Fenced, SqliteStore, StoreDamaged, StoreDown, open_store
+from tribe.serve.store import Fenced, SqliteStore, StoreDamaged, StoreDown, Write, open_store
 from tribe.serve.store.ledger import Ledger
 
 FILL = """
 import ctypes, json, os, sys
 from pathlib import Path
-from tribe.serve.store import SqliteStore, StoreDown
+from tribe.serve.store import SqliteStore, StoreDown, Write
 
 folder, small = Path(sys.argv[1]), sys.argv[2] == "small disk"
 if small:  # a file system of its own, which ends with this process
@@ -41,6 +41,9 @@ def refused(action):
     raise AssertionError("it was stored")
 
 print(refused(lambda: store.write(claim, bytes(2_000_000), clock=3, requests=[], meta={})))
+both = [Write(claim, bytes(10), 3, [], {}), Write(store.claim("other", "a", 10), bytes(2_000_000), 3, [], {})]
+print(refused(lambda: store.write_many(both)))
+assert store.read("other") is None
 if small:  # no room is left, not even for the ledger
     with open(folder / "filler", "wb", buffering=0) as file:
         try:
@@ -201,6 +204,23 @@ def test_opening_removes_what_killed_writers_left(written, clock):
     SqliteStore(written.folder, now=clock).close()
     assert not name.exists()
     assert len(blobs(written)) == 2
+
+
+def test_a_batch_that_was_fenced_or_failed_leaves_no_files(written, clock):
+    other = written.claim("other", "a", 10)
+    claim = written.claim("cam", "a", 10)
+    clock.time += 10
+    written.claim("cam", "b", 10)
+    with (
+        written._ledger.transaction(),
+        pytest.raises(StoreDown),
+        contextlib.closing(SqliteStore(written.folder, now=clock, patience=0.01)) as second,
+    ):
+        second.write_many([Write(other, b"other", 1, [], {})])
+    assert len(blobs(written)) == 2
+    refused = written.write_many([Write(claim, b"cam", 3, [], {}), Write(other, b"other", 1, [], {})])
+    assert refused.keys() == {"cam"}
+    assert [path.read_bytes() for path in blobs(written)] == [b"other", b"state 1", b"state 2"]
 
 
 def test_a_reader_never_meets_a_half_written_state(store):
@@ -365,7 +385,9 @@ def test_a_full_disk_is_an_error_and_changes_nothing(tmp_path):
     if result.code == 3:
         pytest.skip(f"a small file system cannot be mounted here: {result.out}")
     assert result.code == 0, result.err
-    blob, ledger = result.out.splitlines()
+    blob, many, ledger = result.out.splitlines()
+    assert "the states of 2 streams were not stored" in many
+    assert "No space left on device. It needs 2.0 MB, and " in many
     assert "the state of stream 'cam' was not stored" in blob
     assert "No space left on device. It needs 2.0 MB, and " in blob
     assert "the disk is full. Free some space; what was stored before is unchanged" in ledger

@@ -24,7 +24,7 @@ from hypothesis.stateful import (
 )
 
 from stores import KINDS, Clock, fast_folder, open_kind
-from tribe.serve.store import Claim, Fenced, SqliteStore, Stored
+from tribe.serve.store import Claim, Fenced, SqliteStore, Stored, Write
 from tribe.serve.store.blobs import FILE, stream_hash
 
 STREAMS, OWNERS = st.sampled_from(("gate", "../yard")), st.sampled_from(("a", "b", "c"))
@@ -117,6 +117,18 @@ class StoreMachine(RuleBasedStateMachine):
         state = self.next_state(claim, step)
         with self.expected(claim, state):
             self.store.write(claim, **fields(state))
+
+    @rule(pair=st.lists(claims, min_size=2, max_size=2, unique_by=lambda claim: claim.stream), step=st.integers(-1, 2))
+    def write_many(self, pair, step):
+        """Each of two streams is written or refused by itself."""
+        states = [self.next_state(claim, step) for claim in pair]
+        refused = self.store.write_many(
+            [Write(claim, **fields(state)) for claim, state in zip(pair, states, strict=True)]
+        )
+        for claim, state in zip(pair, states, strict=True):
+            with self.expected(claim, state):
+                if claim.stream in refused:
+                    raise refused[claim.stream]
 
     @rule(target=paused, claim=claims, newest=st.booleans(), step=st.integers(0, 2))
     def write_and_pause(self, claim, newest, step):

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from stores import KINDS, Clock, open_kind, write
-from tribe.serve.store import Claim, Fenced
+from tribe.serve.store import Claim, Fenced, Write
 from tribe.serve.store.protocol import Store
 
 
@@ -107,6 +107,28 @@ def test_an_old_generation_cannot_write_or_delete(store, clock):
     again = store.claim("cam", "b", 10)
     with pytest.raises(Fenced, match="belongs to 'b'"):
         write(store, again._replace(owner="a"), 3)
+
+
+def test_many_streams_are_written_together_and_each_is_refused_by_itself(store, clock):
+    claims = {name: store.claim(name, "a", 10) for name in ("good", "lost", "back", "wrong", "empty")}
+    write(store, claims["back"], 5)
+    clock.time += 10
+    store.claim("lost", "b", 10)
+    writes = {name: Write(claim, name.encode(), 1, ["r"], {"name": name}) for name, claim in claims.items()}
+    writes["wrong"] = writes["wrong"]._replace(meta={"x": object()})
+    writes["empty"] = writes["empty"]._replace(blob=b"")
+    refused = store.write_many(list(writes.values()))
+    assert {name: type(error) for name, error in refused.items()} == {
+        "lost": Fenced,
+        "back": ValueError,
+        "wrong": ValueError,
+    }
+    for name in ("good", "empty"):
+        assert store.read(name) == (name, 1, 1, ("r",), writes[name].blob, {"name": name})
+    assert (store.read("lost"), store.read("back").clock, store.read("wrong")) == (None, 5, None)
+    assert store.write_many([]) == {}
+    with pytest.raises(ValueError, match="each write is of another stream; got 'good'"):
+        store.write_many([writes["good"], writes["good"]])
 
 
 def test_a_clock_never_falls_within_a_generation(store):

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tribe.storage import atomic
-from tribe.storage.atomic import open_atomically, write_atomically
+from tribe.storage.atomic import CannotWrite, open_atomically, write_atomically, write_new
 
 OLD, NEW = b"old" * 100_000, b"new" * 100_000
 
@@ -171,3 +171,21 @@ def test_a_folder_is_refused(tmp_path):
         write_atomically(tmp_path, NEW)
     with pytest.raises(FileNotFoundError, match=r"there is no folder .*missing to write file into"):
         write_atomically(tmp_path / "missing" / "file", NEW)
+
+
+@pytest.mark.parametrize("has_call", [True, False])
+def test_many_new_files_are_written_and_synced_together(tmp_path, monkeypatch, has_call):
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(file))
+    if not has_call:
+        monkeypatch.setattr(atomic, "_sync_file_system", lambda folder: False)
+    files = {tmp_path / name / f"{i}": f"{name}{i}".encode() for name in "ab" for i in range(3)}
+    for folder in {path.parent for path in files}:
+        folder.mkdir()
+    write_new(files)
+    assert {path: path.read_bytes() for path in files} == files
+    assert len(synced) == (8 if not has_call else 0 if sys.platform == "linux" else 8), "six files and two folders"
+    with pytest.raises(CannotWrite, match="File exists"):
+        write_new({tmp_path / "a" / "0": b"other"})
+    assert (tmp_path / "a" / "0").read_bytes() == b"a0"
+    write_new({})

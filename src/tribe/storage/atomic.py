@@ -6,11 +6,13 @@ temporary file, so that no other process removes it, however long the writing ta
 """
 
 import contextlib
+import ctypes
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import IO
@@ -139,6 +141,45 @@ def sync_folder(folder: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def write_new(files: Mapping[Path, bytes]) -> None:
+    """Write new files and sync them together, which for many files is much faster than one after the other.
+
+    A process that is killed meanwhile leaves torn files: use names that nobody reads before this returns.
+    """
+    for path, data in files.items():
+        try:
+            with path.open("xb") as file:
+                file.write(data)
+        except OSError as error:
+            raise CannotWrite.because(error, path, len(data)) from error
+    folders = {path.parent for path in files}
+    if not all(map(_sync_file_system, {os.stat(folder).st_dev: folder for folder in folders}.values())):
+        for path in files:
+            _sync_file(path)
+        for folder in folders:
+            sync_folder(folder)
+
+
+def _sync_file_system(folder: Path) -> bool:
+    """Write all that the file system of a folder has to the disk; False where the platform has no such call."""
+    call = getattr(ctypes.CDLL(None, use_errno=True), "syncfs", None) if sys.platform == "linux" else None
+    if call is None:
+        return False
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        if call(descriptor):
+            number = ctypes.get_errno()
+            raise CannotWrite.because(OSError(number, os.strerror(number)), folder)
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def _sync_file(path: Path) -> None:
+    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:  # what was removed again need not be synced
+        os.fsync(file.fileno())
 
 
 def _remove_stale(folder: Path, now: float) -> None:

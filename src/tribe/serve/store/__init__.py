@@ -8,7 +8,7 @@
 
 from os import PathLike
 
-from tribe.serve.store.protocol import Claim, Entry, Fenced, Store, Stored, StoreDamaged, StoreDown
+from tribe.serve.store.protocol import Claim, Entry, Fenced, Store, Stored, StoreDamaged, StoreDown, Write
 from tribe.serve.store.redis import SCHEMES, RedisStore
 from tribe.serve.store.sqlite import SqliteStore
 
@@ -22,6 +22,7 @@ __all__ = [
     "StoreDamaged",
     "StoreDown",
     "Stored",
+    "Write",
     "open_store",
 ]
 

@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
-from tribe.storage.atomic import sync_folder, write_atomically
+from tribe.storage.atomic import sync_folder, write_atomically, write_new
 from tribe.storage.regular import read_regular
 
 HASH = 32  # digits of a stream's hash: 128 bits, so two streams never share one
@@ -44,11 +44,20 @@ class Blobs:
 
     def write(self, name: str, blob: bytes) -> None:
         """Write a blob to the disk."""
-        path = self.path(name)
-        if not path.parent.is_dir():
-            path.parent.mkdir(exist_ok=True)
+        self._make_folders([name])
+        write_atomically(self.path(name), blob)
+
+    def write_many(self, blobs: Mapping[str, bytes]) -> None:
+        """Write blobs to the disk, by their names; after an error some may be there, and torn."""
+        self._make_folders(blobs)
+        write_new({self.path(name): blob for name, blob in blobs.items()})
+
+    def _make_folders(self, names: Iterable[str]) -> None:
+        missing = [folder for folder in {self.path(name).parent for name in names} if not folder.is_dir()]
+        for folder in missing:
+            folder.mkdir(exist_ok=True)
+        if missing:
             sync_folder(self.folder)
-        write_atomically(path, blob)
 
     def read(self, name: str, largest: int) -> bytes:
         """Read a blob of at most so many bytes."""

@@ -27,9 +27,12 @@ from tribe.serve.store.protocol import (
     Claim,
     Entries,
     Entry,
+    Fenced,
     Stored,
     StoreDamaged,
     StoreDown,
+    Write,
+    check_distinct,
     check_lease,
     check_name,
     check_page,
@@ -115,6 +118,17 @@ class RedisStore:
     def write(self, claim: Claim, blob: bytes, *, clock: int, requests: Sequence[str], meta: Mapping[str, Any]) -> None:
         """Replace the stream's state. See `tribe.serve.store.protocol.Store.write`."""
         self._commit(claim, self._upload(claim, blob, clock=clock, requests=requests, meta=meta))
+
+    def write_many(self, writes: Sequence[Write]) -> dict[str, Fenced | ValueError]:
+        """Write the states of several streams. See `tribe.serve.store.protocol.Store.write_many`."""
+        check_distinct(writes)
+        refused = dict[str, Fenced | ValueError]()
+        for claim, blob, clock, requests, meta in writes:
+            try:
+                self.write(claim, blob, clock=clock, requests=requests, meta=meta)
+            except (Fenced, ValueError) as error:
+                refused[claim.stream] = error
+        return refused
 
     def _upload(
         self, claim: Claim, blob: bytes, *, clock: int, requests: Sequence[str], meta: Mapping[str, Any]

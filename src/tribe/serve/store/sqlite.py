@@ -27,9 +27,12 @@ from tribe.serve.store.protocol import (
     Claim,
     Entries,
     Entry,
+    Fenced,
     Stored,
     StoreDamaged,
     StoreDown,
+    Write,
+    check_distinct,
     check_lease,
     check_name,
     check_page,
@@ -142,17 +145,45 @@ class SqliteStore:
         """Replace the stream's state. See `tribe.serve.store.protocol.Store.write`."""
         self._commit(claim, self._upload(claim, blob, clock=clock, requests=requests, meta=meta))
 
-    def _upload(
-        self, claim: Claim, blob: bytes, *, clock: int, requests: Sequence[str], meta: Mapping[str, Any]
+    def write_many(self, writes: Sequence[Write]) -> dict[str, Fenced | ValueError]:
+        """Write the states of several streams. See `tribe.serve.store.protocol.Store.write_many`."""
+        check_distinct(writes)
+        records, refused = dict[str, tuple[Claim, Record]](), dict[str, Fenced | ValueError]()
+        for write in writes:
+            try:
+                records[write.claim.stream] = write.claim, self._new_record(*write)
+            except (Fenced, ValueError) as error:
+                refused[write.claim.stream] = error
+        blobs = {write.claim.stream: write.blob for write in writes}
+        try:
+            self._blobs.write_many({record.blob: blobs[stream] for stream, (_, record) in records.items()})
+            refused |= self._name(records)
+        except Exception as error:
+            for stream, (_, record) in records.items():
+                self._remove_unless_named(stream, record.blob)
+            if isinstance(error, OSError) and not isinstance(error, StoreDown):
+                raise StoreDown(f"the states of {len(records)} streams were not stored: {error}") from error
+            raise
+        return refused
+
+    def _new_record(
+        self, claim: Claim, blob: bytes, clock: int, requests: Sequence[str], meta: Mapping[str, Any]
     ) -> Record:
-        """Write the blob, which the ledger does not name yet."""
+        """The record of a state that is about to be written, if it may be."""
         check_blob(blob)
         name = new_name(claim.stream, claim.generation, clock)
         record = new_record(claim, blob, clock=clock, requests=requests, meta=meta, name=name, written=self._now())
         with self._ledger.reading() as ledger:
             self._check_write(ledger, claim, record)
+        return record
+
+    def _upload(
+        self, claim: Claim, blob: bytes, *, clock: int, requests: Sequence[str], meta: Mapping[str, Any]
+    ) -> Record:
+        """Write the blob, which the ledger does not name yet."""
+        record = self._new_record(claim, blob, clock, requests, meta)
         try:
-            self._blobs.write(name, blob)
+            self._blobs.write(record.blob, blob)
         except OSError as error:
             with self._ledger.reading() as ledger:
                 self._check_write(ledger, claim, record)  # the next owner removes temporary files of this generation
@@ -161,19 +192,33 @@ class SqliteStore:
 
     def _commit(self, claim: Claim, record: Record) -> None:
         """Name a blob in the ledger, if the claim is still current, and remove the blob that is no longer needed."""
-        row = (claim.stream, CURRENT, *record)
         try:
-            with self._ledger.transaction() as ledger:
-                self._check_write(ledger, claim, record)
-                before = self._named(ledger, claim.stream)
-                ledger.execute("DELETE FROM states WHERE stream = ? AND place = ?", (claim.stream, PREVIOUS))
-                ledger.execute("UPDATE states SET place = ? WHERE stream = ?", (PREVIOUS, claim.stream))
-                ledger.execute(f"INSERT INTO states VALUES ({', '.join('?' * len(row))})", row)
-                unnamed = before - self._named(ledger, claim.stream)
+            refused = self._name({claim.stream: (claim, record)})
         except Exception:
             self._remove_unless_named(claim.stream, record.blob)
             raise
+        for error in refused.values():
+            raise error
+
+    def _name(self, records: Mapping[str, tuple[Claim, Record]]) -> dict[str, Fenced | ValueError]:
+        """Name blobs in the ledger and remove those that are no longer needed; return what is refused, by stream."""
+        unnamed, refused = set[str](), dict[str, Fenced | ValueError]()
+        with self._ledger.transaction() as ledger:
+            for stream, (claim, record) in records.items():
+                try:
+                    self._check_write(ledger, claim, record)
+                except (Fenced, ValueError) as error:
+                    refused[stream] = error
+                    unnamed.add(record.blob)
+                    continue
+                unnamed |= self._named(ledger, stream)
+                row = (stream, CURRENT, *record)
+                ledger.execute("DELETE FROM states WHERE stream = ? AND place = ?", (stream, PREVIOUS))
+                ledger.execute("UPDATE states SET place = ? WHERE stream = ?", (PREVIOUS, stream))
+                ledger.execute(f"INSERT INTO states VALUES ({', '.join('?' * len(row))})", row)
+                unnamed -= self._named(ledger, stream)
         self._blobs.remove(unnamed)
+        return refused
 
     def _remove_unless_named(self, stream: str, blob: str) -> None:
         """Remove a blob after an error, unless its commit reached the disk all the same, or that cannot be read."""
