@@ -330,6 +330,24 @@ def test_pooled_statistics_are_those_of_a_class_balanced_resample() -> None:
     assert gaps(pooled, Stats(even.mean(1)[None, None], even.var(1, correction=0)[None, None])) < 1e-10
 
 
+def test_with_gamma_1_the_mean_is_that_of_robust_bn_and_the_variance_is_not() -> None:
+    """Without the limits of the released code; the share of a batch is then eta B / K."""
+    g = torch.Generator().manual_seed(0)
+    balanced, robust = Balanced(4, 0.1, 1.0, "paper"), norms.create("robust", alpha=0.1 * 6 / 4)
+    stats, valid = (
+        Stats(torch.zeros(1, 1, 3).double(), torch.ones(1, 1, 3).double()),
+        torch.ones(1, 6, dtype=torch.bool),
+    )
+    own = Stats(*(t.expand(1, 4, 3) for t in stats))
+    for _ in range(3):
+        mean, var = torch.rand(2, 1, 6, 3, generator=g, dtype=torch.float64)
+        labels = torch.randint(4, (1, 6), generator=g)
+        mean_b, var_b, own = balanced(mean, var, 9, own, labels, valid, EPS)
+        mean_r, var_r, stats = robust(mean, var, 9, stats, None, valid, EPS)
+        torch.testing.assert_close(mean_b, mean_r, rtol=0, atol=1e-12)
+        assert (var_b - var_r).abs().max() > 1e-3
+
+
 def test_at_full_rate_a_batch_is_normalised_as_its_class_balanced_resample() -> None:
     """Eqs. 1 and 2 together: eta 1, capped, removes the past, and the imbalance of the batch with it."""
     x, labels = classes_of_very_different_size()

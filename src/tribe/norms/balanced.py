@@ -56,7 +56,9 @@ class Balanced:
 
     classes: int = 10
     eta: float = 0.01  # momentum of one instance
-    gamma: float = 0.0  # share of the class-agnostic update: 0 is per class, 1 is Robust BN
+    # The share of the class-agnostic update: 0 is per class. With 1 the mean is that of Robust BN. The variance is not:
+    # Eq. 4 takes the spread of a batch around the mean that was kept, not around the batch's own.
+    gamma: float = 0.0
     convention: Convention = "released"
     pooled_ddof: int | None = None  # the spread of the class means is divided by K - pooled_ddof
     rate_cap: bool | None = None  # limit the weight of the n_k samples of a class to 1: rate min(eta, 1 / n_k)
