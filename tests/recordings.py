@@ -84,7 +84,7 @@ def fisher(data, net):
     """EATA's settings in the recording."""
     recorded = part(data, "eata_fisher")
     tensors = {name: torch.cat([recorded[f"bn{i}.{name}"] for i in (1, 2, 3)]) for name in ("weight", "bias")}
-    return {"d": 0.6, "alpha": 2e5, "knowledge": knowledge("eata", net, tensors)}
+    return {"d": 0.6, "alpha": 2e5, "fisher": "sum", "knowledge": knowledge("eata", net, tensors)}
 
 
 def posterior(data, net):

@@ -566,6 +566,41 @@ def test_the_committed_results_have_the_ids_of_their_specs():
     assert [found.experiment.id for found in finished(ROOT / "results")] == sorted(line["id"] for line in lines)
 
 
+def test_the_committed_results_say_what_they_ran_before_a_field_was_added():
+    found = [found.experiment for found in finished(ROOT / "results")]
+    values = {
+        name: {e.method.fields[field] for e in found if e.method.name == name}
+        for name, field in (("eata", "fisher"), ("note", "every"))
+    }
+    assert values == {"eata": {"sum"}, "note": {None}}
+
+
+@pytest.mark.parametrize("name", ["eata", "eata+time"])
+def test_a_field_that_was_added_changes_the_id_only_where_it_changes_the_method(workbench, name):
+    usual, before = small(workbench, name), small(workbench, ComponentSpec(name, {"fisher": "sum"}))
+    assert difference(usual, before) == ["method.fields.fisher is 'mean' and 'sum'"]
+    assert usual.id != before.id
+    old = before.json()
+    del old["method"]["fields"]["fisher"]  # as a version without the field wrote it
+    assert Experiment.from_json(old).id == before.id
+    assert Experiment.from_json(old).json() == before.json()
+    assert Experiment.from_json(usual.json()).id == usual.id
+    assert workbench.prepare(before.dataset, before.model, before.scenario, before.method).method.fisher == "sum"
+
+
+def test_an_older_result_is_found_and_computed_as_it_was(workbench, tmp_path):
+    experiment = small(workbench, ComponentSpec("eata", {"fisher": "sum"}))
+    result = run_experiment(experiment, tmp_path / "new", workbench=workbench)
+    path = result.folder / "spec.json"
+    older = json.loads(path.read_text())
+    del older["spec"]["method"]["fields"]["fisher"]
+    path.write_text(json.dumps(older))
+    assert find(experiment, tmp_path / "new", verified=True) is not None
+    assert find(small(workbench, "eata"), tmp_path / "new") is None
+    again = run_experiment(Experiment.from_json(older["spec"]), tmp_path / "again", workbench=workbench)
+    assert again.metrics == result.metrics
+
+
 @pytest.mark.parametrize(
     ("name", "content"),
     [

@@ -116,6 +116,7 @@ def test_networks_without_batch_norm_adapt_too(name):
         ("lame", {"neighbours": -1}, "not negative"),
         ("lame", {"rounds": 0}, "at least 1"),
         ("eata", {"d": -0.1}, "not negative"),
+        ("eata", {"fisher": "median"}, "fisher of eata is 'mean' or 'sum'; got 'median'"),
         ("eata", {"classes": None}, "classes="),
         ("sar", {"momentum": 1.0}, "below 1"),
         ("sar", {"rho": -1.0}, "not negative"),
@@ -149,6 +150,22 @@ def test_pl_is_adam_on_the_cross_entropy_with_its_own_argmax():
         nn.functional.cross_entropy(logits, logits.argmax(1)).backward()
         optimiser.step()
     assert_affine(state.affine, weights, biases)
+
+
+@pytest.mark.parametrize("name", ["tent", "pl"])
+def test_a_loss_knows_which_predictions_count(name):
+    """For losses over a whole batch, such as one of the mean prediction."""
+    seen = []
+
+    class Watching(methods.get(name)):
+        def loss(self, logits, valid):
+            seen.append(valid)
+            return super().loss(logits, valid)
+
+    net, method = network(), Watching()
+    valid = torch.tensor([[True, False, True, True]])
+    method.step(net, method.init(net), images(1, 4, 0, DOUBLE), valid)
+    assert [v.tolist() for v in seen] == [valid.tolist()]
 
 
 # -- LAME -------------------------------------------------------------------------------------------------------------
@@ -310,8 +327,8 @@ def test_eata_equals_a_slow_loop(classes, d):
     net, xs = network(classes, sure=3.0), batches(8)
     pieces = [torch.rand(n, generator=torch.Generator().manual_seed(n), dtype=DOUBLE) for n in (6, 8, 6, 8)]
     tensors = {"weight": torch.cat(pieces[:2]), "bias": torch.cat(pieces[2:])}
-    knowledge = Knowledge("eata", tensors, net.fingerprint(exact=False))
-    method = methods.create("eata", classes=classes, d=d, alpha=5.0, knowledge=knowledge)
+    knowledge = Knowledge("eata", tensors, net.fingerprint(exact=False), {"batches": 4})
+    method = methods.create("eata", classes=classes, d=d, alpha=20.0, knowledge=knowledge)
     _, state = play(method, net, xs)
     weights, biases, mean, steps = eata_by_hand(net, xs, pieces, d=d, alpha=5.0)
     assert 0 < steps < len(xs) or d > 0.5, "every batch was learned from: the choice was not tested"
@@ -374,7 +391,48 @@ def test_the_penalty_holds_parameters_back():
     assert moves[1] < 0.8 * moves[0]
 
 
-def test_fisher_is_the_sum_of_squared_gradients_of_batches():
+@pytest.mark.parametrize("dtype", [torch.float32, DOUBLE], ids=str)
+@pytest.mark.parametrize("fisher", ["mean", "sum"])
+def test_eata_studied_and_played_equals_plain_pytorch(fisher, dtype):
+    """From source images to adapted parameters, with an ordinary module, backward() and torch.optim alone."""
+    net, xs, source = network(dtype=dtype, sure=3.0), batches(6, dtype=dtype), batches(9, dtype=dtype)[6:]
+    module, weights, biases = batch_norm_module(net)
+    total = [torch.zeros_like(p) for p in (*weights, *biases)]
+    for x in source:
+        module.zero_grad()
+        logits = module(x[0])
+        nn.functional.cross_entropy(logits, logits.argmax(1)).backward()
+        for squares, p in zip(total, (*weights, *biases), strict=True):
+            squares += p.grad**2
+    wanted = [squares / len(source) if fisher == "mean" else squares for squares in total]
+
+    fields = {"classes": 4, "d": 2.0, "alpha": 20.0}
+    method = methods.create("eata", **fields, fisher=fisher)
+    method = dataclasses.replace(method, knowledge=method.study(net, [(x[0], None) for x in source]))
+    _, state = play(method, net, xs)
+    weights, biases, _, steps = eata_by_hand(net, xs, wanted, d=2.0, alpha=20.0)
+    assert int(state.adam.steps) == steps == len(xs)
+    assert_affine(state.affine, weights, biases, atol=1e-6)
+    other = dataclasses.replace(method, fisher="sum" if fisher == "mean" else "mean")
+    assert (play(other, net, xs)[1].affine.weight - state.affine.weight).abs().max() > 1e-5, "the penalty did nothing"
+
+
+@pytest.mark.parametrize("batches_", [None, 0, -1, 2.5, "31", True])
+def test_a_mean_over_unknown_batches_is_refused(batches_):
+    net = network()
+    zeros = {name: torch.zeros(net.channels, dtype=DOUBLE) for name in ("weight", "bias")}
+    knowledge = Knowledge(
+        "eata", zeros, net.fingerprint(exact=False), {} if batches_ is None else {"batches": batches_}
+    )
+    with pytest.raises(
+        KnowledgeError, match=rf"these are {batches_!r}, expected .*tribe source eata, or set fisher='sum'"
+    ):
+        methods.create("eata", classes=4, knowledge=knowledge).init(net)
+    methods.create("eata", classes=4, knowledge=knowledge, fisher="sum").init(net)
+    methods.create("eata", classes=4, knowledge=knowledge, alpha=0.0).init(net)
+
+
+def test_knowledge_holds_the_sum_of_squared_gradients_and_the_number_of_batches():
     net, xs = network(), [x[0] for x in batches(3)]
     method = methods.create("eata", classes=4)
     knowledge = method.study(net, [(x, None) for x in xs])

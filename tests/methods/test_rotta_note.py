@@ -211,6 +211,54 @@ def test_note_takes_one_step_a_batch_down_the_entropy_of_its_memory(batch: int) 
         assert gap(state.stats, stats) < 1e-9
 
 
+@pytest.mark.parametrize("batch", [1, 3, 12, 24])
+@pytest.mark.parametrize("every", [4, 5, 30])
+def test_note_learns_after_every_so_many_images_from_the_memory_of_that_moment(batch: int, every: int) -> None:
+    """Against a loop over images: also in the middle of a batch, and several times in one."""
+    net, x, method = network(), shots(24), note(every=every)
+    affine, stats = net.source()
+    moments, state, bank = adam_init(affine), method.init(net), method.init(net).memory
+    real = torch.ones(1, 1, dtype=torch.bool)
+    for i in range(0, 24, batch):
+        with torch.no_grad():
+            wanted = net(x[:, i : i + batch], affine, stats, norms.create("instance")).logits
+        y, state = method.step(net, state, x[:, i : i + batch])
+        assert float((y - wanted).abs().max()) < 1e-9
+        for j in range(i, i + batch):
+            bank = method.remember(bank, x[:, j : j + 1], wanted[:, j - i : j - i + 1].argmax(-1), real, state.key)
+            if (j + 1) % every == 0:
+                leaf = affine.leaf()
+                memory = pictures(bank, (3, 8, 8))[:, : int(bank.held)]
+                guess, _, stats = net(memory, leaf, stats, norms.create("instance", observing=True))
+                loss = (torch.special.entr(guess.softmax(-1))).sum(-1).mean()
+                affine, moments = adam_step(affine, Affine(*torch.autograd.grad(loss, leaf)), moments, method.lr)
+        assert gap(state.affine, affine) < 1e-9
+        assert gap(state.stats, stats) < 1e-9
+        assert torch.equal(state.memory.image, bank.image)
+    assert int(state.adam.steps) == 24 // every
+
+
+def test_note_with_an_update_for_every_batch_is_note_without() -> None:
+    net, x = network(), shots(24)
+    (y, state), (same, other) = (play(note(every=every), net, x, 8) for every in (None, 8))
+    assert torch.equal(y, same)
+    assert digest(state) == digest(other)
+
+
+def test_note_streams_count_their_own_images() -> None:
+    """One stream learns in a step in which another does not: each equals the stream alone."""
+    net, x, method = network(), shots(24, streams=2), note(every=5)
+    valid = torch.ones(2, 24, dtype=torch.bool)
+    valid[1, [0, 1, 7, 8, 9, 10, 20]] = False
+    y, state = play(method, net, x, 6, valid)
+    assert state.adam.steps.tolist() == [4, 3]
+    for s in (0, 1):
+        alone, own = play(method, net, x[s : s + 1], 6, valid[s : s + 1], seed=s)
+        assert float((y[s] - alone[0]).abs().max()) < 1e-9
+        assert gap(stream(state, s, 2), own) < 1e-9
+        assert torch.equal(stream(state, s, 2).memory.label, own.memory.label)
+
+
 def test_note_remembers_labels_that_it_predicted() -> None:
     net, x, method = network(), shots(30), note(lr=0.0, m=0.0)  # a network that stands still predicts the same again
     _, state = play(method, net, x, 10)
@@ -302,6 +350,8 @@ def test_presets_have_room_for_the_images_of_their_data_set(name: str, dataset: 
         ("rotta", {"room": 2.5}, "room of rotta is a whole number; got 2.5"),
         ("note", {"classes": None}, "needs the number of classes: classes="),
         ("note", {"size": 0}, "size is how many images the memory holds.* got 0"),
+        ("note", {"every": 0}, "every of note is at least 1; got 0"),
+        ("note", {"every": 2.5}, "every of note is a whole number; got 2.5"),
         ("note", {"k": -1.0}, "k is the standard errors .* got -1.0"),
         ("note", {"m": 2.0}, "share of the statistics, 0 to 1; got 2.0"),
         ("note", {"lr": float("nan")}, "lr of note is a finite number; got nan"),
@@ -324,7 +374,7 @@ def test_fields_are_what_is_used() -> None:
     net, x = network(), shots(40)
     methods_and_fields: list[tuple[Any, dict[str, Any]]] = [
         (rotta(), {"alpha": 0.2, "nu": 0.3, "lr": 0.1, "size": 7, "every": 9}),
-        (note(), {"k": 1.0, "m": 0.5, "lr": 0.1, "size": 7}),
+        (note(), {"k": 1.0, "m": 0.5, "lr": 0.1, "size": 7, "every": 9}),
     ]
     for method, fields in methods_and_fields:
         plain = method.predict(net, play(method, net, x, 8)[1], x)

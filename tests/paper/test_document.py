@@ -109,11 +109,12 @@ def test_a_table_where_tribe_is_best_everywhere():
     assert any(line.endswith("`tribe reproduce gamma --seed 425` (2 of 44 cells are done)") for line in left)
 
 
-def test_ours_next_to_the_released_code():
+@pytest.mark.parametrize(("fisher", "eata"), [("mean", "EATA"), ("sum", "EATA (F summed)")])
+def test_ours_next_to_the_released_code(fisher, eata):
     fabricate((74.0, 52.6), "results", method="bn", seconds=0.0002)
     fabricate((76.0, 60.0), "results", method="pl")
-    fabricate((74.5, 55.5), "results", method="eata", fields={"alpha": 0.0})
-    fabricate((74.5, 55.5), "results", method="eata")
+    fabricate((74.5, 55.5), "results", method="eata", fields={"alpha": 0.0, "fisher": "sum"})
+    fabricate((74.5, 55.5), "results", method="eata", fields={"fisher": fisher})
     fabricate((76.46, 53.0), "results", method="ttac")
     fabricate((30.0, 25.0), "results", method="rotta")
     fabricate((29.0, 26.6), "results", method="cotta")
@@ -125,7 +126,7 @@ def test_ours_next_to_the_released_code():
         in ("\n".join(section))
     )
     assert any(line.startswith("| RoTTA | 30.00 | 30.99 ") and "| **no** | 0.700 |" in line for line in section)
-    assert any(line.startswith("| EATA | 74.50 ") and "| 0.060 | 1.000 | – |" in line for line in section)
+    assert any(line.startswith(f"| {eata} | 74.50 ") and "| 0.060 | 1.000 | – |" in line for line in section)
     assert any(line.startswith("| EATA (alpha 0) | 74.50 ") and "| – | 1.000 | 0.075 |" in line for line in section), (
         "with its default alpha it was measured, not with this one"
     )

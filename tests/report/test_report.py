@@ -332,6 +332,16 @@ def test_a_command_says_what_it_needs_and_what_it_cannot_say():
     assert [note.split(" ")[0] for note in made.notes] == ["eata.odd", "it", "IMAGES"]
 
 
+@pytest.mark.parametrize(
+    ("fields", "set_"), [({"lr": 1e-3}, True), ({"fisher": "sum"}, True), ({"fisher": "mean"}, False), ({}, False)]
+)
+def test_a_record_that_is_older_than_a_field_is_computed_again_as_it_was(fields, set_):
+    fields = fields and {"classes": 10, **fields}
+    (line,) = report.command.command(record("eata", fields=fields).spec, [0]).lines
+    assert ("--set 'eata.fisher=\"sum\"'" in line) == set_, line
+    assert line.count("fisher") == set_
+
+
 @pytest.mark.parametrize("odd", [None, 3, "", [], {}, {"name": 3}, {"name": "tribe", "fields": [1]}, [[{}]], 1e400])
 def test_specs_of_any_form_are_shown(tmp_path, odd):
     keys = ("method", "dataset", "model", "scenario", "batch", "fields", "seed", "threads", "experiment")

@@ -133,6 +133,23 @@ def test_a_file_from_before_digests_loads(tmp_path):
     assert tribe.load(tmp_path / "a", small_network()).digest() == adapter.digest()
 
 
+@pytest.mark.parametrize("fisher", ["sum", "mean"])
+def test_a_file_that_is_older_than_a_field_goes_on_as_before(tmp_path, fisher):
+    """Catches a default that changed under a state which had no such field."""
+    method = ready("eata")
+    method.knowledge.save(tmp_path / "knowledge")
+    adapter = tribe.adapt(small_network(), dataclasses.replace(method, knowledge=tmp_path / "knowledge", fisher=fisher))
+    adapter(images(1, 6)[0])
+    adapter.save(tmp_path / "a")
+    assert tribe.load(tmp_path / "a", small_network()).method == adapter.method
+    with safe_open(tmp_path / "a", "pt") as file:
+        header, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    fields = json.loads(header["fields"])
+    del fields["fisher"], header["digest"]
+    save_file(tensors, tmp_path / "a", header | {"fields": json.dumps(fields)})
+    assert tribe.load(tmp_path / "a", small_network()).method.fisher == "sum"
+
+
 def test_the_file_says_what_it_is(tmp_path):
     played(lr=5e-4).save(tmp_path / "a.safetensors")
     with safe_open(tmp_path / "a.safetensors", "pt") as file:

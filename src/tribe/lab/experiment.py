@@ -17,6 +17,7 @@ from tribe.engine.precision import check_precision, precision_on
 from tribe.lab.spec import ComponentSpec, canonical, describe, differences
 from tribe.lab.stream import Stream
 from tribe.lab.workbench import Components, Workbench, model_code
+from tribe.methods.encoding import drop_added, fill_added
 from tribe.registry import nearest
 from tribe.storage import json_files
 
@@ -107,7 +108,10 @@ class Experiment:
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> "Experiment":
-        """The experiment that `json` described; an unknown field is refused."""
+        """The experiment that `json` described; an unknown field is refused.
+
+        A field of the method that is newer than the description has the value that says what the method did then.
+        """
         fields = Experiment.__dataclass_fields__.keys()
         for name in data:
             if name not in fields:
@@ -115,14 +119,21 @@ class Experiment:
         json_files.check(data, SCHEMA, "the spec of the experiment")
         try:
             components = {name: ComponentSpec(**data[name]) for name in COMPONENTS}
+            method = components["method"]
+            components["method"] = dataclasses.replace(method, fields=fill_added(method.name, method.fields))
             return Experiment(**{**data, **components})
         except (KeyError, TypeError) as error:
             raise ValueError(f"this is no experiment ({error}); expected what Experiment.json gives") from error
 
     @cached_property
     def id(self) -> str:
-        """16 hexadecimal digits of the hash of its canonical JSON."""
-        return hashlib.sha256(canonical(self.json()).encode()).hexdigest()[:16]
+        """16 hexadecimal digits of the hash of its canonical JSON, without fields of the method that changed nothing.
+
+        Such a field was added later, with the value that says what the method did before: old results keep their ids.
+        """
+        spec = self.json()
+        spec["method"]["fields"] = drop_added(self.method.name, spec["method"]["fields"])
+        return hashlib.sha256(canonical(spec).encode()).hexdigest()[:16]
 
     def __eq__(self, other: object) -> bool:
         return self.id == other.id if isinstance(other, Experiment) else NotImplemented

@@ -15,7 +15,7 @@ from tribe.knowledge import Knowledge
 from tribe.methods.method import Deployed, Method
 
 SHARED = (  # what a composed method has in common with the method alone
-    "output", "per_class", "presets", "small", "variants", "eager_only", "in_segments", "needs", "works_on",
+    "output", "per_class", "presets", "small", "variants", "added", "eager_only", "in_segments", "needs", "works_on",
     "does_not_adapt",
 )  # fmt: skip
 

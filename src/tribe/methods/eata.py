@@ -8,12 +8,13 @@ beforehand, holds the parameters that the source data depend on.
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
+from tribe.fields import is_whole
 from tribe.methods import (
     Affine,
     Backbone,
@@ -57,20 +58,25 @@ class Eata(Method):
     alpha: float = 2000.0  # weight of the Fisher penalty; at 0 no source knowledge is needed (ETA)
     lr: float = 1e-3  # Adam's learning rate
     knowledge: KnowledgeLike = None  # F, from `study`
+    fisher: Literal["mean", "sum"] = "mean"  # F over the source batches; "sum": as in the comparison TRIBE is part of
 
     # NOTE: the paper's own CIFAR-10 runs use d = 0.4, alpha = 1 and SGD; the comparison TRIBE is part of does not.
     paper = "Niu et al., Efficient test-time model adaptation without forgetting, ICML 2022"
     works_on = ("affine",)
     per_class = "a mean prediction"
     needs = "the Fisher information of the affine parameters on source images (with alpha=0 it needs nothing)"
-    source_images: ClassVar[int] = 2000  # the paper's number: F is a sum, so alpha depends on it
+    added = {"fisher": "sum"}  # noqa: RUF012
+    source_images: ClassVar[int] = 2000  # the paper's number; a sum over batches grows with it, their mean does not
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require_range("e0", "d", "alpha", "lr")
 
     def study(self, net: Backbone, batches: Iterable[tuple[Tensor, Tensor]]) -> Knowledge:
-        """F: squared gradients of each batch's cross-entropy with its own most likely classes, summed over batches."""
+        """F: squared gradients of each batch's cross-entropy with its own most likely classes.
+
+        The file holds their sum over the batches and the number of batches, so it serves both values of ``fisher``.
+        """
         origin, stats = net.source()
         fisher, images, count = Affine(*(torch.zeros_like(t[0]) for t in origin)), 0, 0
         for x, _ in study_batches(net, batches):
@@ -90,6 +96,7 @@ class Eata(Method):
         affine, _ = net.source(streams)
         if self.alpha:
             checked_tensors(self, net, dict.fromkeys(Affine._fields, (net.channels,)))
+            _ = self._share  # checks the number of batches
         mean = affine.weight.new_zeros(streams, self.class_count)
         return EataState(affine, optim.adam_init(affine), mean, *self.new_key_and_info(net, streams, seed))
 
@@ -122,12 +129,26 @@ class Eata(Method):
         return (cosine < self.d) | ~_exists(mean)
 
     def _penalty(self, net: Backbone, affine: Affine) -> Tensor | float:
-        """alpha sum F (theta - theta_0)^2 of every stream, (S,)."""
+        """alpha sum F (theta - theta_0)^2 of every stream, (S,); the file's F is a sum over batches."""
         if not self.alpha or not isinstance(self.knowledge, Knowledge):
             return 0.0
         known, (origin, _) = self.knowledge.on(net), net.source()
         fisher = Affine(known["weight"], known["bias"])
-        return self.alpha * sum((f * (p - o).square()).sum(-1) for f, p, o in zip(fisher, affine, origin, strict=True))
+        total = sum((f * (p - o).square()).sum(-1) for f, p, o in zip(fisher, affine, origin, strict=True))
+        return self.alpha * self._share * total
+
+    @property
+    def _share(self) -> float:
+        """What makes F of the sum over batches: 1, or one over their number."""
+        if self.fisher == "sum" or not isinstance(self.knowledge, Knowledge):
+            return 1.0
+        batches: Any = self.knowledge.spec.get("batches")
+        if not is_whole(batches, least=1):
+            raise KnowledgeError(
+                f"{self.knowledge!r} holds a sum over source batches; it says that these are {batches!r}, expected a "
+                "whole number of at least 1. Make it again with tribe source eata, or set fisher='sum'"
+            )
+        return 1 / int(batches)
 
 
 def _exists(mean: Tensor) -> Tensor:

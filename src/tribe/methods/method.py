@@ -88,6 +88,9 @@ class Method(ABC):
     }
     small: ClassVar[Mapping[str, int]] = {}  # values for tests with few images; see `tribe.testing`
     variants: ClassVar[Mapping[str, Mapping[str, Any]]] = {}  # named settings
+    # Fields that are newer than results and state files of this method, with what the method did before: a spec without
+    # the field means this value, and an experiment with this value has the id that it had before. See methods/encoding.
+    added: ClassVar[Mapping[str, Any]] = {}
     eager_only: ClassVar[str | None] = None  # why a step cannot be captured in one CUDA graph; see tribe.engine.graphs
     in_segments: ClassVar[bool] = False  # but it can be captured in several; see tribe.engine.segments
     needs: ClassVar[str | None] = None  # what it must know of the source data; see tribe.knowledge

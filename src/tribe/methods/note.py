@@ -5,7 +5,8 @@ Per batch:
     predict        instance-aware BN on the running statistics                -> what is returned, and labels
     remember       add each image to a prediction-balanced reservoir; see `tribe.engine.memory`
     learn          one Adam step down the mean entropy of the whole memory, instance-aware BN on its batch statistics,
-                   which the running ones follow slowly; affine only
+                   which the running ones follow slowly; affine only. At the end of the batch or, with `every`, after
+                   so many images, also in the middle of a batch
 """
 
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from tribe.methods import (
     register,
     screen,
     segment,
+    select,
 )
 
 
@@ -59,10 +61,12 @@ class Note(Method):
     m: float = 0.01  # the newest batch's share in the running statistics
     lr: float = 1e-4  # Adam's learning rate
     size: int = 64  # images in memory
+    every: int | None = None  # images between updates, 64 in the paper; None: one update a batch, as released
     room: int = ROOM  # the most values of an image, channels x height x width: they fix the memory's size
 
-    eager_only, in_segments = "the host decides which images enter its memory", True
+    eager_only, in_segments = "the host decides which images enter its memory, and when it is time to learn", True
     small = {"size": 8}  # noqa: RUF012
+    added = {"every": None}  # noqa: RUF012
     paper = "Gong et al., NOTE: robust continual test-time adaptation against temporal correlation, NeurIPS 2022"
     works_on = ("affine",)
     per_class = "counts of the predicted classes"
@@ -74,6 +78,7 @@ class Note(Method):
         super().__post_init__()
         memory.check_size(self.size, self.room)
         self.require_range("lr")
+        self.require_range("every", low=1)
         _ = self._norm(observing=True)  # checks k and m
 
     def _norm(self, observing: bool) -> Instance:
@@ -103,19 +108,35 @@ class Note(Method):
         return bank
 
     def step(self, net: Backbone, state: NoteState, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, NoteState]:
-        """Predict, remember, then take one Adam step down the entropy of the memory."""
+        """Predict, remember, and take an Adam step down the entropy of the memory whenever it is due."""
         x, valid, rejected = screen(x, valid)
         logits, seen = segment(self.pass_deployed, net, state, x, valid)
         prediction = quiet(logits, seen)
         valid, rejected = seen, rejected + (valid & ~seen).sum(1)  # images without finite logits stay out of the memory
-        bank = self.remember(state.memory, x, prediction.argmax(-1), valid, state.key)
-
-        new = segment(self._learn, net, state._replace(memory=bank), x.shape[2:], valid.any(1))
+        labels, new = prediction.argmax(-1), state
+        if self.every is None:
+            new = state._replace(memory=self.remember(state.memory, x, labels, valid, state.key))
+            new = segment(self._learn, net, new, x.shape[2:], valid.any(1))
+        else:  # a chunk has no more images than there are between updates, so at most one update
+            for chunk in zip(*(t.split(self.every, 1) for t in (x, labels, valid)), strict=True):
+                new = self._remember_and_learn(net, new, self.every, *chunk)
         return finish(net, state, new, prediction, valid, rejected, affine=new.affine)
 
+    def _remember_and_learn(
+        self, net: Backbone, state: NoteState, every: int, x: Tensor, labels: Tensor, valid: Tensor
+    ) -> NoteState:
+        """Add images to the memory; after the one that is due, learn from the memory as it is at that moment."""
+        missing = every - state.memory.arrivals % every  # (S,) arrivals until the next update
+        due = valid.sum(1) >= missing
+        before = valid & (valid.cumsum(1) <= missing.unsqueeze(1))
+        state = state._replace(memory=self.remember(state.memory, x, labels, before, state.key))
+        if bool(due.any()):
+            state = select(due, segment(self._learn, net, state, x.shape[2:], due), state)
+        return state._replace(memory=self.remember(state.memory, x, labels, valid & ~before, state.key))
+
     def _learn(self, net: Backbone, state: NoteState, shape: tuple[int, ...], due: Tensor) -> NoteState:
-        """Take one step down the entropy of the memory."""
-        counts = state.memory.filled & due.unsqueeze(1)  # (S, M): nothing counts in a stream without a valid image
+        """Take one step down the entropy of the memory, in the streams ``due``."""
+        counts = state.memory.filled & due.unsqueeze(1)  # (S, M): nothing counts in the other streams
         with torch.enable_grad():
             affine = state.affine.leaf()
             norm = self._norm(observing=True)

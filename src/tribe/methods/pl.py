@@ -15,6 +15,6 @@ class PL(Tent):
 
     paper = "Lee, Pseudo-label: the simple and efficient semi-supervised learning method for deep networks, 2013"
 
-    def loss(self, logits: Tensor) -> Tensor:
+    def loss(self, logits: Tensor, valid: Tensor) -> Tensor:
         """The cross-entropy of each prediction with its own most likely class."""
         return losses.cross_entropy(logits, logits.argmax(-1))

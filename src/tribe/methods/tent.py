@@ -41,8 +41,8 @@ class Tent(Method):
         """The adapted parameters, the batch's statistics."""
         return Deployed.per_batch(net, state.affine)
 
-    def loss(self, logits: Tensor) -> Tensor:
-        """The loss of each prediction (S, B, K): (S, B)."""
+    def loss(self, logits: Tensor, valid: Tensor) -> Tensor:
+        """The loss of each prediction (S, B, K): (S, B). Those that are not ``valid`` (S, B) do not count."""
         return losses.entropy(logits)
 
     def step(self, net: Backbone, state: TentState, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, TentState]:
@@ -52,7 +52,7 @@ class Tent(Method):
         with torch.enable_grad():
             affine = state.affine.leaf()
             logits = net(x, affine, stats, norm, valid=valid).logits
-            grads = affine.gradient(losses.mean_over(self.loss(logits), valid))
+            grads = affine.gradient(losses.mean_over(self.loss(logits, valid), valid))
         moved, moments = optim.adam_step(state.affine, grads, state.adam, self.lr)
         new = state._replace(affine=moved, adam=moments)
         return finish(net, state, new, logits, valid, rejected, affine=moved)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 from tribe import datasets, methods
 from tribe.datasets.manifest import read_manifest
@@ -89,12 +90,29 @@ class Series:
         """Tables on the paper's own data and network, and tables on others that replace them."""
         own, replaced = list[Comparison | None](), list[Comparison | None]()
         for table in all_tables():
-            choices = Choices(added=self._later_methods(table), row_names=_row_names())
+            choices = Choices(
+                added=self._later_methods(table),
+                row_names={method: row["key"] for method, row in self.usual_rows.items()},
+                row_fields={method: row.get("fields", {}) for method, row in self.usual_rows.items()},
+            )
             own.append(_without_empty(self.compare(extend(table), choices)))
             for dataset, model in self._replacements(table):
                 other = dataclasses.replace(choices, dataset=dataset, model=model)
                 replaced.append(_without_empty(self.compare(extend(table), other)))
         return [c for c in own if c is not None], [c for c in replaced if c is not None]
+
+    @cached_property
+    def usual_rows(self) -> dict[str, Mapping[str, Any]]:
+        """The row of each method, the same in all tables: of those beside the released code with results, the first
+        with the fewest settings."""
+        rows = sorted(released().table.rows, key=lambda row: len(row.get("fields", {})))
+        run = [
+            row
+            for row in rows
+            for method in (e.method for e in self.experiments)
+            if method.name == row["method"] and row.get("fields", {}).items() <= method.fields.items()
+        ]
+        return {str(row["method"]): row for row in reversed([*run, *rows])}
 
     def _later_methods(self, table: Table) -> list[str]:
         """Methods with results that the paper lacks."""
@@ -153,11 +171,6 @@ def _alike(results: Iterable[Result]) -> list[list[Result]]:
     return sorted(found.values(), key=lambda alike: (alike[0].experiment.device != "cuda", -len(alike)))
 
 
-def _row_names() -> dict[str, str]:
-    """The rows of methods with their default settings: the same names in all tables."""
-    return {str(row["method"]): str(row["key"]) for row in released().table.rows if not row.get("fields")}
-
-
 def _attribute(dataset: str, name: str) -> str:
     """An attribute of a data set's class, such as the clean set behind it; by default the name of the data set."""
     return datasets.optional(datasets.get(dataset), name) or dataset
@@ -202,7 +215,7 @@ def _beside_released(series: Series, comparison: Comparison) -> Iterator[BesideR
     every = read_draws(series.root)
     for dataset in dict.fromkeys(column.rpartition(" ")[0] for column in comparison.columns):
         draws = {}
-        for row in _row_names().values():
+        for row in (str(row["key"]) for row in series.usual_rows.values()):
             id = comparison.entries[row, f"{dataset} inst"].experiment
             if id is not None and (found := [drawn for drawn in every if drawn.are_of(comparison.experiments[id])]):
                 draws[row] = found
@@ -217,7 +230,7 @@ def _times(series: Series, comparison: Comparison, dataset: str) -> Times:
     alone = measured_alone(series.root, series.experiments[0], model)
     return Times(
         {row: 1e3 * (sum(values) / len(values)) for row, values in seconds.items()},
-        {row: alone.ms[method] for method, row in _row_names().items() if method in alone.ms},
+        {str(row["key"]): alone.ms[method] for method, row in series.usual_rows.items() if method in alone.ms},
         alone.how,
     )
 

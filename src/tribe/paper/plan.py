@@ -35,6 +35,7 @@ class Choices:
     only: Sequence[str] = ()  # rows to keep, by key or method; empty: all
     added: Sequence[str] = ()  # methods to add as rows
     row_names: Mapping[str, str] = field(default_factory=dict)  # of added methods; the default is the method's name
+    row_fields: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # of added methods, if not the defaults
     rows: Sequence[str] = ()  # patterns of row keys, such as "100 *"; empty: all
     columns: Sequence[str] = ()  # patterns of column keys, such as "F 100 *"; empty: all
     seeds: Sequence[int] = (0,)
@@ -239,7 +240,8 @@ def _add_rows(table: Table, choices: Choices) -> Table:
         methods.get(name)  # raises if the name is unknown
         key = choices.row_names.get(name, name)
         names = [f"{group['group']} {key}" if "group" in group else key for group in groups]
-        rows[place:place] = [{**g, "key": k, "method": name} for g, k in zip(groups, names, strict=True)]
+        added = {"method": name, "fields": choices.row_fields.get(name, {})}
+        rows[place:place] = [{**g, "key": k, **added} for g, k in zip(groups, names, strict=True)]
         values[place:place] = [[None] * len(table.columns)] * len(groups)
         place += len(groups)
     return dataclasses.replace(table, rows=rows, values=values)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tribe import datasets, methods, scenarios
-from tribe.methods.encoding import decode_value, encode_fields
+from tribe.methods.encoding import decode_value, encode_fields, fill_added
 from tribe.registry import Registry
 
 Fields = Mapping[str, Any]
@@ -42,6 +42,8 @@ def departures(spec: Fields) -> dict[str, Any]:
     Fields that follow from others, as TRIBE's details follow from its convention, are left out.
     """
     (name, fields), (data, _) = component(spec.get("method")), component(spec.get("dataset"))
+    if name is not None and fields:  # all that there were: a record may be older than a field
+        fields = fill_added(name, fields)
     known = {key: value for key, value in fields.items() if key not in FOUND}
     overrides = _differing(known, _built(name, data, fields, {}))
     for key in list(overrides):
