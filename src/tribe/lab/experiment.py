@@ -119,8 +119,8 @@ class Experiment:
         json_files.check(data, SCHEMA, "the spec of the experiment")
         try:
             components = {name: ComponentSpec(**data[name]) for name in COMPONENTS}
-            method = components["method"]
-            components["method"] = dataclasses.replace(method, fields=fill_added(method.name, method.fields))
+            if (method := components["method"]).code is None:  # see `id`
+                components["method"] = dataclasses.replace(method, fields=fill_added(method.name, method.fields))
             return Experiment(**{**data, **components})
         except (KeyError, TypeError) as error:
             raise ValueError(f"this is no experiment ({error}); expected what Experiment.json gives") from error
@@ -130,9 +130,11 @@ class Experiment:
         """16 hexadecimal digits of the hash of its canonical JSON, without fields of the method that changed nothing.
 
         Such a field was added later, with the value that says what the method did before: old results keep their ids.
+        Not so in a custom method: its id must be the same where its class is unknown.
         """
         spec = self.json()
-        spec["method"]["fields"] = drop_added(self.method.name, spec["method"]["fields"])
+        if self.method.code is None:
+            spec["method"]["fields"] = drop_added(self.method.name, spec["method"]["fields"])
         return hashlib.sha256(canonical(spec).encode()).hexdigest()[:16]
 
     def __eq__(self, other: object) -> bool:
