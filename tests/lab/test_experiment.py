@@ -590,7 +590,7 @@ def test_a_field_that_was_added_changes_the_id_only_where_it_changes_the_method(
 
 
 def test_the_id_of_a_custom_method_does_not_depend_on_what_is_imported(workbench):
-    """Catches fields that are left out only where the class says so, which is unknown in a process that reads results."""
+    """Catches fields that are left out only where the class says so: a process that reads results may not have it."""
     spec = small(workbench, ComponentSpec("eata", {"fisher": "sum"})).json()
     spec["method"] |= {"name": "mine", "code": "c0de"}
     there = Experiment.from_json(spec).id
