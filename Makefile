@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help run test test-slow test-extras check lint bench docs clean
+.PHONY: help run serve test test-serve test-slow test-extras check lint bench docs clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -22,6 +22,14 @@ test: $(INSTALLED)  ## run the tests, without the slow ones
 
 test-slow: test-extras  ## run the slow tests only; some need Ray
 	$(BIN)/python -m pytest -m slow
+
+serve: $(INSTALLED)  ## serve the embedded digits network on http://127.0.0.1:8000; streams are kept in runs/streams
+	$(BIN)/tribe serve --data runs/streams
+
+test-serve: $(INSTALLED)  ## run the tests of the server with all that they can use (Debian: redis-server haproxy wrk chromium)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,serve,grpc,redis]' 'tritonclient[all]'
+	@for name in redis-server haproxy wrk chromium curl; do command -v $$name > /dev/null || echo "not installed, its tests are skipped: apt install $$name"; done
+	$(BIN)/python -m pytest tests/serve
 
 test-extras: $(INSTALLED)  ## install the optional packages that tests can use: ray, timm, torchvision
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,ray,models]'

@@ -11,6 +11,7 @@ import torch
 
 import tribe
 from tribe.serve.listener import Listener
+from tribe.serve.policy import Overloaded, UnknownStream
 from tribe.serve.protocol.messages import ModelInfo
 from tribe.testing import CLASSES, small_network
 
@@ -25,18 +26,6 @@ def listening(**options):
 def has_grpc():
     """Whether the extra `grpc` is installed."""
     return all(importlib.util.find_spec(name) is not None for name in ("grpc", "google.protobuf"))
-
-
-class UnknownStream(LookupError):
-    """There is no such stream."""
-
-
-class Overloaded(RuntimeError):
-    """The worker has too much to do."""
-
-    def __init__(self, message, retry_after):
-        super().__init__(message)
-        self.retry_after = retry_after
 
 
 class Inferred(NamedTuple):

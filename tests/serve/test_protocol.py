@@ -44,7 +44,7 @@ def read(body, length=None, stream=None):
 # -- what is read ------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_what_is_sent_is_what_is_read(data):
     datatype = data.draw(st.sampled_from(sorted(KINDS)))

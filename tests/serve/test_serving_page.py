@@ -2,10 +2,14 @@
 
 import re
 
+import numpy as np
+
+import tribe.serve
 from places import ROOT
 from tribe.serve.limits import Limits
 from tribe.serve.protocol.errors import ERRORS
 from tribe.serve.protocol.messages import ModelInfo
+from tribe.testing import images, small_network
 
 PAGE = (ROOT / "docs/serving.md").read_text()
 
@@ -28,3 +32,12 @@ def test_the_limits_are_those_of_the_code():
         f"connections | {limits.connections} |",
     ):
         assert text in PAGE, text
+
+
+def test_the_code_of_the_page_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    scope = {"tribe": tribe, "net": small_network(), "images": images(1, 6)[0].numpy()}
+    exec(code, scope)
+    assert np.isfinite(scope["logits"]).all()
+    assert (tmp_path / "streams").is_dir()

@@ -1,4 +1,30 @@
 """Serve many adapting streams of one network to clients on other machines.
 
-The extra `serve`: ``pip install 'tribe-tta[serve]'``. From a shell: ``tribe serve``. See docs/serving.md.
+    with tribe.serve.Server(net, data="streams") as server:             # in a thread; `tribe serve` from a shell
+        client = tribe.serve.Client(server.url, "model")
+        logits = client.predict("cam1", images)                         # (B, C, H, W) in [0, 1]; cam1 adapts
+
+The extra `serve`: ``pip install 'tribe-tta[serve]'``. A client needs no extra. See docs/serving.md.
 """
+
+from typing import TYPE_CHECKING, Any
+
+from tribe.serve.client import Client, ClientError, Prediction
+
+if TYPE_CHECKING:
+    from tribe.serve.server import Server
+
+__all__ = ["Client", "ClientError", "Prediction", "Server"]
+
+
+def __getattr__(name: str) -> Any:
+    """`Server`, which needs the extra, when it is first asked for."""
+    if name != "Server":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        from tribe.serve.server import Server
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in ("starlette", "uvicorn", "httptools"):
+            raise
+        raise ImportError(f"a server needs {error.name}: pip install 'tribe-tta[serve]'") from error
+    return Server

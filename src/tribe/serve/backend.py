@@ -1,9 +1,11 @@
 """What the HTTP and gRPC sides ask of a worker."""
 
 from collections.abc import AsyncIterator, Mapping
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from torch import Tensor
+
+Action = Literal["create", "end", "reset", "freeze", "unfreeze", "snapshot", "rollback", "drop"]  # on a stream
 
 
 class Result(Protocol):
@@ -50,7 +52,7 @@ class Backend(Protocol):
     ) -> Result:
         """Predict images (B, ...) and learn from them; the deadline is a time of the event loop."""
 
-    async def control(self, action: str, stream: str, **arguments: Any) -> dict[str, Any]:
+    async def control(self, action: Action, stream: str, **arguments: Any) -> dict[str, Any]:
         """Create, end, reset, freeze, unfreeze, snapshot, roll back or drop a stream."""
 
     async def get_state(self, stream: str) -> bytes:

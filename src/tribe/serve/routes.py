@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from importlib.resources import files
 from typing import Any
 
+from tribe.serve.backend import Action
 from tribe.serve.bodies import Bytes
 from tribe.serve.http import Call, Front, Reply, as_json, finite
 from tribe.serve.protocol import metadata, plain, v2
@@ -140,7 +141,7 @@ class Routes:
 
     async def control(self, call: Call) -> Reply:
         """POST /v1/streams/{stream}/end, reset, freeze, unfreeze or snapshot."""
-        action = call.scope["path"].rpartition("/")[2]
+        action: Action = call.scope["path"].rpartition("/")[2]  # the router knows no other
         await self._arguments(call, {})
         return as_json(await self.service.control(action, stream_name(call.part("stream")), call.holder))
 

@@ -8,11 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tribe.serve.backend import Backend
+from tribe.serve.backend import Action, Backend
 from tribe.serve.limits import Limits
+from tribe.serve.policy import NotOwner, Overloaded
 from tribe.serve.protocol.errors import BadInput, Conflict, NotFound, ServeError, TooMany, Unavailable
 from tribe.serve.protocol.messages import Answer, Images, ModelInfo, Request
 from tribe.serve.security import Guard, Holder
+from tribe.serve.store.protocol import StoreDamaged
 
 T = TypeVar("T")
 LARGE = 2**20  # bytes of images that are converted in a thread: the event loop goes on meanwhile
@@ -80,7 +82,7 @@ class Service:
                 "DELETE /v1/streams/NAME first"
             )
 
-    async def control(self, action: str, stream: str, holder: Holder, **arguments: Any) -> dict[str, Any]:
+    async def control(self, action: Action, stream: str, holder: Holder, **arguments: Any) -> dict[str, Any]:
         """Do something to a stream."""
         holder.check(action, stream)
         return await translated(self.worker.control(action, stream, **arguments))
@@ -109,15 +111,18 @@ async def translated(doing: Awaitable[T]) -> T:
         raise
     except LookupError as error:
         raise NotFound(_words(error)) from error
+    except StoreDamaged as error:
+        raise ServeError(_words(error)) from error
     except (ValueError, TypeError) as error:
         raise BadInput(_words(error)) from error
     except torch.OutOfMemoryError as error:
         raise Unavailable(f"there is not enough memory for this request: {_words(error)}. Send fewer images") from error
-    except RuntimeError as error:
-        retry_after = getattr(error, "retry_after", None)
-        if retry_after is not None:
-            raise Unavailable(_words(error), retry_after) from error
+    except Overloaded as error:
+        raise Unavailable(_words(error), error.retry_after) from error
+    except NotOwner as error:
         raise Conflict(_words(error)) from error
+    except OSError as error:  # the store fails
+        raise Unavailable(_words(error)) from error
 
 
 def _words(error: BaseException) -> str:

@@ -403,6 +403,23 @@ class Worker:
         """What is known of one stream; `UnknownStream` if this worker does not answer for it."""
         return self._watch.stream(name)
 
+    async def stored(self, prefix: str = "") -> set[str]:
+        """The names of the streams in the store that begin so; without a store there are none."""
+        store = self.store
+        if store is None:
+            return set()
+
+        def names() -> set[str]:
+            found: set[str] = set()
+            after: str | None = None
+            while entries := store.list(prefix, after=after):
+                found |= {entry.stream for entry in entries}
+                after = entries[-1].stream
+            return found
+
+        found: set[str] = await self._in_thread("claims", names)
+        return found
+
     async def events(self) -> AsyncIterator[dict[str, Any]]:
         """The last events, then every new one, until the worker stops."""
         async for event in self.log.listen():

@@ -1,0 +1,187 @@
+"""`tribe.serve.Server` and ``tribe serve``: the real worker, fleet and store behind real connections."""
+
+import json
+import signal
+import threading
+
+import numpy as np
+import pytest
+import torch
+from http_calls import IMAGES, refused, web
+from torch import nn
+
+import tribe
+import tribe.serve
+from commands import message, tribe_command
+from processes import Prints, ended, interrupted
+from tribe.fleet import fleet
+from tribe.serve import Client, ClientError, Server
+from tribe.serve.protocol.plain import encode_npy
+from tribe.testing import small_network
+
+BATCHES = [np.random.default_rng(i).random((1 + i % 3, 3, 8, 8), np.float32) for i in range(4)]
+FIELDS = {"h0": 2.0}  # trusts more, so that a network that was never trained learns something
+
+
+def serving(**options):
+    return Server(small_network(), port=0, name="small", shape=(3, 8, 8), **FIELDS, **options)
+
+
+def offline(streams):
+    """What the library computes: the logits of each stream's batches, and the states."""
+    streams_of = fleet(small_network(), **FIELDS)
+    logits = {name: [streams_of({name: torch.from_numpy(x)})[name].numpy() for x in xs] for name, xs in streams.items()}
+    return logits, {name: streams_of.digest(name) for name in streams}
+
+
+def digest_of(client, name, folder):
+    (folder / f"{name}.safetensors").write_bytes(client.get_state(name))
+    return tribe.load(folder / f"{name}.safetensors", small_network()).digest()
+
+
+def test_streams_at_once_equal_the_library_also_after_a_restart(tmp_path):
+    """Bit for bit: three streams from three threads, a stop in the middle, and the rest with another server."""
+    streams = {"cam1": BATCHES, "cam2": BATCHES[::-1], "7": BATCHES[1:]}
+    wanted, states = offline(streams)
+    found = {name: [] for name in streams}
+    for part in (slice(0, 2), slice(2, None)):
+        with serving(data=tmp_path / "data") as server:
+
+            def play(name, part=part, server=server):
+                with Client(server.url, "small") as client:
+                    found[name] += [client.predict(name, x) for x in streams[name][part]]
+
+            threads = [threading.Thread(target=play, args=(name,)) for name in streams]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            with Client(server.url, "small") as client:
+                listed = {each["name"] for each in client.streams()}
+                assert listed == set(streams)
+                ends = {name: digest_of(client, name, tmp_path) for name in streams}
+    for name in streams:
+        assert all(np.array_equal(a, b) for a, b in zip(found[name], wanted[name], strict=True)), name
+        assert ends[name] == states[name], name
+
+
+def test_every_action_with_the_real_worker(tmp_path):
+    with serving(data=tmp_path / "data") as server, Client(server.url, "small") as client:
+        first = client.infer("cam", IMAGES, id="a")
+        assert first.facts["tribe_adapted"] is True
+        assert (first.facts["tribe_clock"], first.facts["tribe_generation"]) == (1, 1)
+        assert any(name.startswith("tribe_health_") for name in first.facts)
+        assert client.infer("cam", IMAGES, id="a").facts["tribe_adapted"] is False
+        assert client.control("snapshot", "cam")["snapshot"] == 1
+        client.predict("cam", IMAGES)
+        assert client.control("rollback", "cam", to=1)["clock"] == 1
+        assert client.control("freeze", "cam")["name"] == "cam"
+        client.predict("cam", IMAGES)
+        assert client.stream("cam")["clock"] == 1
+        client.control("unfreeze", "cam")
+        assert client.control("reset", "cam")["clock"] == 0
+        assert client.infer("cam", IMAGES, end=True).facts["tribe_adapted"] is True
+        assert [each["name"] for each in client.streams()] == []
+        assert client.infer("cam", IMAGES).facts["tribe_clock"] == 2
+        assert client.put_state("copy", client.get_state("cam"))["clock"] == 2
+        client.drop("cam")
+        for action in ("reset", "freeze", "rollback", "snapshot"):
+            with pytest.raises(ClientError) as caught:
+                client.control(action, "cam")
+            assert caught.value.status == 404
+        with pytest.raises(ClientError) as caught:
+            client.put_state("copy", b"nonsense")
+        assert caught.value.status == 409
+        with pytest.raises(ClientError) as caught:
+            client.predict("cam", IMAGES, timeout=1e-6)
+        assert (caught.value.status, caught.value.retry_after is not None) == (503, True)
+        assert client.predict(None, IMAGES).shape == (2, 4)
+        text = web.get(f"{server.url}/metrics").text
+        assert "nv_inference_request_success" in text
+        assert 'tribe_http_responses_total{status="200"}' in text
+
+
+def test_images_that_do_not_fit_harm_no_other_stream():
+    with serving() as server, Client(server.url, "small") as client:
+        client.predict("good", IMAGES)
+        answer = web.post(f"{server.url}/v1/streams/bad/predict", content=encode_npy(IMAGES[:, :1]))
+        refused(answer, 400, "(2, 1, 8, 8)")
+        assert client.infer("good", IMAGES).facts["tribe_clock"] == 2
+        assert [each["name"] for each in client.streams()] == ["good"]
+
+
+def test_a_network_that_does_not_fit_its_images_says_so():
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 4))
+    with Server(net, port=0) as server:
+        for size, code in ((8, 200), (5, 400), (2, 400)):
+            images = np.full((1, 3, size, size), 0.5, np.float32)
+            answer = web.post(f"{server.url}/v1/streams/cam/predict", content=encode_npy(images))
+            assert answer.status_code == code, answer.text
+        assert "images" in answer.json()["error"]
+
+
+def test_the_shape_is_that_of_the_first_layer_unless_it_is_given():
+    server = Server(small_network(), port=0)
+    assert server.service.model.shape == (3, None, None)
+    with pytest.raises(ValueError, match="shape is that of one image"):
+        Server(small_network(), shape=(3, 0, 8))
+    with pytest.raises(ValueError, match="labels are the names of 4 classes"):
+        Server(small_network(), labels=("a",))
+    with pytest.raises(ValueError, match="the name of a model has 1 to 128"):
+        Server(small_network(), name="a/b")
+    plain = nn.Sequential(nn.Flatten(), nn.Linear(12, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+    with pytest.raises(ValueError, match="no convolution"):
+        Server(plain)
+
+
+def test_the_package_names_what_it_has():
+    assert tribe.serve.Server is Server
+    with pytest.raises(AttributeError, match="no attribute 'Sever'"):
+        _ = tribe.serve.Sever
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+LISTENS = Prints("Ctrl-C stops it")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_command_serves_digits_until_a_signal(tmp_path, number):
+    result = ended("-m", "tribe", "serve", "--port", 0, "--data", tmp_path / "data", when=LISTENS, number=number)
+    assert result.code == 0, result.err
+    first, last = result.out.splitlines()
+    assert first.startswith("tribe serves compact (tribe) on http://127.0.0.1:")
+    assert f"streams are in {tmp_path}/data" in first
+    assert last == "stopped; every stream is stored"
+    assert result.err == ""
+
+
+def test_the_command_warns_if_everybody_may_do_everything(tmp_path):
+    result = interrupted("-m", "tribe", "serve", "--port", 0, "--host", "0.0.0.0", when=LISTENS)
+    assert "has no tokens" in " ".join(result.err.split())
+    (tmp_path / "tokens.json").write_text(
+        json.dumps({"tokens": [{"name": "a", "token": "x" * 16, "streams": "", "role": "admin"}]})
+    )
+    options = ("--host", "0.0.0.0", "--tokens", tmp_path / "tokens.json")
+    assert interrupted("-m", "tribe", "serve", "--port", 0, *options, when=LISTENS).err == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--model", "resnet20"], "--model resnet20 needs --weights FILE"),
+        (["--model", "compac"], "compact"),
+        (["--method", "trieb"], "tribe"),
+        (["--port", "70000"], "port is the number of a port"),
+        (["--tokens", "nowhere.json"], "nowhere.json"),
+        (["--ssl-certfile", "cert.pem"], "TLS needs both"),
+        (["--shape", "3x8"], "--shape is the shape of one image"),
+        (["--set", "tent.lr=1"], "takes no part"),
+        (["--max-body", "0"], "body is a whole number"),
+        (["--deadline", "-1"], "deadline is a number of seconds"),
+    ],
+)
+def test_wrong_options_are_refused_in_words(nowhere, options, words):
+    result = tribe_command("serve", "--port", "0", *options)
+    assert result.exit_code == 2
+    assert words in message(result)
