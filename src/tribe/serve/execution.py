@@ -25,11 +25,8 @@ class FleetLike(Protocol):
     def predict_source(self, x: Tensor) -> Tensor:
         """Predict with the source model."""
 
-    def clock(self, name: str) -> int:
-        """How many steps a stream has taken."""
-
     def info(self, name: str) -> Any:
-        """What a stream does, as a named tuple."""
+        """What a stream does, a `StreamInfo`."""
 
     def add(self, name: str) -> Any:
         """Add a stream that starts at the source."""
@@ -65,7 +62,6 @@ class Result(NamedTuple):
     logits: Tensor | None = None
     clock: int | None = None
     health: dict[str, Any] | None = None
-    adapted: bool = False
     error: Exception | None = None
 
 
@@ -89,24 +85,17 @@ def _isolated(run: Callable[[FleetLike, list[Job]], list[Result]], fleet: FleetL
 
 
 def _step(fleet: FleetLike, jobs: list[Job]) -> list[Result]:
-    images = {_name(job): job.images for job in jobs}
-    before = {name: fleet.clock(name) for name in images}
-    logits = fleet(images)
-    results = []
-    for name in images:
-        clock = fleet.clock(name)
-        results.append(Result(logits[name], clock, describe(fleet, name), clock != before[name]))
-    return results
+    logits = fleet({_name(job): job.images for job in jobs})
+    return [Result(logits[name], *_report(fleet, name)) for name in map(_name, jobs)]
 
 
 def _predict(fleet: FleetLike, jobs: list[Job]) -> list[Result]:
     results: dict[Job, Result] = {}
     own = {_name(job): job for job in jobs if job.stream is not None and not job.source}
     if own:
-        clocks = {name: fleet.clock(name) for name in own}
+        reports = {name: _report(fleet, name) for name in own}  # before: a step may end meanwhile
         logits = fleet.predict({name: job.images for name, job in own.items()})
-        for name, job in own.items():
-            results[job] = Result(logits[name], clocks[name], describe(fleet, name))
+        results |= {job: Result(logits[name], *reports[name]) for name, job in own.items()}
     groups: dict[Any, list[Job]] = {}
     for job in jobs:
         if job not in results:
@@ -118,11 +107,15 @@ def _predict(fleet: FleetLike, jobs: list[Job]) -> list[Result]:
     return [results[job] for job in jobs]
 
 
+def _report(fleet: FleetLike, name: str) -> tuple[int, dict[str, Any]]:
+    known = describe(fleet, name)
+    return known["steps"], known
+
+
 def describe(fleet: FleetLike, name: str) -> dict[str, Any]:
     """What a stream does, in plain numbers by name."""
-    info = fleet.info(name)
-    fields: dict[str, Any] = info._asdict() if hasattr(info, "_asdict") else dict(info)
-    return fields
+    known: dict[str, Any] = fleet.info(name)._asdict()
+    return known
 
 
 def _name(job: Job) -> str:

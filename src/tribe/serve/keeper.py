@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from tribe.serve.events import Events
-from tribe.serve.execution import FleetLike, describe
+from tribe.serve.execution import FleetLike
 from tribe.serve.ownership import Found, Served, look_up, new_generation
 from tribe.serve.policy import NotOwner, Policy
 from tribe.serve.store.protocol import Store, StoreDown
@@ -28,6 +28,7 @@ class Keeper:
         clock: the worker's.
         events: where to say what happens.
         in_thread: runs a function in the thread that asks the store.
+        in_states: runs one in the thread that changes the fleet, which may wait for a step.
         hold: keeps a stream from being stepped.
         closed: called with the name of a stream that is gone, while it is held.
     """
@@ -41,12 +42,13 @@ class Keeper:
         clock: Callable[[], float],
         events: Events,
         in_thread: InThread,
+        in_states: InThread,
         hold: Callable[[str], AbstractAsyncContextManager[None]],
         closed: Callable[[str], None],
     ) -> None:
         self.fleet, self.store, self.policy, self.owner = fleet, store, policy, owner
         self.clock, self.events = clock, events
-        self._in_thread, self._hold, self._closed = in_thread, hold, closed
+        self._in_thread, self._in_states, self._hold, self._closed = in_thread, in_states, hold, closed
         self.streams: dict[str, Served] = {}
         self.writer: Writer | None = None  # set by the worker
         self._opening: dict[str, asyncio.Task[Served]] = {}
@@ -104,7 +106,7 @@ class Keeper:
 
     async def _open_without_store(self, name: str, now: float) -> Served:
         if name not in self.fleet.names:
-            await self._in_thread(lambda: self.fleet.add(name))
+            await self._in_states(lambda: self.fleet.add(name))
         served = self.streams[name] = Served(name, "owned", now)
         self.read_fleet(served)
         self.events.add("opened", "a new stream", name)
@@ -114,13 +116,13 @@ class Keeper:
         """Bring the fleet to what the store says of a stream."""
         name, stored = served.name, found.stored
         if stored is not None:
-            await self._in_thread(lambda: self.fleet.from_bytes(name, stored.blob))
+            await self._in_states(lambda: self.fleet.from_bytes(name, stored.blob))
             served.recent = dict.fromkeys(stored.requests[-self.policy.requests :])
             served.loaded = True
         elif found.claim is not None:
             if name in self.fleet.names:
-                await self._in_thread(lambda: self.fleet.drop(name))
-            await self._in_thread(lambda: self.fleet.add(name))
+                await self._in_states(lambda: self.fleet.drop(name))
+            await self._in_states(lambda: self.fleet.add(name))
             served.loaded = True
         served.checked, served.mark = asked, found.mark
         if found.claim is not None:
@@ -135,8 +137,8 @@ class Keeper:
 
     def read_fleet(self, served: Served) -> None:
         """Note the clock of the state that the fleet has, and whether it is frozen."""
-        served.clock = self.fleet.clock(served.name)
-        served.frozen = bool(describe(self.fleet, served.name).get("frozen", False))
+        info = self.fleet.info(served.name)
+        served.clock, served.frozen = info.steps, info.frozen
 
     # -- leases -------------------------------------------------------------------------------------------------------
 
@@ -185,7 +187,7 @@ class Keeper:
             if self.streams.get(served.name) is served:
                 del self.streams[served.name]
                 if served.loaded:
-                    await self._in_thread(lambda: self.fleet.drop(served.name))
+                    await self._in_states(lambda: self.fleet.drop(served.name))
             self._closed(served.name)
 
     # -- releasing ----------------------------------------------------------------------------------------------------

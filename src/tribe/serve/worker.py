@@ -1,7 +1,8 @@
 """The worker: requests of many streams come in, batches of them go to the model, answers come out.
 
-The event loop decides, in a `Scheduler`. Four threads compute: one steps, one predicts (a prediction never waits for a
-running step), one asks the store for claims, and one writes states. All bookkeeping is on the event loop.
+The event loop decides, in a `Scheduler`. Threads do what takes time, each one thing after another: one steps; one
+predicts, so that a prediction never waits for a running step; one asks the store for claims; one puts states into the
+fleet and takes them out; one writes states to the store. All bookkeeping is on the event loop.
 """
 
 import asyncio
@@ -17,6 +18,7 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor
 
 from tribe.fields import document
+from tribe.methods import Timed
 from tribe.serve import execution
 from tribe.serve.budget import Times
 from tribe.serve.control import Controls
@@ -31,6 +33,7 @@ from tribe.serve.store.protocol import Store, StoreDown, check_name
 from tribe.serve.watch import Watch
 from tribe.serve.writer import Writer
 
+THREADS = ("step", "predict", "claims", "states", "writer")
 LONGEST_ID = 1000  # characters of a request id
 log = logging.getLogger("tribe.serve")
 
@@ -80,12 +83,10 @@ class Worker:
         self.fleet, self.store, self.policy, self.clock = fleet, store, policy or Policy(), clock
         self.owner = owner if owner is not None else new_owner()
         self.meters, self.log = Meters(model), Events(self.policy.events)
-        self._threads = {
-            name: ThreadPoolExecutor(1, f"tribe-{name}") for name in ("step", "predict", "claims", "writer")
-        }
-        in_claims = functools.partial(self._in_thread, "claims")
+        self._threads = {name: ThreadPoolExecutor(1, f"tribe-{name}") for name in THREADS}
+        in_claims, in_states = (functools.partial(self._in_thread, name) for name in ("claims", "states"))
         self.keeper = Keeper(
-            fleet, store, self.policy, self.owner, clock, self.log, in_claims, self.hold, self._return_jobs
+            fleet, store, self.policy, self.owner, clock, self.log, in_claims, in_states, self.hold, self._return_jobs
         )
         self.scheduler = Scheduler(self.policy, Times(), self.keeper.blocked)
         self.writer: Writer | None = None
@@ -95,8 +96,8 @@ class Worker:
             self.writer = Writer(store, self.policy, clock, self.log, in_writer, self.hold, fleet.to_bytes, lose)
             self.keeper.writer = self.writer
         self._watch = Watch(self.keeper, self.scheduler, self.meters)
-        in_step = functools.partial(self._in_thread, "step")
-        self._controls = Controls(self.keeper, self.hold, self.drained, in_step, self.stream)
+        self._controls = Controls(self.keeper, self.hold, self.drained, in_states, self.stream)
+        self._filters = isinstance(getattr(fleet, "method", None), Timed)  # then also a frozen stream changes
         self._tasks: list[asyncio.Task[None]] = []
         self._returned: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
@@ -275,9 +276,11 @@ class Worker:
         self.meters.ran(self.meters.step, now - running.since)
         for job, result in zip(running.jobs, _results(future, len(running.jobs)), strict=True):
             served = self.keeper.streams.get(job.stream or "")
+            adapted = False
             if served is not None and result.error is None:
+                adapted = served.clock != result.clock  # not if it is frozen, or all images were bad
                 self._note_step(served, job, result, now)
-            self._answer(job, result, "adapted" if result.adapted else "followed", now)
+            self._answer(job, result, "adapted" if adapted else "unchanged", now, adapted)
         self.scheduler.step_done(now)
         self._advance()
 
@@ -285,7 +288,8 @@ class Worker:
         served.clock = result.clock or 0
         served.note_learned(job.request_id, self.policy.requests)
         served.learned_at = time.time()
-        served.touch(now)
+        if not served.frozen or self._filters:
+            served.touch(now)
 
     def _predicted(self, future: "asyncio.Future[list[Result]]") -> None:
         now, running = self.clock(), self.scheduler.predicting
@@ -306,7 +310,7 @@ class Worker:
         self._progress = asyncio.Event()
         self.pump()
 
-    def _answer(self, job: Job, result: Result, outcome: str, now: float) -> None:
+    def _answer(self, job: Job, result: Result, outcome: str, now: float, adapted: bool = False) -> None:
         if job.answered:
             return
         if result.error is None and now > job.deadline:
@@ -322,7 +326,7 @@ class Worker:
         assert result.logits is not None
         served = self.keeper.streams.get(job.stream) if job.stream is not None else None
         generation = None if served is None else served.generation
-        job.reply.set_result(Inferred(result.logits, result.adapted, result.clock, generation, result.health))
+        job.reply.set_result(Inferred(result.logits, adapted, result.clock, generation, result.health))
         self.meters.answered(outcome, job.size, job.arrived, job.launched, now)
 
     def _refuse(self, refused: Refused) -> None:

@@ -58,6 +58,7 @@ class Writer:
         self.store, self.policy, self.clock, self.events = store, policy, clock, events
         self._in_thread, self._hold, self._to_bytes, self._lost = in_thread, hold, to_bytes, lost
         self._lock = asyncio.Lock()  # one write at a time: an older state must not overtake a newer one
+        self._complained: set[str] = set()  # streams that could not be stored for a reason of their own
         self._failures = 0
         self._paused_until = 0.0
         self.writes = Counter("tribe_writes_total", "States that were stored.")
@@ -81,6 +82,11 @@ class Writer:
                 written += await self.write(served)
             except StoreDown:
                 return
+            except Exception as error:  # such as a state that is not finite: the others are stored all the same
+                self.failed.add()
+                if served.name not in self._complained:
+                    self._complained.add(served.name)
+                    self.events.add("not-stored", f"it cannot be stored: {error}", served.name, logging.ERROR)
             if written >= self.policy.write_bytes:
                 return
 
@@ -115,6 +121,7 @@ class Writer:
                     self.note_failure(error)
                 raise
             served.writing_since = None
+            self._complained.discard(served.name)
             self.note_success()
             self.writes.add()
             self.bytes.add(len(captured.blob))
