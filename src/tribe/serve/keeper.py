@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
+from tribe.fleet import Fleet
 from tribe.serve.events import Events
-from tribe.serve.execution import FleetLike
 from tribe.serve.ownership import Found, Served, look_up, new_generation
 from tribe.serve.policy import NotOwner, Policy
 from tribe.serve.store.protocol import Store, StoreDown
@@ -35,7 +35,7 @@ class Keeper:
 
     def __init__(
         self,
-        fleet: FleetLike,
+        fleet: Fleet,
         store: Store | None,
         policy: Policy,
         owner: str,
@@ -105,7 +105,7 @@ class Keeper:
         return served
 
     async def _open_without_store(self, name: str, now: float) -> Served:
-        if name not in self.fleet.names:
+        if name not in self.fleet:
             await self._in_states(lambda: self.fleet.add(name))
         served = self.streams[name] = Served(name, "owned", now)
         self.read_fleet(served)
@@ -120,7 +120,7 @@ class Keeper:
             served.recent = dict.fromkeys(stored.requests[-self.policy.requests :])
             served.loaded = True
         elif found.claim is not None:
-            if name in self.fleet.names:
+            if name in self.fleet:
                 await self._in_states(lambda: self.fleet.drop(name))
             await self._in_states(lambda: self.fleet.add(name))
             served.loaded = True

@@ -67,7 +67,3 @@ class Overloaded(RuntimeError):
 
 class NotOwner(RuntimeError):
     """Another worker owns the stream, so this one cannot change it."""
-
-
-class UnknownStream(LookupError):
-    """There is no stream of this name, neither here nor in the store."""

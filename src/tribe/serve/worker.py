@@ -18,12 +18,13 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor
 
 from tribe.fields import document
+from tribe.fleet import Fleet
 from tribe.methods import Timed
 from tribe.serve import execution
 from tribe.serve.budget import Times
 from tribe.serve.control import Controls
 from tribe.serve.events import Events
-from tribe.serve.execution import FleetLike, Result
+from tribe.serve.execution import Result
 from tribe.serve.keeper import Keeper
 from tribe.serve.meters import Meters
 from tribe.serve.ownership import Served, new_owner
@@ -72,7 +73,7 @@ class Worker:
 
     def __init__(
         self,
-        fleet: FleetLike,
+        fleet: Fleet,
         store: Store | None = None,
         *,
         policy: Policy | None = None,
