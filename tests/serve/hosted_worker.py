@@ -31,7 +31,7 @@ def images_of(network, request_id):
         return images(1, 1 + drawn % 2, drawn)[0]
     digits = mnist_test()[0]
     chosen = [(drawn + 7919 * i) % len(digits) for i in range(1 + drawn % 2)]
-    return torch.from_numpy(digits[chosen]).float()[:, None] / 255
+    return torch.tensor(digits[chosen])[:, None] / 255
 
 
 def new_fleet(network):

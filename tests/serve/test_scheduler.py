@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from tribe.serve.budget import Times
+from tribe.serve.jobs import Job
 from tribe.serve.policy import Overloaded, Policy
-from tribe.serve.scheduler import Job, Scheduler
+from tribe.serve.scheduler import Scheduler
 
 ZEROS = torch.zeros(32, 1, 2, 2)
 
@@ -311,6 +312,29 @@ def test_a_held_stream_is_not_stepped_and_a_holder_comes_before_the_next_request
     assert sched.next_step(0.1) == [again]
     sched.step_done(0.2)
     assert not sched.lines
+
+
+def test_answered_requests_with_a_far_deadline_are_not_kept():
+    sched = scheduler()
+    for moment in range(1000):
+        (each,) = offer(sched, job("a", moment, deadline=moment + 1e6), now=moment)
+        sched.next_step(moment)
+        sched.answer(each)
+        sched.step_done(moment + 0.5)
+    assert len(sched._moments) <= 70
+    assert sched.waiting == 0
+
+
+def test_what_is_abandoned_comes_back_once_and_nothing_is_left():
+    sched = scheduler(step=1.0, predict=0.1)
+    running, waiting = offer(sched, job("a"), job("a"))
+    sched.next_step(0.0)
+    predicted, source = offer(sched, job("b", deadline=0.5), job(None))
+    assert set(sched.abandon()) == {waiting, predicted, source}
+    assert sched.waiting == 1  # the one that runs
+    sched.step_done(1.0)
+    sched.answer(running)
+    assert (sched.waiting, sched.lines, sched.backlog) == (0, {}, {})
 
 
 # -- overload ---------------------------------------------------------------------------------------------------------

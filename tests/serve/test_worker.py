@@ -8,12 +8,14 @@ import pytest
 import torch
 from replays import batch, new_fleet, replay
 
+import tribe
 from tribe.fleet.fleet import UnknownStream, stream_seed
 from tribe.serve.policy import NotOwner, Overloaded, Policy
 from tribe.serve.store import SqliteStore
 from tribe.serve.store.protocol import StoreDown
 from tribe.serve.worker import Worker
 from tribe.storage.states import StateFileError
+from tribe.testing import small_network
 
 # Nothing happens unless a test asks for it, and nobody waits for company: the clock may stand still.
 SLOW = Policy(gather=0, write_every=1000, renew=1, lease=1000, idle=1000)
@@ -476,6 +478,43 @@ def test_a_state_is_read_and_replaced_and_a_wrong_one_changes_nothing(store):
 
     made, digest = play(scenario, fleet, store)
     assert (made["clock"], digest) == (1, replay(fleet, "cam", [batch(0)]))
+
+
+def test_a_stored_state_of_another_method_is_refused_and_can_be_deleted(store):
+    async def learn(worker):
+        await worker.infer("cam", batch(0))
+
+    async def scenario(worker):
+        with pytest.raises(RuntimeError, match=r"stored state that does not fit.*tent"):
+            await worker.infer("cam", batch(0))
+        assert not store.entry("cam").held  # others may have it
+        await worker.control("drop", "cam")
+        return await worker.infer("cam", batch(0))
+
+    play(learn, tribe.fleet(small_network(), "tent"), store)
+    assert play(scenario, store=store).clock == 1
+
+
+def test_a_canceled_request_leaves_nothing_behind(store):
+    fleet = Paused()
+
+    async def scenario(worker):
+        opening = asyncio.create_task(worker.infer("cam", batch(0)))
+        await asyncio.sleep(0)
+        opening.cancel()
+        await asyncio.wait([opening])
+        assert worker.scheduler.waiting == 0
+        fleet.go.clear()
+        stepping = asyncio.create_task(worker.infer("cam", batch(1)))
+        while worker.scheduler.stepping is None:
+            await asyncio.sleep(0)
+        stepping.cancel()
+        await asyncio.wait([stepping])
+        assert worker.scheduler.waiting == 0
+        fleet.go.set()
+        return await worker.infer("cam", batch(2))
+
+    assert play(scenario, fleet, store).clock == 2  # the step was taken
 
 
 def test_a_dropped_stream_starts_anew(store):

@@ -92,6 +92,8 @@ class Controls:
         except TimeoutError:
             raise Overloaded(f"stream {stream!r} still learns what waits", self.policy.drain) from None
         await self.keeper.release(served)
+        if stream in self.keeper.streams:  # without a store it stays, and so it does if a request has come meanwhile
+            return self._describe(stream)
         return {"name": stream, "state": "released", "clock": served.clock}
 
     async def _reset(self, stream: str) -> dict[str, Any]:
@@ -135,8 +137,10 @@ class Controls:
         return await self._replace(served, lambda: self.fleet.restore(stream, snapshot), "rollback", words)
 
     async def _drop(self, stream: str) -> dict[str, Any]:
-        served = await self._owned(stream)
-        await self.keeper.delete(served)
+        if stream in self.keeper.streams:
+            await self.keeper.delete(await self._owned(stream))
+        else:  # not opened: a state that does not fit this model can be deleted, too
+            await self.keeper.delete_stored(stream)
         return {"name": stream, "state": "deleted"}
 
     async def _replace(self, served: Served, change: Callable[[], Any], kind: str, words: str) -> dict[str, Any]:

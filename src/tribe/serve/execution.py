@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tribe.fleet import Fleet
-from tribe.serve.scheduler import Job
+from tribe.serve.jobs import Job
 
 
 class Result(NamedTuple):

@@ -8,11 +8,13 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from tribe.fleet import Fleet
+from tribe.fleet.fleet import UnknownStream
 from tribe.serve.events import Events
 from tribe.serve.ownership import Found, Served, look_up, new_generation
 from tribe.serve.policy import NotOwner, Policy
 from tribe.serve.store.protocol import Store, StoreDown
 from tribe.serve.writer import Writer
+from tribe.storage.states import StateFileError
 
 InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
 
@@ -100,7 +102,15 @@ class Keeper:
         if found.damaged:
             self.events.add("damaged", f"{found.damaged} The state before it is used", name, logging.ERROR)
         served = served or Served(name, "followed", now, loaded=False)
-        await self._load(served, found, now)
+        try:
+            await self._load(served, found, now)
+        except StateFileError as error:
+            if (claim := found.claim) is not None:
+                await self._in_thread(lambda: store.release(claim))
+            raise RuntimeError(
+                f"stream {name!r} has a stored state that does not fit: {error}. Serve it with the model and method it "
+                "was stored with, or delete the stream"
+            ) from error
         self.streams[name] = served
         return served
 
@@ -124,12 +134,13 @@ class Keeper:
                 await self._in_states(lambda: self.fleet.drop(name))
             await self._in_states(lambda: self.fleet.add(name))
             served.loaded = True
+        first = served.checked == -math.inf
         served.checked, served.mark = asked, found.mark
         if found.claim is not None:
             served.renewed(found.claim, asked, self.policy.lease, self.policy.margin)
             words = "a new stream" if stored is None else f"resumed at clock {stored.clock}"
             self.events.add("opened", words, name, generation=found.claim.generation)
-        elif served.role != "followed" or served.clock == 0:
+        elif first or served.role != "followed":
             served.role = "followed"
             self.events.add("followed", "another worker owns it: predictions come from its last stored state", name)
         if served.loaded:
@@ -228,6 +239,17 @@ class Keeper:
             served.claim, served.dirty_since, served.learn_until = None, None, -math.inf
         await self._forget(served)
         self.events.add("deleted", "deleted, with its stored states", served.name)
+
+    async def delete_stored(self, name: str) -> None:
+        """Delete the stored states of a stream that is not opened here."""
+        store, claim = self.store, None
+        if store is None or await self._in_thread(lambda: store.entry(name)) is None:
+            raise UnknownStream(f"there is no stream {name!r}")
+        claim = await self._in_thread(lambda: store.claim(name, self.owner, self.policy.lease))
+        if claim is None:
+            raise NotOwner(f"stream {name!r} cannot be deleted here: another worker owns it. Ask its owner, or wait")
+        await self._in_thread(lambda: store.delete(claim))
+        self.events.add("deleted", "deleted, with its stored states", name)
 
     async def claim_anew(self, served: Served) -> None:
         """Raise the generation of an owned stream, so that a state with an earlier clock may be stored.

@@ -14,68 +14,11 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, NamedTuple
-
-from torch import Tensor
 
 from tribe.serve.budget import Times
+from tribe.serve.jobs import Job, Line, Refused, Running
 from tribe.serve.policy import Overloaded, Policy
-
-
-@dataclass(eq=False, slots=True)
-class Job:
-    """One request. ``answered`` and ``learnable`` change while it waits."""
-
-    stream: str | None  # None: the source model predicts
-    images: Tensor  # (B, ...)
-    arrived: float
-    deadline: float = math.inf
-    learn: bool = True
-    request_id: str | None = None
-    reply: Any = None  # the caller's own, such as a future
-    source: bool = False  # the source model predicts, because the stream has no state here
-    launch_by: float = 0.0  # when it no longer waits for company
-    answered: bool = False  # has an answer or an error; its images may still be learned
-    predicting: bool = False  # is in the line for predictions, or answered by one
-    learnable: bool = False  # is in its stream's line
-    asked: bool = False  # is in its stream's line, and somebody waits for its step
-    launched: float = math.nan  # when its batch was launched
-    size: int = 0  # how many images
-
-    def __post_init__(self) -> None:
-        self.size = self.images.shape[0]
-
-
-@dataclass(eq=False, slots=True)
-class Line:
-    """The requests of a stream that are not learned yet, the oldest first."""
-
-    jobs: deque[Job] = field(default_factory=deque)
-    asked: int = 0  # how many of them somebody waits for
-    busy: bool = False  # one of its requests is being stepped, or somebody holds the stream
-    holders: deque[Callable[[], None]] = field(default_factory=deque)  # who wants to hold it next
-
-
-class Running(NamedTuple):
-    """A batch that was launched."""
-
-    jobs: list[Job]
-    since: float
-    until: float  # when it should be done
-
-    @property
-    def size(self) -> int:
-        """How many images."""
-        return sum(job.size for job in self.jobs)
-
-
-class Refused(NamedTuple):
-    """A request that gets no answer, and why."""
-
-    job: Job
-    error: Overloaded
 
 
 class Scheduler:
@@ -90,7 +33,7 @@ class Scheduler:
         self.predictions: deque[Job] = deque()
         self.backlog: dict[Job, None] = {}  # answered or being predicted, not learned yet; the oldest first
         self.backlog_bytes = 0
-        self.dropped: dict[str, int] = {"full": 0, "lease": 0, "lag": 0, "refused": 0, "closed": 0}  # by reason
+        self.dropped = dict.fromkeys(("full", "owner", "lease", "lag", "refused", "closed"), 0)  # by reason
         self.waiting = 0  # requests without an answer
         self._queued = 0  # requests in lines
         self._asked = 0  # those of them that somebody waits for
@@ -116,6 +59,7 @@ class Scheduler:
         step = job.stream is not None and job.learn
         if not step or (job.deadline < math.inf and self._stepped_by(job, now) > job.deadline):
             self._admit_prediction(job, now)
+        job.counted = True
         self.waiting += 1
         if step:
             self._join_line(job, now)
@@ -250,8 +194,26 @@ class Scheduler:
         for job in list(line.jobs) if line else ():
             self._forget(job, reason)
             if not job.answered and not job.predicting:
-                self.waiting -= 1
-                back.append(job)
+                back.append(self.take_back(job))
+        return back
+
+    def take_back(self, job: Job) -> Job:
+        """A request that is to be offered again."""
+        self._uncount(job)
+        job.predicting = False
+        return job
+
+    def _uncount(self, job: Job) -> None:
+        if job.counted:
+            job.counted = False
+            self.waiting -= 1
+
+    def abandon(self) -> list[Job]:
+        """Empty all lines; those who wait for an answer, and are not being answered, get none."""
+        back = [job for stream in list(self.lines) for job in self.withdraw(stream, "closed")]
+        back += [self.take_back(job) for job in self.predictions if not job.answered]
+        self.predictions.clear()
+        self._predicted_images = 0
         return back
 
     # -- what runs next -----------------------------------------------------------------------------------------------
@@ -390,7 +352,7 @@ class Scheduler:
     def _refuse(self, job: Job, now: float) -> Overloaded:
         """End a request without an answer; its images are not learned, so that a retry may be."""
         job.answered = True
-        self.waiting -= 1
+        self._uncount(job)
         self._forget(job, "refused")
         self._feel_pressure(now)
         return Overloaded(f"no answer within {job.deadline - job.arrived:.3f} s", self._drained(now))
@@ -398,6 +360,9 @@ class Scheduler:
     # -- time passes --------------------------------------------------------------------------------------------------
 
     def _look_again(self, job: Job, moment: float) -> None:
+        if len(self._moments) > 64 + 4 * self.waiting:  # answered long before their deadline: do not keep the images
+            self._moments = [each for each in self._moments if not each[2].answered]
+            heapq.heapify(self._moments)
         heapq.heappush(self._moments, (moment, next(self._order), job))
 
     def refuse_late(self, now: float) -> list[Refused]:
@@ -446,7 +411,7 @@ class Scheduler:
         if job.answered:
             return False
         job.answered = True
-        self.waiting -= 1
+        self._uncount(job)
         return True
 
     # -- holding a stream ---------------------------------------------------------------------------------------------

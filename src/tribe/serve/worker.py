@@ -19,17 +19,19 @@ from torch import Tensor
 
 from tribe.fields import document
 from tribe.fleet import Fleet
+from tribe.fleet.fleet import UnknownStream
 from tribe.methods import Timed
 from tribe.serve import execution
 from tribe.serve.budget import Times
 from tribe.serve.control import Controls
 from tribe.serve.events import Events
 from tribe.serve.execution import Result
+from tribe.serve.jobs import Job, Refused
 from tribe.serve.keeper import Keeper
 from tribe.serve.meters import Meters
 from tribe.serve.ownership import Served, new_owner
 from tribe.serve.policy import Overloaded, Policy
-from tribe.serve.scheduler import Job, Refused, Scheduler
+from tribe.serve.scheduler import Scheduler
 from tribe.serve.store.protocol import Store, StoreDown, check_name
 from tribe.serve.watch import Watch
 from tribe.serve.writer import Writer
@@ -103,7 +105,7 @@ class Worker:
         self._returned: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._progress = asyncio.Event()  # set and replaced whenever a batch ends
-        self._accepting = False
+        self._accepting = self._stopped = False
 
     # -- life cycle ---------------------------------------------------------------------------------------------------
 
@@ -130,7 +132,7 @@ class Worker:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.policy.drain):
                 await self.drained()
-        for job in [job for name in list(self.scheduler.lines) for job in self.scheduler.withdraw(name, "closed")]:
+        for job in self.scheduler.abandon():
             self._refuse(Refused(job, Overloaded("the server stops", 1.0)))
         for task in self._tasks:
             task.cancel()
@@ -140,6 +142,7 @@ class Worker:
                 await self.keeper.release(served)
             except StoreDown as error:
                 self.log.add("not-stored", f"it was not stored: {error}", served.name, logging.ERROR)
+        self._stopped = True
         if self._timer is not None:
             self._timer.cancel()
         for thread in self._threads.values():
@@ -191,6 +194,8 @@ class Worker:
             raise Overloaded("the server stops, or has not started", 1.0)
         if request_id is not None and len(request_id) > LONGEST_ID:
             raise ValueError(f"a request id has at most {LONGEST_ID} characters; got {len(request_id)}")
+        if images.dim() < 2 or not len(images):
+            raise ValueError(f"images have the shape {tuple(images.shape)}; expected (B, ...) with at least one image")
         now = self.clock()
         if deadline is None:
             deadline = math.inf if self.policy.deadline is None else now + self.policy.deadline
@@ -243,6 +248,8 @@ class Worker:
 
     def pump(self) -> None:
         """Launch what can be launched now, and come back when the next thing is due."""
+        if self._stopped:
+            return
         now = self.clock()
         for refused in self.scheduler.refuse_late(now):
             self._refuse(refused)
@@ -297,10 +304,8 @@ class Worker:
         assert running is not None
         self.meters.ran(self.meters.predict, now - running.since)
         for job, result in zip(running.jobs, _results(future, len(running.jobs)), strict=True):
-            gone = job.stream is not None and not job.source and job.stream not in self.keeper.streams
-            if result.error is not None and gone and not job.answered:
-                self.scheduler.waiting -= 1
-                self._return_job(job)  # the stream was lost while the request waited
+            if isinstance(result.error, UnknownStream) and not job.answered:
+                self._return_job(self.scheduler.take_back(job))  # the stream was lost while the request waited
             else:
                 self._answer(job, result, "source" if job.stream is None else "predicted", now)
         self.scheduler.prediction_done(now)
@@ -373,7 +378,6 @@ class Worker:
                 if not job.reply.done():
                     job.reply.set_exception(error)
 
-        job.predicting = job.answered = False
         task = asyncio.get_running_loop().create_task(again())
         self._returned.add(task)
         task.add_done_callback(self._returned.discard)
