@@ -5,10 +5,9 @@ from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
-from tribe.fleet.fleet import UnknownStream
 from tribe.serve.keeper import InThread, Keeper
 from tribe.serve.ownership import Served, read_intact
-from tribe.serve.policy import NotOwner, Overloaded
+from tribe.serve.policy import NotOwner, Overloaded, UnknownStream
 from tribe.serve.store.protocol import Stored, StoreDown
 
 

@@ -8,10 +8,9 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from tribe.fleet import Fleet
-from tribe.fleet.fleet import UnknownStream
 from tribe.serve.events import Events
 from tribe.serve.ownership import Found, Served, look_up, new_generation
-from tribe.serve.policy import NotOwner, Policy
+from tribe.serve.policy import NotOwner, Policy, UnknownStream
 from tribe.serve.store.protocol import Store, StoreDown
 from tribe.serve.writer import Writer
 from tribe.storage.states import StateFileError

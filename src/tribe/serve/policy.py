@@ -4,6 +4,9 @@ import dataclasses
 from dataclasses import dataclass
 
 from tribe.fields import is_number, require, require_whole
+from tribe.fleet.fleet import UnknownStream
+
+__all__ = ["NotOwner", "Overloaded", "Policy", "UnknownStream"]
 
 
 @dataclass(frozen=True)

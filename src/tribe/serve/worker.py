@@ -19,7 +19,6 @@ from torch import Tensor
 
 from tribe.fields import document
 from tribe.fleet import Fleet
-from tribe.fleet.fleet import UnknownStream
 from tribe.methods import Timed
 from tribe.serve import execution
 from tribe.serve.budget import Times
@@ -30,7 +29,7 @@ from tribe.serve.jobs import Job, Refused
 from tribe.serve.keeper import Keeper
 from tribe.serve.meters import Meters
 from tribe.serve.ownership import Served, new_owner
-from tribe.serve.policy import Overloaded, Policy
+from tribe.serve.policy import Overloaded, Policy, UnknownStream
 from tribe.serve.scheduler import Scheduler
 from tribe.serve.store.protocol import Store, StoreDown, check_name
 from tribe.serve.watch import Watch
