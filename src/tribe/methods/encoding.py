@@ -64,7 +64,7 @@ def drop_added(method: str, fields: Mapping[str, Any]) -> dict[str, Any]:
 def _added(method: str) -> Mapping[str, Any]:
     try:
         return get(method).added
-    except ValueError:  # a custom method that is unknown here
+    except (ValueError, TypeError):  # a custom method that is unknown here, or a name that no method has
         return {}
 
 
