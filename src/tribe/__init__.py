@@ -20,6 +20,7 @@ from tribe.engine.backbone import Backbone
 from tribe.engine.normalize import Normalize
 from tribe.engine.state import Affine, Stats
 from tribe.fleet import Fleet, fleet
+from tribe.health.calibration import Calibration, calibrate
 from tribe.health.guard import Guard
 from tribe.health.history import History
 from tribe.health.snapshots import Snapshot, StreamInfo
@@ -35,6 +36,7 @@ __all__ = [
     "Augment",
     "Backbone",
     "Batch",
+    "Calibration",
     "Fleet",
     "Guard",
     "History",
@@ -48,6 +50,7 @@ __all__ = [
     "StreamInfo",
     "__version__",
     "adapt",
+    "calibrate",
     "corruptions",
     "datasets",
     "doctor",

@@ -5,7 +5,9 @@ says which layers and classes moved. See docs/deploying.md.
 """
 
 from tribe.health.ages import Age, parse_age
+from tribe.health.calibration import Calibration, calibrate
 from tribe.health.changes import ClassChange, Comparison, LayerChange, StreamChange, compare_states
+from tribe.health.estimate import Estimate, EstimateState, Estimator
 from tribe.health.guard import Guard, Guarded
 from tribe.health.history import History, Kept, RolledBack
 from tribe.health.recorder import Recorder
@@ -13,8 +15,12 @@ from tribe.health.snapshots import Snapshot, StreamInfo, check_snapshot, copy_li
 
 __all__ = [
     "Age",
+    "Calibration",
     "ClassChange",
     "Comparison",
+    "Estimate",
+    "EstimateState",
+    "Estimator",
     "Guard",
     "Guarded",
     "History",
@@ -25,6 +31,7 @@ __all__ = [
     "Snapshot",
     "StreamChange",
     "StreamInfo",
+    "calibrate",
     "check_snapshot",
     "compare_states",
     "copy_like",

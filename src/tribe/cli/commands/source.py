@@ -1,14 +1,14 @@
-"""``tribe source``: make the source knowledge of a method from clean training images."""
+"""``tribe source``: make the source knowledge of a method, or the calibration of health, from clean source images."""
 
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
 from rich.console import Console
-from rich.progress import track
+from rich.progress import Progress, track
 from torch import Tensor
 
 import tribe
@@ -21,17 +21,20 @@ from tribe.datasets import Dataset
 from tribe.engine.backbone import Backbone
 from tribe.engine.precision import choose_device, deterministic, float32_precision
 from tribe.engine.screening import sound
+from tribe.health.calibration import NAME as HEALTH
+from tribe.health.calibration import Calibration
 from tribe.knowledge import Knowledge, knowledge_path
 from tribe.lab.workbench import Request, departures, plain_method, trained_on
 from tribe.methods import Method
 from tribe.storage.atomic import check_file, check_folder
 
 SHOWN = 6  # tensors that are listed; a network has hundreds of weights
+HELD_OUT = 2000  # images for health
 
 
 @app.command()
 def source(
-    method: Annotated[str, typer.Argument(help="Method, see `tribe list methods`, or file.py:Class.")],
+    method: Annotated[str, typer.Argument(help="Method, see `tribe list methods`, or file.py:Class; or health.")],
     model: Model,
     dataset: Annotated[
         str, typer.Option(help="Data set that the network was trained on: mnist, cifar10, cifar100 or folder.")
@@ -41,8 +44,12 @@ def source(
         Path | None,
         typer.Option(help="Root of the data sets, or your folder.", show_default="$TRIBE_DATA or the cache directory"),
     ] = None,
+    adapts_with: Annotated[
+        str, typer.Option("--method", help="For health: the method that will adapt, or file.py:Class.")
+    ] = "tribe",
     images: Annotated[
-        int | None, typer.Option(help="Number of images.", show_default="as in the method's paper, or all")
+        int | None,
+        typer.Option(help="Number of images.", show_default="as in the method's paper, or all; 2000 for health"),
     ] = None,
     batch: Annotated[int, typer.Option(help="Images a batch.")] = 64,
     seed: Annotated[int, typer.Option(help="Seed of the choice and order of the images.")] = 0,
@@ -60,30 +67,21 @@ def source(
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Make the source knowledge that a method needs; `tribe run` finds the file."""
+    """Make the source knowledge that a method needs; `tribe run` finds the file. Or calibrate health.
+
+    Methods learn from training images. Health learns how accurate a method is from images that no training used: the
+    test images of a data set, or the images of a folder.
+    """
     with stdout_to_stderr(), errors_as_messages():
         where = choose_device(device)
-        method = tribe.methods.base(method_name(method))  # a guard or a time filter needs no source knowledge
         dataset = component_name(DATASET, dataset)
-        if (needs := tribe.methods.get(method).needs) is None:
-            raise ValueError(f"{method} needs no source knowledge: run it directly")
-        overrides = parse_overrides(settings, ("dataset", "model", method))
-        root = Request(dataset, model, weights, data).root
-        folder = knowledge_path(method, model, dataset, root).parent
-        _check_output(folder, out)
-        training = _training_images(dataset, data, overrides["dataset"])
-        net = build_network(model, weights, training, dataset, data, overrides["model"], where)
-        built = plain_method(method, net, training, dataset, overrides[method])
-        most = images if images is not None else getattr(built, "source_images", None)
-        batches = Batches(training, most, batch, seed, f"{method}, {dataset}")
-        with float32_precision("float32"), deterministic():  # the same images give the same file, and experiment
-            knowledge = _study(built, net, batches)
-        changed = departures(method, net, training, dataset, overrides[method])
-        relevant = {field: value for field, value in changed.items() if field in knowledge.spec}
-        target = out or knowledge_path(method, model, dataset, root, relevant)
-        origin = {"model": model, "dataset": dataset, "images": batches.images, "batch": batch, "seed": seed}
-        knowledge = dataclasses.replace(knowledge, spec={**origin, **knowledge.spec})
-        if _is_made(folder, target):
+        wanted = Wanted(model, dataset, weights, data, images, batch, seed, out, settings, where)
+        knowledge, target, title = (
+            _health(wanted, method_name(adapts_with))
+            if method == HEALTH
+            else _of_method(wanted, tribe.methods.base(method_name(method)))  # a guard or a time filter needs none
+        )
+        if _is_made(wanted.folder, target):
             target.parent.mkdir(parents=True, exist_ok=True)
         knowledge.save(target)
     if as_json:
@@ -92,11 +90,83 @@ def source(
     tensors = [f"{name} {tuple(t.shape)}" for name, t in knowledge.tensors.items()]
     more = f" and {len(tensors) - SHOWN} more" if len(tensors) > SHOWN else ""
     for line in (
-        f"{method} on {model}, {dataset}, {knowledge.spec['images']:,} images: {needs}",
+        f"{method} on {model}, {dataset}, {knowledge.spec['images']:,} images: {title}",
         f"holds {', '.join(tensors[:SHOWN])}{more}",
         f"{target}, {target.stat().st_size:,} bytes",
     ):
         Console().print(line, soft_wrap=True, highlight=False, markup=False)
+
+
+class Wanted(NamedTuple):
+    """The options of the command."""
+
+    model: str
+    dataset: str
+    weights: Path | None
+    data: Path | None
+    images: int | None
+    batch: int
+    seed: int
+    out: Path | None
+    settings: list[str] | None
+    device: torch.device
+
+    @property
+    def root(self) -> Path:
+        """The folder of the data sets."""
+        return Request(self.dataset, self.model, self.weights, self.data).root
+
+    @property
+    def folder(self) -> Path:
+        """Where `tribe run` searches."""
+        return knowledge_path("any", self.model, self.dataset, self.root).parent
+
+    def prepare(self, split: str, overrides: dict[str, dict[str, Any]]) -> tuple[Dataset, Backbone]:
+        """The clean images and the network."""
+        clean = _clean_images(self.dataset, self.data, overrides["dataset"], split)
+        fields = overrides["model"]
+        return clean, build_network(self.model, self.weights, clean, self.dataset, self.data, fields, self.device)
+
+
+def _of_method(wanted: Wanted, method: str) -> tuple[Knowledge, Path, str]:
+    """The source knowledge of a method, where it goes, and what it is."""
+    if (needs := tribe.methods.get(method).needs) is None:
+        raise ValueError(f"{method} needs no source knowledge: run it directly")
+    overrides = parse_overrides(wanted.settings, ("dataset", "model", method))
+    _check_output(wanted.folder, wanted.out)
+    training, net = wanted.prepare("train", overrides)
+    built = plain_method(method, net, training, wanted.dataset, overrides[method])
+    most = wanted.images if wanted.images is not None else getattr(built, "source_images", None)
+    batches = Batches(training, most, wanted.batch, wanted.seed, f"{method}, {wanted.dataset}")
+    with float32_precision("float32"), deterministic():  # the same images give the same file, and experiment
+        knowledge = _study(built, net, batches)
+    changed = departures(method, net, training, wanted.dataset, overrides[method])
+    relevant = {field: value for field, value in changed.items() if field in knowledge.spec}
+    target = wanted.out or knowledge_path(method, wanted.model, wanted.dataset, wanted.root, relevant)
+    counts = {"images": batches.images, "batch": wanted.batch, "seed": wanted.seed}
+    origin: dict[str, Any] = {"model": wanted.model, "dataset": wanted.dataset, **counts}
+    return dataclasses.replace(knowledge, spec={**origin, **knowledge.spec}), target, needs
+
+
+def _health(wanted: Wanted, method: str) -> tuple[Knowledge, Path, str]:
+    """The calibration of a method on a network, where it goes, and what it is."""
+    overrides = parse_overrides(wanted.settings, ("dataset", "model", method))
+    _check_output(wanted.folder, wanted.out)
+    held_out, net = wanted.prepare("test", overrides)
+    built = plain_method(method, net, held_out, wanted.dataset, overrides[method])
+    most = HELD_OUT if wanted.images is None else wanted.images
+    read = Batches(held_out, most, wanted.batch, wanted.seed, f"reading {wanted.dataset}", whole=True)
+    x, y = (torch.cat(column) for column in zip(*read, strict=True))
+    with float32_precision("float32"), deterministic(), Progress(console=Console(stderr=True)) as bar:
+        task = bar.add_task(f"{method} plays them", total=None)
+        calibration: Calibration = tribe.calibrate(
+            net, x, y, method=built, seed=wanted.seed, progress=lambda n, of: bar.update(task, completed=n, total=of)
+        )
+    target = wanted.out or knowledge_path(HEALTH, wanted.model, wanted.dataset, wanted.root, {"method": method})
+    known, error = calibration.knowledge(), 100 * calibration.estimator.sigma
+    origin = {"model": wanted.model, "dataset": wanted.dataset, "seed": wanted.seed}
+    title = f"{method}, source accuracy {100 * calibration.accuracy:.1f} %, estimates within about {error:.1f} points"
+    return dataclasses.replace(known, spec={**origin, **known.spec}), target, title
 
 
 def _check_output(default: Path, out: Path | None) -> None:
@@ -112,10 +182,10 @@ def _is_made(default: Path, target: Path) -> bool:
     return target.parent.name == default.name
 
 
-def _training_images(name: str, data: Path | None, fields: dict[str, object]) -> Dataset:
-    """The clean images that a network was trained on."""
+def _clean_images(name: str, data: Path | None, fields: dict[str, object], part: str) -> Dataset:
+    """The clean images of a part, train or test, of a data set; of all it has, if it has no parts."""
     names = {field.name for field in dataclasses.fields(tribe.datasets.get(name))}  # type: ignore[arg-type]
-    split = {"split": "train"} if "split" in names else {}
+    split = {"split": part} if "split" in names else {}
     if "root" in names and data is None and "root" not in fields:
         raise ValueError(f"--dataset {name} needs --data DIR, the folder of the images")
     images = build_dataset(name, data, None, split | fields)
@@ -139,10 +209,13 @@ class Batches:
     """Images of all domains in random order, in batches of equal size; iterating shows a progress bar.
 
     Unreadable images are left out, if the data set skips them. A short last batch is left out too, unless it is the
-    only one: batch statistics of few images are not reliable, and the gradients of a smaller batch are larger.
+    only one: batch statistics of few images are not reliable, and the gradients of a smaller batch are larger. With
+    ``whole`` it is not.
     """
 
-    def __init__(self, dataset: Dataset, most: int | None, batch: int, seed: int, title: str) -> None:
+    def __init__(
+        self, dataset: Dataset, most: int | None, batch: int, seed: int, title: str, whole: bool = False
+    ) -> None:
         if batch < 1:
             raise ValueError(f"--batch is the number of images a batch, at least 1; got {batch}")
         if most is not None and most < 1:
@@ -154,7 +227,8 @@ class Batches:
         self._index = torch.cat([torch.arange(len(y)) for y in labels])
         order = torch.randperm(len(self._label), generator=torch.Generator().manual_seed(seed))[:most]
         batches = order.split(batch)
-        self._batches = batches[:-1] if len(batches) > 1 and len(batches[-1]) < batch else batches
+        short = len(batches) > 1 and len(batches[-1]) < batch and not whole
+        self._batches = batches[:-1] if short else batches
 
     def __len__(self) -> int:
         return len(self._batches)

@@ -1,0 +1,122 @@
+"""The tables of docs/health.md, made from the results of the study: ``python -m benchmarks.health_study --render``."""
+
+import statistics
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.time_pages import table
+from benchmarks.time_play import RESULTS, read
+
+PAGE = Path(__file__).parents[1] / "docs" / "health.md"
+NAMES = {
+    "ours": "tribe",
+    "confidence": "confidence",
+    "temperature": "with temperature",
+    "atc": "ATC",
+    "doc": "DoC",
+    "gde": "GDE",
+    "aetta": "AETTA",
+}
+
+Row = dict[str, Any]
+Rows = list[Row]
+
+
+def render(page: Path = PAGE, folder: Path = RESULTS) -> None:
+    """Replace the generated blocks of the page."""
+    page.write_text(rendered(page.read_text(), folder))
+
+
+def rendered(text: str, folder: Path = RESULTS) -> str:
+    """A page with its generated blocks brought up to date."""
+    for name, block in BLOCKS.items():
+        start, end = f"<!-- {name}: python -m benchmarks.health_study --render -->\n", f"<!-- /{name} -->\n"
+        before, found, rest = text.partition(start)
+        if found:
+            text = f"{before}{start}\n{block(folder)}\n{end}{rest.partition(end)[2]}"
+    return text
+
+
+def differences(rows: Rows, name: str) -> list[float]:
+    """Estimate less accuracy of every window, in points."""
+    pairs = (zip(row["estimates"][name], row["true"], strict=True) for row in rows if name in row["estimates"])
+    return [estimate - accuracy for pair in pairs for estimate, accuracy in pair]
+
+
+def mean_errors(rows: Rows) -> dict[str, float]:
+    """The mean absolute error of every estimator over all windows, in points."""
+    found = {name: differences(rows, name) for name in NAMES}
+    return {name: statistics.mean(map(abs, values)) for name, values in found.items() if values}
+
+
+def covered(rows: Rows) -> float:
+    """The share of windows whose accuracy lies in our interval, in %."""
+    inside = [low <= t <= high for r in rows for low, t, high in zip(r["low"], r["true"], r["high"], strict=True)]
+    return 100 * statistics.mean(inside)
+
+
+def errors(folder: Path) -> str:
+    """Mean absolute errors of all estimators, methods and streams, one table for each network."""
+    texts = []
+    for (dataset, model), rows in _groups(_rows(folder), "dataset", "model"):
+        lines = []
+        for (stream,), of_stream in _groups(rows, "stream"):
+            found = [(method, of) for (method,), of in _groups(of_stream, "method")]
+            lines += [_line(stream, method, of) for method, of in found]
+            lines.append(_mean_line(stream, [of for _, of in found]))
+        header = ["stream", "method", "right, %", *NAMES.values(), "in the interval, %"]
+        texts.append(f"{_caption(dataset, model, rows)}\n\n{table(header, lines)}")
+    return "\n".join(texts)
+
+
+def _line(stream: str, method: str, rows: Rows) -> list[str]:
+    found = mean_errors(rows)
+    right = statistics.mean(t for row in rows for t in row["true"])
+    cells = [f"{found[name]:.1f}" if name in found else "" for name in NAMES]
+    return [stream, method, f"{right:.1f}", *cells, f"{covered(rows):.0f}"]
+
+
+def _mean_line(stream: str, methods: list[Rows]) -> list[str]:
+    """The mean over methods; the lowest is bold."""
+    means = {}
+    for name in NAMES:
+        values = [mean_errors(rows)[name] for rows in methods if name in mean_errors(rows)]
+        means[name] = statistics.mean(values) if values else float("inf")
+    least = min(means.values())
+    cells = [f"**{v:.1f}**" if v == least else "" if v == float("inf") else f"{v:.1f}" for v in means.values()]
+    return [stream, "mean", "", *cells, f"{statistics.mean(covered(rows) for rows in methods):.0f}"]
+
+
+def _caption(dataset: str, model: str, rows: Rows) -> str:
+    seeds = ", ".join(str(seed) for seed in sorted({row["seed"] for row in rows}))
+    windows = sum(len(row["true"]) for row in rows)
+    images = sorted({row["images"] for row in rows})
+    return (
+        f"{model} on {dataset}, streams of {images[0]:,} to {images[-1]:,} images, seeds {seeds}, {windows} windows:\n"
+        f"calibrated with {', '.join(rows[0]['corruptions'])}."
+    )
+
+
+def bias(folder: Path) -> str:
+    """What AETTA and our estimator say on average beside the accuracy, where classes come mixed and in bursts."""
+    lines = []
+    for (dataset, model, stream), rows in _groups(_rows(folder), "dataset", "model", "stream"):
+        cells = [f"{statistics.mean(differences(rows, name)):+.1f}" for name in ("ours", "atc", "aetta")]
+        lines.append([f"{model} on {dataset}", stream, *cells])
+    return table(["network", "stream", "tribe", "ATC", "AETTA"], lines)
+
+
+def _rows(folder: Path) -> Rows:
+    return read("health_*.json", folder)
+
+
+def _groups(rows: Rows, *names: str) -> Iterator[tuple[tuple[Any, ...], Rows]]:
+    """The rows with the same values of these fields, in the order of the files."""
+    groups: dict[tuple[Any, ...], Rows] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[name] for name in names), []).append(row)
+    yield from groups.items()
+
+
+BLOCKS: dict[str, Callable[[Path], str]] = {"errors": errors, "bias": bias}

@@ -1,0 +1,309 @@
+"""Calibration: what health must know of a network and a method, from labelled source images that no training used.
+
+The method plays the images as two streams, clean and under several corruptions, one in random order and one in bursts
+of classes. The labels say how accurate each window was; `tribe.health.estimate` learns it from signals without labels.
+Every method adapts, and is over-confident, in its own way: so an estimator belongs to one network and one method.
+
+    calibration = tribe.calibrate(net, images, labels, method="tribe")
+    calibration.save("health.safetensors")          # or: tribe source health --model ... --dataset ...
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from os import PathLike
+
+import torch
+from torch import Tensor, nn
+
+from tribe import corruptions as corrupting
+from tribe import methods, scenarios
+from tribe.engine.backbone import Backbone
+from tribe.engine.losses import cross_entropy, entropy, probabilities
+from tribe.engine.rules import Frozen
+from tribe.engine.screening import sound
+from tribe.fields import is_whole, require
+from tribe.health.estimate import WINDOW, Estimator, Features, Images, Term
+from tribe.health.fitting import Labelled, fit
+from tribe.knowledge import Knowledge, KnowledgeError
+from tribe.methods import Method, count_classes
+from tribe.registry import nearest
+
+NAME = "health"  # of the knowledge in a file
+ADVICE = "tribe source health --model ... --dataset ..."
+BATCH = 64
+LEAST = 200  # images
+MOST_OF_A_CONDITION = 256  # images of each corruption and severity
+LEAST_CORRUPTIONS = 3
+PRIOR = 10.0  # strength of the prior of the logarithm of the temperature, in images
+QUANTILES = 512  # of the entropies of clean images
+ORDERS = ("continual", "ptta")  # the scenarios that are played: random order, and bursts of classes
+NEAR_CHANCE = 0.1  # share of the way from chance to perfection below which labels contradict the network
+DEFAULTS = {  # corruptions of each family, of different kinds
+    "common": ("shot_noise", "defocus_blur", "glass_blur", "fog", "contrast", "pixelate"),
+    "mnist": ("shot_noise", "glass_blur", "shear", "fog", "spatter", "canny_edges"),
+}
+SEVERITIES = {"mnist": (5,)}  # MNIST-C has a single strength
+USUAL_SEVERITIES = (3, 5)
+
+Progress = Callable[[int, int], None]  # batches done, of so many
+Condition = tuple[str, int]  # a corruption and a severity; ("clean", 0)
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What was learned. Files of source knowledge hold it."""
+
+    estimator: Estimator
+    method: str  # the name of the method that played
+    network: str  # Backbone.fingerprint(exact=False)
+    images: int  # labelled images
+    accuracy: float  # of the source network on them
+    confidence: float  # its mean confidence on them, after the temperature
+    threshold: float  # the confidence that a share of them as large as the accuracy exceeds
+    entropies: tuple[float, ...]  # 512 quantiles of the source network's entropies on them, as shares of log K
+    corruptions: tuple[str, ...]
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write a file, whole or not at all."""
+        self.knowledge().save(path)
+
+    def knowledge(self) -> Knowledge:
+        """The calibration as source knowledge."""
+        fields = {**vars(self), "corruptions": list(self.corruptions)}
+        fields["estimator"] = {**vars(self.estimator), "terms": [list(term) for term in self.estimator.terms]}
+        tensors = {"entropies": torch.tensor(fields.pop("entropies"), dtype=torch.float64)}
+        return Knowledge(NAME, tensors, fields.pop("network"), fields)
+
+    @staticmethod
+    def load(path: str | PathLike[str]) -> "Calibration":
+        """Read a file that `save` wrote; KnowledgeError says why if it cannot be read."""
+        known = Knowledge.load(path)
+        if known.method != NAME:
+            raise KnowledgeError(f"{path} is source knowledge of {known.method}; expected a calibration: {ADVICE}")
+        try:
+            return _decode(known)
+        except (KeyError, TypeError, ValueError) as error:
+            message = f"{path} is damaged: it holds no calibration ({error}). Make it again: {ADVICE}"
+            raise KnowledgeError(message) from None
+
+    def check(self, net: Backbone, method: Method | None = None) -> None:
+        """Refuse a calibration of another network or, if a method is given, of another method."""
+        if self.network != net.fingerprint(exact=False):
+            raise KnowledgeError(
+                f"the calibration belongs to another network: its weights differ from this one's. Make it again: "
+                f"{ADVICE}"
+            )
+        if method is not None and method.name != self.method:
+            raise KnowledgeError(
+                f"the calibration was made with {self.method}; this stream adapts with {method.name}, which is "
+                f"over-confident in its own way. Make it again: {ADVICE} --method {method.name}"
+            )
+
+
+def _decode(known: Knowledge) -> Calibration:
+    """The calibration in source knowledge; ValueError, KeyError or TypeError if there is none."""
+    fields = dict(known.spec)
+    fitted = fields.pop("estimator")
+    terms = tuple(Term(*map(float, row)) for row in fitted.pop("terms"))
+    if len(terms) != len(Features._fields):
+        raise ValueError(f"{len(terms)} terms; expected {len(Features._fields)}")
+    estimator = Estimator(**fitted, terms=terms)
+    numbers = [estimator.temperature, estimator.intercept, estimator.sigma, *(v for term in terms for v in term)]
+    if not all(isinstance(v, float) and math.isfinite(v) for v in numbers) or estimator.temperature <= 0:
+        raise ValueError("numbers that are not finite, or a temperature that is not positive")
+    for name, least in (("classes", 2), ("window", 2)):
+        require(is_whole(getattr(estimator, name), least), f"{name} is at least {least}", getattr(estimator, name))
+    entropies = known.tensors["entropies"]
+    if entropies.shape != (QUANTILES,) or not bool(entropies.isfinite().all()):
+        raise ValueError(f"entropies of shape {tuple(entropies.shape)}; expected {QUANTILES} finite quantiles")
+    names = {field.name for field in dataclasses.fields(Calibration)} - {"estimator", "network", "entropies"}
+    kept = {name: fields[name] for name in names}
+    kept["corruptions"] = tuple(kept["corruptions"])
+    return Calibration(estimator, network=known.network, entropies=tuple(entropies.tolist()), **kept)
+
+
+def calibrate(
+    net: nn.Module | Backbone,
+    images: Tensor,
+    labels: Tensor,
+    *,
+    method: str | Method = "tribe",
+    corruptions: Sequence[str] | None = None,
+    window: int = WINDOW,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Calibration:
+    """Learn from labelled source images how to estimate accuracy without labels.
+
+    Args:
+        net: the classifier, as for `tribe.adapt`.
+        images: (N, C, H, W) in [0, 1], at least 200, better 1,000 or more. The network must not have been trained on
+            them: on its training images it is right more often than on any others.
+        labels: (N,) class numbers.
+        method: the method that will adapt, or its name.
+        corruptions: names from ``tribe.corruptions.names(family)``, at least three; by default six of different kinds.
+        window: images that an estimate is for.
+        seed: of the order of images and of the corruptions.
+        progress: called after every batch, with how many are done and how many there are.
+    """
+    backbone = net if isinstance(net, Backbone) else Backbone(net)
+    built = method if isinstance(method, Method) else methods.create(method, classes=count_classes(backbone, None))
+    require(is_whole(window, least=50), "window is how many images an estimate is for, at least 50", window)
+    images, labels = _checked(images, labels)
+    conditions = _conditions(images, corruptions)
+    logits = _source_logits(backbone, images)
+    _check_labels(logits, labels)
+    temperature = fit_temperature(logits, labels)
+    tempered = probabilities(logits / temperature).amax(-1)
+    accuracy = float((logits.argmax(-1) == labels).double().mean())
+    share = (entropy(logits) / math.log(logits.shape[-1])).double()
+    streams = _play(backbone, built, images, labels, conditions, temperature, seed, progress)
+    return Calibration(
+        estimator=fit(streams, logits.shape[-1], temperature, int(window)),
+        method=built.name,
+        network=backbone.fingerprint(exact=False),
+        images=len(labels),
+        accuracy=accuracy,
+        confidence=float(tempered.mean()),
+        threshold=float(tempered.quantile(1 - accuracy)),
+        entropies=tuple(share.quantile(torch.linspace(0, 1, QUANTILES, dtype=torch.float64)).tolist()),
+        corruptions=tuple(dict.fromkeys(name for name, severity in conditions if severity)),
+    )
+
+
+def fit_temperature(logits: Tensor, labels: Tensor) -> float:
+    """The temperature with the lowest cross-entropy of logits (N, K) / temperature (Guo et al., ICML 2017).
+
+    A weak prior keeps it near 1 where there are hardly any errors to learn it from.
+    """
+
+    def cost(log_t: float) -> float:
+        return float(cross_entropy(logits.double() / math.exp(log_t), labels).sum()) + PRIOR * log_t**2
+
+    low, high = math.log(0.1), math.log(20.0)
+    for _ in range(40):
+        third = (high - low) / 3
+        low, high = (low, high - third) if cost(low + third) < cost(high - third) else (low + third, high)
+    return math.exp((low + high) / 2)
+
+
+# -- the images --------------------------------------------------------------------------------------------------------
+
+
+def _checked(images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Sound images and their labels, on the CPU."""
+    if images.dim() != 4 or not images.is_floating_point():
+        raise ValueError(
+            f"images are {images.dtype} of shape {tuple(images.shape)}; expected floating point (N, C, H, W) in [0, 1]"
+        )
+    if labels.shape != images.shape[:1] or labels.is_floating_point() or labels.dtype == torch.bool:
+        raise ValueError(
+            f"labels are {labels.dtype} of shape {tuple(labels.shape)}; expected a class number for each of "
+            f"{len(images)} images"
+        )
+    good = sound(images, 1)
+    images, labels = images[good].cpu(), labels.to(images.device)[good].cpu().long()
+    if len(labels) < LEAST:
+        raise ValueError(
+            f"{len(labels)} images that can be used are too few to calibrate with; expected at least {LEAST}, better "
+            "1,000, that the network was not trained on"
+        )
+    return images, labels
+
+
+def _check_labels(logits: Tensor, labels: Tensor) -> None:
+    """Refuse labels out of range, and labels that contradict the network."""
+    classes = logits.shape[-1]
+    if int(labels.min()) < 0 or int(labels.max()) >= classes:
+        raise ValueError(
+            f"the network has {classes} classes, numbered from 0; labels go from {int(labels.min())} to "
+            f"{int(labels.max())}"
+        )
+    accuracy, chance = float((logits.argmax(-1) == labels).double().mean()), 1 / classes
+    if accuracy < chance + NEAR_CHANCE * (1 - chance):
+        raise ValueError(
+            f"the network is right on {100 * accuracy:.1f} % of these images, and guessing is on {100 * chance:.1f} %: "
+            "are the classes numbered in the network's order, and are the images in [0, 1], as the network takes them?"
+        )
+
+
+def _conditions(images: Tensor, names: Sequence[str] | None) -> list[Condition]:
+    """The corruptions and severities that are played."""
+    family = corrupting.family_for(images.shape[1:])
+    chosen = DEFAULTS[family] if names is None else tuple(names)
+    for name in chosen:
+        if name not in corrupting.names(family):
+            raise ValueError(
+                f"unknown corruption {name!r} of family {family!r}: {nearest(name, corrupting.names(family))}"
+            )
+    if len(set(chosen)) < LEAST_CORRUPTIONS:
+        raise ValueError(
+            f"corruptions are {len(set(chosen))} different names; expected at least {LEAST_CORRUPTIONS}, so that the "
+            "error on one that is left out can be measured"
+        )
+    severities = SEVERITIES.get(family, USUAL_SEVERITIES)
+    return [("clean", 0), *((name, severity) for name in dict.fromkeys(chosen) for severity in severities)]
+
+
+@torch.no_grad()
+def _source_logits(net: Backbone, images: Tensor) -> Tensor:
+    """The source network's logits (N, K)."""
+    affine, stats = net.source()
+    batches = (batch.to(net.device).unsqueeze(0) for batch in images.split(BATCH))
+    return torch.cat([net(batch, affine, stats, Frozen()).logits[0].cpu().float() for batch in batches])
+
+
+# -- the streams -------------------------------------------------------------------------------------------------------
+
+
+def _play(
+    net: Backbone,
+    method: Method,
+    images: Tensor,
+    labels: Tensor,
+    conditions: Sequence[Condition],
+    temperature: float,
+    seed: int,
+    progress: Progress | None,
+) -> list[Labelled]:
+    """Play the method over one stream of each order, side by side."""
+    draw = torch.Generator().manual_seed(seed)
+    chosen = [torch.randperm(len(labels), generator=draw)[:MOST_OF_A_CONDITION] for _ in conditions]
+    names = [f"{name}@{severity}" for name, severity in conditions]
+    plans = [
+        scenarios.create(order, order="random").on(names).schedule([labels[i] for i in chosen], seed + i)
+        for i, order in enumerate(ORDERS)
+    ]
+    domain = torch.stack([plan.domain for plan in plans])  # (S, N)
+    number = torch.stack([torch.stack(chosen)[plan.domain, plan.index] for plan in plans])
+    state, columns = method.init(net, len(plans), seed), list[tuple[Tensor, ...]]()
+    pieces = list(zip(domain.split(BATCH, 1), number.split(BATCH, 1), strict=True))
+    for done, (d, i) in enumerate(pieces, 1):
+        x = _corrupted(images, i.flatten(), [conditions[k] for k in d.flatten()], seed).unflatten(0, i.shape)
+        output, state = method.step(net, state, x.to(net.device))
+        logits = output.clamp_min(torch.finfo(output.dtype).tiny).log() if method.output == "probabilities" else output
+        confidence, prediction = (t.cpu() for t in probabilities(logits / temperature).max(-1))
+        agreement = state.info.student_agreement.cpu().unsqueeze(1).expand(d.shape)
+        columns.append((confidence.float(), prediction, agreement))
+        if progress is not None:
+            progress(done, len(pieces))
+    confidence, prediction, agreement = (torch.cat(column, 1) for column in zip(*columns, strict=True))
+    kinds = {name: k for k, name in enumerate(dict.fromkeys(name for name, _ in conditions))}
+    condition = torch.tensor([kinds[name] for name, _ in conditions])[domain]
+    right = prediction == labels[number]
+    repeated = torch.zeros_like(confidence)
+    repeated[:, 1:] = (prediction[:, 1:] == prediction[:, :-1]).float()
+    rows = zip(confidence, prediction, repeated, agreement, right, condition, strict=True)
+    return [Labelled(Images(*row[:4]), *row[4:]) for row in rows]
+
+
+def _corrupted(images: Tensor, number: Tensor, conditions: Sequence[Condition], seed: int) -> Tensor:
+    """Images by their numbers, each under its condition."""
+    x = images[number]
+    for name, severity in set(conditions):
+        if severity:
+            here = torch.tensor([condition == (name, severity) for condition in conditions])
+            x[here] = corrupting.apply(x[here], name, severity, seed=seed, index=number[here])
+    return x

@@ -1,0 +1,191 @@
+"""Estimate the accuracy of a stream without labels, over its last 500 images and over all of it.
+
+Three signals of a window, which cost no pass, become features. A linear model gives the log-odds of the accuracy:
+
+    confidence    the mean probability of the predicted class, after a temperature
+    imbalance     how narrow the histogram of predicted classes is: a network in trouble predicts few classes. A stream
+                  that shows few classes at a time has a narrow histogram, too; then neighbours share their class, and
+                  the imbalance counts less
+    agreement     of teacher and student, where the method has a student
+
+`tribe.health.calibration` fits the model. The functions here are pure, over rows with a state of fixed size, and read
+no value on the host, so that a step that calls them can be captured in a CUDA graph.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tribe.engine.losses import probabilities
+from tribe.fields import document
+
+WINDOW = 500  # images
+Z90 = 1.6449  # 90 % of a normal distribution lie within so many standard deviations
+TINY = 1e-3  # so far from 1 is a share of equal neighbours that can be compared
+CLIP = 0.005  # shares stay so far from 0 and 1 before their log-odds are taken
+
+
+class Features(NamedTuple):
+    """What a window shows, each (...), one value a window."""
+
+    confidence: Tensor  # log-odds of the mean confidence
+    imbalance: Tensor  # 1 - entropy of the predicted classes / log K, as far as bursts of classes do not explain it
+    agreement: Tensor  # log-odds of the share on which teacher and student agree
+
+
+class Images(NamedTuple):
+    """What the features need of each image: (..., W)."""
+
+    confidence: Tensor
+    prediction: Tensor  # int64
+    repeated: Tensor  # 1 where the prediction is that of the image before, else 0
+    agreement: Tensor  # of the image's batch; 1 without a student
+
+
+def window_features(images: Images, filled: Tensor, classes: int) -> Features:
+    """The features of windows of W images, of which those ``filled`` (..., W) count."""
+    weight = filled.to(images.confidence.dtype)
+    count = weight.sum(-1).clamp_min(1)
+
+    def mean(values: Tensor) -> Tensor:
+        return (values * weight).sum(-1) / count
+
+    histogram = weight.new_zeros(*weight.shape[:-1], classes).scatter_add(-1, images.prediction, weight)
+    share = histogram / count.unsqueeze(-1)
+    narrow = 1 + torch.special.xlogy(share, share).sum(-1) / math.log(classes)  # 0: equal shares; 1: a single class
+    alike = share.square().sum(-1)  # how often two images of the window have the same class
+    sticky = ((mean(images.repeated) - alike) / (1 - alike).clamp_min(TINY)).clamp(0, 1)
+    # A Markov chain with this autocorrelation shows as much of its classes as so large a share of independent draws.
+    independent = (1 - sticky) / (1 + sticky)
+    return Features(log_odds(mean(images.confidence)), narrow * independent, log_odds(mean(images.agreement)))
+
+
+def log_odds(share: Tensor) -> Tensor:
+    """The log-odds of shares between 0 and 1, clipped."""
+    return share.clamp(CLIP, 1 - CLIP).logit()
+
+
+class Term(NamedTuple):
+    """What a feature adds to the log-odds of the accuracy: weight * (feature, kept within [low, high], - mean)."""
+
+    weight: float
+    mean: float
+    low: float  # the range that calibration saw, and a little more: the model does not extrapolate far
+    high: float
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """A fitted model of a method's accuracy on a network. Made by `tribe.health.calibration`."""
+
+    classes: int
+    temperature: float
+    intercept: float
+    terms: tuple[Term, ...]  # one for each of `Features`
+    sigma: float  # the standard error of an estimate on a corruption that calibration did not see
+    window: int = WINDOW
+
+    def accuracy(self, features: Features) -> Tensor:
+        """Features of windows (...) -> accuracy (...)."""
+        parts = (
+            (value.clamp(term.low, term.high) - term.mean) * term.weight
+            for value, term in zip(features, self.terms, strict=True)
+        )
+        return torch.sigmoid(sum(parts, torch.zeros_like(features.confidence)) + self.intercept)
+
+    def half_width(self, accuracy: Tensor, images: Tensor) -> Tensor:
+        """Half of the 90 % interval of an estimate over so many images: the model's error, and the luck of the draw."""
+        chance = accuracy * (1 - accuracy) / images.clamp_min(1)
+        return Z90 * (chance + self.sigma**2).sqrt()
+
+    # -- over a stream ------------------------------------------------------------------------------------------------
+
+    def init(self, streams: int = 1, device: torch.device | str = "cpu") -> "EstimateState":
+        """The state before the first image."""
+        ring = torch.zeros(streams, self.window + 1, device=device)
+        none = torch.zeros(streams, dtype=torch.int64, device=device)
+        rings = Images(ring, ring.long(), ring.clone(), ring.clone())
+        return EstimateState(rings, none - 1, none, torch.zeros(streams, dtype=torch.float64, device=device))
+
+    @torch.no_grad()
+    def observe(
+        self, state: "EstimateState", logits: Tensor, valid: Tensor, agreement: Tensor | None = None
+    ) -> "EstimateState":
+        """Add the predictions (S, B, K) of the next batch.
+
+        ``valid`` (S, B) are the images that count. ``agreement`` (S,) is the share on which teacher and student agree;
+        None: the method has no student.
+        """
+        confidence, prediction = probabilities(logits / self.temperature).max(-1)  # (S, B)
+        before = state.images.unsqueeze(1)
+        rank = before + valid.cumsum(1) - 1  # the number of each valid image in its stream
+        after = state.images + valid.sum(1)
+        kept = valid & (rank >= after.unsqueeze(1) - self.window)  # of a batch larger than the window, the last
+        place = torch.where(kept, rank % self.window, self.window)  # all others go to the last place
+        share = torch.ones_like(confidence) if agreement is None else agreement.unsqueeze(1).expand_as(confidence)
+        repeated = (prediction == _previous(state.last, prediction, valid)).float()
+        new = Images(confidence, prediction, repeated, share)
+        rings = Images(*(r.scatter(1, place, t.to(r.dtype)) for r, t in zip(state.rings, new, strict=True)))
+        last = torch.where(valid.any(1), prediction.gather(1, _last(valid)).squeeze(1), state.last)
+        moved = EstimateState(rings, last, after, state.total)
+        return moved._replace(total=state.total + self._now(moved) * valid.sum(1))
+
+    @torch.no_grad()
+    def read(self, state: "EstimateState") -> "Estimate":
+        """The estimates of all streams; before the first image the interval is everything."""
+        accuracy, seen = self._now(state), state.images.clamp_max(self.window)
+        half = torch.where(seen > 0, self.half_width(accuracy, seen), 1)
+        overall = torch.where(state.images > 0, (state.total / state.images.clamp_min(1)).to(accuracy.dtype), accuracy)
+        low, high = (accuracy - half).clamp_min(0), (accuracy + half).clamp_max(1)
+        return Estimate(accuracy, low, high, overall, state.images)
+
+    def _now(self, state: "EstimateState") -> Tensor:
+        """The accuracy of the last images (S,)."""
+        places = torch.arange(self.window, device=state.images.device)
+        filled = places < state.images.unsqueeze(1)
+        return self.accuracy(window_features(Images(*(r[:, :-1] for r in state.rings)), filled, self.classes))
+
+
+def _previous(last: Tensor, prediction: Tensor, valid: Tensor) -> Tensor:
+    """The prediction of the valid image before each image (S, B); ``last`` (S,) is that before the batch."""
+    number = torch.arange(prediction.shape[1], device=prediction.device).expand_as(prediction)
+    newest = torch.where(valid, number, -1).cummax(1).values  # the last valid image up to each image
+    before = torch.cat((torch.full_like(newest[:, :1], -1), newest[:, :-1]), 1)
+    return torch.where(before < 0, last.unsqueeze(1), prediction.gather(1, before.clamp_min(0)))
+
+
+def _last(valid: Tensor) -> Tensor:
+    """The position of the last valid image (S, 1); 0 if there is none."""
+    return (valid * torch.arange(valid.shape[1], device=valid.device)).amax(1, keepdim=True)
+
+
+class EstimateState(NamedTuple):
+    """The last W images of S streams in rings, and sums over the streams."""
+
+    rings: Images  # (S, W + 1); the last place is written by images that do not count, and never read
+    last: Tensor  # (S,) int64, the last prediction; -1 before the first image
+    images: Tensor  # (S,) int64, valid images so far
+    total: Tensor  # (S,) float64, sum over all images of the estimate of their window
+
+
+class Estimate(NamedTuple):
+    """The accuracy of S streams, estimated without labels; shares between 0 and 1."""
+
+    accuracy: Tensor
+    low: Tensor
+    high: Tensor
+    overall: Tensor
+    images: Tensor
+
+
+document(
+    Estimate,
+    accuracy="(S,) of the last 500 images, or of all if there were fewer.",
+    low="(S,) the lower end of the interval that holds this window's accuracy with a probability of 90 %.",
+    high="(S,) its upper end.",
+    overall="(S,) over the whole stream.",
+    images="(S,) int64, how many images the stream has shown.",
+)

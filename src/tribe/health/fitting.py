@@ -1,0 +1,89 @@
+"""Fit the estimator of accuracy to windows whose accuracy is known."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tribe.health.estimate import Estimator, Features, Images, Term, log_odds, window_features
+
+PIECES = (1, 2, 4, 8)  # of a stream that a window of the fit is made of: a window may see one corruption or many
+REPEATS = 100  # windows of each number of pieces, of each stream
+RIDGE = 3.0  # strength of the penalty on weights, in windows
+SIGNS = Features(1, -1, 1)  # type: ignore[arg-type]  # of the weights; a feature with the other sign is left out
+LEAST_SIGMA = 0.01  # an estimate is never more certain than this, however well the calibration fits
+BEYOND = 0.3  # how far beyond the range of a feature in calibration the model goes on, as a share of that range
+LEAST_SPREAD = 1e-3  # a feature that varies less is constant: agreement, for a method without a student
+
+
+class Labelled(NamedTuple):
+    """A played stream of N images whose labels are known."""
+
+    images: Images  # (N,) each
+    right: Tensor  # (N,) whether the prediction is right
+    condition: Tensor  # (N,) int64, the corruption of each image; severities of one corruption share the number
+
+
+class Windows(NamedTuple):
+    """M windows of labelled streams."""
+
+    features: Tensor  # (M, F)
+    accuracy: Tensor  # (M,)
+    share: Tensor  # (M, conditions), how much of a window each condition is
+
+
+def fit(streams: Sequence[Labelled], classes: int, temperature: float, window: int) -> Estimator:
+    """Ridge regression of the log-odds of accuracy; its error is that on corruptions left out of the fit."""
+    windows = cut(streams, classes, window)
+    intercept, terms = _ridge(windows.features, windows.accuracy)
+    return Estimator(classes, temperature, intercept, terms, _left_out_error(windows, window), window)
+
+
+def cut(streams: Sequence[Labelled], classes: int, window: int) -> Windows:
+    """Windows of pieces of the streams, drawn at random, with their features."""
+    count = 1 + max(int(stream.condition.max()) for stream in streams)
+    draw = torch.Generator().manual_seed(0)
+    parts = []
+    for stream in streams:
+        for pieces in PIECES:
+            size = -(-window // pieces)
+            first = torch.randint(0, len(stream.right) - size + 1, (REPEATS, pieces, 1), generator=draw)
+            index = (first + torch.arange(size)).flatten(1)[:, :window]  # (M, W)
+            images = Images(*(t[index] for t in stream.images))
+            features = window_features(images, torch.ones_like(index, dtype=torch.bool), classes)
+            shares = torch.nn.functional.one_hot(stream.condition[index], count).double().mean(1)
+            parts.append((torch.stack(features, -1).double(), stream.right[index].double().mean(1), shares))
+    return Windows(*(torch.cat(column) for column in zip(*parts, strict=True)))
+
+
+def _ridge(features: Tensor, accuracy: Tensor) -> tuple[float, tuple[Term, ...]]:
+    """Intercept and terms of the model of features (M, F)."""
+    means, scales = features.mean(0), features.std(0)
+    y, signs = log_odds(accuracy), torch.tensor(SIGNS, dtype=features.dtype)
+    used = scales > LEAST_SPREAD
+    for _ in signs:  # until all signs are right: every round leaves out at least one feature
+        x = torch.where(used, (features - means) / scales.clamp_min(LEAST_SPREAD), 0)  # (M, F)
+        gram = x.T @ x + RIDGE * torch.eye(x.shape[1], dtype=x.dtype)
+        weights = torch.linalg.solve(gram, x.T @ (y - y.mean()))
+        used = used & (weights * signs >= 0)
+    weights = torch.where(used, weights / scales.clamp_min(LEAST_SPREAD), 0)
+    low, high = features.amin(0), features.amax(0)
+    margin = BEYOND * (high - low)
+    rows = zip(weights, means, low - margin, high + margin, strict=True)
+    return float(y.mean()), tuple(Term(*map(float, row)) for row in rows)
+
+
+def _left_out_error(windows: Windows, window: int) -> float:
+    """The standard error on windows of a corruption that the fit did not see, beyond the luck of the draw."""
+    squares = []
+    for condition in range(windows.share.shape[1]):
+        seen, tested = windows.share[:, condition] == 0, windows.share[:, condition] >= 0.5
+        if seen.sum() > len(Features._fields) and tested.any():
+            model = Estimator(2, 1.0, *_ridge(windows.features[seen], windows.accuracy[seen]), 0.0, window)
+            found = model.accuracy(Features(*windows.features[tested].unbind(-1)))
+            squares.append((found - windows.accuracy[tested]).square())
+    if not squares:
+        return LEAST_SIGMA
+    luck = (windows.accuracy * (1 - windows.accuracy)).mean() / window
+    return max(float((torch.cat(squares).mean() - luck).clamp_min(0).sqrt()), LEAST_SIGMA)

@@ -1,0 +1,169 @@
+"""Calibration on the embedded digits: it learns, it survives a file, and it refuses what it cannot use."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import tribe
+from commands import message
+from commands import tribe_command as command
+from tribe.engine.backbone import Backbone
+from tribe.health.calibration import Calibration, fit_temperature
+from tribe.health.estimate import Features
+from tribe.knowledge import Knowledge, KnowledgeError
+from tribe.testing import small_network
+
+COUNT = 240  # images
+NAMES = ("shot_noise", "fog", "spatter")
+
+
+def digits(first, count):
+    data = tribe.datasets.create("mnist", split="test")
+    index = torch.arange(first, first + count)
+    return data.images("clean", index), data.labels("clean")[index]
+
+
+@pytest.fixture(scope="module")
+def net():
+    return Backbone(tribe.models.load("compact", tribe.models.find("compact", "mnist", None)))
+
+
+@pytest.fixture(scope="module")
+def calibration(net):
+    done = []
+    made = tribe.calibrate(
+        net, *digits(0, COUNT), method="source", corruptions=NAMES, window=200, progress=lambda *n: done.append(n)
+    )
+    assert done == [(i, 15) for i in range(1, 16)]  # 4 conditions of 240 images in batches of 64
+    return made
+
+
+def test_it_knows_the_source(calibration, net):
+    images, labels = digits(0, COUNT)
+    logits = tribe.adapt(net, "source").predict(images)
+    assert calibration.images == COUNT
+    assert calibration.accuracy == pytest.approx(float((logits.argmax(-1) == labels).double().mean()))
+    tempered = (logits / calibration.estimator.temperature).softmax(-1).amax(-1)
+    assert float((tempered >= calibration.threshold).double().mean()) == pytest.approx(calibration.accuracy, abs=0.01)
+    assert calibration.confidence == pytest.approx(float(tempered.mean()), abs=1e-5)
+    assert len(calibration.entropies) == 512
+    assert list(calibration.entropies) == sorted(calibration.entropies)
+    assert calibration.corruptions == NAMES
+
+
+def test_estimates_follow_the_accuracy(calibration, net):
+    method, estimator = tribe.methods.create("source", classes=10), calibration.estimator
+    images, labels = digits(1000, 200)
+    found = {}
+    for name in ("clean", "canny_edges"):  # the second is a corruption that it has not seen
+        x = images if name == "clean" else tribe.corruptions.apply(images, name, 5)
+        logits, _ = method.step(net, method.init(net), x[None])
+        state = estimator.observe(estimator.init(), logits, torch.ones(1, 200, dtype=torch.bool))
+        accuracy = float((logits[0].argmax(-1) == labels).double().mean())
+        found[name] = accuracy, estimator.read(state)
+    assert found["clean"][1].accuracy > found["canny_edges"][1].accuracy + 0.05
+    for accuracy, read in found.values():
+        assert read.low <= accuracy <= read.high
+
+
+def test_a_file_holds_all_of_it(calibration, tmp_path):
+    calibration.save(tmp_path / "health.safetensors")
+    assert Calibration.load(tmp_path / "health.safetensors") == calibration
+    assert load_file(tmp_path / "health.safetensors")["entropies"].shape == (512,)
+
+
+def test_another_network_or_method_is_refused(calibration, net):
+    calibration.check(net)
+    calibration.check(net, tribe.methods.create("source"))
+    with pytest.raises(KnowledgeError, match=r"another network.*tribe source health"):
+        calibration.check(Backbone(small_network()))
+    with pytest.raises(KnowledgeError, match=r"made with source; this stream adapts with bn.*--method bn"):
+        calibration.check(net, tribe.methods.create("bn"))
+
+
+def test_files_that_hold_no_calibration_are_refused(calibration, tmp_path):
+    known = calibration.knowledge()
+    path = tmp_path / "other.safetensors"
+    dataclasses.replace(known, method="eata").save(path)
+    with pytest.raises(KnowledgeError, match="source knowledge of eata; expected a calibration"):
+        Calibration.load(path)
+    spec = dict(known.spec)
+    fitted = spec["estimator"]
+    for wrong in (
+        {},
+        {**spec, "estimator": {**fitted, "terms": fitted["terms"][1:]}},
+        {**spec, "estimator": {**fitted, "temperature": 0.0}},
+        {**spec, "estimator": {**fitted, "window": 0}},
+        {**spec, "estimator": {**fitted, "more": 1}},
+    ):
+        dataclasses.replace(known, spec=wrong).save(path)
+        with pytest.raises(KnowledgeError, match="damaged: it holds no calibration"):
+            Calibration.load(path)
+    Knowledge(known.method, {"entropies": torch.zeros(3)}, known.network, spec).save(path)
+    with pytest.raises(KnowledgeError, match="512 finite quantiles"):
+        Calibration.load(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda x, y: (x[:50], y[:50]), "50 images that can be used are too few .* at least 200"),
+        (lambda x, y: (x, y + 1), "numbered from 0; labels go from 1 to 10"),
+        (lambda x, y: (x, (y + 1) % 10), "are the classes numbered in the network's order"),
+        (lambda x, y: (x, y[:-1]), "expected a class number for each of 240 images"),
+        (lambda x, y: (x, y.float()), "labels are torch.float32"),
+        (lambda x, y: ((255 * x).byte(), y), "images are torch.uint8"),
+    ],
+)
+def test_images_and_labels_that_cannot_be_used_are_refused(net, change, said):
+    with pytest.raises(ValueError, match=said):
+        tribe.calibrate(net, *change(*digits(0, COUNT)), method="source")
+
+
+def test_corruptions_must_exist_and_be_several(net):
+    with pytest.raises(ValueError, match="unknown corruption 'fogg'"):
+        tribe.calibrate(net, *digits(0, COUNT), corruptions=("fogg", "spatter", "stripe"))
+    with pytest.raises(ValueError, match="2 different names; expected at least 3"):
+        tribe.calibrate(net, *digits(0, COUNT), corruptions=("fog", "spatter", "fog"))
+    with pytest.raises(ValueError, match="window is how many images"):
+        tribe.calibrate(net, *digits(0, COUNT), window=3)
+
+
+def test_the_temperature_undoes_a_scale():
+    generator = torch.Generator().manual_seed(0)
+    logits = 2 * torch.randn(4000, 5, generator=generator)
+    labels = torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(1)
+    assert fit_temperature(logits, labels) == pytest.approx(1, abs=0.06)
+    assert fit_temperature(3 * logits, labels) == pytest.approx(3 * fit_temperature(logits, labels), rel=0.02)
+    sure = 10 * torch.eye(5)[labels][:100]  # never wrong: the cross-entropy alone would choose 0
+    assert 0.5 < fit_temperature(sure, labels[:100]) < 1
+
+
+def test_a_method_without_a_student_gives_agreement_no_weight(calibration):
+    terms = Features(*calibration.estimator.terms)
+    assert terms.agreement.weight == 0
+    assert terms.confidence.weight > 0
+
+
+def test_the_command_writes_a_calibration(net, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    options = ("--model", "compact", "--dataset", "mnist", "--images", 200, "--method", "source", "--device", "cpu")
+    result = command("source", "health", *options, "--out", "health.safetensors", "--json")
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert report["spec"]["images"] == 200
+    made = Calibration.load("health.safetensors")
+    made.check(net, tribe.methods.create("source"))
+    assert made.accuracy == report["spec"]["accuracy"]
+
+
+def test_the_command_says_how_many_images_are_needed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    options = ("--model", "compact", "--dataset", "mnist", "--images", 20, "--out", "health.safetensors")
+    result = command("source", "health", *options)
+    assert result.exit_code == 2
+    assert "20 images that can be used are too few" in message(result)
+    assert not (tmp_path / "health.safetensors").exists()

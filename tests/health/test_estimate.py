@@ -1,0 +1,109 @@
+"""The estimator of accuracy: features by hand, rings as if all images were kept, rows alone as together."""
+
+import math
+
+import pytest
+import torch
+
+from tribe.engine.state import leaves, stream
+from tribe.health.estimate import Estimator, Features, Images, Term, window_features
+
+CLASSES = 3
+ESTIMATOR = Estimator(
+    CLASSES,
+    2.0,
+    0.4,
+    (Term(0.8, 1.0, -3, 3), Term(-0.9, 0.1, 0, 1), Term(0.3, 1.0, -3, 5)),
+    sigma=0.03,
+    window=7,
+)
+
+
+def logits(streams, batch, seed):
+    return 3 * torch.randn(streams, batch, CLASSES, generator=torch.Generator().manual_seed(seed))
+
+
+def log_odds(p):
+    return math.log(p / (1 - p))
+
+
+def test_features_by_hand():
+    found = torch.tensor([[0, 0, 0, 1]])
+    images = Images(torch.full((1, 4), 0.8), found, torch.tensor([[0.0, 1, 1, 0]]), torch.full((1, 4), 0.5))
+    features = window_features(images, torch.ones(1, 4, dtype=torch.bool), 2)
+    narrow = 1 + (0.75 * math.log(0.75) + 0.25 * math.log(0.25)) / math.log(2)
+    assert features.confidence.item() == pytest.approx(log_odds(0.8))
+    # Half of the images repeat the one before; by chance 0.75^2 + 0.25^2 would: there are no bursts.
+    assert features.imbalance.item() == pytest.approx(narrow, abs=1e-6)
+    assert features.agreement.item() == pytest.approx(0, abs=1e-6)
+    # Three quarters repeat: a third of the way from chance, 0.625, to 1; a chain of draws is worth 2/3 / 4/3 of them.
+    bursty = images._replace(repeated=torch.tensor([[1.0, 1, 1, 0]]))
+    assert window_features(bursty, torch.ones(1, 4, dtype=torch.bool), 2).imbalance.item() == pytest.approx(
+        narrow / 2, abs=1e-6
+    )
+    first = window_features(images, torch.tensor([[True, True, False, False]]), 2)
+    assert first.imbalance.item() == pytest.approx(1)  # one class alone
+
+
+def test_the_model_is_linear_in_log_odds_and_does_not_extrapolate():
+    inside = Features(*(torch.tensor(term.mean) for term in ESTIMATOR.terms))
+    assert ESTIMATOR.accuracy(inside).item() == pytest.approx(1 / (1 + math.exp(-0.4)))
+    above = ESTIMATOR.accuracy(inside._replace(confidence=torch.tensor(3.0)))
+    assert above.item() == pytest.approx(1 / (1 + math.exp(-(0.4 + 0.8 * 2))))
+    assert torch.equal(ESTIMATOR.accuracy(inside._replace(confidence=torch.tensor(9.0))), above)
+
+
+@pytest.mark.parametrize("batch", [1, 3, 7, 20])
+def test_a_ring_of_the_last_images_equals_keeping_all(batch):
+    state, kept, shares, estimates = ESTIMATOR.init(), [], [], []
+    for step in range(12):
+        x, share = logits(1, batch, step), 0.5 + step / 40
+        state = ESTIMATOR.observe(state, x, torch.ones(1, batch, dtype=torch.bool), torch.tensor([share]))
+        kept += list(x[0])
+        shares += [share] * batch
+        found = torch.stack(kept).argmax(-1)
+        last = slice(max(len(kept) - 7, 0), None)
+        confidence = (torch.stack(kept) / 2.0).softmax(-1).amax(-1)
+        before = torch.cat((torch.tensor([-1]), found[:-1]))
+        images = Images(confidence[last], found[last], (found == before).float()[last], torch.tensor(shares)[last])
+        features = window_features(images, torch.ones_like(images.prediction, dtype=torch.bool), CLASSES)
+        estimates += [ESTIMATOR.accuracy(features).item()] * batch
+        read = ESTIMATOR.read(state)
+        assert read.accuracy.item() == pytest.approx(estimates[-1], abs=1e-6)
+        assert read.overall.item() == pytest.approx(sum(estimates) / len(estimates), abs=1e-5)
+        assert read.images.item() == len(kept)
+
+
+def test_padding_changes_nothing():
+    padded, plain = ESTIMATOR.init(), ESTIMATOR.init()
+    for step in range(5):
+        x = logits(1, 4, step)
+        valid = torch.tensor([[True, False, True, False]])
+        padded = ESTIMATOR.observe(padded, x, valid)
+        plain = ESTIMATOR.observe(plain, x[:, ::2], torch.ones(1, 2, dtype=torch.bool))
+        padded = ESTIMATOR.observe(padded, x, torch.zeros(1, 4, dtype=torch.bool))
+    assert ESTIMATOR.read(padded) == ESTIMATOR.read(plain)
+
+
+def test_streams_together_equal_streams_alone():
+    together, alone = ESTIMATOR.init(3), [ESTIMATOR.init() for _ in range(3)]
+    for step in range(6):
+        x, valid = logits(3, 4, step), torch.rand(3, 4, generator=torch.Generator().manual_seed(step)) > 0.3
+        share = torch.rand(3, generator=torch.Generator().manual_seed(step))
+        together = ESTIMATOR.observe(together, x, valid, share)
+        alone = [ESTIMATOR.observe(s, x[[i]], valid[[i]], share[[i]]) for i, s in enumerate(alone)]
+    for i, state in enumerate(alone):
+        for name, t in leaves(stream(together, i, 3)).items():
+            assert torch.equal(t, leaves(state)[name]), name
+
+
+def test_before_the_first_image_nothing_is_known():
+    read = ESTIMATOR.read(ESTIMATOR.init(2))
+    assert read.low.tolist() == [0, 0]
+    assert read.high.tolist() == [1, 1]
+    assert all(bool(t.isfinite().all()) for t in read)
+
+
+def test_the_interval_holds_the_models_error_and_the_luck_of_the_draw():
+    half = ESTIMATOR.half_width(torch.tensor(0.5), torch.tensor(100))
+    assert half.item() == pytest.approx(1.6449 * math.sqrt(0.25 / 100 + 0.03**2))
