@@ -131,14 +131,19 @@ class Estimator:
         rings = Images(*(r.scatter(1, place, t.to(r.dtype)) for r, t in zip(state.rings, new, strict=True)))
         last = torch.where(valid.any(1), prediction.gather(1, _last(valid)).squeeze(1), state.last)
         moved = EstimateState(rings, last, after, state.total)
-        return moved._replace(total=state.total + self._now(moved) * valid.sum(1))
+        ended = after // self.window - state.images // self.window  # (S,) windows that end in this batch
+        if ended.device.type == "cpu" and not ended.any():  # on other devices this would synchronise
+            return moved
+        return moved._replace(total=state.total + self._now(moved) * ended)
 
     @torch.no_grad()
     def read(self, state: "EstimateState") -> "Estimate":
         """The estimates of all streams; before the first image the interval is everything."""
         accuracy, seen = self._now(state), state.images.clamp_max(self.window)
         half = torch.where(seen > 0, self.half_width(accuracy, seen), 1)
-        overall = torch.where(state.images > 0, (state.total / state.images.clamp_min(1)).to(accuracy.dtype), accuracy)
+        ended = state.images // self.window * self.window
+        whole = self.window * state.total + accuracy * (state.images - ended)  # the last window has not ended
+        overall = torch.where(state.images > 0, whole / state.images.clamp_min(1), accuracy).to(accuracy.dtype)
         low, high = (accuracy - half).clamp_min(0), (accuracy + half).clamp_max(1)
         return Estimate(accuracy, low, high, overall, state.images)
 
@@ -168,7 +173,7 @@ class EstimateState(NamedTuple):
     rings: Images  # (S, W + 1); the last place is written by images that do not count, and never read
     last: Tensor  # (S,) int64, the last prediction; -1 before the first image
     images: Tensor  # (S,) int64, valid images so far
-    total: Tensor  # (S,) float64, sum over all images of the estimate of their window
+    total: Tensor  # (S,) float64, the sum of the estimates of all windows that have ended
 
 
 class Estimate(NamedTuple):
