@@ -15,6 +15,8 @@ from fuzz.registry import digest, reader
 from tribe import methods, models
 from tribe.cli.commands import app
 from tribe.engine.backbone import Backbone
+from tribe.health.calibration import Calibration
+from tribe.health.estimate import Estimator, Term
 from tribe.knowledge import Knowledge
 from tribe.lab import runner
 from tribe.lab.stream import Stream
@@ -51,6 +53,22 @@ class SourceKnowledge:
         method.init(Backbone(small_network()))
         assert isinstance(method.knowledge, Knowledge)
         return digest(method.knowledge.digest, sorted(method.knowledge.spec.items()))
+
+
+@reader("calibration", "safetensors", ("tribe.health.calibration.Calibration.load",), sealed=True)
+class HealthCalibration:
+    @staticmethod
+    def make(folder):
+        term = Term(1.0, 0.5, 0.0, 1.0)
+        estimator = Estimator(CLASSES, 2.0, 0.3, (term, term, term), 0.02)
+        entropies = tuple(i / 511 for i in range(512))
+        made = Calibration(estimator, "tribe", "0" * 32, 200, 0.9, 0.8, 0.7, entropies, ("fog",))
+        made.save(folder / "health.safetensors")
+        return folder / "health.safetensors"
+
+    @staticmethod
+    def read(folder):
+        return digest(Calibration.load(folder / "health.safetensors"))
 
 
 class Pictures:

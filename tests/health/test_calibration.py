@@ -97,7 +97,8 @@ def test_files_that_hold_no_calibration_are_refused(calibration, tmp_path):
         {**spec, "estimator": {**fitted, "terms": fitted["terms"][1:]}},
         {**spec, "estimator": {**fitted, "temperature": 0.0}},
         {**spec, "estimator": {**fitted, "window": 0}},
-        {**spec, "estimator": {**fitted, "more": 1}},
+        {**spec, "estimator": None},
+        {**spec, "accuracy": 3.0},
     ):
         dataclasses.replace(known, spec=wrong).save(path)
         with pytest.raises(KnowledgeError, match="damaged: it holds no calibration"):

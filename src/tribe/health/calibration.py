@@ -8,11 +8,11 @@ Every method adapts, and is over-confident, in its own way: so an estimator belo
     calibration.save("health.safetensors")          # or: tribe source health --model ... --dataset ...
 """
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from os import PathLike
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,11 +24,12 @@ from tribe.engine.losses import cross_entropy, entropy, probabilities
 from tribe.engine.rules import Frozen
 from tribe.engine.screening import sound
 from tribe.fields import is_whole, require
-from tribe.health.estimate import WINDOW, Estimator, Features, Images, Term
+from tribe.health.estimate import WINDOW, Estimator, Images, Term
 from tribe.health.fitting import Labelled, fit
 from tribe.knowledge import Knowledge, KnowledgeError
 from tribe.methods import Method, count_classes
 from tribe.registry import nearest
+from tribe.storage.json_files import Where, check
 
 NAME = "health"  # of the knowledge in a file
 ADVICE = "tribe source health --model ... --dataset ..."
@@ -84,7 +85,7 @@ class Calibration:
             raise KnowledgeError(f"{path} is source knowledge of {known.method}; expected a calibration: {ADVICE}")
         try:
             return _decode(known)
-        except (KeyError, TypeError, ValueError) as error:
+        except ValueError as error:
             message = f"{path} is damaged: it holds no calibration ({error}). Make it again: {ADVICE}"
             raise KnowledgeError(message) from None
 
@@ -102,26 +103,41 @@ class Calibration:
             )
 
 
+def _count(least: int, most: int) -> Where:
+    return Where(int, lambda n: least <= n <= most, f"a number from {least} to {most}")
+
+
+SHARE = Where(float, lambda v: 0 <= v <= 1, "a number from 0 to 1")
+SCHEMA: dict[str, Any] = {  # of a calibration in the header of its file
+    "estimator": {
+        "classes": _count(2, 2**20),
+        "window": _count(2, 2**20),
+        "temperature": Where(float, lambda v: v > 0, "above 0"),
+        "intercept": float,
+        "sigma": SHARE,
+        "terms": Where(
+            [Where([float], lambda row: len(row) == 4, "four numbers")], lambda rows: len(rows) == 3, "three"
+        ),
+    },
+    "method": str,
+    "images": _count(1, 2**62),
+    "accuracy": SHARE,
+    "confidence": SHARE,
+    "threshold": SHARE,
+    "corruptions": [str],
+}
+
+
 def _decode(known: Knowledge) -> Calibration:
-    """The calibration in source knowledge; ValueError, KeyError or TypeError if there is none."""
-    fields = dict(known.spec)
-    fitted = fields.pop("estimator")
-    terms = tuple(Term(*map(float, row)) for row in fitted.pop("terms"))
-    if len(terms) != len(Features._fields):
-        raise ValueError(f"{len(terms)} terms; expected {len(Features._fields)}")
-    estimator = Estimator(**fitted, terms=terms)
-    numbers = [estimator.temperature, estimator.intercept, estimator.sigma, *(v for term in terms for v in term)]
-    if not all(isinstance(v, float) and math.isfinite(v) for v in numbers) or estimator.temperature <= 0:
-        raise ValueError("numbers that are not finite, or a temperature that is not positive")
-    for name, least in (("classes", 2), ("window", 2)):
-        require(is_whole(getattr(estimator, name), least), f"{name} is at least {least}", getattr(estimator, name))
-    entropies = known.tensors["entropies"]
+    """The calibration in source knowledge; ValueError if there is none."""
+    spec = check(dict(known.spec), SCHEMA, "its header")
+    entropies = known.tensors.get("entropies", torch.empty(0))
     if entropies.shape != (QUANTILES,) or not bool(entropies.isfinite().all()):
         raise ValueError(f"entropies of shape {tuple(entropies.shape)}; expected {QUANTILES} finite quantiles")
-    names = {field.name for field in dataclasses.fields(Calibration)} - {"estimator", "network", "entropies"}
-    kept = {name: fields[name] for name in names}
-    kept["corruptions"] = tuple(kept["corruptions"])
-    return Calibration(estimator, network=known.network, entropies=tuple(entropies.tolist()), **kept)
+    fields = {name: spec[name] for name in SCHEMA if name != "estimator"} | {"corruptions": tuple(spec["corruptions"])}
+    fitted = {name: spec["estimator"][name] for name in SCHEMA["estimator"]}
+    fitted["terms"] = tuple(Term(*map(float, row)) for row in fitted["terms"])
+    return Calibration(Estimator(**fitted), network=known.network, entropies=tuple(entropies.tolist()), **fields)
 
 
 def calibrate(
