@@ -58,6 +58,7 @@ NO_READERS = {  # functions that call an opener, and why no file of a user can h
     ),
     **dict.fromkeys(("tribe.bench.clock.resident", "tribe.lab.provenance.machine"), "it asks the system, in /proc"),
     "tribe.cli.stdout.checked_stdout": "it writes to stdout",
+    "tribe.fleet.files.StateFiles.read": "it reads what this process has written into a folder of its own",
     **dict.fromkeys(
         ("tribe.serve.client.Client._json", "tribe.serve.client.Client.infer", "tribe.serve.client._words"),
         "it decodes what the server that the user chose has sent",

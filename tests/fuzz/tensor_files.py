@@ -22,6 +22,7 @@ from tribe.lab import runner
 from tribe.lab.stream import Stream
 from tribe.scenarios import Scenario, Schedule
 from tribe.storage import tensors as tensor_file
+from tribe.storage.states import StateFileError
 from tribe.testing import CLASSES, images, ready, small_network
 from tribe.train import checkpoint
 
@@ -38,6 +39,32 @@ class State:
     def read(folder):
         adapter = tribe.load(folder / "state.safetensors", small_network())
         return digest(adapter.digest(), adapter.streams, adapter.method)
+
+
+@reader("stream", "safetensors", ("tribe.fleet.fleet.Fleet.load", "tribe.fleet.fleet.Fleet.from_bytes"), sealed=True)
+class StreamOfAFleet:
+    @staticmethod
+    def make(folder):
+        tribe.fleet(small_network()).add("cam").save("cam", folder / "cam.safetensors")
+        return folder / "cam.safetensors"
+
+    @staticmethod
+    def read(folder):
+        """Both ways read the same, or refuse with the same kind of error."""
+        fleet = tribe.fleet(small_network())
+        path, error = folder / "cam.safetensors", None
+        try:
+            fleet.load("file", path)
+        except StateFileError as found:
+            error = found
+        try:
+            fleet.from_bytes("bytes", path.read_bytes())
+        except StateFileError:
+            assert error is not None, "the file was read and its bytes were refused"
+            raise
+        assert error is None, f"the bytes were read and the file was refused: {error}"
+        assert fleet.digest("file") == fleet.digest("bytes")
+        return digest(fleet.digest("file"), fleet.info("file"), fleet.method)
 
 
 @reader("knowledge", "safetensors", ("tribe.knowledge.Knowledge.load",), sealed=True)

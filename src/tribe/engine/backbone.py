@@ -10,6 +10,7 @@ import itertools
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -143,7 +144,7 @@ class Backbone(nn.Module):
         """Whether any normalisation layer has affine parameters, which gradients can move."""
         return any(slot.layer.weight is not None for slot in self.slots)
 
-    @property
+    @cached_property  # it is read for each batch, and a network has hundreds of modules
     def rank(self) -> int | None:
         """The number of axes of a batch of images (B, ...), from the first convolution; None if there is none."""
         first = self._first_convolution()

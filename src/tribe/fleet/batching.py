@@ -11,7 +11,7 @@ from tribe.engine.inputs import as_streams
 from tribe.engine.state import Affine, Stats, per_stream, tree_map
 from tribe.methods import Deployed
 
-STREAMS = 64  # the most streams of a group: more save little time
+STREAMS = 128  # the most streams of a group: more save little time
 IMAGES = 256  # the most images of a group of several streams: activations take memory
 STEP_BYTES = 2**30  # the most bytes of the states of a group of several streams
 

@@ -17,22 +17,22 @@ from torch import Tensor, nn
 from tribe.engine.backbone import Backbone
 from tribe.engine.checks import Checks, place_of
 from tribe.engine.graphs import Switch
-from tribe.engine.state import clone, digest, leaves, rebuild
+from tribe.engine.state import clone, digest, leaves
 from tribe.engine.threads import Lock, locked
 from tribe.fields import is_number, is_whole, require
 from tribe.fleet.batching import Arrived, Group, check_images, check_name, group_streams
-from tribe.fleet.pool import Entry, Files, Pool
+from tribe.fleet.files import StateFiles
+from tribe.fleet.pool import Entry, Pool
 from tribe.fleet.running import OWN_WEIGHTS, Runner, predict
 from tribe.health.recorder import count_bytes
 from tribe.health.snapshots import Snapshot, StreamInfo, check_snapshot, copy_like
 from tribe.methods import Deployed, Method
 from tribe.methods.building import build_method, check_network
-from tribe.methods.encoding import method_for_file, method_from_file
 from tribe.methods.exporting import plain_network
 from tribe.methods.source import Source
 from tribe.registry import nearest
 from tribe.storage import states
-from tribe.storage.states import Saved, StateFileError
+from tribe.storage.states import Saved
 from tribe.time import TimeFilter
 
 ROWS_BYTES = 2**31  # the states that stay on the device, if `rows` does not say how many
@@ -144,14 +144,13 @@ class Fleet:
         self._runner = Runner(method, net, graphs, deterministic, bits)
         self._checks = Checks(net, self.classes, method.output == "logits")
         self._place = place_of(net)
-        self._fingerprint: str | None = None
         self._like = method.init(net)  # a state of one stream
         if method.deployed(net, self._like).weights is not None:
             self._runner.alone = OWN_WEIGHTS
         self._size = count_bytes(self._like)
         most = int(rows) if rows is not None else max(LEAST_ROWS, ROWS_BYTES // max(self._size, 1))
-        files = Files(self._write, self._read)
-        self._pool = Pool(net.device, most, max(self._size, 1), megabytes * 2**20, spill, files)
+        self._files = StateFiles(method, net, self._like)
+        self._pool = Pool(net.device, most, max(self._size, 1), megabytes * 2**20, spill, self._files)
         self._source: Deployed | None = None
 
     # -- predicting and learning ------------------------------------------------------------------------------------
@@ -375,7 +374,7 @@ class Fleet:
 
     def save(self, name: str, path: str | PathLike[str]) -> None:
         """Write a stream to a state file, which `tribe.load` opens too, atomically."""
-        states.write(path, self._saved(self._peek(name)))
+        states.write(path, self._files.saved(self._peek(name)))
 
     @torch.inference_mode(False)
     def load(self, name: str, path: str | PathLike[str]) -> "Fleet":
@@ -385,7 +384,7 @@ class Fleet:
 
     def to_bytes(self, name: str) -> bytes:
         """The bytes of a stream's state file."""
-        return states.encode(self._saved(self._peek(name)), f"the bytes of stream {name!r}")
+        return states.encode(self._files.saved(self._peek(name)), f"the bytes of stream {name!r}")
 
     @torch.inference_mode(False)
     def from_bytes(self, name: str, data: bytes) -> "Fleet":
@@ -396,39 +395,10 @@ class Fleet:
         source = f"the state for stream {name!r}"
         return self._take(name, source, states.decode(bytes(data), source))
 
-    def _saved(self, entry: Entry) -> Saved:
-        if self._fingerprint is None:
-            self._fingerprint = self.net.fingerprint()
-        fields = method_for_file(self.method)
-        return Saved(self.method.name, fields, 1, entry.frozen, self._fingerprint, leaves(entry.state))
-
     def _take(self, name: str, source: str | PathLike[str], saved: Saved) -> "Fleet":
-        state = self._checked(source, saved)
+        state = self._files.state(source, saved)
         with self._lock:
             return self._replace(name, state, saved.frozen)
-
-    def _checked(self, source: str | PathLike[str], saved: Saved) -> Any:
-        """The state of a file, if it is one of a single stream of this method on this network."""
-        if saved.streams != 1:
-            raise StateFileError(f"{source} holds {saved.streams} streams; a stream of a fleet is loaded from one")
-        own = {n: getattr(self.method, n, None) for n, v in saved.fields.items() if _is_not_saved(v)}
-        if saved.method == self.method.name:
-            method = method_from_file(source, saved.method, saved.fields, own)
-        if saved.method != self.method.name or method != self.method:
-            found = saved.method if saved.method != self.method.name else method
-            raise StateFileError(f"{source} was saved with {found}; this fleet runs {self.method}")
-        if self._fingerprint is None:
-            self._fingerprint = self.net.fingerprint()
-        if saved.fingerprint != self._fingerprint:
-            states.check_fingerprint(source, saved.fingerprint, self.net)
-        states.check_tensors(source, saved.tensors, leaves(self._like))
-        return copy_like(rebuild(self._like, saved.tensors), self._like)
-
-    def _write(self, path: Any, entry: Entry) -> None:
-        states.write(path, self._saved(entry))
-
-    def _read(self, path: Any) -> Any:
-        return rebuild(self._like, states.read(path).tensors)
 
     # -- entries ------------------------------------------------------------------------------------------------------
 
@@ -503,7 +473,3 @@ def _poisoned(group: Group, bad: Tensor | None) -> dict[str, tuple[int, ...]]:
 def _count_padding(bad: Tensor | None, group: Group) -> Tensor | None:
     """Padding counts as bad images, whose logits are not checked."""
     return bad if group.valid is None else ~group.valid if bad is None else bad | ~group.valid
-
-
-def _is_not_saved(value: Any) -> bool:
-    return isinstance(value, dict) and ("callable" in value or "knowledge" in value)

@@ -11,11 +11,11 @@ import tempfile
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -46,12 +46,14 @@ class Entry:
         return info._replace(frozen=self.frozen, poisoned=self.poisoned)
 
 
-@dataclass(frozen=True)
-class Files:
+class Files(Protocol):
     """How states go to files and come back."""
 
-    write: Callable[[Path, Entry], None]
-    read: Callable[[Path], Any]
+    def write(self, path: Path, entry: Entry) -> None:
+        """Write the state of an entry."""
+
+    def read(self, path: Path) -> Any:
+        """The state in a file."""
 
 
 class Pool:
@@ -99,11 +101,11 @@ class Pool:
     def put_entries(self, new: Mapping[str, Entry]) -> None:
         """Add or replace entries, all at once."""
         with self.lock:
-            files = [old.file for name in new if (old := self.entries.get(name)) is not None]
+            files = {old.file for name in new if (old := self.entries.get(name)) is not None}
             self.entries.update(new)
             for name in new:
                 self.entries.move_to_end(name)
-        _remove([file for file in files if file not in {entry.file for entry in new.values()}])
+        _remove(files - {entry.file for entry in new.values()})
 
     def change(self, name: str, **fields: Any) -> bool:
         """Replace fields of an entry that leave its state as it is; False: there is no such stream."""
@@ -189,7 +191,7 @@ class Pool:
         return tree_map(lambda t: t.to(device), state)
 
 
-def _remove(files: list[Path | None]) -> None:
+def _remove(files: Iterable[Path | None]) -> None:
     for file in files:
         if file is not None:
             file.unlink(missing_ok=True)

@@ -1,0 +1,67 @@
+"""The state files of single streams: what a fleet saves, and what it takes."""
+
+from os import PathLike
+from typing import Any
+
+from tribe.engine.backbone import Backbone
+from tribe.engine.state import leaves, rebuild
+from tribe.fleet.pool import Entry
+from tribe.health.snapshots import copy_like
+from tribe.methods import Method
+from tribe.methods.encoding import method_for_file, method_from_file
+from tribe.storage import states
+from tribe.storage.states import Saved, StateFileError
+
+
+class StateFiles:
+    """Turns streams of one method on one network into state files and back.
+
+    Args:
+        method: what adapts.
+        net: the network.
+        like: a state of one stream.
+    """
+
+    def __init__(self, method: Method, net: Backbone, like: Any) -> None:
+        self.method, self.net, self.like = method, net, like
+        self._fingerprint: str | None = None
+
+    @property
+    def fingerprint(self) -> str:
+        """That of the network, computed once: its weights do not change."""
+        if self._fingerprint is None:
+            self._fingerprint = self.net.fingerprint()
+        return self._fingerprint
+
+    def saved(self, entry: Entry) -> Saved:
+        """What a file of this stream holds."""
+        fields = method_for_file(self.method)
+        return Saved(self.method.name, fields, 1, entry.frozen, self.fingerprint, leaves(entry.state))
+
+    def state(self, source: str | PathLike[str], saved: Saved) -> Any:
+        """A copy of the state in a file, if it is one of a single stream of this method on this network."""
+        if saved.streams != 1:
+            raise StateFileError(f"{source} holds {saved.streams} streams; a stream of a fleet is loaded from one")
+        found: str | Method = saved.method
+        if saved.method == self.method.name:
+            own = {name: getattr(self.method, name, None) for name, v in saved.fields.items() if _is_given(v)}
+            found = method_from_file(source, saved.method, saved.fields, own)
+        if found != self.method:
+            raise StateFileError(f"{source} was saved with {found}; this fleet runs {self.method}")
+        if saved.fingerprint != self.fingerprint:
+            states.check_fingerprint(source, saved.fingerprint, self.net)
+        states.check_tensors(source, saved.tensors, leaves(self.like))
+        return copy_like(rebuild(self.like, saved.tensors), self.like)
+
+    def write(self, path: str | PathLike[str], entry: Entry) -> None:
+        """Write a state that is paged out."""
+        states.write(path, self.saved(entry))
+
+    def read(self, path: str | PathLike[str]) -> Any:
+        """Read a state that was paged out."""
+        return rebuild(self.like, states.read(path).tensors)
+
+
+def _is_given(value: Any) -> bool:
+    """Whether a file does not hold a field: the fleet's own is used, and the digest of source knowledge compared."""
+    return isinstance(value, dict) and ("callable" in value or "knowledge" in value)

@@ -1,0 +1,186 @@
+"""One thread takes steps, others predict meanwhile; a step that fails changes nothing."""
+
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+import tribe
+from tribe.methods import Method, create, names
+from tribe.methods.tribe import Tribe
+from tribe.testing import images, ready
+from tribe.testing.samples import small, small_backbone
+
+NET = small_backbone()
+WAIT = 60  # seconds until a test gives up; none waits for a time to pass
+
+
+def x(seed=0, size=2):
+    return images(1, size, seed)[0]
+
+
+@dataclass(frozen=True)
+class Gated(Tribe):
+    """Waits inside a step until the gate opens; fails on images that are all black."""
+
+    gate: Any = None  # called inside each step
+
+    def step(self, net, state, x, valid=None, retired=None):
+        self.gate()
+        if bool((x == 0).all()):
+            raise RuntimeError("black")
+        return super().step(net, state, x, valid)
+
+
+def gated():
+    """Two events, a step has begun and a step may end, and a fleet whose steps wait."""
+    begun, may_end = threading.Event(), threading.Event()
+
+    def gate():
+        begun.set()
+        assert may_end.wait(WAIT)
+
+    return begun, may_end, tribe.fleet(NET, Gated(classes=4, h0=2.0, gate=gate))
+
+
+def start(call, *args):
+    """Call a function in a thread; the result and the error are in the list."""
+    found = []
+
+    def run():
+        try:
+            found.append(call(*args))
+        except Exception as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread, found
+
+
+def test_predicting_does_not_wait_for_a_step():
+    begun, may_end, fleet = gated()
+    may_end.set()
+    fleet({"a": x(0), "b": x(1)})
+    expected, digest = fleet.predict({"a": x(5), "b": x(6)}), fleet.digest("a")
+    begun.clear(), may_end.clear()
+    thread, answers = start(fleet, {"a": x(2), "b": x(3), "new": x(4)})
+    assert begun.wait(WAIT)
+    # The step is running. Whatever only reads is answered from the states before it.
+    during = fleet.predict({"a": x(5), "b": x(6)})
+    assert all(torch.equal(during[name], expected[name]) for name in "ab")
+    assert fleet.digest("a") == digest
+    assert fleet.clock("a") == 1
+    assert fleet.names == ["a", "b"]
+    assert fleet.info("b").steps == 1
+    assert fleet.snapshot("a").state.key.clock.item() == fleet.state("b").key.clock.item() == 1
+    assert len(fleet.to_bytes("a")) > 0
+    assert fleet.predict_source(x(5)).shape == (2, 4)
+    fleet.freeze("b")
+    assert thread.is_alive()
+    assert not answers
+    may_end.set()
+    thread.join(WAIT)
+    assert answers[0].keys() == {"a", "b", "new"}
+    assert fleet.clock("a") == fleet.clock("b") == 2
+    assert fleet.info("b").frozen, "frozen while the step ran"
+    assert not torch.equal(fleet.predict({"a": x(5)})["a"], expected["a"])
+
+
+def test_steps_of_two_threads_come_one_after_the_other():
+    begun, may_end, fleet = gated()
+    first, one = start(fleet, {"a": x(0)})
+    assert begun.wait(WAIT)
+    second, two = start(fleet, {"a": x(1)})
+    third, three = start(fleet.drop, "a")
+    may_end.set()
+    for thread in (first, second, third):
+        thread.join(WAIT)
+    assert set(one[0]) == set(two[0]) == {"a"}
+    assert "a" not in fleet or fleet.clock("a") == 1, "dropped between the steps, or after them"
+    assert isinstance(three[0], tribe.Fleet)
+
+
+def test_threads_that_step_and_predict_at_once_agree_with_one_thread():
+    fleet, alone = tribe.fleet(NET, rows=2), tribe.fleet(NET)
+    rounds = [{name: x(10 * i + j, 1) for j, name in enumerate("abcd")} for i in range(4)]
+    fleet(rounds[0])
+    stop = threading.Event()
+
+    def predict():
+        while not stop.is_set():
+            assert fleet.predict({name: x(1, 1) for name in "abcd"}).keys() == set("abcd")
+            for name in "abcd":
+                assert fleet.clock(name) <= len(rounds)
+                assert fleet.digest(name)
+        return "done"
+
+    threads = [start(predict) for _ in range(2)]
+    workers = [start(lambda n=name: [fleet({n: batch[n]}) for batch in rounds[1:]]) for name in "abcd"]
+    for thread, _ in workers:
+        thread.join(WAIT)
+    stop.set()
+    for thread, found in threads:
+        thread.join(WAIT)
+        assert found == ["done"]
+    for batch in rounds:
+        alone(batch)
+    assert all(fleet.digest(name) == alone.digest(name) for name in "abcd")
+
+
+def test_a_step_that_fails_leaves_every_stream_as_it_was():
+    _, may_end, fleet = gated()
+    may_end.set()
+    fleet({"a": x(0), "b": x(1)})
+    before = {name: (fleet.digest(name), fleet.info(name), fleet.version(name)) for name in fleet.names}
+    # "a" has another number of images, so it is stepped on its own, before the step that fails.
+    with pytest.raises(RuntimeError, match="black"):
+        fleet({"a": x(2, 3), "b": torch.zeros(1, 3, 8, 8), "new": torch.zeros(1, 3, 8, 8)})
+    assert {name: (fleet.digest(name), fleet.info(name), fleet.version(name)) for name in fleet.names} == before
+    fleet({"a": x(2, 3)})
+    assert fleet.clock("a") == 2
+
+
+@pytest.mark.parametrize("name", [*names(), "tribe+time", "lame+time", "cotta+time"])
+def test_predictions_are_those_of_an_adapter(name):
+    method = small(ready(name))
+    fleet, adapters = tribe.fleet(NET, method), {}
+    for i, stream in enumerate("abc"):
+        adapters[stream] = tribe.adapt(NET, method, seed=i)
+        adapters[stream](x(i, 3))
+        fleet.restore(stream, adapters[stream].snapshot())
+    for _ in range(2):  # made anew after a step, then kept
+        batch = {"a": x(20), "b": x(21), "c": x(22, 5)}
+        answers = fleet.predict(batch)
+        assert all(torch.equal(answers[stream], adapter.predict(batch[stream])) for stream, adapter in adapters.items())
+
+
+def test_what_a_state_predicts_with_is_made_once():
+    made = []
+
+    @dataclass(frozen=True)
+    class Counting(Tribe):
+        """Counts how often class statistics are pooled for a prediction."""
+
+        def deployed(self, net, state):
+            made.append(len(state.key.seed))
+            return super().deployed(net, state)
+
+    fleet = tribe.fleet(NET, Counting(classes=4))
+    fleet({"a": x(0), "b": x(1)})
+    made.clear()
+    for _ in range(3):
+        fleet.predict({"a": x(2), "b": x(3)})
+    assert made == [1, 1]
+    fleet({"a": x(4)})
+    made.clear()
+    for _ in range(3):
+        fleet.predict({"a": x(2), "b": x(3)})
+    assert made == [1], "of the stream that learned"
+
+
+def test_a_method_is_what_the_registry_makes():
+    assert isinstance(tribe.fleet(NET, "tribe", time="auto").method, Method)
+    assert tribe.fleet(NET, create("bn", classes=4)).method.name == "bn"
