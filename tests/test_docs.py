@@ -33,12 +33,21 @@ def test_the_readme_runs(tmp_path, monkeypatch):
 
 
 def test_the_page_on_deploying_runs(capsys):
-    (code,) = blocks("docs/deploying.md")
+    code, *_ = blocks("docs/deploying.md")
     camera = [images(1, 6, seed)[0] for seed in range(3)]
     exec(code, {"tribe": tribe, "net": small_network(), "camera": camera})
     shown = capsys.readouterr().out
     assert "changes since the source" in shown
     assert "RolledBack(streams=(0,)" in shown
+
+
+def test_the_fleet_of_the_page_on_deploying_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (code,) = [block for block in blocks("docs/deploying.md") if "tribe.fleet(" in block]
+    scope = {"tribe": tribe, "net": small_network()}
+    exec(code, scope | {"two_images": images(1, 2)[0], "five_images": images(1, 5)[0]}, scope)
+    assert scope["logits"]["door"].shape == scope["plain"](images(1, 2)[0]).shape == (2, 4)
+    assert tribe.load(tmp_path / "door.safetensors", scope["net"]).digest() == scope["cameras"].digest("door")
 
 
 def test_the_readme_reproduces_a_stream(tmp_path, monkeypatch, capsys):
