@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from tribe.health.snapshots import StreamInfo
 from tribe.serve.exposition import COUNTS, Counter, Histogram, Labels, exposition, gauge
 
 HEALTH = ("images", "skipped", "trusted", "entropy", "distance")  # gauges of one stream
@@ -56,7 +57,7 @@ class Meters:
 def stream_gauges(streams: Mapping[str, Mapping[str, Any]]) -> list[Counter]:
     """Gauges of single streams, from what is known of each."""
     names = {"clock": "Steps that a stream has taken.", "lag": "Seconds of learning that are not stored."}
-    names |= {name: f"The {name} that a stream's state reports." for name in HEALTH}
+    names |= {name: str(getattr(StreamInfo, name).__doc__) for name in HEALTH}
     return [
         gauge(
             f"tribe_stream_{name}" + ("_seconds" if name == "lag" else ""),
