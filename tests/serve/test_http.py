@@ -145,6 +145,10 @@ def test_metrics_count_answers(server):
     text = web.get(f"{server.url}/metrics").text
     assert "tribe_streams 1" in text
     assert 'tribe_http_responses_total{status="404"}' in text
+    assert "tribe_stream_images" not in text
+    assert "tribe_stream_images" in web.get(f"{server.url}/metrics?streams=true").text
+    refused(web.get(f"{server.url}/metrics?streams=all"), 400, "streams is 'all'; expected true or false")
+    refused(web.get(f"{server.url}/metrics?stream=true"), 400, "there is no query parameter 'stream'")
 
 
 def test_a_server_that_stops_ends_its_open_streams_of_events():
@@ -324,6 +328,32 @@ def test_many_idle_connections_do_not_stop_others(server):
     finally:
         for connection in held:
             connection.close()
+
+
+@pytest.mark.slow
+def test_thousands_of_connections_leave_room_for_those_who_were_first():
+    """Of 3,000 connections the server keeps 500; the others get 503. It goes on serving, and later takes new ones."""
+    with listening(limits=Limits(head_seconds=600)) as server:
+        fill(server)
+
+
+def fill(server):
+    first = httpx.Client(trust_env=False, timeout=60)
+    assert first.get(f"{server.url}/v2/health/ready").status_code == 200
+    held = [socket.create_connection(("127.0.0.1", server.port), timeout=60) for _ in range(3000)]
+    try:
+        refusals = 0
+        for connection in held[600:]:
+            assert status(connection.recv(2**16)) == 503
+            refusals += 1
+        assert refusals == 2400
+        assert first.get(f"{server.url}/v2/health/ready").status_code == 200
+    finally:
+        for connection in held:
+            connection.close()
+        first.close()
+    while web.get(f"{server.url}/v2/health/ready").status_code == 503:
+        pass  # until the server has seen that they are gone
 
 
 def test_a_port_in_use_is_an_error_that_names_it(server):

@@ -82,6 +82,7 @@ def test_every_action_with_the_real_worker(tmp_path):
         assert client.control("reset", "cam")["clock"] == 0
         assert client.infer("cam", IMAGES, end=True).facts["tribe_adapted"] is True
         assert [each["name"] for each in client.streams()] == []
+        assert web.get(f"{server.url}/v1/streams?stored=true").json()["stored"] == ["cam"]
         assert client.infer("cam", IMAGES).facts["tribe_clock"] == 2
         assert client.put_state("copy", client.get_state("cam"))["clock"] == 2
         client.drop("cam")
@@ -98,7 +99,25 @@ def test_every_action_with_the_real_worker(tmp_path):
         assert client.predict(None, IMAGES).shape == (2, 4)
         text = web.get(f"{server.url}/metrics").text
         assert "nv_inference_request_success" in text
+        assert 'stream="copy"' in web.get(f"{server.url}/metrics?streams=true").text
         assert 'tribe_http_responses_total{status="200"}' in text
+
+
+def test_two_clients_on_one_stream_are_stepped_one_after_the_other():
+    """The stream learns from every request once, in some order: clocks are 1 to 8, each once."""
+    clocks = []
+    with serving() as server:
+
+        def play():
+            with Client(server.url, "small") as client:
+                clocks.extend(client.infer("shared", IMAGES).facts["tribe_clock"] for _ in range(4))
+
+        threads = [threading.Thread(target=play) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert sorted(clocks) == list(range(1, 9))
 
 
 def test_images_that_do_not_fit_harm_no_other_stream():

@@ -120,9 +120,12 @@ class Routes:
         return Reply(plain.encode_predict(answer, self.model))
 
     async def streams(self, call: Call) -> Reply:
-        """GET /v1/streams: those of the token."""
-        found = [each for each in self.worker.streams() if call.holder.sees(each["name"])]
-        return as_json({"model": self.model.name, "method": self.model.method, "streams": found})
+        """GET /v1/streams: those of the token. ``?stored=true``: also the names of all that are in the store."""
+        found: dict[str, Any] = {"model": self.model.name, "method": self.model.method}
+        found["streams"] = [each for each in self.worker.streams() if call.holder.sees(each["name"])]
+        if switch(call.query(), "stored"):
+            found["stored"] = sorted(await translated(self.worker.stored(call.holder.token.streams)))
+        return as_json(found)
 
     async def stream(self, call: Call) -> Reply:
         """GET /v1/streams/{stream}."""
@@ -214,12 +217,13 @@ class Routes:
                 each.cancel()
 
     async def metrics(self, call: Call) -> Reply:
-        """GET /metrics, for Prometheus; it shows all streams."""
+        """GET /metrics, for Prometheus; ``?streams=true``: with gauges of single streams, up to a limit."""
         call.holder.check_all("GET /metrics")
         name = "tribe_http_responses_total"
         lines = [f"# HELP {name} Answers over HTTP by their status.", f"# TYPE {name} counter"]
         lines += [f'{name}{{status="{status}"}} {count}' for status, count in sorted(self.front.statuses.items())]
-        return Reply((self.worker.metrics() + "\n".join(lines) + "\n").encode(), METRICS)
+        of_worker = self.worker.metrics(switch(call.query(), "streams"))
+        return Reply((of_worker + "\n".join(lines) + "\n").encode(), METRICS)
 
     async def page(self, call: Call) -> Reply:
         """GET /: the page for people."""
@@ -227,6 +231,15 @@ class Routes:
         if not place.is_file():
             raise NotFound("this server has no page; see GET /v2, GET /v1/streams and GET /metrics")
         return Reply(place.read_bytes(), HTML, SAFE)
+
+
+def switch(query: dict[str, str], name: str) -> bool:
+    """The value of the only query parameter that a path has: true or false."""
+    if unknown := sorted(query.keys() - {name}):
+        raise BadRequest(f"there is no query parameter {unknown[0][:40]!r}; expected {name}")
+    if (value := query.get(name, "false").lower()) not in plain.SWITCHES:
+        raise BadRequest(f"{name} is {value[:40]!r}; expected true or false")
+    return plain.SWITCHES[value]
 
 
 async def _ready(function: Any, *arguments: Any) -> Any:
