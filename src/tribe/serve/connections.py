@@ -13,29 +13,29 @@ from tribe.serve.limits import Limits
 
 
 class JoinedWrites:
-    """A transport that sends what is written within one turn of the event loop at once.
+    """A transport that sends the headers and the body of an answer at once: one packet, one call of the system.
 
-    uvicorn writes the headers and the body of an answer one after the other; together they are one packet.
+    uvicorn writes them one after the other. Only headers of an answer to POST that announce the length of a body are
+    held back; a body then follows in the same turn of the event loop.
     """
 
-    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
-        self._transport, self._loop, self._parts = transport, loop, list[bytes]()
+    def __init__(self, transport: asyncio.Transport, protocol: "BoundedProtocol") -> None:
+        self._transport, self._protocol, self._head = transport, protocol, b""
 
     def write(self, data: bytes) -> None:
-        """Send bytes, soon."""
-        if not self._parts:
-            self._loop.call_soon(self._flush)
-        self._parts.append(data)
+        """Send bytes; headers wait for their body."""
+        if self._head:
+            data, self._head = self._head + data, b""
+        elif data[-4:] == b"\r\n\r\n" and b"\r\ncontent-length: " in data and self._protocol.answers_post():
+            self._head = data
+            return
+        self._transport.write(data)
 
     def close(self) -> None:
         """Send what is left, and close."""
-        self._flush()
+        if self._head:
+            self.write(b"")
         self._transport.close()
-
-    def _flush(self) -> None:
-        if self._parts:
-            self._transport.write(b"".join(self._parts))
-            self._parts.clear()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
@@ -51,7 +51,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Take the connection, or say that there are too many."""
-        super().connection_made(JoinedWrites(transport, self.loop))  # type: ignore[arg-type]
+        super().connection_made(JoinedWrites(transport, self))  # type: ignore[arg-type]
         if len(self.connections) > self.limits.connections:
             words = (
                 f"the server has {self.limits.connections} connections, as many as it takes; try again, or reuse one"
@@ -93,6 +93,10 @@ class BoundedProtocol(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         """Answer bytes that are not HTTP."""
         self._close(b"400 Bad Request", f"{msg} Expected HTTP/1.1")
+
+    def answers_post(self) -> bool:
+        """Whether the answer that is written now has a body if its headers say so; that to HEAD has none."""
+        return self.cycle is not None and self.cycle.scope["method"] == "POST"
 
     def _stop_timer(self) -> None:
         if self._head_timer is not None:

@@ -28,6 +28,7 @@ SCHEMA = {
     ],
     "outputs?": ([{"name": str, "parameters?": (dict, None)}], None),
 }
+PLACE = "the JSON of the request"  # what errors call it
 UNSUPPORTED = ("shared_memory_region", "classification")
 SWITCHES = ("sequence_start", "sequence_end", "binary_data_output", "tribe_learn", "binary_data")
 
@@ -57,12 +58,32 @@ def parse_infer(body: Buffer, header_length: str | None, model: ModelInfo, strea
     """
     size = len(body) if header_length is None else _length(header_length, len(body))
     try:
-        found = json_files.parse(bytes(body[:size]), SCHEMA, "the JSON of the request")
+        found = json_files.parse(bytes(body[:size]), dict, PLACE)
+        if not _is_usual(found):
+            json_files.check(found, SCHEMA, PLACE)
     except ValueError as error:
         raise BadRequest(f"{error}. See the section Protocol of docs/serving.md") from None
     images = _images(found["inputs"], body, size, model)
     return read_request(
         images, found.get("parameters") or {}, found.get("outputs") or [], found.get("id"), model, stream_header
+    )
+
+
+def _is_usual(found: dict[str, Any]) -> bool:
+    """Whether a request is of the schema for sure, as that of usual clients is: the schema takes 40 us to check."""
+    inputs, outputs = found.get("inputs"), found.get("outputs")
+    if type(inputs) is not list or len(inputs) != 1 or type(inputs[0]) is not dict or outputs is not None:
+        return False
+    tensor, shape = inputs[0], inputs[0].get("shape")
+    return (
+        type(shape) is list
+        and all(type(size) is int for size in shape)
+        and type(tensor.get("name")) is str
+        and type(tensor.get("datatype")) is str
+        and type(tensor.get("parameters")) is dict
+        and "data" not in tensor
+        and type(found.get("parameters", {})) is dict
+        and type(found.get("id", "")) is str
     )
 
 
