@@ -62,7 +62,9 @@ class Runner:
         return torch.cat([logits for logits, _ in results]), [state for _, state in results]
 
     def _step_alone(self, group: Group, states: Sequence[Any], i: int) -> tuple[Tensor, Any]:
-        return self._steps_of(group)(states[i], group.x[i : i + 1].clone())
+        steps = self._steps_of(group)
+        logits, state = steps(states[i], group.x[i : i + 1].clone())
+        return logits, scatter(state, 1, 1, copy=steps.eager_because is None)[0]
 
     def _has_same_bits(self, group: Group, states: Sequence[Any], logits: Tensor, after: Sequence[Any]) -> bool:
         """Compare the first and the last stream with a step alone, at the first group of about this size and shape."""
