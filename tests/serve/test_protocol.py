@@ -223,6 +223,11 @@ def test_what_is_no_request_is_refused(body):
         read(body)
 
 
+def test_too_much_json_is_refused_unread():
+    with pytest.raises(TooLarge, match="Send the images as bytes after it"):
+        read(b" " * (v2.MOST_JSON + 1))
+
+
 def test_two_inputs_and_an_unknown_output_are_refused():
     tensor = {"name": "images", "shape": [1, 3, 8, 8], "datatype": "FP32", "data": [0.5] * 192}
     with pytest.raises(BadInput, match="expected one input"):

@@ -9,6 +9,7 @@ from places import ROOT
 from tribe.serve.limits import Limits
 from tribe.serve.protocol.errors import ERRORS
 from tribe.serve.protocol.messages import ModelInfo
+from tribe.serve.protocol.v2 import MOST_JSON
 from tribe.testing import images, small_network
 
 PAGE = (ROOT / "docs/serving.md").read_text()
@@ -27,6 +28,7 @@ def test_the_limits_are_those_of_the_code():
         f"held at once | {limits.bodies // 2**20} MB",
         f"decoded | {limits.pixels // 10**6} million",
         f"images of a request | {ModelInfo('x', (1,), 1).most_images:,} |",
+        f"do not count | {MOST_JSON // 2**20} MB |",
         f"headers | {limits.head_bytes // 2**10} kB",
         f"have arrived | {limits.head_seconds:g} |",
         f"connections | {limits.connections} |",

@@ -93,7 +93,7 @@ class Client:
             raise TypeError(f"images are {array.dtype}; expected one of {', '.join(DATATYPES)}")
         parameters: dict[str, Any] = {"binary_data_output": True, "tribe_learn": learn}
         if stream is not None:
-            parameters |= {"sequence_id": stream, "sequence_start": learn, "sequence_end": end}
+            parameters |= {"sequence_id": stream, "sequence_end": end}
         if timeout is not None:
             parameters["timeout"] = max(1, round(timeout * 1e6))
         tensor = {"name": "images", "shape": array.shape, "datatype": DATATYPES[array.dtype.name]}

@@ -19,6 +19,7 @@ from tribe.storage import json_files
 BINARY, EVENTS, HTML = b"application/octet-stream", b"text/event-stream", b"text/html; charset=utf-8"
 STATE = b"application/x-safetensors"
 METRICS = b"text/plain; version=0.0.4; charset=utf-8"
+MANY = 10_000  # numbers that are written in a thread: the event loop goes on meanwhile
 MOST_ARGUMENTS = 2**16  # bytes of the JSON of a control request
 HEARTBEAT = 15.0  # seconds: a comment keeps proxies from closing a stream of events
 ROLLBACK = {"to?": (int, None)}
@@ -49,7 +50,10 @@ class Routes:
         else:
             request = await asyncio.to_thread(v2.parse_infer, body, length, self.model, stream)
         answer = await self._answer(request, call)
-        encoded = v2.encode_infer(answer, request, self.model)
+        if answer.logits.size < MANY:
+            encoded = v2.encode_infer(answer, request, self.model)
+        else:
+            encoded = await asyncio.to_thread(v2.encode_infer, answer, request, self.model)
         if encoded.json_size is None:
             return Reply(encoded.body)
         return Reply(encoded.body, BINARY, ((b"inference-header-content-length", str(encoded.json_size).encode()),))
@@ -117,7 +121,7 @@ class Routes:
         answer = await self._answer(await asyncio.to_thread(parse), call)
         if plain.NPY in (call.header(b"accept") or ""):
             return Reply(plain.encode_npy(answer.logits), plain.NPY.encode())
-        return Reply(plain.encode_predict(answer, self.model))
+        return Reply(await asyncio.to_thread(plain.encode_predict, answer, self.model))
 
     async def streams(self, call: Call) -> Reply:
         """GET /v1/streams: those of the token. ``?stored=true``: also the names of all that are in the store."""
@@ -169,7 +173,7 @@ class Routes:
         call.holder.check("put_state", name)
         body: Bytes = await call.body.read(self.limits.state, self.limits.state_seconds)
         await self.service.admit_stream(name, call.holder)
-        return as_json(await self.service.put_state(name, body.tobytes()))
+        return as_json(await self.service.put_state(name, await asyncio.to_thread(body.tobytes)))
 
     async def _arguments(self, call: Call, schema: dict[str, Any]) -> dict[str, Any]:
         """The JSON object in the body of a control request; an empty body is an empty one."""

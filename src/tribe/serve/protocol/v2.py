@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 
 from tribe.fields import document, is_whole
 from tribe.serve.protocol.datatypes import EXPECTED, byte_size, from_bytes, from_numbers
-from tribe.serve.protocol.errors import BadInput, BadRequest
+from tribe.serve.protocol.errors import BadInput, BadRequest, TooLarge
 from tribe.serve.protocol.messages import INPUT, VERSION, Answer, Images, ModelInfo, Request, Wanted
 from tribe.serve.protocol.names import chosen_stream, request_id
 from tribe.storage import json_files
 
 Buffer = Any  # bytes, a bytearray, a memoryview or an array of bytes
-MOST_HEADER = 32 * 2**20  # bytes of JSON
+MOST_JSON = 8 * 2**20  # bytes: to parse more would hold up other requests
 MOST_TIMEOUT = 2**53  # microseconds
 SCHEMA = {
     "id?": (str, None),
@@ -57,6 +57,11 @@ def parse_infer(body: Buffer, header_length: str | None, model: ModelInfo, strea
         stream_header: the value of the header x-tribe-stream, if there is one.
     """
     size = len(body) if header_length is None else _length(header_length, len(body))
+    if size > MOST_JSON:
+        raise TooLarge(
+            f"the request has {size:,} bytes of JSON; expected {MOST_JSON:,} at most. Send the images as bytes after "
+            "it, with the parameter binary_data_size"
+        )
     try:
         found = json_files.parse(bytes(body[:size]), dict, PLACE)
         if not _is_usual(found):
@@ -153,10 +158,8 @@ def _length(text: str, total: int) -> int:
             f"the header Inference-Header-Content-Length says {size} bytes of JSON, but the body has {total}: "
             "it was cut short, or the header is wrong"
         )
-    if not 0 < size <= MOST_HEADER:
-        raise BadRequest(
-            f"the header Inference-Header-Content-Length is {size}; expected 1 to {MOST_HEADER:,} bytes of JSON"
-        )
+    if size < 1:
+        raise BadRequest("the header Inference-Header-Content-Length is 0; expected the number of bytes of JSON")
     return size
 
 
