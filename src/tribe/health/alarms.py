@@ -1,0 +1,225 @@
+"""Alarms of every stream: faults of the camera, a change of the images, and adapting that goes wrong.
+
+Two pure functions over rows watch a method, `Alarms.look` before it learns and `Alarms.observe` after. They do not
+synchronise, so that they can be part of a captured step. On the host, `read` turns what is new into events in words.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tribe.engine.losses import entropy
+from tribe.fields import is_whole, require
+from tribe.health.collapse import MIDDLE, CollapseRules, CollapseState, Signs, look_for_collapse, start_collapse
+from tribe.health.events import Event
+from tribe.health.frames import FrameRules, FrameState, Verdict, judge, start_frames
+from tribe.health.martingale import Martingale, MartingaleState, Reference, rank
+
+FAULTS = Verdict._fields
+KINDS = (*FAULTS, "shift", "drift", "collapse", "scatter")
+BEGIN, END = 0.5, 0.1  # share of faulty frames at which an alarm begins and ends
+
+
+class AlarmState(NamedTuple):
+    """Everything that the alarms of a stream remember; n is the number of `KINDS`."""
+
+    frames: FrameState
+    martingale: MartingaleState
+    collapse: CollapseState
+    images: Tensor  # (S,) int64, images seen
+    faults: Tensor  # (S, 7) share of the last frames that show each fault
+    first: Tensor  # (S, 7) int64, after how many images each fault began
+    on: Tensor  # (S, n) bool, which alarms are on
+    times: Tensor  # (S, n) int64, how often each alarm began
+    image: Tensor  # (S, n) int64, images seen when it last began
+    since: Tensor  # (S, n) int64, after how many images its cause began
+    numbers: Tensor  # (S, n, 2) what `read` says of it
+
+
+@dataclass(frozen=True)
+class Alarms:
+    """The settings of all alarms."""
+
+    frames: FrameRules = FrameRules()  # noqa: RUF009
+    collapse: CollapseRules = CollapseRules()  # noqa: RUF009
+    martingale: Martingale = Martingale()  # noqa: RUF009
+    window: int = 32  # frames of which half must be faulty
+
+    def __post_init__(self) -> None:
+        for name, kind in (("frames", FrameRules), ("collapse", CollapseRules), ("martingale", Martingale)):
+            value = getattr(self, name)
+            require(isinstance(value, kind), f"{name} of Alarms is a {kind.__name__}", value)
+        require(is_whole(self.window, least=1), "window of Alarms is a whole number, at least 1", self.window)
+
+    def init(self, streams: int, classes: int, device: torch.device | str | None = None) -> AlarmState:
+        """The state before the first image."""
+        count = torch.zeros(streams, len(KINDS), dtype=torch.int64, device=device)
+        share = torch.zeros(streams, len(FAULTS), device=device)
+        return AlarmState(
+            frames=start_frames(streams, device),
+            martingale=self.martingale.init(streams, device),
+            collapse=start_collapse(streams, classes, device),
+            images=count[:, 0].clone(),
+            faults=share,
+            first=share.to(torch.int64),
+            on=count > 0,
+            times=count,
+            image=count.clone(),
+            since=count.clone(),
+            numbers=torch.zeros(streams, len(KINDS), 2, device=device),
+        )
+
+    @torch.no_grad()
+    def look(self, state: AlarmState, x: Tensor, valid: Tensor) -> tuple[Verdict, AlarmState]:
+        """Judge images (S, B, ...) before a method learns from them: ``teaches_nothing`` of the verdict says which."""
+        verdict, moments, frames = judge(self.frames, state.frames, x, valid)
+        marked = torch.stack(verdict, 2)  # (S, B, 7)
+        count = valid.sum(1, keepdim=True)
+        keep = torch.exp(-count / self.window)
+        faults = state.faults * keep + marked.sum(1) * (1 - keep) / count.clamp_min(1)
+        before = (valid.cumsum(1) - 1).unsqueeze(2)  # real images of the batch before each
+        ever = marked.any(1)
+        start = torch.where(marked, before, valid.shape[1]).amin(1) + state.images.unsqueeze(1)
+        fewer_than_one = state.faults < 1 - math.exp(-0.9 / self.window)
+        first = torch.where(ever & fewer_than_one, start, state.first)
+        past = state.on[:, : len(FAULTS)]
+        on = torch.where(past, faults > END, faults >= BEGIN)
+        grey = (moments.mean * valid).sum(1, keepdim=True) / count.clamp_min(1)
+        numbers = torch.stack((faults, torch.where(grey.abs() < math.inf, grey, 0.0).expand_as(faults)), 2)
+        state = state._replace(frames=frames, faults=faults, first=first)
+        return verdict, _update(state, slice(0, len(FAULTS)), on, state.images + count[:, 0], first, numbers)
+
+    @torch.no_grad()
+    def observe(
+        self,
+        state: AlarmState,
+        verdict: Verdict,
+        output: Tensor,
+        valid: Tensor,
+        distance: Tensor,
+        *,
+        probabilities: bool = False,
+        source: Tensor | None = None,
+        known: Tensor | None = None,
+        reference: Reference | None = None,
+    ) -> AlarmState:
+        """Add what a method did with a batch. Frames that teach nothing say nothing of the method and are left out.
+
+        Args:
+            state: what `look` returned.
+            verdict: what `look` returned.
+            output: the method's predictions (S, B, K).
+            valid: which images count (S, B).
+            distance: how far the affine parameters have moved (S,), as in `Info`.
+            probabilities: whether ``output`` holds probabilities instead of logits.
+            source: the source's logits (S, B, K), if they were computed.
+            known: for which images (S, B) they were; None: all.
+            reference: what is normal for the source; None: there is no alarm "shift".
+        """
+        images = state.images + valid.sum(1)
+        valid = valid & ~verdict.teaches_nothing
+        sourced = valid if known is None else valid & known
+        classes = None if source is None else source.argmax(2)
+        signs, collapse = look_for_collapse(
+            self.collapse, state.collapse, output.argmax(2), valid, distance, classes, known
+        )
+        state = state._replace(collapse=collapse)
+        if reference is not None:
+            if source is not None:
+                logits, counted = source, sourced
+            else:
+                logits, counted = _logits(output, probabilities), valid
+            share = entropy(logits) / math.log(logits.shape[2])
+            ranks = rank(reference, share, logits.argmax(2))
+            _, martingale = self.martingale.step(reference, state.martingale, ranks, counted, state.images)
+            state = state._replace(martingale=martingale)
+        state = _update(state, slice(len(FAULTS), None), *_signs(state, signs, images))
+        return state._replace(images=images)
+
+
+def _logits(output: Tensor, probabilities: bool) -> Tensor:
+    return output.clamp_min(torch.finfo(torch.float32).tiny).log() if probabilities else output
+
+
+def _signs(state: AlarmState, signs: Signs, images: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Which of the last four alarms are on, when, since when, and their numbers."""
+    bet = state.martingale
+    mean = bet.mean / bet.weight.clamp_min(1e-6)
+    began = torch.where(mean > 0.5, bet.since[:, 0], bet.since[:, 1])
+    scatter = signs.scatter | (state.on[:, -1] & (state.collapse.evidence > 0))  # until nothing speaks for it
+    on = torch.stack((bet.changed, signs.drift, signs.collapse, scatter), 1)
+    pure = (images + MIDDLE * (1 - signs.top_share).clamp_min(1e-6).log()).long().clamp_min(0)  # a window fills so fast
+    since = torch.stack((began, state.images, pure, (images - state.collapse.length).clamp_min(0)), 1)
+    numbers = (mean, bet.weight, signs.distance, state.collapse.steps, signs.top_share, signs.top, signs.order)
+    pairs = torch.stack([t.float() for t in (*numbers, signs.source_order)], 1).unflatten(1, (4, 2))
+    return on, images, since, pairs
+
+
+def _update(
+    state: AlarmState, columns: slice, on: Tensor, images: Tensor, since: Tensor, numbers: Tensor
+) -> AlarmState:
+    """Set some columns of the alarms; the rest stays."""
+    begins = on & ~state.on[:, columns]
+
+    def put(old: Tensor, new: Tensor) -> Tensor:
+        whole = old.clone()
+        whole[:, columns] = new
+        return whole
+
+    return state._replace(
+        on=put(state.on, on),
+        times=put(state.times, state.times[:, columns] + begins),
+        image=put(state.image, torch.where(begins, images.unsqueeze(1), state.image[:, columns])),
+        since=put(state.since, torch.where(begins, since, state.since[:, columns])),
+        numbers=put(state.numbers, torch.where(begins.unsqueeze(2), numbers, state.numbers[:, columns])),
+    )
+
+
+WORDS = {
+    "black": "the camera is black: {0:.0%} of the last frames, mean grey {1:.2f}",
+    "white": "the camera is white: {0:.0%} of the last frames, mean grey {1:.2f}",
+    "flat": "the camera shows one grey: {0:.0%} of the last frames, mean grey {1:.2f}",
+    "noise": "the camera shows noise without structure, as a covered lens does: {0:.0%} of the last frames",
+    "outside": "values are far outside [0, 1], as 0 to 255 or normalised images are: {0:.0%} of the last frames, "
+    "mean {1:.2f}",
+    "frozen": "the camera is frozen: {0:.0%} of the last frames equal the one before",
+    "blurred": "the camera is blurred: {0:.0%} of the last frames are hardly more than a gradient",
+    "shift": "the images differ from the source's: the mean rank of the entropy is {0:.2f}, normal is 0.50",
+    "drift": "the parameters run away: they moved by {0:.3f} of their norm in {1:.0f} steps",
+    "collapse": "predictions collapse: {0:.0%} of the last ones are class {1:.0f}, and the source's are not",
+    "scatter": "predictions do not follow the stream: neighbours share their class by {0:.2f} more than chance, "
+    "according to the source by {1:.2f}",
+}
+NAMES = dict.fromkeys(FAULTS, ("share", "grey")) | {
+    "shift": ("mean_rank", "window_filled"),
+    "drift": ("distance", "steps"),
+    "collapse": ("share", "class"),
+    "scatter": ("order", "source_order"),
+}
+
+
+def read(state: AlarmState, seen: Any = None) -> tuple[list[Event], list[list[int]]]:
+    """The alarms that began since ``seen``, oldest first, and what to give as ``seen`` next time. Waits for the device.
+
+    An alarm that began twice in between is one event, the last.
+    """
+    counts = state.times.tolist()
+    before = [[0] * len(KINDS) for _ in counts] if seen is None else seen
+    fresh = [
+        (i, j)
+        for i, row in enumerate(counts)
+        for j, count in enumerate(row)
+        if count > (before[i][j] if count >= before[i][j] else 0)  # a stream that was reset counts from 0
+    ]
+    if not fresh:
+        return [], counts
+    image, since, numbers = state.image.tolist(), state.since.tolist(), state.numbers.tolist()
+    events = []
+    for i, j in fresh:
+        kind, pair = KINDS[j], numbers[i][j]
+        words = f"{WORDS[kind].format(*pair)}; since image {since[i][j]:,}"
+        events.append(Event(i, kind, image[i][j], since[i][j], words, dict(zip(NAMES[kind], pair, strict=True))))
+    return sorted(events, key=lambda event: event.image), counts

@@ -1,0 +1,250 @@
+"""Alarms: each begins when it should, is told once in words, and rows, padding and the device's time do not matter."""
+
+import logging
+import math
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tribe.engine.state import leaves, select, stream
+from tribe.health.alarms import KINDS, Alarms, read
+from tribe.health.collapse import CollapseRules, look_for_collapse, start_collapse
+from tribe.health.events import Event, EventLog
+from tribe.health.frames import Verdict
+from tribe.health.martingale import refer
+
+CLASSES, SIZE = 10, 20
+ALARMS = Alarms()
+
+
+def draw(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def logits(labels, seed=0, gap=6.0):
+    """Predictions of the labels (N,), one in ten of them wrong: (1, N, K)."""
+    generator = draw(seed)
+    wrong = torch.rand(labels.shape, generator=generator) < 0.1
+    shown = torch.where(wrong, torch.randint(CLASSES, labels.shape, generator=generator), labels)
+    return (torch.randn(len(labels), CLASSES, generator=generator) + gap * torch.eye(CLASSES)[shown])[None]
+
+
+def mixed(count, seed=0):
+    return torch.randint(CLASSES, (count,), generator=draw(seed))
+
+
+def bursts(count, length, seed=0):
+    return mixed(count // length + 1, seed).repeat_interleave(length)[:count]
+
+
+def watch(output, source=None, distance=None, known=None, reference=None, size=SIZE, valid=None):
+    """Feed predictions (S, N, K) in batches: all events, and the last state."""
+    streams, count = output.shape[:2]
+    state, seen, events = ALARMS.init(streams, CLASSES), None, []
+    for i in range(0, count, size):
+        part = slice(i, min(i + size, count))
+        marks = torch.ones(streams, part.stop - i, dtype=torch.bool) if valid is None else valid[:, part]
+        sound = Verdict(*[torch.zeros_like(marks)] * 7)
+        moved = torch.zeros(streams) if distance is None else distance[:, part.stop - 1]
+        state = ALARMS.observe(
+            state, sound, output[:, part], marks, moved,
+            source=None if source is None else source[:, part],
+            known=None if known is None else known[:, part],
+            reference=reference,
+        )  # fmt: skip
+        new, seen = read(state, seen)
+        events += new
+    return events, state
+
+
+@pytest.mark.parametrize(("length", "size", "count"), [(1, 64, 4000), (40, 64, 4000), (400, 64, 8000), (20, 1, 200)])
+def test_a_healthy_method_raises_no_alarm_in_any_order(length, size, count):
+    labels = bursts(count, length)
+    assert watch(logits(labels, 1), logits(labels, 2), size=size)[0] == []
+
+
+def test_predictions_of_one_class_are_a_collapse_only_if_the_source_sees_others():
+    labels = mixed(3000)
+    stuck = 20 * torch.eye(CLASSES)[torch.where(torch.arange(3000) < 1000, labels, 3)][None]
+    (event,), state = watch(stuck, logits(labels, 2))
+    assert event.kind == "collapse"
+    assert 1000 < event.image <= 2000
+    assert abs(event.since - 1000) < 150
+    assert event.numbers["class"] == 3
+    assert event.numbers["share"] > 0.9
+    assert bool(state.on[0, KINDS.index("collapse")])
+    assert watch(stuck[:, :2200], stuck[:, :2200])[0] == []
+
+
+def test_without_the_source_only_a_long_run_of_one_class_is_a_collapse():
+    one = torch.full((3000,), 3)
+    pure = torch.eye(CLASSES)[one][None] * 20
+    assert watch(pure[:, :1200])[0] == []
+    (event,), _ = watch(pure)
+    assert event.kind == "collapse"
+
+
+@pytest.mark.parametrize("every", [1, 4])
+def test_predictions_that_do_not_follow_the_order_of_the_stream_are_found(every):
+    labels = bursts(2000, 100)
+    known = (torch.arange(2000) % every == 0)[None]
+    events, _ = watch(logits(mixed(2000, 5), 1), logits(labels, 2), known=known)
+    assert [event.kind for event in events] == ["scatter"]
+    assert events[0].image <= 1000
+    assert events[0].numbers["source_order"] > events[0].numbers["order"]
+
+
+def test_a_long_way_in_few_steps_is_drift_and_the_same_way_in_many_is_not():
+    labels = mixed(4000)
+    fast, slow = torch.full((1, 4000), 0.1), torch.linspace(0, 0.1, 4000)[None]
+    events, _ = watch(logits(labels), distance=fast)
+    assert [(event.kind, event.image) for event in events] == [("drift", 4 * SIZE)]
+    assert watch(logits(labels), distance=slow)[0] == []
+
+
+def test_a_shift_is_found_against_the_reference_and_the_source_counts_if_it_is_there():
+    labels = mixed(2000, 3)
+    normal, unsure = logits(labels, 4), logits(labels, 5, gap=3.0)
+    share = torch.distributions.Categorical(logits=normal[0]).entropy() / math.log(CLASSES)
+    reference = refer(share, normal[0].argmax(1), labels, CLASSES)
+    changed = torch.cat((normal, unsure), 1)
+    events, _ = watch(changed, reference=reference)
+    assert [event.kind for event in events] == ["shift"]
+    assert 2000 < events[0].image < 2400
+    assert abs(events[0].since - 2000) <= 2 * SIZE
+    assert watch(changed, torch.cat((normal, normal), 1), reference=reference)[0] == []
+    assert [event.kind for event in watch(torch.cat((normal, normal), 1), changed, reference=reference)[0]] == ["shift"]
+
+
+def pictures(streams, count, seed=0):
+    coarse = torch.rand(streams * count, 3, 5, 5, generator=draw(seed))
+    fine = torch.nn.functional.interpolate(coarse, size=(16, 16), mode="bilinear")
+    return fine.view(streams, count, 3, 16, 16)
+
+
+def look(x, size=SIZE, valid=None):
+    """Give images (S, N, ...) to the alarms: all events, and the last state."""
+    state, seen, events = ALARMS.init(len(x), CLASSES), None, []
+    valid = torch.ones(x.shape[:2], dtype=torch.bool) if valid is None else valid
+    for images, marks in zip(x.split(size, 1), valid.split(size, 1), strict=True):
+        verdict, state = ALARMS.look(state, images, marks)
+        output = torch.zeros(*marks.shape, CLASSES)
+        state = ALARMS.observe(state, verdict, output, marks, torch.zeros(len(x)))
+        new, seen = read(state, seen)
+        events += new
+    return events, state
+
+
+@pytest.mark.parametrize("size", [3, 7, 60])
+def test_a_black_camera_is_told_once_an_episode_with_its_beginning(size):
+    x = pictures(1, 420)
+    x[0, 60:120] = 0
+    x[0, 240:300] = 0
+    events, state = look(x, size)
+    black = [event for event in events if event.kind == "black"]
+    assert [event.since for event in black] == [60, 240]
+    assert all(event.since < event.image <= event.since + 60 for event in black)
+    assert not state.on.any()
+    assert "the camera is black" in str(black[0])
+
+
+def test_single_bad_frames_are_no_alarm():
+    x = pictures(1, 200)
+    x[0, ::10] = 0
+    assert look(x)[0] == []
+
+
+def test_frames_that_teach_nothing_do_not_count_as_predictions():
+    events, state = look(torch.zeros(1, 3000, 3, 16, 16), size=100)
+    assert {event.kind for event in events} == {"black", "frozen"}
+    assert int(state.images) == 3000
+    assert float(state.collapse.weight.max()) == 0
+
+
+def test_streams_together_equal_streams_alone_and_padding_leaves_no_trace():
+    x = pictures(3, 120)
+    x[1, 50:] = 0
+    x[2, 20:] *= 255
+    together, end = look(x)
+    for i in range(3):
+        alone, state = look(x[i : i + 1])
+        assert [event[1:] for event in alone] == [event[1:] for event in together if event.stream == i]
+        for (name, a), b in zip(leaves(stream(end, i, 3)).items(), leaves(state).values(), strict=True):
+            torch.testing.assert_close(a, b, msg=name)
+    padded, real = torch.rand(3, 6, 31, 3, 16, 16), torch.zeros(3, 6, 31, dtype=torch.bool)
+    padded[:, :, 4:24], real[:, :, 4:24] = x.view(3, 6, 20, 3, 16, 16), True
+    events, state = look(padded.flatten(1, 2), size=31, valid=real.flatten(1, 2))
+    assert [event[:4] for event in events] == [event[:4] for event in together]
+    torch.testing.assert_close(state, end)
+
+
+def test_a_stream_that_was_reset_is_read_again_from_the_beginning():
+    x = pictures(2, 100)
+    x[:, 20:] = 0
+    _, state = look(x)
+    _, seen = read(state)
+    assert read(state, seen)[0] == []
+    fresh = select(torch.tensor([True, False]), ALARMS.init(2, CLASSES), state)
+    _, seen = read(fresh, seen)
+    assert seen[0] == [0] * len(KINDS)
+    assert {event.stream for event in read(state, seen)[0]} == {0}
+
+
+def test_nothing_waits_for_the_device():
+    with FakeTensorMode():
+        valid, output = torch.ones(2, 5) > 0, torch.rand(2, 5, CLASSES)
+        verdict, state = ALARMS.look(ALARMS.init(2, CLASSES), torch.rand(2, 5, 3, 16, 16), valid)
+        state = ALARMS.observe(state, verdict, output, valid, torch.rand(2), source=output, known=valid)
+    assert state.on.shape == (2, len(KINDS))
+
+
+def test_a_class_that_is_not_known_for_any_image_says_nothing():
+    predicted, valid = torch.zeros(1, 8, dtype=torch.int64), torch.ones(1, 8, dtype=torch.bool)
+    state = start_collapse(1, CLASSES)
+    for _ in range(3):
+        signs, state = look_for_collapse(CollapseRules(), state, predicted, valid, torch.zeros(1), predicted, ~valid)
+    assert float(state.evidence) == 0
+    assert not signs.scatter
+
+
+EVENT = Event(1, "black", 30, 20, "the camera is black", {"share": 1.0})
+
+
+def test_events_are_kept_logged_and_given_to_the_callback(caplog):
+    given = []
+    log = EventLog(given.append, keep=2)
+    with caplog.at_level(logging.WARNING, logger="tribe.health"):
+        log.add(*[EVENT._replace(image=image) for image in (30, 40, 50)])
+    assert [event.image for event in log.events] == [40, 50]
+    assert [event.image for event in given] == [30, 40, 50]
+    assert caplog.messages[0] == "stream 1, image 30: the camera is black"
+    assert EVENT.json()["numbers"] == {"share": 1.0}
+
+
+def test_a_callback_that_fails_stops_nothing(caplog):
+    def fail(event):
+        raise RuntimeError("no dashboard")
+
+    log = EventLog(fail)
+    log.add(EVENT, EVENT)
+    assert len(log.events) == 2
+    assert "the callback failed" in caplog.text
+
+
+@pytest.mark.parametrize("bad", [{"keep": 0}, {"callback": 3}])
+def test_a_log_refuses_bad_arguments(bad):
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        EventLog(**bad)
+
+
+@pytest.mark.parametrize("bad", [{"window": 0}, {"frames": None}, {"collapse": 3}])
+def test_alarms_refuse_bad_settings(bad):
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        Alarms(**bad)
+
+
+@pytest.mark.parametrize("bad", [{"drift": 0}, {"steps": 0}, {"share": math.nan}])
+def test_rules_of_collapse_refuse_bad_values(bad):
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        CollapseRules(**bad)
