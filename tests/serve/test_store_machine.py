@@ -69,9 +69,11 @@ class StoreMachine(RuleBasedStateMachine):
 
     def teardown(self):
         self.store.close()
-        self.open().close()  # removes what was left
-        self.check_files()
-        shutil.rmtree(self.folder)
+        try:
+            self.open().close()  # removes what was left
+            self.check_files()
+        finally:
+            shutil.rmtree(self.folder)
 
     def newest(self, claim):
         """The current claim of a claim's stream, if there is one: among all claims that ever were, it is rare."""

@@ -4,9 +4,9 @@ A stream is a hash with the fields ``owner`` (missing: released), ``generation``
 those of its states, such as ``current:clock`` and ``previous:clock``.
 
 All scripts may run twice with the same effect as once: a client sends a script again if the connection breaks before
-the answer. A server without memory refuses HSET in the middle of a script, but what the script did before stays done.
-So a script that sets a field does that first, and those that release or delete set none: they free memory when there is
-none.
+the answer. A server without memory refuses a script at its first write, if that one needs memory; it does not stop a
+script that has begun to write. So scripts that store something set a field first, and change nothing when memory is
+short. Those that release or delete set none: they work then, too.
 """
 
 from tribe.serve.store.records import Record
