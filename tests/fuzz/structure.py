@@ -151,5 +151,5 @@ DOCUMENTS = {  # readers whose files hold JSON
     **dict.fromkeys(("bench", "draws", "made-json", "weights-card", "tokens", "request-json"), "json"),
     **dict.fromkeys(("packed-results", "packed-results-kept"), "lines"),
     **dict.fromkeys(("record", "record-in-report"), "words"),
-    **dict.fromkeys(("state", "knowledge", "calibration", "run-checkpoint", "training-checkpoint"), "header"),
+    **dict.fromkeys(("state", "stream", "knowledge", "calibration", "run-checkpoint", "training-checkpoint"), "header"),
 }

@@ -61,7 +61,7 @@ class StreamOfAFleet:
             fleet.from_bytes("bytes", path.read_bytes())
         except StateFileError:
             assert error is not None, "the file was read and its bytes were refused"
-            raise
+            raise error from None
         assert error is None, f"the bytes were read and the file was refused: {error}"
         assert fleet.digest("file") == fleet.digest("bytes")
         return digest(fleet.digest("file"), fleet.info("file"), fleet.method)

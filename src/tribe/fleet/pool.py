@@ -8,7 +8,6 @@ import contextlib
 import hashlib
 import shutil
 import tempfile
-import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
@@ -20,6 +19,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from tribe.engine.state import tree_map
+from tribe.engine.threads import Lock
 from tribe.health.snapshots import StreamInfo, describe_streams
 from tribe.methods import Deployed
 from tribe.storage.states import StateFileError
@@ -78,9 +78,9 @@ class Pool:
         files: Files,
     ) -> None:
         self.device, self.rows, self.size, self.limit = device, rows, size, limit
-        self.lock = threading.RLock()  # held for a moment, never while anything is computed, read or written
+        self.lock = Lock()  # held for a moment, never while anything is computed, read or written
         self.entries: OrderedDict[str, Entry] = OrderedDict()
-        self._paging = threading.Lock()  # one thread at a time moves states out
+        self._paging = Lock()  # one thread at a time moves states out
         self._files = files
         self._folder: Path | None = None
         if folder is not None:
