@@ -3,7 +3,9 @@
 ``python -m benchmarks.serve --out benchmarks/results``
 
 The server runs in a process of its own. Requests are those that tritonclient sends: JSON with the image as bytes after
-it. Needs wrk (a Debian package) and the extra `serve`. The results go to serve_cpu.json.
+it. Where others use the machine, latencies are theirs, too; the processor time that one request takes in the server
+(`cpu_us_p99`) then says what an answer would wait for on a quiet one. Needs wrk (a Debian package) and the extra
+`serve`. The results go to serve_cpu.json.
 """
 
 import argparse
@@ -16,6 +18,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -59,13 +62,14 @@ class NoModel:
     """A worker that answers at once, or after a fixed time."""
 
     def __init__(self, seconds: float = 0.0) -> None:
-        self.seconds, self.logits = seconds, torch.zeros(1, CLASSES)
+        self.seconds, self.logits, self.times = seconds, torch.zeros(1, CLASSES), list[float]()
 
     async def start(self) -> None: ...
 
     async def stop(self) -> None: ...
 
     async def infer(self, stream: str | None, images: torch.Tensor, **_: Any) -> Inferred:
+        self.times.append(time.thread_time())
         if self.seconds:
             await asyncio.sleep(self.seconds)
         return Inferred(self.logits, True, 1, 1, {"trusted": 0.9, "entropy": 0.1, "distance": 0.2})
@@ -91,8 +95,11 @@ def serve(what: str, shape: tuple[int, ...], connection: Any) -> None:
         config = uvicorn.Config(bare, http="httptools", lifespan="off", log_config=None, access_log=False)
         uvicorn.Server(config).run([taken])
     else:
-        listener = Listener(NoModel(), ModelInfo("none", shape, CLASSES), port=0)  # type: ignore[arg-type]
+        model = NoModel()
+        listener = Listener(model, ModelInfo("none", shape, CLASSES), port=0)  # type: ignore[arg-type]
         listener.run(lambda: connection.send(listener.port))
+        spent = np.diff(model.times)[1000:]  # of the event loop's thread, from one request to the next
+        connection.send({f"cpu_us_p{each}": round(1e6 * float(np.percentile(spent, each))) for each in (50, 99)})
 
 
 def request(shape: tuple[int, ...], dtype: str) -> tuple[bytes, int]:
@@ -131,12 +138,14 @@ def measure(
             url = f"http://127.0.0.1:{port}/v2/models/none/infer"
             words = ["wrk", "-t1", f"-c{connections}", f"-d{seconds}s", "--timeout", "10s", "-s", str(script), url]
             found = [round_of(words, process.pid or 0) for _ in range(rounds + 1)][1:]  # the first is to warm up
+        process.terminate()
+        spent = ours.recv() if what == "tribe" else {}
     finally:
         process.terminate()
         process.join()
     best = min(found, key=lambda each: each["p99_ms"])
     about = {"server": what, "body_bytes": len(body), "datatype": dtype, "connections": connections}
-    return about | best | {"p99_ms_of_rounds": [each["p99_ms"] for each in found]}
+    return about | best | spent | {"p99_ms_of_rounds": [each["p99_ms"] for each in found]}
 
 
 def round_of(words: list[str], server: int) -> dict[str, Any]:
@@ -155,6 +164,7 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     style = argparse.RawDescriptionHelpFormatter
     p = argparse.ArgumentParser("python -m benchmarks.serve", description=__doc__, formatter_class=style)
     p.add_argument("--seconds", type=int, default=2, help="of each round (default: %(default)s)")
+    p.add_argument("--connections", default="1,4,16,64", help="at once, with commas (default: %(default)s)")
     p.add_argument("--rounds", type=int, default=5, help="the best of them counts (default: %(default)s)")
     p.add_argument("--out", type=Path, default=RESULTS, help="folder for the results (default: %(default)s)")
     return p.parse_args(argv)
@@ -166,7 +176,7 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit("benchmarks.serve needs wrk: apt install wrk")
     rows, before = [], os.getloadavg()[0]
     for shape, dtype in (((1, 28, 28), "UINT8"), ((3, 112, 112), "FP32")):
-        for connections in (1, 4, 16, 64):
+        for connections in map(int, o.connections.split(",")):
             for what in ("tribe", "uvicorn"):
                 rows.append(measure(what, shape, dtype, connections, o.seconds, o.rounds))
                 print(json.dumps(rows[-1]), flush=True)
