@@ -1,7 +1,8 @@
 """Calibration: what health must know of a network and a method, from labelled source images that no training used.
 
-The method plays the images as two streams, clean and under several corruptions, one in random order and one in bursts
-of classes. The labels say how accurate each window was; `tribe.health.estimate` learns it from signals without labels.
+The method plays the images as two streams, clean and under several corruptions: one in random order, and one in bursts
+of classes, some of which are rare. The labels say how accurate each window was; `tribe.health.estimate` learns it from
+signals without labels.
 Every method adapts, and is over-confident, in its own way: so an estimator belongs to one network and one method.
 
     calibration = tribe.calibrate(net, images, labels, method="tribe")
@@ -40,6 +41,7 @@ LEAST_CORRUPTIONS = 3
 PRIOR = 10.0  # strength of the prior of the logarithm of the temperature, in images
 QUANTILES = 512  # of the entropies of clean images
 ORDERS = ("continual", "ptta")  # the scenarios that are played: random order, and bursts of classes
+IMBALANCE = 100.0  # the most images of a class over the fewest, in the stream with bursts
 NEAR_CHANCE = 0.1  # share of the way from chance to perfection below which labels contradict the network
 DEFAULTS = {  # corruptions of each family, of different kinds
     "common": ("shot_noise", "defocus_blur", "glass_blur", "fog", "contrast", "pixelate"),
@@ -285,15 +287,8 @@ def _play(
     progress: Progress | None,
 ) -> list[Labelled]:
     """Play the method over one stream of each order, side by side."""
-    draw = torch.Generator().manual_seed(seed)
-    chosen = [torch.randperm(len(labels), generator=draw)[:MOST_OF_A_CONDITION] for _ in conditions]
-    names = [f"{name}@{severity}" for name, severity in conditions]
-    plans = [
-        scenarios.create(order, order="random").on(names).schedule([labels[i] for i in chosen], seed + i)
-        for i, order in enumerate(ORDERS)
-    ]
-    domain = torch.stack([plan.domain for plan in plans])  # (S, N)
-    number = torch.stack([torch.stack(chosen)[plan.domain, plan.index] for plan in plans])
+    plans = [_plan(labels, conditions, order, seed + i) for i, order in enumerate(ORDERS)]
+    domain, number = (torch.stack(column) for column in zip(*plans, strict=True))  # (S, N)
     state, columns = method.init(net, len(plans), seed), list[tuple[Tensor, ...]]()
     pieces = list(zip(domain.split(BATCH, 1), number.split(BATCH, 1), strict=True))
     for done, (d, i) in enumerate(pieces, 1):
@@ -313,6 +308,27 @@ def _play(
     repeated[:, 1:] = (prediction[:, 1:] == prediction[:, :-1]).float()
     rows = zip(confidence, prediction, repeated, agreement, right, condition, strict=True)
     return [Labelled(Images(*row[:4]), *row[4:]) for row in rows]
+
+
+def _plan(labels: Tensor, conditions: Sequence[Condition], order: str, seed: int) -> tuple[Tensor, Tensor]:
+    """Condition and number (N,) of each image of a stream.
+
+    In random order all classes come as often as among the images. In bursts, each condition has its own frequent
+    classes: a long tail of imbalance 1 to 100, drawn with replacement.
+    """
+    draw = torch.Generator().manual_seed(seed)
+    count, chosen = min(MOST_OF_A_CONDITION, len(labels)), []
+    present, number = labels.unique(return_inverse=True)
+    for _ in conditions:
+        if order == "continual":
+            chosen.append(torch.randperm(len(labels), generator=draw)[:count])
+            continue
+        rank = torch.randperm(len(present), generator=draw) / max(len(present) - 1, 1)
+        share = IMBALANCE ** -(rank * torch.rand(1, generator=draw)) / number.bincount()
+        chosen.append(torch.multinomial(share[number], count, replacement=True, generator=draw))
+    names = [f"{name}@{severity}" for name, severity in conditions]
+    plan = scenarios.create(order, order="random").on(names).schedule([labels[i] for i in chosen], seed)
+    return plan.domain, torch.stack(chosen)[plan.domain, plan.index]
 
 
 def _corrupted(images: Tensor, number: Tensor, conditions: Sequence[Condition], seed: int) -> Tensor:
