@@ -5,7 +5,7 @@
 Parts: (clean) streams in which nothing has changed, in random order and in bursts, in batches of 1, 16 and 64;
 (corrupted) one corruption after another; (faults) normal images, a fault, normal images again: the errors after the
 fault, of the source, the method unguarded, guarded, and the method that never met the fault. Results go to a JSON file
-in ``--out``, after every stream.
+in ``--out``, after every stream. ``--render`` writes the tables of docs/health.md from the files in benchmarks/results.
 """
 
 import argparse
@@ -21,6 +21,8 @@ from tribe import corruptions, datasets, methods, models
 from tribe.engine.backbone import Backbone
 from tribe.storage.atomic import write_atomically
 
+RESULTS = Path(__file__).parent / "results"
+PAGE = Path(__file__).parents[1] / "docs" / "health.md"
 BATCH = 64
 NORMAL = "fog", 3  # the world before and after a fault
 BEFORE, AFTER, LATER = 1000, 2000, 1000  # images before a fault, after it, and of those the last ones
@@ -145,6 +147,59 @@ def study_faults(
             yield row(fault, name, play(net, method, after, state=state)[0])
 
 
+# -- the page ----------------------------------------------------------------------------------------------------------
+
+TITLES = {"clean": "Nothing has changed", "corrupted": "One corruption after another", "faults": "After a fault"}
+PLACES = {
+    "clean": lambda row: f"{row['order']}, batch {row['batch']}",
+    "corrupted": lambda row: f"{row['world']}, {row['order']}",
+    "faults": lambda row: row["fault"],
+}
+
+
+def rendered(text: str, folder: Path = RESULTS) -> str:
+    """The page with its tables made anew."""
+    start, end = "<!-- guard: python -m benchmarks.guard_study --render -->\n", "<!-- /guard -->\n"
+    before, middle = text.split(start)
+    return before + start + "\n" + tables(folder) + end + middle.split(end)[1]
+
+
+def tables(folder: Path) -> str:
+    """A table for each part and network: errors in percent."""
+    parts = []
+    for path in sorted(folder.glob("guard_*.json")):
+        _, dataset, model, seed = path.stem.split("_", 3) if path.stem.count("_") == 3 else _words(path.stem)
+        rows = json.loads(path.read_text())["rows"]
+        for part, title in TITLES.items():
+            found = [row for row in rows if row["part"] == part]
+            if found:
+                parts.append(_table(f"{title} ({dataset}, {model}, seed {seed})", found, PLACES[part]))
+    return "\n".join(parts)
+
+
+def _words(stem: str) -> list[str]:
+    """The parts of a name whose model has an underscore."""
+    kind, dataset, *model, seed = stem.split("_")
+    return [kind, dataset, "_".join(model), seed]
+
+
+def _table(caption: str, rows: Sequence[Row], place: Any) -> str:
+    names = list(dict.fromkeys(row["method"] for row in rows))
+    lines = [f"{caption}; error, %:", "", f"| | {' | '.join(names)} |", f"|---|{'---|' * len(names)}"]
+    for where in dict.fromkeys(map(place, rows)):
+        found = {row["method"]: row for row in rows if place(row) == where}
+        cells = [_cell(found.get(name)) for name in names]
+        lines.append(f"| {where} | {' | '.join(cells)} |")
+    if rows[0]["part"] == "corrupted":
+        means = [[row["error"] for row in rows if row["method"] == name] for name in names]
+        lines.append(f"| mean | {' | '.join(f'{sum(m) / len(m):.1f}' for m in means)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(row: Row | None) -> str:
+    return "" if row is None else f"{row['error']:.1f}" + (f" / {row['later']:.1f}" if "later" in row else "")
+
+
 def build(name: str, net: Backbone, **fields: Any) -> Any:
     return methods.create(name, classes=net.classes, **fields)
 
@@ -155,14 +210,18 @@ def main() -> None:
     parser.add_argument("--dataset", default="cifar10")
     parser.add_argument("--other", default="cifar100", help="the data set of the fault 'another data set'")
     parser.add_argument("--model", default="resnet20")
-    parser.add_argument("--weights", required=True)
+    parser.add_argument("--weights")
     parser.add_argument("--methods", default="tribe,tribe+guard")
     parser.add_argument("--parts", default="clean,corrupted,faults")
     parser.add_argument("--faults", default="", help="only these, separated by semicolons")
     parser.add_argument("--seed", type=int, default=5)
     parser.add_argument("--count", type=int, default=3000, help="images of a clean stream, and of a corruption")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--render", action="store_true", help="write the tables of docs/health.md, and play nothing")
     options = parser.parse_args()
+    if options.render:
+        PAGE.write_text(rendered(PAGE.read_text()))
+        return
     source, net = Source(options.dataset, options.data), Backbone(models.load(options.model, options.weights))
     names, seed, rows = options.methods.split(","), options.seed, []
     parts = {

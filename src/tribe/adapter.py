@@ -21,11 +21,15 @@ from tribe.engine.model_copy import deepcopy_module
 from tribe.engine.state import Store, clone, digest, leaves, rebuild
 from tribe.engine.threads import Lock, locked
 from tribe.fields import is_whole, require
+from tribe.health.calibration import Calibration
 from tribe.health.changes import Comparison, compare_states
-from tribe.health.guard import Guard
+from tribe.health.events import Event
+from tribe.health.guard import Guard, around
 from tribe.health.history import History, Kept, RolledBack, as_history
+from tribe.health.observer import Observer
 from tribe.health.recorder import Recorder, put_stream
 from tribe.health.snapshots import Snapshot, StreamInfo, check_snapshot, copy_like, describe_streams
+from tribe.health.watch import Health
 from tribe.methods import Method, Timed
 from tribe.methods.building import build_method, check_network
 from tribe.methods.encoding import method_for_file, method_from_file
@@ -42,6 +46,8 @@ def adapt(
     *,
     time: str | TimeFilter | None = None,
     guard: bool | Guard = False,
+    health: bool | Calibration | str | PathLike[str] = False,
+    on_event: Callable[[Event], object] | None = None,
     classes: int | None = None,
     streams: int = 1,
     seed: int = 0,
@@ -59,7 +65,10 @@ def adapt(
         time: "auto" also uses the order of the images, where neighbours share their class: see `tribe.time`. A name
             from ``tribe.time.names()``, or a filter. None: every image is predicted as if it stood alone.
         guard: True, or a `tribe.Guard`, skips frames that teach nothing, limits every step, and leans on the source
-            where little has changed: see docs/health.md.
+            where little has changed: see docs/health.md. It watches, too, as with ``health``.
+        health: True watches every stream: `Adapter.health` and `Adapter.events`. What `tribe.calibrate` returns, or its
+            file, adds the estimated accuracy.
+        on_event: called with every alarm, a `tribe.health.Event`.
         classes: the number of classes; read from the last Linear layer if not given.
         streams: how many independent streams (cameras) adapt on this one network.
         seed: seed of the first stream; stream i has seed + i.
@@ -78,7 +87,7 @@ def adapt(
     16
     """
     net = model if isinstance(model, Backbone) else Backbone(model)
-    built = build_method(net, method, time, classes, fields, guard)
+    built = build_method(net, method, time, classes, fields, around(guard, health))
     return Adapter(
         net,
         built,
@@ -86,6 +95,7 @@ def adapt(
         seed=seed,
         classes=classes,
         history=history,
+        on_event=on_event,
         graphs=graphs,
         deterministic=deterministic,
     )
@@ -97,6 +107,7 @@ def load(
     model: nn.Module | Backbone,
     *,
     history: History | bool | None = None,
+    on_event: Callable[[Event], object] | None = None,
     graphs: Switch = "auto",
     deterministic: bool = False,
     **fields: Any,
@@ -104,20 +115,21 @@ def load(
     """Resume from a file written by `Adapter.save`, on the model it was saved from.
 
     A field that a file cannot hold (a custom ``augment=``) must be given again; source knowledge whose file has moved
-    is given as ``knowledge=``. ``history``, ``graphs`` and ``deterministic`` are as for `adapt`: a file holds none.
+    is given as ``knowledge=``, a calibration as ``calibration=``. ``history``, ``on_event``, ``graphs`` and
+    ``deterministic`` are as for `adapt`: a file holds none.
     """
     saved = states.read(path)
     net = model if isinstance(model, Backbone) else Backbone(model)
     method = method_from_file(path, saved.method, saved.fields, fields)
     states.check_fingerprint(path, saved.fingerprint, net)
     with states.size_limit(path, saved.tensors):
-        adapter = Adapter(
-            net, method, streams=saved.streams, history=history, graphs=graphs, deterministic=deterministic
-        )
+        options = {"history": history, "on_event": on_event, "graphs": graphs, "deterministic": deterministic}
+        adapter = Adapter(net, method, streams=saved.streams, **options)  # type: ignore[arg-type]
     fresh = leaves(adapter.state)
     tensors = states.with_later_fields(saved.tensors, fresh)
     states.check_tensors(path, tensors, fresh)
     adapter.adapted.load_state_dict(tensors)
+    adapter._observer.resume(method, adapter.state)
     if saved.frozen:
         adapter.freeze()
     return adapter
@@ -141,6 +153,7 @@ class Adapter(nn.Module):
         seed: int = 0,
         classes: int | None = None,
         history: History | bool | None = None,
+        on_event: Callable[[Event], object] | None = None,
         graphs: Switch = "auto",
         deterministic: bool = False,
     ) -> None:
@@ -164,6 +177,7 @@ class Adapter(nn.Module):
         self.adapted = Store(method.init(net, count, start))
         self._recorder = Recorder(as_history(history), count)
         self._recorder.check_memory(self.state)
+        self._observer = Observer(method, on_event)
 
     # -- predicting and learning ------------------------------------------------------------------------------------
 
@@ -210,6 +224,7 @@ class Adapter(nn.Module):
                 self._put(state)
                 self._retired = old  # the next step may reuse its memory; a step that fails has changed no other
                 self._recorder.after_step(images.shape[1], valid)
+                self._observer.after_step(self.method, state)
             else:
                 old = self.state
                 logits, state = self.method.follow(self.net, old, images, valid)
@@ -252,6 +267,19 @@ class Adapter(nn.Module):
     def time(self) -> list[FilterInfo] | None:
         """What the time filter does for each stream; None without one."""
         return self.method.filter_info(self.state) if isinstance(self.method, Timed) else None
+
+    @property
+    @locked
+    def health(self) -> list[Health] | None:
+        """How each stream does: a `tribe.health.Health` a stream; None without ``health`` or ``guard``."""
+        return self._observer.health(self.method, self.net, self.state)
+
+    @property
+    @locked
+    def events(self) -> list[Event]:
+        """The last alarms of all streams, the newest last; empty without ``health`` or ``guard``."""
+        self._observer.look(self.method, self.state)
+        return list(self._observer.log.events)
 
     @locked
     def freeze(self) -> "Adapter":

@@ -14,23 +14,11 @@ from tribe.health.guard import Guard, Guarded, limit, pull_back
 from tribe.health.lean import distance_of_statistics, lean, share_of_adapted
 from tribe.methods import Deployed, Frozen, PerBatch
 from tribe.norms.mixed import Mixed
-from tribe.testing import CLASSES, check_method, images, ready, small, small_network
+from tribe.testing import CLASSES, check_method, ready, small, small_network
 from tribe.testing.samples import small_backbone
+from watching import pictures
 
-OFF = {
-    "lean_half": 0.0,
-    "lean_most": 1.0,
-    "lean_batch": 1.0,
-    "pull": 0.0,
-    "speed": None,
-    "skip": True,
-}
-
-
-def pictures(streams, batch, seed=0):
-    """Images with structure, which a guard lets pass: noise, smoothed, over a gradient."""
-    x = nn.functional.avg_pool2d(images(streams, batch, seed).flatten(0, 1), 3, 1, 1).unflatten(0, (streams, batch))
-    return (x + torch.linspace(0, 0.4, x.shape[-1])).clamp(0, 1)
+OFF = {"lean_half": 0.0, "lean_most": 1.0, "lean_batch": 1.0, "pull": 0.0, "speed": None, "good_every": None}
 
 
 @pytest.mark.parametrize("name", ["tribe", "tent", "rotta", "source"])
@@ -66,7 +54,7 @@ def test_an_adapter_takes_a_guard_between_method_and_filter():
     assert tribe.adapt(small_network(), guard=False).method.name == "tribe"
     with pytest.raises(ValueError, match="between the method and its time filter"):
         tribe.adapt(small_network(), "tribe+time", guard=True)
-    with pytest.raises(ValueError, match="has a guard already"):
+    with pytest.raises(ValueError, match="has a guard, or is watched, already"):
         tribe.adapt(small_network(), "tribe+guard", guard=True)
     with pytest.raises(TypeError, match="guard is True, False or a"):
         tribe.adapt(small_network(), guard="yes")
@@ -82,6 +70,7 @@ def test_an_adapter_takes_a_guard_between_method_and_filter():
         ({"pull": -0.1}, "pull"),
         ({"skip": 1}, "skip"),
         ({**OFF, "skip": False}, "can never act"),
+        ({"good_every": 0}, "good_every"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused_in_words(fields, words):

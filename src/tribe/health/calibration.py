@@ -11,7 +11,7 @@ Every method adapts, and is over-confident, in its own way: so an estimator belo
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any
 
@@ -27,6 +27,7 @@ from tribe.engine.screening import sound
 from tribe.fields import is_whole, require
 from tribe.health.estimate import WINDOW, Estimator, Images, Term
 from tribe.health.fitting import Labelled, fit
+from tribe.health.martingale import LEVELS, Reference, refer
 from tribe.knowledge import Knowledge, KnowledgeError
 from tribe.methods import Method, count_classes
 from tribe.registry import nearest
@@ -67,6 +68,7 @@ class Calibration:
     threshold: float  # the confidence that a share of them as large as the accuracy exceeds
     entropies: tuple[float, ...]  # 512 quantiles of the source network's entropies on them, as shares of log K
     corruptions: tuple[str, ...]
+    normal: Reference = field(compare=False)  # entropies on them by predicted class: see tribe.health.martingale
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write a file, whole or not at all."""
@@ -75,20 +77,26 @@ class Calibration:
     def knowledge(self) -> Knowledge:
         """The calibration as source knowledge."""
         fields = {**vars(self), "corruptions": list(self.corruptions)}
+        normal = fields.pop("normal")
         fields["estimator"] = {**vars(self.estimator), "terms": [list(term) for term in self.estimator.terms]}
-        tensors = {"entropies": torch.tensor(fields.pop("entropies"), dtype=torch.float64)}
+        tensors = {"entropies": torch.tensor(fields.pop("entropies"), dtype=torch.float64), **normal._asdict()}
         return Knowledge(NAME, tensors, fields.pop("network"), fields)
 
     @staticmethod
     def load(path: str | PathLike[str]) -> "Calibration":
         """Read a file that `save` wrote; KnowledgeError says why if it cannot be read."""
-        known = Knowledge.load(path)
+        return Calibration.of(Knowledge.load(path))
+
+    @staticmethod
+    def of(known: Knowledge) -> "Calibration":
+        """The calibration in source knowledge."""
+        place = known.path or "this"
         if known.method != NAME:
-            raise KnowledgeError(f"{path} is source knowledge of {known.method}; expected a calibration: {ADVICE}")
+            raise KnowledgeError(f"{place} is source knowledge of {known.method}; expected a calibration: {ADVICE}")
         try:
             return _decode(known)
         except ValueError as error:
-            message = f"{path} is damaged: it holds no calibration ({error}). Make it again: {ADVICE}"
+            message = f"{place} is damaged: it holds no calibration ({error}). Make it again: {ADVICE}"
             raise KnowledgeError(message) from None
 
     def check(self, net: Backbone, method: Method | None = None) -> None:
@@ -139,7 +147,19 @@ def _decode(known: Knowledge) -> Calibration:
     fields = {name: spec[name] for name in SCHEMA if name != "estimator"} | {"corruptions": tuple(spec["corruptions"])}
     fitted = {name: spec["estimator"][name] for name in SCHEMA["estimator"]}
     fitted["terms"] = tuple(Term(*map(float, row)) for row in fitted["terms"])
-    return Calibration(Estimator(**fitted), network=known.network, entropies=tuple(entropies.tolist()), **fields)
+    normal = _normal(known, fitted["classes"])
+    return Calibration(
+        Estimator(**fitted), network=known.network, entropies=tuple(entropies.tolist()), normal=normal, **fields
+    )
+
+
+def _normal(known: Knowledge, classes: int) -> Reference:
+    """What is normal for the source; ValueError if the knowledge does not hold it."""
+    normal = Reference(*(known.tensors.get(name, torch.empty(0)).float() for name in Reference._fields))
+    shapes = tuple(tuple(t.shape) for t in normal)
+    if shapes != ((classes, LEVELS), ()) or not all(bool(t.isfinite().all()) for t in normal):
+        raise ValueError(f"quantiles and tolerance of shapes {shapes}; expected ({classes}, {LEVELS}) and (), finite")
+    return normal
 
 
 def calibrate(
@@ -188,6 +208,7 @@ def calibrate(
         threshold=float(tempered.quantile(1 - accuracy)),
         entropies=tuple(share.quantile(torch.linspace(0, 1, QUANTILES, dtype=torch.float64)).tolist()),
         corruptions=tuple(dict.fromkeys(name for name, severity in conditions if severity)),
+        normal=refer(share, logits.argmax(-1), labels, logits.shape[-1]),
     )
 
 

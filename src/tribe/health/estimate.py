@@ -129,6 +129,8 @@ class Estimator:
         repeated = (prediction == _previous(state.last, prediction, valid)).float()
         new = Images(confidence, prediction, repeated, share)
         rings = Images(*(r.scatter(1, place, t.to(r.dtype)) for r, t in zip(state.rings, new, strict=True)))
+        for ring in rings:
+            ring[:, -1] = 0  # padding leaves no trace
         last = torch.where(valid.any(1), prediction.gather(1, _last(valid)).squeeze(1), state.last)
         moved = EstimateState(rings, last, after, state.total)
         ended = after // self.window - state.images // self.window  # (S,) windows that end in this batch

@@ -1,27 +1,63 @@
-"""A guard over any method: it skips frames that teach nothing, limits every step, and leans on the source.
+"""A guard over any method: it watches, skips frames that teach nothing, limits every step, and leans on the source.
 
 ``tribe.adapt(net, guard=True)``, or ``tribe+guard``. What the method learns is its own affair; the guard decides what
 it may learn from, how fast, and how far predictions follow. It acts stream by stream, with masks, in a pure step.
+``tribe+watch`` only watches.
 """
 
 import functools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from os import PathLike
 from typing import Any, ClassVar, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from tribe.engine.backbone import Backbone
-from tribe.engine.state import Affine, per_stream, select
-from tribe.fields import is_number, plain_numbers, require
-from tribe.health.frames import FrameRules, FrameState, judge, start_frames
-from tribe.health.lean import lean
-from tribe.methods import Composed, ComposedState, Deployed, Method, PerBatch, Wrapper, optim, wrappers
+from tribe.engine.screening import sound
+from tribe.engine.state import Affine, clone, per_stream, select
+from tribe.fields import is_number, is_whole, plain_numbers, require
+from tribe.health.alarms import KINDS
+from tribe.health.calibration import Calibration
+from tribe.health.estimate import Estimate
+from tribe.health.lean import distance_of_statistics, lean, share_of_adapted
+from tribe.health.watch import Health, Watcher, WatchState, alarms_on
+from tribe.knowledge import Knowledge, KnowledgeError, KnowledgeLike
+from tribe.methods import Composed, ComposedState, Deployed, Method, PerBatch, Wrapper, count_classes, optim, wrappers
+
+_watchers: WeakKeyDictionary[Backbone, dict[Any, Watcher]] = WeakKeyDictionary()
+GONE_WRONG = slice(KINDS.index("drift"), len(KINDS))  # alarms of the method itself, not of the images
 
 
 @dataclass(frozen=True)
-class Guard:
+class Watch:
+    """What is watched of a stream: alarms, estimated accuracy, agreement with the source."""
+
+    calibration: KnowledgeLike = None  # a `tribe.health.Calibration`, or its file; None: no estimate, fewer alarms
+    probe: int = 16  # every so many images of a batch, one is also predicted by the source; 0: none
+
+    name: ClassVar[str] = "watch"
+    paper: ClassVar[str] = "beyond the paper: docs/health.md"
+
+    def __post_init__(self) -> None:
+        require(is_whole(self.probe, least=0), "probe is a whole number, at least 0", self.probe)
+        given: Any = self.calibration
+        if isinstance(given, Calibration):
+            given = given.knowledge()
+        elif given is not None and not isinstance(given, Knowledge):
+            if not isinstance(given, str | PathLike):
+                raise KnowledgeError(f"calibration is what tribe.calibrate returns, or its file; got {given!r}")
+            given = Knowledge.load(given)
+        if given is not None:
+            Calibration.of(given)  # refuses other knowledge
+        object.__setattr__(self, "calibration", given)
+        plain_numbers(self)
+
+
+@dataclass(frozen=True)
+class Guard(Watch):
     """What a guard does, and when."""
 
     lean_half: float = 0.06  # distance of the statistics (see tribe.health.lean) at which half of `lean_most` is used
@@ -30,13 +66,14 @@ class Guard:
     pull: float = 0.03  # ... and the share of the way back to the source's affine parameters, after every batch
     speed: float | None = 0.003  # the most that affine parameters move in a batch, relative to their norm; None: any
     skip: bool = True  # learn nothing from a batch with black, flat, frozen or noise frames, or values of 0 to 255
+    good_every: int | None = 1000  # images after which a healthy state is kept, to return to; None: never return
 
     name: ClassVar[str] = "guard"
-    paper: ClassVar[str] = "beyond the paper: docs/health.md"
     small: ClassVar[Mapping[str, int]] = {"skip": False}  # the images of `tribe.testing` are noise, which it skips
 
     def __post_init__(self) -> None:
-        half, most, speed = self.lean_half, self.lean_most, self.speed
+        super().__post_init__()
+        half, most, speed, every = self.lean_half, self.lean_most, self.speed, self.good_every
         for name in ("lean_batch", "pull"):
             value = getattr(self, name)
             require(is_number(value) and 0 <= value <= 1, f"{name} of a guard is a share, between 0 and 1", value)
@@ -44,19 +81,27 @@ class Guard:
         require(is_number(most) and 0 <= most <= 1, "lean_most of a guard is a share, between 0 and 1", most)
         require(speed is None or (is_number(speed) and speed > 0), "speed of a guard is above 0, or None", speed)
         require(isinstance(self.skip, bool), "skip of a guard is True or False", self.skip)
-        if not self.skip and speed is None and (half, most, self.lean_batch, self.pull) == (0, 1, 1, 0):
+        require(every is None or is_whole(every, least=1), "good_every of a guard is at least 1, or None", every)
+        leans = (half, most, self.lean_batch, self.pull) != (0, 1, 1, 0)
+        if not (self.skip or speed is not None or every is not None or leans):
             raise ValueError(
-                "this guard can never act: it skips nothing, limits nothing and follows the adapted statistics wholly. "
-                "Set skip, speed or lean_most, or leave the guard out"
+                "this guard can never act: it skips nothing, limits nothing, keeps no state to return to, and follows "
+                "the adapted statistics wholly. Set skip, speed, good_every or lean_most; tribe+watch only watches"
             )
-        plain_numbers(self)
+
+
+class Nothing(NamedTuple):
+    """No state is kept."""
 
 
 class GuardState(NamedTuple):
     """What a guard remembers of each stream."""
 
-    frames: FrameState
+    watch: WatchState
     held: Tensor  # (S,) int64, images that the method did not learn from
+    returned: Tensor  # (S,) int64, how often a stream returned to its last good state
+    kept: Tensor  # (S,) int64, how many images had come when `good` was kept
+    good: Any  # the last good state of the method; `Nothing` if none is kept
 
 
 class _GuardedState(NamedTuple):
@@ -72,55 +117,154 @@ class GuardedState(_GuardedState, ComposedState):
 
 @dataclass(frozen=True)
 class Guarded(Composed):
-    """A method and a guard."""
+    """A method and a guard over it, or one that only watches."""
 
     more_than_a_pass = None  # as the method alone
 
     @classmethod
     def build_inner(cls) -> type[Method]:
-        """The method, whose network leans on the source."""
-        return leaning(cls.inner_class)
+        """The method; under a guard that acts, its network leans on the source."""
+        inner: type[Method] = cls.inner_class
+        return leaning(inner) if issubclass(cls.part_class, Guard) else inner
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self.inner, "guard", self.part)
+        if self.acts:
+            object.__setattr__(self.inner, "guard", self.part)
+
+    @property
+    def acts(self) -> bool:
+        """Whether the guard does more than watch."""
+        return isinstance(self.part, Guard)
+
+    def watcher(self, net: Backbone) -> Watcher:
+        """What watches streams of this network; made once for each, because a calibration is compared with it."""
+        made = _watchers.setdefault(net, {})
+        place = self.name, self.classes, self.part.calibration, self.part.probe, net.device
+        if place not in made:
+            known = self.part.calibration
+            calibration = None if known is None else Calibration.of(known)
+            if calibration is not None:
+                calibration.check(net, self if self.acts else self.inner)
+            made[place] = Watcher.of(count_classes(net, self.classes), self.part.probe, calibration, net.device)
+        return made[place]
 
     def init(self, net: Backbone, streams: int = 1, seed: int = 0) -> GuardedState:
         """The first states of the method and of the guard."""
         inner = self.inner.init(net, streams, seed)
-        return GuardedState(inner, GuardState(start_frames(streams, net.device), torch.zeros_like(inner.info.images)))
+        none = torch.zeros_like(inner.info.images)
+        good = clone(inner) if self.acts and self.part.good_every is not None else Nothing()
+        watch = self.watcher(net).init(streams, net.device)
+        return GuardedState(inner, GuardState(watch, none, none.clone(), none.clone(), good))
 
     def step(
         self, net: Backbone, state: GuardedState, x: Tensor, valid: Tensor | None = None, retired: Any = None
     ) -> tuple[Tensor, GuardedState]:
-        """Take the method's step, and keep of it what the guard allows."""
-        rule, old = self.part, state.guard
-        real = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if valid is None else valid
-        verdict, _, frames = judge(FrameRules(), old.frames, x, real)
-        output, moved = self.inner.step_reusing(net, state.inner, x, valid, retired and retired.inner)
+        """Take the method's step, watch it, and keep of it what the guard allows."""
+        old, watcher = state.guard, self.watcher(net)
+        good = sound(x)  # a bad image leaves no trace
+        real = good if valid is None else good & valid
+        verdict, watch = watcher.look(old.watch, x, real)
+        output, inner = self.inner.step_reusing(net, state.inner, x, valid, retired and retired.inner)
+        held = old.held
+        if self.acts:
+            inner, skipped = self._restrain(net, inner, state.inner, verdict.teaches_nothing & real, real)
+            held = held + skipped
+        seen = real & (output.amax(-1) > output.amin(-1))  # a bad image is predicted uniformly
+        logits = output if self.output == "logits" else output.clamp_min(torch.finfo(torch.float32).tiny).log()
+        watch = watcher.observe(net, watch, verdict, x, logits, seen, inner.info)
+        guard = old._replace(watch=watch, held=held)
+        if self.acts and self.part.good_every is not None:
+            inner, guard = self._return(inner, guard, old.watch)
+        return output, GuardedState(inner, guard)
+
+    def _restrain(self, net: Backbone, moved: Any, before: Any, idle: Tensor, real: Tensor) -> tuple[Any, Tensor]:
+        """What a guard allows of a step, and how many images of each stream (S,) were not learned from."""
+        rule = self.part
         if rule.speed is not None:
-            moved = limit(moved, state.inner, rule.speed)
-        if rule.pull and isinstance(self.inner.deployed(net, state.inner).norm, PerBatch):
-            moved = pull_back(net, moved, rule.pull * (moved.key.clock > state.key.clock))  # it took a step
-        held = verdict.teaches_nothing.any(1) & rule.skip
-        inner = select(~held, moved, state.inner)
+            moved = limit(moved, before, rule.speed)
+        if rule.pull and isinstance(self.inner.deployed(net, before).norm, PerBatch):
+            moved = pull_back(net, moved, rule.pull * (moved.key.clock > before.key.clock))  # it took a step
+        moved = moved._replace(info=moved.info._replace(distance=_distance(net, moved)))
+        held = idle.any(1) & rule.skip
         skipped = torch.where(held, real.sum(1), 0)
-        inner = inner._replace(info=inner.info._replace(skipped=inner.info.skipped + skipped))
-        return output, GuardedState(inner, GuardState(frames, old.held + skipped))
+        inner = select(~held, moved, before)
+        return inner._replace(info=inner.info._replace(skipped=inner.info.skipped + skipped)), skipped
+
+    def _return(self, inner: Any, guard: GuardState, before: WatchState) -> tuple[Any, GuardState]:
+        """Return to the last good state where something has gone wrong; keep the state where all is well."""
+        now, then = (watch.alarms.on[:, GONE_WRONG] for watch in (guard.watch, before))
+        wrong = (now & ~then).any(1)
+        inner = _mix(wrong, guard.good._replace(key=inner.key, info=inner.info), inner)
+        images = guard.watch.alarms.images
+        due = ~guard.watch.alarms.on.any(1) & (images - guard.kept >= self.part.good_every)
+        return inner, guard._replace(
+            returned=guard.returned + wrong,
+            kept=torch.where(due, images, guard.kept),
+            good=_mix(due, inner, guard.good),
+        )
 
     def predict(self, net: Backbone, state: GuardedState, x: Tensor, valid: Tensor | None = None) -> Tensor:
         """As the method alone."""
         return self.inner.predict(net, state.inner, x, valid)
 
-    def follow(
-        self, net: Backbone, state: GuardedState, x: Tensor, valid: Tensor | None = None
-    ) -> tuple[Tensor, GuardedState]:
-        """As the method alone."""
-        answer, inner = self.inner.follow(net, state.inner, x, valid)
-        return answer, state if inner is state.inner else GuardedState(inner, state.guard)
+    def health(self, net: Backbone, state: GuardedState) -> list[Health]:
+        """How each stream does. Waits for the device."""
+        watcher, watch, info = self.watcher(net), state.guard.watch, state.inner.info
+        none = [None] * len(info.images)
+        estimate = watcher.estimator.read(watch.estimate)
+        known = watcher.normal is not None
+        agreed, probed = watch.agreement.unbind(1)
+        shares = (agreed / probed.clamp_min(1)).tolist()
+        columns: dict[str, Sequence[Any]] = {
+            "images": watch.alarms.images.tolist(),
+            **{name: getattr(estimate, name).tolist() if known else none for name in Estimate._fields[:4]},
+            "calibrated": [known] * len(none),
+            "alarms": alarms_on(watch),
+            **{name: getattr(info, name).tolist() for name in ("entropy", "trusted", "distance")},
+            **self._leaning(net, state, none),
+            "source_agreement": [s if n > 0 else None for s, n in zip(shares, probed.tolist(), strict=True)],
+            "predicted": [tuple(row) for row in watch.predicted.tolist()],
+            "held": state.guard.held.tolist(),
+            "returned": state.guard.returned.tolist(),
+        }
+        return [Health(**dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
+
+    def _leaning(self, net: Backbone, state: GuardedState, none: Sequence[None]) -> dict[str, Sequence[Any]]:
+        """How far the statistics of each stream are from the source's, and how far predictions follow them."""
+        inner: Any = self.inner
+        adapted: Deployed = (inner.adapted if self.acts else inner.deployed)(net, state.inner)
+        if isinstance(adapted.norm, PerBatch) or not adapted.stats.mean.shape[-1]:
+            return {"statistics": none, "followed": none}
+        far, follow = distance_of_statistics(net, adapted.stats).tolist(), [1.0] * len(none)
+        if self.acts:
+            follow = share_of_adapted(net, adapted.stats, self.part.lean_half, self.part.lean_most).tolist()
+        return {"statistics": far, "followed": follow}
 
 
-wrappers[Guard.name] = Wrapper(Guarded, Guard)
+for part in (Watch, Guard):
+    wrappers[part.name] = Wrapper(Guarded, part)
+
+
+def around(guard: Any, health: Any) -> Watch | None:
+    """What stands around a method if ``adapt`` is given this guard and this health; None: nothing."""
+    if not isinstance(guard, bool | Guard):
+        raise TypeError(f"guard is True, False or a tribe.Guard; got {guard!r}")
+    calibration = None if isinstance(health, bool) else health
+    if guard is False:
+        return None if health is False else Watch(calibration)
+    made = Guard() if guard is True else guard
+    return made if calibration is None else replace(made, calibration=calibration)
+
+
+def _mix(chosen: Tensor, new: Any, old: Any) -> Any:
+    """``new`` for the chosen streams (S,), ``old`` for the rest; what is new shares no memory with ``new``."""
+    if chosen.device.type == "cpu":  # elsewhere this would synchronise
+        if not chosen.any():
+            return old
+        if chosen.all():
+            return clone(new)
+    return select(chosen, new, old)
 
 
 @functools.cache
@@ -131,7 +275,13 @@ def leaning(method: type[Method]) -> type[Method]:
         rule: Guard = self.guard
         return lean(net, method.deployed(self, net, state), rule.lean_half, rule.lean_most, rule.lean_batch)
 
-    names = {"deployed": deployed, "__module__": method.__module__, "__doc__": method.__doc__, "guard": Guard()}
+    names = {
+        "deployed": deployed,
+        "adapted": method.deployed,
+        "__module__": method.__module__,
+        "__doc__": method.__doc__,
+        "guard": Guard(),
+    }
     cls: type[Method] = type(method.__name__, (method,), names)
     return cls
 
@@ -169,6 +319,24 @@ def pull_back(net: Backbone, state: Any, pull: Tensor) -> Any:
         return Affine(*(v + share * (s - v) for v, s in zip(value, source, strict=True)))
 
     return _on_parameters(towards, state, state)
+
+
+def _distance(net: Backbone, state: Any) -> Tensor:
+    """How far the affine parameters have moved, as `Info` reports it, after a guard has held them back: (S,)."""
+    found: list[Affine] = []
+
+    def note(value: Affine, _: Affine) -> Affine:
+        found.append(value)
+        return value
+
+    _on_parameters(note, state, state)
+    if not found:
+        distance: Tensor = state.info.distance
+        return distance
+    source = torch.cat(net.source()[0], 1)
+    rows = per_stream(torch.cat(found[0], 1), len(state.key.seed))[:, 0]  # those that predict come first
+    moved: Tensor = torch.linalg.vector_norm(rows - source, dim=1) / torch.linalg.vector_norm(source)
+    return moved.float()
 
 
 def _on_parameters(change: Callable[[Affine, Affine], Affine], value: Any, before: Any) -> Any:

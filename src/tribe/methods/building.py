@@ -27,20 +27,18 @@ def build_method(
     else:
         get(method)  # report an unknown name before anything else
         built = create(method, classes=count_classes(net, classes), **fields)
-    built = built if guard is None or guard is False else with_guard(built, guard)
+    built = built if guard is None else with_guard(built, guard)
     return built if time is None else with_filter(built, resolve(time))
 
 
-def with_guard(method: Method, guard: Any) -> Method:
-    """A method that is built already, under a guard; True: with the guard's default settings."""
-    base, part = wrappers["guard"]
+def with_guard(method: Method, part: Any) -> Method:
+    """A method that is built already, under a guard or watched: ``part`` holds the settings."""
+    base, _ = wrappers[part.name]
     if isinstance(method, Timed):
         raise ValueError(f"a guard stands between the method and its time filter: give {method.inner.name!r} and time=")
     if isinstance(method, base):
-        raise ValueError(f"{method.name} has a guard already")
-    if guard is not True and not isinstance(guard, part):
-        raise TypeError(f"guard is True, False or a tribe.Guard; got {guard!r}")
-    return base.around(method, part() if guard is True else guard)
+        raise ValueError(f"{method.name} has a guard, or is watched, already")
+    return base.around(method, part)
 
 
 def check_network(net: Backbone, method: Method, classes: int | None = None) -> int:

@@ -330,7 +330,8 @@ def a_few_images_are_enough(method: Method) -> None:
     for batches in ([images(1, 24, seed) for seed in range(8)], _stream_of(1, steps=2)):
         _, end = _play(method, net, start, batches)
         moved.append({name for name, t in _adapted(end).items() if not torch.equal(t, before[name])})
-    later = sorted(moved[0] - moved[1])
+    # A guard's alarms and last good state need hundreds of images; they have tests of their own.
+    later = sorted(name for name in moved[0] - moved[1] if "guard" not in name.split("."))
     assert not later, (
         f"{', '.join(later)} of the state moved in 192 images and not in 12, so most checks do not test it. {SMALL}"
     )

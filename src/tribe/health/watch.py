@@ -1,0 +1,145 @@
+"""Watch a stream while a method adapts to it: alarms, the estimated accuracy, and what the stream shows.
+
+A `Watcher` is a pure step over rows that `tribe.health.guard` runs around a method, captured in CUDA graphs like the
+rest. `describe` turns its state into one `Health` a stream.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tribe.engine.backbone import Backbone
+from tribe.engine.rules import Frozen
+from tribe.fields import document
+from tribe.health.alarms import KINDS, Alarms, AlarmState
+from tribe.health.calibration import Calibration
+from tribe.health.estimate import WINDOW, EstimateState, Estimator, Features, Term
+from tribe.health.frames import Verdict
+from tribe.health.martingale import Reference
+from tribe.methods import Deployed
+
+AGREEMENT = 500  # images of the mean agreement with the source, of those that it predicted, too
+
+
+class WatchState(NamedTuple):
+    """What is remembered of each stream."""
+
+    alarms: AlarmState
+    estimate: EstimateState
+    predicted: Tensor  # (S, K) int64, how often each class was predicted
+    agreement: Tensor  # (S, 2) discounted: predictions of the source that agree, and all of them
+
+
+@dataclass(frozen=True)
+class Watcher:
+    """What is watched. ``probe``: every so many images of a batch, one is also predicted by the source; 0: none."""
+
+    classes: int
+    probe: int
+    estimator: Estimator
+    normal: Reference | None  # what is normal for the source; None: there is no calibration
+
+    @staticmethod
+    def of(classes: int, probe: int, calibration: Calibration | None, device: torch.device) -> "Watcher":
+        """What watches streams on a device; without a calibration an empty estimator keeps the window."""
+        if calibration is None:
+            empty = (Term(0.0, 0.0, 0.0, 0.0),) * len(Features._fields)
+            return Watcher(classes, probe, Estimator(classes, 1.0, 0.0, empty, 1.0, WINDOW), None)
+        return Watcher(classes, probe, calibration.estimator, Reference(*(t.to(device) for t in calibration.normal)))
+
+    def init(self, streams: int, device: torch.device) -> WatchState:
+        """The state before the first image."""
+        return WatchState(
+            Alarms().init(streams, self.classes, device),
+            self.estimator.init(streams, device),
+            torch.zeros(streams, self.classes, dtype=torch.int64, device=device),
+            torch.zeros(streams, 2, device=device),
+        )
+
+    def look(self, state: WatchState, x: Tensor, valid: Tensor) -> tuple[Verdict, WatchState]:
+        """Judge images before a method learns from them."""
+        verdict, alarms = Alarms().look(state.alarms, x, valid)
+        return verdict, state._replace(alarms=alarms)
+
+    @torch.no_grad()
+    def observe(
+        self, net: Backbone, state: WatchState, verdict: Verdict, x: Tensor, output: Tensor, valid: Tensor, info: Any
+    ) -> WatchState:
+        """Add a batch: its images, what was predicted (logits or log-probabilities) and what the method reports."""
+        predicted = output.argmax(2)
+        source = known = None
+        agreement = state.agreement
+        if self.probe:
+            source, known = self._probe(net, x, valid, output)
+            agree = (source.argmax(2) == predicted) & known
+            counts = torch.stack((agree.sum(1), known.sum(1)), 1)
+            agreement = agreement * torch.exp(-counts[:, 1:] / AGREEMENT) + counts
+        alarms = Alarms().observe(
+            state.alarms, verdict, output, valid, info.distance, source=source, known=known, reference=self.normal
+        )
+        estimate = self.estimator.observe(state.estimate, output, valid, info.student_agreement)
+        counted = state.predicted.scatter_add(1, predicted, valid.to(torch.int64))
+        return WatchState(alarms, estimate, counted, agreement)
+
+    def _probe(self, net: Backbone, x: Tensor, valid: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
+        """The source's logits (S, B, K) and for which images they were computed; zero for the others."""
+        affine, stats = net.source(len(x))
+        chosen = slice(None, None, self.probe)
+        some = Deployed(affine, stats, Frozen()).logits(net, x[:, chosen], valid[:, chosen])
+        logits, known = torch.zeros_like(output), torch.zeros_like(valid)
+        logits[:, chosen] = torch.where(valid[:, chosen].unsqueeze(2), some, 0).to(output.dtype)
+        known[:, chosen] = valid[:, chosen] & some.isfinite().all(2)
+        return torch.where(known.unsqueeze(2), logits, 0), known
+
+
+class Health(NamedTuple):
+    """How one stream does, in plain numbers."""
+
+    images: int
+    accuracy: float | None
+    low: float | None
+    high: float | None
+    overall: float | None
+    calibrated: bool
+    alarms: tuple[str, ...]
+    entropy: float
+    trusted: float
+    distance: float
+    statistics: float | None
+    followed: float | None
+    source_agreement: float | None
+    predicted: tuple[int, ...]
+    held: int
+    returned: int
+
+    def json(self) -> dict[str, Any]:
+        """Plain data."""
+        return {**self._asdict(), "alarms": list(self.alarms), "predicted": list(self.predicted)}
+
+
+document(
+    Health,
+    images="Images that came, learned from or not.",
+    accuracy="Estimated accuracy of the last 500 images; None without a calibration.",
+    low="Lower end of its 90 % interval; None without a calibration.",
+    high="Upper end of its 90 % interval; None without a calibration.",
+    overall="Estimated accuracy over the whole stream; None without a calibration.",
+    calibrated="Whether a calibration was given: without one there is no estimate and no alarm of a shift.",
+    alarms="The alarms that are on now.",
+    entropy="Mean entropy of the last batch's predictions, as a share of log K.",
+    trusted="Share of the last batch that was trusted.",
+    distance="How far the affine parameters have moved, relative to the norm of the source's.",
+    statistics="How far the statistics have moved, in standard deviations: see tribe.health.lean; None: none are kept.",
+    followed="The share of the adapted statistics in those that predict; None for methods that keep none.",
+    source_agreement="Share of the last images on which the source agrees, of those that it predicted too; None: none.",
+    predicted="How often each class was predicted.",
+    held="Images that a guard did not let the method learn from.",
+    returned="How often a guard returned the stream to its last good state.",
+)
+
+
+def alarms_on(state: WatchState) -> list[tuple[str, ...]]:
+    """The alarms of each stream that are on."""
+    return [tuple(kind for kind, on in zip(KINDS, row, strict=True) if on) for row in state.alarms.on.tolist()]

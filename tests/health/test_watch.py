@@ -1,0 +1,152 @@
+"""Watching: health, events and the last good state, through a real adapter."""
+
+import logging
+
+import pytest
+import torch
+
+import tribe
+from tribe.engine.state import leaves
+from tribe.health import Guard
+from tribe.health.guard import Nothing, Watch
+from tribe.health.watch import Health
+from tribe.testing import CLASSES, images, ready, small_network
+from tribe.testing.samples import small_backbone
+from watching import pictures
+
+
+def test_without_health_there_is_none_and_with_it_every_stream_has_one():
+    assert tribe.adapt(small_network()).health is None
+    assert tribe.adapt(small_network()).events == []
+    adapter = tribe.adapt(small_network(), health=True, streams=2)
+    assert adapter.method.name == "tribe+watch"
+    for seed in range(3):
+        adapter(pictures(2, 8, seed))
+    first, second = adapter.health
+    assert (first.images, second.images) == (24, 24)
+    assert first.accuracy is first.low is first.high is first.overall is None
+    assert first.calibrated is False
+    assert sum(first.predicted) == 24
+    assert first.followed == 1
+    assert first.statistics > 0
+    assert 0 <= first.source_agreement <= 1
+    assert set(Health._fields) == first.json().keys()
+
+
+def test_watching_changes_no_prediction_and_no_state_of_the_method():
+    net, alone, watched = small_backbone(), ready("tribe"), ready("tribe+watch")
+    state, seen = alone.init(net, 2), watched.init(net, 2)
+    for seed in range(3):
+        x = images(2, 6, seed)
+        answer, state = alone.step(net, state, x)
+        same, seen = watched.step(net, seen, x)
+        assert torch.equal(answer, same)
+    assert all(torch.equal(t, leaves(seen.inner)[name]) for name, t in leaves(state).items())
+    assert seen.guard.good == Nothing()
+
+
+def test_a_black_camera_raises_an_alarm_once_in_words_to_callback_log_and_record(caplog, tmp_path):
+    heard = []
+    net = small_network()
+    adapter = tribe.adapt(net, guard=True, time="auto", on_event=heard.append)
+    adapter(pictures(1, 16)[0])
+    with caplog.at_level(logging.WARNING, "tribe.health"):
+        for _ in range(6):
+            adapter(torch.zeros(16, 3, 8, 8))
+    black = [event for event in heard if event.kind == "black"]
+    assert len(black) == 1
+    assert black[0].since == 16
+    assert "the camera is black" in black[0].words
+    assert adapter.events == heard
+    assert "black" in adapter.health[0].alarms
+    assert adapter.health[0].held == 96
+    assert any("the camera is black" in record.message for record in caplog.records)
+    adapter.save(tmp_path / "state")
+    again = tribe.load(tmp_path / "state", net)
+    assert again.events == [], "what a saved stream has reported is not reported again"
+    assert again.health == adapter.health
+
+
+def test_a_callback_needs_something_that_watches():
+    with pytest.raises(ValueError, match="health=True or guard=True"):
+        tribe.adapt(small_network(), on_event=print)
+
+
+def test_a_stream_that_goes_wrong_returns_to_its_last_good_state():
+    net, guarded = small_backbone(), ready("tent+guard", lr=0.3, speed=None, pull=0.0, good_every=40, probe=0)
+    state = guarded.init(net, 2)
+    source = torch.cat(net.source()[0], 1)
+    returned = []
+    for seed in range(30):
+        _, state = guarded.step(net, state, pictures(2, 8, seed))
+        returned.append(state.guard.returned.clone())
+        if bool((returned[-1] > (returned[-2] if seed else 0)).all()):
+            break
+    assert bool((returned[-1] > 0).all()), "parameters that run away raise the alarm drift"
+    moved = torch.cat(state.inner.affine, 1)
+    good = torch.cat(state.guard.good.affine, 1)
+    assert torch.equal(moved, good)
+    assert float((moved - source).norm() / source.norm()) < 0.2
+    before = clone_of(state.guard.good)
+    _, after = guarded.step(net, state, pictures(2, 8, 99))
+    assert all(torch.equal(t, before[name]) for name, t in leaves(state.guard.good).items()), "a copy, not a view"
+    assert after.inner.key.clock.tolist() == [int(t) + 1 for t in state.inner.key.clock]
+
+
+def clone_of(state):
+    return {name: t.clone() for name, t in leaves(state).items()}
+
+
+def test_the_last_good_state_is_kept_only_while_nothing_is_wrong():
+    net, guarded = small_backbone(), ready("tribe+guard", good_every=16)
+    state = guarded.init(net)
+    for seed in range(4):
+        _, state = guarded.step(net, state, pictures(1, 8, seed))
+    assert int(state.guard.kept) == 32
+    for _ in range(8):
+        _, state = guarded.step(net, state, torch.zeros(1, 8, 3, 8, 8))
+    assert int(state.guard.kept) <= 48, "no state is kept while the camera is black"
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "words"),
+    [
+        ({"probe": -1}, ValueError, "probe"),
+        ({"calibration": 3}, Exception, "tribe.calibrate"),
+        ({"calibration": "nowhere.safetensors"}, Exception, "no source knowledge"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused_in_words(fields, error, words):
+    with pytest.raises(error, match=words):
+        Watch(**fields)
+    with pytest.raises(error, match=words):
+        Guard(**fields)
+
+
+def test_a_calibrated_stream_has_an_estimate(calibrated):
+    net, calibration, path = calibrated
+    for health in (calibration, path):
+        adapter = tribe.adapt(net, "tribe", health=health)
+        adapter(pictures(1, 8)[0])
+        (found,) = adapter.health
+        assert found.calibrated
+        assert 0 <= found.low <= found.accuracy <= found.high <= 1
+        assert 0 <= found.overall <= 1
+    with pytest.raises(ValueError, match="another network"):
+        tribe.adapt(small_network(seed=1), health=calibration)
+    with pytest.raises(ValueError, match="was made with tribe; this stream adapts with tent"):
+        tribe.adapt(net, "tent", health=calibration)
+
+
+@pytest.fixture(scope="module")
+def calibrated(tmp_path_factory):
+    """The small network, calibrated on 240 pictures that it labels itself, with some mistakes."""
+    net = small_network()
+    x = pictures(1, 240, 5)[0]
+    with torch.no_grad():
+        labels = net(x).argmax(1)
+    labels[::7] = (labels[::7] + 1) % CLASSES
+    calibration = tribe.calibrate(net, x, labels)
+    path = tmp_path_factory.mktemp("health") / "health.safetensors"
+    calibration.save(path)
+    return net, calibration, path
