@@ -50,6 +50,7 @@ docs: $(INSTALLED)  ## generate the pages and drawings that are made from code a
 	$(BIN)/python -m benchmarks.methods > docs/methods.md.new && mv docs/methods.md.new docs/methods.md
 	$(BIN)/python -m benchmarks.time_study --render
 	$(BIN)/python -m benchmarks.health_study --render
+	$(BIN)/python -m benchmarks.guard_study --render
 	$(BIN)/tribe reproduce document --runs results --out docs/reproduction.md
 
 clean:  ## remove the environment and caches

@@ -1,17 +1,20 @@
-"""What changed in an adapter, and the way back: snapshots, a bounded history of them, and comparisons.
+"""How well a stream does without labels, what goes wrong with it, what changed in an adapter, and the way back.
 
-``tribe.adapt(net, history=True)`` takes snapshots while it learns; ``rollback("2h")`` returns to one, and ``compare``
-says which layers and classes moved. See docs/deploying.md.
+``tribe.adapt(net, health=True)`` watches: `Adapter.health` and `Adapter.events`. ``guard=True`` also acts. See
+docs/health.md. ``history=True`` takes snapshots; ``rollback("2h")`` returns to one, and ``compare`` says which layers
+and classes moved. See docs/deploying.md.
 """
 
 from tribe.health.ages import Age, parse_age
 from tribe.health.calibration import Calibration, calibrate
 from tribe.health.changes import ClassChange, Comparison, LayerChange, StreamChange, compare_states
 from tribe.health.estimate import Estimate, EstimateState, Estimator
-from tribe.health.guard import Guard, Guarded
+from tribe.health.events import Event
+from tribe.health.guard import Guard, Guarded, Watch
 from tribe.health.history import History, Kept, RolledBack
 from tribe.health.recorder import Recorder
 from tribe.health.snapshots import Snapshot, StreamInfo, check_snapshot, copy_like, describe_streams
+from tribe.health.watch import Health
 
 __all__ = [
     "Age",
@@ -21,8 +24,10 @@ __all__ = [
     "Estimate",
     "EstimateState",
     "Estimator",
+    "Event",
     "Guard",
     "Guarded",
+    "Health",
     "History",
     "Kept",
     "LayerChange",
@@ -31,6 +36,7 @@ __all__ = [
     "Snapshot",
     "StreamChange",
     "StreamInfo",
+    "Watch",
     "calibrate",
     "check_snapshot",
     "compare_states",

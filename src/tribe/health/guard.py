@@ -36,7 +36,7 @@ class Watch:
     """What is watched of a stream: alarms, estimated accuracy, agreement with the source."""
 
     calibration: KnowledgeLike = None  # a `tribe.health.Calibration`, or its file; None: no estimate, fewer alarms
-    probe: int = 16  # every so many images of a batch, one is also predicted by the source; 0: none
+    probe: int = 4  # every so many images of a batch, one is also predicted by the source; 0: none
 
     name: ClassVar[str] = "watch"
     paper: ClassVar[str] = "beyond the paper: docs/health.md"
@@ -60,6 +60,7 @@ class Watch:
 class Guard(Watch):
     """What a guard does, and when."""
 
+    probe: int = 16
     lean_half: float = 0.06  # distance of the statistics (see tribe.health.lean) at which half of `lean_most` is used
     lean_most: float = 0.85  # the most that predictions follow adapted statistics; 0: the source's only
     lean_batch: float = 0.3  # for methods that normalise with the batch's statistics: their share ...
