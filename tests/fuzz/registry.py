@@ -63,6 +63,15 @@ NO_READERS = {  # functions that call an opener, and why no file of a user can h
         ("tribe.serve.client.Client._json", "tribe.serve.client.Client.infer", "tribe.serve.client._words"),
         "it decodes what the server that the user chose has sent",
     ),
+    **dict.fromkeys(
+        (
+            "tribe.serve.control.Controls._create",
+            "tribe.serve.control.Controls._existing",
+            "tribe.serve.control.Controls.put_state",
+            "tribe.serve.worker.Worker._opened",
+        ),
+        "it opens a stream; the fleet and the store read the files",
+    ),
     "tribe.serve.rpc.listening": "it hands the operator's certificate and key to gRPC",
     "tribe.serve.routes.Routes._arguments": "it parses JSON of bounded size as the other requests do",
     **dict.fromkeys(
