@@ -35,6 +35,7 @@ from tribe.storage.atomic import write_atomically
 STREAMS = 16
 OVERLOAD = 5  # times the capacity
 CALM = 0.1  # of the capacity with learning, after the overload
+STEPS = 4  # of all streams in the time until a deadline: enough for a step, with others before it
 TICK = 0.005  # seconds between two bursts of requests
 
 
@@ -111,7 +112,7 @@ def recovery(calm: list[Ended]) -> float:
     return (bad[-1] + 1) / 2 if bad else 0.0
 
 
-async def measure(folder: str, seconds: float, patience: float) -> dict[str, Any]:
+async def measure(folder: str, seconds: float, deadline: float | None) -> dict[str, Any]:
     """Capacity, overload and recovery of one worker."""
     torch.set_num_threads(1)
     fleet = tribe.fleet(tribe.models.load("compact", tribe.models.find("compact", "mnist")))
@@ -120,6 +121,7 @@ async def measure(folder: str, seconds: float, patience: float) -> dict[str, Any
     await worker.start()
     await capacity(worker, 2, learn=True)  # to warm up
     learning, predicting = await capacity(worker, 5, learn=True), await capacity(worker, 5, learn=False)
+    patience = STEPS * STREAMS / learning if deadline is None else deadline
     wild, memory = await load(worker, OVERLOAD * predicting, seconds, patience)
     calm, _ = await load(worker, CALM * learning, 5, patience)
     dropped = dict(worker.scheduler.dropped)
@@ -133,7 +135,7 @@ async def measure(folder: str, seconds: float, patience: float) -> dict[str, Any
         "predicted_per_second": round(predicting),
         "offered_per_second": round(len(wild) / seconds),
         "offered_over_capacity": round(len(wild) / seconds / predicting, 2),
-        "deadline_seconds": patience,
+        "deadline_seconds": round(patience, 3),
         "outcomes": {outcome: round(count / len(wild), 4) for outcome, count in shares.items()},
         "answered_over_capacity": round(len(answered) / seconds / predicting, 3),
         "late_answers": sum(each > patience for each in answered),
@@ -151,7 +153,9 @@ def main(argv: list[str] | None = None) -> None:
     style = argparse.RawDescriptionHelpFormatter
     p = argparse.ArgumentParser("python -m benchmarks.overload", description=__doc__, formatter_class=style)
     p.add_argument("--seconds", type=float, default=60, help="of overload (default: %(default)s)")
-    p.add_argument("--deadline", type=float, default=0.25, help="of each request (default: %(default)s)")
+    p.add_argument(
+        "--deadline", type=float, help=f"of each request; by default the time of {STEPS} steps of all streams"
+    )
     p.add_argument("--out", type=Path, default=RESULTS, help="folder for the results (default: %(default)s)")
     o = p.parse_args(argv)
     before = os.getloadavg()[0]

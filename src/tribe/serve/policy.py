@@ -24,6 +24,7 @@ class Policy:
     relief: float = 0.5  # after a request was refused, requests with a deadline are only predicted for this long
     backlog: int = 512  # most requests that were answered and not learned yet; the oldest are dropped
     backlog_bytes: int = 256 * 2**20  # and most bytes of their images
+    backlog_seconds: float = 1.0  # and most time to learn them: after an overload requests are soon stepped again
 
     # Ownership
     lease: float = 5.0  # how long a claim holds without renewal

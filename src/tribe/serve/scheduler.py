@@ -141,6 +141,14 @@ class Scheduler:
         self.backlog_bytes += job.images.nbytes
         while len(self.backlog) > self.policy.backlog or self.backlog_bytes > self.policy.backlog_bytes:
             self._forget(next(iter(self.backlog)), "full")
+        if not job.learnable:
+            return  # just dropped
+        assert job.stream is not None
+        line = self.lines[job.stream]
+        together = min(len(self.lines), self.policy.streams)  # a round of steps learns one request of each stream
+        takes = self.times.expect("step", job.size * together)
+        while len(line.jobs) > 1 and len(line.jobs) * takes > self.policy.backlog_seconds and not line.jobs[0].asked:
+            self._forget(line.jobs[0], "full")
 
     def _leave_backlog(self, job: Job) -> None:
         if job in self.backlog:

@@ -118,8 +118,11 @@ class Worker:
         self._tasks = [loop.create_task(self._repeat(*chore)) for chore in chores]
 
     async def _repeat(self, chore: Callable[[], Any], every: float) -> None:
+        loop = asyncio.get_running_loop()
+        due = loop.time()
         while True:
-            await asyncio.sleep(every)
+            due = max(due + every, loop.time())  # from start to start, so that a long round does not add to the lag
+            await asyncio.sleep(due - loop.time())
             try:
                 await chore()
             except Exception:
@@ -285,7 +288,8 @@ class Worker:
             served = self.keeper.streams.get(job.stream or "")
             adapted = False
             if served is not None and result.error is None:
-                adapted = served.clock != result.clock  # not if it is frozen, or all images were bad
+                lost = self.store is not None and served.claim is None  # while it was stepped: nothing of it is kept
+                adapted = served.clock != result.clock and not lost  # nor if it is frozen, or all images were bad
                 self._note_step(served, job, result, now)
             self._answer(job, result, "adapted" if adapted else "unchanged", now, adapted)
         self.scheduler.step_done(now)
