@@ -83,7 +83,7 @@ class SourceKnowledge:
         return digest(method.knowledge.digest, sorted(method.knowledge.spec.items()))
 
 
-@reader("calibration", "safetensors", ("tribe.health.calibration.Calibration.load",), sealed=True)
+@reader("calibration", "safetensors", ("tribe.knowledge.Knowledge.load",), sealed=True)
 class HealthCalibration:
     @staticmethod
     def make(folder):
