@@ -32,7 +32,7 @@ from benchmarks.time_play import (
 )
 from benchmarks.time_play import settings as shared_settings
 from tribe.engine.precision import float32_precision
-from tribe.methods import Affine, Backbone, Info, Key, Stats, finish, losses, optim, screen, view, wide
+from tribe.methods import Affine, Agreement, Backbone, Info, Key, Stats, finish, losses, optim, screen, view, wide
 from tribe.methods.tribe import Tribe, interleave, twice
 from tribe.time.markov import Markov, MarkovState
 
@@ -116,12 +116,12 @@ class Learning(Tribe):
         logits, on, after = self.rule.step(state.time, prediction, valid)
         teacher = prediction.argmax(-1)
         says = Answer(torch.where(on, logits.argmax(-1), teacher), on, logits.amax(-1) > math.log(self.surely))
-        new, trusted = self._learn_from(net, state, x, teacher, says, valid)
-        return finish(net, state, new._replace(time=after), prediction, valid, rejected, trusted, new.affine)
+        new, trusted, agreement = self._learn_from(net, state, x, teacher, says, valid)
+        return finish(net, state, new._replace(time=after), prediction, valid, rejected, trusted, new.affine, agreement)
 
     def _learn_from(
         self, net: Backbone, state: LearningState, x: Tensor, teacher: Tensor, says: Answer, valid: Tensor
-    ) -> tuple[LearningState, Tensor]:
+    ) -> tuple[LearningState, Tensor, Agreement]:
         """As `Tribe._learn`, with the labels, the target and the trust of this variant."""
         labels, counted = self._labels(teacher, says, valid)
         anchor, anchor_stats = self._anchor(net, state, x, labels, counted, None)
@@ -139,7 +139,8 @@ class Learning(Tribe):
                 loss = loss + self.lambda_anc * losses.mean_over(self._disagreement(taught, anchor), trusted)
             grads = affine.gradient(loss)
         moved, moments = optim.adam_step(state.affine, grads, state.adam, self.lr)
-        return state._replace(affine=moved, pair=pair_stats, anchor=anchor_stats, adam=moments), trusted
+        new = state._replace(affine=moved, pair=pair_stats, anchor=anchor_stats, adam=moments)
+        return new, trusted, Agreement.of(taught, student, anchor, valid)
 
     def _labels(self, teacher: Tensor, says: Answer, valid: Tensor) -> tuple[Tensor, Tensor]:
         """The labels of Balanced BN, and the images that its statistics count."""

@@ -5,6 +5,7 @@ import json
 import shutil
 import socket
 import subprocess
+import time
 import zlib
 
 import httpx
@@ -318,7 +319,8 @@ def test_a_server_full_of_bodies_refuses_more():
     with listening(limits=Limits(bodies=100)) as found:
         refused(web.post(f"{found.url}/v1/predict", content=encode_npy(IMAGES)), 503, "bytes of other requests")
         assert web.post(f"{found.url}/v1/predict", content=b"x" * 50).status_code == 415
-        assert found.app.front.budget.used == 0
+        while found.app.front.budget.used:  # an answer may arrive before its request has ended
+            time.sleep(0.01)
 
 
 def test_many_idle_connections_do_not_stop_others(server):

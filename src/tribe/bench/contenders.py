@@ -136,7 +136,7 @@ def _method(name: str, workload: Workload) -> Contender:
 
 def _period(method: Method, batch: int) -> int:
     """Calls after which the cost of a call repeats: a method that learns every N images learns in some calls only."""
-    every = getattr(method, "every", 1)
+    every = getattr(method, "every", None) or 1  # None: once a batch
     return int(every // math.gcd(every, batch))
 
 
