@@ -1,7 +1,5 @@
 """The report as people meet it: in a real browser, on a phone and a wide screen, by keyboard, by day and by night."""
 
-import shutil
-
 import pytest
 
 pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install '.[dev]'")
@@ -9,12 +7,10 @@ pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install
 from playwright import sync_api
 from test_report import keep, record
 
+from browsers import CONTRASTS, SIZES, needs_chromium, started_chromium
 from tribe import report
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs a chromium on the PATH: apt-get install chromium")
-
-SIZES = {"phone": (375, 812), "desktop": (1440, 900)}
+pytestmark = needs_chromium
 FOCUSABLE = "a[href], button, input, summary, [tabindex='0']"
 
 
@@ -38,10 +34,8 @@ def url(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def browser():
-    with sync_api.sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+    with started_chromium() as started:
         yield started
-        started.close()
 
 
 @pytest.fixture
@@ -80,38 +74,6 @@ def test_it_fits_the_screen_and_can_be_looked_at(visit, tmp_path, size, scheme):
         page.screenshot(path=picture, full_page=name == "folded")
         assert picture.stat().st_size > 10_000
         unfold_all(page)
-
-
-# Of every visible text: its colour and what is behind it, all tints laid over each other.
-CONTRASTS = """() => {
-  const parse = (words) => {
-    const [r, g, b, a = 1] = words.match(/[\\d.]+/g).map(Number);
-    return [r, g, b, a];
-  };
-  const over = ([r, g, b, a], under) => [r, g, b].map((value, i) => a * value + (1 - a) * under[i]);
-  const ground = (element) => {
-    const layers = [];
-    for (let e = element; e; e = e.parentElement) layers.push(parse(getComputedStyle(e).backgroundColor));
-    return layers.reverse().reduce((under, layer) => over(layer, under), [255, 255, 255]);
-  };
-  const light = (colour) => {
-    const [r, g, b] = colour.map((v) => (v /= 255) <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
-    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
-  };
-  const found = [];
-  const texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
-  while (texts.nextNode()) {
-    const element = texts.currentNode.parentElement;
-    if (!texts.currentNode.data.trim() || !element.getClientRects().length) continue;
-    if (["SCRIPT", "STYLE", "title", "desc"].includes(element.tagName)) continue;
-    const style = getComputedStyle(element);
-    const below = ground(element);
-    const ink = over(parse(element instanceof SVGElement ? style.fill : style.color), below);
-    const [high, low] = [light(ink), light(below)].sort((a, b) => b - a);
-    found.push([(high + 0.05) / (low + 0.05), texts.currentNode.data.trim(), element.outerHTML.slice(0, 90)]);
-  }
-  return found;
-}"""
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

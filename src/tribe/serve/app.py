@@ -87,6 +87,8 @@ def table(routes: Routes) -> list[tuple[str, str, Handler, bool]]:
     """Method, path and handler, and whether it needs no token."""
     found: list[tuple[str, str, Handler, bool]] = [
         ("GET", "/", routes.page, True),
+        ("GET", "/page.css", routes.page, True),
+        ("GET", "/page.js", routes.page, True),
         ("GET", "/metrics", routes.metrics, False),
         ("GET", "/v2", routes.server, True),
         ("GET", "/v2/health/live", routes.live, True),

@@ -10,21 +10,29 @@ from tribe.serve.backend import Action
 from tribe.serve.bodies import Bytes
 from tribe.serve.http import Call, Front, Reply, as_json, finite
 from tribe.serve.protocol import metadata, plain, v2
-from tribe.serve.protocol.errors import BadRequest, NotFound, Unavailable
+from tribe.serve.protocol.errors import BadRequest, Unavailable
 from tribe.serve.protocol.messages import Answer, Request
 from tribe.serve.protocol.names import stream_name
 from tribe.serve.service import LARGE, translated
 from tribe.storage import json_files
 
-BINARY, EVENTS, HTML = b"application/octet-stream", b"text/event-stream", b"text/html; charset=utf-8"
+BINARY, EVENTS = b"application/octet-stream", b"text/event-stream"
 STATE = b"application/x-safetensors"
 METRICS = b"text/plain; version=0.0.4; charset=utf-8"
 MANY = 10_000  # numbers that are written in a thread: the event loop goes on meanwhile
 MOST_ARGUMENTS = 2**16  # bytes of the JSON of a control request
 HEARTBEAT = 15.0  # seconds: a comment keeps proxies from closing a stream of events
 ROLLBACK = {"to?": (int, None)}
-POLICY = b"default-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; frame-ancestors 'none'"
-SAFE = ((b"content-security-policy", POLICY), (b"x-content-type-options", b"nosniff"))
+PAGE = {  # the files of the page, by the last part of their path
+    "": ("page.html", b"text/html; charset=utf-8"),
+    "page.css": ("page.css", b"text/css; charset=utf-8"),
+    "page.js": ("page.js", b"text/javascript; charset=utf-8"),
+}
+POLICY = (
+    b"default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+    b"base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+SAFE = ((b"content-security-policy", POLICY), (b"x-content-type-options", b"nosniff"), (b"cache-control", b"no-cache"))
 
 
 class Routes:
@@ -230,11 +238,9 @@ class Routes:
         return Reply((of_worker + "\n".join(lines) + "\n").encode(), METRICS)
 
     async def page(self, call: Call) -> Reply:
-        """GET /: the page for people."""
-        place = files("tribe.serve").joinpath("page.html")
-        if not place.is_file():
-            raise NotFound("this server has no page; see GET /v2, GET /v1/streams and GET /metrics")
-        return Reply(place.read_bytes(), HTML, SAFE)
+        """GET /, /page.css and /page.js: the page for people."""
+        name, kind = PAGE[call.scope["path"].rpartition("/")[2]]
+        return Reply(files("tribe.serve").joinpath(name).read_bytes(), kind, SAFE)
 
 
 def switch(query: dict[str, str], name: str) -> bool:

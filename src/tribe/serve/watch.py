@@ -39,8 +39,9 @@ class Watch:
             "state": self.state(served),
             "clock": served.clock,
             "generation": served.generation,
+            "received": served.images,
             "owner": keeper.owner if served.role == "owned" else None,
-            "lag": served.lag(now),
+            "lag": self.lag(served, now),
             "queued": 0 if line is None else len(line.jobs),
             "idle": now - served.used,
             "snapshots": [clock for clock, _ in served.snapshots],
@@ -48,6 +49,10 @@ class Watch:
         with contextlib.suppress(LookupError):  # dropped from the fleet at this moment
             known = (execution.describe(keeper.fleet, served.name) if served.loaded else {}) | known
         return known
+
+    def lag(self, served: Served, now: float) -> float:
+        """How old the oldest step is that is not stored; 0 without a store, which stores nothing."""
+        return 0.0 if self.keeper.store is None else served.lag(now)
 
     def state(self, served: Served) -> str:
         """One word: learning, frozen, followed, unreachable, or why it does not learn (lease, lag)."""
@@ -58,7 +63,7 @@ class Watch:
     def metrics(self, streams: bool) -> str:
         """What was counted, and what is known now, as Prometheus reads it."""
         now, scheduler, keeper = self.keeper.clock(), self.scheduler, self.keeper
-        lag = max((served.lag(now) for served in keeper.streams.values()), default=0.0)
+        lag = max((self.lag(served, now) for served in keeper.streams.values()), default=0.0)
         states = dict.fromkeys(STATES, 0.0)
         for served in keeper.streams.values():
             state = self.state(served)

@@ -1,0 +1,450 @@
+"use strict";
+// The page of a server: it asks for /v1/streams every second, follows /v1/events, and keeps the last minutes of each
+// stream in memory. All texts of the server are set as text, never as markup.
+
+const WINDOW = 300; // seconds that are kept and drawn, one sample a second
+const LEAST_WINDOW = 60; // seconds that are drawn at first
+const MOST_HISTORIES = 2000; // streams whose samples are kept
+const PAGE = 50; // rows that are shown at first, and added by "Show more"
+const EVENTS = 100; // events that are shown
+const RATE_OVER = 5; // samples that images/s is a mean over
+const MEASURES = { rate: "Images/s", trusted: "Trusted", entropy: "Entropy", distance: "Distance" };
+const STATES = {
+  learning: ["adapting", "It learns from its images."],
+  frozen: ["frozen", "It only predicts, until it is unfrozen."],
+  followed: ["not owned", "Another worker owns it. This one predicts with the last stored state."],
+  unreachable: ["store unreachable", "The store cannot be asked who owns it. The source model predicts."],
+  lease: ["lease ended", "The claim was not renewed in time. It only predicts, until the store answers."],
+  lag: ["storing is late", "Too much is not stored yet. It only predicts, until the store has caught up."],
+};
+const OWNED = new Set(["learning", "frozen", "lag"]);
+const ASK = {
+  freeze: ["Freeze", "It only predicts from then on. What it has learned stays."],
+  unfreeze: ["Unfreeze", "It learns from its images again."],
+  reset: ["Reset", "It returns to the source model. What it has learned is lost, unless a snapshot has it."],
+  rollback: ["Roll back", "It returns to a snapshot. What it has learned since then is lost."],
+};
+const DONE = { freeze: "is frozen", unfreeze: "adapts again", reset: "is the source model again",
+  rollback: "is rolled back", snapshot: "has a new snapshot" };
+
+const at = (id) => document.getElementById(id);
+const streams = new Map(); // name -> {known, history, rate}
+const rows = new Map(); // name -> elements of the row
+const opened = new Set(); // names whose details are shown
+let token = null; // in memory only
+let shown = PAGE;
+let sorting = { by: "name", down: false };
+let goneSince = null;
+let listening = null; // AbortController of the events
+let saying = 0;
+
+// -- talking to the server --------------------------------------------------------------------------------------------
+
+async function call(path, options = {}) {
+  const headers = token === null ? {} : { Authorization: `Bearer ${token}` };
+  const answer = await fetch(path, { ...options, headers: { ...headers, ...options.headers }, cache: "no-store" });
+  if (answer.ok) return answer;
+  let words = `the server answered ${answer.status}`;
+  try { words = (await answer.json()).error || words; } catch { /* no JSON */ }
+  throw Object.assign(new Error(words), { status: answer.status });
+}
+
+async function poll() {
+  let wait = 1000;
+  try {
+    const answer = await call("v1/streams", { signal: AbortSignal.timeout(10000) });
+    take(await answer.json());
+    setGone(null);
+    if (streams.size > PAGE * 6) wait = 5000;
+    if (listening === null) listen();
+  } catch (error) {
+    if (error.status === 401) askForToken(error.message);
+    else setGone(error);
+    wait = error.status === 401 ? 0 : 2000;
+  }
+  if (wait) setTimeout(poll, document.hidden ? Math.max(wait, 5000) : wait);
+}
+
+async function listen() {
+  const control = listening = new AbortController();
+  try {
+    const answer = await call("v1/events", { signal: control.signal });
+    const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+    at("events").replaceChildren();
+    let text = "";
+    for (;;) {
+      const { value, done } = await reader.read();
+      if (done) break;
+      const parts = (text + value).split("\n\n");
+      text = parts.pop();
+      addEvents(parts.filter((part) => part.startsWith("data: ")).map((part) => JSON.parse(part.slice(6))));
+    }
+  } catch { /* the next answer of /v1/streams begins again */ }
+  setTimeout(() => { if (listening === control) listening = null; }, 1000);
+}
+
+function setGone(error) {
+  const place = at("connection");
+  document.body.classList.toggle("stale", error !== null);
+  if (error === null) {
+    goneSince = null;
+    setText(place, "Live.");
+    place.className = "quiet";
+    at("login").hidden = true;
+    at("content").hidden = at("happened").hidden = false;
+    return;
+  }
+  if (goneSince === null) {
+    goneSince = new Date().toLocaleTimeString();
+    for (const one of streams.values()) addSample(one, null);
+    draw();
+  }
+  const why = error.status ? `The server refuses since ${goneSince}: ${error.message}.`
+    : `The server has not answered since ${goneSince}. It has stopped, or the network is interrupted.`;
+  setText(place, `${why} ${streams.size ? "The numbers below are old. " : ""}This page tries again every 2 s.`);
+  place.className = "gone";
+}
+
+function askForToken(words) {
+  setText(at("login-words"), token === null
+    ? "This server needs a token. The page keeps it in memory, until you close or reload the page."
+    : `The token was refused: ${words}`);
+  setText(at("connection"), "Waiting for a token.");
+  setText(at("summary"), "");
+  at("connection").className = "quiet";
+  at("content").hidden = at("happened").hidden = true;
+  at("login").hidden = false;
+  at("token").focus();
+}
+
+at("login").addEventListener("submit", (event) => {
+  event.preventDefault();
+  const given = at("token").value.trim();
+  at("token").value = "";
+  if (!/^[\x21-\x7e]+$/.test(given)) {
+    setText(at("login-words"), "A token has visible ASCII characters, and no spaces.");
+    return;
+  }
+  token = given;
+  if (listening) listening.abort();
+  listening = null;
+  poll();
+});
+
+// -- what is known ----------------------------------------------------------------------------------------------------
+
+function take(answer) {
+  const now = performance.now() / 1000;
+  const names = new Set();
+  for (const known of answer.streams) {
+    names.add(known.name);
+    let one = streams.get(known.name);
+    if (one === undefined) streams.set(known.name, (one = { counts: [], history: null, rate: null }));
+    one.known = known;
+    one.counts.push([now, known.received ?? known.images ?? 0]);
+    if (one.counts.length > RATE_OVER + 1) one.counts.shift();
+    const [first, last] = [one.counts[0], one.counts.at(-1)];
+    one.rate = last[0] > first[0] ? Math.max(0, (last[1] - first[1]) / (last[0] - first[0])) : null;
+    if (one.history === null && streams.size <= MOST_HISTORIES) one.history = { time: [], rate: [], trusted: [], entropy: [], distance: [] };
+    addSample(one, { ...known, rate: one.rate });
+  }
+  for (const name of [...streams.keys()]) if (!names.has(name)) { streams.delete(name); opened.delete(name); }
+  summarise(answer);
+  draw();
+}
+
+// Keep the numbers of a stream; without numbers it is a gap, in which the chart draws no line.
+function addSample(one, known) {
+  const history = one.history;
+  const now = performance.now() / 1000;
+  if (known === null) one.counts = [];
+  if (history === null) return;
+  history.time.push(now);
+  for (const name of Object.keys(MEASURES)) history[name].push(known?.[name] ?? NaN);
+  while (history.time[0] < now - WINDOW) for (const values of Object.values(history)) values.shift();
+}
+
+function summarise(answer) {
+  const counts = new Map();
+  let alarms = 0;
+  for (const { known } of streams.values()) {
+    counts.set(known.state, (counts.get(known.state) ?? 0) + 1);
+    if (alarmsOf(known).length) alarms += 1;
+  }
+  const parts = [...counts].filter(([state]) => state).map(([state, count]) => `${count} ${stateWords(state)[0]}`);
+  if (alarms) parts.push(`${alarms} with alarms`);
+  const all = `${streams.size} stream${streams.size === 1 ? "" : "s"}`;
+  setText(at("summary"), `Model ${answer.model}, method ${answer.method}. ${all}${parts.length ? `: ${parts.join(", ")}` : ""}.`);
+  document.title = `${alarms ? `(${alarms}!) ` : ""}${all} - tribe`;
+}
+
+const stateWords = (state) => STATES[state] ?? [state ?? "unknown", ""];
+
+// The alarms of a stream, in words: a list of texts or of objects that have some.
+function alarmsOf(known) {
+  const found = Array.isArray(known.alarms) ? known.alarms : [];
+  return found.map((each) => (typeof each === "object" && each !== null ? each.words ?? each.kind ?? each.name : each))
+    .filter((words) => words !== undefined).map(String);
+}
+
+// -- the table --------------------------------------------------------------------------------------------------------
+
+function chosen() {
+  const text = at("filter").value.trim().toLowerCase();
+  const only = at("only").value;
+  const value = (name, one) => (sorting.by === "name" ? name : sorting.by === "rate" ? one.rate : one.known[sorting.by]) ?? -1;
+  return [...streams]
+    .filter(([name, one]) => name.toLowerCase().includes(text)
+      && (only === "all" || (only === "alarm" ? alarmsOf(one.known).length > 0 : one.known.state !== "learning")))
+    .map(([name, one]) => [name, one, value(name, one)])
+    .sort(([a, , x], [b, , y]) => (sorting.down ? -1 : 1) * (typeof x === "number" && x !== y ? x - y : a.localeCompare(b, "en", { numeric: true })));
+}
+
+function draw() {
+  const found = chosen();
+  const visible = found.slice(0, shown);
+  const wanted = [];
+  const kept = new Set();
+  for (const [name, one] of visible) {
+    kept.add(name);
+    if (!rows.has(name)) rows.set(name, makeRow(name));
+    const row = rows.get(name);
+    fillRow(row, name, one);
+    wanted.push(row.line);
+    if (opened.has(name)) { fillDetail(row, name, one); wanted.push(row.detail); }
+  }
+  for (const name of [...rows.keys()]) if (!kept.has(name)) rows.delete(name);
+  arrange(at("rows"), wanted);
+  const empty = at("empty");
+  empty.hidden = found.length > 0;
+  setText(empty, streams.size ? "No stream fits the choice above." : "No streams yet. The first request of a stream makes it.");
+  at("more").hidden = found.length <= shown;
+  setText(at("more"), `Show more (${found.length - visible.length} left)`);
+}
+
+// Children in the wanted order. Only what differs is moved, so that the focus stays.
+function arrange(parent, wanted) {
+  const keep = new Set(wanted);
+  for (const child of [...parent.children]) if (!keep.has(child)) child.remove();
+  wanted.forEach((child, i) => { if (parent.children[i] !== child) parent.insertBefore(child, parent.children[i] ?? null); });
+}
+
+function make(tag, attributes = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  element.append(...children);
+  return element;
+}
+
+function setText(element, text) {
+  if (element.textContent !== text) element.textContent = text;
+}
+
+function makeRow(name) {
+  const detail = make("tr", { class: "detail", role: "row" });
+  const toggle = make("button", { type: "button", "aria-expanded": "false" }, name);
+  const state = make("span", { class: "state" });
+  const alarms = make("span", { class: "alarms" });
+  const numbers = Object.fromEntries(Object.keys(MEASURES).map((measure) =>
+    [measure, make("td", { class: "number", role: "cell", "data-label": MEASURES[measure] })]));
+  const chart = makeChart(false);
+  const buttons = Object.fromEntries([["freeze", "Freeze"], ["snapshot", "Snapshot"], ["rollback", "Roll back"], ["reset", "Reset"]]
+    .map(([action, words]) => [action, make("button", { type: "button", "aria-label": `${words}: ${name}` }, words)]));
+  const line = make("tr", { role: "row" },
+    make("th", { class: "name", scope: "row", role: "rowheader" }, toggle),
+    make("td", { class: "where", role: "cell" }, state, alarms),
+    ...Object.values(numbers),
+    make("td", { class: "chart", role: "cell" }, chart.svg),
+    make("td", { class: "actions", role: "cell" }, ...Object.values(buttons).flatMap((button) => [button, " "])));
+  toggle.addEventListener("click", () => {
+    if (!opened.delete(name)) opened.add(name);
+    toggle.setAttribute("aria-expanded", String(opened.has(name)));
+    draw();
+  });
+  for (const [action, button] of Object.entries(buttons)) {
+    button.addEventListener("click", () => act(button.dataset.action ?? action, name));
+  }
+  toggle.setAttribute("aria-expanded", String(opened.has(name)));
+  return { line, detail, state, alarms, numbers, chart, buttons, large: null };
+}
+
+function fillRow(row, name, one) {
+  const { known } = one;
+  const [words, meaning] = stateWords(known.state);
+  setText(row.state, words);
+  row.state.title = meaning;
+  row.state.className = `state ${known.state === "learning" ? "learning" : ["frozen", "followed"].includes(known.state) ? "" : "trouble"}`;
+  setText(row.alarms, alarmsOf(known).join("; "));
+  for (const measure of Object.keys(MEASURES)) setText(row.numbers[measure], show(measure, measure === "rate" ? one.rate : known[measure]));
+  drawChart(row.chart, name, one, at("chart").value);
+  const owned = known.state === undefined || OWNED.has(known.state);
+  const action = known.state === "frozen" || known.frozen ? "unfreeze" : "freeze";
+  const { freeze, snapshot, rollback, reset } = row.buttons;
+  freeze.dataset.action = action;
+  setText(freeze, ASK[action][0]);
+  freeze.setAttribute("aria-label", `${ASK[action][0]}: ${name}`);
+  for (const button of [freeze, snapshot, reset]) setDisabled(button, owned ? "" : meaning);
+  setDisabled(rollback, !owned ? meaning : known.snapshots?.length === 0 ? "It has no snapshot yet. Take one first." : "");
+}
+
+function setDisabled(button, why) {
+  button.disabled = why !== "";
+  button.title = why;
+}
+
+function fillDetail(row, name, one) {
+  if (row.large === null) {
+    row.large = Object.fromEntries(Object.keys(MEASURES).map((measure) => [measure, makeChart(true)]));
+    row.facts = make("dl");
+    const figures = Object.entries(row.large).map(([measure, chart]) => make("figure", {},
+      make("figcaption", {}, MEASURES[measure], chart.now), chart.svg, make("div", { class: "axis" }, chart.from, "now")));
+    row.detail.append(make("td", { colspan: "8", role: "cell" }, make("div", { class: "charts" }, ...figures), row.facts));
+  }
+  for (const [measure, chart] of Object.entries(row.large)) drawChart(chart, name, one, measure);
+  const { known } = one;
+  const facts = {
+    Clock: known.clock, Generation: known.generation, "Images learned from": known.images, "Images skipped": known.skipped,
+    "Requests waiting": known.queued, "Not stored for": known.generation === null ? null : seconds(known.lag), "Last request": known.idle === undefined ? null : `${seconds(known.idle)} ago`,
+    "Snapshots (clock)": known.snapshots?.length ? known.snapshots.join(", ") : "none", Meaning: stateWords(known.state)[1],
+  };
+  const pairs = Object.entries(facts).filter(([, value]) => value !== null && value !== undefined && value !== "");
+  row.facts.replaceChildren(...pairs.map(([term, value]) => make("div", {}, make("dt", {}, `${term}:`), make("dd", {}, String(value)))));
+}
+
+const seconds = (value) => (value === null || value === undefined ? null : value < 10 ? `${value.toFixed(1)} s` : value < 120 ? `${value.toFixed(0)} s` : `${(value / 60).toFixed(0)} min`);
+
+function show(measure, value) {
+  if (typeof value !== "number" || !Number.isFinite(value)) return "–";
+  if (measure === "trusted") return `${Math.round(100 * value)} %`;
+  if (measure === "rate") return value < 10 ? value.toFixed(1) : value.toFixed(0);
+  return value.toFixed(3);
+}
+
+// -- charts -----------------------------------------------------------------------------------------------------------
+
+function makeChart(large) {
+  const name = "http://www.w3.org/2000/svg";
+  const svg = document.createElementNS(name, "svg");
+  for (const [key, value] of Object.entries({ viewBox: "0 0 300 40", preserveAspectRatio: "none", role: "img", class: large ? "large" : "small" })) svg.setAttribute(key, value);
+  for (const y of large ? [0, 40] : [40]) {
+    const line = document.createElementNS(name, "line");
+    for (const [key, value] of Object.entries({ x1: 0, x2: 300, y1: y, y2: y })) line.setAttribute(key, value);
+    svg.append(line);
+  }
+  const path = document.createElementNS(name, "path");
+  svg.append(path);
+  return { svg, path, now: make("span"), from: make("span") };
+}
+
+function drawChart(chart, name, one, measure) {
+  const values = one.history === null ? [] : one.history[measure];
+  const finite = values.filter(Number.isFinite);
+  const highest = finite.length ? Math.max(...finite) : 0;
+  const top = measure === "trusted" ? 1 : round(highest);
+  const time = one.history?.time ?? [];
+  const now = performance.now() / 1000;
+  const drawn = Math.min(WINDOW, Math.max(LEAST_WINDOW, now)); // the page was opened at 0
+  let path = "";
+  let drawing = false;
+  values.forEach((value, i) => {
+    if (!Number.isFinite(value)) { drawing = false; return; }
+    const [x, y] = [300 * (1 - (now - time[i]) / drawn), 40 - 38 * Math.min(1, value / top)];
+    path += `${drawing ? "L" : "M"}${x.toFixed(1)} ${y.toFixed(1)}`;
+    drawing = true;
+  });
+  chart.path.setAttribute("d", path);
+  const last = values.length ? values.at(-1) : NaN;
+  const span = seconds(time.length ? now - time[0] : 0);
+  const range = finite.length ? `lowest ${show(measure, Math.min(...finite))}, highest ${show(measure, highest)}` : "nothing yet";
+  chart.svg.setAttribute("aria-label", `${MEASURES[measure]} of ${name} over ${span}: now ${show(measure, last)}, ${range}`);
+  setText(chart.now, `${show(measure, last)} of ${show(measure, top)}`);
+  setText(chart.from, `${seconds(drawn)} ago`);
+}
+
+// The next of 1, 2, 5, 10, ... times a power of ten.
+function round(value) {
+  if (!(value > 0)) return 1;
+  const power = 10 ** Math.floor(Math.log10(value));
+  return [1, 2, 5, 10].map((factor) => factor * power).find((top) => top >= value);
+}
+
+// -- actions ----------------------------------------------------------------------------------------------------------
+
+async function act(action, name) {
+  let body = "";
+  if (action in ASK) {
+    const clocks = action === "rollback" ? [...(streams.get(name)?.known.snapshots ?? [])].reverse() : [];
+    if (!(await confirmed(action, name, clocks))) return;
+    if (clocks.length) body = JSON.stringify({ to: Number(at("ask-clock").value) });
+  }
+  try {
+    const answer = await call(`v1/streams/${encodeURIComponent(name)}/${action}`, { method: "POST", body });
+    const known = await answer.json();
+    const one = streams.get(name);
+    if (one !== undefined && known.name === name) { one.known = { ...one.known, ...known }; draw(); }
+    say(`${name} ${DONE[action]}.`);
+  } catch (error) {
+    say(error.status ? `${name} was not changed: ${error.message}` : `The server does not answer. Whether ${name} was changed is not known.`);
+  }
+}
+
+function confirmed(action, name, clocks) {
+  const [verb, meaning] = ASK[action];
+  const dialog = at("ask");
+  setText(at("ask-head"), `${verb} ${name}?`);
+  setText(at("ask-words"), meaning);
+  setText(at("ask-yes"), verb);
+  at("ask-choice").hidden = clocks.length === 0;
+  at("ask-clock").replaceChildren(...clocks.map((clock) => make("option", { value: clock }, String(clock))));
+  dialog.returnValue = "";
+  dialog.showModal();
+  return new Promise((resolve) => dialog.addEventListener("close", () => resolve(dialog.returnValue === "yes"), { once: true }));
+}
+
+function say(words) {
+  setText(at("said"), words);
+  clearTimeout(saying);
+  saying = setTimeout(() => setText(at("said"), ""), 8000);
+}
+
+function addEvents(events) {
+  if (events.length === 0) return;
+  const list = at("events");
+  for (const event of events.slice(-EVENTS)) {
+    const when = event.time ? new Date(1000 * event.time).toLocaleTimeString() : "";
+    const named = event.stream === null || event.stream === undefined ? [] : [make("b", {}, event.stream), " "];
+    list.prepend(make("li", {}, make("time", {}, when), " ", ...named, String(event.words ?? event.kind ?? "")));
+  }
+  while (list.children.length > EVENTS) list.lastChild.remove();
+  list.hidden = false;
+  at("no-events").hidden = true;
+}
+
+// -- choices ----------------------------------------------------------------------------------------------------------
+
+function sortBy(by, down) {
+  sorting = { by, down };
+  at("sort").value = by;
+  for (const head of document.querySelectorAll("th[data-sort]")) {
+    if (head.dataset.sort === by) head.setAttribute("aria-sort", down ? "descending" : "ascending");
+    else head.removeAttribute("aria-sort");
+  }
+  draw();
+}
+
+for (const head of document.querySelectorAll("th[data-sort]")) {
+  head.querySelector("button").addEventListener("click", () => {
+    const by = head.dataset.sort;
+    sortBy(by, sorting.by === by ? !sorting.down : by !== "name");
+  });
+}
+at("sort").addEventListener("change", () => sortBy(at("sort").value, at("sort").value !== "name"));
+at("filter").addEventListener("input", () => { shown = PAGE; draw(); });
+at("only").addEventListener("change", () => { shown = PAGE; draw(); });
+at("chart").addEventListener("change", () => {
+  setText(at("chart-head"), `${MEASURES[at("chart").value]} over time`);
+  draw();
+});
+at("more").addEventListener("click", () => { shown += PAGE; draw(); });
+
+poll();

@@ -1,0 +1,269 @@
+"""The page of a server as an operator meets it: a real browser, a real worker, by mouse and by keyboard."""
+
+import hashlib
+import json
+
+import pytest
+
+pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install '.[dev]'")
+
+from http_calls import IMAGES
+from playwright.sync_api import expect
+from small_server import MODEL
+
+import tribe
+from browsers import CONTRASTS, PATIENCE, SIZES, needs_chromium, started_chromium
+from tribe.serve.client import Client
+from tribe.serve.listener import Listener
+from tribe.serve.security import Token
+from tribe.serve.store import SqliteStore
+from tribe.serve.worker import Worker
+from tribe.testing import images, small_network
+
+pytestmark = needs_chromium
+STRANGE = '<script>document.title = "owned"</script><img src="x" onerror="document.title = 1">'
+LONG = "line-3-camera-7-with-a-name-that-fills-the-row@hall-north.plant-2.example"
+
+
+class Opened(Worker):
+    """A worker that begins with some streams; the HTTP side would refuse the name of one of them."""
+
+    async def start(self):
+        await super().start()
+        for name in ("cam1", "cam2", LONG, STRANGE):
+            await self.infer(name, images(1, 2)[0])
+
+
+def serving(store=None, **options):
+    return Listener(Opened(tribe.fleet(small_network(), h0=2.0), store), MODEL, port=options.pop("port", 0), **options)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    store = SqliteStore(tmp_path_factory.mktemp("data"))
+    with serving(store) as found:
+        yield found
+    store.close()
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with started_chromium() as started:
+        yield started
+
+
+@pytest.fixture
+def visit(browser):
+    """Open a page; a request to another place, and any complaint of the browser, fails the test."""
+    contexts, complaints = [], []
+
+    def go(url, size="desktop", scheme="light", prepare=lambda page: None, expected=()):
+        width, height = SIZES[size]
+        context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
+        contexts.append(context)
+        context.set_default_timeout(PATIENCE)
+        page = context.new_page()
+        page.on("request", lambda request: request.url.startswith((url, "data:")) or complaints.append(request.url))
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+
+        def complain(message):
+            if message.type == "error" and not any(words in message.text for words in expected):
+                complaints.append(message.text)
+
+        page.on("console", complain)
+        prepare(page)
+        page.goto(url)
+        return page
+
+    yield go
+    for context in contexts:
+        context.close()
+    assert not complaints
+
+
+def row(page, name):
+    return page.locator("#rows tr").filter(has=page.get_by_role("rowheader", name=name, exact=True))
+
+
+def number(page, name, label):
+    return row(page, name).locator(f"td[data-label='{label}']")
+
+
+def do(page, words, name):
+    """Press a button of a stream and confirm, by keyboard alone; the focus is where it was."""
+    button = page.get_by_role("button", name=f"{words}: {name}", exact=True)
+    button.focus()
+    page.keyboard.press("Enter")
+    expect(page.locator("#ask")).to_be_visible()
+    expect(page.locator("#ask-head")).to_have_text(f"{words} {name}?")
+    page.locator("#ask-yes").focus()
+    page.keyboard.press("Enter")
+    expect(page.locator("#ask")).to_be_hidden()
+
+
+def test_streams_are_shown_with_their_numbers_as_they_change(visit, server):
+    page = visit(server.url)
+    expect(page.locator("#summary")).to_contain_text("Model small, method tribe. 4 streams: 4 adapting")
+    expect(page.locator("#connection")).to_have_text("Live.")
+    with Client(server.url, "small") as client:
+        for _ in range(3):
+            client.predict("cam2", IMAGES)
+        known = client.stream("cam2")
+    expect(number(page, "cam2", "Distance")).to_have_text(f"{known['distance']:.3f}")
+    expect(number(page, "cam2", "Entropy")).to_have_text(f"{known['entropy']:.3f}")
+    expect(number(page, "cam2", "Trusted")).to_have_text(f"{100 * known['trusted']:.0f} %")
+    page.get_by_role("button", name="cam2", exact=True).press("Enter")
+    detail = page.locator("tr.detail")
+    expect(detail).to_contain_text(f"Images learned from: {known['images']}")
+    expect(detail.locator("svg path[d*=L]").first).to_be_attached()  # a line of at least two samples
+    expect(detail.get_by_role("img")).to_have_count(4)
+    assert "of cam2 over" in detail.get_by_role("img").first.get_attribute("aria-label")
+    page.get_by_role("button", name="cam2", exact=True).press("Enter")
+    expect(detail).to_have_count(0)
+
+
+def test_buttons_freeze_roll_back_and_reset_after_confirmation(visit, server):
+    page = visit(server.url, "phone")
+    with Client(server.url, "small") as client:
+
+        def known():
+            return client.stream("cam1")
+
+        back = page.get_by_role("button", name="Roll back: cam1")
+        expect(back).to_be_disabled()
+        page.get_by_role("button", name="Snapshot: cam1").press("Enter")
+        expect(page.locator("#said")).to_have_text("cam1 has a new snapshot.")
+        expect(back).to_be_enabled()
+        before, generation = known()["clock"], known()["generation"]
+        client.predict("cam1", IMAGES)
+        assert known()["clock"] == before + 1
+        back.click()
+        page.keyboard.press("Escape")
+        assert known()["clock"] == before + 1
+        do(page, "Roll back", "cam1")
+        expect(page.locator("#said")).to_have_text("cam1 is rolled back.")
+        assert (known()["clock"], known()["generation"]) == (before, generation + 1)
+        do(page, "Freeze", "cam1")
+        expect(row(page, "cam1").locator(".state")).to_have_text("frozen")
+        assert known()["frozen"] is True
+        do(page, "Unfreeze", "cam1")
+        expect(row(page, "cam1").locator(".state")).to_have_text("adapting")
+        do(page, "Reset", "cam1")
+        expect(page.locator("#said")).to_have_text("cam1 is the source model again.")
+        assert (known()["clock"], known()["distance"]) == (0, 0)
+        expect(page.locator("#events li").first).to_contain_text("cam1 returned to the source model")
+
+
+def test_a_name_is_text_wherever_it_stands_and_an_error_is_shown_in_words(visit, server):
+    page = visit(server.url, expected=("400 (Bad Request)",))
+    expect(page.get_by_role("rowheader", name=STRANGE, exact=True)).to_be_visible()
+    expect(page.locator("#events")).to_contain_text(STRANGE)
+    do(page, "Freeze", STRANGE)
+    expect(page.locator("#said")).to_contain_text(f"{STRANGE} was not changed: the name of the stream is")
+    page.get_by_role("button", name=STRANGE, exact=True).click()
+    assert page.locator("img, main script").count() == 0
+    expect(page).to_have_title("4 streams - tribe")
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_fits_the_screen_and_every_text_can_be_read(visit, server, tmp_path, size, scheme):
+    page = visit(server.url, size, scheme)
+    page.get_by_role("button", name=LONG, exact=True).click()
+    expect(page.locator("tr.detail svg")).to_have_count(4)
+    assert page.evaluate("document.documentElement.scrollWidth") <= SIZES[size][0]
+    found = page.evaluate(CONTRASTS)
+    assert len(found) > 40
+    assert [text for text in found if text[0] < 4.5] == []
+    page.screenshot(path=tmp_path / "page.png", full_page=True)
+    assert (tmp_path / "page.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_keyboard_reaches_every_control_in_order_and_shows_where_it_is(visit, server, size):
+    page = visit(server.url, size)
+    page.get_by_role("button", name="Snapshot: cam2").wait_for()
+    wanted = page.evaluate(
+        """() => [...document.querySelectorAll("a[href], button, input, select, [tabindex='0']")]
+            .filter((e) => e.checkVisibility({ visibilityProperty: true }) && !e.disabled)
+            .map((e, i) => { e.dataset.stop = i; return e.dataset.stop; })"""
+    )
+    assert len(wanted) > 18
+    reached = []
+    for _ in wanted:
+        page.keyboard.press("Tab")
+        focus = "document.activeElement"
+        reached.append(page.evaluate(f"{focus}.dataset.stop"))
+        assert page.evaluate(f"getComputedStyle({focus}).outlineStyle") == "solid"
+    assert reached == wanted
+
+
+def test_it_says_that_the_server_is_gone_and_goes_on_when_it_is_back(visit):
+    with serving() as first:
+        page = visit(first.url, expected=("ERR_CONNECTION", "ERR_INCOMPLETE", "ERR_EMPTY"))
+        expect(page.locator("#events li")).to_have_count(4)
+    expect(page.locator("#connection")).to_contain_text("The server has not answered since")
+    expect(page.get_by_role("rowheader", name="cam1", exact=True)).to_be_visible()
+    with serving(port=first.port) as second, Client(second.url, "small") as client:
+        expect(page.locator("#connection")).to_have_text("Live.")
+        client.control("freeze", "cam1")
+        expect(row(page, "cam1").locator(".state")).to_have_text("frozen")
+        expect(page.locator("#events")).to_contain_text("it only predicts")
+
+
+def test_it_asks_for_a_token_and_keeps_it_nowhere(visit):
+    tokens = [Token("eye", hashlib.sha256(b"eyes-of-sixteen-chars").hexdigest(), "cam", "predict")]
+    with serving(tokens=tokens) as server:
+        page = visit(server.url, expected=("401 (Unauthorized)", "403 (Forbidden)"))
+        field = page.get_by_label("Token")
+        expect(field).to_be_focused()
+        for given, words in (
+            ("with a space", "no spaces"),
+            ("not-the-token-of-this-server", "does not know this token"),
+        ):
+            field.fill(given)
+            page.keyboard.press("Enter")
+            expect(page.locator("#login-words")).to_contain_text(words)
+        field.fill("eyes-of-sixteen-chars")
+        page.keyboard.press("Enter")
+        expect(page.locator("#summary")).to_contain_text("2 streams")
+        expect(page.locator("#events li")).to_have_count(2)
+        do(page, "Reset", "cam1")
+        expect(page.locator("#said")).to_contain_text("cam1 was not changed: the token 'eye' has the role predict")
+        kept = page.evaluate(
+            "[document.cookie, JSON.stringify(localStorage), JSON.stringify(sessionStorage), location.href]"
+        )
+        assert kept == ["", "{}", "{}", f"{server.url}/"]
+        page.reload()
+        expect(field).to_be_visible()
+
+
+def test_alarms_and_what_does_not_adapt_can_be_found_among_many(visit, server):
+    """The answer of the server is replaced here: a worker of its own cannot be in all of these states at once."""
+    base = {"images": 5, "trusted": 0.5, "entropy": 0.25, "distance": 0.125, "frozen": False, "snapshots": []}
+    states = ("frozen", "followed", "unreachable", "lease", "lag")
+    many = [{**base, "name": f"cam{i}", "state": "learning"} for i in range(60)]
+    many += [{**base, "name": f"still-{state}", "state": state, "frozen": state == "frozen"} for state in states]
+    many[3] |= {"alarms": [{"kind": "collapse", "words": "one class gets 98 % of the images"}, "dark"], "entropy": 0.75}
+
+    def prepare(page):
+        answer = json.dumps({"model": "small", "method": "tribe", "streams": many})
+        page.route("**/v1/streams", lambda route: route.fulfill(body=answer, content_type="application/json"))
+
+    page = visit(server.url, prepare=prepare)
+    lines = page.locator("#rows tr")
+    expect(lines).to_have_count(50)
+    page.get_by_role("button", name="Show more (15 left)").click()
+    expect(lines).to_have_count(65)
+    expect(page).to_have_title("(1!) 65 streams - tribe")
+    page.get_by_role("button", name="Entropy").click()
+    expect(lines.first).to_contain_text("one class gets 98 % of the images; dark")
+    expect(page.locator("th[data-sort=entropy]")).to_have_attribute("aria-sort", "descending")
+    page.get_by_label("Show").select_option("still")
+    shown = ["frozen", "not owned", "store unreachable", "lease ended", "storing is late"]
+    expect(lines).to_have_count(5)
+    assert sorted(page.locator(".state").all_inner_texts()) == sorted(shown)
+    for state, changeable in zip(states, (True, False, False, False, True), strict=True):
+        assert page.get_by_role("button", name=f"Reset: still-{state}").is_enabled() == changeable
+    page.get_by_label("Name contains").fill("nothing like this")
+    expect(page.locator("#empty")).to_have_text("No stream fits the choice above.")
