@@ -1,0 +1,169 @@
+"""Two workers on one store behind a real HAProxy with deploy/haproxy.cfg: one stream, one worker, also after a kill."""
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from http_calls import web
+from small_server import MODEL
+
+import tribe
+from places import ROOT
+from processes import Process
+from tribe.serve.client import Client, ClientError
+from tribe.serve.listener import Listener
+from tribe.serve.policy import Policy
+from tribe.serve.protocol.plain import encode_npy
+from tribe.serve.store import SqliteStore
+from tribe.serve.worker import Worker
+from tribe.testing import small_network
+
+HAPROXY = shutil.which("haproxy") or shutil.which("haproxy", path="/usr/sbin:/usr/local/sbin")
+pytestmark = pytest.mark.skipif(HAPROXY is None, reason="needs haproxy: apt-get install haproxy")
+CONFIG = (ROOT / "deploy/haproxy.cfg").read_text()
+POLICY = "lease=1.0, renew=0.2, margin=0.3, write_every=0.05, staleness=0.1, retry=0.05"
+WORKER = f"""
+import sys
+import tribe
+from tribe.serve.listener import Listener
+from tribe.serve.policy import Policy
+from tribe.serve.protocol.messages import ModelInfo
+from tribe.serve.store import SqliteStore
+from tribe.serve.worker import Worker
+from tribe.testing import CLASSES, small_network
+
+worker = Worker(tribe.fleet(small_network(), h0=2.0), SqliteStore(sys.argv[1]), policy=Policy({POLICY}))
+server = Listener(worker, ModelInfo("small", (3, 8, 8), CLASSES, method="tribe"), port=int(sys.argv[2]))
+server.run(lambda: print("listens", flush=True))
+"""
+STREAMS = [f"cam{i}" for i in range(6)]
+
+
+def free_ports(count):
+    with contextlib.ExitStack() as stack:
+        taken = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [each.getsockname()[1] for each in taken]
+
+
+def batch(stream, number):
+    """The images of one request; every stream and every request has others."""
+    seed = 1000 * int(stream.removeprefix("cam")) + number
+    return np.random.default_rng(seed).random((2, 3, 8, 8), np.float32)
+
+
+def replay(stream, count):
+    """Logits of the next request after `count` learned ones, by the library alone."""
+    alone = tribe.fleet(small_network(), h0=2.0)
+    for number in range(count):
+        alone({stream: torch.from_numpy(batch(stream, number))})
+    return alone.predict({stream: torch.from_numpy(batch(stream, count))})[stream].numpy()
+
+
+@contextlib.contextmanager
+def balanced(tmp_path):
+    """HAProxy with the shipped configuration and two workers: one in a process of its own, one here."""
+    front, here, other = free_ports(3)
+    text = CONFIG
+    for old, new in (("127.0.0.1:8000", front), ("127.0.0.1:8101", here), ("127.0.0.1:8102", other)):
+        assert old in text
+        text = text.replace(old, f"127.0.0.1:{new}")
+    (tmp_path / "haproxy.cfg").write_text(text)
+    (tmp_path / "worker.py").write_text(WORKER)
+    reader, writer = os.pipe()
+    process = Process(tmp_path / "worker.py", tmp_path / "data", other, stdout=writer, cwd=tmp_path)
+    os.close(writer)
+    store = SqliteStore(tmp_path / "data")
+    worker = Worker(tribe.fleet(small_network(), h0=2.0), store, policy=eval(f"Policy({POLICY})", {"Policy": Policy}))
+    with Listener(worker, MODEL, port=here) as server, os.fdopen(reader) as said:
+        assert said.readline() == "listens\n"
+        proxy = subprocess.Popen([HAPROXY, "-db", "-f", tmp_path / "haproxy.cfg"])
+        try:
+            url = f"http://127.0.0.1:{front}"
+            wait_for(lambda: _answers(f"{url}/v2/health/ready"))
+            yield url, server, f"http://127.0.0.1:{other}", process
+        finally:
+            proxy.terminate()
+            proxy.wait()
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
+            process.end()
+    store.close()
+
+
+def wait_for(condition):
+    """Ask until it is so; a test that waits forever is stopped by hand."""
+    while not condition():
+        time.sleep(0.05)
+
+
+def _answers(url):
+    try:
+        return web.get(url).status_code == 200
+    except Exception:
+        return False
+
+
+def states(url):
+    return {each["name"]: each for each in web.get(f"{url}/v1/streams").json()["streams"]}
+
+
+def test_the_shipped_configuration_is_valid(tmp_path):
+    found = subprocess.run([HAPROXY, "-c", "-f", ROOT / "deploy/haproxy.cfg"], capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    assert re.search(r"WARNING|ALERT", found.stderr) is None, found.stderr
+
+
+def test_a_stream_lands_on_one_worker_and_another_takes_it_over_when_that_one_is_killed(tmp_path):
+    with balanced(tmp_path) as (url, server, other, process):
+        for number in range(3):
+            for stream in STREAMS:
+                with Client(url, "small") as client:
+                    assert client.infer(stream, batch(stream, number)).facts["tribe_adapted"] is True
+        here, there = states(server.url), states(other)
+        assert set(here) | set(there) == set(STREAMS)
+        assert not set(here) & set(there)
+        assert here
+        assert there
+        assert {each["state"] for each in (*here.values(), *there.values())} == {"learning"}
+        assert {each["clock"] for each in (*here.values(), *there.values())} == {3}
+        moved = min(there)
+        plain = web.post(f"{url}/v1/streams/{moved}/predict?learn=false", content=encode_npy(batch(moved, 3))).json()
+        assert np.argmax(replay(moved, 3), 1).tolist() == plain["classes"]  # the path led to the same worker
+        assert moved not in states(server.url)
+        assert web.get(f"{url}/v1/streams").status_code == 404
+
+        wait_for(lambda: all(each["lag"] == 0 for each in states(other).values()))  # all is stored
+        os.kill(process.pid, signal.SIGKILL)
+        answers = {stream: [] for stream in there}
+
+        def go_on(stream):
+            """Predict until the stream learns again; every answer must be this stream's."""
+            with Client(url, "small") as client:
+                while not any(adapted for adapted, _ in answers[stream]):
+                    with contextlib.suppress(ClientError, OSError):
+                        found = client.infer(stream, batch(stream, 3))
+                        answers[stream].append((found.facts["tribe_adapted"], found.logits))
+                    time.sleep(0.02)
+
+        threads = [threading.Thread(target=go_on, args=(stream,)) for stream in there]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        taken = states(server.url)
+        for stream, before in there.items():
+            wanted = replay(stream, 3)
+            for _, logits in answers[stream]:
+                np.testing.assert_allclose(logits, wanted, rtol=1e-4, atol=1e-5)  # logits of another stream differ
+            assert (taken[stream]["clock"], taken[stream]["generation"]) == (4, before["generation"] + 1)
+        assert not np.allclose(replay(min(there), 3), replay(STREAMS[0] if min(there) != STREAMS[0] else "cam1", 3), rtol=1e-4, atol=1e-5)
+        assert {stream: taken[stream]["clock"] for stream in here} == dict.fromkeys(here, 3)
