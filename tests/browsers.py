@@ -8,9 +8,7 @@ import pytest
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs a chromium on the PATH: apt-get install chromium")
 
-PATIENCE = (
-    120_000  # milliseconds until a browser that does not do what is expected fails a test, on a busy machine, too
-)
+PATIENCE = 30_000  # milliseconds until a browser that does not do what is expected fails a test
 SIZES = {"phone": (375, 812), "desktop": (1440, 900)}
 
 

@@ -155,11 +155,11 @@ def test_buttons_freeze_roll_back_and_reset_after_confirmation(visit, server):
 
 
 def test_a_name_is_text_wherever_it_stands_and_an_error_is_shown_in_words(visit, server):
-    page = visit(server.url, expected=("400 (Bad Request)",))
+    page = visit(server.url, expected=("404 (Not Found)",))
     expect(page.get_by_role("rowheader", name=STRANGE, exact=True)).to_be_visible()
     expect(page.locator("#events")).to_contain_text(STRANGE)
     do(page, "Freeze", STRANGE)
-    expect(page.locator("#said")).to_contain_text(f"{STRANGE} was not changed: the name of the stream is")
+    expect(page.locator("#said")).to_contain_text(f"{STRANGE} was not changed: there is no path")
     page.get_by_role("button", name=STRANGE, exact=True).click()
     assert page.locator("img, main script").count() == 0
     expect(page).to_have_title("4 streams - tribe")

@@ -308,7 +308,7 @@ function fillDetail(row, name, one) {
     "Snapshots (clock)": known.snapshots?.length ? known.snapshots.join(", ") : "none", Meaning: stateWords(known.state)[1],
   };
   const pairs = Object.entries(facts).filter(([, value]) => value !== null && value !== undefined && value !== "");
-  row.facts.replaceChildren(...pairs.map(([term, value]) => make("div", {}, make("dt", {}, `${term}:`), make("dd", {}, String(value)))));
+  row.facts.replaceChildren(...pairs.map(([term, value]) => make("div", {}, make("dt", {}, `${term}:`), " ", make("dd", {}, String(value)))));
 }
 
 const seconds = (value) => (value === null || value === undefined ? null : value < 10 ? `${value.toFixed(1)} s` : value < 120 ? `${value.toFixed(0)} s` : `${(value / 60).toFixed(0)} min`);
