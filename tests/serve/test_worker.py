@@ -245,6 +245,30 @@ def test_the_oldest_change_is_stored_first_up_to_the_bytes_of_a_round(store):
     assert play(scenario, store=store, policy=one_at_a_time, clock=clock) == [["c"], ["a", "c"], ["a", "b", "c"]]
 
 
+def test_streams_are_not_written_one_by_one_each_after_a_step_of_its_own(store):
+    fleet, names, captured = Paused(), [f"cam{i}" for i in range(6)], []
+    plain = fleet.fleet.to_bytes
+    fleet.to_bytes = lambda name: captured.append(name) or plain(name)
+
+    async def scenario(worker):
+        await asyncio.gather(*(worker.infer(name, batch(0)) for name in names))
+        fleet.go.clear()
+        asked = asyncio.create_task(worker.infer("cam0", batch(1)))
+        while worker.scheduler.stepping is None:
+            await asyncio.sleep(0)
+        writing = asyncio.create_task(worker.writer._write_all(list(worker.keeper.streams.values())))
+        for _ in range(10**6):  # cam0 is the first, and is being stepped; the others need not wait for that
+            if len(captured) == 5:
+                break
+            await asyncio.sleep(0)
+        assert sorted(captured) == names[1:]
+        fleet.go.set()
+        await asyncio.gather(asked, writing)
+
+    play(scenario, fleet, store)
+    assert store.read("cam0").clock == 2
+
+
 class Failing:
     """A store whose calls fail while a test says so."""
 

@@ -114,11 +114,15 @@ def check_owners(outputs):
 
 def seconds_lost(output, stored):
     """How much learning of a worker is not in the stored states: the longest time from a step that was lost until the
-    worker was killed, or until its answers say that it owns the stream no more."""
-    longest, oldest, last = 0.0, {}, 0.0  # oldest: when the first lost step of each stream was taken
-    for stream, request_id, adapted, _, _, last in lines_of(output):
+    worker was killed, or until its answers say that it does not own the stream, or has claimed it anew."""
+    longest, oldest, last = (
+        0.0,
+        {},
+        0.0,
+    )  # oldest: when the first lost step of each stream was taken, and its generation
+    for stream, request_id, adapted, _, generation, last in lines_of(output):
+        if stream in oldest and (not adapted or generation != oldest[stream][1]):
+            longest = max(longest, last - oldest.pop(stream)[0])
         if adapted and request_id not in stored[stream].requests:
-            oldest.setdefault(stream, last)
-        elif not adapted and stream in oldest:
-            longest = max(longest, last - oldest.pop(stream))
-    return max([longest, *(last - moment for moment in oldest.values())])
+            oldest.setdefault(stream, (last, generation))
+    return max([longest, *(last - moment for moment, _ in oldest.values())])

@@ -1,7 +1,8 @@
 """Write-behind: states that changed are stored in rounds, the oldest change first.
 
 A stream is held while its state is turned into bytes, so that the bytes, the clock and the request ids belong together.
-Predictions go on meanwhile. The writing itself holds nothing.
+Predictions go on meanwhile. The writing itself holds nothing. Streams are held together, because each has to wait for
+the step that runs.
 """
 
 import asyncio
@@ -9,7 +10,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from tribe.serve.events import Events
 from tribe.serve.exposition import Counter
@@ -17,8 +18,7 @@ from tribe.serve.ownership import Served
 from tribe.serve.policy import Policy
 from tribe.serve.store.protocol import Claim, Fenced, Store, StoreDown
 
-T = TypeVar("T")
-InThread = Callable[[Callable[[], T]], Awaitable[T]]
+TOGETHER = 64  # most streams that are held at the same time
 
 
 class Captured(NamedTuple):
@@ -59,6 +59,7 @@ class Writer:
         self._in_thread, self._hold, self._to_bytes, self._lost = in_thread, hold, to_bytes, lost
         self._lock = asyncio.Lock()  # one write at a time: an older state must not overtake a newer one
         self._complained: set[str] = set()  # streams that could not be stored for a reason of their own
+        self._size = 0  # bytes of the last state
         self._failures = 0
         self._paused_until = 0.0
         self.writes = Counter("tribe_writes_total", "States that were stored.")
@@ -76,62 +77,91 @@ class Writer:
         if self.clock() < self._paused_until:
             return
         changed = [served for served in streams if served.dirty_since is not None and served.claim is not None]
+        changed.sort(key=lambda served: served.dirty_since or 0.0)
         written = 0
-        for served in sorted(changed, key=lambda served: served.dirty_since or 0.0):
+        while changed and written < self.policy.write_bytes:
+            # States of one fleet have one size, so that the last one says how many fit.
+            count = min(TOGETHER, max(1, (self.policy.write_bytes - written) // self._size)) if self._size else 1
+            group, changed = changed[:count], changed[count:]
             try:
-                written += await self.write(served)
+                written += await self._write_all(group)
             except StoreDown:
-                return
-            except Exception as error:  # such as a state that is not finite: the others are stored all the same
-                self.failed.add()
-                if served.name not in self._complained:
-                    self._complained.add(served.name)
-                    self.events.add("not-stored", f"it cannot be stored: {error}", served.name, logging.ERROR)
-            if written >= self.policy.write_bytes:
                 return
 
     async def write(self, served: Served) -> int:
         """Store one stream if it has changed, and return how many bytes. `StoreDown`: nothing was stored."""
         async with self._lock:
-            if served.claim is None:
-                return 0
-            async with self._hold(served.name):
-                if served.dirty_since is None or served.claim is None:
-                    return 0
-                captured = await self._capture(served)
-                served.writing_since, served.dirty_since = served.dirty_since, None
-            try:
-                await self._in_thread(
-                    lambda: self.store.write(
-                        captured.claim,
-                        captured.blob,
-                        clock=captured.clock,
-                        requests=captured.requests,
-                        meta=captured.meta,
-                    )
-                )
-            except Fenced as error:
-                self.fenced.add()
-                served.writing_since = None
-                await self._lost(served, str(error))
-                return 0
-            except BaseException as error:
-                served.dirty_since, served.writing_since = served.writing_since, None
-                if isinstance(error, StoreDown):
-                    self.note_failure(error)
-                raise
-            served.writing_since = None
-            self._complained.discard(served.name)
-            self.note_success()
-            self.writes.add()
-            self.bytes.add(len(captured.blob))
-            return len(captured.blob)
+            captured = await self._capture(served)
+            return 0 if captured is None else await self._store(served, captured)
 
-    async def _capture(self, served: Served) -> Captured:
-        assert served.claim is not None
-        blob: bytes = await self._in_thread(lambda: self._to_bytes(served.name))
-        meta = {"owner": served.claim.owner, "learned": served.learned_at, "captured": time.time()}
-        return Captured(served.claim, blob, served.clock, tuple(served.recent), meta)
+    async def _write_all(self, group: list[Served]) -> int:
+        """Store some streams. All are held at the same time: one after another, each would wait for a step."""
+        async with self._lock:
+            found = await asyncio.gather(*(self._capture(served) for served in group), return_exceptions=True)
+            written, down = 0, None
+            for served, captured in zip(group, found, strict=True):
+                if isinstance(captured, BaseException):
+                    self._complain(served, captured)
+                elif captured is not None and down is not None:
+                    self._put_back(served)
+                elif captured is not None:
+                    try:
+                        written += await self._store(served, captured)
+                    except StoreDown as error:
+                        down = error
+                    except Exception as error:  # the others are stored all the same
+                        self._complain(served, error)
+            if down is not None:
+                raise down
+            return written
+
+    async def _store(self, served: Served, captured: Captured) -> int:
+        claim, blob, clock, requests, meta = captured
+        try:
+            await self._in_thread(lambda: self.store.write(claim, blob, clock=clock, requests=requests, meta=meta))
+        except Fenced as error:
+            self.fenced.add()
+            served.writing_since = None
+            await self._lost(served, str(error))
+            return 0
+        except BaseException as error:
+            self._put_back(served)
+            if isinstance(error, StoreDown):
+                self.note_failure(error)
+            raise
+        served.writing_since = None
+        self._size = len(blob)
+        self._complained.discard(served.name)
+        self.note_success()
+        self.writes.add()
+        self.bytes.add(len(blob))
+        return len(blob)
+
+    @staticmethod
+    def _put_back(served: Served) -> None:
+        """What was captured is not stored: it counts as changed again."""
+        served.dirty_since, served.writing_since = served.writing_since, None
+
+    def _complain(self, served: Served, error: BaseException) -> None:
+        """A stream cannot be stored for a reason of its own, such as a state that is not finite."""
+        self.failed.add()
+        if served.name not in self._complained:
+            self._complained.add(served.name)
+            self.events.add("not-stored", f"it cannot be stored: {error}", served.name, logging.ERROR)
+
+    async def _capture(self, served: Served) -> Captured | None:
+        """The state of a stream as bytes, with what belongs to it; None: there is nothing to store."""
+        if served.claim is None:
+            return None
+        async with self._hold(served.name):
+            if served.dirty_since is None or served.claim is None:
+                return None
+            blob: bytes = await self._in_thread(lambda: self._to_bytes(served.name))
+            if served.claim is None:  # lost meanwhile
+                return None
+            meta = {"owner": served.claim.owner, "learned": served.learned_at, "captured": time.time()}
+            served.writing_since, served.dirty_since = served.dirty_since, None
+            return Captured(served.claim, blob, served.clock, tuple(served.recent), meta)
 
     def note_failure(self, error: Exception) -> None:
         """The store failed: pause, longer each time, and say so once."""
