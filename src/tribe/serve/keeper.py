@@ -10,7 +10,7 @@ from typing import Any
 from tribe.fleet import Fleet
 from tribe.serve.events import Events
 from tribe.serve.ownership import Found, Served, look_up, new_generation
-from tribe.serve.policy import NotOwner, Policy, UnknownStream
+from tribe.serve.policy import NotOwner, Policy, UnknownStream, WrongState
 from tribe.serve.store.protocol import Store, StoreDown
 from tribe.serve.writer import Writer
 from tribe.storage.states import StateFileError
@@ -106,7 +106,7 @@ class Keeper:
         except StateFileError as error:
             if (claim := found.claim) is not None:
                 await self._in_thread(lambda: store.release(claim))
-            raise RuntimeError(
+            raise WrongState(
                 f"stream {name!r} has a stored state that does not fit: {error}. Serve it with the model and method it "
                 "was stored with, or delete the stream"
             ) from error

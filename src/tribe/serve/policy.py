@@ -69,5 +69,9 @@ class Overloaded(RuntimeError):
         self.retry_after = retry_after
 
 
+class WrongState(RuntimeError):
+    """The stored state of the stream belongs to another model or method."""
+
+
 class NotOwner(RuntimeError):
     """Another worker owns the stream, so this one cannot change it."""

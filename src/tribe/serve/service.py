@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tribe.serve.backend import Action, Backend
 from tribe.serve.limits import Limits
-from tribe.serve.policy import NotOwner, Overloaded
+from tribe.serve.policy import NotOwner, Overloaded, WrongState
 from tribe.serve.protocol.errors import BadInput, Conflict, NotFound, ServeError, TooMany, Unavailable
 from tribe.serve.protocol.messages import Answer, Images, ModelInfo, Request
 from tribe.serve.security import Guard, Holder
@@ -119,7 +119,7 @@ async def translated(doing: Awaitable[T]) -> T:
         raise Unavailable(f"there is not enough memory for this request: {_words(error)}. Send fewer images") from error
     except Overloaded as error:
         raise Unavailable(_words(error), error.retry_after) from error
-    except NotOwner as error:
+    except (NotOwner, WrongState) as error:
         raise Conflict(_words(error)) from error
     except OSError as error:  # the store fails
         raise Unavailable(_words(error)) from error
