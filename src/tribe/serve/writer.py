@@ -8,8 +8,8 @@ the step that runs.
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, NamedTuple
 
 from tribe.serve.events import Events
@@ -90,13 +90,13 @@ class Writer:
 
     async def write(self, served: Served) -> int:
         """Store one stream if it has changed, and return how many bytes. `StoreDown`: nothing was stored."""
-        async with self._lock:
+        async with self._lock, self._all_or_dirty([served]):
             captured = await self._capture(served)
             return 0 if captured is None else await self._store(served, captured)
 
     async def _write_all(self, group: list[Served]) -> int:
         """Store some streams. All are held at the same time: one after another, each would wait for a step."""
-        async with self._lock:
+        async with self._lock, self._all_or_dirty(group):
             found = await asyncio.gather(*(self._capture(served) for served in group), return_exceptions=True)
             written, down = 0, None
             for served, captured in zip(group, found, strict=True):
@@ -136,6 +136,16 @@ class Writer:
         self.writes.add()
         self.bytes.add(len(blob))
         return len(blob)
+
+    @asynccontextmanager
+    async def _all_or_dirty(self, group: Iterable[Served]) -> AsyncIterator[None]:
+        """What was captured inside and is not stored at the end counts as changed: `stop` cancels a round anywhere."""
+        try:
+            yield
+        finally:
+            for served in group:
+                if served.writing_since is not None:
+                    self._put_back(served)
 
     @staticmethod
     def _put_back(served: Served) -> None:
