@@ -195,13 +195,13 @@ def _affine(net: Backbone, old: Deployed, new: Deployed) -> dict[str, Part]:
 def _statistics(net: Backbone, old: Deployed, new: Deployed) -> dict[str, Part]:
     if isinstance(new.norm, PerBatch):  # those of each batch; none are kept
         return {}
-    squares = _wasserstein(net, old.stats, new.stats)[:, 0]  # (S, C)
+    squares = squared_moves(net, old.stats, new.stats)[:, 0]  # (S, C)
     columns = {slot.name: squares[:, slot.columns] for slot in net.slots}
     return {name: Part(t.sum(1), torch.full_like(t[:, 0], t.shape[1])) for name, t in columns.items() if t.shape[1]}
 
 
-def _wasserstein(net: Backbone, old: Stats, new: Stats) -> Tensor:
-    """The squared distance of each pair of channels in standard deviations of the older, (R, K, C)."""
+def squared_moves(net: Backbone, old: Stats, new: Stats) -> Tensor:
+    """The squared distance of each pair of channels in standard deviations of the older, (R, K, C): Wasserstein's."""
     eps = torch.cat([old.mean.new_full((s.columns.stop - s.columns.start,), s.layer_eps) for s in net.slots])
     std, new_std = (old.var + eps).sqrt(), (new.var + eps).sqrt()
     return ((new.mean - old.mean) / std).square_().add_((new_std / std - 1).square_())
@@ -228,7 +228,7 @@ def _classes(net: Backbone, old: Any, new: Any, chosen: Sequence[int]) -> list[f
         for i in chosen:
             for j in range(rows[0].shape[1]):  # row by row: class statistics may be hundreds of megabytes
                 m0, v0, m1, v1 = (t[i, j : j + 1] for t in rows)
-                totals.append(_wasserstein(net, Stats(m0, v0), Stats(m1, v1))[0].float().mean(1))
+                totals.append(squared_moves(net, Stats(m0, v0), Stats(m1, v1))[0].float().mean(1))
     return [math.sqrt(t) for t in torch.stack(totals).mean(0).tolist()] if totals else []
 
 

@@ -6,7 +6,7 @@ it may learn from, how fast, and how far predictions follow. It acts stream by s
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
 from typing import Any, ClassVar, NamedTuple
@@ -25,7 +25,18 @@ from tribe.health.estimate import Estimate
 from tribe.health.lean import distance_of_statistics, lean, share_of_adapted
 from tribe.health.watch import Health, Watcher, WatchState, alarms_on
 from tribe.knowledge import Knowledge, KnowledgeError, KnowledgeLike
-from tribe.methods import Composed, ComposedState, Deployed, Method, PerBatch, Wrapper, count_classes, optim, wrappers
+from tribe.methods import (
+    Composed,
+    ComposedState,
+    Deployed,
+    Method,
+    PerBatch,
+    Wrapper,
+    count_classes,
+    distance_of,
+    optim,
+    wrappers,
+)
 
 _watchers: WeakKeyDictionary[Backbone, dict[Any, Watcher]] = WeakKeyDictionary()
 GONE_WRONG = slice(KINDS.index("drift"), len(KINDS))  # alarms of the method itself, not of the images
@@ -184,13 +195,20 @@ class Guarded(Composed):
         rule = self.part
         if rule.speed is not None:
             moved = limit(moved, before, rule.speed)
-        if rule.pull and isinstance(self.inner.deployed(net, before).norm, PerBatch):
+        if rule.pull and self._per_batch(net, before):
             moved = pull_back(net, moved, rule.pull * (moved.key.clock > before.key.clock))  # it took a step
         moved = moved._replace(info=moved.info._replace(distance=_distance(net, moved)))
         held = idle.any(1) & rule.skip
         skipped = torch.where(held, real.sum(1), 0)
         inner = select(~held, moved, before)
         return inner._replace(info=inner.info._replace(skipped=inner.info.skipped + skipped)), skipped
+
+    def _per_batch(self, net: Backbone, state: Any) -> bool:
+        """Whether the method normalises with the batch's statistics; asked once: `deployed` may pool many classes."""
+        if "_batches" not in vars(self):
+            object.__setattr__(self, "_batches", isinstance(self.inner.deployed(net, state).norm, PerBatch))
+        answer: bool = self._batches  # type: ignore[attr-defined]
+        return answer
 
     def _return(self, inner: Any, guard: GuardState, before: WatchState) -> tuple[Any, GuardState]:
         """Return to the last good state where something has gone wrong; keep the state where all is well."""
@@ -324,20 +342,21 @@ def pull_back(net: Backbone, state: Any, pull: Tensor) -> Any:
 
 def _distance(net: Backbone, state: Any) -> Tensor:
     """How far the affine parameters have moved, as `Info` reports it, after a guard has held them back: (S,)."""
-    found: list[Affine] = []
-
-    def note(value: Affine, _: Affine) -> Affine:
-        found.append(value)
-        return value
-
-    _on_parameters(note, state, state)
-    if not found:
+    found = next(_parameters(state), None)
+    if found is None:
         distance: Tensor = state.info.distance
         return distance
-    source = torch.cat(net.source()[0], 1)
-    rows = per_stream(torch.cat(found[0], 1), len(state.key.seed))[:, 0]  # those that predict come first
-    moved: Tensor = torch.linalg.vector_norm(rows - source, dim=1) / torch.linalg.vector_norm(source)
-    return moved.float()
+    streams = len(state.key.seed)
+    return distance_of(net, Affine(*(per_stream(t, streams)[:, 0] for t in found)))  # those that predict come first
+
+
+def _parameters(value: Any) -> Iterator[Affine]:
+    """The affine parameters anywhere in a state; the moments of their gradients, of the same kind, are none."""
+    if isinstance(value, Affine):
+        yield value
+    elif not isinstance(value, Tensor | optim.Adam):
+        for part in value:
+            yield from _parameters(part)
 
 
 def _on_parameters(change: Callable[[Affine, Affine], Affine], value: Any, before: Any) -> Any:

@@ -13,6 +13,7 @@ from torch import Tensor
 from tribe.engine.backbone import Backbone
 from tribe.engine.rules import PerBatch
 from tribe.engine.state import Stats
+from tribe.health.changes import squared_moves
 from tribe.methods import Deployed
 from tribe.norms.mixed import Mixed
 
@@ -44,10 +45,7 @@ def distance_of_statistics(net: Backbone, stats: Stats) -> Tensor:
     The first layers see what differs between augmented and plain images, the last ones which classes are there; the
     middle third sees the world in front of the camera. Each layer counts the same: sqrt(dmean^2 + dstd^2).
     """
-    source = net.source()[1]
     slots = [slot for slot in net.slots if slot.columns.stop > slot.columns.start]
     middle = slots[len(slots) // 3 : len(slots) - len(slots) // 3] or slots
-    eps = torch.cat([stats.mean.new_full((s.columns.stop - s.columns.start,), s.layer_eps) for s in slots])
-    std = (source.var + eps).sqrt()
-    squares = ((stats.mean - source.mean) / std).square() + ((stats.var + eps).sqrt() / std - 1).square()
+    squares = squared_moves(net, net.source()[1], stats)
     return torch.stack([squares[:, 0, slot.columns].mean(1) for slot in middle]).mean(0).sqrt()

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from tribe.engine.backbone import Backbone
-from tribe.engine.rules import Frozen
 from tribe.fields import document
 from tribe.health.alarms import KINDS, Alarms, AlarmState
 from tribe.health.calibration import Calibration
@@ -40,6 +39,7 @@ class Watcher:
     probe: int
     estimator: Estimator
     normal: Reference | None  # what is normal for the source; None: there is no calibration
+    alarms: Alarms = Alarms()  # noqa: RUF009
 
     @staticmethod
     def of(classes: int, probe: int, calibration: Calibration | None, device: torch.device) -> "Watcher":
@@ -52,7 +52,7 @@ class Watcher:
     def init(self, streams: int, device: torch.device) -> WatchState:
         """The state before the first image."""
         return WatchState(
-            Alarms().init(streams, self.classes, device),
+            self.alarms.init(streams, self.classes, device),
             self.estimator.init(streams, device),
             torch.zeros(streams, self.classes, dtype=torch.int64, device=device),
             torch.zeros(streams, 2, device=device),
@@ -60,7 +60,7 @@ class Watcher:
 
     def look(self, state: WatchState, x: Tensor, valid: Tensor) -> tuple[Verdict, WatchState]:
         """Judge images before a method learns from them."""
-        verdict, alarms = Alarms().look(state.alarms, x, valid)
+        verdict, alarms = self.alarms.look(state.alarms, x, valid)
         return verdict, state._replace(alarms=alarms)
 
     @torch.no_grad()
@@ -76,7 +76,7 @@ class Watcher:
             agree = (source.argmax(2) == predicted) & known
             counts = torch.stack((agree.sum(1), known.sum(1)), 1)
             agreement = agreement * torch.exp(-counts[:, 1:] / AGREEMENT) + counts
-        alarms = Alarms().observe(
+        alarms = self.alarms.observe(
             state.alarms, verdict, output, valid, info.distance, source=source, known=known, reference=self.normal
         )
         estimate = self.estimator.observe(state.estimate, output, valid, info.student_agreement)
@@ -85,9 +85,8 @@ class Watcher:
 
     def _probe(self, net: Backbone, x: Tensor, valid: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
         """The source's logits (S, B, K) and for which images they were computed; zero for the others."""
-        affine, stats = net.source(len(x))
         chosen = slice(None, None, self.probe)
-        some = Deployed(affine, stats, Frozen()).logits(net, x[:, chosen], valid[:, chosen])
+        some = Deployed.frozen(net, net.source(len(x))[0]).logits(net, x[:, chosen], valid[:, chosen])
         logits, known = torch.zeros_like(output), torch.zeros_like(valid)
         logits[:, chosen] = torch.where(valid[:, chosen].unsqueeze(2), some, 0).to(output.dtype)
         known[:, chosen] = valid[:, chosen] & some.isfinite().all(2)

@@ -35,7 +35,7 @@ from tribe.methods.method import (
     registry,
     require_features,
 )
-from tribe.methods.stepping import Agreement, finish, finite, quiet, screen
+from tribe.methods.stepping import Agreement, distance_of, finish, finite, quiet, screen
 from tribe.methods.timed import Timed, timed, with_filter
 from tribe.norms import Norm
 from tribe.norms.balanced import Balanced
@@ -157,6 +157,7 @@ __all__ = [
     "compose",
     "count_classes",
     "create",
+    "distance_of",
     "features_of",
     "finish",
     "finite",

@@ -105,7 +105,7 @@ def finish(
             skipped=old.info.skipped,
             trusted=mean_over(torch.ones_like(share) if trusted is None else trusted.float(), valid),
             entropy=mean_over(share, valid),
-            distance=old.info.distance if affine is None else _distance(net, affine),
+            distance=old.info.distance if affine is None else distance_of(net, affine),
             student_agreement=agreement.student,
             anchor_agreement=agreement.anchor,
         )
@@ -127,7 +127,7 @@ def _finite(new: Any, old: Any) -> Tensor:
     return finite(torch.stack(totals, -1)) if totals else torch.ones_like(old.key.seed, dtype=torch.bool)
 
 
-def _distance(net: Backbone, affine: Affine) -> Tensor:
+def distance_of(net: Backbone, affine: Affine) -> Tensor:
     """The norm of the move of the affine parameters, relative to the norm of the source's: (S,)."""
     source = torch.cat(net.source()[0], 1)
     moved = torch.linalg.vector_norm(torch.cat(affine, 1) - source, dim=1)
