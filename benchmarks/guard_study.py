@@ -17,11 +17,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from benchmarks import pages
+from benchmarks.pages import RESULTS
 from tribe import corruptions, datasets, methods, models
 from tribe.engine.backbone import Backbone
 from tribe.storage.atomic import write_atomically
 
-RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parents[1] / "docs" / "health.md"
 BATCH = 64
 NORMAL = "fog", 3  # the world before and after a fault
@@ -159,9 +160,7 @@ PLACES = {
 
 def rendered(text: str, folder: Path = RESULTS) -> str:
     """The page with its tables made anew."""
-    start, end = "<!-- guard: python -m benchmarks.guard_study --render -->\n", "<!-- /guard -->\n"
-    before, middle = text.split(start)
-    return before + start + "\n" + tables(folder) + end + middle.split(end)[1]
+    return pages.rendered(text, "guard_study", {"guard": tables}, folder)
 
 
 def tables(folder: Path) -> str:
@@ -185,15 +184,14 @@ def _words(stem: str) -> list[str]:
 
 def _table(caption: str, rows: Sequence[Row], place: Any) -> str:
     names = list(dict.fromkeys(row["method"] for row in rows))
-    lines = [f"{caption}; error, %:", "", f"| | {' | '.join(names)} |", f"|---|{'---|' * len(names)}"]
+    lines = []
     for where in dict.fromkeys(map(place, rows)):
         found = {row["method"]: row for row in rows if place(row) == where}
-        cells = [_cell(found.get(name)) for name in names]
-        lines.append(f"| {where} | {' | '.join(cells)} |")
+        lines.append([where, *(_cell(found.get(name)) for name in names)])
     if rows[0]["part"] == "corrupted":
         means = [[row["error"] for row in rows if row["method"] == name] for name in names]
-        lines.append(f"| mean | {' | '.join(f'{sum(m) / len(m):.1f}' for m in means)} |")
-    return "\n".join(lines) + "\n"
+        lines.append(["mean", *(f"{sum(m) / len(m):.1f}" for m in means)])
+    return f"{caption}; error, %:\n\n{pages.table(['', *names], lines)}"
 
 
 def _cell(row: Row | None) -> str:

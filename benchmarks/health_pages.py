@@ -5,8 +5,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.time_pages import table
-from benchmarks.time_play import RESULTS, read
+from benchmarks import pages
+from benchmarks.pages import RESULTS, table
+from benchmarks.time_play import read
 
 PAGE = Path(__file__).parents[1] / "docs" / "health.md"
 NAMES = {
@@ -30,12 +31,7 @@ def render(page: Path = PAGE, folder: Path = RESULTS) -> None:
 
 def rendered(text: str, folder: Path = RESULTS) -> str:
     """A page with its generated blocks brought up to date."""
-    for name, block in BLOCKS.items():
-        start, end = f"<!-- {name}: python -m benchmarks.health_study --render -->\n", f"<!-- /{name} -->\n"
-        before, found, rest = text.partition(start)
-        if found:
-            text = f"{before}{start}\n{block(folder)}\n{end}{rest.partition(end)[2]}"
-    return text
+    return pages.rendered(text, "health_study", BLOCKS, folder)
 
 
 def differences(rows: Rows, name: str) -> list[float]:

@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.time_play import RESULTS, read
+from benchmarks import pages
+from benchmarks.pages import RESULTS, table
+from benchmarks.time_play import read
 
 PAGE = Path(__file__).parents[1] / "docs" / "time.md"
 FILTERS = {"none": "without", "past": "causal", "batch": "within the batch", "cofa": "COFA"}
@@ -27,18 +29,7 @@ def render(page: Path = PAGE, folder: Path = RESULTS) -> None:
 
 def rendered(text: str, folder: Path = RESULTS) -> str:
     """A page with its generated blocks brought up to date."""
-    for name, block in BLOCKS.items():
-        start, end = f"<!-- {name}: python -m benchmarks.time_study --render -->\n", f"<!-- /{name} -->\n"
-        before, found, rest = text.partition(start)
-        if found:
-            text = f"{before}{start}\n{block(folder)}\n{end}{rest.partition(end)[2]}"
-    return text
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table in Markdown."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return pages.rendered(text, "time_study", BLOCKS, folder)
 
 
 def _captioned(caption: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from benchmarks.pages import RESULTS
 from tribe import scenarios
 from tribe.datasets import Dataset
 from tribe.engine.backbone import Backbone
@@ -34,7 +35,6 @@ from tribe.time import Filtered, TimeFilter, create, informative
 from tribe.time.markov import Markov, MarkovState
 
 BATCH = 64
-RESULTS = Path(__file__).parent / "results"
 FILTERS: dict[str, TimeFilter | None] = {  # by the words of the results
     "none": None,
     "past": create("time"),
