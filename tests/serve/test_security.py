@@ -14,7 +14,7 @@ from tribe.serve.client import Client, ClientError
 from tribe.serve.listener import Listener, is_loopback
 from tribe.serve.protocol.errors import Forbidden, NoToken
 from tribe.serve.protocol.plain import encode_npy
-from tribe.serve.security import NEEDS, RANK, Guard, Holder, Token, read_tokens
+from tribe.serve.security import NEEDS, RANK, Access, Holder, Token, read_tokens
 
 BODY = encode_npy(IMAGES)
 
@@ -190,14 +190,14 @@ def test_a_file_of_tokens(tmp_path):
     assert read_tokens(tmp_path / "t") == [Token("cam", digest, "a-", "learn", 3, 2.5)]
     (tmp_path / "t").write_text(json.dumps({"tokens": [entry | {"sha256": digest}]}))
     (found,) = read_tokens(tmp_path / "t")
-    guard = Guard([found])
-    assert guard.identify("Bearer 0123456789abcdef").token is found
-    assert guard.identify("bearer  0123456789abcdef ").token is found
+    access = Access([found])
+    assert access.identify("Bearer 0123456789abcdef").token is found
+    assert access.identify("bearer  0123456789abcdef ").token is found
     for wrong in (None, "", "Bearer", "Bearer 0123456789abcde", "Basic 0123456789abcdef", f"Bearer {digest}"):
         with pytest.raises(NoToken):
-            guard.identify(wrong)
+            access.identify(wrong)
     with pytest.raises(Forbidden):
-        guard.identify("Bearer 0123456789abcdef").check("predict", "b-1")
+        access.identify("Bearer 0123456789abcdef").check("predict", "b-1")
 
 
 @pytest.mark.parametrize(

@@ -115,14 +115,14 @@ class Front:
             await _send(reply, send)
 
     def _holder(self, headers: Mapping[bytes, bytes], public: bool) -> Holder:
-        guard = self.service.guard
+        access = self.service.access
         host, origin = headers.get(b"host"), headers.get(b"origin")
-        if guard.hosts or origin is not None:
-            guard.check_site(*(None if v is None else v.decode("latin-1") for v in (host, origin)))
-        if public or guard.is_open:
-            return guard.everybody
+        if access.hosts or origin is not None:
+            access.check_site(*(None if v is None else v.decode("latin-1") for v in (host, origin)))
+        if public or access.is_open:
+            return access.everybody
         given = headers.get(b"authorization")
-        return guard.identify(None if given is None else given.decode("latin-1"))
+        return access.identify(None if given is None else given.decode("latin-1"))
 
     async def refuse(
         self, error: ServeError, body: Body, scope: Scope, headers: Mapping[bytes, bytes], send: Send

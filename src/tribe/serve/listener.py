@@ -21,7 +21,7 @@ from tribe.serve.connections import limited
 from tribe.serve.limits import Limits
 from tribe.serve.protocol.messages import ModelInfo
 from tribe.serve.rpc import listening
-from tribe.serve.security import Guard, Token, read_tokens
+from tribe.serve.security import Access, Token, read_tokens
 from tribe.serve.service import Service
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -70,7 +70,7 @@ class Listener:
         self.is_open = not held  # nobody needs a token
         self.is_local = is_loopback(host)
         known = {*LOOPBACK, host, *host_names} if self.is_open and self.is_local else ()
-        self.service = Service(worker, model, self.limits, Guard(held, known))
+        self.service = Service(worker, model, self.limits, Access(held, known))
         self.app = App(self.service)
         self.host, self.grpc_port = host, grpc_port
         self._certificate, self._key = certificate, key

@@ -162,7 +162,7 @@ class Calls:
         for name, value in context.invocation_metadata() or ():
             if name in ("authorization", "x-tribe-stream") and given.setdefault(name, value) != value:
                 raise BadRequest(f"the metadata {name} occurs twice; expected once")
-        holder = self.service.guard.identify(given.get("authorization"))
+        holder = self.service.access.identify(given.get("authorization"))
         return asyncio.get_running_loop().time(), holder, given.get("x-tribe-stream")
 
     async def _infer(self, message: Any, holder: Holder, stream: str | None, arrived: float) -> Any:

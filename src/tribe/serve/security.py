@@ -126,7 +126,7 @@ class Holder:
         return True
 
 
-class Guard:
+class Access:
     """Finds the holder of a token. Without tokens everybody may do everything."""
 
     def __init__(self, tokens: Iterable[Token] = (), hosts: Iterable[str] = ()) -> None:

@@ -13,7 +13,7 @@ from tribe.serve.limits import Limits
 from tribe.serve.policy import NotOwner, Overloaded, WrongState
 from tribe.serve.protocol.errors import BadInput, Conflict, NotFound, ServeError, TooMany, Unavailable
 from tribe.serve.protocol.messages import Answer, Images, ModelInfo, Request
-from tribe.serve.security import Guard, Holder
+from tribe.serve.security import Access, Holder
 from tribe.serve.store.protocol import StoreDamaged
 
 T = TypeVar("T")
@@ -21,10 +21,10 @@ LARGE = 2**20  # bytes of images that are converted in a thread: the event loop 
 
 
 class Service:
-    """A worker behind its guard."""
+    """A worker, and who may use it."""
 
-    def __init__(self, worker: Backend, model: ModelInfo, limits: Limits, guard: Guard) -> None:
-        self.worker, self.model, self.limits, self.guard = worker, model, limits, guard
+    def __init__(self, worker: Backend, model: ModelInfo, limits: Limits, access: Access) -> None:
+        self.worker, self.model, self.limits, self.access = worker, model, limits, access
 
     async def infer(self, request: Request, holder: Holder, arrived: float) -> Answer:
         """Predict the images of a request, and let its stream learn from them.
