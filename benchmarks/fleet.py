@@ -1,7 +1,12 @@
-"""Measure a fleet on this machine's CPU: ratios within one run, each contender in turns with the others.
+"""Measure a fleet: ratios within one run, each contender in turns with the others.
 
-``python -m benchmarks.fleet`` writes ``benchmarks/results/fleet_cpu.json``. Times are processor time of this process,
-so that other work on the machine counts less; predictions during a step and moves of states are in wall-clock time.
+``python -m benchmarks.fleet`` measures on this machine's CPU and writes ``benchmarks/results/fleet_cpu.json``. Times
+are processor time of this process, so that other work on the machine counts less; predictions during a step and moves
+of states are in wall-clock time.
+
+``python -m benchmarks.fleet --device cuda --model wrn28_10 --streams 64`` measures one thing on a GPU: one image of
+each stream in one step, beside the same images one by one. It needs nothing but torch, numpy and safetensors. Results
+go to a JSON file in ``--out``, named after the device and the network.
 """
 
 import argparse
@@ -18,14 +23,17 @@ import torch
 from torch import Tensor
 
 import tribe
-from tribe.bench.networks import build
+from tribe.bench.clock import peak_memory, summary, time_in_turns, warm_up
+from tribe.bench.networks import build, noise
 from tribe.datasets.embedded import mnist_test
+from tribe.engine.precision import PRECISIONS, choose_device, float32_precision, precision_on
 from tribe.engine.state import digest
 from tribe.fleet.batching import gather, scatter
 from tribe.health.recorder import count_bytes
 from tribe.lab.provenance import machine
 
-RESULTS = Path(__file__).parent / "results" / "fleet_cpu.json"
+RESULTS = Path(__file__).parent / "results"
+ALONE = 8  # streams that are measured one by one: each has recordings of its own, which take a second to make
 Call = Callable[[], Any]
 
 
@@ -172,29 +180,82 @@ def moving_states(rounds: int) -> list[dict[str, Any]]:
     return rows
 
 
+def one_by_one(model: str, streams: int, rounds: int, precision: str, place: torch.device) -> dict[str, Any]:
+    """One image of each stream: one step of a fleet, a fleet stream by stream, and adapters one by one.
+
+    Steps are captured in CUDA graphs where that is possible. The contenders that go one by one take `ALONE` streams.
+    """
+    net = tribe.Backbone(build(model, 10, place))
+    net = net.to(torch.bfloat16) if precision == "bf16" else net
+    x = noise((streams, 1, *tribe.models.architecture(model).shape), place)
+    given = {f"cam{i}": own for i, own in enumerate(x)}
+    few = dict(list(given.items())[:ALONE])
+    together, apart = tribe.fleet(net), tribe.fleet(net)
+    adapters = [tribe.adapt(net, seed=i) for i in range(len(few))]
+    calls: dict[str, Call] = {
+        "fleet": lambda: together(given),
+        "fleet, stream by stream": lambda: [apart({name: own}) for name, own in few.items()],
+        "adapters": lambda: [adapter(own) for adapter, own in zip(adapters, few.values(), strict=True)],
+    }
+    images = {"fleet": streams, "fleet, stream by stream": len(few), "adapters": len(few)}
+    with peak_memory(place) as peak:
+        for call in calls.values():
+            warm_up(call, place)
+        times = time_in_turns(calls, rounds, place, block=0.25)
+    each = {name: summary(found)[0] / images[name] for name, found in times.items()}
+    return {
+        "model": model,
+        "streams": streams,
+        "precision": precision,
+        "one_by_one_because": together.one_by_one_because,
+        "adapters_not_captured_because": adapters[0].eager_because,
+        "peak_mb": None if peak.bytes is None else round(peak.bytes / 2**20),
+        "milliseconds_an_image": _milliseconds(each),
+        "spread": {name: round(summary(found)[1], 4) for name, found in times.items()},
+        "fleet_over_adapters": round(each["adapters"] / each["fleet"], 2),
+        "fleet_over_stream_by_stream": round(each["fleet, stream by stream"] / each["fleet"], 2),
+    }
+
+
 def _milliseconds(seconds: dict[str, float]) -> dict[str, float]:
     return {name: round(1e3 * s, 3) for name, s in seconds.items()}
 
 
-def main() -> None:
-    """Measure all, and write the results."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--streams", type=int, default=1000)
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    given = parser.parse_args()
+def main(argv: list[str] | None = None) -> None:
+    """Measure, and write the results."""
+    parser = argparse.ArgumentParser("python -m benchmarks.fleet", description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", help="measure only one step of all streams against one by one, on this network")
+    parser.add_argument("--device", default="cpu", help="for --model (default: %(default)s)")
+    parser.add_argument("--precision", default="tf32", choices=PRECISIONS, help="for --model (default: %(default)s)")
+    parser.add_argument("--streams", type=int, help="default: 1000, with --model 64")
+    parser.add_argument("--rounds", type=int, help="default: 2, with --model 7")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results (default: %(default)s)")
+    given = parser.parse_args(argv)
+    place = choose_device(given.device)
+    if given.model is None and place.type != "cpu":
+        parser.error(f"on {place.type} one network is measured: give --model, such as wrn28_10")
+    measures: dict[str, Callable[[], Any]]
+    if given.model is not None:
+        path = given.out / f"fleet_{place.type}_{given.model}.json"
+        precision = precision_on(place, given.precision)
+        streams, rounds = given.streams or 64, given.rounds or 7
+        measures = {"one_by_one": lambda: one_by_one(given.model, streams, rounds, precision, place)}
+    else:
+        path, streams, rounds = given.out / "fleet_cpu.json", given.streams or 1000, given.rounds or 2
+        measures = {
+            "throughput": lambda: throughput(streams, rounds),
+            "few_of_many": lambda: few_of_many("resnet20", 5 * rounds),
+            "during_a_step": lambda: during_a_step(10 * rounds),
+            "kept_statistics": lambda: kept_statistics("resnet50", 1000, rounds),
+            "moving_states": lambda: moving_states(rounds),
+        }
     torch.set_num_threads(1)
-    found: dict[str, Any] = {"machine": machine(torch.device("cpu")), "threads": 1}
-    for name, measure in {
-        "throughput": lambda: throughput(given.streams, given.rounds),
-        "few_of_many": lambda: few_of_many("resnet20", 5 * given.rounds),
-        "during_a_step": lambda: during_a_step(10 * given.rounds),
-        "kept_statistics": lambda: kept_statistics("resnet50", 1000, given.rounds),
-        "moving_states": lambda: moving_states(given.rounds),
-    }.items():
-        found[name] = measure()
-        print(name, json.dumps(found[name]), flush=True)
-    given.out.write_text(json.dumps(found, indent=2) + "\n")
+    found: dict[str, Any] = {"machine": machine(place), "threads": 1}
+    with float32_precision(given.precision):
+        for name, measure in measures.items():
+            found[name] = measure()
+            print(name, json.dumps(found[name]), flush=True)
+    path.write_text(json.dumps(found, indent=2) + "\n")
 
 
 if __name__ == "__main__":

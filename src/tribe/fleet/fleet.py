@@ -175,7 +175,7 @@ class Fleet:
             self._check_place()
             entries = {name: self._fetch(name) for name in arrived}
             results: dict[str, Tensor] = {}
-            poisoned: dict[str, tuple[int, ...]] = {}
+            marked: dict[str, Tensor | None] = {}
             for _, group in self._groups(arrived, dict.fromkeys(arrived)):
                 chosen = [entries[name] for name in group.names]
                 networks = [self._deployed(name, entries[name]) for name in group.names]
@@ -186,9 +186,9 @@ class Fleet:
                 else:
                     logits = group.x.new_zeros(len(group.x), 0, self.classes)
                 results |= _answers(group, logits, arrived)
-                poisoned |= _poisoned(group, bad)
-            for name, places in poisoned.items():
-                self._pool.change(name, poisoned=places)
+                marked |= _marked(group, bad)
+            for name, own in marked.items():
+                self._pool.change(name, bad=own)
             return {name: results[name] for name in arrived}
 
     def predict_source(self, x: Tensor) -> Tensor:
@@ -210,7 +210,7 @@ class Fleet:
         kinds = {name: entry is not None and entry.frozen for name, entry in known.items()}
         results: dict[str, Tensor] = {}
         after: dict[str, Any] = {}
-        poisoned: dict[str, tuple[int, ...]] = {}
+        marked: dict[str, Tensor | None] = {}
         for frozen, group in self._groups(arrived, kinds):
             old = [(fresh.get(name) or self._fetch(name)).state for name in group.names]
             bad = self._checks.find_bad(group.x, group.valid)
@@ -224,20 +224,20 @@ class Fleet:
             if group.x.shape[1]:
                 self._checks.check_logits(logits, _count_padding(bad, group))
             results |= _answers(group, logits, arrived)
-            poisoned |= _poisoned(group, bad)
+            marked |= _marked(group, bad)
             after |= dict(zip(group.names, new, strict=True)) if new is not None else {}
-        self._commit(fresh, after, poisoned)
+        self._commit(fresh, after, marked)
         return {name: results[name] for name in arrived}
 
-    def _commit(self, fresh: Mapping[str, Entry], after: Mapping[str, Any], poisoned: Mapping[str, Any]) -> None:
+    def _commit(self, fresh: Mapping[str, Entry], after: Mapping[str, Any], marked: Mapping[str, Any]) -> None:
         """Replace the states of a step, all at once; nothing else of a step changes anything."""
         with self._pool.lock:
             entries = {}
-            for name, places in poisoned.items():
+            for name, bad in marked.items():
                 entry = fresh.get(name) or self._pool.entries[name]  # it may have been frozen meanwhile
                 if name in after:
                     entry = _moved(entry, after[name])
-                entries[name] = replace(entry, poisoned=places)
+                entries[name] = replace(entry, bad=bad)
             self._pool.put_entries(entries)
         self._pool.page_out()
 
@@ -408,7 +408,7 @@ class Fleet:
 
     def _replace(self, name: str, state: Any, frozen: bool | None = None) -> "Fleet":
         entry = self._pool.get(name)
-        moved = Entry(state) if entry is None else replace(_moved(entry, state), poisoned=())
+        moved = Entry(state) if entry is None else replace(_moved(entry, state), bad=None)
         self._pool.put({name: moved if frozen is None else replace(moved, frozen=frozen)})
         return self
 
@@ -463,11 +463,12 @@ def _answers(group: Group, logits: Tensor, arrived: Mapping[str, Arrived]) -> di
     return {name: t[0] if arrived[name].added else t for name, t in own}
 
 
-def _poisoned(group: Group, bad: Tensor | None) -> dict[str, tuple[int, ...]]:
+def _marked(group: Group, bad: Tensor | None) -> dict[str, Tensor | None]:
+    """The bad images of each stream. They stay on the device: reading them would wait for it."""
     if bad is None:
-        return dict.fromkeys(group.names, ())
-    marked = bad if group.valid is None else bad & group.valid
-    return {name: tuple(torch.where(marked[i])[0].tolist()) for i, name in enumerate(group.names)}
+        return dict.fromkeys(group.names)
+    rows = zip(group.names, bad.unbind(), group.sizes, strict=False)
+    return {name: row[:count] for name, row, count in rows}
 
 
 def _count_padding(bad: Tensor | None, group: Group) -> Tensor | None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
+from torch import Tensor
 
 from tribe.engine.state import tree_map
 from tribe.engine.threads import Lock
@@ -33,7 +34,7 @@ class Entry:
 
     state: Any  # a state of one stream; None: it is in the file
     frozen: bool = False
-    poisoned: tuple[int, ...] = ()  # positions of bad images in the last batch
+    bad: Tensor | None = None  # (B,) bad images of the last batch, on the device; None: there were none
     version: int = 0  # how often the state was replaced
     place: Place = "device"
     file: Path | None = None
@@ -43,7 +44,8 @@ class Entry:
     def describe(self) -> StreamInfo:
         """What the stream does, in plain numbers."""
         info = self.info or describe_streams(self.state, None, self.frozen)[0]
-        return info._replace(frozen=self.frozen, poisoned=self.poisoned)
+        places = () if self.bad is None else tuple(torch.where(self.bad)[0].tolist())
+        return info._replace(frozen=self.frozen, poisoned=places)
 
 
 class Files(Protocol):
