@@ -137,3 +137,24 @@ def gather_deployed(networks: Sequence[Deployed]) -> Deployed:
     stats = Stats(*(torch.cat(rows) for rows in zip(*(n.stats for n in networks), strict=True)))
     weights = None if networks[0].weights is None else [own for n in networks for own in n.weights or ()]
     return Deployed(affine, stats, networks[0].norm, weights)
+
+
+def answers(group: Group, logits: Tensor, arrived: Mapping[str, Arrived]) -> dict[str, Tensor]:
+    """The logits of each stream, without padding, in the layout of its images."""
+    own = (
+        (name, logits[i : i + 1, :count]) for i, (name, count) in enumerate(zip(group.names, group.sizes, strict=True))
+    )
+    return {name: t[0] if arrived[name].added else t for name, t in own}
+
+
+def marked_bad(group: Group, bad: Tensor | None) -> dict[str, Tensor | None]:
+    """The bad images of each stream. They stay on the device: reading them would wait for it."""
+    if bad is None:
+        return dict.fromkeys(group.names)
+    rows = zip(group.names, bad.unbind(), group.sizes, strict=False)
+    return {name: row[:count] for name, row, count in rows}
+
+
+def count_padding(bad: Tensor | None, group: Group) -> Tensor | None:
+    """Padding counts as bad images, whose logits are not checked."""
+    return bad if group.valid is None else ~group.valid if bad is None else bad | ~group.valid

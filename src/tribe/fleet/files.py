@@ -53,6 +53,21 @@ class StateFiles:
         states.check_tensors(source, saved.tensors, leaves(self.like))
         return copy_like(rebuild(self.like, saved.tensors), self.like)
 
+    def check(self, state: Any) -> None:
+        """Refuse a state that is not one of a single stream of this method, or that is not finite."""
+        named = leaves(state) if isinstance(state, type(self.like)) else {}
+        like = leaves(self.like)
+        wrong = [
+            n for n in like if n not in named or (named[n].shape, named[n].dtype) != (like[n].shape, like[n].dtype)
+        ]
+        if wrong or len(named) != len(like):
+            raise ValueError(
+                f"the state is not one of a single stream of {self.method.name}: {', '.join(wrong[:4])} missing or of "
+                "another shape or type. Give what state() returned"
+            )
+        if names := states.not_finite(named):
+            raise ValueError(f"the state is not finite ({', '.join(names[:4])}), so it can predict nothing")
+
     def write(self, path: str | PathLike[str], entry: Entry) -> None:
         """Write a state that is paged out."""
         states.write(path, self.saved(entry))

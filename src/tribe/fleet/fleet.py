@@ -17,15 +17,29 @@ from torch import Tensor, nn
 from tribe.engine.backbone import Backbone
 from tribe.engine.checks import Checks, place_of
 from tribe.engine.graphs import Switch
-from tribe.engine.state import clone, digest, leaves
+from tribe.engine.state import clone, digest
 from tribe.engine.threads import Lock, locked
 from tribe.fields import is_number, is_whole, require
-from tribe.fleet.batching import Arrived, Group, check_images, check_name, group_streams
+from tribe.fleet.batching import (
+    Arrived,
+    Group,
+    answers,
+    check_images,
+    check_name,
+    count_padding,
+    group_streams,
+    marked_bad,
+)
 from tribe.fleet.files import StateFiles
-from tribe.fleet.pool import Entry, Pool
+from tribe.fleet.pool import Entry, Pool, check_place, describe_entries
 from tribe.fleet.running import OWN_WEIGHTS, Runner, predict
+from tribe.fleet.watching import Listener, Seen, Watching
+from tribe.health.calibration import Calibration
+from tribe.health.events import Event
+from tribe.health.guard import Guard, around
 from tribe.health.recorder import count_bytes
 from tribe.health.snapshots import Snapshot, StreamInfo, check_snapshot, copy_like
+from tribe.health.watch import Health
 from tribe.methods import Deployed, Method
 from tribe.methods.building import build_method, check_network
 from tribe.methods.exporting import plain_network
@@ -46,6 +60,9 @@ def fleet(
     method: str | Method = "tribe",
     *,
     time: str | TimeFilter | None = None,
+    guard: bool | Guard = False,
+    health: bool | Calibration | str | PathLike[str] = False,
+    on_event: Listener | None = None,
     classes: int | None = None,
     rows: int | None = None,
     spill: str | PathLike[str] | None = None,
@@ -62,6 +79,9 @@ def fleet(
         model: as for `tribe.adapt`.
         method: as for `tribe.adapt`.
         time: as for `tribe.adapt`.
+        guard: as for `tribe.adapt`.
+        health: as for `tribe.adapt`: `Fleet.health` and `Fleet.events`.
+        on_event: as for `tribe.adapt`; `Event.stream` is the name of the stream.
         classes: as for `tribe.adapt`.
         rows: the most states on the network's device; the least recently used others move to host memory. None: as
             many as fit in 2 GiB.
@@ -81,10 +101,11 @@ def fleet(
     (torch.Size([5, 4]), 2)
     """
     net = model if isinstance(model, Backbone) else Backbone(model)
-    built = build_method(net, method, time, classes, fields)
+    built = build_method(net, method, time, classes, fields, around(guard, health))
     return Fleet(
         net,
         built,
+        on_event=on_event,
         classes=classes,
         rows=rows,
         spill=spill,
@@ -122,6 +143,7 @@ class Fleet:
         net: Backbone,
         method: Method,
         *,
+        on_event: Listener | None = None,
         classes: int | None = None,
         rows: int | None = None,
         spill: str | PathLike[str] | None = None,
@@ -152,6 +174,7 @@ class Fleet:
         self._files = StateFiles(method, net, self._like)
         self._pool = Pool(net.device, most, max(self._size, 1), megabytes * 2**20, spill, self._files)
         self._source: Deployed | None = None
+        self._watching = Watching(method, net, on_event)
 
     # -- predicting and learning ------------------------------------------------------------------------------------
 
@@ -161,7 +184,7 @@ class Fleet:
         with torch.inference_mode(False), torch.no_grad():
             arrived = check_images(images, self.net)
             with self._lock:
-                self._check_place()
+                check_place(self.net, self._place)
                 return self._step(arrived)
 
     def learn(self, images: Mapping[str, Tensor]) -> None:
@@ -172,7 +195,7 @@ class Fleet:
         """Predict without adapting, with the last states: a step that another thread takes is not waited for."""
         with torch.inference_mode(False), torch.no_grad():
             arrived = check_images(images, self.net)
-            self._check_place()
+            check_place(self.net, self._place)
             entries = {name: self._fetch(name) for name in arrived}
             results: dict[str, Tensor] = {}
             marked: dict[str, Tensor | None] = {}
@@ -182,11 +205,11 @@ class Fleet:
                 bad = self._checks.find_bad(group.x, group.valid)
                 if group.x.shape[1]:
                     logits = self._runner.predict(group, [entry.state for entry in chosen], networks)
-                    self._checks.check_logits(logits, _count_padding(bad, group))
+                    self._checks.check_logits(logits, count_padding(bad, group))
                 else:
                     logits = group.x.new_zeros(len(group.x), 0, self.classes)
-                results |= _answers(group, logits, arrived)
-                marked |= _marked(group, bad)
+                results |= answers(group, logits, arrived)
+                marked |= marked_bad(group, bad)
             for name, own in marked.items():
                 self._pool.change(name, bad=own)
             return {name: results[name] for name in arrived}
@@ -222,21 +245,25 @@ class Fleet:
             else:
                 logits, new = self._runner.step(group, old)
             if group.x.shape[1]:
-                self._checks.check_logits(logits, _count_padding(bad, group))
-            results |= _answers(group, logits, arrived)
-            marked |= _marked(group, bad)
+                self._checks.check_logits(logits, count_padding(bad, group))
+            results |= answers(group, logits, arrived)
+            marked |= marked_bad(group, bad)
             after |= dict(zip(group.names, new, strict=True)) if new is not None else {}
-        self._commit(fresh, after, marked)
+        began, seen = self._watching.after_step({name: fresh.get(name) or self._entry(name) for name in after}, after)
+        self._commit(fresh, after, marked, seen)
+        self._watching.log.add(*began)
         return {name: results[name] for name in arrived}
 
-    def _commit(self, fresh: Mapping[str, Entry], after: Mapping[str, Any], marked: Mapping[str, Any]) -> None:
+    def _commit(
+        self, fresh: Mapping[str, Entry], after: Mapping[str, Any], marked: Mapping[str, Any], seen: Seen
+    ) -> None:
         """Replace the states of a step, all at once; nothing else of a step changes anything."""
         with self._pool.lock:
             entries = {}
             for name, bad in marked.items():
                 entry = fresh.get(name) or self._pool.entries[name]  # it may have been frozen meanwhile
                 if name in after:
-                    entry = _moved(entry, after[name])
+                    entry = replace(entry.moved(after[name]), seen=seen.get(name, entry.seen))
                 entries[name] = replace(entry, bad=bad)
             self._pool.put_entries(entries)
         self._pool.page_out()
@@ -291,6 +318,43 @@ class Fleet:
         """What a stream does, in plain numbers."""
         return self._entry(name).describe()
 
+    def infos(self, names: Iterable[str]) -> dict[str, StreamInfo]:
+        """As `info`, of several streams, read together."""
+        return describe_entries({name: self._entry(name) for name in names})
+
+    def health(self, name: str) -> Health | None:
+        """How a stream does; None without ``health`` or ``guard``."""
+        return self._watching.health(self._peek(name).state)
+
+    def healths(self, names: Iterable[str]) -> dict[str, Health | None]:
+        """As `health`, of several streams, read together; without `Health.statistics` and `Health.followed`."""
+        chosen = list(names)
+        return dict(zip(chosen, self._watching.healths([self._fetch(name).state for name in chosen]), strict=True))
+
+    @property
+    @locked
+    def events(self) -> list[Event]:
+        """The last alarms of all streams, the newest last; empty without ``health`` or ``guard``."""
+        if self._watching.guarded and self.net.device.type != "cpu":  # on a CPU every step reads them
+            self.look(self.names)
+        return list(self._watching.log.events)
+
+    @locked
+    def look(self, names: Iterable[str]) -> None:
+        """Read the alarms of streams now: on a GPU they are read every 50 steps."""
+        if not self._watching.guarded:
+            return
+        entries = {name: self._peek(name) for name in names}
+        began, seen = self._watching.look({name: (entry.state, entry.seen) for name, entry in entries.items()})
+        for name, counts in seen.items():
+            self._pool.change(name, seen=counts)
+        self._watching.log.add(*began)
+
+    @property
+    def listeners(self) -> list[Listener]:
+        """What is called with every alarm, in the thread that took the step: add to it, and remove."""
+        return self._watching.listeners
+
     def clock(self, name: str) -> int:
         """How many steps a stream has taken."""
         return self._entry(name).describe().steps
@@ -342,18 +406,7 @@ class Fleet:
     def put(self, name: str, state: Any) -> "Fleet":
         """Replace the state of a stream by a copy of this one, or add a stream with it."""
         check_name(name)
-        named = leaves(state) if isinstance(state, type(self._like)) else {}
-        like = leaves(self._like)
-        wrong = [
-            n for n in like if n not in named or (named[n].shape, named[n].dtype) != (like[n].shape, like[n].dtype)
-        ]
-        if wrong or len(named) != len(like):
-            raise ValueError(
-                f"the state is not one of a single stream of {self.method.name}: {', '.join(wrong[:4])} missing or of "
-                "another shape or type. Give what state() returned"
-            )
-        if names := states.not_finite(named):
-            raise ValueError(f"the state is not finite ({', '.join(names[:4])}), so it can predict nothing")
+        self._files.check(state)
         return self._replace(name, copy_like(state, self._like))
 
     def digest(self, name: str) -> str:
@@ -404,11 +457,13 @@ class Fleet:
 
     def _new(self, name: str, seed: int | None = None) -> Entry:
         number = stream_seed(name, self.seed) if seed is None else int(seed)
-        return Entry(self.method.init(self.net, 1, number))
+        state = self.method.init(self.net, 1, number)
+        return Entry(state, seen=self._watching.seen(state))
 
     def _replace(self, name: str, state: Any, frozen: bool | None = None) -> "Fleet":
         entry = self._pool.get(name)
-        moved = Entry(state) if entry is None else replace(_moved(entry, state), bad=None)
+        moved = Entry(state) if entry is None else replace(entry.moved(state), bad=None)
+        moved = replace(moved, seen=self._watching.seen(state))  # what it has reported is not reported again
         self._pool.put({name: moved if frozen is None else replace(moved, frozen=frozen)})
         return self
 
@@ -432,45 +487,9 @@ class Fleet:
             raise UnknownStream(f"the fleet has no stream {name!r}: {known}. add({name!r}) adds it")
         return entry
 
-    def _check_place(self) -> None:
-        """Refuse to run on a network that was moved or cast: the states of a fleet do not follow."""
-        if (place := place_of(self.net)) != self._place:
-            of_network, of_states = (f"on {device} in {dtype}" for device, dtype in (place, self._place))
-            raise RuntimeError(
-                f"the network is {of_network}, the states of this fleet {of_states}: the network was moved or cast "
-                "after the fleet was made. Move it first, then call tribe.fleet"
-            )
-
     def __repr__(self) -> str:
         return f"Fleet({self.method}, streams={len(self)})"
 
 
 class UnknownStream(LookupError):
     """A stream that a fleet does not have."""
-
-
-def _moved(entry: Entry, state: Any) -> Entry:
-    """An entry with another state, which is on the device."""
-    new = replace(entry, state=state, version=entry.version + 1, place="device")
-    return replace(new, file=None, info=None, deployed=None)
-
-
-def _answers(group: Group, logits: Tensor, arrived: Mapping[str, Arrived]) -> dict[str, Tensor]:
-    """The logits of each stream, without padding, in the layout of its images."""
-    own = (
-        (name, logits[i : i + 1, :count]) for i, (name, count) in enumerate(zip(group.names, group.sizes, strict=True))
-    )
-    return {name: t[0] if arrived[name].added else t for name, t in own}
-
-
-def _marked(group: Group, bad: Tensor | None) -> dict[str, Tensor | None]:
-    """The bad images of each stream. They stay on the device: reading them would wait for it."""
-    if bad is None:
-        return dict.fromkeys(group.names)
-    rows = zip(group.names, bad.unbind(), group.sizes, strict=False)
-    return {name: row[:count] for name, row, count in rows}
-
-
-def _count_padding(bad: Tensor | None, group: Group) -> Tensor | None:
-    """Padding counts as bad images, whose logits are not checked."""
-    return bad if group.valid is None else ~group.valid if bad is None else bad | ~group.valid

@@ -14,18 +14,21 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from tribe.engine.state import tree_map
+from tribe.engine.backbone import Backbone
+from tribe.engine.checks import Place, place_of
+from tribe.engine.rng import Key
+from tribe.engine.state import Info, tree_map
 from tribe.engine.threads import Lock
 from tribe.health.snapshots import StreamInfo, describe_streams
 from tribe.methods import Deployed
 from tribe.storage.states import StateFileError
 
-Place = Literal["device", "host", "file"]
+Residence = Literal["device", "host", "file"]
 
 
 @dataclass(frozen=True)
@@ -36,16 +39,41 @@ class Entry:
     frozen: bool = False
     bad: Tensor | None = None  # (B,) bad images of the last batch, on the device; None: there were none
     version: int = 0  # how often the state was replaced
-    place: Place = "device"
+    place: Residence = "device"
     file: Path | None = None
     info: StreamInfo | None = None
     deployed: Deployed | None = None  # what `Method.deployed` made of this state
+    seen: Any = None  # how often each alarm had begun when it was last read
 
     def describe(self) -> StreamInfo:
         """What the stream does, in plain numbers."""
         info = self.info or describe_streams(self.state, None, self.frozen)[0]
         places = () if self.bad is None else tuple(torch.where(self.bad)[0].tolist())
         return info._replace(frozen=self.frozen, poisoned=places)
+
+    def moved(self, state: Any) -> "Entry":
+        """The stream with another state, which is on the device."""
+        new = replace(self, state=state, version=self.version + 1, place="device")
+        return replace(new, file=None, info=None, deployed=None)
+
+
+class _Report(NamedTuple):
+    """The parts of a state that `describe_streams` reads."""
+
+    info: Info
+    key: Key
+
+
+def describe_entries(entries: Mapping[str, Entry]) -> dict[str, StreamInfo]:
+    """What several streams do: the numbers of those on one device are read together, as each reading waits for it."""
+    infos = {name: entry.info for name, entry in entries.items() if entry.info is not None}
+    for place in ("device", "host"):
+        there = [name for name, entry in entries.items() if name not in infos and entry.place == place]
+        if there:
+            parts = [_Report(entries[name].state.info, entries[name].state.key) for name in there]
+            together = tree_map(lambda *rows: torch.cat(rows), *parts)
+            infos |= dict(zip(there, describe_streams(together, None, False), strict=True))
+    return {name: replace(entry, info=infos[name]).describe() for name, entry in entries.items()}
 
 
 class Files(Protocol):
@@ -166,7 +194,7 @@ class Pool:
                     if not self._swap(name, entry, away):
                         _remove([file])
 
-    def _too_many(self, place: Place, most: int, keep: str | None) -> list[tuple[str, Entry]]:
+    def _too_many(self, place: Residence, most: int, keep: str | None) -> list[tuple[str, Entry]]:
         with self.lock:
             there = [(name, entry) for name, entry in self.entries.items() if entry.place == place]
         return [(name, entry) for name, entry in there[: max(len(there) - most, 0)] if name != keep]
@@ -191,6 +219,16 @@ class Pool:
     @staticmethod
     def _to(state: Any, device: torch.device | str) -> Any:
         return tree_map(lambda t: t.to(device), state)
+
+
+def check_place(net: Backbone, place: Place) -> None:
+    """Refuse to run on a network that was moved or cast: the states of a fleet do not follow."""
+    if (now := place_of(net)) != place:
+        of_network, of_states = (f"on {device} in {dtype}" for device, dtype in (now, place))
+        raise RuntimeError(
+            f"the network is {of_network}, the states of this fleet {of_states}: the network was moved or cast "
+            "after the fleet was made. Move it first, then call tribe.fleet"
+        )
 
 
 def _remove(files: Iterable[Path | None]) -> None:

@@ -1,7 +1,8 @@
 """What happened to a stream, in words: alarms that the host has read from the device.
 
 The alarms themselves are tensors (see `tribe.health.alarms`). An `EventLog` turns what is new in them into `Event`s,
-keeps the last ones, writes them to the log ``tribe.health``, and gives them to a callback.
+keeps the last ones, writes them to the log ``tribe.health``, with their parts as attributes of the record, and gives
+them to a callback.
 """
 
 import logging
@@ -17,7 +18,7 @@ logger = logging.getLogger("tribe.health")
 class Event(NamedTuple):
     """Something that a person should know."""
 
-    stream: int
+    stream: int | str
     kind: str
     image: int
     since: int
@@ -34,7 +35,7 @@ class Event(NamedTuple):
 
 document(
     Event,
-    stream="The number of the stream.",
+    stream="The number of the stream; in a fleet its name.",
     kind='What happened, one word: "black", "frozen", "shift", "drift", "collapse", ...',
     image="How many images the stream had seen when it was found.",
     since="After how many images it began, as far as can be told.",
@@ -61,7 +62,8 @@ class EventLog:
         """Keep events, log them and call back."""
         for event in events:
             self.events.append(event)
-            logger.warning("%s", event)
+            parts = {"stream": event.stream, "kind": event.kind, "numbers": event.numbers}
+            logger.warning("%s", event, extra=parts)
             if self.callback is not None:
                 try:
                     self.callback(event)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tribe.engine.backbone import Backbone
 from tribe.engine.screening import sound
-from tribe.engine.state import Affine, clone, per_stream, select
+from tribe.engine.state import Affine, Info, clone, per_stream, select
 from tribe.fields import is_number, is_whole, plain_numbers, require
 from tribe.health.alarms import KINDS
 from tribe.health.calibration import Calibration
@@ -229,7 +229,16 @@ class Guarded(Composed):
 
     def health(self, net: Backbone, state: GuardedState) -> list[Health]:
         """How each stream does. Waits for the device."""
-        watcher, watch, info = self.watcher(net), state.guard.watch, state.inner.info
+        return self.read_health(net, state.guard, state.inner.info, self._leaning(net, state))
+
+    def read_health(
+        self, net: Backbone, guard: GuardState, info: Info, leaning: Mapping[str, Sequence[Any]] | None = None
+    ) -> list[Health]:
+        """The same from small parts of the state: the guard's, of which ``good`` is not read, and the method's report.
+
+        Without ``leaning`` there is no `Health.statistics` and no `Health.followed`.
+        """
+        watcher, watch = self.watcher(net), guard.watch
         none = [None] * len(info.images)
         estimate = watcher.estimator.read(watch.estimate)
         known = watcher.normal is not None
@@ -241,17 +250,18 @@ class Guarded(Composed):
             "calibrated": [known] * len(none),
             "alarms": alarms_on(watch),
             **{name: getattr(info, name).tolist() for name in ("entropy", "trusted", "distance")},
-            **self._leaning(net, state, none),
+            **(leaning or {"statistics": none, "followed": none}),
             "source_agreement": [s if n > 0 else None for s, n in zip(shares, probed.tolist(), strict=True)],
             "predicted": [tuple(row) for row in watch.predicted.tolist()],
-            "held": state.guard.held.tolist(),
-            "returned": state.guard.returned.tolist(),
+            "held": guard.held.tolist(),
+            "returned": guard.returned.tolist(),
         }
         return [Health(**dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
 
-    def _leaning(self, net: Backbone, state: GuardedState, none: Sequence[None]) -> dict[str, Sequence[Any]]:
+    def _leaning(self, net: Backbone, state: GuardedState) -> dict[str, Sequence[Any]]:
         """How far the statistics of each stream are from the source's, and how far predictions follow them."""
         inner: Any = self.inner
+        none = [None] * len(state.inner.info.images)
         adapted: Deployed = (inner.adapted if self.acts else inner.deployed)(net, state.inner)
         if isinstance(adapted.norm, PerBatch) or not adapted.stats.mean.shape[-1]:
             return {"statistics": none, "followed": none}

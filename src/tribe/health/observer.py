@@ -17,9 +17,8 @@ class Observer:
     """Reads alarms after each step on a CPU, every 50 steps on a GPU, and whenever it is asked."""
 
     def __init__(self, method: Method, callback: Callable[[Event], object] | None = None) -> None:
-        self._guarded = _find(method, None) is not None
-        if callback is not None and not self._guarded:
-            raise ValueError("on_event is called with alarms, which need health=True or guard=True")
+        self._guarded = find_guarded(method, None) is not None
+        check_callback(callback, self._guarded)
         self.log = EventLog(callback)
         self._seen: Any = None
         self._steps = 0
@@ -27,7 +26,7 @@ class Observer:
     def resume(self, method: Method, state: Any) -> None:
         """Start after the alarms that a loaded state has seen already."""
         if self._guarded:
-            self._seen = read(_find(method, state)[1].guard.watch.alarms)[1]
+            self._seen = read(find_guarded(method, state)[1].guard.watch.alarms)[1]
 
     def after_step(self, method: Method, state: Any) -> None:
         """Look for new events, if it is time."""
@@ -40,19 +39,25 @@ class Observer:
     def look(self, method: Method, state: Any) -> None:
         """Look for new events now."""
         if self._guarded:
-            events, self._seen = read(_find(method, state)[1].guard.watch.alarms, self._seen)
+            events, self._seen = read(find_guarded(method, state)[1].guard.watch.alarms, self._seen)
             self.log.add(*events)
 
     def health(self, method: Method, net: Backbone, state: Any) -> list[Health] | None:
         """How each stream does; None if nothing watches."""
         if not self._guarded:
             return None
-        guarded, own = _find(method, state)
+        guarded, own = find_guarded(method, state)
         found: list[Health] = guarded.health(net, own)
         return found
 
 
-def _find(method: Method, state: Any) -> Any:
+def check_callback(callback: Callable[[Event], object] | None, watched: bool) -> None:
+    """Refuse a callback for alarms where nothing watches."""
+    if callback is not None and not watched:
+        raise ValueError("on_event is called with alarms, which need health=True or guard=True")
+
+
+def find_guarded(method: Method, state: Any) -> Any:
     """The guarded or watched method inside a method, and its state; None if there is none."""
     while not isinstance(method, Guarded):
         if not isinstance(method, Composed):
