@@ -314,8 +314,14 @@ class MarkovFilter:
     def __init__(self, classes: int, fields: Any) -> None:
         self.fields, self.chains = fields, [Chain(t, classes, fields) for t in fields.temperatures]
 
-    def best(self) -> Chain:
-        return max(self.chains, key=lambda chain: chain.recent)
+    def on(self) -> bool:
+        return any(chain.evidence > self.fields.evidence_on for chain in self.chains)
+
+    def chosen(self) -> Chain:
+        """The sharpest of the chains that predicted the last images about best."""
+        best = max(chain.recent for chain in self.chains)
+        near = best - self.fields.temperature_margin * abs(best)
+        return next(chain for chain in self.chains if chain.recent >= near)
 
     def add(self, batch: list[list[float]], counts: list[bool]) -> list[list[float] | None]:
         """The answer to each image of a batch: probabilities, or None where the method's own prediction stays."""
@@ -329,12 +335,11 @@ class MarkovFilter:
                 before = chain.rate
                 chain.add(images[i])
                 history.setdefault(id(chain), []).append((before, chain.belief))
-            if self.best().evidence > self.fields.evidence_on:
-                answers[i] = self.best().belief
+            if self.on():
+                answers[i] = self.chosen().belief
         if self.fields.within == "past" or not seen:
             return answers
-        chain = self.best()
-        on = chain.evidence > self.fields.evidence_on
+        chain, on = self.chosen(), self.on()
         smoothed = self.backward(chain, [images[i] for i in seen], history[id(chain)])
         for i, answer in zip(seen, smoothed, strict=True):
             answers[i] = answer if on else None

@@ -36,6 +36,7 @@ def check(answers, filtered, row):
         {
             "within": "batch",
             "temperatures": (0.5, 1, 3),
+            "temperature_margin": 0.2,
             "rate_step": 0.02,
             "least_rate": 0.03,
             "marginal_step": 0.05,

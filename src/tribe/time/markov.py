@@ -9,9 +9,9 @@ What the network says of an image is the likelihood of its classes, l = softmax(
     compare        with a null model, independent draws: null = w (pi . l) + (1 - w) / K, where pi is the marginal of
                    the last images, and w the weight that it has earned against even draws
 
-The answer is p while the evidence, the sum of log (prior . l) - log null, is above a threshold, else the network's own
-prediction. A bank of temperatures T runs side by side; the one whose prior predicted the last images best, by the sum
-of log (prior . l), answers. See docs/time.md for the derivation.
+A bank of temperatures T runs side by side. While the evidence of any, the sum of log (prior . l) - log null, is above a
+threshold, the answer is p, else the network's own prediction. The sharpest temperature answers of those whose prior
+predicted the last images about best, by the sum of log (prior . l). See docs/time.md for the derivation.
 """
 
 import functools
@@ -82,25 +82,28 @@ class Markov(TimeFilter):
     """
 
     within: Literal["past", "batch"] = "past"  # which images of its batch an answer uses
-    temperatures: Sequence[float] = (0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0)  # T; above 4 any bias looks like a burst
+    temperatures: Sequence[float] = (0.5, 0.9, 1.5, 2.4, 4.0)  # T, rising; above 4 any bias looks like a burst
+    temperature_margin: float = 0.03  # share of the best sum that a sharper temperature may miss; rare classes need it
     training_shares: Sequence[float] | None = None  # of the classes, divided out; None: all were equal
-    rate_step: float = 0.003  # of rho: about the last 300 images; slower than the marginal, so that bias is not a burst
+    rate_step: float = 0.01  # of rho: about the last 100 images; slower than the marginal, so that bias is not a burst
     least_rate: float = 0.005  # of rho; bounds how long a wrong class stays, see docs/time.md
-    marginal_step: float = 0.01  # of pi: about the last 100 images
+    marginal_step: float = 0.03  # of pi: about the last 30 images
     recent_memory: float = 0.99  # discount of the sum that chooses the temperature
     evidence_on: float = 10.0  # nats above which the filter is on; chance alone gets there with e^-10
-    evidence_most: float = 50.0  # limits the evidence, so that some dozen images that switch turn the filter off
-    evidence_drift: float = 0.02  # nats that each image must add, so that hardly sticky streams stay off
+    evidence_most: float = 60.0  # limits the evidence, so that some dozen images that switch turn the filter off
+    evidence_drift: float = 0.03  # nats that each image must add, so that hardly sticky streams stay off
     likelihood_floor: float = 0.001  # shared by all classes: one image alone cannot exclude a class
 
     paper = "Rabiner, A tutorial on hidden Markov models, Proceedings of the IEEE 1989; not part of the TRIBE paper"
 
     def __post_init__(self) -> None:
         require(self.within in ("past", "batch"), "within is 'past' or 'batch'", self.within)
-        self._set_numbers("temperatures", "temperatures is a sequence of positive numbers")
+        expected = "temperatures is a sequence of positive numbers that rise"
+        self._set_numbers("temperatures", expected)
+        require(list(self.temperatures) == sorted(set(self.temperatures)), expected, self.temperatures)
         if self.training_shares is not None:
             self._set_numbers("training_shares", "training_shares is a sequence of positive shares, one a class")
-        shares = ("rate_step", "least_rate", "marginal_step", "recent_memory", "likelihood_floor")
+        shares = ("rate_step", "least_rate", "marginal_step", "recent_memory", "likelihood_floor", "temperature_margin")
         for name in (*shares, "evidence_on", "evidence_most", "evidence_drift"):
             value, most = getattr(self, name), 1 if name in shares else math.inf
             expected = f"{name} is a number, not negative" + (" and below 1" if name in shares else "")
@@ -140,20 +143,25 @@ class Markov(TimeFilter):
         images = Images.of(self._likelihood(z), counted)
         scanned, new = self._scan(state, images)
         if self.within == "batch":
-            chosen = new.recent.argmax(-1)  # (S,), with the temperature that is best at the end of the batch
-            belief = self._smooth(scanned, images, chosen)
-            on = _at(new.evidence, chosen).unsqueeze(1) > self.evidence_on  # (S, 1)
+            belief = self._smooth(scanned, images, self._chosen(new.recent))  # as it is at the end of the batch
+            on = (new.evidence.amax(-1) > self.evidence_on).unsqueeze(1)  # (S, 1)
         else:
-            best = scanned.recent.argmax(-1)  # (S, B)
-            belief, on = _at(scanned.belief, best), _at(scanned.evidence, best) > self.evidence_on
+            belief = _at(scanned.belief, self._chosen(scanned.recent))
+            on = scanned.evidence.amax(-1) > self.evidence_on
         tiny = torch.finfo(torch.float32).tiny
         return Filtered(belief.clamp_min(tiny).log(), counted & on, new)
 
     def info(self, state: MarkovState) -> list[FilterInfo]:
-        """Whether the filter is on for each stream, and what its best temperature believes."""
-        best = state.recent.argmax(-1)
-        rows = zip(best.tolist(), _at(state.rate, best).tolist(), _at(state.evidence, best).tolist(), strict=True)
+        """Whether the filter is on for each stream, and what the temperature that answers believes."""
+        chosen = self._chosen(state.recent)
+        evidence = state.evidence.amax(-1).tolist()
+        rows = zip(chosen.tolist(), _at(state.rate, chosen).tolist(), evidence, strict=True)
         return [FilterInfo(e > self.evidence_on, 1 / rate, self.temperatures[m], e) for m, rate, e in rows]
+
+    def _chosen(self, recent: Tensor) -> Tensor:
+        """The temperature that answers: the first, so the sharpest, whose sum (..., M) is within the margin."""
+        best = recent.amax(-1, keepdim=True)
+        return (recent >= best - self.temperature_margin * best.abs()).byte().argmax(-1)
 
     def _likelihood(self, z: Tensor) -> Tensor:
         """The likelihood of the classes, (S, B, M, K), for every temperature."""
