@@ -10,11 +10,18 @@ import tribe
 from reproduction import MINE, SMALL, call
 
 
+@pytest.fixture
+def nowhere(tmp_path, monkeypatch, few_digits):
+    """No data but a fifth of MNIST's test images, and an empty folder to write into."""
+    monkeypatch.setenv("TRIBE_DATA", few_digits)
+    monkeypatch.chdir(tmp_path)
+
+
 @pytest.fixture(scope="session")
-def finished_runs(tmp_path_factory):
+def finished_runs(tmp_path_factory, few_digits):
     """Wall clock: imbalance 100, three rows, two seeds: options, folder, and the table as JSON."""
     runs = tmp_path_factory.mktemp("runs")
-    options = ("wall-clock", *SMALL, "--methods", "source,BN,+pl", "--seeds", 2, "--runs", runs)
+    options = ("wall-clock", *SMALL, "--methods", "source,BN,+pl", "--seeds", 2, "--runs", runs, "--data", few_digits)
     result = call(*options, "--format", "json")
     assert result.exit_code == 0, result.output
     return options, runs, json.loads(result.stdout)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -14,6 +13,7 @@ import pytest
 import tribe
 from commands import message
 from places import ROOT
+from processes import Process
 from reproduction import SMALL, call, draw, fabricate, rename
 from tribe.lab.experiment import Experiment
 from tribe.lab.spec import ComponentSpec
@@ -299,15 +299,13 @@ def test_processes_share_the_work(tmp_path):
     own = ("One", "Two", "Three", "Four", "Five")
     words = ("norms", *SMALL, "--columns", "200", "--set", "scenario.imbalance=1000000", "--threads", 1)
     words += ("--methods", ",".join(["TEST", *(f"+counted.py:{name}" for name in own)]), "--format", "json")
-    command = [sys.executable, "-m", "tribe", "reproduce", *map(str, words)]
-    how = {"cwd": tmp_path, "env": os.environ | {"OMP_NUM_THREADS": "1"}, "text": True, "stdout": subprocess.PIPE}
-    processes = [subprocess.Popen(command, stderr=subprocess.PIPE, **how) for _ in range(3)]
-    printed = [process.communicate() for process in processes]
-    assert [process.returncode for process in processes] == [0, 0, 0], printed
+    processes = [Process("-m", "tribe", "reproduce", *words, cwd=tmp_path) for _ in range(3)]
+    printed = [process.end() for process in processes]
+    assert [process.code for process in printed] == [0, 0, 0], printed
     computed = [line.split() for line in Path("computed.txt").read_text().splitlines()]
     assert sorted(name for name, _ in computed) == sorted(name.lower() for name in own), "each once"
     assert {int(process) for _, process in computed} == {process.pid for process in processes}
-    tables = [json.loads(out) for out, _ in printed]
+    tables = [json.loads(process.out) for process in printed]
     assert tables[0]["cells"] == tables[1]["cells"] == tables[2]["cells"]
     assert len(tables[0]["cells"]) == 6
     assert all(isinstance(cell["ours"], float) for cell in tables[0]["cells"])

@@ -17,10 +17,11 @@ def test_formats_hold_the_same_numbers(played):
     ours, spread = cells["BN", "error"]["ours"], cells["BN", "error"]["deviation"]
     beside = f"{ours:.2f} ± {spread:.2f} (70.00, {ours - 70:+.2f})"
     markdown = call(*options, "--format", "markdown").stdout
-    assert f"| BN | {beside} |" in markdown
-    assert f"| TEST | **{cells['TEST', 'error']['ours']:.2f} ±" in markdown
+    assert beside in markdown.replace("*", "")
+    best = min(("TEST", "BN", "pl"), key=lambda row: cells[row, "error"]["ours"])
+    assert f"| {best} | **{cells[best, 'error']['ours']:.2f} ±" in markdown
     latex = call(*options, "--format", "latex").stdout
-    assert "BN & " + beside.replace("±", r"$\pm$") + " &" in latex
+    assert beside.replace("±", r"$\pm$") in latex.replace(r"\textbf{", "").replace("}", "")
     assert r"\textbf{" in latex
     rows = list(csv.DictReader(io.StringIO(call(*options, "--format", "csv").stdout)))
     assert [(r["row"], r["column"]) for r in rows] == list(cells)

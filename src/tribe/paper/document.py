@@ -33,7 +33,7 @@ from tribe.paper.findings import (
     in_short,
     judged_claims,
 )
-from tribe.paper.gather import LIVE, Origin, damage, measured_alone, plan_from_experiments, read_draws
+from tribe.paper.gather import LIVE, Draws, Origin, damage, measured_alone, plan_from_experiments, read_draws
 from tribe.paper.plan import Choices
 from tribe.paper.render import markdown, table_head, table_row
 from tribe.paper.tables import Table, all_tables, released
@@ -51,6 +51,7 @@ class Series:
     results: Mapping[str, Result]  # by the ids of their experiments
     root: Path
     workbench: Workbench
+    draws: Sequence[Draws]  # all in the folder
 
     @cached_property
     def experiments(self) -> list[Experiment]:
@@ -136,12 +137,13 @@ class Series:
 def make_document(root: str | PathLike[str], origin: Origin | None = None) -> str:
     """The document, in Markdown. Only results of ``origin`` are shown, and no damaged ones."""
     root, workbench, origin = Path(root), Workbench(device="cpu"), origin or Origin()
+    draws = read_draws(root)  # first: it raises if a file is damaged
     results = [
         result
         for result in finished(root, damaged="skip")
         if damage(result) is None and not origin.mismatches(result.experiment)
     ]
-    series = [Series({r.experiment.id: r for r in alike}, root, workbench) for alike in _alike(results)]
+    series = [Series({r.experiment.id: r for r in alike}, root, workbench, draws) for alike in _alike(results)]
     lines = [
         "# Reproduction",
         "",
@@ -212,12 +214,11 @@ def _findings(series: Series, own: Sequence[Comparison]) -> tuple[list[str], lis
 
 def _beside_released(series: Series, comparison: Comparison) -> Iterator[BesideReleased]:
     """A section per data set, with the draws that are of its experiments."""
-    every = read_draws(series.root)
     for dataset in dict.fromkeys(column.rpartition(" ")[0] for column in comparison.columns):
         draws = {}
         for row in (str(row["key"]) for row in series.usual_rows.values()):
             id = comparison.entries[row, f"{dataset} inst"].experiment
-            if id is not None and (found := [drawn for drawn in every if drawn.are_of(comparison.experiments[id])]):
+            if id is not None and (found := [d for d in series.draws if d.are_of(comparison.experiments[id])]):
                 draws[row] = found
         yield BesideReleased(comparison, dataset, draws)
 

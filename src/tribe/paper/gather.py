@@ -137,8 +137,10 @@ def plan_from_experiments(
     described = [(experiment, _describe(experiment)) for experiment in experiments]
 
     def find(cell: Cell) -> Experiment:
-        expected, wanted = _expected(cell, choices, workbench), origin or Origin()
-        matching = [experiment for experiment, description in described if description == expected]
+        wanted, names = origin or Origin(), (cell.method, choices.dataset_of(cell).name, choices.model_of(cell).name)
+        alike = [(e, d) for e, d in described if (e.method.name, e.dataset.name, e.model.name) == names]
+        expected = _expected(cell, choices, workbench) if alike else None  # it takes a while
+        matching = [experiment for experiment, description in alike if description == expected]
         fitting = [experiment for experiment in matching if not wanted.mismatches(experiment)]
         if len(fitting) > 1:
             raise MixedResults(

@@ -1,6 +1,8 @@
 """What the checks run on: a small network, images, predictions, methods, and a watch on global random generators."""
 
+import copy
 import dataclasses
+import functools
 import inspect
 import random
 from collections.abc import Iterator, Mapping
@@ -24,6 +26,12 @@ def small_network(
     classes: int = CLASSES, channels: int = 3, seed: int = 0, dtype: torch.dtype = torch.float32
 ) -> nn.Module:
     """Build a small convolutional classifier with BatchNorm: random weights, running statistics of random images."""
+    return copy.deepcopy(_small_network(classes, channels, seed)).to(dtype)
+
+
+@functools.cache  # the checks need hundreds of them, and the running statistics take most of the time
+@torch.inference_mode(False)
+def _small_network(classes: int, channels: int, seed: int) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = nn.Sequential(
@@ -46,7 +54,7 @@ def small_network(
             model.train()
             for _ in range(20):
                 model(torch.rand(32, channels, SIZE, SIZE))
-    return model.eval().to(dtype)
+    return model.eval()
 
 
 def small_backbone(dtype: torch.dtype = torch.float32) -> Backbone:
