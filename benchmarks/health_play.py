@@ -1,141 +1,220 @@
-"""Play methods over short streams and keep what estimators of accuracy read: `tribe.health.records.Signals`.
+"""Play methods over short streams and keep what estimators of accuracy may read, in one small file.
 
-The first images of the test set calibrate, and streams play only the others, so that no image serves both. A domain
-gives ``per`` images, so that a stream of a few thousand images sees every domain.
+Images and labels come from a pack (`benchmarks.health_pack`). All seeds of a stream, and all streams of calibration,
+play side by side. What the source network says is the same for all methods: it passes each stream once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.time_play import BATCH, Bench, cell_scenario
-from tribe.datasets import Dataset
-from tribe.engine.backbone import Backbone
-from tribe.engine.rules import Frozen
-from tribe.health.records import Signals
-from tribe.lab.stream import Stream
+from benchmarks.health_pack import Pack
+from benchmarks.time_play import BATCH, Shortened, cell_scenario
+from tribe.engine.backbone import Backbone, Output
+from tribe.engine.losses import entropy, probabilities
+from tribe.engine.rules import pool_batch
+from tribe.engine.state import Stats
+from tribe.health.changes import squared_moves
+from tribe.lab.stream import Batch, Stream
 from tribe.methods import Method
 from tribe.storage import tensors as tensor_file
 from tribe.storage.tensors import Kind
 
-HELD_OUT = 2000  # images at the beginning of the test set, for calibration alone
 DROPOUT_PASSES, DROPOUT_RATE = 10, 0.4  # as AETTA has them
-LONG_TAIL = 4  # a long tail of imbalance 100 keeps a quarter of the images
-BRANCHES = {"tribe": ("student", "anchor"), "rotta": ("student",)}  # what methods report at no extra pass
+REHEARSAL = "rehearsal"  # the streams of calibration are named after it and their order
+SMALL = {torch.float32: torch.float16, torch.int64: torch.int16}  # of what is kept
 
-RECORD = Kind(
-    "tribe-health-study",
+RECORDS = Kind(
+    "tribe-health-records",
     1,
-    {"method": str, "stream": str, "seed": int, "classes": int},
+    {"dataset": str, "model": str, "conditions": [[str]], "domains": [str], "machine": dict, "settings": dict},
     noun="record of a health study",
     advice="Play it again: python -m benchmarks.health_study",
 )
 
+Columns = dict[str, Tensor]
+
 
 class Played(NamedTuple):
-    """One stream of one method."""
+    """One stream of one method.
+
+    Columns have a value for each image; those of `OF_A_BATCH` have one for each batch, and ``batch`` tells which.
+    """
 
     method: str
     stream: str
     seed: int
-    label: Tensor  # (N,)
-    domain: Tensor  # (N,)
-    signals: Signals
+    columns: Columns
+
+    @property
+    def key(self) -> str:
+        """Its name in a file."""
+        return f"{self.method}/{self.stream}/{self.seed}"
 
 
-class Part:
-    """Some images of each domain of a data set, none of those that calibrate."""
-
-    def __init__(self, dataset: Dataset, per: int, seed: int = 0) -> None:
-        self.dataset, self.classes, self.domains = dataset, dataset.classes, dataset.domains
-        draw = torch.Generator().manual_seed(seed)
-        rest = len(dataset.labels(self.domains[0])) - HELD_OUT
-        self._chosen = {
-            name: HELD_OUT + torch.randperm(rest, generator=draw)[:per].sort().values for name in self.domains
-        }
-
-    def labels(self, domain: str) -> Tensor:
-        """Of the chosen images."""
-        return self.dataset.labels(domain)[self._chosen[domain]]
-
-    def images(self, domain: str, index: Tensor) -> Tensor:
-        """Of the chosen images."""
-        return self.dataset.images(domain, self._chosen[domain][index])
+OF_A_BATCH = ("student", "anchor", "distance", "spread", "statistics", "shift", "trusted")
 
 
-def play(bench: Bench, method: str, cell: str, seeds: Sequence[int], per: int) -> list[Played]:
-    """Adapt over the streams of all seeds side by side; two passes beside the step serve GDE and AETTA."""
-    net, built = bench.method(method)
-    name = {"gli-f": "F100", "gli-v": "V100"}.get(cell, cell)
-    data = Part(bench.data.dataset, per * LONG_TAIL if cell.startswith("gli") else per)
-    stream = Stream(data, cell_scenario(name).on(data.domains), seeds, BATCH)  # type: ignore[arg-type]
-    state, columns = built.init(net, len(seeds), seeds[0]), dict[str, list[Tensor]]()
-    for number, batch in enumerate(stream):
-        x, valid = batch.x.to(net.device), batch.valid.to(net.device)
-        beside = _beside(net, built, state, x, valid, number)
-        output, state = built.step(net, state, x, valid)
-        beside["source"] = (beside["source"].argmax(-1) == output.argmax(-1)).float()
-        shares = {branch: getattr(state.info, f"{branch}_agreement") for branch in BRANCHES.get(method, ())}
-        beside |= {branch: share.unsqueeze(1).expand(batch.y.shape) for branch, share in shares.items()}
-        given = {"label": batch.y, "domain": batch.domain, "batch": torch.full_like(batch.y, number), "logits": output}
-        for column, values in {**given, **beside}.items():
-            columns.setdefault(column, []).append(values.cpu())
-    whole = {column: torch.cat(values, 1) for column, values in columns.items()}
-    return [_one(method, cell, seed, {c: t[i] for c, t in whole.items()}) for i, seed in enumerate(seeds)]
+@dataclass(frozen=True)
+class Looking:
+    """Normalise with the source's statistics, and return those of the batch."""
+
+    classes: ClassVar[int] = 1
+    observes: ClassVar[bool] = True
+
+    def __call__(
+        self, mean: Tensor, var: Tensor, count: int, stats: Stats, labels: Tensor | None, valid: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor, Stats]:
+        """The source's statistics, and the batch's."""
+        return stats.mean, stats.var, Stats(*pool_batch(mean, var, valid))
 
 
-def _one(method: str, cell: str, seed: int, columns: dict[str, Tensor]) -> Played:
-    real = columns["label"] >= 0
-    kept = {column: values[real] for column, values in columns.items()}
-    label, domain = kept.pop("label"), kept.pop("domain")
-    return Played(method, cell, seed, label, domain, Signals(**kept))
+# -- streams -----------------------------------------------------------------------------------------------------------
+
+
+def stream_batches(
+    pack: Pack, stream: str, seeds: Sequence[int], device: torch.device, limit: int | None = None
+) -> list[Batch]:
+    """All batches of the streams of all seeds, on a device; ``limit``: the most images of each."""
+    data = pack.shown if stream.startswith("gli") else pack.shown.first(pack.per)
+    scenario = cell_scenario({"gli-f": "F100", "gli-v": "V100"}.get(stream, stream)).on(data.domains)
+    shown = scenario if limit is None else Shortened(scenario.domains, whole=scenario, most=limit)
+    stream_of = Stream(data, shown, seeds, BATCH)  # type: ignore[arg-type]
+    return [Batch(*(t.to(device) for t in batch)) for batch in stream_of]
+
+
+def rehearsal_batches(pack: Pack, device: torch.device, limit: int | None = None) -> list[Batch]:
+    """All batches of the streams of calibration, on a device; ``domain`` is the condition."""
+    labels, reset = pack.clean[1], torch.zeros(len(pack.plans), dtype=torch.bool)
+    place = torch.stack(pack.places)[:, :limit]
+    number = torch.stack([plan.number for plan in pack.plans])[:, :limit]
+    condition = torch.stack([plan.condition for plan in pack.plans])[:, :limit]
+    batches = []
+    for p, n, c in zip(*(t.split(BATCH, 1) for t in (place, number, condition)), strict=True):
+        batch = Batch(pack.corrupted[p].float().div_(255), labels[n], c, torch.ones_like(n, dtype=torch.bool), reset)
+        batches.append(Batch(*(t.to(device) for t in batch)))
+    return batches
+
+
+# -- columns -----------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def _beside(net: Backbone, method: Method, state: object, x: Tensor, valid: Tensor, seed: int) -> dict[str, Tensor]:
-    """The source's logits, and what passes with dropout before the classifier say of the adapted network."""
-    affine, stats = net.source(len(x))
-    source = net(x, affine, stats, Frozen(), valid=valid).logits
-    output = net(x, *method.deployed(net, state), valid=valid)
-    layer = dict(net.model.named_modules())[str(net.classifier)]
-    draw = torch.Generator().manual_seed(seed)
-    mean, differs = torch.zeros_like(output.logits), torch.zeros_like(output.logits[..., 0])
+def watch_source(net: Backbone, batches: Sequence[Batch], temperature: float) -> list[Columns]:
+    """What the source network says of each batch, and how far the batch's statistics are from the source's."""
+    affine, stats = net.source(len(batches[0].x))
+    found = []
+    for number, batch in enumerate(batches):
+        output = net(batch.x, affine, stats, Looking(), valid=batch.valid)
+        columns = {f"source_{name}": t for name, t in _certainty(output.logits.float(), temperature).items()}
+        columns["source_dropout"] = _dropout(net, output, batch.valid, number)["dropout"]
+        found.append({**columns, "shift": _by_depth(net, output.stats)})
+    return found
+
+
+def watch_method(
+    net: Backbone, method: Method, batches: Sequence[Batch], source: Sequence[Columns], temperature: float, seed: int
+) -> list[Columns]:
+    """Adapt over streams side by side: the columns of each stream."""
+    state: Any = method.init(net, len(batches[0].x), seed)
+    parts: list[Columns] = []
+    for number, (batch, beside) in enumerate(zip(batches, source, strict=True)):
+        columns = dict(beside)
+        with torch.no_grad():
+            deployed = method.deployed(net, state)
+            columns |= _dropout(net, net(batch.x, *deployed, valid=batch.valid), batch.valid, number)
+            if deployed.stats.mean.shape[-1]:
+                columns["statistics"] = _by_depth(net, deployed.stats)
+        output, state = method.step(net, state, batch.x, batch.valid)
+        columns |= _certainty(output.float(), temperature)
+        info = state.info
+        columns |= {"student": info.student_agreement, "anchor": info.anchor_agreement}
+        columns |= {"distance": info.distance, "trusted": info.trusted}
+        columns |= {"label": batch.y, "domain": batch.domain, "batch": torch.full_like(batch.y, number)}
+        parts.append({name: t.cpu() for name, t in columns.items()})
+    return [_one(parts, stream) for stream in range(len(batches[0].x))]
+
+
+def _one(parts: Sequence[Columns], stream: int) -> Columns:
+    """The columns of one stream, without padding."""
+    joined = {}
+    for name in parts[0]:
+        rows = [part[name][stream] for part in parts]
+        joined[name] = torch.stack(rows) if name in OF_A_BATCH else torch.cat(rows)
+    real = joined["label"] >= 0
+    kept = {name: t if name in OF_A_BATCH else t[real] for name, t in joined.items()}
+    return {name: t.to(SMALL.get(t.dtype, t.dtype)) for name, t in kept.items()}
+
+
+def _certainty(logits: Tensor, temperature: float) -> Columns:
+    """Prediction, confidence with and without temperature, and entropy as a share of log K, of logits (S, B, K)."""
+    confidence, prediction = probabilities(logits).max(-1)
+    share = entropy(logits) / torch.tensor(float(logits.shape[-1])).log()
+    tempered = probabilities(logits / temperature).amax(-1)
+    return {"prediction": prediction, "confidence": confidence, "tempered": tempered, "entropy": share}
+
+
+def _by_depth(net: Backbone, stats: Stats) -> Tensor:
+    """How far statistics (S, 1, C) are from the source's in the first, middle and last third of layers, (S, 3)."""
+    slots = [slot for slot in net.slots if slot.columns.stop > slot.columns.start]
+    squares = squared_moves(net, net.source()[1], Stats(*(t.float() for t in stats)))[:, 0]
+    layers = torch.stack([squares[:, slot.columns].mean(1) for slot in slots], 1)  # (S, layers)
+    third = max(len(slots) // 3, 1)
+    parts = layers[:, :third], layers[:, third : len(slots) - third], layers[:, len(slots) - third :]
+    return torch.stack([(part if part.shape[1] else layers).mean(1).sqrt() for part in parts], 1)
+
+
+def _dropout(net: Backbone, output: Output, valid: Tensor, seed: int) -> Columns:
+    """Passes with dropout before the classifier: how many differ, and the entropy of the batch's mean prediction."""
+    layer, features = dict(net.model.named_modules())[str(net.classifier)], output.features
+    assert features is not None
+    draw = torch.Generator(features.device).manual_seed(seed)
+    plain = output.logits.float()
+    mean, differs = torch.zeros_like(plain), torch.zeros_like(plain[..., 0])
     for _ in range(DROPOUT_PASSES):
-        kept = torch.rand(output.features.shape, generator=draw).to(x.device) >= DROPOUT_RATE
-        logits = functional.linear(output.features * kept / (1 - DROPOUT_RATE), layer.weight, layer.bias)  # type: ignore[arg-type]
+        kept = torch.rand(features.shape, generator=draw, device=features.device) >= DROPOUT_RATE
+        dropped = (features * kept / (1 - DROPOUT_RATE)).to(layer.weight.dtype)  # type: ignore[union-attr,arg-type]
+        logits = functional.linear(dropped, layer.weight, layer.bias).float()  # type: ignore[arg-type]
         mean += logits.softmax(-1) / DROPOUT_PASSES
-        differs += (logits.argmax(-1) != output.logits.argmax(-1)).float() / DROPOUT_PASSES
+        differs += (logits.argmax(-1) != plain.argmax(-1)).float() / DROPOUT_PASSES
     p = (mean * valid.unsqueeze(-1)).sum(1) / valid.sum(1).clamp_min(1).unsqueeze(-1)  # (S, K)
-    spread = -(p * p.clamp_min(1e-12).log()).sum(-1)
-    return {"source": source, "dropout": differs, "spread": spread.unsqueeze(1).expand(valid.shape)}
+    return {"dropout": differs, "spread": -(p * p.clamp_min(1e-12).log()).sum(-1)}
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
-def save(folder: Path, played: Played) -> None:
-    """Write one stream to a file."""
-    header = {"method": played.method, "stream": played.stream, "seed": played.seed}
-    header["classes"] = played.signals.logits.shape[1]
-    tensors = {"label": played.label, "domain": played.domain, **_given(played.signals)}
-    tensor_file.write(path_of(folder, played.method, played.stream, played.seed), RECORD, header, tensors)
+class Records(NamedTuple):
+    """What was played with one network."""
+
+    header: dict[str, Any]
+    clean: tuple[Tensor, Tensor]  # the source's logits of the clean images that calibrate, and labels
+    played: dict[str, Played]  # by key
 
 
-def load(path: Path) -> Played:
-    """Read one stream from a file."""
-    header, tensors = tensor_file.read(path, RECORD)
-    label, domain = tensors.pop("label"), tensors.pop("domain")
-    return Played(header["method"], header["stream"], header["seed"], label, domain, Signals(**tensors))
+def save(path: Path, header: Mapping[str, Any], clean: tuple[Tensor, Tensor], played: Mapping[str, Played]) -> None:
+    """Write one file."""
+    tensors = {"clean/logits": clean[0].half(), "clean/labels": clean[1].to(torch.int16)}
+    for key, stream in played.items():
+        tensors |= {f"{key}/{name}": t for name, t in stream.columns.items()}
+    tensor_file.write(path, RECORDS, header, tensors)
 
 
-def path_of(folder: Path, method: str, stream: str, seed: int) -> Path:
-    """Where a stream is kept."""
-    return folder / f"{stream}_{method}_{seed}.safetensors"
-
-
-def _given(signals: Signals) -> dict[str, Tensor]:
-    return {name: t for name, t in signals._asdict().items() if t is not None}
+def load(path: Path) -> Records:
+    """Read what `save` wrote."""
+    header, tensors = tensor_file.read(path, RECORDS)
+    clean = tensors.pop("clean/logits").float(), tensors.pop("clean/labels").long()
+    columns: dict[str, Columns] = {}
+    for name, tensor in tensors.items():
+        key, _, column = name.rpartition("/")
+        columns.setdefault(key, {})[column] = tensor.long() if not tensor.is_floating_point() else tensor.float()
+    played = {}
+    for key, found in columns.items():
+        method, stream, seed = key.split("/")
+        played[key] = Played(method, stream, int(seed), found)
+    return Records(header, clean, played)

@@ -2,125 +2,88 @@
 
 ``python -m benchmarks.health_study --data data --model resnet20 --weights FILE --out benchmarks/results``
 
-Each method is calibrated on the first 2,000 test images and plays streams of the others. What it predicts is kept in
-``--records``, so that estimators can be compared without playing again; a study that is stopped goes on there. Every
-window of 500 images gives the true accuracy and the estimates. Results go to a JSON file in ``--out``, after every
-stream. ``--render`` writes the tables of docs/health.md from the files in benchmarks/results.
+The images are put into one file (``--pack``) unless it is there, so that a machine without data sets can play them.
+Methods play streams and what calibrates; what they say is kept in a file in ``--records``, after every stream, and a
+study that is stopped goes on there. ``--play-only`` ends here. Then each method is calibrated, and every window of 500
+images gives the true accuracy and the estimates; results go to a JSON file in ``--out``. That part needs the file of
+records only: ``--score FILE``. ``--render`` writes the tables of docs/health.md from the files in benchmarks/results.
 """
 
 import argparse
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from benchmarks import health_pages
-from benchmarks.health_play import HELD_OUT, Played, load, path_of, play, save
-from benchmarks.time_play import Bench, Clock, add_options, open_bench, settings, write
-from tribe.engine.precision import float32_precision
-from tribe.health import baselines
-from tribe.health.calibration import Calibration, calibrate
-from tribe.health.estimate import Estimate, Estimator
-from tribe.health.records import Signals
+from benchmarks import health_pack, health_pages, health_play, health_score
+from benchmarks.health_pack import Pack
+from benchmarks.health_play import REHEARSAL, Played
+from benchmarks.time_play import Clock, add_options
+from tribe import methods, models
+from tribe.engine.backbone import Backbone
+from tribe.engine.precision import choose_device, float32_precision, precision_on
+from tribe.health.calibration import fit_temperature, source_logits
+from tribe.lab.provenance import machine
 from tribe.lab.spec import ComponentSpec
-from tribe.lab.workbench import Workbench, trained_on
+from tribe.lab.workbench import Workbench, in_precision, trained_on
 
 METHODS = "tribe", "rotta", "tent", "bn", "source"
 STREAMS = "iid", "continual", "ptta", "gli-f", "gli-v"
-SEEDS = 5, 6  # not those that anything was chosen with: 1 and 2
-
-Row = dict[str, Any]
+SEEDS = 5, 6, 7, 8  # not those that anything was chosen with: 1 to 4
 
 
-def estimates(signals: Signals, known: Calibration) -> dict[str, Tensor]:
-    """What every baseline says of each image; the mean over a window is its estimate."""
-    t = known.estimator.temperature
-    found = {
-        "confidence": baselines.mean_confidence(signals),
-        "temperature": baselines.mean_confidence(signals, t),
-        "atc": baselines.atc(signals, t, known.threshold),
-        "doc": baselines.doc(signals, t, known.accuracy, known.confidence),
-        "gde": baselines.gde(signals),
-        "aetta": baselines.aetta(signals),
-    }
-    return {name: values for name, values in found.items() if values is not None}
-
-
-def follow(estimator: Estimator, signals: Signals) -> list[Estimate]:
-    """Our estimate at the end of every window, from the state that a stream would have."""
-    state, found = estimator.init(), list[Estimate]()
-    for start in range(0, len(signals.batch) - estimator.window + 1, estimator.window):
-        window = slice(start, start + estimator.window)
-        numbers = signals.batch[window]
-        for number in numbers.unique_consecutive():
-            here = torch.arange(start, start + estimator.window)[numbers == number]
-            share = None if signals.student is None else signals.student[here[:1]]
-            valid = torch.ones(1, len(here), dtype=torch.bool)
-            state = estimator.observe(state, signals.logits[here].unsqueeze(0), valid, share)
-        found.append(estimator.read(state))
-    return found
-
-
-def score(played: Played, known: Calibration) -> Row:
-    """The true accuracy of every window and all estimates of it, in %."""
-    right = (played.signals.logits.argmax(-1) == played.label).double()
-    if played.method == "source":  # it agrees with itself
-        played = played._replace(signals=played.signals._replace(source=None))
-    size = known.estimator.window
-
-    def windows(values: Tensor) -> list[float]:
-        means = values.double().unfold(0, size, size).mean(-1)
-        return [round(100 * mean, 2) for mean in means.tolist()]
-
-    ours = follow(known.estimator, played.signals)
-    columns = {name: windows(values) for name, values in estimates(played.signals, known).items()}
-    ends = {name: [round(100 * float(getattr(e, name)), 2) for e in ours] for name in ("accuracy", "low", "high")}
-    return {
-        **{"method": played.method, "stream": played.stream, "seed": played.seed, "images": len(played.label)},
-        **{"true": windows(right), "overall": round(100 * float(ours[-1].overall), 2)},
-        **{"low": ends["low"], "high": ends["high"], "estimates": {"ours": ends["accuracy"], **columns}},
-    }
-
-
-def calibration_of(bench: Bench, method: str, o: argparse.Namespace) -> Calibration:
-    """Calibrate a method on held-out clean images, once."""
-    path = o.records / f"calibration_{method}.safetensors"
+def open_pack(o: argparse.Namespace) -> Pack:
+    """Read the pack; make it first if it is not there."""
+    path = o.pack or o.records / f"pack_{o.dataset}.safetensors"
     if not path.exists():
-        net, built = bench.method(method)
-        clean = ComponentSpec(trained_on(bench.data.dataset, o.dataset), {"split": "test"})
-        data = Workbench(o.clean or o.data, o.device).dataset(clean)
-        index, domain = torch.arange(HELD_OUT), data.domains[0]
-        calibrate(net, data.images(domain, index), data.labels(domain)[index], method=built).save(path)
-    return Calibration.load(path)
+        data = Workbench(o.data, "cpu").dataset(ComponentSpec(o.dataset))
+        name = trained_on(data, o.dataset)
+        clean = Workbench(o.clean or o.data, "cpu").dataset(ComponentSpec(name, {"split": "test"}))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        health_pack.save(path, health_pack.make(data, clean, o.dataset, name, o.per))
+    return health_pack.load(path)
 
 
-def study(bench: Bench, o: argparse.Namespace) -> Path:
-    """Calibrate, play what has not been played, and score."""
-    clock, rows = Clock(), list[Row]()
-    path = o.out / f"health_{o.dataset}_{o.model}.json"
+def play(pack: Pack, o: argparse.Namespace) -> Path:
+    """Play what has not been played; the file of records."""
+    clock, device = Clock(), choose_device(o.device)
+    precision = precision_on(device, o.precision)
+    weights = o.weights or models.find(o.model, pack.trained_on, o.data)
+    net = Backbone(models.load(o.model, weights).to(device))
+    net, _ = in_precision(net, methods.create("source"), precision)
+    images, labels = (t[: o.limit] for t in pack.clean)
+    logits = source_logits(net, images.float().div(255))
+    temperature = fit_temperature(logits, labels)
+    header: dict[str, Any] = {"dataset": pack.dataset, "model": o.model, "domains": list(pack.shown.domains)}
+    header["conditions"] = [[name, str(severity)] for name, severity in pack.conditions]
+    header |= {
+        "machine": machine(device),
+        "settings": {"precision": precision, "per": pack.per, "held_out": len(pack.clean[1])},
+    }
     o.records.mkdir(parents=True, exist_ok=True)
-    for method in o.methods:
-        known = calibration_of(bench, method, o)
-        clock.say(f"{method}: calibrated, standard error {100 * known.estimator.sigma:.1f} points")
-        for stream in o.streams:
-            files = [path_of(o.records, method, stream, seed) for seed in o.seeds]
-            if not all(file.exists() for file in files):
-                for played in play(bench, method, stream, o.seeds, o.per):
-                    save(o.records, played)
-            found = [score(load(file), known) for file in files]
-            rows += found
-            shared = {**settings(o, bench.device), "per": o.per, "corruptions": list(known.corruptions)}
-            write(path, shared, rows)
-            clock.say(f"{method}, {stream}: {_short(found)}")
+    path: Path = o.records / f"records_{pack.dataset}_{o.model}.safetensors"
+    played = health_play.load(path).played if path.exists() else {}
+    clock.say(f"{o.model} on {device}: {100 * (logits.argmax(1) == labels).float().mean():.1f} % right, clean")
+    for stream in (REHEARSAL, *o.streams):
+        names = [f"{REHEARSAL}-{plan.order}" for plan in pack.plans] if stream == REHEARSAL else [stream]
+        keys = [(name, 0) for name in names] if stream == REHEARSAL else [(stream, seed) for seed in o.seeds]
+        missing = [m for m in o.methods if any(f"{m}/{name}/{seed}" not in played for name, seed in keys)]
+        if not missing:
+            continue
+        if stream == REHEARSAL:
+            batches = health_play.rehearsal_batches(pack, device, o.limit)
+        else:
+            batches = health_play.stream_batches(pack, stream, o.seeds, device, o.limit)
+        source = health_play.watch_source(net, batches, temperature)
+        for name in missing:
+            method = methods.create(name, **{**methods.get(name).presets.get(pack.trained_on, {})})
+            columns = health_play.watch_method(net, method, batches, source, temperature, keys[0][1])
+            for (of, seed), found in zip(keys, columns, strict=True):
+                played[f"{name}/{of}/{seed}"] = Played(name, of, seed, found)
+            right = torch.cat([c["prediction"] == c["label"] for c in columns]).float()
+            clock.say(f"{stream}, {name}: {len(right)} images, {100 * right.mean():.1f} % right")
+        health_play.save(path, header, (logits, labels), played)
     return path
-
-
-def _short(rows: list[Row]) -> str:
-    """Mean absolute errors in a line."""
-    errors: Mapping[str, float] = health_pages.mean_errors(rows)
-    return ", ".join(f"{name} {value:.1f}" for name, value in errors.items())
 
 
 # -- command line ------------------------------------------------------------------------------------------------------
@@ -140,8 +103,11 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--methods", type=words, default=METHODS, help="with commas (default: %(default)s)")
     p.add_argument("--streams", type=words, default=STREAMS, help="with commas (default: %(default)s)")
     p.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="of the streams (default: %(default)s)")
-    p.add_argument("--per", type=int, default=200, help="images of each domain (default: %(default)s)")
-    p.add_argument("--records", type=Path, default=Path("runs/health"), help="where predictions are kept")
+    p.add_argument("--per", type=int, default=134, help="images of each domain (default: %(default)s)")
+    p.add_argument("--pack", type=Path, help="file with all images; made if there is none (default: in --records)")
+    p.add_argument("--records", type=Path, default=Path("runs/health"), help="folder for what methods say")
+    p.add_argument("--play-only", action="store_true", help="score nothing")
+    p.add_argument("--score", type=Path, nargs="+", help="files of records to score; play nothing")
     p.add_argument("--render", action="store_true", help="write the tables of docs/health.md, and play nothing")
     return p.parse_args(argv)
 
@@ -151,8 +117,13 @@ def main(argv: list[str] | None = None) -> None:
     if o.render:
         health_pages.render()
         return
-    with float32_precision(o.precision):
-        print(f"written to {study(open_bench(o), o)}")
+    files = o.score
+    if not files:
+        with float32_precision(o.precision):
+            files = [play(open_pack(o), o)]
+        print(f"records: {files[0]}, {files[0].stat().st_size / 2**20:.1f} MiB")
+    for path in [] if o.play_only else files:
+        print(f"written to {health_score.score(path, o.out)}")
 
 
 if __name__ == "__main__":

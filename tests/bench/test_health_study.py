@@ -4,9 +4,10 @@ import json
 
 import pytest
 import torch
-from benchmarks import health_pages, health_play, health_study
+from benchmarks import health_pack, health_pages, health_play, health_study
 
 from places import ROOT
+from tribe.health import rehearsal
 
 
 def test_the_page_shows_the_results():
@@ -14,48 +15,65 @@ def test_the_page_shows_the_results():
     assert health_pages.rendered(page) == page, "run: python -m benchmarks.health_study --render"
 
 
-def test_a_study_plays_and_its_results_become_tables(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(health_study, "HELD_OUT", 200)
+@pytest.fixture
+def small(monkeypatch):
+    """Few images calibrate."""
+    monkeypatch.setattr(health_pack, "HELD_OUT", 200)
+    monkeypatch.setattr(rehearsal, "LENGTH", 1)
+
+
+def test_a_study_plays_and_its_results_become_tables(tmp_path, small, capsys):
     where = ["--dataset", "live-mnist-c", "--model", "compact", "--device", "cpu", "--out", str(tmp_path)]
     what = ["--methods", "source", "--streams", "iid", "--seeds", "1", "--per", "35", "--records", str(tmp_path / "r")]
     health_study.main([*where, *what])
     (row,) = json.loads((tmp_path / "health_live-mnist-c_compact.json").read_text())["rows"]
     assert (row["method"], row["stream"], row["images"], len(row["true"])) == ("source", "iid", 525, 1)
-    assert set(row["estimates"]) == {
-        "ours",
-        "confidence",
-        "temperature",
-        "atc",
-        "doc",
-        "aetta",
-    }  # GDE needs two networks
-    kept = health_play.load(health_play.path_of(tmp_path / "r", "source", "iid", 1))
-    right = (kept.signals.logits.argmax(-1) == kept.label).double()[:500].mean()
+    names = {"ours", "confidence", "temperature", "atc", "doc", "aetta"}  # GDE needs two networks
+    assert set(row["estimates"]) == names
+    path = tmp_path / "r" / "records_live-mnist-c_compact.safetensors"
+    kept = health_play.load(path).played["source/iid/1"].columns
+    right = (kept["prediction"] == kept["label"]).double()[:500].mean()
     assert row["true"] == [pytest.approx(100 * float(right), abs=0.01)]
-    assert row["estimates"]["confidence"] == [
-        pytest.approx(100 * float(kept.signals.logits.softmax(-1).amax(-1)[:500].mean()), abs=0.01)
-    ]
+    confidence = 100 * float(kept["confidence"][:500].mean())
+    assert row["estimates"]["confidence"] == [pytest.approx(confidence, abs=0.01)]
+    assert torch.equal(kept["prediction"], kept["source_prediction"])
+    before = path.read_bytes()
+    health_study.main([*where, *what])  # goes on: nothing is left to play
+    assert path.read_bytes() == before
     text = health_pages.errors(tmp_path)
     assert "| iid | source |" in text
     assert "live-mnist-c" in health_pages.bias(tmp_path)
-    assert "source, iid: ours" in capsys.readouterr().out
+    assert "source: ours" in capsys.readouterr().out
 
 
-def test_streams_play_no_image_that_calibrates():
+def test_streams_play_no_image_that_calibrates(small, tmp_path):
     class Numbers:
         classes, domains = ("0", "1"), ("clean",)
 
         def labels(self, domain):
-            return torch.arange(3000) % 2
+            return torch.arange(1000) % 2
 
         def images(self, domain, index):
-            return index
+            x = torch.zeros(len(index), 1, 28, 28)
+            x[:, 0, 0, 0], x[:, 0, 0, 1] = index // 256 / 255, index % 256 / 255
+            return x
 
-    part = health_play.Part(Numbers(), per=100)
-    shown = part.images("clean", torch.arange(100))
-    assert int(shown.min()) >= health_play.HELD_OUT
-    assert len(shown.unique()) == 100
-    assert torch.equal(part.labels("clean"), shown % 2)
+    path = tmp_path / "pack.safetensors"
+    health_pack.save(path, health_pack.make(Numbers(), Numbers(), "numbers", "numbers", per=10))
+    pack = health_pack.load(path)
+
+    def numbers(x):
+        return x[:, 0, 0, 0].int() * 256 + x[:, 0, 0, 1].int()
+
+    clean = numbers(pack.clean[0])
+    assert clean.tolist() == list(range(200))
+    shown = numbers(pack.shown.images("clean", torch.arange(40)).mul(255).round())
+    assert len(shown.unique()) == 40
+    assert int(shown.min()) >= 200
+    assert torch.equal(pack.shown.labels("clean"), shown % 2)
+    for plan, place in zip(pack.plans, pack.places, strict=True):
+        plain = plan.condition == 0
+        assert torch.equal(numbers(pack.corrupted[place[plain]]), plan.number[plain].int())
 
 
 def test_errors_and_coverage_by_hand():

@@ -8,36 +8,36 @@ import math
 import torch
 from torch import Tensor
 
-from tribe.engine.losses import probabilities
 from tribe.health.records import Signals
 
 SMOOTHING = 0.4  # the newest batch's share in AETTA's estimate
 POWER = 3  # of the entropy in AETTA's estimate
 
 
-def mean_confidence(signals: Signals, temperature: float = 1.0) -> Tensor:
-    """The probability of the predicted class (Hendrycks & Gimpel, ICLR 2017; the temperature: Guo et al., ICML 2017).
-
-    >>> mean_confidence(Signals(torch.tensor([[0.0, math.log(3)]]), torch.tensor([0])))
-    tensor([0.7500])
-    """
-    return probabilities(signals.logits / temperature).amax(-1)
+def mean_confidence(signals: Signals) -> Tensor:
+    """The probability of the predicted class (Hendrycks & Gimpel, ICLR 2017)."""
+    return signals.confidence
 
 
-def atc(signals: Signals, temperature: float, threshold: float) -> Tensor:
+def tempered_confidence(signals: Signals) -> Tensor:
+    """The same after a temperature (Guo et al., ICML 2017)."""
+    return signals.tempered
+
+
+def atc(signals: Signals, threshold: float) -> Tensor:
     """Average thresholded confidence: 1 where the confidence reaches the threshold (Garg et al., ICLR 2022).
 
     On clean source images as large a share reaches the threshold as is right.
     """
-    return (mean_confidence(signals, temperature) >= threshold).to(signals.logits.dtype)
+    return (signals.tempered >= threshold).to(signals.tempered.dtype)
 
 
-def doc(signals: Signals, temperature: float, accuracy: float, confidence: float) -> Tensor:
+def doc(signals: Signals, accuracy: float, confidence: float) -> Tensor:
     """Difference of confidences: the source's accuracy less the fall of the confidence (Guillory et al., ICCV 2021).
 
     ``accuracy`` and ``confidence`` are those of the source network on clean source images.
     """
-    return accuracy + mean_confidence(signals, temperature) - confidence
+    return accuracy + signals.tempered - confidence
 
 
 def gde(signals: Signals) -> Tensor | None:
@@ -48,7 +48,7 @@ def gde(signals: Signals) -> Tensor | None:
     return signals.source if signals.student is None else signals.student
 
 
-def aetta(signals: Signals) -> Tensor | None:
+def aetta(signals: Signals, classes: int) -> Tensor | None:
     """Disagreement under dropout, raised where predictions concentrate on few classes (Lee et al., CVPR 2024).
 
     The error of a batch is d / (E / log K)^3, kept within [0, 1 - 1/K]: d is the share of passes with dropout that
@@ -57,7 +57,6 @@ def aetta(signals: Signals) -> Tensor | None:
     """
     if signals.dropout is None or signals.spread is None:
         return None
-    classes = signals.logits.shape[-1]
     _, number, counts = signals.batch.unique_consecutive(return_inverse=True, return_counts=True)
     disagreement = (
         torch.zeros(len(counts), dtype=torch.float64).index_add_(0, number, signals.dropout.double()) / counts

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tribe import corruptions as corrupting
-from tribe import methods, scenarios
+from tribe import methods
 from tribe.engine.backbone import Backbone
 from tribe.engine.losses import cross_entropy, entropy, probabilities
 from tribe.engine.rules import Frozen
@@ -28,31 +27,20 @@ from tribe.fields import is_whole, require
 from tribe.health.estimate import WINDOW, Estimator, Images, Term
 from tribe.health.fitting import Labelled, fit
 from tribe.health.martingale import LEVELS, Reference, refer
+from tribe.health.rehearsal import Condition, choose_conditions, corrupt_images, plan_streams
 from tribe.knowledge import Knowledge, KnowledgeError
 from tribe.methods import Method, count_classes
-from tribe.registry import nearest
 from tribe.storage.json_files import Where, check
 
 NAME = "health"  # of the knowledge in a file
 ADVICE = "tribe source health --model ... --dataset ..."
 BATCH = 64
 LEAST = 200  # images
-MOST_OF_A_CONDITION = 256  # images of each corruption and severity
-LEAST_CORRUPTIONS = 3
 PRIOR = 10.0  # strength of the prior of the logarithm of the temperature, in images
 QUANTILES = 512  # of the entropies of clean images
-ORDERS = ("continual", "ptta")  # the scenarios that are played: random order, and bursts of classes
-IMBALANCE = 100.0  # the most images of a class over the fewest, in the stream with bursts
 NEAR_CHANCE = 0.1  # share of the way from chance to perfection below which labels contradict the network
-DEFAULTS = {  # corruptions of each family, of different kinds
-    "common": ("shot_noise", "defocus_blur", "glass_blur", "fog", "contrast", "pixelate"),
-    "mnist": ("shot_noise", "glass_blur", "shear", "fog", "spatter", "canny_edges"),
-}
-SEVERITIES = {"mnist": (5,)}  # MNIST-C has a single strength
-USUAL_SEVERITIES = (3, 5)
 
 Progress = Callable[[int, int], None]  # batches done, of so many
-Condition = tuple[str, int]  # a corruption and a severity; ("clean", 0)
 
 
 @dataclass(frozen=True)
@@ -190,8 +178,8 @@ def calibrate(
     built = method if isinstance(method, Method) else methods.create(method, classes=count_classes(backbone, None))
     require(is_whole(window, least=50), "window is how many images an estimate is for, at least 50", window)
     images, labels = _checked(images, labels)
-    conditions = _conditions(images, corruptions)
-    logits = _source_logits(backbone, images)
+    conditions = choose_conditions(images.shape[1:], corruptions)
+    logits = source_logits(backbone, images)
     _check_labels(logits, labels)
     temperature = fit_temperature(logits, labels)
     tempered = probabilities(logits / temperature).amax(-1)
@@ -268,26 +256,8 @@ def _check_labels(logits: Tensor, labels: Tensor) -> None:
         )
 
 
-def _conditions(images: Tensor, names: Sequence[str] | None) -> list[Condition]:
-    """The corruptions and severities that are played."""
-    family = corrupting.family_for(images.shape[1:])
-    chosen = DEFAULTS[family] if names is None else tuple(names)
-    for name in chosen:
-        if name not in corrupting.names(family):
-            raise ValueError(
-                f"unknown corruption {name!r} of family {family!r}: {nearest(name, corrupting.names(family))}"
-            )
-    if len(set(chosen)) < LEAST_CORRUPTIONS:
-        raise ValueError(
-            f"corruptions are {len(set(chosen))} different names; expected at least {LEAST_CORRUPTIONS}, so that the "
-            "error on one that is left out can be measured"
-        )
-    severities = SEVERITIES.get(family, USUAL_SEVERITIES)
-    return [("clean", 0), *((name, severity) for name in dict.fromkeys(chosen) for severity in severities)]
-
-
 @torch.no_grad()
-def _source_logits(net: Backbone, images: Tensor) -> Tensor:
+def source_logits(net: Backbone, images: Tensor) -> Tensor:
     """The source network's logits (N, K)."""
     affine, stats = net.source()
     batches = (batch.to(net.device).unsqueeze(0) for batch in images.split(BATCH))
@@ -308,12 +278,13 @@ def _play(
     progress: Progress | None,
 ) -> list[Labelled]:
     """Play the method over one stream of each order, side by side."""
-    plans = [_plan(labels, conditions, order, seed + i) for i, order in enumerate(ORDERS)]
-    domain, number = (torch.stack(column) for column in zip(*plans, strict=True))  # (S, N)
+    plans = plan_streams(labels, conditions, seed)
+    domain = torch.stack([plan.condition for plan in plans])  # (S, N)
+    number = torch.stack([plan.number for plan in plans])
     state, columns = method.init(net, len(plans), seed), list[tuple[Tensor, ...]]()
     pieces = list(zip(domain.split(BATCH, 1), number.split(BATCH, 1), strict=True))
     for done, (d, i) in enumerate(pieces, 1):
-        x = _corrupted(images, i.flatten(), [conditions[k] for k in d.flatten()], seed).unflatten(0, i.shape)
+        x = corrupt_images(images, i.flatten(), [conditions[k] for k in d.flatten()], seed).unflatten(0, i.shape)
         output, state = method.step(net, state, x.to(net.device))
         logits = output.clamp_min(torch.finfo(output.dtype).tiny).log() if method.output == "probabilities" else output
         confidence, prediction = (t.cpu() for t in probabilities(logits / temperature).max(-1))
@@ -329,34 +300,3 @@ def _play(
     repeated[:, 1:] = (prediction[:, 1:] == prediction[:, :-1]).float()
     rows = zip(confidence, prediction, repeated, agreement, right, condition, strict=True)
     return [Labelled(Images(*row[:4]), *row[4:]) for row in rows]
-
-
-def _plan(labels: Tensor, conditions: Sequence[Condition], order: str, seed: int) -> tuple[Tensor, Tensor]:
-    """Condition and number (N,) of each image of a stream.
-
-    In random order all classes come as often as among the images. In bursts, each condition has its own frequent
-    classes: a long tail of imbalance 1 to 100, drawn with replacement.
-    """
-    draw = torch.Generator().manual_seed(seed)
-    count, chosen = min(MOST_OF_A_CONDITION, len(labels)), []
-    present, number = labels.unique(return_inverse=True)
-    for _ in conditions:
-        if order == "continual":
-            chosen.append(torch.randperm(len(labels), generator=draw)[:count])
-            continue
-        rank = torch.randperm(len(present), generator=draw) / max(len(present) - 1, 1)
-        share = IMBALANCE ** -(rank * torch.rand(1, generator=draw)) / number.bincount()
-        chosen.append(torch.multinomial(share[number], count, replacement=True, generator=draw))
-    names = [f"{name}@{severity}" for name, severity in conditions]
-    plan = scenarios.create(order, order="random").on(names).schedule([labels[i] for i in chosen], seed)
-    return plan.domain, torch.stack(chosen)[plan.domain, plan.index]
-
-
-def _corrupted(images: Tensor, number: Tensor, conditions: Sequence[Condition], seed: int) -> Tensor:
-    """Images by their numbers, each under its condition."""
-    x = images[number]
-    for name, severity in set(conditions):
-        if severity:
-            here = torch.tensor([condition == (name, severity) for condition in conditions])
-            x[here] = corrupting.apply(x[here], name, severity, seed=seed, index=number[here])
-    return x

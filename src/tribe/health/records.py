@@ -13,7 +13,9 @@ class Signals(NamedTuple):
     A method reports shares for a whole batch; here every image of the batch carries them.
     """
 
-    logits: Tensor
+    prediction: Tensor
+    confidence: Tensor
+    tempered: Tensor
     batch: Tensor
     student: Tensor | None = None
     anchor: Tensor | None = None
@@ -24,7 +26,9 @@ class Signals(NamedTuple):
 
 document(
     Signals,
-    logits="(N, K), what the method returned.",
+    prediction="(N,) int64, the predicted class.",
+    confidence="(N,), the probability of the predicted class.",
+    tempered="(N,), the same after the temperature of the calibration.",
     batch="(N,) int64, the number of the batch that an image came in; batches are numbered in order.",
     student="(N,), share of the batch that teacher and student put in the same class; None: the method has none.",
     anchor="(N,), the same of teacher and anchor.",

@@ -1,0 +1,124 @@
+"""Compare estimates of accuracy with the accuracy, from the records of a study of health; no network is needed."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from benchmarks.health_pages import mean_errors
+from benchmarks.health_play import REHEARSAL, Columns, Played, Records, load
+from benchmarks.time_play import write
+from tribe.engine.losses import probabilities
+from tribe.health import baselines
+from tribe.health.calibration import fit_temperature
+from tribe.health.estimate import WINDOW, Estimator, Images, window_features
+from tribe.health.fitting import Labelled, fit
+from tribe.health.records import Signals
+
+BRANCHES = {"tribe": ("student", "anchor"), "rotta": ("student",)}  # what methods report at no extra pass
+
+Row = dict[str, Any]
+
+
+class Known(NamedTuple):
+    """What calibration learned of one method."""
+
+    estimator: Estimator
+    accuracy: float
+    confidence: float
+    threshold: float
+
+
+def learn(records: Records, method: str, window: int = WINDOW) -> Known:
+    """Calibrate a method from what it said of the images that calibrate."""
+    logits, labels = records.clean
+    temperature = fit_temperature(logits, labels)
+    tempered = probabilities(logits / temperature).amax(-1)
+    accuracy = float((logits.argmax(-1) == labels).double().mean())
+    names = list(dict.fromkeys(name for name, _ in records.header["conditions"]))
+    kinds = torch.tensor([names.index(name) for name, _ in records.header["conditions"]])
+    played = [p for p in records.played.values() if p.method == method and p.stream.startswith(REHEARSAL)]
+    streams = [Labelled(images_of(p.columns), right_of(p), kinds[p.columns["domain"]]) for p in played]
+    estimator = fit(streams, logits.shape[1], temperature, window)
+    return Known(estimator, accuracy, float(tempered.mean()), float(tempered.quantile(1 - accuracy)))
+
+
+def right_of(played: Played) -> Tensor:
+    """Which predictions are right (N,)."""
+    return played.columns["prediction"] == played.columns["label"]
+
+
+def images_of(columns: Columns) -> Images:
+    """What our estimator reads of each image."""
+    repeated = torch.zeros_like(columns["tempered"])
+    repeated[1:] = (columns["prediction"][1:] == columns["prediction"][:-1]).float()
+    return Images(columns["tempered"], columns["prediction"], repeated, columns["student"][columns["batch"]])
+
+
+def signals_of(played: Played) -> Signals:
+    """What baselines read of each image."""
+    c, branches = played.columns, BRANCHES.get(played.method, ())
+    shares = {name: c[name][c["batch"]] for name in branches}
+    source = None if played.method == "source" else (c["source_prediction"] == c["prediction"]).float()
+    spread = c["spread"][c["batch"]]
+    given = c["prediction"], c["confidence"], c["tempered"], c["batch"]
+    return Signals(*given, **shares, source=source, dropout=c["dropout"], spread=spread)
+
+
+def estimates(signals: Signals, known: Known) -> dict[str, Tensor]:
+    """What every baseline says of each image; the mean over a window is its estimate."""
+    found = {
+        "confidence": baselines.mean_confidence(signals),
+        "temperature": baselines.tempered_confidence(signals),
+        "atc": baselines.atc(signals, known.threshold),
+        "doc": baselines.doc(signals, known.accuracy, known.confidence),
+        "gde": baselines.gde(signals),
+        "aetta": baselines.aetta(signals, known.estimator.classes),
+    }
+    return {name: values for name, values in found.items() if values is not None}
+
+
+def judge(played: Played, known: Known) -> Row:
+    """The true accuracy of every window and all estimates of it, in %."""
+    estimator, size = known.estimator, known.estimator.window
+
+    def windows(values: Tensor) -> list[float]:
+        return percent(values.double().unfold(0, size, size).mean(-1))
+
+    images = Images(*(t.unfold(0, size, size) for t in images_of(played.columns)))
+    filled = torch.ones_like(images.confidence, dtype=torch.bool)
+    ours = estimator.accuracy(window_features(images, filled, estimator.classes))
+    half = estimator.half_width(ours, torch.tensor(size))
+    columns = {name: windows(values) for name, values in estimates(signals_of(played), known).items()}
+    return {
+        **{"method": played.method, "stream": played.stream, "seed": played.seed},
+        **{"images": len(played.columns["label"]), "true": windows(right_of(played))},
+        **{"low": percent((ours - half).clamp_min(0)), "high": percent((ours + half).clamp_max(1))},
+        "estimates": {"ours": percent(ours), **columns},
+    }
+
+
+def percent(shares: Tensor) -> list[float]:
+    """Shares in %, rounded."""
+    return [round(100 * share, 2) for share in shares.tolist()]
+
+
+def score(path: Path, out: Path, seeds: Sequence[int] | None = None) -> Path:
+    """Write the results of a file of records; ``seeds``: only these."""
+    records, rows = load(path), list[Row]()
+    methods = dict.fromkeys(played.method for played in records.played.values())
+    for method in methods:
+        known = learn(records, method)
+        streams = [p for p in records.played.values() if p.method == method and not p.stream.startswith(REHEARSAL)]
+        found = [judge(played, known) for played in streams if seeds is None or played.seed in seeds]
+        rows += found
+        errors = ", ".join(f"{name} {value:.1f}" for name, value in mean_errors(found).items())
+        print(f"{method}: {errors}; on a corruption that is left out {100 * known.estimator.sigma:.1f}")
+    header = records.header
+    corruptions = [name for name in dict.fromkeys(name for name, _ in header["conditions"]) if name != "clean"]
+    shared = {"dataset": header["dataset"], "model": header["model"], "machine": header["machine"]}
+    target = out / f"health_{header['dataset']}_{header['model']}.json"
+    write(target, {**shared, **header["settings"], "corruptions": corruptions}, rows)
+    return target
