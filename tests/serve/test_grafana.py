@@ -13,6 +13,7 @@ from tribe.serve.listener import Listener
 from tribe.serve.store import SqliteStore
 from tribe.serve.worker import Worker
 from tribe.testing import small_network
+from watching import calibration_of
 
 BOARD = json.loads((ROOT / "deploy/grafana.json").read_text())
 QUERIES = [target["expr"] for panel in BOARD["panels"] for target in panel["targets"]]
@@ -23,9 +24,12 @@ NAME = re.compile(r"\b(?:tribe|nv)_\w+")
 def exported(tmp_path):
     """The names of samples that a server exports, and their labels."""
     store = SqliteStore(tmp_path / "data")
-    worker = Worker(tribe.fleet(small_network()), store, model="small")
+    net = small_network()
+    worker = Worker(tribe.fleet(net, health=calibration_of(net)), store, model="small")
     with Listener(worker, MODEL, port=0) as server, Client(server.url, "small") as client:
         client.predict("cam1", IMAGES)
+        for _ in range(16):
+            client.predict("cam2", 0 * IMAGES)  # it has an alarm
         text = web.get(f"{server.url}/metrics?streams=true").text
     store.close()
     found = {}

@@ -19,6 +19,7 @@ from tribe.serve.security import Token
 from tribe.serve.store import SqliteStore
 from tribe.serve.worker import Worker
 from tribe.testing import images, small_network
+from watching import calibration_of, pictures
 
 pytestmark = needs_chromium
 STRANGE = '<script>document.title = "owned"</script><img src="x" onerror="document.title = 1">'
@@ -154,6 +155,28 @@ def test_buttons_freeze_roll_back_and_reset_after_confirmation(visit, server):
         expect(page.locator("#events li").first).to_contain_text("cam1 returned to the source model")
 
 
+@pytest.mark.parametrize("size", SIZES)
+def test_the_health_of_a_stream_is_shown_with_its_alarms(visit, size):
+    net = small_network()
+    fleet = tribe.fleet(net, guard=True, health=calibration_of(net, "tribe+guard"))
+    with Listener(Worker(fleet), MODEL, port=0) as server, Client(server.url, "small") as client:
+        for _ in range(4):
+            client.predict("door", pictures(1, 16)[0].numpy())
+            client.predict("gate", pictures(1, 16)[0].numpy() * 0)
+        page = visit(server.url, size)
+        expect(row(page, "gate").locator(".alarms")).to_contain_text("black")
+        expect(page.locator("#summary")).to_contain_text("with alarms")
+        expect(page.locator("#events")).to_contain_text("the camera is black")
+        expect(page.locator("#events")).to_contain_text("the guard lets it learn nothing from such frames")
+        known = client.stream("door")
+        expect(number(page, "door", "Accuracy")).to_have_text(f"{round(100 * known['accuracy'])} %")
+        page.get_by_role("button", name="gate", exact=True).click()
+        expect(page.locator("tr.detail svg:visible")).to_have_count(5)
+        expect(page.locator("tr.detail dl")).to_contain_text("with 90 % certainty from")
+        expect(page.locator("tr.detail dl")).to_contain_text("Held back by the guard: 64 images")
+        assert page.evaluate("document.documentElement.scrollWidth") <= SIZES[size][0]
+
+
 def test_a_name_is_text_wherever_it_stands_and_an_error_is_shown_in_words(visit, server):
     page = visit(server.url, expected=("404 (Not Found)",))
     expect(page.get_by_role("rowheader", name=STRANGE, exact=True)).to_be_visible()
@@ -170,7 +193,7 @@ def test_a_name_is_text_wherever_it_stands_and_an_error_is_shown_in_words(visit,
 def test_it_fits_the_screen_and_every_text_can_be_read(visit, server, tmp_path, size, scheme):
     page = visit(server.url, size, scheme)
     page.get_by_role("button", name=LONG, exact=True).click()
-    expect(page.locator("tr.detail svg")).to_have_count(4)
+    expect(page.locator("tr.detail svg:visible")).to_have_count(4)
     assert page.evaluate("document.documentElement.scrollWidth") <= SIZES[size][0]
     found = page.evaluate(CONTRASTS)
     assert len(found) > 40

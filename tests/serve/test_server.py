@@ -18,6 +18,7 @@ from tribe.fleet import fleet
 from tribe.serve import Client, ClientError, Server
 from tribe.serve.protocol.plain import encode_npy
 from tribe.testing import small_network
+from watching import calibration_of
 
 BATCHES = [np.random.default_rng(i).random((1 + i % 3, 3, 8, 8), np.float32) for i in range(4)]
 FIELDS = {"h0": 2.0}  # trusts more, so that a network that was never trained learns something
@@ -196,9 +197,17 @@ def test_the_command_warns_if_everybody_may_do_everything(tmp_path):
     assert interrupted("-m", "tribe", "serve", "--port", 0, *options, when=LISTENS).err == ""
 
 
+def test_the_command_guards_and_watches_with_a_calibration(tmp_path):
+    path, net = tmp_path / "health.safetensors", tribe.models.load("compact", tribe.models.find("compact", "mnist"))
+    calibration_of(net, "tribe+guard", 10).save(path)
+    result = interrupted("-m", "tribe", "serve", "--port", 0, "--guard", "--health", path, when=LISTENS)
+    assert result.out.startswith("tribe serves compact (tribe+guard) on"), result.err
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
+        (["--health", "nowhere.safetensors"], "nowhere.safetensors"),
         (["--model", "resnet20"], "--model resnet20 needs --weights FILE"),
         (["--model", "compac"], "compact"),
         (["--method", "trieb"], "tribe"),

@@ -15,6 +15,8 @@ from places import ROOT
 from tribe.serve.policy import Policy
 from tribe.serve.store import SqliteStore
 from tribe.serve.worker import Worker
+from tribe.testing import small_network
+from watching import calibration_of
 
 PAGE = ROOT / "docs/serving.md"
 
@@ -30,11 +32,11 @@ def policy_rows():
 
 
 def metric_rows(folder):
-    """The metrics of a worker with a store and a stream."""
+    """The metrics of a worker with a store and a stream that is watched."""
 
     async def run():
         store = SqliteStore(folder)
-        worker = Worker(new_fleet(), store)
+        worker = Worker(new_fleet(health=calibration_of(small_network())), store)
         await worker.start()
         await worker.infer("cam", batch(0))
         text = worker.metrics(streams=True)

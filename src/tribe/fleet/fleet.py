@@ -335,14 +335,13 @@ class Fleet:
     @locked
     def events(self) -> list[Event]:
         """The last alarms of all streams, the newest last; empty without ``health`` or ``guard``."""
-        if self._watching.guarded and self.net.device.type != "cpu":  # on a CPU every step reads them
-            self.look(self.names)
+        self.look(self.names)
         return list(self._watching.log.events)
 
     @locked
     def look(self, names: Iterable[str]) -> None:
-        """Read the alarms of streams now: on a GPU they are read every 50 steps."""
-        if not self._watching.guarded:
+        """Read the alarms of streams now. On a CPU every step does; on a GPU, which it waits for, every 50th."""
+        if not self._watching.guarded or self.net.device.type == "cpu":
             return
         entries = {name: self._peek(name) for name in names}
         began, seen = self._watching.look({name: (entry.state, entry.seen) for name, entry in entries.items()})

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tribe.fleet import Fleet
+from tribe.serve import condition
 from tribe.serve.jobs import Job
 
 
@@ -15,13 +16,22 @@ class Result(NamedTuple):
 
     logits: Tensor | None = None
     clock: int | None = None
-    health: dict[str, Any] | None = None
+    health: dict[str, Any] | None = None  # what the state reports
+    condition: dict[str, Any] | None = None  # after a step: what a guarded or watched fleet found, see condition.py
     error: Exception | None = None
 
 
 def step(fleet: Fleet, jobs: list[Job]) -> list[Result]:
     """Step the streams of these requests together; if that fails, one by one, so that only the culprit fails."""
-    return _isolated(_step, fleet, jobs)
+    found = _isolated(_step, fleet, jobs)
+    names = [_name(job) for job, result in zip(jobs, found, strict=True) if result.error is None]
+    fleet.look(names)
+    infos, healths = fleet.infos(names), fleet.healths(names)
+    reports = {name: (infos[name].steps, infos[name]._asdict(), condition.plain(healths[name])) for name in names}
+    return [
+        result if result.error is not None else Result(result.logits, *reports[_name(job)])
+        for job, result in zip(jobs, found, strict=True)
+    ]
 
 
 def predict(fleet: Fleet, jobs: list[Job]) -> list[Result]:
@@ -40,16 +50,16 @@ def _isolated(run: Callable[[Fleet, list[Job]], list[Result]], fleet: Fleet, job
 
 def _step(fleet: Fleet, jobs: list[Job]) -> list[Result]:
     logits = fleet({_name(job): job.images for job in jobs})
-    return [Result(logits[name], *_report(fleet, name)) for name in map(_name, jobs)]
+    return [Result(logits[_name(job)]) for job in jobs]
 
 
 def _predict(fleet: Fleet, jobs: list[Job]) -> list[Result]:
     results: dict[Job, Result] = {}
     own = {_name(job): job for job in jobs if job.stream is not None and not job.source}
     if own:
-        reports = {name: _report(fleet, name) for name in own}  # before: a step may end meanwhile
+        infos = fleet.infos(own)  # before: a step may end meanwhile
         logits = fleet.predict({name: job.images for name, job in own.items()})
-        results |= {job: Result(logits[name], *reports[name]) for name, job in own.items()}
+        results |= {job: Result(logits[name], infos[name].steps, infos[name]._asdict()) for name, job in own.items()}
     groups: dict[Any, list[Job]] = {}
     for job in jobs:
         if job not in results:
@@ -59,11 +69,6 @@ def _predict(fleet: Fleet, jobs: list[Job]) -> list[Result]:
         for job, logits_of_job in zip(group, together.split([job.size for job in group]), strict=True):
             results[job] = Result(logits_of_job)
     return [results[job] for job in jobs]
-
-
-def _report(fleet: Fleet, name: str) -> tuple[int, dict[str, Any]]:
-    known = describe(fleet, name)
-    return known["steps"], known
 
 
 def describe(fleet: Fleet, name: str) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from tribe.fleet import Fleet
+from tribe.serve.condition import plain
 from tribe.serve.events import Events
 from tribe.serve.ownership import Found, Served, look_up, new_generation
 from tribe.serve.policy import NotOwner, Policy, UnknownStream, WrongState
@@ -146,9 +147,10 @@ class Keeper:
             self.read_fleet(served)
 
     def read_fleet(self, served: Served) -> None:
-        """Note the clock of the state that the fleet has, and whether it is frozen."""
+        """Note the clock of the state that the fleet has, whether it is frozen, and how it does."""
         info = self.fleet.info(served.name)
         served.clock, served.frozen = info.steps, info.frozen
+        served.condition = plain(self.fleet.healths([served.name])[served.name])
 
     # -- leases -------------------------------------------------------------------------------------------------------
 

@@ -4,9 +4,15 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tribe.health.snapshots import StreamInfo
+from tribe.health.watch import Health
+from tribe.serve.condition import NAMES
 from tribe.serve.exposition import COUNTS, Counter, Histogram, Labels, exposition, gauge
 
-HEALTH = ("images", "skipped", "trusted", "entropy", "distance")  # gauges of one stream
+REPORTED = ("images", "skipped", "trusted", "entropy", "distance")  # gauges of one stream: what its state reports
+WATCHED = {  # if it is guarded or watched
+    **{name: str(getattr(Health, field).__doc__) for name, field in NAMES.items()},
+    "alarms": "How many alarms are on now.",
+}
 
 
 class Meters:
@@ -57,13 +63,17 @@ class Meters:
 def stream_gauges(streams: Mapping[str, Mapping[str, Any]]) -> list[Counter]:
     """Gauges of single streams, from what is known of each."""
     names = {"clock": "Steps that a stream has taken.", "lag": "Seconds of learning that are not stored."}
-    names |= {name: str(getattr(StreamInfo, name).__doc__) for name in HEALTH}
+    names |= {name: str(getattr(StreamInfo, name).__doc__) for name in REPORTED} | WATCHED
     return [
         gauge(
             f"tribe_stream_{name}" + ("_seconds" if name == "lag" else ""),
             words,
-            {(("stream", stream),): float(known[name]) for stream, known in streams.items() if name in known},
+            {(("stream", stream),): _number(known[name]) for stream, known in streams.items() if name in known},
         )
         for name, words in names.items()
         if any(name in known for known in streams.values())
     ]
+
+
+def _number(value: Any) -> float:
+    return float(len(value)) if isinstance(value, list) else float(value)

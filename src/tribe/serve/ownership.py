@@ -42,6 +42,8 @@ class Served:
     learned_at: float = 0.0  # wall clock of the last step, stored with the state
     snapshots: deque[tuple[int, Any]] = field(default_factory=deque)
     images: int = 0  # images that came since it was opened
+    condition: dict[str, Any] = field(default_factory=dict)  # its health after the last step; see condition.py
+    holding: bool = False  # whether the guard let it learn nothing in the last step
 
     @property
     def generation(self) -> int | None:

@@ -8,7 +8,8 @@ const MOST_HISTORIES = 2000; // streams whose samples are kept
 const PAGE = 50; // rows that are shown at first, and added by "Show more"
 const EVENTS = 100; // events that are shown
 const RATE_OVER = 5; // samples that images/s is a mean over
-const MEASURES = { rate: "Images/s", trusted: "Trusted", entropy: "Entropy", distance: "Distance" };
+const MEASURES = { rate: "Images/s", accuracy: "Accuracy", trusted: "Trusted", entropy: "Entropy", distance: "Distance" };
+const SHARES = new Set(["accuracy", "trusted"]); // drawn from 0 to 1, written in percent
 const STATES = {
   learning: ["adapting", "It learns from its images."],
   frozen: ["frozen", "It only predicts, until it is unfrozen."],
@@ -145,10 +146,12 @@ function take(answer) {
     if (one.counts.length > RATE_OVER + 1) one.counts.shift();
     const [first, last] = [one.counts[0], one.counts.at(-1)];
     one.rate = last[0] > first[0] ? Math.max(0, (last[1] - first[1]) / (last[0] - first[0])) : null;
-    if (one.history === null && streams.size <= MOST_HISTORIES) one.history = { time: [], rate: [], trusted: [], entropy: [], distance: [] };
+    if (one.history === null && streams.size <= MOST_HISTORIES) one.history = { time: [], ...Object.fromEntries(Object.keys(MEASURES).map((measure) => [measure, []])) };
     addSample(one, { ...known, rate: one.rate });
   }
   for (const name of [...streams.keys()]) if (!names.has(name)) { streams.delete(name); opened.delete(name); }
+  // Only a calibrated stream has an estimated accuracy: without one there is no column of it.
+  document.body.classList.toggle("estimated", [...streams.values()].some(({ known }) => typeof known.accuracy === "number"));
   summarise(answer);
   draw();
 }
@@ -246,7 +249,7 @@ function makeRow(name) {
   const state = make("span", { class: "state" });
   const alarms = make("span", { class: "alarms" });
   const numbers = Object.fromEntries(Object.keys(MEASURES).map((measure) =>
-    [measure, make("td", { class: "number", role: "cell", "data-label": MEASURES[measure] })]));
+    [measure, make("td", { class: `number ${measure}`, role: "cell", "data-label": MEASURES[measure] })]));
   const chart = makeChart(false);
   const buttons = Object.fromEntries([["freeze", "Freeze"], ["snapshot", "Snapshot"], ["rollback", "Roll back"], ["reset", "Reset"]]
     .map(([action, words]) => [action, make("button", { type: "button", "aria-label": `${words}: ${name}` }, words)]));
@@ -276,6 +279,7 @@ function fillRow(row, name, one) {
   row.state.className = `state ${known.state === "learning" ? "learning" : ["frozen", "followed"].includes(known.state) ? "" : "trouble"}`;
   setText(row.alarms, alarmsOf(known).join("; "));
   for (const measure of Object.keys(MEASURES)) setText(row.numbers[measure], show(measure, measure === "rate" ? one.rate : known[measure]));
+  row.numbers.accuracy.title = interval(known) ?? "";
   drawChart(row.chart, name, one, at("chart").value);
   const owned = known.state === undefined || OWNED.has(known.state);
   const action = known.state === "frozen" || known.frozen ? "unfreeze" : "freeze";
@@ -296,14 +300,17 @@ function fillDetail(row, name, one) {
   if (row.large === null) {
     row.large = Object.fromEntries(Object.keys(MEASURES).map((measure) => [measure, makeChart(true)]));
     row.facts = make("dl");
-    const figures = Object.entries(row.large).map(([measure, chart]) => make("figure", {},
+    const figures = Object.entries(row.large).map(([measure, chart]) => make("figure", { class: measure },
       make("figcaption", {}, MEASURES[measure], chart.now), chart.svg, make("div", { class: "axis" }, chart.from, "now")));
-    row.detail.append(make("td", { colspan: "8", role: "cell" }, make("div", { class: "charts" }, ...figures), row.facts));
+    row.detail.append(make("td", { colspan: "9", role: "cell" }, make("div", { class: "charts" }, ...figures), row.facts));
   }
   for (const [measure, chart] of Object.entries(row.large)) drawChart(chart, name, one, measure);
   const { known } = one;
   const facts = {
     Clock: known.clock, Generation: known.generation, "Images learned from": known.images, "Images skipped": known.skipped,
+    "Estimated accuracy": interval(known), "Accuracy of the whole stream": percent(known.accuracy_overall),
+    "Agrees with the source": percent(known.source_agreement), Alarms: alarmsOf(known).join(", ") || null,
+    "Held back by the guard": known.held === undefined ? null : `${known.held} images`, "Returned by the guard": known.returned,
     "Requests waiting": known.queued, "Not stored for": known.generation === null ? null : seconds(known.lag), "Last request": known.idle === undefined ? null : `${seconds(known.idle)} ago`,
     "Snapshots (clock)": known.snapshots?.length ? known.snapshots.join(", ") : "none", Meaning: stateWords(known.state)[1],
   };
@@ -313,9 +320,17 @@ function fillDetail(row, name, one) {
 
 const seconds = (value) => (value === null || value === undefined ? null : value < 10 ? `${value.toFixed(1)} s` : value < 120 ? `${value.toFixed(0)} s` : `${(value / 60).toFixed(0)} min`);
 
+const percent = (value) => (typeof value === "number" ? `${Math.round(100 * value)} %` : null);
+
+// The estimated accuracy of the last images with its interval, in words; null: there is none.
+function interval(known) {
+  if (typeof known.accuracy !== "number") return null;
+  return `${percent(known.accuracy)}, with 90 % certainty from ${percent(known.accuracy_low)} to ${percent(known.accuracy_high)}`;
+}
+
 function show(measure, value) {
   if (typeof value !== "number" || !Number.isFinite(value)) return "–";
-  if (measure === "trusted") return `${Math.round(100 * value)} %`;
+  if (SHARES.has(measure)) return percent(value);
   if (measure === "rate") return value < 10 ? value.toFixed(1) : value.toFixed(0);
   return value.toFixed(3);
 }
@@ -340,7 +355,7 @@ function drawChart(chart, name, one, measure) {
   const values = one.history === null ? [] : one.history[measure];
   const finite = values.filter(Number.isFinite);
   const highest = finite.length ? Math.max(...finite) : 0;
-  const top = measure === "trusted" ? 1 : round(highest);
+  const top = SHARES.has(measure) ? 1 : round(highest);
   const time = one.history?.time ?? [];
   const now = performance.now() / 1000;
   const drawn = Math.min(WINDOW, Math.max(LEAST_WINDOW, now)); // the page was opened at 0

@@ -10,6 +10,7 @@ from torch import nn
 from tribe.engine.backbone import Backbone
 from tribe.fields import is_whole, require
 from tribe.fleet import fleet
+from tribe.health import Calibration, Guard
 from tribe.methods import Method
 from tribe.serve.limits import Limits
 from tribe.serve.listener import Listener
@@ -38,6 +39,8 @@ class Server(Listener):
         labels: names of the classes, for people.
         policy: how it trades latency, adaptation and safety.
         time: as for `tribe.fleet`.
+        guard: as for `tribe.fleet`.
+        health: as for `tribe.fleet`.
         classes: as for `tribe.fleet`.
         host: the address to listen on; the default is heard on this machine alone.
         port: of HTTP; 0 takes a free one.
@@ -61,6 +64,8 @@ class Server(Listener):
         labels: Sequence[str] = (),
         policy: Policy | None = None,
         time: str | TimeFilter | None = None,
+        guard: bool | Guard = False,
+        health: bool | Calibration | str | PathLike[str] = False,
         classes: int | None = None,
         host: str = "127.0.0.1",
         port: int = 8000,
@@ -74,7 +79,7 @@ class Server(Listener):
     ) -> None:
         require(NAME.fullmatch(name) is not None, f"the name of a model has {RULE}", name)
         net = model if isinstance(model, Backbone) else Backbone(model)
-        streams = fleet(net, method, time=time, classes=classes, **options)
+        streams = fleet(net, method, time=time, guard=guard, health=health, classes=classes, **options)
         require(len(labels) in (0, streams.classes), f"labels are the names of {streams.classes} classes", labels)
         built = streams.method
         info = ModelInfo(name, image_shape(net, shape), streams.classes, built.output, tuple(labels), built.name)

@@ -4,6 +4,7 @@ import contextlib
 from typing import Any
 
 from tribe.serve import execution
+from tribe.serve.condition import Conditions
 from tribe.serve.exposition import Counter, Histogram, Labels, gauge
 from tribe.serve.keeper import Keeper
 from tribe.serve.meters import Meters, stream_gauges
@@ -17,8 +18,8 @@ STATES = ("learning", "frozen", "followed", "unreachable", "lease", "lag")
 class Watch:
     """Reads what a worker knows, and changes nothing."""
 
-    def __init__(self, keeper: Keeper, scheduler: Scheduler, meters: Meters) -> None:
-        self.keeper, self.scheduler, self.meters = keeper, scheduler, meters
+    def __init__(self, keeper: Keeper, scheduler: Scheduler, meters: Meters, conditions: Conditions) -> None:
+        self.keeper, self.scheduler, self.meters, self.conditions = keeper, scheduler, meters, conditions
 
     def streams(self) -> list[dict[str, Any]]:
         """What is known of all streams."""
@@ -46,6 +47,7 @@ class Watch:
             "idle": now - served.used,
             "snapshots": [clock for clock, _ in served.snapshots],
         }
+        known = served.condition | known
         with contextlib.suppress(LookupError):  # dropped from the fleet at this moment
             known = (execution.describe(keeper.fleet, served.name) if served.loaded else {}) | known
         return known
@@ -78,6 +80,7 @@ class Watch:
             gauge("tribe_learning_backlog_bytes", "Bytes of their images.", {(): scheduler.backlog_bytes}),
             gauge("tribe_persist_lag_seconds", "Age of the oldest step that is not stored.", {(): lag}),
             dropped,
+            *self.conditions.metrics(keeper.streams.values()),
         ]
         if keeper.writer is not None:
             found += [keeper.writer.writes, keeper.writer.bytes, keeper.writer.fenced, keeper.writer.failed]

@@ -22,6 +22,7 @@ from tribe.fleet import Fleet
 from tribe.methods import Timed
 from tribe.serve import execution
 from tribe.serve.budget import Times
+from tribe.serve.condition import Conditions
 from tribe.serve.control import Controls
 from tribe.serve.events import Events
 from tribe.serve.execution import Result
@@ -56,7 +57,8 @@ document(
     adapted="Whether the stream has learned from these images. False: it may learn from them later, or not at all.",
     clock="Steps that the state has taken with which, or by which, the images were predicted; None without a stream.",
     generation="How often the stream has been claimed; None without a store.",
-    health="What the stream's state reports, such as its entropy; None without a stream.",
+    health="What the stream's state reports, such as its entropy, and what a guarded or watched fleet found in its "
+    "last step, such as its estimated accuracy and alarms; None without a stream.",
 )
 
 
@@ -97,7 +99,8 @@ class Worker:
             lose = self.keeper.lose
             self.writer = Writer(store, self.policy, clock, self.log, in_writer, self.hold, fleet.to_bytes, lose)
             self.keeper.writer = self.writer
-        self._watch = Watch(self.keeper, self.scheduler, self.meters)
+        self.conditions = Conditions(fleet, self.log)
+        self._watch = Watch(self.keeper, self.scheduler, self.meters, self.conditions)
         self._controls = Controls(self.keeper, self.hold, self.drained, in_states, self.stream)
         self._filters = isinstance(getattr(fleet, "method", None), Timed)  # then also a frozen stream changes
         self._tasks: list[asyncio.Task[None]] = []
@@ -112,6 +115,7 @@ class Worker:
         """Begin to serve, in the running event loop."""
         loop = asyncio.get_running_loop()
         self._accepting = True
+        self.conditions.start()
         chores: list[tuple[Callable[[], Any], float]] = [(self.release_idle, max(0.1, self.policy.idle / 10))]
         if self.store is not None:
             chores += [(self.write_round, self.policy.write_every), (self.keeper.renew, self.policy.renew)]
@@ -149,6 +153,7 @@ class Worker:
             self._timer.cancel()
         for thread in self._threads.values():
             thread.shutdown(wait=True)
+        self.conditions.stop()
         self.log.close()
 
     async def drained(self, stream: str | None = None) -> None:
@@ -297,6 +302,7 @@ class Worker:
 
     def _note_step(self, served: Served, job: Job, result: Result, now: float) -> None:
         served.clock = result.clock or 0
+        self.conditions.note(served, result.condition or {})
         served.note_learned(job.request_id, self.policy.requests)
         served.learned_at = time.time()
         if not served.frozen or self._filters:
@@ -335,7 +341,8 @@ class Worker:
         assert result.logits is not None
         served = self.keeper.streams.get(job.stream) if job.stream is not None else None
         generation = None if served is None else served.generation
-        job.reply.set_result(Inferred(result.logits, adapted, result.clock, generation, result.health))
+        health = None if result.health is None else result.health | ({} if served is None else served.condition)
+        job.reply.set_result(Inferred(result.logits, adapted, result.clock, generation, health))
         self.meters.answered(outcome, job.size, job.arrived, job.launched, now)
 
     def _refuse(self, refused: Refused) -> None:

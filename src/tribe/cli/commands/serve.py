@@ -48,6 +48,13 @@ Shape = Annotated[
 Settings = Annotated[
     list[str] | None, typer.Option("--set", help="A field of the method: tribe.gamma=0.1. Repeatable.")
 ]
+Health = Annotated[
+    Path | None,
+    typer.Option(
+        help="Watch every stream, and estimate its accuracy: a calibration, `tribe source health`.",
+        show_default="none; --method tribe+watch watches without an estimate",
+    ),
+]
 Deadline = Annotated[
     float | None,
     typer.Option(help="Milliseconds until an answer, for requests that name no timeout.", show_default="none"),
@@ -68,6 +75,8 @@ def serve(
     name: Annotated[str | None, typer.Option(help="What clients call the model.", show_default="from --model")] = None,
     shape: Shape = None,
     settings: Settings = None,
+    guard: Annotated[bool, typer.Option("--guard", help="Guard and watch every stream: see docs/health.md.")] = False,
+    health: Health = None,
     deadline: Deadline = None,
     device: Device = "auto",
     tokens: Annotated[Path | None, typer.Option(help="JSON file that says who may do what.")] = None,
@@ -98,6 +107,8 @@ def serve(
             chosen,
             name=name or model.rpartition("/")[2].rpartition(":")[2].partition(".")[0],
             data=data,
+            guard=guard,
+            health=False if health is None else health,
             shape=known if shape is None else parse_shape(shape),
             policy=None if deadline is None else Policy(deadline=deadline / 1000),
             host=host,

@@ -104,7 +104,8 @@ class Answer:
         for name, value in (("stream", self.stream), ("clock", self.clock), ("generation", self.generation)):
             if value is not None:
                 found[f"tribe_{name}"] = value
-        for name, value in self.health.items():
+        for name, given in self.health.items():
+            value = ",".join(given) if name == "alarms" else given
             if isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value)):
                 found[f"tribe_health_{name}"] = value
         return found

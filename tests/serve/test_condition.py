@@ -1,0 +1,145 @@
+"""Guarded and watched streams over the wire: health in answers and descriptions, alarms as events and in metrics."""
+
+import asyncio
+import logging
+
+import numpy as np
+import pytest
+import torch
+from replays import new_fleet
+
+from tribe.serve import Client, Server
+from tribe.serve.store import SqliteStore
+from tribe.serve.worker import Worker
+from tribe.testing import small_network
+from watching import calibration_of, pictures
+
+BLACK = torch.zeros(16, 3, 8, 8)
+
+
+def seen(number):
+    return pictures(1, 16, number)[0]
+
+
+async def play(worker, batches):
+    return [await worker.infer("gate", x) for x in batches]
+
+
+def run(scenario, fleet, store=None):
+    """Run a scenario with a worker that starts before it and stops after it."""
+
+    async def main():
+        worker = Worker(fleet, store)
+        await worker.start()
+        result = await scenario(worker)
+        kept = list(worker.log.kept)
+        await worker.stop()
+        return result, kept
+
+    return asyncio.run(main())
+
+
+def test_a_black_camera_is_an_alarm_an_event_a_metric_and_it_is_held_back_until_it_sees_again(caplog):
+    async def scenario(worker):
+        answers = await play(worker, [seen(0), *[BLACK] * 4])
+        known, metrics = worker.stream("gate"), worker.metrics(streams=True)
+        predicted = await worker.infer("gate", seen(0), learn=False)
+        await play(worker, [seen(number) for number in range(1, 8)])
+        return answers, known, metrics, predicted, worker.stream("gate")
+
+    with caplog.at_level(logging.INFO):
+        (answers, known, metrics, predicted, later), events = run(scenario, new_fleet(guard=True))
+    assert answers[0].health["alarms"] == []
+    assert "black" in answers[-1].health["alarms"]
+    assert [answer.health["held"] for answer in answers] == [0, 16, 32, 48, 64]
+    assert "black" in known["alarms"]
+    assert known["images"] == answers[-1].health["images"]
+    assert predicted.health["alarms"] == known["alarms"]
+    for line in (
+        'tribe_alarms_total{model="tribe",version="1",kind="black"} 1',
+        'tribe_alarms{model="tribe",version="1",kind="black"} 1',
+        'tribe_guard_held_images_total{model="tribe",version="1"} 64',
+        'tribe_stream_held{model="tribe",version="1",stream="gate"} 64',
+    ):
+        assert line in metrics
+    assert "black" not in later["alarms"]
+    assert later["held"] == 64
+    found = {event.kind: event for event in events if event.stream == "gate"}
+    assert [event.kind for event in events].count("alarm-black") == 1
+    assert found["alarm-black"].numbers["since"] == 16
+    assert "the camera is black" in found["alarm-black"].words
+    assert [event.kind for event in events].count("guard-held") == 1
+    assert found["guard-held"].numbers == {"held": 16}
+    assert "the alarm is over" in found["over-black"].words
+    logged = [record for record in caplog.records if "camera is black" in record.message]
+    assert [(record.stream, record.kind) for record in logged] == [("gate", "black")], "it is logged once"
+
+
+def test_a_return_to_the_last_good_state_is_an_event(monkeypatch):
+    """The guard's count is set by hand here: what makes it return is tested in tests/health."""
+    fleet = new_fleet(guard=True)
+    plain = fleet.healths
+    returned = {"gate": 0}
+
+    def healths(names):
+        return {name: one._replace(returned=returned["gate"]) for name, one in plain(names).items()}
+
+    fleet.healths = healths
+
+    async def scenario(worker):
+        await play(worker, [seen(0)])
+        returned["gate"] = 1
+        await play(worker, [seen(1), seen(2)])
+        return worker.metrics()
+
+    metrics, events = run(scenario, fleet)
+    assert [event.numbers for event in events if event.kind == "guard-returned"] == [{"returned": 1}]
+    assert 'tribe_guard_returns_total{model="tribe",version="1"} 1' in metrics
+
+
+def test_after_a_restart_the_health_is_known_and_an_old_alarm_is_no_news(tmp_path):
+    store = SqliteStore(tmp_path)
+    run(lambda worker: play(worker, [seen(0), *[BLACK] * 4]), new_fleet(guard=True), store)
+
+    async def scenario(worker):
+        await worker.control("create", "gate")
+        before = worker.stream("gate")
+        await play(worker, [BLACK])
+        return before
+
+    known, events = run(scenario, new_fleet(guard=True), store)
+    store.close()
+    assert "black" in known["alarms"]
+    assert known["held"] == 64
+    assert not [event for event in events if event.kind.startswith("alarm-")]
+
+
+def test_a_stream_without_a_guard_says_nothing_of_health():
+    async def scenario(worker):
+        (answer,) = await play(worker, [seen(0)])
+        return answer.health, worker.stream("gate"), worker.metrics(streams=True)
+
+    (health, known, metrics), _ = run(scenario, new_fleet())
+    assert not {"alarms", "accuracy", "held"} & (health.keys() | known.keys())
+    assert "tribe_stream_accuracy" not in metrics
+
+
+@pytest.mark.parametrize("guard", [False, True])
+def test_over_the_wire_an_answer_has_the_estimated_accuracy_with_its_interval_and_the_alarms(tmp_path, guard):
+    net, path = small_network(), tmp_path / "health.safetensors"
+    calibration_of(net, "tribe+guard" if guard else "tribe").save(path)
+    with (
+        Server(net, shape=(3, 8, 8), guard=guard, health=path, port=0) as server,
+        Client(server.url, "model") as client,
+    ):
+        for x in (seen(0), *[BLACK] * 4):
+            client.predict("gate", x.numpy())
+        answer = client.infer("gate", np.zeros((1, 3, 8, 8), np.float32))
+        known = client.stream("gate")
+    facts = answer.facts
+    low, estimate, high = (facts[f"tribe_health_accuracy{end}"] for end in ("_low", "", "_high"))
+    assert 0 <= low <= estimate <= high <= 1
+    assert "black" in facts["tribe_health_alarms"].split(",")
+    assert known["alarms"] == facts["tribe_health_alarms"].split(",")
+    assert (known["accuracy_low"], known["accuracy_high"]) == (low, high)
+    assert (facts["tribe_health_held"] > 0) == guard
