@@ -2,33 +2,27 @@
 
 A stream is held while its state is turned into bytes, so that the bytes, the clock and the request ids belong together.
 Predictions go on meanwhile. The writing itself holds nothing. Streams are held together, because each has to wait for
-the step that runs.
+the step that runs, and small states are stored together, because each transaction waits for the disk.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 from tribe.serve.events import Events
 from tribe.serve.exposition import Counter
 from tribe.serve.ownership import Served
 from tribe.serve.policy import Policy
-from tribe.serve.store.protocol import Claim, Fenced, Store, StoreDown
+from tribe.serve.store.protocol import Fenced, Store, StoreDown, Write
 
 TOGETHER = 64  # most streams that are held at the same time
+TRANSACTION = 2**24  # bytes of states that are stored at once; a larger state is stored alone
 
 
-class Captured(NamedTuple):
-    """A state as bytes, and what belongs to it."""
-
-    claim: Claim
-    blob: bytes
-    clock: int
-    requests: tuple[str, ...]
-    meta: Mapping[str, Any]
+Captured = tuple[Served, Write]  # a stream, and its state as bytes with what belongs to it
 
 
 class Writer:
@@ -92,50 +86,50 @@ class Writer:
         """Store one stream if it has changed, and return how many bytes. `StoreDown`: nothing was stored."""
         async with self._lock, self._all_or_dirty([served]):
             captured = await self._capture(served)
-            return 0 if captured is None else await self._store(served, captured)
+            return 0 if captured is None else await self._store([captured])
 
     async def _write_all(self, group: list[Served]) -> int:
         """Store some streams. All are held at the same time: one after another, each would wait for a step."""
         async with self._lock, self._all_or_dirty(group):
             found = await asyncio.gather(*(self._capture(served) for served in group), return_exceptions=True)
-            written, down = 0, None
-            for served, captured in zip(group, found, strict=True):
-                if isinstance(captured, BaseException):
-                    self._complain(served, captured)
-                elif captured is not None and down is not None:
-                    self._put_back(served)
-                elif captured is not None:
-                    try:
-                        written += await self._store(served, captured)
-                    except StoreDown as error:
-                        down = error
-                    except Exception as error:  # the others are stored all the same
-                        self._complain(served, error)
-            if down is not None:
-                raise down
-            return written
+            captured: list[Captured] = []
+            for served, one in zip(group, found, strict=True):
+                if isinstance(one, BaseException):
+                    self._complain(served, one)
+                elif one is not None:
+                    captured.append(one)
+            return sum([await self._store(part) for part in in_parts(captured)])
 
-    async def _store(self, served: Served, captured: Captured) -> int:
-        claim, blob, clock, requests, meta = captured
+    async def _store(self, captured: Sequence[Captured]) -> int:
+        """Store captured states in one transaction, and return how many bytes."""
+        writes = [write for _, write in captured]
         try:
-            await self._in_thread(lambda: self.store.write(claim, blob, clock=clock, requests=requests, meta=meta))
-        except Fenced as error:
-            self.fenced.add()
-            served.writing_since = None
-            await self._lost(served, str(error))
-            return 0
+            refused = await self._in_thread(lambda: self.store.write_many(writes))
         except BaseException as error:
-            self._put_back(served)
+            for served, _ in captured:
+                self._put_back(served)
             if isinstance(error, StoreDown):
                 self.note_failure(error)
             raise
-        served.writing_since = None
-        self._size = len(blob)
-        self._complained.discard(served.name)
         self.note_success()
-        self.writes.add()
-        self.bytes.add(len(blob))
-        return len(blob)
+        written = 0
+        for served, write in captured:
+            reason = refused.get(served.name)
+            if reason is None:
+                served.writing_since = None
+                self._size = len(write.blob)
+                self._complained.discard(served.name)
+                self.writes.add()
+                self.bytes.add(len(write.blob))
+                written += len(write.blob)
+            elif isinstance(reason, Fenced):
+                self.fenced.add()
+                served.writing_since = None
+                await self._lost(served, str(reason))
+            else:
+                self._put_back(served)
+                self._complain(served, reason)
+        return written
 
     @asynccontextmanager
     async def _all_or_dirty(self, group: Iterable[Served]) -> AsyncIterator[None]:
@@ -171,7 +165,7 @@ class Writer:
                 return None
             meta = {"owner": served.claim.owner, "learned": served.learned_at, "captured": time.time()}
             served.writing_since, served.dirty_since = served.dirty_since, None
-            return Captured(served.claim, blob, served.clock, tuple(served.recent), meta)
+            return served, Write(served.claim, blob, served.clock, tuple(served.recent), meta)
 
     def note_failure(self, error: Exception) -> None:
         """The store failed: pause, longer each time, and say so once."""
@@ -191,3 +185,15 @@ class Writer:
         if self._failures:
             self.events.add("store-up", "the store works again")
         self._failures, self._paused_until = 0, 0.0
+
+
+def in_parts(captured: Iterable[Captured]) -> Iterator[list[Captured]]:
+    """The states in their order, as many at a time as one transaction takes."""
+    part: list[Captured] = []
+    for one in captured:
+        if part and sum(len(write.blob) for _, write in part) + len(one[1].blob) > TRANSACTION:
+            yield part
+            part = []
+        part.append(one)
+    if part:
+        yield part
