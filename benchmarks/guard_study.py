@@ -1,160 +1,214 @@
-"""Study what the guard saves and costs: clean streams, corrupted ones, and faults followed by normal images.
+"""Study what the guard saves and costs: clean streams, corrupted ones, faults, the paper's streams, many visits.
 
 ``python -m benchmarks.guard_study --data data --model resnet20 --weights FILE --parts clean,faults``
 
-Parts: (clean) streams in which nothing has changed, in random order and in bursts, in batches of 1, 16 and 64;
+Parts: (clean) streams in which nothing has changed, in random order and in bursts, in batches of 64, 16 and 1;
 (corrupted) one corruption after another; (faults) normal images, a fault, normal images again: the errors after the
-fault, of the source, the method unguarded, guarded, and the method that never met the fault. Results go to a JSON file
-in ``--out``, after every stream. ``--render`` writes the tables of docs/health.md from the files in benchmarks/results.
+fault, of the source, the method unguarded, guarded, and the method that never met the fault; (collapse) methods that
+collapse in bursts, with and without a guard; (paper) the streams of the paper; (recurring) the same short stream again
+and again, the error of every visit. The last three read the corrupted data set, such as CIFAR-10-C. Seeds are streams
+of one network. Results go to a JSON file for each part in ``--out``, after every row. ``--render`` writes the tables of
+docs/health.md from the files in benchmarks/results.
 """
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from benchmarks import pages
+from benchmarks import pages, time_play
+from benchmarks.guard_play import NORMAL, Player, Some, Source, faults
 from benchmarks.pages import RESULTS
-from tribe import corruptions, datasets, methods, models
+from tribe import methods, scenarios
 from tribe.engine.backbone import Backbone
-from tribe.storage.atomic import write_atomically
+from tribe.engine.precision import PRECISIONS, choose_device, float32_precision
+from tribe.lab import metrics
+from tribe.lab.record import Record
 
 PAGE = Path(__file__).parents[1] / "docs" / "health.md"
-BATCH = 64
-NORMAL = "fog", 3  # the world before and after a fault
 BEFORE, AFTER, LATER = 1000, 2000, 1000  # images before a fault, after it, and of those the last ones
+SINGLE = 1500  # most images of a stream in batches of one
 WORLDS = ("gaussian_noise", "pixelate", "motion_blur", "jpeg_compression", "fog", "contrast", "brightness")
 RATES = {"lr x 10": 1e-2, "lr x 30": 3e-2, "lr x 100": 1e-1}
+CELLS = "F100", "V100", "F200", "V200", "F10", "V10"
+COLLAPSING = "tent", "pl", "eata", "cotta"
 Row = dict[str, Any]
 
 
-class Images(NamedTuple):
-    """Images (N, ...) in [0, 1], or something else in a fault, and their labels; -1: they do not count."""
+class Bench(NamedTuple):
+    """What the parts play on."""
 
-    x: Tensor
-    y: Tensor
+    net: Backbone
+    source: Source
+    options: argparse.Namespace
 
+    @property
+    def names(self) -> list[str]:
+        """The methods."""
+        named: list[str] = self.options.methods.split(",")
+        return named
 
-class Source:
-    """Clean labelled images, drawn by a seed, and corrupted on demand."""
-
-    def __init__(self, name: str, data: str | None) -> None:
-        self.dataset = datasets.create(name, **({} if data is None else {"data": data}))
-        self.labels = self.dataset.labels("clean")
-
-    def draw(self, count: int, seed: int, world: tuple[str, int] | None = None, bursts: bool = False) -> Images:
-        """Draw images; an image may recur. In bursts, each class in turn has 50 of them."""
-        generator = torch.Generator().manual_seed(seed)
-        index = torch.randint(len(self.labels), (count,), generator=generator)
-        if bursts:
-            index = torch.cat([part[self.labels[part].argsort(stable=True)] for part in index.split(500)])
-        return self.take(index, world)
-
-    def of_class(self, label: int, count: int, seed: int, world: tuple[str, int] | None) -> Images:
-        """Images of one class only."""
-        places = torch.where(self.labels == label)[0]
-        generator = torch.Generator().manual_seed(seed)
-        return self.take(places[torch.randint(len(places), (count,), generator=generator)], world)
-
-    def take(self, index: Tensor, world: tuple[str, int] | None) -> Images:
-        """Images by place."""
-        x = self.dataset.images("clean", index)
-        if world is not None:
-            x = corruptions.apply(x, world[0], world[1], index=index)
-        return Images(x, self.labels[index])
+    def player(self, name: str, **fields: Any) -> Player:
+        """A method on the network."""
+        return Player(self.net, methods.create(name, classes=self.net.classes, **fields))
 
 
-def play(net: Backbone, method: Any, images: Images, batch: int = BATCH, state: Any = None) -> tuple[Tensor, Any]:
-    """Which answers are wrong, (N,), and the state after the stream."""
-    state = method.init(net) if state is None else state
-    wrong = []
-    for x, y in zip(images.x.split(batch), images.y.split(batch), strict=True):
-        output, state = method.step(net, state, x.unsqueeze(0))
-        wrong.append(output[0].argmax(-1) != y)
-    return torch.cat(wrong), state
+def percent(wrong: Tensor) -> dict[str, Any]:
+    """The error of all streams (S, N) in %, and that of each stream if there are several."""
+    each = [round(100 * float(row.float().mean()), 2) for row in wrong]
+    return {"error": round(sum(each) / len(each), 2), **({"errors": each} if len(each) > 1 else {})}
 
 
-def percent(wrong: Tensor) -> float:
-    return round(100 * float(wrong.float().mean()), 2)
+# -- parts -------------------------------------------------------------------------------------------------------------
 
 
-def faults(source: Source, other: Source, seed: int) -> Iterator[tuple[str, Images]]:
-    """The faults of a stream, by name."""
-    nothing = torch.full((2000,), -1)
-    normal = source.draw(2000, seed + 1, NORMAL)
-    generator = torch.Generator().manual_seed(seed)
-    shape = normal.x.shape
-    yield "one class, 5,000 images", source.of_class(3, 5000, seed, NORMAL)
-    yield "black", Images(torch.zeros(shape), nothing)
-    yield "covered lens", Images((0.02 * torch.randn(shape, generator=generator)).clamp(0, 1), nothing)
-    yield "white", Images(torch.ones(shape), nothing)
-    yield "frozen", Images(normal.x[:1].expand(shape).contiguous(), nothing)
-    yield "noise", Images(torch.rand(shape, generator=generator), nothing)
-    yield "another data set", Images(other.draw(2000, seed).x, nothing)
-    centred = (normal.x[:1000] - 0.45) / 0.25
-    yield "wrong normalisation", Images(centred, nothing[:1000])
-    yield "0 to 255", Images(normal.x[:1000] * 255, nothing[:1000])
+def study_clean(bench: Bench) -> Iterator[Row]:
+    """Nothing has changed."""
+    for batch in (64, 16, 1):
+        players = {name: bench.player(name) for name in ("source", *bench.names)}
+        for order in ("random", "bursts"):
+            count = bench.options.count if batch > 1 else min(bench.options.count, SINGLE)
+            images = bench.source.draw(count, bursts=order == "bursts")
+            for name, play in players.items():
+                wrong, _ = play(images, batch)
+                yield {"order": order, "batch": batch, "method": name, **percent(wrong)}
 
 
-def study_clean(net: Backbone, source: Source, names: Sequence[str], seed: int, count: int) -> Iterator[Row]:
+def study_corrupted(bench: Bench) -> Iterator[Row]:
+    """One corruption after another."""
     for bursts in (False, True):
-        for batch in (64, 16, 1):
-            images = source.draw(count if batch > 1 else min(count, 1500), seed, bursts=bursts)
-            for name in names:
-                wrong, _ = play(net, build(name, net), images, batch)
-                order = "bursts" if bursts else "random"
-                yield {"part": "clean", "order": order, "batch": batch, "method": name, "error": percent(wrong)}
-
-
-def study_corrupted(net: Backbone, source: Source, names: Sequence[str], seed: int, count: int) -> Iterator[Row]:
-    for bursts in (False, True):
-        parts = [source.draw(count, seed + i, (world, 5), bursts) for i, world in enumerate(WORLDS)]
-        for name in names:
-            method, state = build(name, net), None
+        count = bench.options.count // 3
+        parts = [bench.source.draw(count, i, (world, 5), bursts) for i, world in enumerate(WORLDS)]
+        for name in ("source", *bench.names):
+            play, state = bench.player(name), None
             for world, images in zip(WORLDS, parts, strict=True):
-                wrong, state = play(net, method, images, state=state)
+                wrong, state = play(images, state=state)
                 order = "bursts" if bursts else "random"
-                yield {"part": "corrupted", "order": order, "world": world, "method": name, "error": percent(wrong)}
+                yield {"order": order, "world": world, "method": name, **percent(wrong)}
 
 
-def study_faults(
-    net: Backbone, source: Source, other: Source, names: Sequence[str], seed: int, only: Sequence[str]
-) -> Iterator[Row]:
-    before, after = source.draw(BEFORE, seed + 2, NORMAL), source.draw(AFTER, seed + 3, NORMAL)
+def study_faults(bench: Bench) -> Iterator[Row]:
+    """A fault between normal images. Every method meets each fault in the state that the first images left."""
+    o, source = bench.options, bench.source
+    only = o.faults.split(";") if o.faults else ()
+    other = Source(o.other, o.data, source.seeds, source.device)
+    before, after = source.draw(BEFORE, 2, NORMAL), source.draw(AFTER, 3, NORMAL)
 
-    def row(fault: str, name: str, wrong: Tensor) -> Row:
-        late = percent(wrong[-LATER:])
-        return {"part": "faults", "fault": fault, "method": name, "error": percent(wrong), "later": late}
+    def row(fault: str, name: str, play: Player, state: Any) -> Row:
+        wrong, _ = play(after, state=state)
+        return {"fault": fault, "method": name, **percent(wrong), "later": percent(wrong[:, -LATER:])["error"]}
 
+    players = {name: bench.player(name) for name in ("source", *bench.names)}
+    begun = {name: play(before)[1] for name, play in players.items()}
     if not only or "none" in only:
-        for name in ("source", *names):
-            method = build(name, net)
-            _, state = play(net, method, before)
-            yield row("none", name, play(net, method, after, state=state)[0])
-    for fault, images in faults(source, other, seed):
-        for name in names if not only or fault in only else ():
-            method = build(name, net)
-            _, state = play(net, method, before)
-            _, state = play(net, method, images, state=state)
-            yield row(fault, name, play(net, method, after, state=state)[0])
+        for name, play in players.items():
+            yield row("none", name, play, begun[name])
+    for fault, images in faults(source, other):
+        for name in bench.names if not only or fault in only else ():
+            yield row(fault, name, players[name], players[name](images, state=begun[name])[1])
     for fault, rate in RATES.items():
-        for name in names if not only or fault in only else ():
-            method = build(name, net, lr=rate)
-            _, state = play(net, method, before)
-            yield row(fault, name, play(net, method, after, state=state)[0])
+        for name in bench.names if not only or fault in only else ():
+            play = bench.player(name, lr=rate)
+            yield row(fault, name, play, play(before)[1])
+
+
+def study_paper(bench: Bench) -> Iterator[Row]:
+    """The streams of the paper: instance and category error of every seed."""
+    setup = _corrupted(bench.options)
+    for cell in bench.options.cells.split(","):
+        for name in bench.names:
+            start = time.monotonic()
+            records = time_play.play(
+                setup, name, time_play.cell_scenario(cell), bench.source.seeds, bench.options.limit
+            )
+            took = round(time.monotonic() - start, 1)
+            both = [time_play.errors(record) for record in records]
+            means = {key: round(sum(row[key] for row in both) / len(both), 3) for key in both[0]}
+            yield {
+                "cell": cell,
+                "method": name,
+                "images": len(records[0].label),
+                **means,
+                "each": both,
+                "seconds": took,
+            }
+
+
+def study_collapse(bench: Bench) -> Iterator[Row]:
+    """PTTA for methods that collapse, alone and guarded: the error of the whole stream and of its last third."""
+    o = bench.options
+    setup = _corrupted(o)
+    data = setup._replace(data=Some(setup.data, o.visit // len(setup.data.domains)))  # type: ignore[arg-type]
+    for name in ("source", *(whole for part in o.collapsing.split(",") for whole in (part, f"{part}+guard"))):
+        records = time_play.play(data, name, scenarios.create("ptta"), bench.source.seeds)
+        wrong = torch.stack([metrics.wrong(record) for record in records])
+        yield {"method": name, **percent(wrong), "later": percent(wrong[:, -(wrong.shape[1] // 3) :])["error"]}
+
+
+def study_recurring(bench: Bench) -> Iterator[Row]:
+    """The same short stream again and again; unguarded only the first visits, if so many are asked for."""
+    o = bench.options
+    setup = _corrupted(o)
+    data = setup._replace(data=Some(setup.data, o.visit // len(setup.data.domains)))  # type: ignore[arg-type]
+    for name in bench.names:
+        rounds = o.visits if "+" in name else min(o.unguarded, o.visits)
+        records = time_play.play(data, name, scenarios.create("recurring", rounds=rounds), bench.source.seeds)
+        visits = torch.stack([_by_visit(record, rounds) for record in records])  # (S, visits)
+        means = [round(100 * float(v), 2) for v in visits.mean(0)]
+        slope = round(100 * _slope(visits.mean(0)), 4) if rounds > 1 else None
+        error = round(sum(means) / len(means), 2)
+        yield {"method": name, "images": o.visit, "error": error, "visits": means, "points a visit": slope}
+
+
+def _by_visit(record: Record, rounds: int) -> Tensor:
+    wrong: Tensor = metrics.wrong(record)
+    return wrong.double().view(rounds, -1).mean(1)
+
+
+def _slope(values: Tensor) -> float:
+    """The change from one value to the next of the straight line through all."""
+    place = torch.arange(len(values), dtype=torch.float64)
+    place = place - place.mean()
+    return float((place * (values.double() - values.double().mean())).sum() / place.square().sum())
+
+
+def _corrupted(o: argparse.Namespace) -> time_play.Bench:
+    """The corrupted data set, and methods for it as the lab builds them."""
+    return time_play.open_bench(argparse.Namespace(**{**vars(o), "dataset": o.shifted, "data": o.corrupted}))
+
+
+PARTS: Mapping[str, Callable[[Bench], Iterator[Row]]] = {
+    "clean": study_clean,
+    "corrupted": study_corrupted,
+    "faults": study_faults,
+    "collapse": study_collapse,
+    "paper": study_paper,
+    "recurring": study_recurring,
+}
 
 
 # -- the page ----------------------------------------------------------------------------------------------------------
 
-TITLES = {"clean": "Nothing has changed", "corrupted": "One corruption after another", "faults": "After a fault"}
-PLACES = {
+TITLES = {
+    "clean": "Nothing has changed",
+    "corrupted": "One corruption after another",
+    "faults": "After a fault",
+    "collapse": "Methods that collapse, PTTA",
+    "paper": "The streams of the paper",
+    "recurring": "Visit after visit",
+}
+PLACES: Mapping[str, Callable[[Row], str]] = {
     "clean": lambda row: f"{row['order']}, batch {row['batch']}",
     "corrupted": lambda row: f"{row['world']}, {row['order']}",
-    "faults": lambda row: row["fault"],
+    "faults": lambda row: str(row["fault"]),
+    "collapse": lambda row: str(row["method"]).removesuffix("+guard"),
+    "paper": lambda row: str(row["cell"]),
+    "recurring": lambda row: "all",
 }
 
 
@@ -166,80 +220,115 @@ def rendered(text: str, folder: Path = RESULTS) -> str:
 def tables(folder: Path) -> str:
     """A table for each part and network: errors in percent."""
     parts = []
-    for path in sorted(folder.glob("guard_*.json")):
-        _, dataset, model, seed = path.stem.split("_", 3) if path.stem.count("_") == 3 else _words(path.stem)
-        rows = json.loads(path.read_text())["rows"]
-        for part, title in TITLES.items():
-            found = [row for row in rows if row["part"] == part]
-            if found:
-                parts.append(_table(f"{title} ({dataset}, {model}, seed {seed})", found, PLACES[part]))
+    for part, title in TITLES.items():
+        for path in sorted(folder.glob(f"guard_{part}_*.json")):
+            file = json.loads(path.read_text())
+            given, rows = file["settings"], file["rows"]
+            seeds = ", ".join(map(str, given["seeds"]))
+            where = f"{given['dataset']}, {given['model']}, {given['precision']}, seed {seeds}"
+            parts.append(f"{title} ({where}); error, %:\n\n{_table(part, rows)}")
     return "\n".join(parts)
 
 
-def _words(stem: str) -> list[str]:
-    """The parts of a name whose model has an underscore."""
-    kind, dataset, *model, seed = stem.split("_")
-    return [kind, dataset, "_".join(model), seed]
-
-
-def _table(caption: str, rows: Sequence[Row], place: Any) -> str:
-    names = list(dict.fromkeys(row["method"] for row in rows))
+def _table(part: str, rows: Sequence[Row]) -> str:
+    if part == "recurring":
+        return _visits(rows)
+    place = PLACES[part]
+    column = (lambda row: "guarded" if "+" in row["method"] else "alone") if part == "collapse" else _method
+    names = list(dict.fromkeys(map(column, rows)))
     lines = []
     for where in dict.fromkeys(map(place, rows)):
-        found = {row["method"]: row for row in rows if place(row) == where}
+        found = {column(row): row for row in rows if place(row) == where}
         lines.append([where, *(_cell(found.get(name)) for name in names)])
-    if rows[0]["part"] == "corrupted":
+    if part == "corrupted":
         means = [[row["error"] for row in rows if row["method"] == name] for name in names]
         lines.append(["mean", *(f"{sum(m) / len(m):.1f}" for m in means)])
-    return f"{caption}; error, %:\n\n{pages.table(['', *names], lines)}"
+    return pages.table(["", *names], lines)
+
+
+def _visits(rows: Sequence[Row]) -> str:
+    """The mean, the first and the last visit, and the slope."""
+    header = ["", "visits", "images each", "mean", "first", "last", "points a visit"]
+    lines = []
+    for row in rows:
+        ends = [f"{row['visits'][i]:.1f}" for i in (0, -1)]
+        slope = "" if row["points a visit"] is None else f"{row['points a visit']:+.3f}"
+        shown = [row["method"], str(len(row["visits"])), f"{row['images']:,}", f"{row['error']:.1f}", *ends, slope]
+        lines.append(shown)
+    return pages.table(header, lines)
+
+
+def _method(row: Row) -> str:
+    return str(row["method"])
 
 
 def _cell(row: Row | None) -> str:
-    return "" if row is None else f"{row['error']:.1f}" + (f" / {row['later']:.1f}" if "later" in row else "")
+    if row is None:
+        return ""
+    if "inst" in row:
+        return f"{row['inst']:.2f} / {row['cat']:.2f}"
+    return f"{row['error']:.1f}" + (f" / {row['later']:.1f}" if "later" in row else "")
 
 
-def build(name: str, net: Backbone, **fields: Any) -> Any:
-    return methods.create(name, classes=net.classes, **fields)
+# -- command line ------------------------------------------------------------------------------------------------------
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", help="root folder of the data sets")
-    parser.add_argument("--dataset", default="cifar10")
-    parser.add_argument("--other", default="cifar100", help="the data set of the fault 'another data set'")
-    parser.add_argument("--model", default="resnet20")
-    parser.add_argument("--weights")
-    parser.add_argument("--methods", default="tribe,tribe+guard")
-    parser.add_argument("--parts", default="clean,corrupted,faults")
-    parser.add_argument("--faults", default="", help="only these, separated by semicolons")
-    parser.add_argument("--seed", type=int, default=5)
-    parser.add_argument("--count", type=int, default=3000, help="images of a clean stream, and of a corruption")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
-    parser.add_argument("--render", action="store_true", help="write the tables of docs/health.md, and play nothing")
-    options = parser.parse_args()
-    if options.render:
+def options(argv: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--data", help="root folder of the clean data sets")
+    p.add_argument("--corrupted", help="root folder of the corrupted ones (default: that of --data)")
+    p.add_argument("--dataset", default="cifar10")
+    p.add_argument("--shifted", help="the corrupted one (default: cifar10-c for cifar10)")
+    p.add_argument("--other", default="cifar100", help="the data set of the fault 'another data set'")
+    p.add_argument("--model", default="resnet20")
+    p.add_argument("--weights")
+    p.add_argument("--device", default="auto")
+    p.add_argument("--precision", default="tf32", choices=PRECISIONS)
+    p.add_argument("--methods", default="tribe,tribe+guard")
+    p.add_argument("--parts", default="clean,corrupted,faults")
+    p.add_argument("--faults", default="", help="only these, separated by semicolons")
+    p.add_argument("--cells", default=",".join(CELLS), help="streams of the paper (default: %(default)s)")
+    p.add_argument("--collapsing", default=",".join(COLLAPSING), help="methods (default: %(default)s)")
+    p.add_argument("--seeds", type=int, nargs="+", default=[5])
+    p.add_argument("--count", type=int, default=3000, help="images of a clean stream; a corruption has a third")
+    p.add_argument("--limit", type=int, help="most images of a stream of the paper")
+    p.add_argument("--visit", type=int, default=15_000, help="images of a visit, and of a stream in 'collapse'")
+    p.add_argument("--visits", type=int, default=20)
+    p.add_argument("--unguarded", type=int, default=1, help="visits of methods without a guard")
+    p.add_argument("--seconds", type=float, default=float("inf"), help="begin no row after this time")
+    p.add_argument("--out", type=Path, default=RESULTS)
+    p.add_argument("--render", action="store_true", help="write the tables of docs/health.md, and play nothing")
+    o = p.parse_args(argv)
+    o.corrupted, o.shifted = o.corrupted or o.data, o.shifted or f"{o.dataset}-c"
+    if unknown := [part for part in o.parts.split(",") if part not in PARTS]:
+        p.error(f"no part {', '.join(unknown)}: choose from {', '.join(PARTS)}")
+    return o
+
+
+def main(argv: list[str] | None = None) -> None:
+    o = options(argv)
+    if o.render:
         PAGE.write_text(rendered(PAGE.read_text()))
         return
-    source, net = Source(options.dataset, options.data), Backbone(models.load(options.model, options.weights))
-    names, seed, rows = options.methods.split(","), options.seed, []
-    parts = {
-        "clean": lambda: study_clean(net, source, ("source", *names), seed, options.count),
-        "corrupted": lambda: study_corrupted(net, source, ("source", *names), seed, options.count // 3),
-        "faults": lambda: study_faults(
-            net,
-            source,
-            Source(options.other, options.data),
-            names,
-            seed,
-            options.faults.split(";") if options.faults else (),
-        ),
-    }
-    target = options.out / f"guard_{options.dataset}_{options.model}_{seed}.json"
-    for part in options.parts.split(","):
-        for row in parts[part]():
-            rows.append(row)
-            print(row, flush=True)
-            write_atomically(target, (json.dumps({"seed": seed, "rows": rows}, indent=1) + "\n").encode())
+    clock, device, begun = time_play.Clock(), choose_device(o.device), time.monotonic()
+    opened = time_play.open_bench(argparse.Namespace(**vars(o)))
+    bench = Bench(opened.method("source")[0], Source(o.dataset, o.data, o.seeds, device), o)
+    shared, seeds = {**time_play.settings(o, device), "seeds": o.seeds}, "-".join(map(str, o.seeds))
+    with float32_precision(o.precision):
+        for part in o.parts.split(","):
+            rows: list[Row] = []
+            path = o.out / f"guard_{part}_{o.dataset}_{o.model}_{shared['precision']}_{seeds}.json"
+            if time.monotonic() - begun > o.seconds:
+                clock.say(f"{part}: not begun, out of time")
+                continue
+            for row in PARTS[part](bench):
+                rows.append(row)
+                clock.say(part, row)
+                time_play.write(path, shared, rows)
+                if time.monotonic() - begun > o.seconds:
+                    clock.say(f"{part}: ended early, out of time")
+                    break
 
 
 if __name__ == "__main__":

@@ -11,7 +11,9 @@ from tribe.engine import kernels
 from tribe.engine.precision import float32_precision
 from tribe.engine.state import leaves
 from tribe.testing import CLASSES, images, ready, small_network
+from watching import pictures
 
+GUARDED = [("tribe+guard", {"skip": False}), ("tribe+guard", {}), ("tent+guard", {"skip": False}), ("tribe+watch", {})]
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -36,11 +38,11 @@ def test_the_recording_holds_on_the_gpu(file, name, mode):
     assert torch.equal(logits[0].cpu().argmax(-1), golden.argmax(-1))
 
 
-@pytest.mark.parametrize("method", tribe.methods.names())
-def test_cpu_and_gpu_agree_with_the_default_augmentation(method):
+@pytest.mark.parametrize(("method", "fields"), [*((name, {}) for name in tribe.methods.names()), *GUARDED], ids=str)
+def test_cpu_and_gpu_agree_with_the_default_augmentation(method, fields):
     here, there = (
-        tribe.adapt(small_network(), ready(method), streams=3),
-        tribe.adapt(small_network().cuda(), ready(method), streams=3),
+        tribe.adapt(small_network(), ready(method, **fields), streams=3),
+        tribe.adapt(small_network().cuda(), ready(method, **fields), streams=3),
     )
     for seed in range(5):
         x = images(3, 6, seed)
@@ -125,7 +127,9 @@ def test_class_sums_do_not_pass_through_tf32(mode):
 
 
 @pytest.mark.parametrize("mode", ["off", "auto"])
-@pytest.mark.parametrize("method", ["tribe", "tent", "bn", "source", "pl", "eata", "sar", "roid"])
+@pytest.mark.parametrize(
+    "method", ["tribe", "tent", "bn", "source", "pl", "eata", "sar", "roid", "tribe+guard", "tent+guard", "tribe+watch"]
+)
 def test_a_step_does_not_wait_for_the_host(method, mode):
     """Catches a step that reads values, which stalls the device."""
     kernels.use(mode)
@@ -142,13 +146,29 @@ def test_a_step_does_not_wait_for_the_host(method, mode):
 
 @pytest.mark.filterwarnings("error:.*deterministic implementation")
 @pytest.mark.parametrize("mode", ["off", "auto"])
-@pytest.mark.parametrize("method", tribe.methods.names())
-def test_deterministic_steps_give_the_same_bits(method, mode):
+@pytest.mark.parametrize(("method", "fields"), [*((name, {}) for name in tribe.methods.names()), *GUARDED], ids=str)
+def test_deterministic_steps_give_the_same_bits(method, fields, mode):
     """For every method, captured where it can be: all its operations have a deterministic algorithm."""
     kernels.use(mode)
     net = small_network().cuda()
-    first, second = (tribe.adapt(net, ready(method), streams=2, deterministic=True) for _ in range(2))
+    first, second = (tribe.adapt(net, ready(method, **fields), streams=2, deterministic=True) for _ in range(2))
     for seed in range(12):  # RoTTA learns at the 64th image
         x = images(2, 6, seed).cuda()
         assert torch.equal(first(x), second(x))
     assert first.digest() == second.digest()
+
+
+@pytest.mark.parametrize("name", ["tribe+guard", "tent+guard"])
+def test_a_guarded_stream_tells_its_health_from_the_gpu(name):
+    """With graphs: a black camera holds the stream, its events arrive, and the other stream goes on."""
+    adapter = tribe.adapt(small_network().cuda(), name, streams=2)
+    for seed in range(4):
+        x = pictures(2, 16, seed)
+        x[0] = 0 if seed else x[0]
+        adapter(x.cuda())
+    assert adapter.eager_because is None
+    black, normal = adapter.health
+    assert (black.held, normal.held) == (48, 0)
+    assert black.images == normal.images == 64
+    assert "black" in black.alarms
+    assert [event.stream for event in adapter.events if event.kind == "black"] == [0]

@@ -9,6 +9,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -202,9 +203,21 @@ def _statistics(net: Backbone, old: Deployed, new: Deployed) -> dict[str, Part]:
 
 def squared_moves(net: Backbone, old: Stats, new: Stats) -> Tensor:
     """The squared distance of each pair of channels in standard deviations of the older, (R, K, C): Wasserstein's."""
-    eps = torch.cat([old.mean.new_full((s.columns.stop - s.columns.start,), s.layer_eps) for s in net.slots])
+    eps = _epsilons(net, old.mean)
     std, new_std = (old.var + eps).sqrt(), (new.var + eps).sqrt()
     return ((new.mean - old.mean) / std).square_().add_((new_std / std - 1).square_())
+
+
+_known: WeakKeyDictionary[Backbone, dict[Any, Tensor]] = WeakKeyDictionary()  # by type and device
+
+
+def _epsilons(net: Backbone, like: Tensor) -> Tensor:
+    """The eps of every channel, (C,); made once."""
+    made = _known.setdefault(net, {})
+    place = like.dtype, like.device
+    if place not in made:
+        made[place] = torch.cat([like.new_full((s.columns.stop - s.columns.start,), s.layer_eps) for s in net.slots])
+    return made[place]
 
 
 def _weights(old: Deployed, new: Deployed) -> dict[str, Part]:

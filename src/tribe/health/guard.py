@@ -5,8 +5,10 @@ it may learn from, how fast, and how far predictions follow. It acts stream by s
 ``tribe+watch`` only watches.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from os import PathLike
 from typing import Any, ClassVar, NamedTuple
@@ -16,6 +18,7 @@ import torch
 from torch import Tensor
 
 from tribe.engine.backbone import Backbone
+from tribe.engine.beside import Beside
 from tribe.engine.screening import sound
 from tribe.engine.state import Affine, Info, clone, per_stream, select
 from tribe.fields import is_number, is_whole, plain_numbers, require
@@ -135,9 +138,8 @@ class Guarded(Composed):
 
     @classmethod
     def build_inner(cls) -> type[Method]:
-        """The method; under a guard that acts, its network leans on the source."""
-        inner: type[Method] = cls.inner_class
-        return leaning(inner) if issubclass(cls.part_class, Guard) else inner
+        """The method, which tells what it predicts; under a guard that acts, its network leans on the source."""
+        return overheard(cls.inner_class, leans=issubclass(cls.part_class, Guard))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -172,20 +174,32 @@ class Guarded(Composed):
     def step(
         self, net: Backbone, state: GuardedState, x: Tensor, valid: Tensor | None = None, retired: Any = None
     ) -> tuple[Tensor, GuardedState]:
-        """Take the method's step, watch it, and keep of it what the guard allows."""
-        old, watcher = state.guard, self.watcher(net)
+        """Take the method's step, watch it, and keep of it what the guard allows.
+
+        What watches runs beside the method's own work. It is told what the method reported of the batch before: how far
+        it moved, and how its branches agree.
+        """
+        old, watcher, beside = state.guard, self.watcher(net), Beside(x.device)
         good = sound(x)  # a bad image leaves no trace
         real = good if valid is None else good & valid
-        verdict, watch = watcher.look(old.watch, x, real)
-        output, inner = self.inner.step_reusing(net, state.inner, x, valid, retired and retired.inner)
+        (verdict, looked), answers = beside(lambda: (watcher.look(old.watch, x, real), watcher.ask(net, x, real)))
+        watched: list[tuple[WatchState, Tensor]] = []  # with the tensor that was read, which must be kept
+
+        def hear(output: Tensor) -> None:
+            seen = real & (output.amax(-1) > output.amin(-1))  # a bad image is predicted uniformly
+            logits = output if self.output == "logits" else output.clamp_min(torch.finfo(torch.float32).tiny).log()
+            watched.append((watcher.observe(looked, verdict, answers, logits, seen, state.inner.info), output))
+
+        with _listening(None if self.eager_only else lambda output: beside(lambda: hear(output))):
+            output, inner = self.inner.step_reusing(net, state.inner, x, valid, retired and retired.inner)
+        if not watched:
+            beside(lambda: hear(output))
+        beside.join()
         held = old.held
         if self.acts:
             inner, skipped = self._restrain(net, inner, state.inner, verdict.teaches_nothing & real, real)
             held = held + skipped
-        seen = real & (output.amax(-1) > output.amin(-1))  # a bad image is predicted uniformly
-        logits = output if self.output == "logits" else output.clamp_min(torch.finfo(torch.float32).tiny).log()
-        watch = watcher.observe(net, watch, verdict, x, logits, seen, inner.info)
-        guard = old._replace(watch=watch, held=held)
+        guard = old._replace(watch=watched[0][0], held=held)
         if self.acts and self.part.good_every is not None:
             inner, guard = self._return(inner, guard, old.watch)
         return output, GuardedState(inner, guard)
@@ -296,22 +310,37 @@ def _mix(chosen: Tensor, new: Any, old: Any) -> Any:
     return select(chosen, new, old)
 
 
+_listener: ContextVar[Callable[[Tensor], object] | None] = ContextVar("tribe_listener", default=None)
+
+
+@contextlib.contextmanager
+def _listening(hear: Callable[[Tensor], object] | None) -> Iterator[None]:
+    """Call ``hear`` with the first prediction of a method, before it learns; None: with none."""
+    token = _listener.set(hear)
+    try:
+        yield
+    finally:
+        _listener.reset(token)
+
+
 @functools.cache
-def leaning(method: type[Method]) -> type[Method]:
-    """The method, but the network that predicts leans on the source; its fields are the same."""
+def overheard(method: type[Method], leans: bool) -> type[Method]:
+    """The method, but it tells what it predicts, and its network may lean on the source; its fields are the same."""
+
+    def predict_screened(self: Any, net: Backbone, state: Any, x: Tensor, valid: Tensor) -> Tensor:
+        prediction = method.predict_screened(self, net, state, x, valid)
+        if (hear := _listener.get()) is not None:
+            _listener.set(None)
+            hear(prediction)
+        return prediction
 
     def deployed(self: Any, net: Backbone, state: Any) -> Deployed:
         rule: Guard = self.guard
         return lean(net, method.deployed(self, net, state), rule.lean_half, rule.lean_most, rule.lean_batch)
 
-    names = {
-        "deployed": deployed,
-        "adapted": method.deployed,
-        "__module__": method.__module__,
-        "__doc__": method.__doc__,
-        "guard": Guard(),
-    }
-    cls: type[Method] = type(method.__name__, (method,), names)
+    names = {"__module__": method.__module__, "__doc__": method.__doc__, "predict_screened": predict_screened}
+    leaning = {"deployed": deployed, "adapted": method.deployed, "guard": Guard()} if leans else {}
+    cls: type[Method] = type(method.__name__, (method,), {**names, **leaning})
     return cls
 
 

@@ -64,15 +64,33 @@ class Watcher:
         return verdict, state._replace(alarms=alarms)
 
     @torch.no_grad()
+    def ask(self, net: Backbone, x: Tensor, valid: Tensor) -> "Answers | None":
+        """What the source predicts of some images; None if it is not asked."""
+        if not self.probe:
+            return None
+        chosen = slice(None, None, self.probe)
+        some = Deployed.frozen(net, net.source(len(x))[0]).logits(net, x[:, chosen], valid[:, chosen])
+        logits, known = some.new_zeros(*valid.shape, some.shape[2]), torch.zeros_like(valid)
+        known[:, chosen] = valid[:, chosen] & some.isfinite().all(2)
+        logits[:, chosen] = torch.where(known[:, chosen].unsqueeze(2), some, 0)
+        return Answers(logits, known)
+
+    @torch.no_grad()
     def observe(
-        self, net: Backbone, state: WatchState, verdict: Verdict, x: Tensor, output: Tensor, valid: Tensor, info: Any
+        self,
+        state: WatchState,
+        verdict: Verdict,
+        answers: "Answers | None",
+        output: Tensor,
+        valid: Tensor,
+        info: Any,
     ) -> WatchState:
-        """Add a batch: its images, what was predicted (logits or log-probabilities) and what the method reports."""
+        """Add a batch: what the source says of it, what was predicted (logits or log-probabilities), and a report."""
         predicted = output.argmax(2)
         source = known = None
         agreement = state.agreement
-        if self.probe:
-            source, known = self._probe(net, x, valid, output)
+        if answers is not None:
+            source, known = answers.logits.to(output.dtype), answers.known & valid
             agree = (source.argmax(2) == predicted) & known
             counts = torch.stack((agree.sum(1), known.sum(1)), 1)
             agreement = agreement * torch.exp(-counts[:, 1:] / AGREEMENT) + counts
@@ -83,14 +101,12 @@ class Watcher:
         counted = state.predicted.scatter_add(1, predicted, valid.to(torch.int64))
         return WatchState(alarms, estimate, counted, agreement)
 
-    def _probe(self, net: Backbone, x: Tensor, valid: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
-        """The source's logits (S, B, K) and for which images they were computed; zero for the others."""
-        chosen = slice(None, None, self.probe)
-        some = Deployed.frozen(net, net.source(len(x))[0]).logits(net, x[:, chosen], valid[:, chosen])
-        logits, known = torch.zeros_like(output), torch.zeros_like(valid)
-        logits[:, chosen] = torch.where(valid[:, chosen].unsqueeze(2), some, 0).to(output.dtype)
-        known[:, chosen] = valid[:, chosen] & some.isfinite().all(2)
-        return torch.where(known.unsqueeze(2), logits, 0), known
+
+class Answers(NamedTuple):
+    """What the source predicts of some images of a batch."""
+
+    logits: Tensor  # (S, B, K), zero for the others
+    known: Tensor  # (S, B)
 
 
 class Health(NamedTuple):
