@@ -25,7 +25,7 @@ def reader():
 def camera(streams=1, images=200, stay=0.95, seed=0):
     """Images (S, N, 4, 2, 2) in [0, 1] for that network, in bursts, and their labels (S, N)."""
     labels = labels_in_bursts(streams, images, CLASSES, stay, seed=seed)
-    logits = predictions(labels, CLASSES, margin=1.5, seed=seed).clamp(-19, 19)
+    logits = predictions(labels, CLASSES, margin=2, seed=seed).clamp(-19, 19)
     pixels = (logits.float() / 40 + 0.5)[..., None, None].expand(-1, -1, -1, 2, 2)
     return pixels + 0.005 * torch.tensor([[1.0, -1.0], [-1.0, 1.0]]), labels
 

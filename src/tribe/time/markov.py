@@ -85,7 +85,7 @@ class Markov(TimeFilter):
     temperatures: Sequence[float] = (0.5, 0.9, 1.5, 2.4, 4.0)  # T, rising; above 4 any bias looks like a burst
     temperature_margin: float = 0.03  # share of the best sum that a sharper temperature may miss; rare classes need it
     training_shares: Sequence[float] | None = None  # of the classes, divided out; None: all were equal
-    rate_step: float = 0.015  # of rho: about the last 70 images; slower than the marginal, so that bias is not a burst
+    rate_step: float = 0.01  # of rho: about the last 100 images; slower than the marginal, so that bias is not a burst
     least_rate: float = 0.005  # of rho; bounds how long a wrong class stays, see docs/time.md
     marginal_step: float = 0.03  # of pi: about the last 30 images
     recent_memory: float = 0.99  # discount of the sum that chooses the temperature
