@@ -17,8 +17,10 @@ $(INSTALLED): pyproject.toml constraints.txt
 run: $(INSTALLED)  ## run the main job: real digits, corrupted in 15 ways, four methods, a chart (offline, about a minute)
 	$(BIN)/tribe run
 
+# Compiled files of package and tests go beside the environment, also where Python is told to write none: without them
+# every process that a test starts compiles the package, and every worker all tests.
 test: $(INSTALLED)  ## run the tests, without the slow ones
-	$(BIN)/python -m pytest -m "not slow" -n auto --maxprocesses 8 --dist worksteal
+	PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX=$(abspath $(VENV))/pycache $(BIN)/python -m pytest -m "not slow" -n auto --maxprocesses 8 --dist worksteal
 
 test-slow: test-extras  ## run the slow tests only; some need Ray
 	$(BIN)/python -m pytest -m slow

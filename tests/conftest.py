@@ -1,5 +1,6 @@
 """What all tests share. One thread: the networks here are so small that a second one only waits for the first."""
 
+import gc
 import os
 
 import pytest
@@ -7,6 +8,12 @@ import torch
 
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start
+
+
+def pytest_collection_finish():
+    """Let the garbage collector look at what tests make, and not at ten thousand tests and all modules each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ CONTRIBUTING is made from `LAYERS`: ``python tests/test_layers.py`` writes it.
 """
 
 import ast
+import functools
 from graphlib import CycleError, TopologicalSorter
 
 import pytest
@@ -46,6 +47,7 @@ def module(path):
 FILES = {module(path): path for path in sorted(SOURCE.rglob("*.py"))}
 
 
+@functools.cache
 def imports(name):
     """The modules of the package that a module imports, anywhere in it."""
     found = set()
@@ -58,9 +60,6 @@ def imports(name):
                 inside = {f"{node.module}.{alias.name}" for alias in node.names}
                 found |= inside & FILES.keys() or {node.module}
     return found - {name}
-
-
-IMPORTS = {name: imports(name) for name in FILES}
 
 
 def room(name):
@@ -78,15 +77,16 @@ def drawing():
 @pytest.mark.parametrize("name", FILES)
 def test_imports_point_down(name):
     here = LEVEL[room(name)]
-    up = {other for other in IMPORTS[name] if LEVEL[room(other)] > here}
-    beside = {other for other in IMPORTS[name] if LEVEL[room(other)] == here and room(other) != room(name)}
+    up = {other for other in imports(name) if LEVEL[room(other)] > here}
+    beside = {other for other in imports(name) if LEVEL[room(other)] == here and room(other) != room(name)}
     assert not up, f"{name} is below {', '.join(sorted(up))}"
     assert not beside or here == 0, f"{name} imports its neighbour {', '.join(sorted(beside))}"
 
 
 def test_no_two_modules_need_each_other():
     # A package's __init__ collects its parts, and every part is in its package: that alone is no cycle.
-    graph = {name: {other for other in found if not name.startswith(f"{other}.")} for name, found in IMPORTS.items()}
+    found_in = {name: imports(name) for name in FILES}
+    graph = {name: {other for other in found if not name.startswith(f"{other}.")} for name, found in found_in.items()}
     try:
         list(TopologicalSorter(graph).static_order())
     except CycleError as error:
