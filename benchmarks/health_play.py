@@ -4,10 +4,10 @@ Images and labels come from a pack (`benchmarks.health_pack`). All seeds of a st
 play side by side. What the source network says is the same for all methods: it passes each stream once.
 """
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,15 +17,15 @@ from benchmarks.health_pack import Pack
 from benchmarks.time_play import BATCH, Shortened, cell_scenario
 from tribe.engine.backbone import Backbone, Output
 from tribe.engine.losses import entropy, probabilities
-from tribe.engine.rules import pool_batch
-from tribe.engine.state import Stats
-from tribe.health.changes import squared_moves
+from tribe.engine.rules import Frozen
+from tribe.health.probe import probe, start_shift
 from tribe.lab.stream import Batch, Stream
 from tribe.methods import Method
 from tribe.storage import tensors as tensor_file
 from tribe.storage.tensors import Kind
 
 DROPOUT_PASSES, DROPOUT_RATE = 10, 0.4  # as AETTA has them
+PROBE = 4  # one image in so many is a probe
 REHEARSAL = "rehearsal"  # the streams of calibration are named after it and their order
 SMALL = {torch.float32: torch.float16, torch.int64: torch.int16}  # of what is kept
 
@@ -57,21 +57,7 @@ class Played(NamedTuple):
         return f"{self.method}/{self.stream}/{self.seed}"
 
 
-OF_A_BATCH = ("student", "anchor", "distance", "spread", "statistics", "shift", "trusted")
-
-
-@dataclass(frozen=True)
-class Looking:
-    """Normalise with the source's statistics, and return those of the batch."""
-
-    classes: ClassVar[int] = 1
-    observes: ClassVar[bool] = True
-
-    def __call__(
-        self, mean: Tensor, var: Tensor, count: int, stats: Stats, labels: Tensor | None, valid: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor, Stats]:
-        """The source's statistics, and the batch's."""
-        return stats.mean, stats.var, Stats(*pool_batch(mean, var, valid))
+OF_A_BATCH = ("student", "anchor", "distance", "spread", "shift", "trusted")
 
 
 # -- streams -----------------------------------------------------------------------------------------------------------
@@ -106,14 +92,17 @@ def rehearsal_batches(pack: Pack, device: torch.device, limit: int | None = None
 
 @torch.no_grad()
 def watch_source(net: Backbone, batches: Sequence[Batch], temperature: float) -> list[Columns]:
-    """What the source network says of each batch, and how far the batch's statistics are from the source's."""
+    """What the source network says of each batch, and of its probes: one in four images, as in a watched stream."""
     affine, stats = net.source(len(batches[0].x))
-    found = []
-    for number, batch in enumerate(batches):
-        output = net(batch.x, affine, stats, Looking(), valid=batch.valid)
-        columns = {f"source_{name}": t for name, t in _certainty(output.logits.float(), temperature).items()}
-        columns["source_dropout"] = _dropout(net, output, batch.valid, number)["dropout"]
-        found.append({**columns, "shift": _by_depth(net, output.stats)})
+    found, state = [], start_shift(net, len(batches[0].x))
+    for batch in batches:
+        logits = net(batch.x, affine, stats, Frozen(), valid=batch.valid).logits.float()
+        columns = {f"source_{name}": t for name, t in _certainty(logits, temperature).items()}
+        some = batch.x[:, ::PROBE], batch.valid[:, ::PROBE]
+        probed, state = probe(net, state, *some, batch.valid.sum(1))
+        steady = torch.full_like(logits[..., 0], math.nan)
+        steady[:, ::PROBE] = torch.where(some[1], probed.steady, math.nan)
+        found.append({**columns, "steady": steady, "shift": probed.shift})
     return found
 
 
@@ -128,8 +117,6 @@ def watch_method(
         with torch.no_grad():
             deployed = method.deployed(net, state)
             columns |= _dropout(net, net(batch.x, *deployed, valid=batch.valid), batch.valid, number)
-            if deployed.stats.mean.shape[-1]:
-                columns["statistics"] = _by_depth(net, deployed.stats)
         output, state = method.step(net, state, batch.x, batch.valid)
         columns |= _certainty(output.float(), temperature)
         info = state.info
@@ -157,16 +144,6 @@ def _certainty(logits: Tensor, temperature: float) -> Columns:
     share = entropy(logits) / torch.tensor(float(logits.shape[-1])).log()
     tempered = probabilities(logits / temperature).amax(-1)
     return {"prediction": prediction, "confidence": confidence, "tempered": tempered, "entropy": share}
-
-
-def _by_depth(net: Backbone, stats: Stats) -> Tensor:
-    """How far statistics (S, 1, C) are from the source's in the first, middle and last third of layers, (S, 3)."""
-    slots = [slot for slot in net.slots if slot.columns.stop > slot.columns.start]
-    squares = squared_moves(net, net.source()[1], Stats(*(t.float() for t in stats)))[:, 0]
-    layers = torch.stack([squares[:, slot.columns].mean(1) for slot in slots], 1)  # (S, layers)
-    third = max(len(slots) // 3, 1)
-    parts = layers[:, :third], layers[:, third : len(slots) - third], layers[:, len(slots) - third :]
-    return torch.stack([(part if part.shape[1] else layers).mean(1).sqrt() for part in parts], 1)
 
 
 def _dropout(net: Backbone, output: Output, valid: Tensor, seed: int) -> Columns:
