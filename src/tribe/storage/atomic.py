@@ -6,13 +6,12 @@ temporary file, so that no other process removes it, however long the writing ta
 """
 
 import contextlib
-import ctypes
 import os
 import re
 import secrets
 import shutil
-import sys
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from os import PathLike
 from pathlib import Path
 from typing import IO
@@ -23,6 +22,7 @@ from tribe.storage.lock import is_locked, lock
 STALE_SECONDS = 3600
 TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.tmp")
 
+SYNCING = 16  # files that are synced at the same time
 PROBE = b"0" * 4096  # bytes of a probe: a full disk has no room for a block
 
 _swept: set[Path] = set()  # folders in which this process has looked for stale files
@@ -144,7 +144,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_new(files: Mapping[Path, bytes]) -> None:
-    """Write new files and sync them together, which for many files is much faster than one after the other.
+    """Write new files and sync them, several at a time, which for many files is faster than one after the other.
 
     A process that is killed meanwhile leaves torn files: use names that nobody reads before this returns.
     """
@@ -154,27 +154,12 @@ def write_new(files: Mapping[Path, bytes]) -> None:
                 file.write(data)
         except OSError as error:
             raise CannotWrite.because(error, path, len(data)) from error
-    folders = {path.parent for path in files}
-    if not all(map(_sync_file_system, {os.stat(folder).st_dev: folder for folder in folders}.values())):
-        for path in files:
-            _sync_file(path)
-        for folder in folders:
-            sync_folder(folder)
-
-
-def _sync_file_system(folder: Path) -> bool:
-    """Write all that the file system of a folder has to the disk; False where the platform has no such call."""
-    call = getattr(ctypes.CDLL(None, use_errno=True), "syncfs", None) if sys.platform == "linux" else None
-    if call is None:
-        return False
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        if call(descriptor):
-            number = ctypes.get_errno()
-            raise CannotWrite.because(OSError(number, os.strerror(number)), folder)
-    finally:
-        os.close(descriptor)
-    return True
+    # Linux can sync the whole file system at once, but that waits for what all other processes have written, too.
+    with ThreadPoolExecutor(SYNCING) as threads:
+        for _ in threads.map(_sync_file, files):
+            pass  # an error of one is raised here
+        for _ in threads.map(sync_folder, {path.parent for path in files}):
+            pass
 
 
 def _sync_file(path: Path) -> None:
