@@ -142,8 +142,7 @@ def study_paper(bench: Bench) -> Iterator[Row]:
 def study_collapse(bench: Bench) -> Iterator[Row]:
     """PTTA for methods that collapse, alone and guarded: the error of the whole stream and of its last third."""
     o = bench.options
-    setup = _corrupted(o)
-    data = setup._replace(data=Some(setup.data, o.visit // len(setup.data.domains)))  # type: ignore[arg-type]
+    data = _part(o)
     for name in ("source", *(whole for part in o.collapsing.split(",") for whole in (part, f"{part}+guard"))):
         records = time_play.play(data, name, scenarios.create("ptta"), bench.source.seeds)
         wrong = torch.stack([metrics.wrong(record) for record in records])
@@ -153,8 +152,7 @@ def study_collapse(bench: Bench) -> Iterator[Row]:
 def study_recurring(bench: Bench) -> Iterator[Row]:
     """The same short stream again and again; unguarded only the first visits, if so many are asked for."""
     o = bench.options
-    setup = _corrupted(o)
-    data = setup._replace(data=Some(setup.data, o.visit // len(setup.data.domains)))  # type: ignore[arg-type]
+    data = _part(o)
     for name in bench.names:
         rounds = o.visits if "+" in name else min(o.unguarded, o.visits)
         records = time_play.play(data, name, scenarios.create("recurring", rounds=rounds), bench.source.seeds)
@@ -175,6 +173,13 @@ def _slope(values: Tensor) -> float:
     place = torch.arange(len(values), dtype=torch.float64)
     place = place - place.mean()
     return float((place * (values.double() - values.double().mean())).sum() / place.square().sum())
+
+
+def _part(o: argparse.Namespace) -> time_play.Bench:
+    """Some images of each domain: as many as a visit takes."""
+    setup = _corrupted(o)
+    some = Some(setup.data.dataset, o.visit // len(setup.data.domains))
+    return setup._replace(data=time_play.InMemory(some))  # type: ignore[arg-type]
 
 
 def _corrupted(o: argparse.Namespace) -> time_play.Bench:
