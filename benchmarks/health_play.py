@@ -4,7 +4,6 @@ Images and labels come from a pack (`benchmarks.health_pack`). All seeds of a st
 play side by side. What the source network says is the same for all methods: it passes each stream once.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +17,7 @@ from benchmarks.time_play import BATCH, Shortened, cell_scenario
 from tribe.engine.backbone import Backbone, Output
 from tribe.engine.losses import entropy, probabilities
 from tribe.engine.rules import Frozen
-from tribe.health.probe import probe, start_shift
+from tribe.health.probe import ask, start_shift
 from tribe.lab.stream import Batch, Stream
 from tribe.methods import Method
 from tribe.storage import tensors as tensor_file
@@ -98,11 +97,8 @@ def watch_source(net: Backbone, batches: Sequence[Batch], temperature: float) ->
     for batch in batches:
         logits = net(batch.x, affine, stats, Frozen(), valid=batch.valid).logits.float()
         columns = {f"source_{name}": t for name, t in _certainty(logits, temperature).items()}
-        some = batch.x[:, ::PROBE], batch.valid[:, ::PROBE]
-        probed, state = probe(net, state, *some, batch.valid.sum(1))
-        steady = torch.full_like(logits[..., 0], math.nan)
-        steady[:, ::PROBE] = torch.where(some[1], probed.steady, math.nan)
-        found.append({**columns, "steady": steady, "shift": probed.shift})
+        answers, state = ask(net, state, batch.x, batch.valid, PROBE)
+        found.append({**columns, "shift": answers.shift})
     return found
 
 

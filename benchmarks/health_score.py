@@ -52,9 +52,10 @@ def right_of(played: Played) -> Tensor:
 
 def images_of(columns: Columns) -> Images:
     """What our estimator reads of each image."""
-    repeated = torch.zeros_like(columns["tempered"])
-    repeated[1:] = (columns["prediction"][1:] == columns["prediction"][:-1]).float()
-    return Images(columns["tempered"], columns["prediction"], repeated, columns["student"][columns["batch"]])
+    c, repeated = columns, torch.zeros_like(columns["tempered"])
+    repeated[1:] = (c["prediction"][1:] == c["prediction"][:-1]).float()
+    own = c["tempered"], c["prediction"], repeated, c["student"][c["batch"]]
+    return Images(*own, *c["shift"][c["batch"]].unbind(1))
 
 
 def signals_of(played: Played) -> Signals:

@@ -7,13 +7,17 @@ import torch
 
 from tribe.engine.state import leaves, stream
 from tribe.health.estimate import Estimator, Features, Images, Term, window_features
+from tribe.health.probe import Answers
 
 CLASSES = 3
 ESTIMATOR = Estimator(
     CLASSES,
     2.0,
     0.4,
-    (Term(0.8, 1.0, -3, 3), Term(-0.9, 0.1, 0, 1), Term(0.3, 1.0, -3, 5)),
+    (
+        *(Term(0.8, 1.0, -3, 3), Term(-0.9, 0.1, 0, 1), Term(0.3, 1.0, -3, 5)),
+        *(Term(-0.5, -1.0, -3, 1), Term(-0.6, -1.1, -3, 1), Term(-0.7, -1.2, -3, 1)),
+    ),
     sigma=0.03,
     window=7,
 )
@@ -23,19 +27,31 @@ def logits(streams, batch, seed):
     return 3 * torch.randn(streams, batch, CLASSES, generator=torch.Generator().manual_seed(seed))
 
 
+def answers(streams, batch, seed):
+    """Of a source that was asked for the first image."""
+    known = torch.zeros(streams, batch, dtype=torch.bool)
+    known[:, 0] = True
+    shift = torch.rand(streams, 3, generator=torch.Generator().manual_seed(100 + seed))
+    return Answers(logits(streams, batch, seed), known, shift)
+
+
 def log_odds(p):
     return math.log(p / (1 - p))
 
 
 def test_features_by_hand():
     found = torch.tensor([[0, 0, 0, 1]])
-    images = Images(torch.full((1, 4), 0.8), found, torch.tensor([[0.0, 1, 1, 0]]), torch.full((1, 4), 0.5))
+    far = [torch.tensor([[0.0, 0.1, 0.2, 0.3]]) * factor for factor in (1, 2, 0)]
+    images = Images(torch.full((1, 4), 0.8), found, torch.tensor([[0.0, 1, 1, 0]]), torch.full((1, 4), 0.5), *far)
     features = window_features(images, torch.ones(1, 4, dtype=torch.bool), 2)
     narrow = 1 + (0.75 * math.log(0.75) + 0.25 * math.log(0.25)) / math.log(2)
     assert features.confidence.item() == pytest.approx(log_odds(0.8))
     # Half of the images repeat the one before; by chance 0.75^2 + 0.25^2 would: there are no bursts.
     assert features.imbalance.item() == pytest.approx(narrow, abs=1e-6)
     assert features.agreement.item() == pytest.approx(0, abs=1e-6)
+    assert features.near.item() == pytest.approx(math.log(0.2))  # unknown for the first image
+    assert features.middle.item() == pytest.approx(math.log(0.4))
+    assert math.isnan(features.deep.item())
     # Three quarters repeat: a third of the way from chance, 0.625, to 1; a chain of draws is worth 2/3 / 4/3 of them.
     bursty = images._replace(repeated=torch.tensor([[1.0, 1, 1, 0]]))
     assert window_features(bursty, torch.ones(1, 4, dtype=torch.bool), 2).imbalance.item() == pytest.approx(
@@ -51,21 +67,27 @@ def test_the_model_is_linear_in_log_odds_and_does_not_extrapolate():
     above = ESTIMATOR.accuracy(inside._replace(confidence=torch.tensor(3.0)))
     assert above.item() == pytest.approx(1 / (1 + math.exp(-(0.4 + 0.8 * 2))))
     assert torch.equal(ESTIMATOR.accuracy(inside._replace(confidence=torch.tensor(9.0))), above)
+    unknown = inside._replace(near=torch.tensor(math.nan))
+    assert torch.equal(ESTIMATOR.accuracy(unknown), ESTIMATOR.accuracy(inside))
 
 
 @pytest.mark.parametrize("batch", [1, 3, 7, 20])
 def test_a_ring_of_the_last_images_equals_keeping_all(batch):
-    state, kept, shares, ended = ESTIMATOR.init(), [], [], 0.0
+    state, kept, shares, shifts, ended = ESTIMATOR.init(), [], [], [], 0.0
     for step in range(12):
         x, share = logits(1, batch, step), 0.5 + step / 40
-        state = ESTIMATOR.observe(state, x, torch.ones(1, batch, dtype=torch.bool), torch.tensor([share]))
+        said = answers(1, batch, step)
+        state = ESTIMATOR.observe(state, x, torch.ones(1, batch, dtype=torch.bool), torch.tensor([share]), said)
         kept += list(x[0])
+        shifts += [said.shift[0]] * batch
         shares += [share] * batch
         found = torch.stack(kept).argmax(-1)
         last = slice(max(len(kept) - 7, 0), None)
         confidence = (torch.stack(kept) / 2.0).softmax(-1).amax(-1)
         before = torch.cat((torch.tensor([-1]), found[:-1]))
-        images = Images(confidence[last], found[last], (found == before).float()[last], torch.tensor(shares)[last])
+        far = torch.stack(shifts)[last].unbind(1)
+        repeated = (found == before).float()[last]
+        images = Images(confidence[last], found[last], repeated, torch.tensor(shares)[last], *far)
         features = window_features(images, torch.ones_like(images.prediction, dtype=torch.bool), CLASSES)
         now, read = ESTIMATOR.accuracy(features).item(), ESTIMATOR.read(state)
         ended += 7 * now * (len(kept) // 7 - (len(kept) - batch) // 7)
@@ -90,8 +112,11 @@ def test_streams_together_equal_streams_alone():
     for step in range(6):
         x, valid = logits(3, 4, step), torch.rand(3, 4, generator=torch.Generator().manual_seed(step)) > 0.3
         share = torch.rand(3, generator=torch.Generator().manual_seed(step))
-        together = ESTIMATOR.observe(together, x, valid, share)
-        alone = [ESTIMATOR.observe(s, x[[i]], valid[[i]], share[[i]]) for i, s in enumerate(alone)]
+        said = answers(3, 4, step)
+        together = ESTIMATOR.observe(together, x, valid, share, said)
+        for i, s in enumerate(alone):
+            one = Answers(*(t[[i]] for t in said))
+            alone[i] = ESTIMATOR.observe(s, x[[i]], valid[[i]], share[[i]], one)
     for i, state in enumerate(alone):
         for name, t in leaves(stream(together, i, 3)).items():
             assert torch.equal(t, leaves(state)[name]), name

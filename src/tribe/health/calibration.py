@@ -24,9 +24,10 @@ from tribe.engine.losses import cross_entropy, entropy, probabilities
 from tribe.engine.rules import Frozen
 from tribe.engine.screening import sound
 from tribe.fields import is_whole, require
-from tribe.health.estimate import WINDOW, Estimator, Images, Term
+from tribe.health.estimate import WINDOW, Estimator, Features, Images, Term, sense
 from tribe.health.fitting import Labelled, fit
 from tribe.health.martingale import LEVELS, Reference, refer
+from tribe.health.probe import ask, start_shift
 from tribe.health.rehearsal import Condition, choose_conditions, corrupt_images, plan_streams
 from tribe.knowledge import Knowledge, KnowledgeError
 from tribe.methods import Method, count_classes
@@ -35,6 +36,7 @@ from tribe.storage.json_files import Where, check
 NAME = "health"  # of the knowledge in a file
 ADVICE = "tribe source health --model ... --dataset ..."
 BATCH = 64
+PROBE = 4  # one image in so many is also predicted by the source
 LEAST = 200  # images
 PRIOR = 10.0  # strength of the prior of the logarithm of the temperature, in images
 QUANTILES = 512  # of the entropies of clean images
@@ -114,7 +116,9 @@ SCHEMA: dict[str, Any] = {  # of a calibration in the header of its file
         "intercept": float,
         "sigma": SHARE,
         "terms": Where(
-            [Where([float], lambda row: len(row) == 4, "four numbers")], lambda rows: len(rows) == 3, "three"
+            [Where([float], lambda row: len(row) == 4, "four numbers")],
+            lambda rows: len(rows) == len(Features._fields),
+            f"{len(Features._fields)} rows",
         ),
     },
     "method": str,
@@ -281,22 +285,21 @@ def _play(
     plans = plan_streams(labels, conditions, seed)
     domain = torch.stack([plan.condition for plan in plans])  # (S, N)
     number = torch.stack([plan.number for plan in plans])
-    state, columns = method.init(net, len(plans), seed), list[tuple[Tensor, ...]]()
+    state, shift, seen = method.init(net, len(plans), seed), start_shift(net, len(plans)), list[Images]()
     pieces = list(zip(domain.split(BATCH, 1), number.split(BATCH, 1), strict=True))
     for done, (d, i) in enumerate(pieces, 1):
         x = corrupt_images(images, i.flatten(), [conditions[k] for k in d.flatten()], seed).unflatten(0, i.shape)
-        output, state = method.step(net, state, x.to(net.device))
+        x, every = x.to(net.device), torch.ones_like(d, dtype=torch.bool, device=net.device)
+        answers, shift = ask(net, shift, x, every, PROBE)
+        output, state = method.step(net, state, x)
         logits = output.clamp_min(torch.finfo(output.dtype).tiny).log() if method.output == "probabilities" else output
-        confidence, prediction = (t.cpu() for t in probabilities(logits / temperature).max(-1))
-        agreement = state.info.student_agreement.cpu().unsqueeze(1).expand(d.shape)
-        columns.append((confidence.float(), prediction, agreement))
+        last = seen[-1].prediction[:, -1] if seen else torch.full_like(d[:, 0], -1)
+        found = sense(logits, temperature, every, last.to(x.device), state.info.student_agreement, answers)
+        seen.append(Images(*(t.cpu() for t in found)))
         if progress is not None:
             progress(done, len(pieces))
-    confidence, prediction, agreement = (torch.cat(column, 1) for column in zip(*columns, strict=True))
+    whole = Images(*(torch.cat(column, 1) for column in zip(*seen, strict=True)))
     kinds = {name: k for k, name in enumerate(dict.fromkeys(name for name, _ in conditions))}
     condition = torch.tensor([kinds[name] for name, _ in conditions])[domain]
-    right = prediction == labels[number]
-    repeated = torch.zeros_like(confidence)
-    repeated[:, 1:] = (prediction[:, 1:] == prediction[:, :-1]).float()
-    rows = zip(confidence, prediction, repeated, agreement, right, condition, strict=True)
-    return [Labelled(Images(*row[:4]), *row[4:]) for row in rows]
+    right = whole.prediction == labels[number]
+    return [Labelled(Images(*(t[s] for t in whole)), right[s], condition[s]) for s in range(len(plans))]

@@ -1,12 +1,15 @@
 """Estimate the accuracy of a stream without labels, over its last 500 images and over all of it.
 
-Three signals of a window, which cost no pass, become features. A linear model gives the log-odds of the accuracy:
+Signals of a window become features. A linear model gives the log-odds of the accuracy:
 
     confidence    the mean probability of the predicted class, after a temperature
     imbalance     how narrow the histogram of predicted classes is: a network in trouble predicts few classes. A stream
                   that shows few classes at a time has a narrow histogram, too; then neighbours share their class, and
                   the imbalance counts less
     agreement     of teacher and student, where the method has a student
+    near, middle, deep      how far the statistics of the images are from the source's, in the first, middle and last
+                  third of the network: the source passes some images, see `tribe.health.probe`. Unlike the others it
+                  does not depend on what the network believes
 
 `tribe.health.calibration` fits the model. The functions here are pure, over rows with a state of fixed size, and read
 no value on the host, so that a step that calls them can be captured in a CUDA graph.
@@ -21,6 +24,7 @@ from torch import Tensor
 
 from tribe.engine.losses import probabilities
 from tribe.fields import document
+from tribe.health.probe import DEPTHS, Answers
 
 WINDOW = 500  # images
 Z90 = 1.6449  # 90 % of a normal distribution lie within so many standard deviations
@@ -29,11 +33,14 @@ CLIP = 0.005  # shares stay so far from 0 and 1 before their log-odds are taken
 
 
 class Features(NamedTuple):
-    """What a window shows, each (...), one value a window."""
+    """What a window shows, each (...), one value a window; NaN: unknown."""
 
     confidence: Tensor  # log-odds of the mean confidence
     imbalance: Tensor  # 1 - entropy of the predicted classes / log K, as far as bursts of classes do not explain it
     agreement: Tensor  # log-odds of the share on which teacher and student agree
+    near: Tensor  # logarithm
+    middle: Tensor  # logarithm
+    deep: Tensor  # logarithm
 
 
 class Images(NamedTuple):
@@ -43,6 +50,9 @@ class Images(NamedTuple):
     prediction: Tensor  # int64
     repeated: Tensor  # 1 where the prediction is that of the image before, else 0
     agreement: Tensor  # of the image's batch; 1 without a student
+    near: Tensor  # distances of statistics when the image came; 0: unknown
+    middle: Tensor
+    deep: Tensor
 
 
 def window_features(images: Images, filled: Tensor, classes: int) -> Features:
@@ -60,7 +70,32 @@ def window_features(images: Images, filled: Tensor, classes: int) -> Features:
     sticky = ((mean(images.repeated) - alike) / (1 - alike).clamp_min(TINY)).clamp(0, 1)
     # A Markov chain with this autocorrelation shows as much of its classes as so large a share of independent draws.
     independent = (1 - sticky) / (1 + sticky)
-    return Features(log_odds(mean(images.confidence)), narrow * independent, log_odds(mean(images.agreement)))
+    own = log_odds(mean(images.confidence)), narrow * independent, log_odds(mean(images.agreement))
+    distances = images.near, images.middle, images.deep
+    far = (((v * weight).sum(-1) / (weight * (v > 0)).sum(-1)).clamp_min(TINY).log() for v in distances)  # or 0 / 0
+    return Features(*own, *far)
+
+
+@torch.no_grad()
+def sense(
+    logits: Tensor,
+    temperature: float,
+    valid: Tensor,
+    last: Tensor,
+    agreement: Tensor | None,
+    answers: Answers | None,
+) -> Images:
+    """What the features need of each image of a batch (S, B), from logits (S, B, K).
+
+    ``last`` (S,) is the prediction of the image before the batch, -1 if there was none; the others as in
+    `Estimator.observe`.
+    """
+    confidence, prediction = probabilities(logits / temperature).max(-1)
+    share = torch.ones_like(confidence) if agreement is None else agreement.unsqueeze(1).expand_as(confidence)
+    repeated = (prediction == _previous(last, prediction, valid)).float()
+    unknown = confidence.new_zeros(len(confidence), DEPTHS)
+    shift = unknown if answers is None else answers.shift.to(confidence.dtype)
+    return Images(confidence, prediction, repeated, share, *(t.expand_as(confidence) for t in shift.split(1, 1)))
 
 
 def log_odds(share: Tensor) -> Tensor:
@@ -91,7 +126,7 @@ class Estimator:
     def accuracy(self, features: Features) -> Tensor:
         """Features of windows (...) -> accuracy (...)."""
         parts = (
-            (value.clamp(term.low, term.high) - term.mean) * term.weight
+            (value.nan_to_num(term.mean).clamp(term.low, term.high) - term.mean) * term.weight
             for value, term in zip(features, self.terms, strict=True)
         )
         return torch.sigmoid(sum(parts, torch.zeros_like(features.confidence)) + self.intercept)
@@ -107,31 +142,33 @@ class Estimator:
         """The state before the first image."""
         ring = torch.zeros(streams, self.window + 1, device=device)
         none = torch.zeros(streams, dtype=torch.int64, device=device)
-        rings = Images(ring, ring.long(), ring.clone(), ring.clone())
+        rings = Images(ring, ring.long(), *(ring.clone() for _ in Images._fields[2:]))
         return EstimateState(rings, none - 1, none, torch.zeros(streams, dtype=torch.float64, device=device))
 
     @torch.no_grad()
     def observe(
-        self, state: "EstimateState", logits: Tensor, valid: Tensor, agreement: Tensor | None = None
+        self,
+        state: "EstimateState",
+        logits: Tensor,
+        valid: Tensor,
+        agreement: Tensor | None = None,
+        answers: Answers | None = None,
     ) -> "EstimateState":
         """Add the predictions (S, B, K) of the next batch.
 
         ``valid`` (S, B) are the images that count. ``agreement`` (S,) is the share on which teacher and student agree;
-        None: the method has no student.
+        None: the method has no student. ``answers`` are the source's; None: it was not asked.
         """
-        confidence, prediction = probabilities(logits / self.temperature).max(-1)  # (S, B)
+        new = sense(logits, self.temperature, valid, state.last, agreement, answers)
         before = state.images.unsqueeze(1)
         rank = before + valid.cumsum(1) - 1  # the number of each valid image in its stream
         after = state.images + valid.sum(1)
         kept = valid & (rank >= after.unsqueeze(1) - self.window)  # of a batch larger than the window, the last
         place = torch.where(kept, rank % self.window, self.window)  # all others go to the last place
-        share = torch.ones_like(confidence) if agreement is None else agreement.unsqueeze(1).expand_as(confidence)
-        repeated = (prediction == _previous(state.last, prediction, valid)).float()
-        new = Images(confidence, prediction, repeated, share)
         rings = Images(*(r.scatter(1, place, t.to(r.dtype)) for r, t in zip(state.rings, new, strict=True)))
         for ring in rings:
             ring[:, -1] = 0  # padding leaves no trace
-        last = torch.where(valid.any(1), prediction.gather(1, _last(valid)).squeeze(1), state.last)
+        last = torch.where(valid.any(1), new.prediction.gather(1, _last(valid)).squeeze(1), state.last)
         moved = EstimateState(rings, last, after, state.total)
         ended = after // self.window - state.images // self.window  # (S,) windows that end in this batch
         if ended.device.type == "cpu" and not ended.any():  # on other devices this would synchronise

@@ -168,7 +168,7 @@ class Guarded(Composed):
         inner = self.inner.init(net, streams, seed)
         none = torch.zeros_like(inner.info.images)
         good = clone(inner) if self.acts and self.part.good_every is not None else Nothing()
-        watch = self.watcher(net).init(streams, net.device)
+        watch = self.watcher(net).init(net, streams)
         return GuardedState(inner, GuardState(watch, none, none.clone(), none.clone(), good))
 
     def step(
@@ -182,13 +182,15 @@ class Guarded(Composed):
         old, watcher, beside = state.guard, self.watcher(net), Beside(x.device)
         good = sound(x)  # a bad image leaves no trace
         real = good if valid is None else good & valid
-        (verdict, looked), answers = beside(lambda: (watcher.look(old.watch, x, real), watcher.ask(net, x, real)))
+        (verdict, looked), asked = beside(
+            lambda: (watcher.look(old.watch, x, real), watcher.ask(net, old.watch, x, real))
+        )
         watched: list[tuple[WatchState, Tensor]] = []  # with the tensor that was read, which must be kept
 
         def hear(output: Tensor) -> None:
             seen = real & (output.amax(-1) > output.amin(-1))  # a bad image is predicted uniformly
             logits = output if self.output == "logits" else output.clamp_min(torch.finfo(torch.float32).tiny).log()
-            watched.append((watcher.observe(looked, verdict, answers, logits, seen, state.inner.info), output))
+            watched.append((watcher.observe(looked, verdict, asked, logits, seen, state.inner.info), output))
 
         with _listening(None if self.eager_only else lambda output: beside(lambda: hear(output))):
             output, inner = self.inner.step_reusing(net, state.inner, x, valid, retired and retired.inner)

@@ -2,16 +2,14 @@
 
 Every so many images of a batch, one is a probe. The pass normalises with the source's statistics, and looks at those
 that the probes have: how far they are from the source's tells how much the images have changed, whatever the network
-predicts. Passes with dropout before the classifier tell how fragile the source's predictions are.
+predicts.
 """
 
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from tribe.engine.backbone import Backbone
 from tribe.engine.rules import pool_batch
@@ -20,9 +18,7 @@ from tribe.fields import document
 from tribe.health.changes import squared_moves
 
 DEPTHS = 3  # parts of the network, by depth: the first, middle and last third of the normalised layers
-SPAN = 64  # images of a stream over which the statistics of probes are averaged, about
-PASSES, RATE = 8, 0.4  # with dropout: how many, and the share of features that each leaves out
-_masks: WeakKeyDictionary[Backbone, Tensor] = WeakKeyDictionary()
+SPAN = 16  # probes over which their statistics are averaged, about
 
 
 @dataclass(frozen=True)
@@ -47,19 +43,20 @@ class ShiftState(NamedTuple):
     weight: Tensor  # (S,) 0 before the first image, then up to 1
 
 
-class Probed(NamedTuple):
-    """What one pass says of the probes."""
+class Answers(NamedTuple):
+    """What the source says of the probes among the images of a batch."""
 
     logits: Tensor
-    steady: Tensor
+    known: Tensor
     shift: Tensor
 
 
 document(
-    Probed,
-    logits="(S, P, K), the source's, float32.",
-    steady="(S, P), the share of passes with dropout that predict the same class.",
-    shift="(S, 3), how far the statistics of the last probes are from the source's, by depth, in standard deviations.",
+    Answers,
+    logits="(S, B, K), the source's logits of the probes, float32; zero for other images.",
+    known="(S, B), which images are probes.",
+    shift="(S, 3), how far the statistics of the last probes are from the source's, by depth, in standard deviations; "
+    "0 before the first probe.",
 )
 
 
@@ -71,28 +68,30 @@ def start_shift(net: Backbone, streams: int) -> ShiftState:
 
 
 @torch.no_grad()
-def probe(net: Backbone, state: ShiftState, x: Tensor, valid: Tensor, images: Tensor) -> tuple[Probed, ShiftState]:
-    """Pass the probes (S, P, ...) of a batch that had so many ``images`` (S,) in each stream."""
+def ask(net: Backbone, state: ShiftState, x: Tensor, valid: Tensor, every: int) -> tuple[Answers, ShiftState]:
+    """Pass one in ``every`` images (S, B, ...) of a batch through the source."""
+    chosen = slice(None, None, every)
     affine, stats = net.source(len(x))
-    output = net(x, affine, stats, Looking(), valid=valid)
-    logits = output.logits.float()
-    seen = torch.where(valid.any(1), images, 0)
-    state = _remember(state, output.stats, seen)
-    features = output.features
-    steady = torch.ones_like(logits[..., 0]) if features is None else _steady(net, features, logits)
-    return Probed(logits, steady, measure_shift(net, state)), state
+    output = net(x[:, chosen], affine, stats, Looking(), valid=valid[:, chosen])
+    some = output.logits.float()
+    fine = valid[:, chosen] & some.isfinite().all(2)
+    logits, known = some.new_zeros(*valid.shape, some.shape[2]), torch.zeros_like(valid)
+    logits[:, chosen], known[:, chosen] = torch.where(fine.unsqueeze(2), some, 0), fine
+    state = _remember(state, output.stats, fine.sum(1))
+    return Answers(logits, known, measure_shift(net, state)), state
 
 
-def _remember(state: ShiftState, stats: Stats, images: Tensor) -> ShiftState:
-    keep = torch.exp(-images / SPAN)
-    add = (1 - keep).unsqueeze(1)
-    mean, var = stats.mean[:, 0].float(), stats.var[:, 0].float()
+def _remember(state: ShiftState, stats: Stats, probes: Tensor) -> ShiftState:
+    """Add the statistics (S, 1, C) of so many probes (S,)."""
+    keep = torch.exp(-probes / SPAN)
+    add = torch.where(probes > 0, 1 - keep, 0).unsqueeze(1)
+    mean, var = (t[:, 0].float().nan_to_num() for t in stats)
     kept = [t * keep.unsqueeze(1) for t in (state.mean, state.square)]
-    return ShiftState(kept[0] + add * mean, kept[1] + add * (var + mean.square()), state.weight * keep + (1 - keep))
+    return ShiftState(kept[0] + add * mean, kept[1] + add * (var + mean.square()), state.weight * keep + add[:, 0])
 
 
 def measure_shift(net: Backbone, state: ShiftState) -> Tensor:
-    """How far the statistics of the last probes are from the source's (S, 3); 0 for networks without statistics."""
+    """How far the statistics of the last probes are from the source's (S, 3); 0 if there are none."""
     slots = [slot for slot in net.slots if slot.columns.stop > slot.columns.start]
     if not state.mean.shape[1] or not slots:
         return state.weight.new_zeros(len(state.weight), DEPTHS)
@@ -105,15 +104,3 @@ def measure_shift(net: Backbone, state: ShiftState) -> Tensor:
     parts = layers[:, :third], layers[:, third : len(slots) - third], layers[:, len(slots) - third :]
     far = torch.stack([(part if part.shape[1] else layers).mean(1).sqrt() for part in parts], 1)
     return torch.where(state.weight.unsqueeze(1) > 0, far, 0)
-
-
-def _steady(net: Backbone, features: Tensor, logits: Tensor) -> Tensor:
-    """The share of passes with dropout (S, P) that predict the same class; all images and calls use the same masks."""
-    layer = dict(net.model.named_modules())[str(net.classifier)]
-    if net not in _masks or _masks[net].device != features.device:
-        draw = torch.Generator().manual_seed(0)
-        kept = torch.rand(PASSES, features.shape[-1], generator=draw) >= RATE
-        _masks[net] = (kept / (1 - RATE)).to(features.device)
-    dropped = features.unsqueeze(2) * _masks[net].to(features.dtype)  # (S, P, passes, F)
-    other = functional.linear(dropped, layer.weight, layer.bias)
-    return (other.argmax(-1) == logits.argmax(-1, keepdim=True)).float().mean(-1)

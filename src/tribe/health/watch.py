@@ -17,7 +17,7 @@ from tribe.health.calibration import Calibration
 from tribe.health.estimate import WINDOW, EstimateState, Estimator, Features, Term
 from tribe.health.frames import Verdict
 from tribe.health.martingale import Reference
-from tribe.methods import Deployed
+from tribe.health.probe import Answers, ShiftState, ask, start_shift
 
 AGREEMENT = 500  # images of the mean agreement with the source, of those that it predicted, too
 
@@ -29,6 +29,7 @@ class WatchState(NamedTuple):
     estimate: EstimateState
     predicted: Tensor  # (S, K) int64, how often each class was predicted
     agreement: Tensor  # (S, 2) discounted: predictions of the source that agree, and all of them
+    shift: ShiftState  # the statistics of the images that the source predicted
 
 
 @dataclass(frozen=True)
@@ -49,13 +50,14 @@ class Watcher:
             return Watcher(classes, probe, Estimator(classes, 1.0, 0.0, empty, 1.0, WINDOW), None)
         return Watcher(classes, probe, calibration.estimator, Reference(*(t.to(device) for t in calibration.normal)))
 
-    def init(self, streams: int, device: torch.device) -> WatchState:
+    def init(self, net: Backbone, streams: int) -> WatchState:
         """The state before the first image."""
         return WatchState(
-            self.alarms.init(streams, self.classes, device),
-            self.estimator.init(streams, device),
-            torch.zeros(streams, self.classes, dtype=torch.int64, device=device),
-            torch.zeros(streams, 2, device=device),
+            self.alarms.init(streams, self.classes, net.device),
+            self.estimator.init(streams, net.device),
+            torch.zeros(streams, self.classes, dtype=torch.int64, device=net.device),
+            torch.zeros(streams, 2, device=net.device),
+            start_shift(net, streams),
         )
 
     def look(self, state: WatchState, x: Tensor, valid: Tensor) -> tuple[Verdict, WatchState]:
@@ -63,24 +65,16 @@ class Watcher:
         verdict, alarms = self.alarms.look(state.alarms, x, valid)
         return verdict, state._replace(alarms=alarms)
 
-    @torch.no_grad()
-    def ask(self, net: Backbone, x: Tensor, valid: Tensor) -> "Answers | None":
-        """What the source predicts of some images; None if it is not asked."""
-        if not self.probe:
-            return None
-        chosen = slice(None, None, self.probe)
-        some = Deployed.frozen(net, net.source(len(x))[0]).logits(net, x[:, chosen], valid[:, chosen])
-        logits, known = some.new_zeros(*valid.shape, some.shape[2]), torch.zeros_like(valid)
-        known[:, chosen] = valid[:, chosen] & some.isfinite().all(2)
-        logits[:, chosen] = torch.where(known[:, chosen].unsqueeze(2), some, 0)
-        return Answers(logits, known)
+    def ask(self, net: Backbone, state: WatchState, x: Tensor, valid: Tensor) -> tuple[Answers | None, ShiftState]:
+        """What the source says of some images; None if it is not asked."""
+        return ask(net, state.shift, x, valid, self.probe) if self.probe else (None, state.shift)
 
     @torch.no_grad()
     def observe(
         self,
         state: WatchState,
         verdict: Verdict,
-        answers: "Answers | None",
+        asked: tuple[Answers | None, ShiftState],
         output: Tensor,
         valid: Tensor,
         info: Any,
@@ -88,7 +82,7 @@ class Watcher:
         """Add a batch: what the source says of it, what was predicted (logits or log-probabilities), and a report."""
         predicted = output.argmax(2)
         source = known = None
-        agreement = state.agreement
+        agreement, (answers, shift) = state.agreement, asked
         if answers is not None:
             source, known = answers.logits.to(output.dtype), answers.known & valid
             agree = (source.argmax(2) == predicted) & known
@@ -97,16 +91,9 @@ class Watcher:
         alarms = self.alarms.observe(
             state.alarms, verdict, output, valid, info.distance, source=source, known=known, reference=self.normal
         )
-        estimate = self.estimator.observe(state.estimate, output, valid, info.student_agreement)
+        estimate = self.estimator.observe(state.estimate, output, valid, info.student_agreement, answers)
         counted = state.predicted.scatter_add(1, predicted, valid.to(torch.int64))
-        return WatchState(alarms, estimate, counted, agreement)
-
-
-class Answers(NamedTuple):
-    """What the source predicts of some images of a batch."""
-
-    logits: Tensor  # (S, B, K), zero for the others
-    known: Tensor  # (S, B)
+        return WatchState(alarms, estimate, counted, agreement, shift)
 
 
 class Health(NamedTuple):
