@@ -26,6 +26,7 @@ def write(root):
     write_cifar_binary(root, draw)
     write_mnist(root / "mnist", draw)
     write_imagenet_c(root / "ImageNet-C", draw)
+    write_imagenet(root, draw)
     write_folder(root / "camera", draw)
     return root
 
@@ -164,6 +165,22 @@ def write_imagenet_c(root, draw):
             for i in range(3):
                 number = 100 * i + 7 * k  # so that the order of names is not the order of classes
                 picture(draw, 224, 224).save(folder / f"ILSVRC2012_val_{number:08}.JPEG", quality=90)
+
+
+def write_imagenet(root, draw):
+    """ImageNet's validation images and the sets beside it, with few classes; their images have many sizes."""
+    for folder, kinds in (
+        ("imagenet/val", WNIDS),
+        ("imagenetv2-matched-frequency-format-val", ("0", "1", "10", "2")),
+        ("imagenet-r", WNIDS[1:]),
+        ("imagenet-a", WNIDS[:2]),
+        ("sketch", WNIDS),
+    ):
+        for kind in kinds:
+            (root / folder / kind).mkdir(parents=True)
+            for i in range(2):
+                image = picture(draw, 230 + 40 * i, 250)
+                (image.convert("L") if folder == "sketch" else image).save(root / folder / kind / f"{i}.JPEG")
 
 
 def write_folder(root, draw):

@@ -419,10 +419,10 @@ def test_a_full_disk_is_told_and_what_is_finished_is_kept(clean, tmp_path, elsew
 
 
 def test_a_full_disk_stops_pictures_too(pictures, tmp_path, elsewhere):
-    args = ("imagenet", "--images", pictures, "--out", tmp_path, "--corruptions", "contrast,gaussian_noise")
+    args = ("imagenet", "--data", pictures, "--out", tmp_path, "--corruptions", "contrast,gaussian_noise")
     _, said = elsewhere("command", *args, limit=20_000)
     assert said.startswith("2 error: ")
-    assert "gaussian_noise/5/n01 could not be written: File too large" in said
+    assert "gaussian_noise/5/n01/val_0.JPEG could not be written: File too large" in said
     assert "made.json" in tree(tmp_path / "ImageNet-C")
     assert call(*args).exit_code == 0
 
@@ -576,9 +576,6 @@ def test_a_file_of_the_wrong_size_names_the_command(clean, tmp_path, name, file,
         (["cifar10", "--corruptions", ","], ["names none"]),
         (["cifar10", "--device", "tpu"], ["cpu or cuda", "'tpu'"]),
         (["cifar10", "--seed", "-1"], ["a seed is at least 0"]),
-        (["imagenet"], ["--images"]),
-        (["cifar10", "--images", "val"], ["--images is for imagenet alone"]),
-        (["imagenet", "--images", "nowhere"], ["no folder of images at nowhere"]),
     ],
 )
 def test_bad_requests(clean, tmp_path, args, words):
@@ -610,7 +607,7 @@ def test_cuda_writes_the_same_up_to_rounding(clean, tmp_path):
 def test_help_tells_every_option():
     result = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["corrupt", "--help"], prog_name="tribe")
     assert result.exit_code == 0
-    for option in ("severity", "corruptions", "out", "data", "images", "seed", "device", "force", "json"):
+    for option in ("severity", "corruptions", "out", "data", "seed", "device", "force", "json"):
         assert f"--{option}" in result.stdout
 
 
@@ -635,7 +632,7 @@ def test_a_terminal_sees_a_bar(clean, tmp_path):
 
 def test_pictures_are_prepared_corrupted_and_stored_as_published(pictures, tmp_path):
     result = call(
-        "imagenet", "--images", pictures, "--out", tmp_path, "--corruptions", "contrast,fog", "--severity", "2,5"
+        "imagenet", "--data", pictures, "--out", tmp_path, "--corruptions", "contrast,fog", "--severity", "2,5"
     )
     assert result.exit_code == 0, result.output
     paths = [pictures / "n01/val_0.JPEG", pictures / "n02/val_0.JPEG", pictures / "n02/val_1.JPEG"]
@@ -652,10 +649,10 @@ def test_pictures_are_prepared_corrupted_and_stored_as_published(pictures, tmp_p
                     assert np.abs(np.asarray(one).astype(int) - np.asarray(other)).max() <= 3
     made = json.loads((tmp_path / "ImageNet-C/made.json").read_text())
     assert sorted(made["blocks"]) == ["contrast@2", "contrast@5", "fog@2", "fog@5"]
-    again = call("imagenet", "--images", pictures, "--out", tmp_path, "--corruptions", "fog", "--severity", 5, "--json")
+    again = call("imagenet", "--data", pictures, "--out", tmp_path, "--corruptions", "fog", "--severity", 5, "--json")
     assert json.loads(again.stdout)["there"] == ["fog@5"]
     assert refused(
-        call("imagenet", "--images", pictures, "--out", tmp_path, "--corruptions", "fog", "--seed", 1), "seed 0, not 1"
+        call("imagenet", "--data", pictures, "--out", tmp_path, "--corruptions", "fog", "--seed", 1), "seed 0, not 1"
     )
 
 
@@ -674,7 +671,7 @@ def test_pictures_that_are_gone_are_made_again(pictures, tmp_path):
 
 def test_pictures_that_are_none(tmp_path):
     (tmp_path / "val/n01").mkdir(parents=True)
-    args = ("imagenet", "--images", tmp_path / "val", "--out", tmp_path / "out")
+    args = ("imagenet", "--data", tmp_path / "val", "--out", tmp_path / "out")
     assert refused(call(*args), "no images in", "<class>/NAME.JPEG")
     (tmp_path / "val/n01/a.JPEG").write_bytes(b"no picture")
     assert refused(call(*args, "--corruptions", "fog"), "a.JPEG cannot be read as an image")

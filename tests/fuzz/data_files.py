@@ -16,6 +16,7 @@ from tribe.datasets.image_generation import generate_imagenet
 UNPICKLE = ("tribe.datasets.unpickle.unpickle", "tribe.datasets.unpickle.Machine.run")
 NPY = ("tribe.datasets.array_files._map", "tribe.datasets.array_files._read_header")
 PICTURE = ("tribe.datasets.image_files.read_image",)
+SIZE = "tribe.datasets.image_files.image_size"
 
 
 def contents(dataset):
@@ -181,7 +182,11 @@ reader("made-images", "npy", (f"{INTACT}read", f"{INTACT}is_intact"))(Generated(
 reader("made-labels", "npy", ("tribe.datasets.array_generation._write_labels",))(Generated("stripe/test_labels.npy"))
 
 
-@reader("clean-imagenet", "image", (*PICTURE, "tribe.datasets.image_generation._files_digest"))
+@reader(
+    "clean-imagenet",
+    "image",
+    (*PICTURE, SIZE, "tribe.datasets.image_generation._Files.digest"),
+)
 class CleanImageNet:
     @staticmethod
     def make(folder):

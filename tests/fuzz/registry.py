@@ -24,6 +24,7 @@ NO_READERS = {  # functions that call an opener, and why no file of a user can h
     **dict.fromkeys(
         (
             "tribe.corruptions.common.weather._frost_images",
+            "tribe.datasets.class_folders.wnids",
             "tribe.datasets.embedded.mnist_test",
             "tribe.paper.claims.claims",
             "tribe.paper.tables.get",
@@ -33,6 +34,7 @@ NO_READERS = {  # functions that call an opener, and why no file of a user can h
         ),
         "it reads data of the package",
     ),
+    "tribe.datasets.image_generation._is_whole": "it compares two bytes",
     **dict.fromkeys(
         (
             "tribe.corruptions.common.digital.jpeg_compression",

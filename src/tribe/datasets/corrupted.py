@@ -10,9 +10,9 @@ from torch import Tensor
 
 from tribe import corruptions
 from tribe.corruptions import Function, family_for, require_severity
-from tribe.datasets import Dataset, create, get, register
+from tribe.datasets import Dataset, create, get, optional, register
 from tribe.registry import nearest
-from tribe.scenarios.orders import CIFAR_C, MNIST_C
+from tribe.scenarios.orders import CIFAR_C, IMAGENET_C, MNIST_C
 
 
 @dataclass(frozen=True)
@@ -116,6 +116,12 @@ class Live:
         return self._corrupted.classes
 
     @property
+    def outputs(self) -> Sequence[int] | None:
+        """The outputs of a network that are the classes, if the clean data set says so."""
+        outputs: Sequence[int] | None = optional(self.clean, "outputs")
+        return outputs
+
+    @property
     def domains(self) -> Sequence[str]:
         """Every corruption at every severity."""
         return self._corrupted.domains
@@ -153,3 +159,13 @@ class LiveCifar100C(Live):
     """The CIFAR-100 test images, corrupted on the fly."""
 
     clean_name = "cifar100"
+
+
+@register("live-imagenet-c")
+@dataclass(frozen=True)
+class LiveImageNetC(Live):
+    """The ImageNet validation images, corrupted on the fly, without the published files' JPEG compression."""
+
+    corruptions: Sequence[str] = IMAGENET_C
+
+    clean_name = "imagenet"

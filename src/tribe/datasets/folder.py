@@ -56,7 +56,7 @@ class Folder:
     size: int | None = None  # resize the shorter side, crop the middle; None: all images have one size already
     class_names: Sequence[str] | None = None  # in the order of the network's outputs; None: all class folders, sorted
     unreadable: Unreadable = "raise"  # "skip": warn, and mark the image as not valid; leave out folders
-    workers: int = 4  # threads that decode
+    workers: int | None = None  # threads that decode; None: one for each core
 
     def __post_init__(self) -> None:
         plain_numbers(self)
@@ -100,7 +100,7 @@ class Folder:
             [paths[i] for i in positions(index, len(paths), domain)],
             self._size,
             hint="all images of a stream have one size; size= would resize and crop them",
-            fit=self.size,
+            resize=self.size,
             unreadable=self.unreadable,
             warned=self._warned,
             workers=self.workers,

@@ -40,10 +40,16 @@ class ImageFileError(ValueError):
     """An image file that cannot be used, and why."""
 
 
-def check_reading(unreadable: str, workers: int) -> None:
+def check_reading(unreadable: str, workers: int | None) -> None:
     """Check the fields of a data set that `read_images` takes."""
     require(unreadable in get_args(Unreadable), "unreadable is 'raise' or 'skip'", unreadable)
-    require(is_whole(workers, least=1), "workers is a number of threads, at least 1", workers)
+    fits = workers is None or is_whole(workers, least=1)
+    require(fits, "workers is a number of threads, at least 1, or None for one for each core", workers)
+
+
+def cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def is_image_file(name: str) -> bool:
@@ -89,6 +95,17 @@ def read_image(path: str | PathLike[str], *, resize: int | None = None, crop: in
         raise ImageFileError(f"{path} cannot be read as an image: {reason}") from error
 
 
+def image_size(path: str | PathLike[str]) -> tuple[int, int] | None:
+    """Height and width of an image by its header, which is all that is read; None if it is not an image."""
+    pillow = require_pillow("reading images")
+    try:
+        with open_regular(path, LARGEST_FILE) as file, pillow.open(file, formats=FORMATS) as opened:
+            width, height = opened.size
+            return height, width
+    except Exception:  # damaged bytes make Pillow fail in any way; `read_image` says how
+        return None
+
+
 def image_file_size(path: Path) -> int:
     """How many bytes an image file has, without opening it.
 
@@ -106,10 +123,10 @@ def read_images(
     size: tuple[int, int],
     *,
     hint: str,
-    fit: int | None = None,
+    resize: int | None = None,
     unreadable: Unreadable = "raise",
     warned: set[Path] | None = None,
-    workers: int = 1,
+    workers: int | None = 1,
 ) -> Tensor:
     """Decode image files to (n, 3, H, W) floats in [0, 1], on several threads.
 
@@ -117,16 +134,16 @@ def read_images(
         paths: the files.
         size: height and width that each must have.
         hint: the end of the message about an image of another size.
-        fit: resize the shorter side and crop the middle to this size first; None: leave the size.
+        resize: resize the shorter side to this length and crop the middle to ``size`` first; None: leave the size.
         unreadable: "raise", or "skip": warn, and return an image of NaN, which a stream marks as not valid.
         warned: files with a warning so far; each file is named once, and new ones are added.
-        workers: threads; Pillow decodes in parallel.
+        workers: threads; Pillow decodes in parallel. None: one for each core.
     """
     images = torch.empty(len(paths), 3, *size)
 
     def read(i: int) -> ImageFileError | None:
         try:
-            image = read_image(paths[i], resize=fit, crop=fit)
+            image = read_image(paths[i], resize=resize, crop=None if resize is None else size[0])
         except ImageFileError as error:
             if unreadable == "raise":
                 raise ImageFileError(f"{error}; {SKIP}") from error
@@ -138,7 +155,7 @@ def read_images(
         torch.div(image, 255, out=images[i])
         return None
 
-    with ThreadPoolExecutor(workers, "tribe-images") as pool:
+    with ThreadPoolExecutor(workers or cores(), "tribe-images") as pool:
         errors = list(pool.map(read, range(len(paths))))
     warned = set() if warned is None else warned
     for path, error in zip(paths, errors, strict=True):

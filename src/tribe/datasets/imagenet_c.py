@@ -3,8 +3,6 @@
 Hendrycks & Dietterich, Benchmarking neural network robustness to common corruptions and perturbations, ICLR 2019.
 """
 
-import os
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,15 +15,8 @@ from torch import Tensor
 from tribe.corruptions import require_severity
 from tribe.datasets import register
 from tribe.datasets.array_files import positions
-from tribe.datasets.image_files import (
-    SKIP,
-    ImageFileError,
-    Unreadable,
-    check_reading,
-    is_folder,
-    is_image_file,
-    read_images,
-)
+from tribe.datasets.class_folders import class_folders, list_images, outputs_of
+from tribe.datasets.image_files import Unreadable, check_reading, read_images
 from tribe.datasets.locations import MissingData, data_root, download_hint, find
 from tribe.datasets.manifest import require_block
 from tribe.fields import plain_numbers
@@ -57,7 +48,7 @@ class ImageNetC:
     """The ImageNet validation images under each corruption, 224x224. A domain is a corruption at a severity, "fog@5".
 
     Only file names are held in memory. `ids` selects images, such as the usual subset of 5,000. Classes are the folders
-    ("wnids"), sorted, so their numbers are those of the networks, also if `ids` selects only some of them.
+    ("wnids") in the order of the networks' outputs, also if `ids` selects only some of them.
     """
 
     data: str | None = None  # root folder; None: $TRIBE_DATA or the cache directory
@@ -65,7 +56,7 @@ class ImageNetC:
     severities: Sequence[int] = (5,)
     ids: str | None = None  # file with one line "wnid/NAME.JPEG" or "NAME.JPEG" per image, in this order; None: all
     unreadable: Unreadable = "raise"  # "skip": warn, and mark the image as not valid; leave out folders
-    workers: int = 4  # threads that decode
+    workers: int | None = None  # threads that decode; None: one for each core
 
     clean_name: ClassVar[str] = "imagenet"  # the clean data set that it is made from
     folder: ClassVar[str] = "ImageNet-C"
@@ -79,7 +70,12 @@ class ImageNetC:
     @cached_property
     def classes(self) -> Sequence[str]:
         """The wnids of the first domain's folder; all domains have the same."""
-        return _subfolders(self._folder(self.domains[0]))
+        return class_folders(self._folder(self.domains[0]))
+
+    @property
+    def outputs(self) -> Sequence[int] | None:
+        """The outputs of an ImageNet network that are these classes."""
+        return outputs_of(self.classes)
 
     @property
     def domains(self) -> Sequence[str]:
@@ -120,12 +116,12 @@ class ImageNetC:
 
     def _list(self, domain: str) -> _Listing:
         folder, classes = self._folder(domain), self.classes
-        if differing := set(classes) ^ set(_subfolders(folder)):
+        if differing := set(classes) ^ set(class_folders(folder)):
             raise ValueError(
                 f"{folder} has other classes than {self._folder(self.domains[0])}: {min(differing)!r} is in only one "
                 "of them, so labels would be wrong. Unpack the published archive again"
             )
-        names = [f"{wnid}/{name}" for wnid in classes for name in self._image_names(folder / wnid)]
+        names = list_images(folder, classes, self.unreadable)
         if not names:
             raise MissingData(f"{folder} holds no images in class folders. Unpack the published archive again")
         if self._ids is not None:
@@ -136,16 +132,6 @@ class ImageNetC:
             if other.names == tuple(names):  # as published: 75 domains share one list of 50,000 names
                 return other._replace(folder=folder)
         return _Listing(folder, tuple(names), labels)
-
-    def _image_names(self, folder: Path) -> list[str]:
-        try:
-            return sorted(name for name in os.listdir(folder) if is_image_file(name))
-        except OSError as error:
-            refusal = f"{folder} cannot be listed: {error.strerror or error}"
-            if self.unreadable == "raise":
-                raise ImageFileError(f"{refusal}; {SKIP}") from error
-            warnings.warn(f"skipped: {refusal}", stacklevel=2)
-            return []
 
     @cached_property
     def _ids(self) -> Sequence[str] | None:
@@ -167,17 +153,12 @@ class ImageNetC:
         name, _, severity = domain.partition("@")
         groups = [group for group, members in GROUPS.items() if name in members] or list(GROUPS)
         root = data_root(self.data) / self.folder
-        make = f"tribe corrupt imagenet --images VAL --severity {severity} --corruptions {name} --out {root.parent}"
+        make = f"tribe corrupt imagenet --data VAL --severity {severity} --corruptions {name} --out {root.parent}"
         require_block(root, domain, make)
         download = download_hint(ARCHIVE.format(groups[0] if len(groups) == 1 else "GROUP"), root)
         hint = f"To make it from the clean validation images VAL: {make}. {download}"
         places = [f"{name}/{severity}", *(f"{group}/{name}/{severity}" for group in groups)]
         return find(root, *places, what=f"{self.folder} {domain}", hint=hint)
-
-
-def _subfolders(folder: Path) -> tuple[str, ...]:
-    with os.scandir(folder) as entries:
-        return tuple(sorted(entry.name for entry in entries if is_folder(entry) and not entry.name.startswith(".")))
 
 
 def _selected(names: Sequence[str], ids: Sequence[str], where: str) -> list[str]:

@@ -1,17 +1,16 @@
 """Folders of data to which one writer at a time adds finished files.
 
-Files and folders are written beside their place and moved there. A writer locks the folder, so an unfinished file that
+Files are written beside their place and moved there. A writer locks the folder, so an unfinished file that
 it finds at the beginning was left by a process that was killed.
 """
 
 import contextlib
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from tribe.storage.atomic import CannotWrite, open_atomically, room_for, sync_folder
+from tribe.storage.atomic import CannotWrite, open_atomically, room_for
 from tribe.storage.lock import Busy, exclusive
 
 ADVICE = ". What was finished is kept: make room or use another --out, and run the same command again"
@@ -34,7 +33,7 @@ def held(folder: Path) -> Iterator[Path]:
 
 
 def _sweep(folder: Path) -> None:
-    for pattern in (".*.tmp", "*/.*.tmp", "*/*/.*.tmp"):
+    for pattern in (".*.tmp", "*/.*.tmp"):
         for leftover in folder.glob(pattern):
             if leftover.is_dir():
                 shutil.rmtree(leftover)
@@ -51,24 +50,6 @@ def replacing(path: Path, needed: int = 0) -> Iterator[IO[bytes]]:
             yield file
     except OSError as error:
         raise _cannot(path, error, needed) from error
-
-
-@contextlib.contextmanager
-def placing(path: Path, needed: int = 0) -> Iterator[Path]:
-    """A folder to write files to, which takes its place once it is whole."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.mkdir(parents=True)
-        yield temporary
-        if path.exists():
-            shutil.rmtree(path)
-        os.rename(temporary, path)
-        sync_folder(path.parent)
-    except OSError as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise _cannot(path, error, needed) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _cannot(path: Path, error: OSError, needed: int) -> CannotWrite:

@@ -21,6 +21,7 @@ from tribe.fields import printable
 from tribe.registry import nearest
 from tribe.storage.atomic import check_folder
 
+IMAGENET = "imagenet"
 EVERY = 30  # seconds between two lines if stderr is not a terminal
 
 
@@ -36,15 +37,17 @@ class Settings(TypedDict):
 
 @app.command()
 def corrupt(
-    dataset: Annotated[str, typer.Argument(help="mnist, cifar10, cifar100, or imagenet (with --images).")],
+    dataset: Annotated[str, typer.Argument(help="mnist, cifar10, cifar100 or imagenet.")],
     severity: Annotated[list[str] | None, typer.Option(help="5, or 1-5, or 1,3. Repeatable. (default: 5)")] = None,
     corruptions: Annotated[str | None, typer.Option(help="fog,snow,... (default: the benchmark's fifteen)")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder to write to. (default: the data root)")] = None,
     data: Annotated[
         Path | None,
-        typer.Option(help="The data root, with the clean set. (default: $TRIBE_DATA, else the cache directory)"),
+        typer.Option(
+            help="The data root, with the clean set; for imagenet also the folder of its validation images, with a "
+            "folder for each class. (default: $TRIBE_DATA, else the cache directory)"
+        ),
     ] = None,
-    images: Annotated[Path | None, typer.Option(help="ImageNet's validation images, one folder a class.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of random corruptions.")] = 0,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     force: Annotated[
@@ -56,8 +59,10 @@ def corrupt(
     """Write a corrupted data set in its published layout. The same command continues after an interruption."""
     console = Console(stderr=True)
     with errors_as_messages():
-        _check_dataset(dataset, images)
-        check_folder(data_root(None if (place := out or data) is None else str(place)))
+        if dataset not in (known := [*LAYOUTS, IMAGENET]):
+            raise ValueError(f"unknown data set {dataset!r}: {nearest(dataset, known)}")
+        place = out or (None if dataset == IMAGENET else data)
+        check_folder(data_root(None if place is None else str(place)))
         severities = [n for text in severity for n in parse_severities(text)] if severity else None
         settings = Settings(
             corruptions=_names(corruptions), severities=severities, seed=seed, device=device, force=force
@@ -65,10 +70,10 @@ def corrupt(
     root, target = (None if path is None else str(path) for path in (data, out))
     try:
         with errors_as_messages(), _Bar(console) if console.is_terminal else _Lines(console) as progress:
-            if images is None:
-                summary = generate(dataset, out=target, data=root, progress=progress, **settings)
+            if dataset == IMAGENET:
+                summary = generate_imagenet(root, out=target, progress=progress, **settings)
             else:
-                summary = generate_imagenet(str(images), out=target or root, progress=progress, **settings)
+                summary = generate(dataset, out=target, data=root, progress=progress, **settings)
     except KeyboardInterrupt:
         same = "the same command without --force" if force else "the same command"
         console.print(f"stopped; {same} continues", soft_wrap=True, markup=False, highlight=False)
@@ -77,15 +82,6 @@ def corrupt(
         print_json({**summary._asdict(), "folder": str(summary.folder)})
     else:
         typer.echo(printable(_describe(summary), keep="\n"))
-
-
-def _check_dataset(dataset: str, images: Path | None) -> None:
-    if dataset not in (known := [*LAYOUTS, "imagenet"]):
-        raise ValueError(f"unknown data set {dataset!r}: {nearest(dataset, known)}")
-    if dataset == "imagenet" and images is None:
-        raise ValueError("imagenet needs its images: --images FOLDER")
-    if dataset != "imagenet" and images is not None:
-        raise ValueError("--images is for imagenet alone")
 
 
 def _names(corruptions: str | None) -> list[str] | None:
