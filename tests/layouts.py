@@ -1,6 +1,7 @@
 """Data sets in their published layouts, written small: the same folders, names, shapes and types."""
 
 import dataclasses
+import functools
 import gzip
 import io
 import pickle
@@ -26,7 +27,7 @@ def write(root):
     write_cifar_binary(root, draw)
     write_mnist(root / "mnist", draw)
     write_imagenet_c(root / "ImageNet-C", draw)
-    write_imagenet(root, draw)
+    write_imagenet(root)
     write_folder(root / "camera", draw)
     return root
 
@@ -167,8 +168,17 @@ def write_imagenet_c(root, draw):
                 picture(draw, 224, 224).save(folder / f"ILSVRC2012_val_{number:08}.JPEG", quality=90)
 
 
-def write_imagenet(root, draw):
-    """ImageNet's validation images and the sets beside it, with few classes; their images have many sizes."""
+@functools.cache
+def jpegs(mode):
+    """Two small files, of another size each."""
+    draw, encoded = np.random.default_rng(3), [io.BytesIO(), io.BytesIO()]
+    for i, file in enumerate(encoded):
+        picture(draw, 230 + 40 * i, 250).convert(mode).save(file, "JPEG")
+    return [file.getvalue() for file in encoded]
+
+
+def write_imagenet(root):
+    """ImageNet's validation images and the sets beside it, with few classes; their images have two sizes."""
     for folder, kinds in (
         ("imagenet/val", WNIDS),
         ("imagenetv2-matched-frequency-format-val", ("0", "1", "10", "2")),
@@ -178,9 +188,8 @@ def write_imagenet(root, draw):
     ):
         for kind in kinds:
             (root / folder / kind).mkdir(parents=True)
-            for i in range(2):
-                image = picture(draw, 230 + 40 * i, 250)
-                (image.convert("L") if folder == "sketch" else image).save(root / folder / kind / f"{i}.JPEG")
+            for i, encoded in enumerate(jpegs("L" if folder == "sketch" else "RGB")):
+                (root / folder / kind / f"{i}.JPEG").write_bytes(encoded)
 
 
 def write_folder(root, draw):

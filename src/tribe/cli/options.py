@@ -63,7 +63,7 @@ def build_network(
     else:
         built = workbench.build_model(workbench.Request(dataset, name, weights, root), data, fields)
     built = built.to(device)
-    return built if isinstance(built, Backbone) else Backbone(built)
+    return workbench.restrict(built if isinstance(built, Backbone) else Backbone(built), data)
 
 
 def parse_severities(text: str) -> list[int]:

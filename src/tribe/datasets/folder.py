@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tribe.datasets import register
 from tribe.datasets.array_files import positions
+from tribe.datasets.class_folders import outputs_of, wnids
 from tribe.datasets.image_files import (
     LARGEST_FILE,
     SKIP,
@@ -82,6 +83,11 @@ class Folder:
                 f"{nearest(unknown[0], self.class_names)}"
             )
         return tuple(self.class_names)
+
+    @property
+    def outputs(self) -> Sequence[int] | None:
+        """The outputs of an ImageNet network that are the classes, if they have the names of ImageNet's ("wnids")."""
+        return outputs_of(self.classes) if all(name in wnids() for name in self.classes) else None
 
     @property
     def domains(self) -> Sequence[str]:

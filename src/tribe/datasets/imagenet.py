@@ -89,8 +89,11 @@ class ClassFolders:
         if domain not in self.places:
             raise ValueError(f"unknown domain {domain!r}: {nearest(domain, self.places)}")
         root, places = data_root(self.data), self.places[domain]
-        if self.data is not None and not any((root / place).is_dir() for place in places) and holds_classes(root):
-            return root
+        if self.data is not None and not any((root / place).is_dir() for place in places):
+            if holds_classes(root):
+                return root
+            if looks_like_class_folders(root):
+                expected_classes(root)  # raises: it says what is there and what was expected
         return find(root, *places, what=f"{self.title} ({domain})", hint=self._hint(root))
 
     def listing(self, domain: str) -> Listing:
@@ -134,6 +137,11 @@ class ClassFolders:
 def holds_classes(folder: Path) -> bool:
     """Whether a folder has a class folder of ImageNet in it."""
     return folder.is_dir() and any(output_of(name) is not None for name in class_folders(folder))
+
+
+def looks_like_class_folders(folder: Path) -> bool:
+    """Whether the folders in a folder hold images, as class folders do."""
+    return folder.is_dir() and any(list_images(folder, [name], "skip") for name in class_folders(folder)[:SAMPLED])
 
 
 def expected_classes(folder: Path) -> tuple[str, ...]:

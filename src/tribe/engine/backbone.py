@@ -9,7 +9,7 @@ import copy
 import itertools
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -103,6 +103,32 @@ class Backbone(nn.Module):
             layer.register_forward_pre_hook(_record_features)
         self._thread_copies = ThreadCopies()
         self._warned = False
+        self.outputs: Tensor | None
+        self.register_buffer("outputs", None, persistent=False)  # (K,) those that are kept; None: all
+
+    @torch.inference_mode(False)
+    def restricted_to(self, outputs: Sequence[int]) -> "Backbone":
+        """A copy that returns only these outputs of the network, in this order: the classes of a data set with fewer.
+
+        ImageNet-R and ImageNet-A are evaluated like this, with 200 of 1,000 classes. A network that is exported from
+        an adapter has all outputs.
+
+        >>> net = Backbone(nn.Sequential(nn.Flatten(), nn.BatchNorm1d(4), nn.Linear(4, 5))).restricted_to([3, 1])
+        >>> net.classes
+        2
+        """
+        kept, count = [int(k) for k in outputs], self.classes
+        if self.outputs is not None:
+            raise ValueError(f"this network is restricted to {count} outputs already; restrict the whole one")
+        if len(kept) < 2 or len(set(kept)) < len(kept) or min(kept) < 0 or (count is not None and max(kept) >= count):
+            some = f"{min(kept)} to {max(kept)}" if kept else "none"
+            raise ValueError(
+                f"outputs are two or more different numbers below {count or 'the number of outputs'}; got {len(kept)}, "
+                f"{some}"
+            )
+        copied = copy.deepcopy(self)
+        copied.outputs = torch.tensor(kept, device=self.device)
+        return copied
 
     def _classifiers(self, name: str | None) -> dict[str, nn.Module]:
         modules = dict(self.model.named_modules())
@@ -118,7 +144,9 @@ class Backbone(nn.Module):
 
     @property
     def classes(self) -> int | None:
-        """The number of outputs of the classifier layer; None if it is not known before a pass."""
+        """The number of outputs of the classifier layer, or of those kept; None if it is not known before a pass."""
+        if self.outputs is not None:
+            return len(self.outputs)
         for layer in reversed(self._candidates.values()):
             width = getattr(layer, "out_features", getattr(layer, "out_channels", None))
             return int(width) if width is not None else None
@@ -268,6 +296,8 @@ class Backbone(nn.Module):
                 f"the network could not take images of shape {shape}: {error}{self._expected(shape)}"
             ) from error
         logits = _logits(result, len(images)).unflatten(0, (rows, batch))
+        if self.outputs is not None:
+            logits = logits.index_select(-1, self.outputs)
         if len(current.called) < len(self.slots):
             self._report_uncalled(current.called)
         wants_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in affine)

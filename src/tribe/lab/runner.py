@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from tribe.datasets import optional
 from tribe.datasets.fingerprint import fingerprint
 from tribe.engine.backbone import Backbone
 from tribe.engine.graphs import Steps, Switch
@@ -78,6 +79,7 @@ def run(
     named = {"method": {"name": method.name}, **(spec or {})}
     _check_plain(named)
     check_fits(net, method)
+    _check_classes(net, stream)
     source = method.init(net, len(stream.seeds), seed)
     words = named if spec is not None else _described(net, method, stream)
     outputs = OutputTable(stream, method.output) if keep_outputs else None
@@ -127,6 +129,14 @@ def _check_arguments(net: Backbone, method: Method, every: int) -> None:
             raise TypeError(f"tribe.run takes a {kind.__name__}, such as {how}; got {type(given).__name__}")
     if every < 1:
         raise ValueError(f"every is how many batches from one checkpoint to the next, at least 1; got {every}")
+
+
+def _check_classes(net: Backbone, stream: Stream) -> None:
+    """Refuse a data set with other classes than the network: its labels would mean other outputs."""
+    known, outputs = len(stream.dataset.classes), optional(stream.dataset, "outputs")
+    if known and net.classes is not None and known != net.classes:
+        hint = "" if outputs is None else ". net.restricted_to(dataset.outputs) keeps the outputs that are its classes"
+        raise ValueError(f"the network tells {net.classes} classes apart, but the data set has {known}{hint}")
 
 
 def _described(net: Backbone, method: Method, stream: Stream) -> dict[str, Any]:

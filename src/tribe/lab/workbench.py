@@ -18,6 +18,7 @@ import torch
 from tribe import datasets, methods, models, scenarios
 from tribe.datasets import Dataset, optional
 from tribe.datasets.fingerprint import fingerprint
+from tribe.datasets.imagenet import holds_classes
 from tribe.datasets.locations import data_root
 from tribe.engine.backbone import Backbone
 from tribe.engine.precision import choose_device
@@ -110,12 +111,12 @@ class Workbench:
 
     def net(self, request: "Request", data: Dataset, spec: ComponentSpec) -> tuple[Backbone, str]:
         """A network on the device, read once, and its fingerprint, which takes a while."""
-        key = canonical([spec.name, spec.fields, trained_on(data, request.dataset)])
+        key = canonical([spec.name, spec.fields, trained_on(data, request.dataset), optional(data, "outputs")])
         if key not in self._nets:
             model = self.networks.get(spec.name)
             model = build_model(request, data, decode_fields(spec.fields)) if model is None else model
             model = model.to(self.device)
-            net = model if isinstance(model, Backbone) else Backbone(model)
+            net = restrict(model if isinstance(model, Backbone) else Backbone(model), data)
             self._nets[key] = net, net.fingerprint()
         return self._nets[key]
 
@@ -161,7 +162,7 @@ class Request(NamedTuple):
     @property
     def root(self) -> Path:
         """The root of all data, which ``data`` is unless it is the folder of this data set alone."""
-        of_all = self.data is not None and "data" in _fields(self.dataset)
+        of_all = self.data is not None and "data" in _fields(self.dataset) and not holds_classes(self.data)
         return data_root(str(self.data) if of_all else None)
 
 
@@ -203,6 +204,14 @@ def build_model(request: Request, data: Dataset, fields: Mapping[str, Any]) -> t
     return models.load(request.model, weights, **fields)
 
 
+def restrict(net: Backbone, data: Dataset) -> Backbone:
+    """The network with the outputs that are the classes of a data set, if it tells more classes apart."""
+    outputs, known = optional(data, "outputs"), net.classes
+    if outputs is None or known is None or known <= max(outputs) or known == len(outputs):
+        return net
+    return net.restricted_to(outputs)
+
+
 def build_method(name: str, net: Backbone, data: Dataset, request: Request, fields: Mapping[str, Any]) -> Method:
     """A method with its published settings for the data set and, where it needs it, its source knowledge."""
     if methods.get(name).needs is None:
@@ -226,7 +235,10 @@ def plain_method(name: str, net: Backbone, data: Dataset, dataset: str, fields: 
     check_classes(net, None)
     known, outputs = len(data.classes), net.classes
     if known and outputs and known != outputs:
-        raise ValueError(f"the network tells {outputs} classes apart, but {dataset} has {known}")
+        raise ValueError(
+            f"the network tells {outputs} classes apart, but {dataset} has {known}, and does not say which outputs "
+            "they are, as folders with the wnids of ImageNet do"
+        )
     cls = methods.get(name)
     published = cls.presets.get(trained_on(data, dataset), {})
     given = {**published, "classes": outputs or known, **_converted(cls, fields)}

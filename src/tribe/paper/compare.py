@@ -113,7 +113,7 @@ def compare_plan(plan: Plan, results: Mapping[str, Result]) -> Comparison:
         table.row_keys,
         table.column_keys,
         entries,
-        notes=[*table.notes, *_departures(plan), *_duels(plan, results)],
+        notes=[*table.notes, *_departures(plan), *_other_length(plan, results), *_duels(plan, results)],
         missing=plan.problems,
         groups={
             row["key"]: str(row.get("group"))
@@ -216,6 +216,16 @@ def _departures(plan: Plan) -> list[str]:
         f"{owner}.{name}={value}" for owner, fields in plan.choices.overrides.items() for name, value in fields.items()
     ]
     return notes + ([f"Ours differs from the paper: {', '.join(overrides)}."] if overrides else [])
+
+
+def _other_length(plan: Plan, results: Mapping[str, Result]) -> list[str]:
+    """How many images of each domain ours plays, where the paper plays another part of the data set."""
+    scores = [scores for e in plan.experiments if e.id in results for scores in results[e.id].metrics.values()]
+    counts = {round(s["images"] / max(1, len(s["domain_error"]))) for s in scores}
+    if plan.table.images is None or not counts - {plan.table.images}:
+        return []
+    ours = " and ".join(f"{count:,}" for count in sorted(counts))
+    return [f"Ours plays {ours} images of each corruption, the {plan.table.theirs} {plan.table.images:,}."]
 
 
 def _duels(plan: Plan, results: Mapping[str, Result]) -> list[str]:

@@ -26,17 +26,20 @@ from tribe.lab.jobs import error_message
 from tribe.lab.ray import ExperimentProgress, Failure, run_all
 from tribe.lab.spec import decode_fields, describe
 from tribe.lab.store import Damaged, Result, find, finished, survey, verify
-from tribe.lab.workbench import Workbench, build_scenario, model_code, trained_on
+from tribe.lab.workbench import Workbench, build_scenario, trained_on
 from tribe.paper.plan import Choices, Costs, Plan, plan_with
 from tribe.paper.tables import Cell, Table
 from tribe.storage import json_files
 from tribe.storage.json_files import Where
 
 FROM_DATASET = ("domains", "classes")  # fields of a scenario that the data set decides
+FROM_FILE = ("code",)  # of a custom network, whose file need not be here; its weights are in every result
 FROM_NETWORK = ("knowledge",)  # fields of a method that depend on the network
 NOTHING = "no result fits"
 REMEDY = "Where it can be run, `tribe reproduce` without --no-run computes it again; else move its folder away"
-SELECTING = "--seed, --seeds, --precision, --device and --threads"  # options that select one of several results
+SELECTING = (
+    "--seed, --seeds, --precision, --device, --threads and --batch"  # options that select one of several results
+)
 
 
 # -- run --------------------------------------------------------------------------------------------------------------
@@ -87,6 +90,7 @@ class Origin:
     precision: str | None = None  # as the device of the result understands it
     device: str | None = None
     threads: int | None = None  # of results from a CPU
+    batch: int | None = None
 
     def mismatches(self, experiment: Experiment) -> list[str]:
         """The fields in which an experiment differs, as messages."""
@@ -98,6 +102,7 @@ class Origin:
             ("its precision", experiment.precision, precision),
             ("its device", experiment.device, self.device),
             ("the number of its threads", experiment.threads, self.threads if on_cpu else None),
+            ("its batch", experiment.batch, self.batch),
         ]
         return [f"{name} is {actual}, not {wanted}" for name, actual, wanted in fields if wanted not in (None, actual)]
 
@@ -168,7 +173,7 @@ def _expected(cell: Cell, choices: Choices, workbench: Workbench) -> dict[str, A
     method = describe(name, methods.create(name, **fields))
     return {
         "dataset": describe(dataset.name, data).json(),
-        "model": dataclasses.replace(model, code=model_code(model.name)).json(),
+        "model": _without(model.json(), FROM_FILE),
         "scenario": (protocol.name, _without(protocol.fields, FROM_DATASET), protocol.code),
         "method": (name, _without(method.fields, FROM_NETWORK), method.code),
     }
@@ -179,7 +184,7 @@ def _describe(experiment: Experiment) -> dict[str, Any]:
     spec, scenario, method = experiment.json(), experiment.scenario, experiment.method
     return {
         "dataset": spec["dataset"],
-        "model": spec["model"],
+        "model": _without(spec["model"], FROM_FILE),
         "scenario": (scenario.name, _without(spec["scenario"]["fields"], FROM_DATASET), scenario.code),
         "method": (method.name, _without(spec["method"]["fields"], FROM_NETWORK), method.code),
     }

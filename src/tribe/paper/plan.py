@@ -23,6 +23,7 @@ from tribe.paper.tables import Cell, Table
 from tribe.registry import nearest
 
 FAILURES = (ValueError, TypeError, OSError, ImportError)  # data, weights, source knowledge or a library are missing
+BATCH = 64  # of the released code
 COMPONENTS = ("dataset", "model", "scenario")  # owners of overrides, besides methods
 
 
@@ -40,6 +41,7 @@ class Choices:
     columns: Sequence[str] = ()  # patterns of column keys, such as "F 100 *"; empty: all
     seeds: Sequence[int] = (0,)
     precision: str = "tf32"
+    batch: int = BATCH  # images a step
     overrides: Mapping[str, Mapping[str, Any]] = field(
         default_factory=dict
     )  # fields of dataset, model, scenario, METHOD
@@ -132,6 +134,7 @@ def make_plan(table: Table, choices: Choices, workbench: Workbench) -> Plan:
             choices.scenario_of(cell),
             ComponentSpec(cell.method or "", fields),
             seeds=choices.seeds,
+            batch=choices.batch,
             precision=choices.precision,
             workbench=workbench,
         )

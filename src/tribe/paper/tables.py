@@ -61,6 +61,7 @@ class Table:
     rows: Sequence[Mapping[str, Any]]
     values: Sequence[Sequence[Value]]
     theirs: str = "paper"  # who published the numbers
+    images: int | None = None  # of each domain, where they play a part of the data set
 
     @property
     def row_keys(self) -> list[str]:

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from tribe.cli.app import app
 from tribe.cli.custom import method_name
+from tribe.cli.options import custom_network
 from tribe.cli.output import errors_as_messages, stdout_to_stderr
 from tribe.cli.overrides import parse_overrides
 from tribe.cli.terminal import OutputTarget, list_tables, print_problems, show_claims, show_comparison, show_runs
@@ -34,7 +35,7 @@ from tribe.paper.chart import draw_chart
 from tribe.paper.compare import Comparison, compare_plan, judge_claims, stream_name
 from tribe.paper.document import DATA, make_document
 from tribe.paper.gather import REMEDY, Origin
-from tribe.paper.plan import COMPONENTS, Choices, Costs, Plan, make_plan, refuse_unknown_fields
+from tribe.paper.plan import BATCH, COMPONENTS, Choices, Costs, Plan, make_plan, refuse_unknown_fields
 from tribe.paper.render import FORMATS
 from tribe.registry import nearest
 from tribe.storage.atomic import check_file, check_folder, write_atomically
@@ -62,7 +63,9 @@ Columns = _option("Only columns that match these patterns: 'F 100 *,V 100 *'.", 
 PaperOnly = _option(f"Only the paper's rows, without those beyond it, which are marked {MARK}.", True, "--paper-only")
 Seeds = _option("Number of streams: one per seed, side by side on one network.", f"1{ANY}")
 Dataset = _option("Data set in place of the paper's; live-mnist-c needs no download.")
-Model = _option("Network in place of the paper's; compact comes with the package.")
+Model = _option("Network in place of the paper's, or file.py:attribute; compact comes with the package.")
+Weights = _option("Weights of the network of --model.", "where `tribe train` writes them")
+Batch = _option("Images a stream and step.", f"64{ANY}")
 Data = _option("Root of the data sets.", "$TRIBE_DATA or the cache directory")
 Set = _option("Any field: dataset.corruptions=fog, scenario.draw=paper, tribe.h0=0.1.", True, "--set")
 Device = _option("auto, cpu, cuda or cuda:1.", f"auto: a GPU where there is one{ANY}")
@@ -91,6 +94,8 @@ def reproduce_artifact(
     seeds: Annotated[int | None, Seeds] = None,
     dataset: Annotated[str | None, Dataset] = None,
     model: Annotated[str | None, Model] = None,
+    weights: Annotated[Path | None, Weights] = None,
+    batch: Annotated[int | None, Batch] = None,
     data: Annotated[Path | None, Data] = None,
     settings: Annotated[list[str] | None, Set] = None,
     device: Annotated[str, Device] = "auto",
@@ -112,9 +117,15 @@ def reproduce_artifact(
     """
     with errors_as_messages(), _message_on_interrupt(runs):
         reading = no_run or artifact in (CLAIMS, DOCUMENT)  # nothing is run, no device is opened
-        origin = Origin(seed, seeds, precision, _device_type(device) if reading else None, threads)
+        origin = Origin(seed, seeds, precision, _device_type(device) if reading else None, threads, batch)
         first, count = seed or 0, 1 if seeds is None else seeds
-        choices = Choices(dataset, model, seeds=range(first, first + count), precision=precision or "tf32")
+        choices = Choices(
+            dataset,
+            model,
+            seeds=range(first, first + count),
+            precision=precision or "tf32",
+            batch=BATCH if batch is None else batch,
+        )
         output = OutputTarget(style, out)
         _check(output, choices.precision, count, plot)
         if show_list:
@@ -131,7 +142,7 @@ def reproduce_artifact(
         if artifact == DOCUMENT:
             _document(runs, origin, output)
             return
-        workbench = Workbench(data, "cpu" if reading else device, threads=threads)
+        workbench = _workbench(data, "cpu" if reading else device, threads, model, weights, reading)
         if artifact == CLAIMS:
             choices = dataclasses.replace(choices, overrides=_parse(settings, COMPONENTS))
             _claims(choices, runs, workbench, origin, output)
@@ -166,6 +177,19 @@ def _message_on_interrupt(runs: Path) -> Iterator[None]:
         message = f"stopped; finished work is in {runs}, and the same command resumes from there"
         Console(stderr=True).print(message, soft_wrap=True, markup=False, highlight=False)
         raise typer.Exit(130) from None
+
+
+def _workbench(
+    data: Path | None, device: str, threads: int | None, model: str | None, weights: Path | None, reading: bool
+) -> Workbench:
+    """Where experiments are computed; a custom network is built here, unless results are only read."""
+    if weights is not None and model is None:
+        raise ValueError("--weights are those of a network: --model names it")
+    custom = model is not None and ":" in model and not reading
+    with stdout_to_stderr():
+        networks = {model: custom_network(model, weights)} if model is not None and custom else {}
+    files = {model: weights} if model is not None and weights is not None else {}
+    return Workbench(data, device, files, threads, networks)
 
 
 # -- options ----------------------------------------------------------------------------------------------------------
@@ -254,7 +278,8 @@ def _comparer(
     choices: Choices, runs: Path, workbench: Workbench, origin: Origin | None
 ) -> Callable[[tables.Table], Comparison]:
     """Compare other tables that claims need; with an origin from results alone, else as they would be run here."""
-    here = Origin(choices.seeds[0], len(choices.seeds), choices.precision, workbench.device.type, workbench.threads)
+    device, threads = workbench.device.type, workbench.threads
+    here = Origin(choices.seeds[0], len(choices.seeds), choices.precision, device, threads, choices.batch)
 
     def compare(table: tables.Table) -> Comparison:
         # A network of another library would be downloaded: too much for a claim.
