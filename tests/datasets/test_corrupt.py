@@ -678,5 +678,76 @@ def test_pictures_that_are_none(tmp_path):
     assert set(tree(tmp_path / "out")) == {"ImageNet-C/made.json"}
 
 
+def test_cropped_pictures_are_not_cropped_again(tmp_path):
+    (tmp_path / "val/0001").mkdir(parents=True)
+    path = tmp_path / "val/0001/a.jpg"
+    Image.fromarray(np.random.default_rng(0).integers(256, size=(224, 224, 3), dtype=np.uint8)).save(path)
+    generate_imagenet(str(tmp_path / "val"), out=str(tmp_path), corruptions=["brightness"], severities=[1])
+    expected = corruptions.apply(read_image(path)[None] / 255, "brightness", 1).mul(255).byte()[0]
+    made = read_image(tmp_path / "ImageNet-C/brightness/1/0001/a.jpg")
+    assert (made.float() - expected).abs().mean() < 20, "only the JPEG compression"
+    (tmp_path / "val/0001/b.jpg").write_bytes(path.read_bytes())
+    for i in range(40):  # the sample of sizes misses the odd one
+        shutil.copy(path, tmp_path / f"val/0001/c{i}.jpg")
+    Image.new("RGB", (300, 300)).save(tmp_path / "val/0001/b.jpg")
+    with pytest.raises(ValueError, match=r"b\.jpg is 300x300 pixels, and the others 224x224"):
+        generate_imagenet(str(tmp_path / "val"), out=str(tmp_path / "b"), corruptions=["brightness"], severities=[1])
+
+
+def test_the_data_root_is_the_place_of_clean_and_corrupted_pictures(pictures, tmp_path, monkeypatch):
+    shutil.copytree(pictures, tmp_path / "imagenet/val")
+    result = call("imagenet", "--data", tmp_path, "--corruptions", "contrast", "--json")
+    assert json.loads(result.stdout)["folder"] == str(tmp_path / "ImageNet-C")
+    monkeypatch.setenv("TRIBE_DATA", str(tmp_path / "root"))
+    result = call("imagenet", "--data", pictures, "--corruptions", "contrast", "--json")
+    assert json.loads(result.stdout)["folder"] == str(tmp_path / "root/ImageNet-C"), "not among the clean ones"
+    assert tree(tmp_path / "root/ImageNet-C") == tree(tmp_path / "ImageNet-C")
+
+
+def test_pictures_that_a_power_failure_cut_short_are_made_again(pictures, tmp_path):
+    class Stop(GenerationProgress):
+        def finish(self, domain):
+            raise KeyboardInterrupt
+
+    fields = {"out": str(tmp_path / "a"), "corruptions": ["contrast", "brightness"]}
+    with contextlib.suppress(KeyboardInterrupt):
+        generate_imagenet(str(pictures), progress=Stop(), **fields)
+    (tmp_path / "a/ImageNet-C/brightness/5/n01/val_0.JPEG").write_bytes(b"")
+    path = tmp_path / "a/ImageNet-C/brightness/5/n02/val_0.JPEG"
+    path.write_bytes(path.read_bytes()[:-100])
+    assert generate_imagenet(str(pictures), **fields).made == ["brightness@5"]
+    generate_imagenet(str(pictures), **fields | {"out": str(tmp_path / "b")})
+    assert tree(tmp_path / "a") == tree(tmp_path / "b")
+
+
+def test_force_removes_pictures_of_another_set(pictures, tmp_path):
+    shutil.copytree(pictures, tmp_path / "val")
+    shutil.copy(tmp_path / "val/n01/val_0.JPEG", tmp_path / "val/n01/more.JPEG")
+    args = ("imagenet", "--out", tmp_path, "--corruptions", "contrast", "--data")
+    assert call(*args, tmp_path / "val").exit_code == 0
+    assert refused(call(*args, pictures), "was made with clean set", "--force")
+    assert call(*args, pictures, "--force").exit_code == 0
+    assert not list(tmp_path.glob("ImageNet-C/*/5/n01/more.JPEG"))
+
+
+def test_pictures_of_all_kinds(tmp_path):
+    """Grey, printers' colours and turned by EXIF are corrupted; what cannot be read is named, and the rest stays."""
+    (tmp_path / "val/n01").mkdir(parents=True)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    for name, mode in (("a", "L"), ("b", "CMYK"), ("c", "RGB")):
+        image = Image.fromarray(np.random.default_rng(0).integers(256, size=(9, 7, 3), dtype=np.uint8))
+        image.resize((250, 300)).convert(mode).save(tmp_path / f"val/n01/{name}.jpg", exif=exif)
+    args = ("imagenet", "--data", tmp_path / "val", "--out", tmp_path, "--corruptions", "contrast", "--severity", 1)
+    assert call(*args).exit_code == 0
+    sizes = {read_image(path).shape for path in tmp_path.glob("ImageNet-C/contrast/1/n01/*.jpg")}
+    assert sizes == {(3, 224, 224)}
+    before = tree(tmp_path / "ImageNet-C")
+    (tmp_path / "val/n01/d.jpg").write_bytes((tmp_path / "val/n01/c.jpg").read_bytes()[:3000])
+    assert refused(call(*args, "--corruptions", "fog"), "was made with clean set")
+    assert refused(call(*args, "--out", tmp_path / "b"), "d.jpg cannot be read as an image")
+    assert tree(tmp_path / "ImageNet-C") == before
+
+
 if __name__ == "__main__":
     serve()

@@ -1,5 +1,6 @@
 """Streams and the loop: what is played, what is written down, and how it goes on after being stopped."""
 
+import threading
 from dataclasses import dataclass
 
 import pytest
@@ -79,6 +80,18 @@ def test_a_reset_cuts_the_batch_before_it():
     batches = list(Stream(Memory(), Fixed(reset_at=(0, 50)), (0,), batch=16))
     assert [b.x.shape[1] for b in batches] == [16, 16, 16, 2, 16, 16, 16, 2]
     assert [bool(b.reset) for b in batches] == [True, False, False, False, True, False, False, False]
+
+
+@pytest.mark.parametrize("ahead", [1, 3])
+def test_so_many_batches_are_read_ahead_and_no_more(ahead):
+    data, begun = Memory(), []
+    read, expected = data.images, list(Stream(Memory(), Fixed(), (0,), batch=16))
+    data.images = lambda domain, index: begun.append(len(index)) or read(domain, index)
+    for taken, batch in enumerate(Stream(data, Fixed(), (0,), batch=16).starting_at(0, ahead=ahead), 1):
+        assert torch.equal(batch.x, expected[taken - 1].x)
+        for thread in [t for t in threading.enumerate() if t.name.startswith("tribe-reader-")]:
+            thread.join()
+        assert sum(begun) == min(16 * (taken + ahead), 100)
 
 
 def test_a_reader_that_fails_says_so():

@@ -98,7 +98,12 @@ def test_a_table_without_results_names_every_cell_as_missing(name):
 @pytest.mark.parametrize("beside", [True, False])
 @pytest.mark.parametrize(
     ("change", "field"),
-    [({"seeds": [7, 8]}, "seeds"), ({"weights": "0" * 32}, "weights"), ({"device": "cuda", "threads": None}, "device")],
+    [
+        ({"seeds": [7, 8]}, "seeds"),
+        ({"weights": "0" * 32}, "weights"),
+        ({"device": "cuda", "threads": None}, "device"),
+        ({"batch": 48}, "batch"),
+    ],
 )
 def test_results_of_different_specs_are_refused(played, tmp_path, change, field, beside):
     """Two that fit one cell, or cells that do not fit together."""
@@ -113,7 +118,7 @@ def test_results_of_different_specs_are_refused(played, tmp_path, change, field,
     words = [{runs: mixed, "cpu": "auto"}.get(word, word) for word in options]
     result = call(*words, "--no-run")
     assert result.exit_code == 2, result.output
-    assert "--seed, --seeds, --precision, --device and --threads" in message(result)
+    assert "--seed, --seeds, --precision, --device, --threads and --batch" in message(result)
     assert re.search(rf"{field} is .* and ", message(result)), message(result)
     assert ("both fit" if beside else "do not belong into one table") in message(result)
 

@@ -4,11 +4,16 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from safetensors.torch import save_file
 
+import layouts
 from commands import message
 from processes import Touches, ended, interrupted
 from reproduction import EMBEDDED, MINE, SMALL, call
+from tribe.cli.custom import import_file
 from tribe.lab.store import finished
 from tribe.paper import tables
 
@@ -218,3 +223,40 @@ def test_stdout_holds_nothing_but_the_table(tmp_path, played):
     assert done.code == 0, done.err
     errors = [[c["ours"] for c in t["cells"] if c["column"] == "error"] for t in (json.loads(done.out), parsed)]
     assert errors[0] == errors[1]
+
+
+WIDE = """
+import torch
+from torch import nn
+
+def net():
+    torch.manual_seed(0)
+    layers = nn.Conv2d(3, 4, 7, 8), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()
+    return nn.Sequential(*layers, nn.Linear(4, 1000)).eval()
+"""
+
+
+def test_imagenet_with_a_custom_network_its_weights_and_another_batch(tmp_path):
+    """The paper's fourth data set on other images and another network; results are found without the network's file."""
+    pytest.importorskip("PIL")
+    layouts.write_imagenet_c(tmp_path / "ImageNet-C", np.random.default_rng(0))
+    Path("wide.py").write_text(WIDE)
+    options = ("imagenet", "--methods", "TEST,BN", "--model", "wide.py:net", "--data", tmp_path, "--format", "json")
+    options += ("--set", "dataset.corruptions=fog,shot_noise", "--paper-only", "--device", "cpu")
+    weights = import_file(Path("wide.py")).net()
+    torch.nn.init.zeros_(weights[-1].weight)
+    with torch.no_grad():
+        weights[-1].bias.copy_(torch.arange(1000) == 1)  # every image is of the class with output 1
+    save_file(weights.state_dict(), "wide.safetensors")
+    result = call(*options, "--batch", 4, "--weights", "wide.safetensors")
+    parsed = json.loads(result.stdout)
+    assert "Ours plays 9 images of each corruption, the paper 5,000." in parsed["notes"]
+    assert parsed["title"].endswith("(ours: wide.py:net)")
+    (errors,) = {cell["ours"] for cell in parsed["cells"] if cell["column"] in ("fog", "shot", "Avg.")}
+    assert errors == pytest.approx(200 / 3), "one of three classes is right"
+    assert {found.experiment.batch for found in finished("runs")} == {4}
+    Path("wide.py").unlink()
+    again = json.loads(call(*options, "--no-run", "--batch", 4).stdout)
+    assert again["cells"] == parsed["cells"]
+    assert "its batch is 4, not 64" in call(*options, "--no-run", "--batch", 64).stderr
+    assert "--weights are those of a network" in message(call("imagenet", "--weights", "wide.safetensors"))

@@ -223,9 +223,10 @@ def _corrupt(
     step = chunk_size(ImageNet.shape, device)
     chunks = np.split(wanted, range(step, len(wanted), step))
     resize = resize_for(paths, CROP)
+    crop = None if resize is None else CROP
 
     def read(chunk: NDArray[Any]) -> "list[Future[Tensor]]":
-        return [writer.threads.submit(read_image, paths[i], resize=resize, crop=CROP) for i in chunk]
+        return [writer.threads.submit(read_image, paths[i], resize=resize, crop=crop) for i in chunk]
 
     ahead = read(chunks[0])
     for n, chunk in enumerate(chunks if len(wanted) else ()):
@@ -241,7 +242,7 @@ def _corrupt(
 
 
 def _cropped(images: Sequence[Tensor], paths: Sequence[Path]) -> Tensor:
-    """A batch of images; one that is smaller than the crop is an error that names it."""
+    """A batch of images; one of another size is an error that names it."""
     for image, path in zip(images, paths, strict=True):
         if image.shape != ImageNet.shape:
             size = f"{image.shape[2]}x{image.shape[1]}"

@@ -22,7 +22,10 @@ def sound(x: Tensor, axes: int = 2) -> Tensor:
     >>> sound(torch.tensor([[[0.5, 255.0], [0.5, torch.nan], [-torch.inf, 0.5], [0.5, 3e19]]]))
     tensor([[ True, False, False, False]])
     """
-    return (x.abs() <= _limit(x)).flatten(axes).all(axes)  # no comparison with NaN is true
+    values, limit = x.flatten(axes), _limit(x)
+    if not values.shape[axes:].numel():
+        return torch.ones(x.shape[:axes], dtype=torch.bool, device=x.device)
+    return (values.amin(axes) >= -limit) & (values.amax(axes) <= limit)  # NaN stays, and no comparison with it is true
 
 
 def are_probabilities(logits: Tensor) -> bool:

@@ -36,6 +36,7 @@ CHECKPOINT = tensor_file.Kind(
     advice="Remove it, or name another",
     error=StateFileError,
 )
+AHEAD = 4  # batches that are read while a GPU computes: decoding takes turns with waiting for files
 SLOW = 0.5  # seconds for a checkpoint that are too many to spend whenever they are due
 
 Progress = Callable[[int, int, float | None], None]  # batches done, in all, error so far (None without labels)
@@ -91,7 +92,7 @@ def run(
     pin = net.device.type == "cuda"  # from pinned memory the copy does not hold up the host
     finished = state, table.rows(), start  # after the last batch that was finished
     try:
-        for step, batch in enumerate(stream.starting_at(start, pin=pin), start + 1):
+        for step, batch in enumerate(stream.starting_at(start, pin=pin, ahead=AHEAD if pin else 1), start + 1):
             begun = time.perf_counter()
             x, valid, reset = (t.to(net.device, non_blocking=pin) for t in (batch.x, batch.valid, batch.reset))
             if batch.reset.any():

@@ -1,6 +1,7 @@
 """Play a data set as a scenario says: batches of images for many streams at once, read ahead in the background."""
 
 import threading
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
@@ -67,15 +68,23 @@ class Stream:
         """All batches from the beginning."""
         return self.starting_at(0)
 
-    def starting_at(self, step: int, *, pin: bool = False) -> Iterator[Batch]:
-        """The batches from one on, as a run that is resumed needs them; ``pin``: in memory a GPU copies from by itself.
+    def starting_at(self, step: int, *, pin: bool = False, ahead: int = 1) -> Iterator[Batch]:
+        """The batches from one on, as a run that is resumed needs them.
 
-        While one batch is used, the next is read. A caller that stops early waits for nothing.
+        While one batch is used, the next ones are read. A caller that stops early waits for nothing.
+
+        Args:
+            step: the first batch.
+            pin: in memory that a GPU copies from by itself.
+            ahead: how many batches are read meanwhile; no more are in memory. More than one pays on a GPU alone.
         """
-        ahead: Future[Batch] | None = None
+        reading: deque[Future[Batch]] = deque()
         for t in range(step, len(self)):
-            batch = (ahead or self._begin(t, pin)).result()
-            ahead = self._begin(t + 1, pin) if t + 1 < len(self) else None
+            if not reading:
+                reading.append(self._begin(t, pin))
+            batch = reading.popleft().result()
+            for following in range(t + 1 + len(reading), min(t + 1 + ahead, len(self))):
+                reading.append(self._begin(following, pin))
             yield batch
 
     def _begin(self, step: int, pin: bool) -> "Future[Batch]":
@@ -103,14 +112,11 @@ class Stream:
         cuts = [cut[step] if step < len(cut) else slice(0, 0) for cut in self.cuts]
         width = max(cut.stop - cut.start for cut in cuts)
         rows = [self._row(schedule, cut, width) for schedule, cut in zip(self.schedules, cuts, strict=True)]
-        shape = next(images.shape[1:] for images, *_ in rows if len(images))
-        x = torch.zeros(len(rows), width, *shape, pin_memory=pin)
-        for row, (images, *_) in zip(x, rows, strict=True):
-            if len(images):
-                row[: len(images)] = images
+        x = _stack([images for images, *_ in rows], width, pin)
         y, domain, valid = (torch.stack(column) for column in list(zip(*rows, strict=True))[1:])
         valid &= sound(x)
-        x[~valid] = 0
+        if not valid.all():
+            x[~valid] = 0
         starts = [
             bool(s.reset[c.start]) if c.stop > c.start else False for s, c in zip(self.schedules, cuts, strict=True)
         ]
@@ -124,12 +130,31 @@ class Stream:
         for d in domain.unique().tolist():
             here = domain == d
             part = self.dataset.images(self.domains[d], index[here])
-            if not len(images):
-                images = part.new_empty(len(index), *part.shape[1:])
-            images[here] = part
+            if len(part) == len(index):  # the usual case: large images are not copied
+                images = part
+            else:
+                images = images if len(images) else part.new_empty(len(index), *part.shape[1:])
+                images[here] = part
             y[: len(index)][here] = self.labels[d][index[here]]
         padded[: len(index)] = domain
         return images, y, padded, torch.arange(width) < len(index)
+
+
+def _stack(rows: Sequence[Tensor], width: int, pin: bool) -> Tensor:
+    """The images (S, B, ...) of all streams; where a stream has fewer, zeros.
+
+    Using new memory costs nearly as much as decoding a JPEG file of the same size. So the images of one stream are not
+    copied, unless to pinned memory, which torch uses again.
+    """
+    if len(rows) == 1 and len(rows[0]) == width and rows[0].dtype == torch.float32 and not pin:
+        return rows[0].unsqueeze(0)
+    shape = next(images.shape[1:] for images in rows if len(images))
+    x = torch.empty(len(rows), width, *shape, pin_memory=pin)
+    for row, images in zip(x, rows, strict=True):
+        if len(images):
+            row[: len(images)] = images
+        row[len(images) :] = 0
+    return x
 
 
 def _cuts(schedule: Schedule, batch: int) -> list[slice]:

@@ -34,7 +34,7 @@ from tribe.storage.json_files import Where
 
 FROM_DATASET = ("domains", "classes")  # fields of a scenario that the data set decides
 FROM_FILE = ("code",)  # of a custom network, whose file need not be here; its weights are in every result
-FROM_NETWORK = ("knowledge",)  # fields of a method that depend on the network
+FROM_NETWORK = ("knowledge", "classes")  # fields of a method that depend on the network
 NOTHING = "no result fits"
 REMEDY = "Where it can be run, `tribe reproduce` without --no-run computes it again; else move its folder away"
 SELECTING = (
