@@ -116,7 +116,7 @@ def generate_imagenet(
         progress.begin(left, there)
         with _Writer(folder, threads, progress) as writer:
             _corrupt(paths, missing, writer, seed, place)
-        if left:
+        if left and hasattr(os, "sync"):
             os.sync()  # before the manifest says that they are complete
         unlisted = [d for d in domains if d in made or d.name not in manifest.blocks]
         for domain, digest in zip(unlisted, threads.map(files.digest, unlisted), strict=True):
