@@ -5,7 +5,7 @@ from torch import nn
 
 import tribe
 from tribe.health.calibration import QUANTILES, Calibration
-from tribe.health.estimate import WINDOW, Estimator, Term
+from tribe.health.estimate import WINDOW, Estimator, Features, Term
 from tribe.health.martingale import LEVELS, Reference
 from tribe.testing import CLASSES, images
 
@@ -19,7 +19,7 @@ def pictures(streams, batch, seed=0):
 def calibration_of(net, method="tribe", classes=CLASSES):
     """What `tribe.calibrate` might find for a network: 80 % right, more where predictions are more confident."""
     even = torch.linspace(0.1, 0.9, LEVELS)
-    terms = (Term(0.5, 0.5, 0.0, 1.0), Term(0.0, 0.0, 0.0, 0.0), Term(0.0, 0.0, 0.0, 0.0))
+    terms = (Term(0.5, 0.5, 0.0, 1.0), *[Term(0.0, 0.0, 0.0, 0.0)] * (len(Features._fields) - 1))
     return Calibration(
         Estimator(classes, 1.0, 1.4, terms, 0.05, WINDOW),
         method,

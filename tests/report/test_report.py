@@ -20,6 +20,7 @@ from tribe.lab import store
 from tribe.lab.execution import run_experiment
 from tribe.lab.experiment import Experiment
 from tribe.lab.spec import ComponentSpec
+from tribe.lab.watched import Watched
 from tribe.methods.encoding import encode_fields
 from tribe.report import markup, scores
 from tribe.storage import json_files
@@ -160,6 +161,21 @@ def test_per_domain_errors_calibration_confusion_and_class_counts_are_those_of_t
     assert [["", "0", "1"], ["0", "75", "25"], ["1", "·", "100"]] in tables  # confused
     assert [["", "0", "1"], ["the labels", "67", "33"], ["tribe", "50", "50"]] in tables  # predicted
     assert "most often predicts 0 as 1 (10 images)" in page.text
+
+
+def test_estimates_of_a_watched_stream_are_drawn_beside_its_accuracy_with_alarms(tmp_path):
+    plain = record("tribe+watch", images=600, error=0.3)
+    half, alarms = torch.full((600,), 0.5), torch.zeros(600, dtype=torch.int64)
+    alarms[400:450] = 2
+    watched = Watched(half, half - 0.1, half + 0.1, alarms, ("black", "collapse"))
+    page = page_of(keep(tmp_path / "runs", tribe=plain._replace(watched=watched), other=record("tent")))
+    assert "Accuracy, estimated and true" in page.text
+    assert "tribe+watch: alarm collapse, image 401" in page.text
+    points = abs(100 * float((plain.label == plain.prediction).double().mean()) - 50)
+    found = float(re.search(r"tribe\+watch: ([0-9.]+) points apart, 1 alarms", page.text).group(1))
+    assert found == pytest.approx(points, abs=5)
+    without = page_of(keep(tmp_path / "plain", tribe=record("tribe")))
+    assert "Accuracy, estimated and true" not in without.text
 
 
 def test_records_without_labels_are_shown_without_errors(tmp_path):

@@ -17,7 +17,7 @@ class Observer:
     """Reads alarms after each step on a CPU, every 50 steps on a GPU, and whenever it is asked."""
 
     def __init__(self, method: Method, callback: Callable[[Event], object] | None = None) -> None:
-        self._guarded = find_guarded(method, None) is not None
+        self._guarded = find_guarded(method) is not None
         check_callback(callback, self._guarded)
         self.log = EventLog(callback)
         self._seen: Any = None
@@ -57,7 +57,7 @@ def check_callback(callback: Callable[[Event], object] | None, watched: bool) ->
         raise ValueError("on_event is called with alarms, which need health=True or guard=True")
 
 
-def find_guarded(method: Method, state: Any) -> Any:
+def find_guarded(method: Method, state: Any = None) -> Any:
     """The guarded or watched method inside a method, and its state; None if there is none."""
     while not isinstance(method, Guarded):
         if not isinstance(method, Composed):

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from tribe.fields import is_whole
 from tribe.lab.outputs import Outputs
+from tribe.lab.watched import COLUMNS as WATCHED
+from tribe.lab.watched import Watched
 from tribe.storage import json_files
 from tribe.storage.arrays import read_npz
 from tribe.storage.atomic import write_atomically
@@ -41,10 +43,11 @@ class Record(NamedTuple):
     classes: int
     spec: Mapping[str, Any]  # of the run: dataset, model, scenario, method, seed, ... as in tribe.lab.experiment
     outputs: Outputs | None = None  # what the method returned, if the run kept it; `save` leaves it out
+    watched: Watched | None = None  # of methods that are watched or guarded: estimated accuracy, and alarms
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the table and the spec (as JSON) to one npz file, atomically."""
-        words = {
+        words: dict[str, Any] = {
             "format": FORMAT,
             "schema": SCHEMA,
             "domains": self.domains,
@@ -53,6 +56,9 @@ class Record(NamedTuple):
         }
         buffer = io.BytesIO()
         columns = {name: getattr(self, name).numpy() for name in COLUMNS}
+        if self.watched is not None:
+            words["alarms"] = self.watched.kinds
+            columns |= {f"watched_{name}": getattr(self.watched, name).numpy() for name in WATCHED}
         np.savez_compressed(buffer, words=np.array(json.dumps(words)), **columns)
         write_atomically(path, buffer.getvalue())
 
@@ -64,10 +70,12 @@ class Record(NamedTuple):
         words = _read_header(path)
         try:
             columns: dict[str, Any] = {name: torch.from_numpy(array) for name, array in read_npz(path, COLUMNS).items()}
+            watched = _read_watched(path, words)
         except ValueError as error:
             raise ValueError(f"{path} is damaged ({error}); expected a file of Record.save") from error
         spec = words["spec"] if words["schema"] == SCHEMA else _from_schema_1(words["spec"])
         record = Record(**columns, domains=tuple(words["domains"]), classes=words["classes"], spec=spec)
+        record = record._replace(watched=watched)
         if why := record.damage():
             raise ValueError(f"{path} is damaged: {why}")
         return record
@@ -88,7 +96,9 @@ class Record(NamedTuple):
             if bool((column < 0).any() | (column > most).any() | column.isinf().any()):
                 expected = "shares" if name == "confidence" else "times"
                 return f"its column {name} holds {column.min()} to {column.max()}; expected {expected}"
-        return None
+        if self.watched is not None and len(self.watched.alarms) != len(self.label):
+            return f"its columns of health have {len(self.watched.alarms)} rows; expected {len(self.label)}"
+        return None if self.watched is None else self.watched.damage()
 
 
 def _read_header(path: str | PathLike[str]) -> dict[str, Any]:
@@ -103,6 +113,15 @@ def _read_header(path: str | PathLike[str]) -> dict[str, Any]:
         raise ValueError(f"{path} is of format {given}; this reads {FORMAT} {SCHEMA}")
     json_files.check(words, HEADER, str(path))
     return words
+
+
+def _read_watched(path: str | PathLike[str], words: Mapping[str, Any]) -> Watched | None:
+    """What a watched method knew; None if nothing watched. ValueError: why it cannot be read."""
+    if "alarms" not in words:
+        return None
+    kinds = json_files.check(words["alarms"], [str], "its list of alarms")
+    found = read_npz(path, {f"watched_{name}": kind for name, kind in WATCHED.items()})
+    return Watched(**{name: torch.from_numpy(found[f"watched_{name}"]) for name in WATCHED}, kinds=tuple(kinds))
 
 
 def _from_schema_1(spec: Mapping[str, Any]) -> dict[str, Any]:

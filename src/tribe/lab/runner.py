@@ -16,9 +16,11 @@ from tribe.datasets.fingerprint import fingerprint
 from tribe.engine.backbone import Backbone
 from tribe.engine.graphs import Steps, Switch
 from tribe.engine.state import clone, digest, leaves, rebuild, select
+from tribe.health.alarms import KINDS
+from tribe.lab import watched
 from tribe.lab.outputs import OutputTable, predictions
 from tribe.lab.provenance import code_of, coded, is_own
-from tribe.lab.record import COLUMNS, Record
+from tribe.lab.record import Record
 from tribe.lab.spec import describe
 from tribe.lab.stream import Batch, Stream
 from tribe.methods import Method, check_fits
@@ -37,6 +39,7 @@ CHECKPOINT = tensor_file.Kind(
     error=StateFileError,
 )
 AHEAD = 4  # batches that are read while a GPU computes: decoding takes turns with waiting for files
+WATCHED = "watched."  # the names of columns of tribe.lab.watched begin with it
 SLOW = 0.5  # seconds for a checkpoint that are too many to spend whenever they are due
 
 Progress = Callable[[int, int, float | None], None]  # batches done, in all, error so far (None without labels)
@@ -85,9 +88,8 @@ def run(
     words = named if spec is not None else _described(net, method, stream)
     outputs = OutputTable(stream, method.output) if keep_outputs else None
     file = None if checkpoint is None else _Checkpoint(checkpoint, _identity(net, method, stream, seed, named), outputs)
-    state, table, start = (
-        (clone(source), _Table(len(stream.seeds)), 0) if file is None else file.resume(source, len(stream))
-    )
+    table = _Table(len(stream.seeds), watches=watched.look(method, net, source) is not None)
+    state, table, start = (clone(source), table, 0) if file is None else file.resume(source, table, len(stream))
     steps, retired = Steps(method, net, graphs, deterministic), None
     pin = net.device.type == "cuda"  # from pinned memory the copy does not hold up the host
     finished = state, table.rows(), start  # after the last batch that was finished
@@ -101,7 +103,7 @@ def run(
             retired = old  # its memory serves the step after next
             confidence, prediction = predictions(output, method.output)  # waits for the device: the time is the whole
             seconds = (time.perf_counter() - begun) / max(int(batch.valid.sum()), 1)
-            table.append(batch, prediction, confidence, seconds)
+            table.append(batch, prediction, confidence, seconds, watched.look(method, net, state))
             if outputs is not None:
                 outputs.append(step, output, batch.valid)
             if progress is not None:
@@ -187,9 +189,11 @@ def _identity(net: Backbone, method: Method, stream: Stream, seed: int, words: M
 class _Table:
     """The columns of the records so far."""
 
-    def __init__(self, streams: int) -> None:
+    def __init__(self, streams: int, *, watches: bool = False) -> None:
         whole, real = torch.empty(0, dtype=torch.int64), torch.empty(0)
         start = {"domain": whole, "label": whole, "prediction": whole, "confidence": real, "seconds": real}
+        if watches:
+            start |= {f"{WATCHED}{name}": values for name, values in watched.empty().items()}
         self.columns = [{name: [values] for name, values in start.items()} for _ in range(streams)]
         self._rows = [0] * streams
         self._wrong = self._labelled = 0
@@ -204,12 +208,20 @@ class _Table:
             table._count(column["label"], column["prediction"])
         return table
 
-    def append(self, batch: Batch, prediction: Tensor, confidence: Tensor, seconds: float) -> None:
-        """Add the valid images of a batch."""
+    def append(
+        self,
+        batch: Batch,
+        prediction: Tensor,
+        confidence: Tensor,
+        seconds: float,
+        seen: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """Add the valid images of a batch, and what was ``seen`` of each stream after it, (S,) each."""
         for s, column in enumerate(self.columns):
             valid = batch.valid[s]
             times = torch.full(valid.shape, seconds)
-            rows = (batch.domain[s], batch.y[s], prediction[s], confidence[s].float(), times)
+            later = (values[s].expand(valid.shape) for values in (seen or {}).values())
+            rows = (batch.domain[s], batch.y[s], prediction[s], confidence[s].float(), times, *later)
             for name, values in zip(column, rows, strict=True):
                 column[name].append(values[valid])
             self._rows[s] += int(valid.sum())
@@ -238,15 +250,19 @@ class _Table:
     def records(self, stream: Stream, spec: Mapping[str, Any]) -> list[Record]:
         """A record for each stream."""
         domains, classes = stream.domains, len(stream.dataset.classes)
-        return [
-            Record(
-                **cast(Any, {name: torch.cat(parts) for name, parts in column.items()}),
+        records = []
+        for column, seed in zip(self.columns, stream.seeds, strict=True):
+            whole = {name: torch.cat(parts) for name, parts in column.items()}
+            seen = {name.removeprefix(WATCHED): whole.pop(name) for name in column if name.startswith(WATCHED)}
+            record = Record(
+                **cast(Any, whole),
                 domains=domains,
                 classes=classes,
                 spec={**spec, "seed": seed},
+                watched=watched.Watched(**seen, kinds=KINDS) if seen else None,
             )
-            for column, seed in zip(self.columns, stream.seeds, strict=True)
-        ]
+            records.append(record)
+        return records
 
 
 class _Checkpoint:
@@ -282,11 +298,10 @@ class _Checkpoint:
         except OSError as error:
             warnings.warn(f"{error}. The run goes on from batch {self.saved}, not {step}", stacklevel=3)
 
-    def resume(self, source: Any, batches: int) -> tuple[Any, _Table, int]:
+    def resume(self, source: Any, start: _Table, batches: int) -> tuple[Any, _Table, int]:
         """State, table and batches done of so many: those of the file or, without one, of the start."""
-        streams = len(source.key.seed)
         if not self.path.exists():
-            return clone(source), _Table(streams), 0
+            return clone(source), start, 0
         header, tensors = tensor_file.read(self.path, CHECKPOINT)
         if header["run"] != self._identity:
             raise StateFileError(
@@ -305,20 +320,23 @@ class _Checkpoint:
         if self._outputs is None:  # a run that kept outputs may go on without
             tensors = {name: t for name, t in tensors.items() if not name.startswith("outputs.")}
         tensors = with_later_fields(tensors, {f"state.{name}": t for name, t in leaves(source).items()})
-        self._check(tensors, source, {} if self._outputs is None else self._outputs.like(header["step"], outputs))
+        self._check(
+            tensors, source, start, {} if self._outputs is None else self._outputs.like(header["step"], outputs)
+        )
         if self._outputs is not None:
             self._outputs.resume(outputs)
         state = rebuild(source, {name: tensors[f"state.{name}"].to(t.device) for name, t in leaves(source).items()})
-        table = _Table.of([{name: tensors[f"record.{s}.{name}"] for name in COLUMNS} for s in range(streams)])
+        rows = enumerate(start.columns)
+        table = _Table.of([{name: tensors[f"record.{s}.{name}"] for name in column} for s, column in rows])
         self.saved = header["step"]
         return state, table, self.saved
 
-    def _check(self, tensors: Mapping[str, Tensor], source: Any, outputs: Mapping[str, Tensor]) -> None:
+    def _check(self, tensors: Mapping[str, Tensor], source: Any, start: _Table, outputs: Mapping[str, Tensor]) -> None:
         """Refuse tensors that are not a state like the source's, outputs, and columns of equal length."""
         like = {f"outputs.{name}": t for name, t in outputs.items()}
         like |= {f"state.{name}": t for name, t in leaves(source).items()}
-        for s, start in enumerate(_Table(len(source.key.seed)).columns):
+        for s, columns in enumerate(start.columns):
             labels = tensors.get(f"record.{s}.label")
             rows = labels.shape if labels is not None and labels.dim() == 1 else (0,)
-            like |= {f"record.{s}.{name}": empty.new_empty(rows) for name, (empty,) in start.items()}
+            like |= {f"record.{s}.{name}": empty.new_empty(rows) for name, (empty,) in columns.items()}
         tensor_file.check_like(self.path, CHECKPOINT, "the state and records of this run", tensors, like)

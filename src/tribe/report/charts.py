@@ -43,6 +43,16 @@ class Line(NamedTuple):
     series: int
     points: Sequence[tuple[float, float]]
     titles: Sequence[str] = ()  # of a marker at each point; empty: no markers
+    style: str = "line"  # its CSS class: "line", or "guess" for dots
+
+
+class Mark(NamedTuple):
+    """A marker of a series, with a title."""
+
+    series: int
+    x: float
+    y: float
+    title: str
 
 
 class Point(NamedTuple):
@@ -87,8 +97,9 @@ def lines(
     y: Axis,
     borders: Sequence[float] = (),
     diagonal: bool = False,
+    events: Sequence[Mark] = (),
 ) -> Markup:
-    """A line chart, with vertical lines at ``borders`` and a ``diagonal`` where x = y."""
+    """A line chart, with vertical lines at ``borders``, a ``diagonal`` where x = y, and marks of ``events``."""
     longest = max((len(name) for _, name in x.ticks), default=0)
     tilted = longest > HORIZONTAL
     plot = _Plot(x, y, 34 + min(longest, LONGEST) * LETTER * 0.64 if tilted else 48.0)
@@ -102,7 +113,8 @@ def lines(
         path = "".join(("L" if i and spots[i - 1] else "M") + spot for i, spot in enumerate(spots) if spot)
         titled = zip(line.points, line.titles, strict=bool(line.titles))
         dots = [plot.mark(line.series, *point, text) for point, text in titled if math.isfinite(point[1])]
-        marks.append(tag("g", tag("path", class_="line", d=path), dots, class_=f"m{line.series}"))
+        marks.append(tag("g", tag("path", class_=line.style, d=path), dots, class_=f"m{line.series}"))
+    marks += [tag("g", plot.mark(*event), class_=f"m{event.series}") for event in events]
     return plot.svg(title, description, marks, tilted)
 
 

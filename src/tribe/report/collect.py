@@ -75,6 +75,11 @@ class Row(NamedTuple):
         """The records with labels."""
         return [record for record in self.records if bool((record.label >= 0).any())]
 
+    @property
+    def watched(self) -> list[Record]:
+        """The records with labels of streams that were watched or guarded."""
+        return [record for record in self.judged if record.watched is not None]
+
 
 class Group(NamedTuple):
     """Rows that can be compared."""

@@ -23,7 +23,7 @@ MOST_NAMES = 16  # domains named on an axis
 
 def per_domain(group: Group, rows: Sequence[Row], series: Series) -> Markup:
     """Instance error in each domain."""
-    errors = {row.label: _mean([_domain_errors(played) for played in row.labelled]) for row in rows}
+    errors = {row.label: mean_over_seeds([_domain_errors(played) for played in row.labelled]) for row in rows}
     names, shared = _without_severity(group.domains)
     drawn = [
         Line(
@@ -36,8 +36,8 @@ def per_domain(group: Group, rows: Sequence[Row], series: Series) -> Markup:
     ticks = [(float(i), name) for i, name in enumerate(names) if i % math.ceil(len(names) / MOST_NAMES) == 0]
     x = Axis(-0.4, len(names) - 0.6, ticks, f"domain{shared}")
     title = "Error per domain"
-    picture = lines(title, _extremes(errors, group.domains), drawn, x, _error_axis(errors.values()))
-    plain = table(["domain", *errors], _table_rows(group.domains, errors), f"{title}, %")
+    picture = lines(title, describe_extremes(errors, group.domains), drawn, x, _error_axis(errors.values()))
+    plain = table(["domain", *errors], table_rows(group.domains, errors), f"{title}, %")
     caption = "Instance error in each domain, mean over seeds."
     return figure(title, caption, picture, legend({label: label for label in errors}, series), folded_table(plain))
 
@@ -48,21 +48,28 @@ def over_time(rows: Sequence[Row], series: Series) -> Markup:
     length = min(int((record.label >= 0).sum()) for record in records)
     window = max(1, min(WINDOW, length // 10))
     places = torch.linspace(window - 1, length - 1, POINTS).long().unique()
-    curves = {row.label: _mean([100 * metrics.online_error(r, window)[places] for r in row.judged]) for row in rows}
+    curves = {
+        row.label: mean_over_seeds([100 * metrics.online_error(r, window)[places] for r in row.judged]) for row in rows
+    }
     seen = (places + 1).tolist()
     drawn = [Line(series[label], list(zip(seen, curve, strict=True))) for label, curve in curves.items()]
-    rounded = axis(length, "image of the stream")
-    x = rounded._replace(high=float(length), ticks=[tick for tick in rounded.ticks if tick[0] <= length])
-    borders = [border for border in _borders(records) if border <= length]
+    x = image_axis(length)
+    borders = [border for border in domain_borders(records) if border <= length]
     names = [f"image {place:,}" for place in seen]
     title = "Error over time"
-    picture = lines(title, _extremes(curves, names), drawn, x, _error_axis(curves.values()), borders)
+    picture = lines(title, describe_extremes(curves, names), drawn, x, _error_axis(curves.values()), borders)
     some = slice(None, None, max(1, len(seen) // 10))
-    sampled = _table_rows([f"{place:,}" for place in seen[some]], {label: c[some] for label, c in curves.items()})
+    sampled = table_rows([f"{place:,}" for place in seen[some]], {label: c[some] for label, c in curves.items()})
     caption = f"Prequential: the error over the last {window} images, mean over seeds."
     caption += " A vertical line marks the start of a domain." if borders else ""
     plain = table(["image", *curves], sampled, f"{title}, %")
     return figure(title, caption, picture, legend({label: label for label in curves}, series), folded_table(plain))
+
+
+def image_axis(length: int) -> Axis:
+    """An axis of the images of a stream."""
+    rounded = axis(length, "image of the stream")
+    return rounded._replace(high=float(length), ticks=[tick for tick in rounded.ticks if tick[0] <= length])
 
 
 def calibration(rows: Sequence[Row], series: Series) -> Markup:
@@ -97,7 +104,7 @@ def cost(rows: Sequence[Row], series: Series) -> Markup:
     return figure(title, caption, scatter(title, description, points, x, _error_axis([[point.y for point in points]])))
 
 
-def _mean(values: Iterable[Tensor]) -> list[float]:
+def mean_over_seeds(values: Iterable[Tensor]) -> list[float]:
     """The mean over seeds, without NaN."""
     mean: list[float] = torch.stack(list(values)).nanmean(0).tolist()
     return mean
@@ -125,7 +132,7 @@ def _domain_errors(played: Played) -> Tensor:
     return 100 * torch.tensor([math.nan if error is None else error for error in errors], dtype=torch.float64)
 
 
-def _borders(records: Sequence[Record]) -> list[int]:
+def domain_borders(records: Sequence[Record]) -> list[int]:
     """The images where the domain changes, if they are the same in every stream and not too many."""
     changes = []
     for record in records:
@@ -146,7 +153,7 @@ def _reliability(records: Sequence[Record]) -> list[tuple[float, float, int]]:
     return list(zip(confidence, accuracy, sums[2].long().tolist(), strict=True))
 
 
-def _extremes(curves: Mapping[str, Sequence[float]], places: Sequence[str]) -> str:
+def describe_extremes(curves: Mapping[str, Sequence[float]], places: Sequence[str]) -> str:
     """The lowest and highest value of each curve, as a description for screen readers."""
     texts = []
     for label, values in curves.items():
@@ -157,7 +164,7 @@ def _extremes(curves: Mapping[str, Sequence[float]], places: Sequence[str]) -> s
     return "; ".join(texts)
 
 
-def _table_rows(names: Sequence[str], columns: Mapping[str, Sequence[float]]) -> list[list[str]]:
+def table_rows(names: Sequence[str], columns: Mapping[str, Sequence[float]]) -> list[list[str]]:
     """A row for each name, with its number in every column."""
     return [[name, *(_two_digits(column[i]) for column in columns.values())] for i, name in enumerate(names)]
 

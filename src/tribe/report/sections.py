@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from tribe.report import classes, curves
+from tribe.report import classes, curves, estimates
 from tribe.report.collect import Group, Played, Row
 from tribe.report.command import command
 from tribe.report.elements import Series, plural, score_cell, scroller, swatch, table
@@ -24,6 +24,8 @@ def section(group: Group, name: str, title: str, series: Series) -> Markup:
         charts += [curves.per_domain(group, labelled, series), curves.cost(labelled, series)]
     if judged:
         charts[1:1] = [curves.over_time(judged, series), curves.calibration(judged, series)]
+    if watched := [row for row in judged if row.watched]:
+        charts.append(estimates.over_time(watched, series))
     class_charts = [
         classes.played(labelled) if labelled else None,
         classes.predicted(recorded, group.classes) if recorded else None,
