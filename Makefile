@@ -29,7 +29,7 @@ serve: $(INSTALLED)  ## serve the embedded digits network on http://127.0.0.1:80
 	$(BIN)/tribe serve --data runs/streams
 
 test-serve: $(INSTALLED)  ## run the tests of the server with all that they can use (Debian: redis-server haproxy wrk chromium)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,serve,grpc,redis]' 'tritonclient[all]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,serve,grpc,redis,ray-serve]' 'tritonclient[all]'
 	@for name in redis-server haproxy wrk chromium curl; do command -v $$name > /dev/null || echo "not installed, its tests are skipped: apt install $$name"; done
 	$(BIN)/python -m pytest tests/serve
 

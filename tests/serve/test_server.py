@@ -208,6 +208,8 @@ def test_the_command_guards_and_watches_with_a_calibration(tmp_path):
     ("options", "words"),
     [
         (["--health", "nowhere.safetensors"], "nowhere.safetensors"),
+        (["--ray"], "--ray needs --data"),
+        (["--ray", "--data", "streams", "--grpc-port", "0"], "with --ray, Ray listens"),
         (["--model", "resnet20"], "--model resnet20 needs --weights FILE"),
         (["--model", "compac"], "compact"),
         (["--method", "trieb"], "tribe"),

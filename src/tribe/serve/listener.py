@@ -65,12 +65,11 @@ class Listener:
             require(fine, f"{name} is the number of a port, 0 to 65535", number)
         if (certificate is None) != (key is None):
             raise ValueError("TLS needs both a certificate and its key; got one of them")
-        held = [] if tokens is None else read_tokens(tokens) if isinstance(tokens, str | PathLike) else list(tokens)
+        held = as_tokens(tokens)
         self.limits = limits or Limits()
         self.is_open = not held  # nobody needs a token
         self.is_local = is_loopback(host)
-        known = {*LOOPBACK, host, *host_names} if self.is_open and self.is_local else ()
-        self.service = Service(worker, model, self.limits, Access(held, known))
+        self.service = Service(worker, model, self.limits, new_access(held, host, host_names))
         self.app = App(self.service)
         self.host, self.grpc_port = host, grpc_port
         self._certificate, self._key = certificate, key
@@ -231,6 +230,16 @@ class _Uvicorn(uvicorn.Server):
         if self.should_exit:
             self.force_exit = True
         self.should_exit = True
+
+
+def as_tokens(tokens: str | PathLike[str] | Sequence[Token] | None) -> list[Token]:
+    """Tokens from a file, or as they are; None: there are none."""
+    return [] if tokens is None else read_tokens(tokens) if isinstance(tokens, str | PathLike) else list(tokens)
+
+
+def new_access(tokens: Sequence[Token], host: str, host_names: Sequence[str]) -> Access:
+    """Who may use a server that listens on an address; without tokens, a local one is called by names that it knows."""
+    return Access(tokens, {*LOOPBACK, host, *host_names} if not tokens and is_loopback(host) else ())
 
 
 def is_loopback(host: str) -> bool:

@@ -1,6 +1,6 @@
 """A network as a server: ``with tribe.serve.Server(net, data="streams") as server: ...``."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from typing import Any
 
@@ -77,14 +77,8 @@ class Server(Listener):
         key: str | PathLike[str] | None = None,
         **options: Any,
     ) -> None:
-        require(NAME.fullmatch(name) is not None, f"the name of a model has {RULE}", name)
-        net = model if isinstance(model, Backbone) else Backbone(model)
-        streams = fleet(net, method, time=time, guard=guard, health=health, classes=classes, **options)
-        require(len(labels) in (0, streams.classes), f"labels are the names of {streams.classes} classes", labels)
-        built = streams.method
-        info = ModelInfo(name, image_shape(net, shape), streams.classes, built.output, tuple(labels), built.name)
-        self.store: Store | None = None if data is None else open_store(data)
-        worker = Worker(streams, self.store, policy=policy, model=name)
+        fleet_options = {"time": time, "guard": guard, "health": health, "classes": classes, **options}
+        worker, info, self.store = new_worker(model, method, name, data, shape, labels, policy, fleet_options)
         super().__init__(
             worker,
             info,
@@ -104,6 +98,27 @@ class Server(Listener):
         finally:
             if self.store is not None:
                 self.store.close()
+
+
+def new_worker(
+    model: nn.Module | Backbone,
+    method: str | Method,
+    name: str,
+    data: str | PathLike[str] | None,
+    shape: Sequence[int | None] | None,
+    labels: Sequence[str],
+    policy: Policy | None,
+    options: Mapping[str, Any],
+) -> tuple[Worker, ModelInfo, Store | None]:
+    """A worker, what clients are told of its model, and its store; ``options`` are those of `tribe.fleet`."""
+    require(NAME.fullmatch(name) is not None, f"the name of a model has {RULE}", name)
+    net = model if isinstance(model, Backbone) else Backbone(model)
+    streams = fleet(net, method, **options)
+    require(len(labels) in (0, streams.classes), f"labels are the names of {streams.classes} classes", labels)
+    built = streams.method
+    info = ModelInfo(name, image_shape(net, shape), streams.classes, built.output, tuple(labels), built.name)
+    store = None if data is None else open_store(data)
+    return Worker(streams, store, policy=policy, model=name), info, store
 
 
 def image_shape(net: Backbone, shape: Sequence[int | None] | None) -> tuple[int | None, ...]:

@@ -87,6 +87,8 @@ def serve(
     ssl_keyfile: Annotated[Path | None, typer.Option(help="TLS: its key, PEM.")] = None,
     max_body: Annotated[int, typer.Option(help="Most megabytes of a request.")] = 32,
     max_connections: Annotated[int, typer.Option(help="Most connections at the same time.")] = Limits().connections,
+    ray: Annotated[bool, typer.Option("--ray", help="Several workers on Ray Serve, the extra `ray-serve`.")] = False,
+    workers: Annotated[int, typer.Option(help="How many workers --ray starts.")] = 2,
     verbose: Annotated[bool, typer.Option("--verbose", help="Log what happens to streams, on stderr.")] = False,
 ) -> None:
     """Serve one network to many streams, each of which adapts: Open Inference Protocol and a plain API.
@@ -102,29 +104,56 @@ def serve(
         chosen = method_name(method)
         fields = parse_overrides(settings, [chosen])[chosen]
         net, known = _network(model, weights)
+        common: dict[str, Any] = {
+            "name": name or model.rpartition("/")[2].rpartition(":")[2].partition(".")[0],
+            "data": data,
+            "guard": guard,
+            "health": False if health is None else health,
+            "shape": known if shape is None else parse_shape(shape),
+            "policy": None if deadline is None else Policy(deadline=deadline / 1000),
+            "host": host,
+            "tokens": tokens,
+            "limits": Limits(body=max_body * 2**20, connections=max_connections),
+            "host_names": host_name or (),
+            **fields,
+        }
+        place = choose_device(device)
+        if ray:
+            _refuse_with_ray(data, grpc_port, ssl_certfile, ssl_keyfile)
+            _serve_on_ray(net, chosen, port, common | {"workers": workers, "device": place.type})
+            return
         server = Server(
-            net.to(choose_device(device)),
+            net.to(place),
             chosen,
-            name=name or model.rpartition("/")[2].rpartition(":")[2].partition(".")[0],
-            data=data,
-            guard=guard,
-            health=False if health is None else health,
-            shape=known if shape is None else parse_shape(shape),
-            policy=None if deadline is None else Policy(deadline=deadline / 1000),
-            host=host,
             port=port,
             grpc_port=grpc_port,
-            tokens=tokens,
-            limits=Limits(body=max_body * 2**20, connections=max_connections),
-            host_names=host_name or (),
             certificate=ssl_certfile,
             key=ssl_keyfile,
-            **fields,
+            **common,
         )
         if server.is_open and not server.is_local:
             print_message("warning", NO_TOKENS)
         server.run(lambda: typer.echo(_where(server, data)))
     typer.echo("stopped" if data is None else "stopped; every stream is stored")
+
+
+def _refuse_with_ray(data: str | None, grpc_port: int | None, *tls: Path | None) -> None:
+    if data is None:
+        raise ValueError("--ray needs --data: its workers share their streams there, in a folder or a Redis server")
+    if grpc_port is not None or tls != (None, None):
+        raise ValueError("with --ray, Ray listens: HTTP alone, without TLS. Put a proxy in front of it")
+
+
+def _serve_on_ray(net: nn.Module, method: str, port: int, options: dict[str, Any]) -> None:
+    """Serve on Ray until a signal."""
+    from tribe.serve import replicas
+
+    def ready(url: str) -> None:
+        rest = f"with {options['workers']} workers on Ray; streams are in {options['data']}; Ctrl-C stops it"
+        typer.echo(f"tribe serves {options['name']} on {url} {rest}")
+
+    replicas.run(replicas.application(net, method, **options), options["host"], port, ready)
+    typer.echo("stopped; every stream is stored")
 
 
 def _network(name: str, weights: Path | None) -> tuple[nn.Module, tuple[int, ...] | None]:

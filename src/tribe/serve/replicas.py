@@ -1,0 +1,166 @@
+"""Several workers on Ray Serve: ``tribe serve --ray --workers 4``.
+
+Ray starts the workers, on one machine or on many, restarts those that die, and balances requests over them. Its router
+sends the requests of a stream, by the header ``x-tribe-stream``, to one worker, by consistent hashing. All workers
+share one store, which decides who may teach a stream: a request that reaches another worker is answered there, and not
+learned.
+
+Ray Serve is the extra `ray-serve`: ``pip install 'tribe-tta[ray-serve]'``.
+"""
+
+import contextlib
+import importlib
+import os
+import signal
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from os import PathLike
+from typing import Any
+
+from torch import nn
+
+from tribe.engine.backbone import Backbone
+from tribe.fields import is_whole, require
+from tribe.methods import Method
+from tribe.serve.app import App
+from tribe.serve.limits import Limits
+from tribe.serve.listener import as_tokens, new_access
+from tribe.serve.policy import Policy
+from tribe.serve.security import Token
+from tribe.serve.server import new_worker
+from tribe.serve.service import Service
+from tribe.serve.store import Store
+
+HEADER = "x-tribe-stream"
+SESSION_KEY = "RAY_SERVE_SESSION_ID_HEADER_KEY"  # where Ray reads which header names a session, when it starts
+ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
+ONGOING = 1000  # requests that one worker is given at the same time; it refuses by its own rules
+GRACE = 60.0  # seconds that a worker gets to store its streams when it stops
+
+
+class WorkerApp(App):
+    """The application of one worker, which closes its store at the end."""
+
+    def __init__(self, service: Service, store: Store) -> None:
+        super().__init__(service)
+        self._store = store
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Start the worker, and stop it when the block ends."""
+        try:
+            async with super().running():
+                yield
+        finally:
+            self._store.close()
+
+
+def application(
+    model: nn.Module | Backbone,
+    method: str | Method = "tribe",
+    *,
+    data: str | PathLike[str],
+    workers: int = 2,
+    device: str = "cpu",
+    name: str = "model",
+    shape: Sequence[int | None] | None = None,
+    labels: Sequence[str] = (),
+    policy: Policy | None = None,
+    host: str = "127.0.0.1",
+    tokens: str | PathLike[str] | Sequence[Token] | None = None,
+    limits: Limits | None = None,
+    host_names: Sequence[str] = (),
+    resources: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Any:
+    """An application for ``ray.serve.run``: several workers with one store.
+
+    Args:
+        model: as for `tribe.serve.Server`; it is sent to every worker.
+        method: as for `tribe.serve.Server`.
+        data: the store that all workers share: a folder on one machine, a Redis server for several.
+        workers: how many.
+        device: where each of them has its network.
+        name: as for `tribe.serve.Server`.
+        shape: as for `tribe.serve.Server`.
+        labels: as for `tribe.serve.Server`.
+        policy: as for `tribe.serve.Server`.
+        host: the address that Ray listens on.
+        tokens: as for `tribe.serve.Server`.
+        limits: as for `tribe.serve.Server`; what concerns connections is Ray's.
+        host_names: as for `tribe.serve.Server`.
+        resources: what Ray reserves for each worker; None: one core, and one GPU if ``device`` is one.
+        options: those of `tribe.fleet`, and hyper-parameters of the method.
+    """
+    require(is_whole(workers, least=1), "workers is how many there are, at least 1", workers)
+    if data is None:
+        raise ValueError("several workers need one store: give data, a folder or the address of a Redis server")
+    ray_serve = ray_serve_library()
+    held, kept = as_tokens(tokens), limits or Limits()
+
+    def build() -> App:
+        worker, info, store = new_worker(model.to(device), method, name, data, shape, labels, policy, options)
+        assert store is not None
+        return WorkerApp(Service(worker, info, kept, new_access(held, host, host_names)), store)
+
+    deployment = ray_serve.deployment(
+        ray_serve.ingress(build)(),
+        name=name,
+        num_replicas=workers,
+        max_ongoing_requests=ONGOING,
+        graceful_shutdown_timeout_s=GRACE,
+        ray_actor_options=dict(resources or {"num_cpus": 1, "num_gpus": int(device.startswith("cuda"))}),
+        request_router_config=ray_serve.config.RequestRouterConfig(request_router_class=ROUTER),
+    )
+    return deployment.bind()
+
+
+@contextlib.contextmanager
+def running(app: Any, host: str = "127.0.0.1", port: int = 8000, address: str | None = None) -> Iterator[str]:
+    """Run an application on Ray, and stop it at the end; gives its URL.
+
+    Args:
+        app: what `application` returned.
+        host: the address to listen on.
+        port: of HTTP.
+        address: of a Ray cluster; None: the one in RAY_ADDRESS, or one of this machine alone, which ends with it.
+            A cluster that runs already must have been started with the environment variable
+            RAY_SERVE_SESSION_ID_HEADER_KEY=x-tribe-stream, for streams to stay with their workers.
+    """
+    ray_serve, ray = ray_serve_library(), importlib.import_module("ray")
+    own = not ray.is_initialized()
+    if own:
+        ray.init(address=address or os.environ.get("RAY_ADDRESS"), include_dashboard=False, log_to_driver=False)
+    try:
+        ray_serve.start(http_options={"host": host, "port": port})
+        ray_serve.run(app, name="tribe", route_prefix="/")
+        yield f"http://{host}:{port}"
+    finally:
+        ray_serve.shutdown()
+        if own:
+            ray.shutdown()
+
+
+def run(app: Any, host: str, port: int, ready: Callable[[str], None]) -> None:
+    """Run an application on Ray until SIGINT or SIGTERM; then every worker stores its streams."""
+    ended = threading.Event()
+    old = {number: signal.signal(number, lambda *_: ended.set()) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with running(app, host, port) as url:
+            ready(url)
+            ended.wait()
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
+def ray_serve_library() -> Any:
+    """Ray Serve, or an error that says how to install it."""
+    os.environ.setdefault(SESSION_KEY, HEADER)  # read when Ray is imported, and by what it starts
+    try:
+        importlib.import_module(ROUTER.rpartition(".")[0])
+        return importlib.import_module("ray.serve")
+    except ImportError as error:
+        raise ModuleNotFoundError(
+            f"several workers on Ray need Ray Serve, 2.60 or later ({error}): pip install 'tribe-tta[ray-serve]'"
+        ) from error
