@@ -11,7 +11,7 @@ from tribe import methods
 from tribe.engine.backbone import Backbone
 from tribe.engine.state import Affine, Stats, clone, leaves, stream
 from tribe.health.guard import Guard, Guarded, limit, pull_back
-from tribe.health.lean import distance_of_statistics, lean, share_of_adapted
+from tribe.health.lean import distance_of_statistics, farness, lean
 from tribe.methods import Deployed, Frozen, PerBatch
 from tribe.norms.mixed import Mixed
 from tribe.testing import CLASSES, check_method, ready, small, small_network
@@ -162,12 +162,15 @@ def test_the_share_of_adapted_statistics_by_hand():
     stats = Stats(source.mean + torch.tensor([0.3, 0.0]), torch.tensor([[[1.0, 1.4**2]]]))
     distance = ((0.3**2 + 0.4**2) / 2) ** 0.5
     assert float(distance_of_statistics(net, stats)) == pytest.approx(distance)
-    share = 0.8 * distance**4 / (distance**4 + 0.2**4)
-    assert float(share_of_adapted(net, stats, 0.2, 0.8)) == pytest.approx(share)
-    leaned = lean(net, Deployed(net.source()[0], stats, Frozen()), 0.2, 0.8, 0.3)
+    far = distance**4 / (distance**4 + 0.2**4)
+    assert float(farness(net, stats, 0.2)) == pytest.approx(far)
+    share, affine = 0.8 * far, net.source()[0]
+    moved = Affine(affine.weight + 1, affine.bias - 1)
+    leaned = lean(net, Deployed(moved, stats, Frozen()), 0.2, 0.8, 0.3)
+    torch.testing.assert_close(leaned.affine, Affine(affine.weight + far, affine.bias - far))
     torch.testing.assert_close(leaned.stats.mean[0, 0], torch.tensor([share * 0.3, 0.0]))
     torch.testing.assert_close(leaned.stats.var[0, 0], torch.tensor([1.0, 1 + share * (1.4**2 - 1)]))
-    assert float(share_of_adapted(net, source, 0.2, 0.8)) == 0
+    assert float(farness(net, source, 0.2)) == 0
 
 
 def test_at_the_source_the_network_is_the_sources():

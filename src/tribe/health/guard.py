@@ -25,7 +25,7 @@ from tribe.fields import is_number, is_whole, plain_numbers, require
 from tribe.health.alarms import KINDS
 from tribe.health.calibration import Calibration
 from tribe.health.estimate import Estimate
-from tribe.health.lean import distance_of_statistics, lean, share_of_adapted
+from tribe.health.lean import distance_of_statistics, farness, lean
 from tribe.health.watch import Health, Watcher, WatchState, alarms_on
 from tribe.knowledge import Knowledge, KnowledgeError, KnowledgeLike
 from tribe.methods import (
@@ -75,7 +75,7 @@ class Guard(Watch):
     """What a guard does, and when."""
 
     probe: int = 16
-    lean_half: float = 0.06  # distance of the statistics (see tribe.health.lean) at which half of `lean_most` is used
+    lean_half: float = 0.06  # distance of the statistics (see tribe.health.lean) at which predictions lean halfway
     lean_most: float = 0.85  # the most that predictions follow adapted statistics; 0: the source's only
     lean_batch: float = 0.3  # for methods that normalise with the batch's statistics: their share ...
     pull: float = 0.03  # ... and the share of the way back to the source's affine parameters, after every batch
@@ -283,7 +283,7 @@ class Guarded(Composed):
             return {"statistics": none, "followed": none}
         far, follow = distance_of_statistics(net, adapted.stats).tolist(), [1.0] * len(none)
         if self.acts:
-            follow = share_of_adapted(net, adapted.stats, self.part.lean_half, self.part.lean_most).tolist()
+            follow = (self.part.lean_most * farness(net, adapted.stats, self.part.lean_half)).tolist()
         return {"statistics": far, "followed": follow}
 
 

@@ -1,8 +1,8 @@
-"""How far a stream follows its adapted statistics, and how far the source's: little where little has changed.
+"""How far a stream follows its adapted network, and how far the source: little where little has changed.
 
-Statistics that adapt cost accuracy where nothing has changed: a network was trained with statistics of augmented
-images, and those of clean test images are not the same. Where much has changed, they are what helps most. So the
-network that predicts leans on the source by how far the adapted statistics are from the source's.
+Adapting costs accuracy where nothing has changed: a network was trained with statistics of augmented images, those of
+clean test images are not the same, and parameters wander. Where much has changed, statistics are what helps most. So
+the network that predicts leans on the source by how far the adapted statistics are from the source's.
 """
 
 from dataclasses import replace
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tribe.engine.backbone import Backbone
 from tribe.engine.rules import PerBatch
-from tribe.engine.state import Stats
+from tribe.engine.state import Affine, Stats
 from tribe.health.changes import squared_moves
 from tribe.methods import Deployed
 from tribe.norms.mixed import Mixed
@@ -23,21 +23,31 @@ POWER = 4  # how sharply the share rises around `half`
 
 
 def lean(net: Backbone, deployed: Deployed, half: float, most: float, of_batch: float) -> Deployed:
-    """The network that predicts, its statistics between the source's and the adapted ones, or those of a batch."""
+    """The network that predicts, between the source and the adapted one, or with the statistics of a batch."""
     if not deployed.stats.mean.shape[-1] or deployed.weights is not None:
         return deployed  # it has no statistics, or weights that were adapted together with them
     if isinstance(deployed.norm, PerBatch):
         return replace(deployed, norm=Mixed(of_batch)) if type(deployed.norm) is PerBatch else deployed
-    source = net.source()[1]
-    share = share_of_adapted(net, deployed.stats, half, most).view(-1, 1, 1)
-    return replace(deployed, stats=Stats(*(s + share * (t - s) for s, t in zip(source, deployed.stats, strict=True))))
+    affine, stats = net.source()
+    far = farness(net, deployed.stats, half)
+    return replace(
+        deployed,
+        affine=Affine(*(_between(s, t, far) for s, t in zip(affine, deployed.affine, strict=True))),
+        stats=Stats(*(_between(s, t, most * far) for s, t in zip(stats, deployed.stats, strict=True))),
+    )
+
+
+def _between(source: Tensor, adapted: Tensor, share: Tensor) -> Tensor:
+    """``share`` (S,) of the way from the source's numbers (1, ...) to adapted ones (S, ...)."""
+    weight = share.to(adapted.dtype).view(-1, *[1] * (adapted.dim() - 1))
+    return torch.lerp(source, adapted, weight)
 
 
 @torch.no_grad()
-def share_of_adapted(net: Backbone, stats: Stats, half: float, most: float) -> Tensor:
-    """The share (S,) of the adapted statistics: ``most / 2`` at a distance of ``half``, nothing at none."""
+def farness(net: Backbone, stats: Stats, half: float) -> Tensor:
+    """From 0, where nothing has changed, to 1 (S,); 1/2 where statistics are at a distance of ``half``."""
     far = distance_of_statistics(net, stats) ** POWER
-    return most * far / (far + half**POWER).clamp_min(torch.finfo(far.dtype).tiny)
+    return far / (far + half**POWER).clamp_min(torch.finfo(far.dtype).tiny)
 
 
 @torch.no_grad()
