@@ -14,6 +14,7 @@ from small_server import MODEL
 import tribe
 from browsers import CONTRASTS, PATIENCE, SIZES, needs_chromium, started_chromium
 from tribe.serve.client import Client
+from tribe.serve.limits import Limits
 from tribe.serve.listener import Listener
 from tribe.serve.security import Token
 from tribe.serve.store import SqliteStore
@@ -64,7 +65,8 @@ def visit(browser):
         contexts.append(context)
         context.set_default_timeout(PATIENCE)
         page = context.new_page()
-        page.on("request", lambda request: request.url.startswith((url, "data:")) or complaints.append(request.url))
+        own = (url, f"blob:{url}", "data:")
+        page.on("request", lambda request: request.url.startswith(own) or complaints.append(request.url))
         page.on("pageerror", lambda error: complaints.append(str(error)))
 
         def complain(message):
@@ -177,6 +179,20 @@ def test_the_health_of_a_stream_is_shown_with_its_alarms(visit, size):
         assert page.evaluate("document.documentElement.scrollWidth") <= SIZES[size][0]
 
 
+def test_the_last_frame_of_a_stream_is_shown_if_the_server_keeps_it(visit):
+    tokens = [Token("eye", hashlib.sha256(b"eyes-of-sixteen-chars").hexdigest(), "cam", "learn")]
+    with serving(tokens=tokens, limits=Limits(thumbnails=2**20)) as server:
+        with Client(server.url, "small", token="eyes-of-sixteen-chars") as client:
+            client.predict("cam1", IMAGES)
+        page = visit(server.url, expected=("401 (Unauthorized)",))
+        page.get_by_label("Token").fill("eyes-of-sixteen-chars")
+        page.keyboard.press("Enter")
+        frame = page.get_by_role("img", name="Last frame of cam1")
+        expect(frame).to_be_visible()
+        assert frame.evaluate("async (e) => { await e.decode(); return [e.naturalWidth, e.naturalHeight]; }") == [8, 8]
+        expect(page.get_by_role("img", name="Last frame of cam2")).to_have_count(0)  # no request came over HTTP
+
+
 def test_a_name_is_text_wherever_it_stands_and_an_error_is_shown_in_words(visit, server):
     page = visit(server.url, expected=("404 (Not Found)",))
     expect(page.get_by_role("rowheader", name=STRANGE, exact=True)).to_be_visible()
@@ -184,7 +200,8 @@ def test_a_name_is_text_wherever_it_stands_and_an_error_is_shown_in_words(visit,
     do(page, "Freeze", STRANGE)
     expect(page.locator("#said")).to_contain_text(f"{STRANGE} was not changed: there is no path")
     page.get_by_role("button", name=STRANGE, exact=True).click()
-    assert page.locator("img, main script").count() == 0
+    assert page.locator("main script").count() == 0
+    assert page.locator("img[onerror], img[src=x]").count() == 0
     expect(page).to_have_title("4 streams - tribe")
 
 

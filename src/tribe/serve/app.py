@@ -101,6 +101,7 @@ def table(routes: Routes) -> list[tuple[str, str, Handler, bool]]:
         ("DELETE", "/v1/streams/{stream}", routes.drop, False),
         ("POST", "/v1/streams/{stream}/predict", routes.predict, False),
         ("POST", "/v1/streams/{stream}/rollback", routes.rollback, False),
+        ("GET", "/v1/streams/{stream}/thumbnail", routes.thumbnail, False),
         ("GET", "/v1/streams/{stream}/state", routes.get_state, False),
         ("PUT", "/v1/streams/{stream}/state", routes.put_state, False),
     ]

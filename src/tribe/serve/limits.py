@@ -18,9 +18,11 @@ class Limits:
     head_bytes: int = 16 * 2**10  # of the first line and all headers
     idle_seconds: float = 75.0  # between two requests of a connection
     connections: int = 500  # open at the same time; one more is answered with 503 and closed
+    thumbnails: int = 0  # bytes of the last frames of streams, which the page shows; 0: none is kept
     bodies: int = 1536 * 2**20  # bytes of bodies that are read or wait for an answer at the same time, of all clients
 
     def __post_init__(self) -> None:
+        require_whole(self, "thumbnails", least=0)
         require_whole(self, "body", "state", "pixels", "head_bytes", "connections", "bodies")
         for name in ("body_seconds", "state_seconds", "head_seconds", "idle_seconds"):
             value = getattr(self, name)

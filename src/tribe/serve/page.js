@@ -7,6 +7,7 @@ const LEAST_WINDOW = 60; // seconds that are drawn at first
 const MOST_HISTORIES = 2000; // streams whose samples are kept
 const PAGE = 50; // rows that are shown at first, and added by "Show more"
 const EVENTS = 100; // events that are shown
+const PICTURES = 3000; // milliseconds between two thumbnails of a stream
 const RATE_OVER = 5; // samples that images/s is a mean over
 const MEASURES = { rate: "Images/s", accuracy: "Accuracy", trusted: "Trusted", entropy: "Entropy", distance: "Distance" };
 const SHARES = new Set(["accuracy", "trusted"]); // drawn from 0 to 1, written in percent
@@ -216,7 +217,7 @@ function draw() {
     wanted.push(row.line);
     if (opened.has(name)) { fillDetail(row, name, one); wanted.push(row.detail); }
   }
-  for (const name of [...rows.keys()]) if (!kept.has(name)) rows.delete(name);
+  for (const [name, row] of [...rows]) if (!kept.has(name)) { showPicture(row, name, null); rows.delete(name); }
   arrange(at("rows"), wanted);
   const empty = at("empty");
   empty.hidden = found.length > 0;
@@ -246,6 +247,7 @@ function setText(element, text) {
 function makeRow(name) {
   const detail = make("tr", { class: "detail", role: "row" });
   const toggle = make("button", { type: "button", "aria-expanded": "false" }, name);
+  const picture = make("img", { alt: "", class: "picture", hidden: "" });
   const state = make("span", { class: "state" });
   const alarms = make("span", { class: "alarms" });
   const numbers = Object.fromEntries(Object.keys(MEASURES).map((measure) =>
@@ -254,7 +256,7 @@ function makeRow(name) {
   const buttons = Object.fromEntries([["freeze", "Freeze"], ["snapshot", "Snapshot"], ["rollback", "Roll back"], ["reset", "Reset"]]
     .map(([action, words]) => [action, make("button", { type: "button", "aria-label": `${words}: ${name}` }, words)]));
   const line = make("tr", { role: "row" },
-    make("th", { class: "name", scope: "row", role: "rowheader" }, toggle),
+    make("th", { class: "name", scope: "row", role: "rowheader" }, toggle, picture),
     make("td", { class: "where", role: "cell" }, state, alarms),
     ...Object.values(numbers),
     make("td", { class: "chart", role: "cell" }, chart.svg),
@@ -268,7 +270,7 @@ function makeRow(name) {
     button.addEventListener("click", () => act(button.dataset.action ?? action, name));
   }
   toggle.setAttribute("aria-expanded", String(opened.has(name)));
-  return { line, detail, state, alarms, numbers, chart, buttons, large: null };
+  return { line, detail, state, alarms, numbers, chart, buttons, picture, frame: null, asked: -Infinity, large: null };
 }
 
 function fillRow(row, name, one) {
@@ -280,6 +282,7 @@ function fillRow(row, name, one) {
   setText(row.alarms, alarmsOf(known).join("; "));
   for (const measure of Object.keys(MEASURES)) setText(row.numbers[measure], show(measure, measure === "rate" ? one.rate : known[measure]));
   row.numbers.accuracy.title = interval(known) ?? "";
+  askForPicture(row, name, known.thumbnail ?? null);
   drawChart(row.chart, name, one, at("chart").value);
   const owned = known.state === undefined || OWNED.has(known.state);
   const action = known.state === "frozen" || known.frozen ? "unfreeze" : "freeze";
@@ -289,6 +292,29 @@ function fillRow(row, name, one) {
   freeze.setAttribute("aria-label", `${ASK[action][0]}: ${name}`);
   for (const button of [freeze, snapshot, reset]) setDisabled(button, owned ? "" : meaning);
   setDisabled(rollback, !owned ? meaning : known.snapshots?.length === 0 ? "It has no snapshot yet. Take one first." : "");
+}
+
+// The last frame of a stream, if the server keeps it: fetched with the token, and only if there is another.
+async function askForPicture(row, name, frame) {
+  if (frame === row.frame || performance.now() - row.asked < PICTURES) return;
+  [row.frame, row.asked] = [frame, performance.now()];
+  if (frame === null) return showPicture(row, name, null);
+  try {
+    const answer = await call(`v1/streams/${encodeURIComponent(name)}/thumbnail`);
+    showPicture(row, name, await answer.blob());
+  } catch { row.frame = null; /* the next answer of /v1/streams asks again */ }
+}
+
+function showPicture(row, name, content) {
+  if (row.picture.src) URL.revokeObjectURL(row.picture.src);
+  if (content === null || rows.get(name) !== row) {
+    row.picture.removeAttribute("src");
+    row.picture.hidden = true;
+    return;
+  }
+  row.picture.src = URL.createObjectURL(content);
+  row.picture.alt = `Last frame of ${name}`;
+  row.picture.hidden = false;
 }
 
 function setDisabled(button, why) {

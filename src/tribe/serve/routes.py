@@ -10,10 +10,11 @@ from tribe.serve.backend import Action
 from tribe.serve.bodies import Bytes
 from tribe.serve.http import Call, Front, Reply, as_json, finite
 from tribe.serve.protocol import metadata, plain, v2
-from tribe.serve.protocol.errors import BadRequest, Unavailable
+from tribe.serve.protocol.errors import BadRequest, NotFound, Unavailable
 from tribe.serve.protocol.messages import Answer, Request
 from tribe.serve.protocol.names import stream_name
 from tribe.serve.service import LARGE, translated
+from tribe.serve.thumbnails import encode
 from tribe.storage import json_files
 
 BINARY, EVENTS = b"application/octet-stream", b"text/event-stream"
@@ -29,7 +30,7 @@ PAGE = {  # the files of the page, by the last part of their path
     "page.js": ("page.js", b"text/javascript; charset=utf-8"),
 }
 POLICY = (
-    b"default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+    b"default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data: blob:; "
     b"base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 SAFE = ((b"content-security-policy", POLICY), (b"x-content-type-options", b"nosniff"), (b"cache-control", b"no-cache"))
@@ -134,7 +135,7 @@ class Routes:
     async def streams(self, call: Call) -> Reply:
         """GET /v1/streams: those of the token. ``?stored=true``: also the names of all that are in the store."""
         found: dict[str, Any] = {"model": self.model.name, "method": self.model.method}
-        found["streams"] = [each for each in self.worker.streams() if call.holder.sees(each["name"])]
+        found["streams"] = [self._shown(each) for each in self.worker.streams() if call.holder.sees(each["name"])]
         if switch(call.query(), "stored"):
             found["stored"] = sorted(await translated(self.worker.stored(call.holder.token.streams)))
         return as_json(found)
@@ -143,7 +144,23 @@ class Routes:
         """GET /v1/streams/{stream}."""
         name = stream_name(call.part("stream"))
         call.holder.check("see", name)
-        return as_json(await translated(_ready(self.worker.stream, name)))
+        return as_json(self._shown(await translated(_ready(self.worker.stream, name))))
+
+    def _shown(self, known: dict[str, Any]) -> dict[str, Any]:
+        """What is known of a stream, with the number of its thumbnail, if there is one."""
+        number = self.service.thumbnails.number(known["name"])
+        return known if number is None else known | {"thumbnail": number}
+
+    async def thumbnail(self, call: Call) -> Reply:
+        """GET /v1/streams/{stream}/thumbnail: its last frame, small, as a PNG."""
+        name, kept = stream_name(call.part("stream")), self.service.thumbnails
+        call.holder.check("see", name)
+        if not kept.limit:
+            raise NotFound("this server keeps no thumbnails; tribe serve --thumbnails keeps them")
+        await translated(_ready(self.worker.stream, name))
+        if (found := kept.get(name)) is None:
+            raise NotFound(f"there is no thumbnail of stream {name!r}: it has had no request, or its frame was dropped")
+        return Reply(await asyncio.to_thread(encode, found), b"image/png", ((b"cache-control", b"no-store"),))
 
     async def create(self, call: Call) -> Reply:
         """PUT /v1/streams/{stream}: create it, unless it exists."""

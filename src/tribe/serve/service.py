@@ -15,6 +15,7 @@ from tribe.serve.protocol.errors import BadInput, Conflict, NotFound, ServeError
 from tribe.serve.protocol.messages import Answer, Images, ModelInfo, Request
 from tribe.serve.security import Access, Holder
 from tribe.serve.store.protocol import StoreDamaged
+from tribe.serve.thumbnails import Thumbnails
 
 T = TypeVar("T")
 LARGE = 2**20  # bytes of images that are converted in a thread: the event loop goes on meanwhile
@@ -25,6 +26,7 @@ class Service:
 
     def __init__(self, worker: Backend, model: ModelInfo, limits: Limits, access: Access) -> None:
         self.worker, self.model, self.limits, self.access = worker, model, limits, access
+        self.thumbnails = Thumbnails(limits.thumbnails)
 
     async def infer(self, request: Request, holder: Holder, arrived: float) -> Answer:
         """Predict the images of a request, and let its stream learn from them.
@@ -47,7 +49,10 @@ class Service:
             self.worker.infer(stream, tensor, request_id=request.id, deadline=deadline, learn=learn)
         )
         if stream is not None and request.end and holder.can("end"):
+            self.thumbnails.forget(stream)
             await translated(self.worker.control("end", stream))
+        if stream is not None and not request.end:
+            self.thumbnails.note(stream, tensor)
         logits = result.logits.detach().to("cpu", torch.float32).contiguous().numpy()
         return Answer(logits, stream, result.adapted, result.clock, result.generation, result.health or {})
 
@@ -85,6 +90,8 @@ class Service:
     async def control(self, action: Action, stream: str, holder: Holder, **arguments: Any) -> dict[str, Any]:
         """Do something to a stream."""
         holder.check(action, stream)
+        if action in ("drop", "end"):
+            self.thumbnails.forget(stream)
         return await translated(self.worker.control(action, stream, **arguments))
 
     async def put_state(self, stream: str, data: bytes) -> dict[str, Any]:

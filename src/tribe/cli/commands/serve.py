@@ -18,6 +18,7 @@ from tribe.serve.limits import Limits
 from tribe.serve.policy import Policy
 
 DIGITS = "compact", "mnist"  # the embedded network and what it was trained on
+THUMBNAILS = 32 * 2**20  # bytes
 NO_TOKENS = (
     "it listens beyond this machine and has no tokens: everybody who reaches it may do everything. --tokens FILE says "
     "who may do what"
@@ -87,6 +88,7 @@ def serve(
     ssl_keyfile: Annotated[Path | None, typer.Option(help="TLS: its key, PEM.")] = None,
     max_body: Annotated[int, typer.Option(help="Most megabytes of a request.")] = 32,
     max_connections: Annotated[int, typer.Option(help="Most connections at the same time.")] = Limits().connections,
+    thumbnails: Annotated[bool, typer.Option("--thumbnails", help="Show the last frame of each stream.")] = False,
     ray: Annotated[bool, typer.Option("--ray", help="Several workers on Ray Serve, the extra `ray-serve`.")] = False,
     workers: Annotated[int, typer.Option(help="How many workers --ray starts.")] = 2,
     verbose: Annotated[bool, typer.Option("--verbose", help="Log what happens to streams, on stderr.")] = False,
@@ -113,7 +115,9 @@ def serve(
             "policy": None if deadline is None else Policy(deadline=deadline / 1000),
             "host": host,
             "tokens": tokens,
-            "limits": Limits(body=max_body * 2**20, connections=max_connections),
+            "limits": Limits(
+                body=max_body * 2**20, connections=max_connections, thumbnails=THUMBNAILS if thumbnails else 0
+            ),
             "host_names": host_name or (),
             **fields,
         }

@@ -1,0 +1,83 @@
+"""The last frame of each stream, small, for people: off unless asked for, and bounded in bytes."""
+
+import io
+from collections import OrderedDict
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tribe.corruptions.pillow import require_pillow
+
+SIDE = 96  # most pixels of a thumbnail's side
+
+
+class Thumbnail(NamedTuple):
+    """A small frame."""
+
+    pixels: NDArray[np.uint8]  # (H, W) or (H, W, 3)
+    number: int  # of the frame: another number, another frame
+
+
+class Thumbnails:
+    """The last frames of streams; those whose frame is oldest go first. Used on the event loop.
+
+    Args:
+        limit: the most bytes of all frames; 0: none is kept.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._kept: OrderedDict[str, Thumbnail] = OrderedDict()
+        self._bytes = self._frames = 0
+
+    def note(self, stream: str, images: Tensor) -> None:
+        """Keep the last of some images (B, C, H, W) in [0, 1], if it can be shown: one channel or three."""
+        if not self.limit or images.dim() != 4 or not len(images) or images.shape[1] not in (1, 3):
+            return
+        self.forget(stream)
+        pixels = shrink(images[-1])
+        if pixels.nbytes > self.limit:
+            return
+        self._frames += 1
+        self._kept[stream] = Thumbnail(pixels, self._frames)
+        self._bytes += pixels.nbytes
+        while self._bytes > self.limit:
+            self.forget(next(iter(self._kept)))
+
+    def forget(self, stream: str) -> None:
+        """Drop the frame of a stream."""
+        if (old := self._kept.pop(stream, None)) is not None:
+            self._bytes -= old.pixels.nbytes
+
+    def number(self, stream: str) -> int | None:
+        """The number of a stream's frame; None: there is none."""
+        return None if (kept := self._kept.get(stream)) is None else kept.number
+
+    def get(self, stream: str) -> Thumbnail | None:
+        """The last frame of a stream."""
+        return self._kept.get(stream)
+
+    @property
+    def bytes(self) -> int:
+        """How many bytes the frames take."""
+        return self._bytes
+
+
+def shrink(image: Tensor) -> NDArray[np.uint8]:
+    """Every n-th pixel of an image (C, H, W) in [0, 1], so that no side has more than 96: (H, W), or (H, W, 3).
+
+    >>> shrink(__import__("torch").ones(1, 200, 10)).shape
+    (67, 4)
+    """
+    every = max(1, -(-max(image.shape[1:]) // SIDE))
+    small = image[:, ::every, ::every].detach().cpu().nan_to_num(0.0).clamp(0, 1).mul(255).round().byte().numpy()
+    return np.ascontiguousarray(small[0] if len(small) == 1 else small.transpose(1, 2, 0))
+
+
+def encode(thumbnail: Thumbnail) -> bytes:
+    """The frame as a PNG."""
+    file = io.BytesIO()
+    require_pillow("thumbnails").fromarray(thumbnail.pixels).save(file, "PNG")
+    return file.getvalue()
