@@ -113,6 +113,12 @@ def function(name: str, family: str) -> Function:
     return _family(family)[name].function
 
 
+def table_of(name: str, family: str, *, large: bool = False) -> tuple[Params, ...]:
+    """The parameters of a corruption, one entry per severity, or a single one; ``large``: of 100 pixels and more."""
+    entry = _find(name, family)
+    return entry.large if large else entry.table
+
+
 def family_for(shape: Sequence[int]) -> str:
     """The family of corruptions for images of a shape (C, H, W): "mnist" for 28 x 28 grey images, else "common".
 
