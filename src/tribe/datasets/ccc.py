@@ -83,7 +83,7 @@ def find_walk(accuracy: Sequence[Sequence[float]], baseline: float) -> list[tupl
     level or the second grows by one. From every place the better of two walks is kept, from the end to the beginning.
 
     >>> find_walk([[50, 40, 30], [40, 30, 20], [30, 20, 10]], 30)
-    [(2, 0), (1, 0), (1, 1), (0, 1)]
+    [(1, 0), (1, 1), (1, 2), (0, 2)]
     """
     best: dict[tuple[int, int], tuple[float, list[tuple[int, int]]]] = {}
     for j in reversed(range(len(accuracy[0]))):
