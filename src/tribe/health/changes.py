@@ -203,20 +203,44 @@ def _statistics(net: Backbone, old: Deployed, new: Deployed) -> dict[str, Part]:
 
 def squared_moves(net: Backbone, old: Stats, new: Stats) -> Tensor:
     """The squared distance of each pair of channels in standard deviations of the older, (R, K, C): Wasserstein's."""
-    eps = _epsilons(net, old.mean)
+    eps = _constants(net, old.mean).eps
     std, new_std = (old.var + eps).sqrt(), (new.var + eps).sqrt()
     return ((new.mean - old.mean) / std).square_().add_((new_std / std - 1).square_())
 
 
-_known: WeakKeyDictionary[Backbone, dict[Any, Tensor]] = WeakKeyDictionary()  # by type and device
+DEPTHS = 3  # parts of a network, by depth: the first, middle and last third of the layers with statistics
 
 
-def _epsilons(net: Backbone, like: Tensor) -> Tensor:
-    """The eps of every channel, (C,); made once."""
-    made = _known.setdefault(net, {})
+def moves_by_depth(net: Backbone, old: Stats, new: Stats) -> Tensor:
+    """How far statistics (S, 1, C) moved in each part of the network, (S, 3); each layer of a part counts the same."""
+    squares = squared_moves(net, old, new)[:, 0]
+    return (squares.unsqueeze(2) * _constants(net, squares).shares).sum(1).sqrt()
+
+
+class Constants(NamedTuple):
+    """What a network's layers say of its channels, on a device."""
+
+    eps: Tensor  # (C,)
+    shares: Tensor  # (C, 3) how much each channel counts in the mean over the layers of each part
+
+
+_made: WeakKeyDictionary[Backbone, dict[Any, Constants]] = WeakKeyDictionary()  # by type and device
+
+
+def _constants(net: Backbone, like: Tensor) -> Constants:
+    """Made once: each would be as many launches as there are layers."""
+    made = _made.setdefault(net, {})
     place = like.dtype, like.device
     if place not in made:
-        made[place] = torch.cat([like.new_full((s.columns.stop - s.columns.start,), s.layer_eps) for s in net.slots])
+        widths = [slot.columns.stop - slot.columns.start for slot in net.slots]
+        eps = torch.cat([like.new_full((n,), s.layer_eps) for n, s in zip(widths, net.slots, strict=True)])
+        shares, slots = like.new_zeros(len(eps), DEPTHS), [s for n, s in zip(widths, net.slots, strict=True) if n]
+        third = max(len(slots) // DEPTHS, 1)
+        for depth, part in enumerate((slots[:third], slots[third : len(slots) - third], slots[len(slots) - third :])):
+            for slot in part or slots:
+                width = slot.columns.stop - slot.columns.start
+                shares[slot.columns, depth] = 1 / (len(part or slots) * width)
+        made[place] = Constants(eps, shares)
     return made[place]
 
 

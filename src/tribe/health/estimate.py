@@ -24,7 +24,8 @@ from torch import Tensor
 
 from tribe.engine.losses import probabilities
 from tribe.fields import document
-from tribe.health.probe import DEPTHS, Answers
+from tribe.health.changes import DEPTHS
+from tribe.health.probe import Answers
 
 WINDOW = 500  # images
 Z90 = 1.6449  # 90 % of a normal distribution lie within so many standard deviations

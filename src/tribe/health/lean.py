@@ -6,8 +6,6 @@ the network that predicts leans on the source by how far the adapted statistics 
 """
 
 from dataclasses import replace
-from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -15,7 +13,7 @@ from torch import Tensor
 from tribe.engine.backbone import Backbone
 from tribe.engine.rules import PerBatch
 from tribe.engine.state import Affine, Stats
-from tribe.health.changes import squared_moves
+from tribe.health.changes import DEPTHS, moves_by_depth
 from tribe.methods import Deployed
 from tribe.norms.mixed import Mixed
 
@@ -57,22 +55,4 @@ def distance_of_statistics(net: Backbone, stats: Stats) -> Tensor:
     The first layers see what differs between augmented and plain images, the last ones which classes are there; the
     middle third sees the world in front of the camera. Each layer counts the same: sqrt(dmean^2 + dstd^2).
     """
-    squares = squared_moves(net, net.source()[1], stats)[:, 0]
-    return (squares * _weight(net, squares)).sum(1).sqrt()
-
-
-_known: WeakKeyDictionary[Backbone, dict[Any, Tensor]] = WeakKeyDictionary()  # by type and device
-
-
-def _weight(net: Backbone, like: Tensor) -> Tensor:
-    """How much each channel counts in the mean over the middle layers, (C,); made once."""
-    made = _known.setdefault(net, {})
-    place = like.dtype, like.device
-    if place not in made:
-        slots = [slot for slot in net.slots if slot.columns.stop > slot.columns.start]
-        middle = slots[len(slots) // 3 : len(slots) - len(slots) // 3] or slots
-        weight = like.new_zeros(like.shape[1])
-        for slot in middle:
-            weight[slot.columns] = 1 / (len(middle) * (slot.columns.stop - slot.columns.start))
-        made[place] = weight
-    return made[place]
+    return moves_by_depth(net, net.source()[1], stats)[:, DEPTHS // 2]

@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from tribe.engine.backbone import Backbone
-from tribe.engine.rules import pool_batch
+from tribe.engine.rules import Frozen, pool_batch
 from tribe.engine.state import Stats
 from tribe.fields import document
-from tribe.health.changes import squared_moves
+from tribe.health.changes import DEPTHS, moves_by_depth
 
-DEPTHS = 3  # parts of the network, by depth: the first, middle and last third of the normalised layers
 SPAN = 16  # probes over which their statistics are averaged, about
 
 
@@ -68,15 +67,22 @@ def start_shift(net: Backbone, streams: int) -> ShiftState:
 
 
 @torch.no_grad()
-def ask(net: Backbone, state: ShiftState, x: Tensor, valid: Tensor, every: int) -> tuple[Answers, ShiftState]:
-    """Pass one in ``every`` images (S, B, ...) of a batch through the source."""
+def ask(
+    net: Backbone, state: ShiftState, x: Tensor, valid: Tensor, every: int, measures: bool = True
+) -> tuple[Answers, ShiftState]:
+    """Pass one in ``every`` images (S, B, ...) of a batch through the source.
+
+    Without ``measures`` it only predicts, which is half the work: statistics tell something with a calibration only.
+    """
     chosen = slice(None, None, every)
     affine, stats = net.source(len(x))
-    output = net(x[:, chosen], affine, stats, Looking(), valid=valid[:, chosen])
+    output = net(x[:, chosen], affine, stats, Looking() if measures else Frozen(), valid=valid[:, chosen])
     some = output.logits.float()
     fine = valid[:, chosen] & some.isfinite().all(2)
     logits, known = some.new_zeros(*valid.shape, some.shape[2]), torch.zeros_like(valid)
     logits[:, chosen], known[:, chosen] = torch.where(fine.unsqueeze(2), some, 0), fine
+    if not measures:
+        return Answers(logits, known, state.weight.new_zeros(len(x), DEPTHS)), state
     state = _remember(state, output.stats, fine.sum(1))
     return Answers(logits, known, measure_shift(net, state)), state
 
@@ -92,15 +98,10 @@ def _remember(state: ShiftState, stats: Stats, probes: Tensor) -> ShiftState:
 
 def measure_shift(net: Backbone, state: ShiftState) -> Tensor:
     """How far the statistics of the last probes are from the source's (S, 3); 0 if there are none."""
-    slots = [slot for slot in net.slots if slot.columns.stop > slot.columns.start]
-    if not state.mean.shape[1] or not slots:
+    if not state.mean.shape[1]:
         return state.weight.new_zeros(len(state.weight), DEPTHS)
     weight = state.weight.clamp_min(1e-6).unsqueeze(1)
     mean = state.mean / weight
     now = Stats(mean.unsqueeze(1), (state.square / weight - mean.square()).clamp_min(0).unsqueeze(1))
-    squares = squared_moves(net, Stats(*(t.float() for t in net.source()[1])), now)[:, 0]
-    layers = torch.stack([squares[:, slot.columns].mean(1) for slot in slots], 1)  # (S, layers)
-    third = max(len(slots) // DEPTHS, 1)
-    parts = layers[:, :third], layers[:, third : len(slots) - third], layers[:, len(slots) - third :]
-    far = torch.stack([(part if part.shape[1] else layers).mean(1).sqrt() for part in parts], 1)
+    far = moves_by_depth(net, Stats(*(t.float() for t in net.source()[1])), now)
     return torch.where(state.weight.unsqueeze(1) > 0, far, 0)

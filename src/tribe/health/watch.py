@@ -67,7 +67,9 @@ class Watcher:
 
     def ask(self, net: Backbone, state: WatchState, x: Tensor, valid: Tensor) -> tuple[Answers | None, ShiftState]:
         """What the source says of some images; None if it is not asked."""
-        return ask(net, state.shift, x, valid, self.probe) if self.probe else (None, state.shift)
+        if not self.probe:
+            return None, state.shift
+        return ask(net, state.shift, x, valid, self.probe, measures=self.normal is not None)
 
     @torch.no_grad()
     def observe(
