@@ -261,3 +261,28 @@ def test_the_command_does_not_judge_the_images_it_makes_up() -> None:
         result = tribe_command("doctor", "far.py:net", "--shape", shape)
         assert result.exit_code == 2, result.output
         assert "numbers; expected 67,108,864 at most" in message(result)
+
+
+def diagnosed(labels: Tensor, x: Tensor) -> tuple[float | None, str]:
+    """The accuracy, and the problems that labels show."""
+    report = tribe.doctor(small_network(), x, labels)
+    return report.accuracy, "\n".join(problem for problem in report.problems if "label" in problem)
+
+
+def test_a_network_whose_classes_are_in_another_order_is_recognised() -> None:
+    x = images(1, 64, 0)[0]
+    right = small_network()(x).argmax(1)
+    wrong = (right + 1) % CLASSES
+    assert diagnosed(right, x) == (1.0, "")
+    assert "accuracy on these images: 100%" in str(tribe.doctor(small_network(), x, right))
+    accuracy, words = diagnosed(wrong, x)
+    assert accuracy == 0
+    assert "0 of 64 labelled images are predicted right, which is no better than chance" in words
+    assert "classes in the order of the labels?" in words
+    assert diagnosed(torch.where(torch.arange(64) < 48, right, wrong), x) == (0.75, "")
+    assert diagnosed(wrong[:8], x[:8]) == (0, ""), "eight may all be hard"
+    assert diagnosed(torch.full((64,), -1), x) == (None, "")
+    assert "labels reach 4" in diagnosed(torch.full((64,), CLASSES), x)[1]
+    assert "expected 64 integers" in diagnosed(right[:3], x)[1]
+    x[:48] = torch.nan
+    assert diagnosed(right, x) == (1.0, ""), "labels of images that cannot be used are left out"

@@ -26,6 +26,7 @@ MISSING = {  # what a method works on: why it is of no use to a network without 
     "statistics": "the network has no BatchNorm: batch statistics change nothing",
     "features": "no classifier layer was found that sees each image once: tribe.Backbone(model, classifier=...)",
 }
+ENOUGH = 16  # labelled images that show whether a network is better than chance
 OFF, FAR = 1.0, 4.0  # shifts at the first layer: above OFF another scaling is tried, above FAR it is a problem
 
 
@@ -54,6 +55,7 @@ class Report:
     needs: dict[str, str] = field(default_factory=dict)  # name -> what a method that fits must know of the source data
     shift: float | None = None  # how far the batch is from the source at the first layer, see `_first_shift`
     confidence: float | None = None
+    accuracy: float | None = None  # on these images, if their labels are given
     problems: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
@@ -75,6 +77,8 @@ class Report:
             lines.append(f"  first layer: statistics of these images {self.shift:.2f} deviations from the source's")
         if self.confidence is not None:
             lines.append(f"  mean confidence on these images: {self.confidence:.0%}")
+        if self.accuracy is not None:
+            lines.append(f"  accuracy on these images: {self.accuracy:.0%}")
         if fitting := [name for name, reason in self.methods.items() if not reason and name not in self.needs]:
             lines.append(f"  methods that fit: {', '.join(fitting)}")
         if self.needs:
@@ -85,12 +89,15 @@ class Report:
 
 
 @torch.inference_mode(False)  # a gradient is computed, too
-def doctor(model: nn.Module | Backbone, x: Tensor | None = None, *, noise: bool = False) -> Report:
+def doctor(
+    model: nn.Module | Backbone, x: Tensor | None = None, labels: Tensor | None = None, *, noise: bool = False
+) -> Report:
     """Report what can adapt in a model and whether its input looks right; changes nothing.
 
     Args:
         model: the classifier, or a `Backbone` of it.
         x: a batch of images (B, ...) as the model will get them; None: the input is not checked.
+        labels: the classes (B,) of clean images. They show whether the network has its classes in the same order.
         noise: ``x`` is random and serves to test shapes only: its values are not reported as a problem.
 
     >>> report = doctor(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(288, 4)))
@@ -125,7 +132,7 @@ def doctor(model: nn.Module | Backbone, x: Tensor | None = None, *, noise: bool 
         report["problems"].append(f"the network's own numbers are not finite: {', '.join(broken[:4])}{more}")
     if x is not None:
         with _no_warnings(net):
-            report.update(_examine(net, x, report, noise))
+            report.update(_examine(net, x, labels, report, noise))
     features = report["features"] is not None if "features" in report else net.classifier is not None
     has = {"affine": net.has_affine, "statistics": net.has_statistics, "features": features}
     classes = {name: methods.get(name) for name in methods.names()}
@@ -153,7 +160,7 @@ def _not_finite(net: Backbone) -> Iterator[str]:
                 yield f"{place}.{name}" if place else name
 
 
-def _examine(net: Backbone, x: Tensor, report: dict[str, Any], noise: bool) -> dict[str, Any]:
+def _examine(net: Backbone, x: Tensor, labels: Tensor | None, report: dict[str, Any], noise: bool) -> dict[str, Any]:
     """The fields of a report that images give; adds to its problems."""
     problems = report["problems"]
     if not isinstance(x, Tensor):
@@ -168,6 +175,7 @@ def _examine(net: Backbone, x: Tensor, report: dict[str, Any], noise: bool) -> d
         x = x.float()
     if not (good := sound(x, 1)).all():
         problems.append(f"{int((~good).sum())} of {len(x)} images are not finite, or so large that they count as bad")
+        labels = labels[good] if labels is not None and len(labels) == len(x) else labels
         x = x[good] if good.any() else torch.zeros_like(x)
     called: set[str] = set()
     try:
@@ -180,10 +188,12 @@ def _examine(net: Backbone, x: Tensor, report: dict[str, Any], noise: bool) -> d
     idle = {slot.name: "the network did not call it on these images" for slot in net.slots if slot.name not in called}
     if shift is not None and not noise:
         _suspect_scaling(net, x, shift, problems)
+    confidence = _confidence(net, logits, problems, noise)
     return {
         "left_alone": report["left_alone"] | idle,
         "shift": shift,
-        "confidence": _confidence(net, logits, problems, noise),
+        "confidence": confidence,
+        "accuracy": None if labels is None else _accuracy(logits, labels, confidence, problems),
         "features": None if features is None else features.shape[-1],
     }
 
@@ -206,6 +216,31 @@ def _confidence(net: Backbone, logits: Tensor, problems: list[str], noise: bool)
     if not noise and 1 - (entropy(logits).mean() / math.log(classes)).item() < 0.02:
         problems.append("predictions are close to uniform: are the weights loaded?")
     return logits.softmax(-1).amax(-1).mean().item()
+
+
+def _accuracy(logits: Tensor, labels: Tensor, confidence: float | None, problems: list[str]) -> float | None:
+    """The share of images that are predicted right; adds that it is no better than chance."""
+    if labels.shape != (len(logits),) or labels.is_floating_point():
+        problems.append(
+            f"labels are {labels.dtype} of shape {tuple(labels.shape)}; expected {len(logits)} integers, one for each "
+            "image"
+        )
+        return None
+    known = labels >= 0
+    if not known.any() or confidence is None:
+        return None
+    count, chance = int(known.sum()), 1 / logits.shape[-1]
+    if int(labels.max()) >= logits.shape[-1]:
+        problems.append(f"labels reach {int(labels.max())}, but the network tells {logits.shape[-1]} classes apart")
+        return None
+    right = int((logits.argmax(-1).cpu() == labels.cpu())[known].sum())
+    if count >= ENOUGH and right <= count * chance + 3 * math.sqrt(count * chance * (1 - chance)):
+        problems.append(
+            f"{right} of {count} labelled images are predicted right, which is no better than chance, with a mean "
+            f"confidence of {confidence:.0%}: are the images clean, and are the network's classes in the order of the "
+            "labels? Networks of ImageNet number the sorted wnids (n01440764 is 0)"
+        )
+    return right / count
 
 
 def _try_gradients(net: Backbone, x: Tensor, problems: list[str]) -> None:

@@ -254,6 +254,34 @@ def test_problems_are_exit_code_1(call):
     assert "problem: the network could not take images of shape (1, 16, 16)" in deep.stdout
 
 
+DIGITS = """
+import tribe
+
+def right():
+    return tribe.models.load("compact", tribe.models.find("compact", "mnist", "data"))
+
+def turned():
+    net = right()
+    last = [layer for layer in net.modules() if hasattr(layer, "out_features")][-1]
+    last.weight.data, last.bias.data = last.weight.data.roll(1, 0), last.bias.data.roll(1, 0)
+    return net
+"""
+
+
+def test_doctor_asks_about_the_order_of_classes(call, tmp_path):
+    (tmp_path / "digits.py").write_text(DIGITS)
+    options = ("--dataset", "mnist", "--data", tmp_path, "--json")
+    report = json.loads(call("doctor", tmp_path / "digits.py:right", *options).stdout)
+    assert report["accuracy"] > 0.9
+    assert report["problems"] == []
+    result = call("doctor", tmp_path / "digits.py:turned", *options)
+    assert result.exit_code == 1
+    assert "no better than chance" in json.loads(result.stdout)["problems"][0]
+    both = call("doctor", tmp_path / "digits.py:right", "--dataset", "mnist", "--shape", "1,28,28")
+    assert both.exit_code == 2
+    assert "choose one" in both.stderr
+
+
 @pytest.mark.parametrize("suffix", ["npy", "npz"])
 @pytest.mark.parametrize("dtype", [np.uint8, np.float16, np.float64])
 def test_images_from_a_file(call, tmp_path, suffix, dtype):

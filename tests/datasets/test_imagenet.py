@@ -178,6 +178,14 @@ def test_an_image_folder_of_another_kind_gets_a_hint(tmp_path):
         imagenet(tmp_path / "camera/day").labels("dirty")
 
 
+def test_classes_that_would_be_domains_get_a_hint(root):
+    with pytest.raises(ValueError, match="holds the classes of ImageNet, not domains.*--dataset imagenet --data"):
+        datasets.create("folder", root=str(root / "imagenet/val"), size=32).labels(WNIDS[0])
+    layouts.write_folder(root / "camera", np.random.default_rng(0))
+    with pytest.raises(ValueError, match="If the domains are classes, as in an ImageFolder, name the folder above"):
+        Stream(datasets.create("folder", root=str(root / "camera/day")), scenarios.create("ptta"))
+
+
 def test_missing_sisters_name_their_archives(tmp_path):
     for name, domain in SISTERS.items():
         with pytest.raises(MissingData, match=r"To place it, run: .* curl -fL https://"):

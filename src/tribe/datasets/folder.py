@@ -184,6 +184,9 @@ class Folder:
             raise ValueError(f"{self._root} itself holds images, such as {images[0].name}; {LAYOUT}")
         if not folders:
             raise MissingData(f"{self._root} holds no folders; {LAYOUT}")
+        if all(folder.name in wnids() for folder in folders):
+            instead = f"--dataset imagenet --data {self._root}, or the folder above it"
+            raise ValueError(f"{self._root} holds the classes of ImageNet, not domains; {LAYOUT}. Use {instead}")
         domains = {}
         for folder in folders:
             domains[folder.name] = self._list_domain(folder, ignored)

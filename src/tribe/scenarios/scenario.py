@@ -188,7 +188,8 @@ def _check_labels(labels: Any, of: str, least: int, classes: int | None) -> Tens
     if len(y) == 0:
         raise ValueError(f"{of} has no images: its labels are empty")
     if int(y.min()) < least:
-        hint = "" if least else "; only the scenario 'replay' plays images without a label"
+        classes_as_domains = "If the domains are classes, as in an ImageFolder, name the folder above them"
+        hint = "" if least else f"; only the scenario 'replay' plays images without a label. {classes_as_domains}"
         raise ValueError(f"labels of {of} hold {int(y.min())}; expected classes from 0{hint}")
     most = MOST_CLASSES if classes is None else classes
     if int(y.max()) >= most:

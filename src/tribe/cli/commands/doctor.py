@@ -17,10 +17,12 @@ from torch import Tensor, nn
 import tribe
 from tribe.cli.app import app
 from tribe.cli.custom import load_custom_model
-from tribe.cli.options import AsJson, parse_shape
+from tribe.cli.options import AsJson, DataRoot, build_dataset, parse_shape
 from tribe.cli.output import describe_error, errors_as_messages, fail, print_json, stdout_to_stderr
+from tribe.datasets import Dataset
 from tribe.datasets.array_files import open_array
 from tribe.fields import printable
+from tribe.lab.workbench import restrict
 from tribe.storage.arrays import read_single
 from tribe.storage.tensors import open_safetensors
 
@@ -46,19 +48,30 @@ def doctor(
             "--input", help=f"Images (N, C, H, W), .npy or .npz, float or uint8 / 255; {SAMPLE} of them are used."
         ),
     ] = None,
+    dataset: Annotated[
+        str | None,
+        typer.Option(help=f"Use {SAMPLE} clean images of a data set, see `tribe list datasets`, with their labels."),
+    ] = None,
+    data: DataRoot = None,
     shape: Annotated[str | None, typer.Option(help="Use random images in [0, 1] of this shape: 3,32,32.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Report which layers of a model can be adapted, and whether its input looks right. Exit with 1 on problems."""
-    if images is not None and shape is not None:
-        fail("--input reads images and --shape makes random ones: choose one")
+    if sum(given is not None for given in (images, shape, dataset)) > 1:
+        fail("--input reads images, --dataset those of a data set, and --shape makes random ones: choose one")
     with stdout_to_stderr(), errors_as_messages():
-        x = _read(images) if images is not None else _random(shape) if shape is not None else None
+        known = None if dataset is None else build_dataset(dataset, data, None, {})
+        x, labels = (
+            _sample(known)
+            if known is not None
+            else (_read(images) if images is not None else _random(shape) if shape is not None else None, None)
+        )
         model = load_custom_model(target)
         if weights is not None:
             load_weights(model, weights)
         try:
-            report = tribe.doctor(model, x, noise=shape is not None)
+            net = model if known is None else _restricted(model, known)
+            report = tribe.doctor(net, x, labels, noise=shape is not None)
         except Exception as error:  # the code of the model may raise anything
             fail(f"{target} failed on these images: {describe_error(error)}")
     if as_json:
@@ -111,6 +124,23 @@ def _read(path: Path) -> Tensor:
 
 def _array(path: Path) -> np.ndarray[Any, Any]:
     return read_single(path) if zipfile.is_zipfile(path) else open_array(path)
+
+
+def _sample(dataset: Dataset) -> tuple[Tensor, Tensor]:
+    """Some images of the first domain, spread evenly, with their labels."""
+    domain = dataset.domains[0]
+    labels = dataset.labels(domain)
+    chosen = torch.linspace(0, len(labels) - 1, min(len(labels), SAMPLE)).long()
+    return dataset.images(domain, chosen), labels[chosen]
+
+
+def _restricted(model: nn.Module, dataset: Dataset) -> nn.Module:
+    """The network with the outputs that are the classes of a data set; the model itself if it cannot be adapted."""
+    try:
+        net = model if isinstance(model, tribe.Backbone) else tribe.Backbone(model)
+    except (ValueError, TypeError):
+        return model  # `tribe.doctor` says why
+    return restrict(net, dataset)
 
 
 def _random(shape: str) -> Tensor:
