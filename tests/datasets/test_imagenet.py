@@ -179,7 +179,7 @@ def test_an_image_folder_of_another_kind_gets_a_hint(tmp_path):
 
 
 def test_classes_that_would_be_domains_get_a_hint(root):
-    with pytest.raises(ValueError, match="holds the classes of ImageNet, not domains.*--dataset imagenet --data"):
+    with pytest.raises(ValueError, match=r"holds the classes of ImageNet, not domains.*--dataset imagenet --data"):
         datasets.create("folder", root=str(root / "imagenet/val"), size=32).labels(WNIDS[0])
     layouts.write_folder(root / "camera", np.random.default_rng(0))
     with pytest.raises(ValueError, match="If the domains are classes, as in an ImageFolder, name the folder above"):
