@@ -4,12 +4,22 @@ uvicorn's protocol on httptools, which is fast, has no such bounds of its own.
 """
 
 import asyncio
+import contextlib
 import json
+import logging
+from dataclasses import replace
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from tribe.serve.limits import Limits
+
+try:
+    import resource
+except ModuleNotFoundError:  # Windows has no such limit
+    resource = None  # type: ignore[assignment]
+
+log = logging.getLogger("tribe.serve")
 
 
 class JoinedWrites:
@@ -117,6 +127,38 @@ class BoundedProtocol(HttpToolsProtocol):
             about = b"content-type: application/json\r\ncontent-length: " + size + b"\r\nconnection: close\r\n"
             self.transport.write(b"HTTP/1.1 " + status + b"\r\n" + about + more + b"\r\n" + body)
         self.transport.close()
+
+
+RESERVE = 256  # files that a server has open beside its connections
+
+
+def within_the_system(bounds: Limits) -> Limits:
+    """The limits, with as many connections as the system lets this process have open files for.
+
+    The process raises its own limit as far as it may. A connection beyond the system's limit would not be refused in
+    words: it would wait, and so would all others.
+    """
+    if resource is None:
+        return bounds
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = bounds.connections + RESERVE
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= bounds.connections + RESERVE:
+        return bounds
+    fewer = max(1, soft - RESERVE)
+    log.warning(
+        "the system lets this process have %d open files, so it takes %d connections instead of %d; raise the limit "
+        "with ulimit -n",
+        soft,
+        fewer,
+        bounds.connections,
+    )
+    return replace(bounds, connections=fewer)
 
 
 def limited(bounds: Limits) -> type[Any]:

@@ -17,7 +17,7 @@ import uvicorn
 from tribe.fields import is_whole, require
 from tribe.serve.app import App
 from tribe.serve.backend import Backend
-from tribe.serve.connections import limited
+from tribe.serve.connections import limited, within_the_system
 from tribe.serve.limits import Limits
 from tribe.serve.protocol.messages import ModelInfo
 from tribe.serve.rpc import listening
@@ -165,7 +165,7 @@ class Listener:
     async def _serve(self, ready: Callable[[], None], signals: bool) -> None:
         config = uvicorn.Config(
             self.app,
-            http=limited(self.limits),
+            http=limited(within_the_system(self.limits)),
             ws="none",
             lifespan="off",
             log_config=None,
