@@ -227,13 +227,42 @@ def test_a_wrong_file_of_tokens_is_refused_in_words(tmp_path, tokens, words):
 # -- TLS ---------------------------------------------------------------------------------------------------------------
 
 
-def test_tls(tmp_path):
+@pytest.fixture(scope="module")
+def certified(tmp_path_factory):
+    """A certificate for this machine, and its key."""
+    folder = tmp_path_factory.mktemp("tls")
     words = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=IP:127.0.0.1"
-    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
+    key, certificate = folder / "key.pem", folder / "cert.pem"
     try:
         subprocess.run([*words.split(), "-keyout", key, "-out", certificate], check=True, capture_output=True)
     except FileNotFoundError:
         pytest.skip("openssl is not installed")
+    return certificate, key
+
+
+def test_grpc_over_tls(certified):
+    grpc = pytest.importorskip("tritonclient.grpc", reason="tritonclient.grpc is not installed: make test-serve")
+    if not has_grpc():
+        pytest.skip("grpcio and protobuf are not installed: make test-serve")
+    certificate, key = certified
+    images = grpc.InferInput("images", IMAGES.shape, "FP32")
+    images.set_data_from_numpy(IMAGES)
+    with listening(certificate=certificate, key=key, grpc_port=0, tokens=TOKENS) as found:
+        options = {"ssl": True, "root_certificates": str(certificate)}
+        with grpc.InferenceServerClient(found.grpc_address, **options) as client:
+            headers = {"authorization": "Bearer owner"}
+            result = client.infer("small", [images], sequence_id="a-tls", headers=headers)
+            assert result.as_numpy("logits").shape == (2, 4)
+            with pytest.raises(grpc.InferenceServerException, match="Bearer TOKEN"):
+                client.infer("small", [images], sequence_id="a-tls")
+        for wrong in ({}, {"ssl": True}):  # without TLS, and without trust in the certificate
+            refuses = pytest.raises(grpc.InferenceServerException)
+            with grpc.InferenceServerClient(found.grpc_address, **wrong) as client, refuses:
+                client.infer("small", [images], sequence_id="a-tls", headers=headers, client_timeout=5)
+
+
+def test_tls(certified):
+    certificate, key = certified
     with listening(certificate=certificate, key=key) as found:
         assert found.url.startswith("https://")
         trusted = ssl.create_default_context(cafile=str(certificate))
