@@ -443,7 +443,7 @@ def test_images_that_are_not_there_are_asked_for(root):
         (["eta", "--model", "compact", "--dataset", "mnist"], "unknown method 'eta'"),
         (["eata", "--model", "compact", "--dataset", "mnsit"], "unknown data set 'mnsit'"),
         (["eata", "--model", "compact", "--dataset", "live-mnist-c"], "comes from the clean ones: --dataset mnist"),
-        (["eata", "--model", "compact", "--dataset", "imagenet-c"], "--dataset folder --data DIR"),
+        (["eata", "--model", "compact", "--dataset", "imagenet-c"], "comes from the clean ones: --dataset imagenet"),
         (["eata", "--model", "wrn28_10", "--dataset", "cifar10"], "no weights of wrn28_10 for cifar10"),
         (["eata", "--model", "compact", "--dataset", "mnist", "--batch", "0"], "--batch"),
         (["eata", "--model", "compact", "--dataset", "mnist", "--images", "0"], "--images"),
@@ -470,7 +470,7 @@ def test_what_cannot_be_done_is_said_in_words(root, arguments, words):
 
 
 def test_where_a_run_of_other_data_would_look_is_made(root):
-    """As the advice of a run on images whose clean ones tribe does not know, such as ImageNet-C, has it."""
+    """As the advice of a run on images whose clean ones tribe does not know has it."""
     place = root / "elsewhere" / "source" / "eata_compact_imagenet.safetensors"
     arguments = ("--model", "compact", "--dataset", "mnist", "--data", root, "--batch", 10, "--out", place)
     assert command("source", "eata", *arguments).exit_code == 0

@@ -37,7 +37,8 @@ def source(
     method: Annotated[str, typer.Argument(help="Method, see `tribe list methods`, or file.py:Class; or health.")],
     model: Model,
     dataset: Annotated[
-        str, typer.Option(help="Data set that the network was trained on: mnist, cifar10, cifar100 or folder.")
+        str,
+        typer.Option(help="Data set that the network was trained on: mnist, cifar10, cifar100, imagenet or folder."),
     ],
     weights: Weights = None,
     data: Annotated[
