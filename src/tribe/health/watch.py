@@ -44,7 +44,7 @@ class Watcher:
 
     @staticmethod
     def of(classes: int, probe: int, calibration: Calibration | None, device: torch.device) -> "Watcher":
-        """What watches streams on a device; without a calibration an empty estimator keeps the window."""
+        """What watches streams on a device; without a calibration nothing is estimated."""
         if calibration is None:
             empty = (Term(0.0, 0.0, 0.0, 0.0),) * len(Features._fields)
             return Watcher(classes, probe, Estimator(classes, 1.0, 0.0, empty, 1.0, WINDOW), None)
@@ -93,7 +93,9 @@ class Watcher:
         alarms = self.alarms.observe(
             state.alarms, verdict, output, valid, info.distance, source=source, known=known, reference=self.normal
         )
-        estimate = self.estimator.observe(state.estimate, output, valid, info.student_agreement, answers)
+        estimate = state.estimate
+        if self.normal is not None:
+            estimate = self.estimator.observe(estimate, output, valid, info.student_agreement, answers)
         counted = state.predicted.scatter_add(1, predicted, valid.to(torch.int64))
         return WatchState(alarms, estimate, counted, agreement, shift)
 
