@@ -15,6 +15,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ from benchmarks.pages import RESULTS
 from tribe import methods, scenarios
 from tribe.engine.backbone import Backbone
 from tribe.engine.precision import PRECISIONS, choose_device, float32_precision
+from tribe.health.guard import Guard
 from tribe.lab import metrics
 from tribe.lab.record import Record
 
@@ -46,6 +48,7 @@ class Bench(NamedTuple):
     net: Backbone
     source: Source
     options: argparse.Namespace
+    guard: Mapping[str, float]  # settings that differ from the defaults
 
     @property
     def names(self) -> list[str]:
@@ -55,7 +58,17 @@ class Bench(NamedTuple):
 
     def player(self, name: str, **fields: Any) -> Player:
         """A method on the network."""
-        return Player(self.net, methods.create(name, classes=self.net.classes, **fields))
+        own = self.guard if "+guard" in name else {}
+        return Player(self.net, methods.create(name, classes=self.net.classes, **own, **fields))
+
+    def over(self, data: time_play.Bench) -> time_play.Bench:
+        """A corrupted data set with this study's guard."""
+
+        def method(name: str) -> tuple[Backbone, Any]:
+            net, built = data.method(name)
+            return net, replace(built, **self.guard) if "+guard" in name else built
+
+        return data._replace(method=method)
 
 
 def percent(wrong: Tensor) -> dict[str, Any]:
@@ -119,7 +132,7 @@ def study_faults(bench: Bench) -> Iterator[Row]:
 
 def study_paper(bench: Bench) -> Iterator[Row]:
     """The streams of the paper: instance and category error of every seed."""
-    setup = _corrupted(bench.options)
+    setup = bench.over(_corrupted(bench.options))
     for cell in bench.options.cells.split(","):
         for name in bench.names:
             start = time.monotonic()
@@ -142,7 +155,7 @@ def study_paper(bench: Bench) -> Iterator[Row]:
 def study_collapse(bench: Bench) -> Iterator[Row]:
     """PTTA for methods that collapse, alone and guarded: the error of the whole stream and of its last third."""
     o = bench.options
-    data = _part(o)
+    data = bench.over(_part(o))
     for name in ("source", *(whole for part in o.collapsing.split(",") for whole in (part, f"{part}+guard"))):
         records = time_play.play(data, name, scenarios.create("ptta"), bench.source.seeds)
         wrong = torch.stack([metrics.wrong(record) for record in records])
@@ -152,7 +165,7 @@ def study_collapse(bench: Bench) -> Iterator[Row]:
 def study_recurring(bench: Bench) -> Iterator[Row]:
     """The same short stream again and again; unguarded only the first visits, if so many are asked for."""
     o = bench.options
-    data = _part(o)
+    data = bench.over(_part(o))
     for name in bench.names:
         rounds = o.visits if "+" in name else min(o.unguarded, o.visits)
         records = time_play.play(data, name, scenarios.create("recurring", rounds=rounds), bench.source.seeds)
@@ -231,6 +244,7 @@ def tables(folder: Path) -> str:
             given, rows = file["settings"], file["rows"]
             seeds = ", ".join(map(str, given["seeds"]))
             where = f"{given['dataset']}, {given['model']}, {given['precision']}, seed {seeds}"
+            where += "".join(f", {name} {value:g}" for name, value in given.get("guard", {}).items())
             parts.append(f"{title} ({where}); error, %:\n\n{_table(part, rows)}")
     return "\n".join(parts)
 
@@ -291,6 +305,8 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--device", default="auto")
     p.add_argument("--precision", default="tf32", choices=PRECISIONS)
     p.add_argument("--methods", default="tribe,tribe+guard")
+    p.add_argument("--guard", nargs="*", default=[], help="settings of the guard, such as lean_half=0.03")
+    p.add_argument("--fitted", type=int, help="fit the guard to the network with so many clean images")
     p.add_argument("--parts", default="clean,corrupted,faults")
     p.add_argument("--faults", default="", help="only these, separated by semicolons")
     p.add_argument("--cells", default=",".join(CELLS), help="streams of the paper (default: %(default)s)")
@@ -318,9 +334,16 @@ def main(argv: list[str] | None = None) -> None:
         return
     clock, device, begun = time_play.Clock(), choose_device(o.device), time.monotonic()
     opened = time_play.open_bench(argparse.Namespace(**vars(o)))
-    bench = Bench(opened.method("source")[0], Source(o.dataset, o.data, o.seeds, device), o)
-    shared, seeds = {**time_play.settings(o, device), "seeds": o.seeds}, "-".join(map(str, o.seeds))
+    net, source = opened.method("source")[0], Source(o.dataset, o.data, o.seeds, device)
     with float32_precision(o.precision):
+        guard = {name: float(value) for name, _, value in (pair.partition("=") for pair in o.guard)}
+        if o.fitted:
+            clean = source.dataset.images("clean", torch.arange(o.fitted)).to(device)
+            guard = {"lean_half": Guard.fitted(net, clean).lean_half, **guard}
+            clock.say("the guard is fitted:", guard)
+        bench = Bench(net, source, o, guard)
+        shared = {**time_play.settings(o, device), "seeds": o.seeds, "guard": guard, "fitted": o.fitted}
+        seeds = "-".join(map(str, o.seeds))
         for part in o.parts.split(","):
             rows: list[Row] = []
             path = o.out / f"guard_{part}_{o.dataset}_{o.model}_{shared['precision']}_{seeds}.json"

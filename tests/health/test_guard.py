@@ -11,7 +11,7 @@ from tribe import methods
 from tribe.engine.backbone import Backbone
 from tribe.engine.state import Affine, Stats, clone, leaves, stream
 from tribe.health.guard import Guard, Guarded, limit, pull_back
-from tribe.health.lean import distance_of_statistics, farness, lean
+from tribe.health.lean import distance_of_images, distance_of_statistics, farness, lean
 from tribe.methods import Deployed, Frozen, PerBatch
 from tribe.norms.mixed import Mixed
 from tribe.testing import CLASSES, check_method, ready, small, small_network
@@ -171,6 +171,20 @@ def test_the_share_of_adapted_statistics_by_hand():
     torch.testing.assert_close(leaned.stats.mean[0, 0], torch.tensor([share * 0.3, 0.0]))
     torch.testing.assert_close(leaned.stats.var[0, 0], torch.tensor([1.0, 1 + share * (1.4**2 - 1)]))
     assert float(farness(net, source, 0.2)) == 0
+
+
+def test_a_guard_is_fitted_to_the_distance_of_clean_images():
+    net = nn.Sequential(nn.Conv2d(3, 2, 3), nn.BatchNorm2d(2, eps=0.0), nn.Flatten(), nn.Linear(72, 4)).eval()
+    x = pictures(1, 300)[0]
+    values = net[0](x)  # the layer's statistics are mean 0, variance 1
+    mean, std = values.mean((0, 2, 3)), values.std((0, 2, 3), correction=0)
+    far = float((mean.square() + (std - 1).square()).mean().sqrt())
+    assert distance_of_images(Backbone(net), x) == pytest.approx(far, rel=1e-4)
+    made = tribe.Guard.fitted(net, x, speed=0.01)
+    assert made.lean_half == pytest.approx(1.4 * far, abs=1e-3)
+    assert made.speed == 0.01
+    with pytest.raises(ValueError, match="at least 200"):
+        tribe.Guard.fitted(net, x[:100])
 
 
 def test_at_the_source_the_network_is_the_sources():
