@@ -56,7 +56,7 @@ def test_parameters_are_interpolated():
 
 @pytest.mark.parametrize(("baseline", "within"), [(40, 0.5), (20, 0.5), (0, 3)])
 def test_walks_have_the_accuracy_that_was_asked_for(baseline, within):
-    for first, second in itertools.permutations(names_for(baseline), 2):
+    for first, second in itertools.pairwise(names_for(baseline)):
         accuracy = accuracies(first, second)
         walk = find_walk(accuracy, baseline)
         assert walk[0][1] == walk[-1][0] == 0, "from one corruption alone to the other"
