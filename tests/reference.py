@@ -112,6 +112,24 @@ def balanced(
     return Result(pooled_mean, pooled_var, new_mean, new_var)
 
 
+def pack(offsets: list[float], draws: list[float]) -> tuple[list[int], float]:
+    """The 8-bit codes of one class's offsets in one layer, in units of each channel, and their scale."""
+    scale = max(abs(offset) for offset in offsets) / 127**2
+    codes = []
+    for offset, draw in zip(offsets, draws, strict=True):
+        below = 0
+        while below < 126 and scale * (below + 1) ** 2 <= abs(offset):
+            below += 1
+        between = scale * (2 * below + 1)  # from this code to the next
+        up = between > 0 and draw < (abs(offset) - scale * below**2) / between
+        codes.append((below + up) * (1 if offset > 0 else -1))
+    return codes, scale
+
+
+def unpack(codes: list[int], scale: float) -> list[float]:
+    return [scale * code * abs(code) for code in codes]
+
+
 def instance(
     x: Array,
     labels: Any,

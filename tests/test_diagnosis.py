@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tribe
 from tribe import methods
+from tribe.health.recorder import count_bytes
 from tribe.testing import CLASSES, images, small_network
 
 X = images(1, 6, 0)[0]
@@ -219,6 +221,21 @@ def test_methods_that_must_know_the_source_data_are_told() -> None:
     assert "fit once they know the source data (tribe source): eata, petal, ttac" in str(report)
     assert "eata" not in next(line for line in str(report).splitlines() if "methods that fit:" in line)
     assert "eata" not in tribe.doctor(NETWORKS["no affine parameters"]()).needs
+
+
+def test_the_size_of_a_state_is_what_a_stream_keeps() -> None:
+    net = tribe.Backbone(small_network(7))
+    packed = methods.create("tribe", classes=7, class_stats="packed")
+    others = {name: methods.create(name, classes=7) for name in ("tribe", "tent", "bn")}
+    expected = {"tribe with class_stats='packed'": packed, **others}
+    assert tribe.doctor(net).state_bytes == {name: count_bytes(m.init(net)) for name, m in expected.items()}
+    assert re.search(r"state of a stream: tribe 0\.0\d+ MB\n", str(tribe.doctor(net)))
+    large = nn.Sequential(nn.Conv2d(3, 500, 1), nn.BatchNorm2d(500), nn.Flatten(), nn.Linear(500, 5000))
+    words = r"tribe 60 MB; leaner: tribe with class_stats='packed' 15\.\d MB, tent .* MB"
+    assert re.search(words, str(tribe.doctor(large)))
+    without = tribe.doctor(NETWORKS["no affine parameters"]())
+    assert "tribe" not in without.state_bytes
+    assert "state of a stream" not in str(without)
 
 
 def test_layers_of_one_kind_that_adapt_in_other_ways_are_told_apart() -> None:

@@ -17,6 +17,7 @@ from tribe.engine.moments import observe
 from tribe.engine.screening import PROBABILITIES, are_probabilities, sound
 from tribe.engine.slots import Slot, StatisticsSlot
 from tribe.engine.state import Affine
+from tribe.health.recorder import count_bytes
 from tribe.norms import pool_batch
 from tribe.norms.frozen import Frozen
 
@@ -27,6 +28,8 @@ MISSING = {  # what a method works on: why it is of no use to a network without 
     "features": "no classifier layer was found that sees each image once: tribe.Backbone(model, classifier=...)",
 }
 ENOUGH = 16  # labelled images that show whether a network is better than chance
+PACKED = "tribe with class_stats='packed'"
+LARGE = 50e6  # bytes of a state from which on leaner settings are named
 OFF, FAR = 1.0, 4.0  # shifts at the first layer: above OFF another scaling is tried, above FAR it is a problem
 
 
@@ -53,6 +56,8 @@ class Report:
     features: int | None = None
     methods: dict[str, str] = field(default_factory=dict)  # name -> "" if it fits, else why not
     needs: dict[str, str] = field(default_factory=dict)  # name -> what a method that fits must know of the source data
+    # What a method keeps for each stream, in bytes; with its settings if they are not the defaults.
+    state_bytes: dict[str, int] = field(default_factory=dict)
     shift: float | None = None  # how far the batch is from the source at the first layer, see `_first_shift`
     confidence: float | None = None
     accuracy: float | None = None  # on these images, if their labels are given
@@ -73,6 +78,7 @@ class Report:
         lines += [f"  left as it is: {name} ({reason})" for name, reason in self.left_alone.items()]
         if self.classifier is not None:
             lines.append(f"  {self.classes} classes, from layer {self.classifier!r}")
+        lines += _sizes(self.state_bytes)
         if self.shift is not None:
             lines.append(f"  first layer: statistics of these images {self.shift:.2f} deviations from the source's")
         if self.confidence is not None:
@@ -138,7 +144,27 @@ def doctor(
     classes = {name: methods.get(name) for name in methods.names()}
     fit = {name: next((MISSING[p] for p in method.works_on if not has[p]), "") for name, method in classes.items()}
     needs = {name: method.needs for name, method in classes.items() if method.needs and not fit[name]}
-    return Report(True, **report, methods=fit, needs=needs)
+    sizes = {} if net.classes is None else _state_bytes(net, max(net.classes, 2), fit)
+    return Report(True, **report, methods=fit, needs=needs, state_bytes=sizes)
+
+
+def _state_bytes(net: Backbone, classes: int, fit: dict[str, str]) -> dict[str, int]:
+    """What TRIBE keeps for each stream, and what is leaner. Measured with few classes: sizes are linear in them."""
+    settings = {"tribe": {}, PACKED: {"class_stats": "packed"}, "tent": {}, "bn": {}}
+    sizes = {}
+    for name, fields in settings.items():
+        if not fit[method := name.partition(" ")[0]]:
+            two, three = (count_bytes(methods.create(method, classes=k, **fields).init(net)) for k in (2, 3))
+            sizes[name] = two + (classes - 2) * (three - two)
+    return sizes
+
+
+def _sizes(state_bytes: dict[str, int]) -> Iterator[str]:
+    """The line about the size of states."""
+    if (most := state_bytes.get("tribe")) is not None:
+        leaner = [f"{name} {n / 1e6:.3g} MB" for name, n in state_bytes.items() if n < most]
+        many = f"; leaner: {', '.join(leaner)}" if most >= LARGE and leaner else ""
+        yield f"  state of a stream: tribe {most / 1e6:.3g} MB{many}"
 
 
 @contextmanager

@@ -32,6 +32,11 @@ def test_method_with_a_filter(name, check):
     check(small(ready(name)))
 
 
+@pytest.mark.parametrize("check", METHOD_CHECKS, ids=lambda check: check.__name__)
+def test_method_with_packed_statistics(check):
+    check(ready("tribe", class_stats="packed"))
+
+
 @pytest.mark.parametrize("check", SCENARIO_CHECKS, ids=lambda check: check.__name__)
 @pytest.mark.parametrize("name", scenarios.names())
 def test_scenario(name, check):

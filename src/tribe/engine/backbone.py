@@ -28,10 +28,11 @@ from tribe.engine.model_copy import (
     with_memory_format,
 )
 from tribe.engine.moments import fold
+from tribe.engine.packed import PackedStats, pack
 from tribe.engine.placement import SourceNorm, common_eps, place_slots, replace_module, source_norm
 from tribe.engine.rules import Frozen, Norm, group_labels
 from tribe.engine.slots import NORMS, Pass, Slot, SlotHook, current_pass, set_current_pass
-from tribe.engine.state import Affine, Stats, Store, hash_tensors
+from tribe.engine.state import Affine, Stats, Store, hash_tensors, tree_map
 from tribe.engine.view_order import views_come_first
 
 USUAL_EPS = 1e-5  # the default of every normalisation layer of torch
@@ -57,7 +58,7 @@ class Output(NamedTuple):
 
     logits: Tensor  # (R, B, K)
     features: Tensor | None  # (R, B, F), the classifier's input; None if no classifier layer was found
-    stats: Stats  # (R, K, C), to keep for the next pass
+    stats: Any  # (R, K, C), to keep for the next pass: Stats, or PackedStats if those were given
 
 
 class Backbone(nn.Module):
@@ -210,6 +211,12 @@ class Backbone(nn.Module):
         stats = Stats(*(t.expand(rows, classes, -1).clone() for t in source.stats))
         return affine, stats
 
+    def packed_source(self, rows: int, classes: int) -> PackedStats:
+        """The source's statistics for every class, packed: see `tribe.engine.packed`."""
+        _, stats = self.source(rows)
+        eps = [stats.mean.new_full((s.columns.stop - s.columns.start,), s.layer_eps) for s in self.slots]
+        return pack(stats, torch.cat(eps), classes, len(self.slots))
+
     def fingerprint(self, exact: bool = True) -> str:
         """A hash of the source model's weights, statistics and layer names; not ``exact``: of their float32 values."""
         # All buffers as they were given: a network may count or cache in them while it predicts.
@@ -241,12 +248,12 @@ class Backbone(nn.Module):
         self,
         x: Tensor,
         affine: Affine,
-        stats: Stats,
+        stats: Stats | PackedStats,
         norm: Norm,
         labels: Tensor | None = None,
         valid: Tensor | None = None,
         weights: Mapping[str, Tensor] | None = None,
-        spare: Stats | None = None,
+        spare: Stats | PackedStats | None = None,
         slot_hook: SlotHook | None = None,
     ) -> Output:
         """One pass over (R, B, ...) images, each row with its own normalisation.
@@ -270,7 +277,7 @@ class Backbone(nn.Module):
         grouped = None if labels is None else group_labels(norm, labels, valid, affine.weight.dtype)
         current = self._new_pass(batch, affine, stats, norm, grouped, valid, slot_hook)
         if self._eps is not None and not norm.observes:  # one fold for the whole network
-            both = fold(*current.stats, *affine, self._eps)
+            both = fold(current.stats.mean, current.stats.var, *affine, self._eps)
             current.folded = tuple(zip(*(t.split(self._widths, 2) for t in both), strict=True))
         channels_last = self._channels_last
         images = with_memory_format(x.flatten(0, 1).to(self.dtype), channels_last)
@@ -305,7 +312,7 @@ class Backbone(nn.Module):
             raise ValueError(NO_GRADIENT if self.has_affine or weights is not None else NO_AFFINE)
         return Output(logits, _features(current), self._collect(current, spare))
 
-    def _check_shapes(self, rows: int, affine: Affine, stats: Stats, norm: Norm) -> None:
+    def _check_shapes(self, rows: int, affine: Affine, stats: Stats | PackedStats, norm: Norm) -> None:
         if affine.weight.shape != (rows, self.channels):
             raise ValueError(
                 f"x has {rows} rows and the network {self.channels} channels; affine is {tuple(affine.weight.shape)}"
@@ -320,14 +327,14 @@ class Backbone(nn.Module):
         self,
         batch: int,
         affine: Affine,
-        stats: Stats,
+        stats: Stats | PackedStats,
         norm: Norm,
         labels: Any,
         valid: Tensor,
         slot_hook: SlotHook | None,
     ) -> Pass:
         weight, bias = affine.weight.split(self._widths, 1), affine.bias.split(self._widths, 1)
-        stats = Stats(stats.mean.detach(), stats.var.detach())
+        stats = tree_map(Tensor.detach, stats)
         return Pass(len(valid), batch, weight, bias, stats, norm, labels, valid, slot_hook=slot_hook)
 
     def _report_uncalled(self, called: set[int]) -> None:
@@ -377,15 +384,14 @@ class Backbone(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> "Backbone":
         return deepcopy_module(self, memo)
 
-    def _collect(self, current: Pass, spare: Stats | None) -> Stats:
+    def _collect(self, current: Pass, spare: Any) -> Any:
         """Concatenate the statistics that each slot's rule keeps; those of layers that were not called stay."""
         if not current.norm.observes or not current.kept:
             return current.stats
-        by_slot = [
-            current.kept.get(slot.index) or Stats(*(t[..., slot.columns] for t in current.stats)) for slot in self.slots
-        ]
-        if spare is None or spare.mean.shape != current.stats.mean.shape or _overlap(spare, current.stats):
-            spare = Stats(*(torch.empty_like(t) for t in current.stats))
+        by_slot = [current.kept.get(slot.index) or current.stats.layer(slot.columns, slot.index) for slot in self.slots]
+        past = current.stats
+        if type(spare) is not type(past) or spare.mean.shape != past.mean.shape or _overlap(spare, past):
+            spare = tree_map(torch.empty_like, past)
         for out, columns in zip(spare, zip(*by_slot, strict=True), strict=True):
             torch.cat(columns, -1, out=out)
         return spare
@@ -421,7 +427,7 @@ def _refuse_backbones(model: nn.Module) -> None:
         )
 
 
-def _overlap(a: Stats, b: Stats) -> bool:
+def _overlap(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> bool:
     return any(s.data_ptr() == t.data_ptr() for s in a for t in b)
 
 

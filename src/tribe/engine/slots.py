@@ -20,7 +20,7 @@ from torch.nn.utils import parametrize
 
 from tribe.engine.moments import fold, normalise, scale_and_shift
 from tribe.engine.rules import Norm, PerBatch
-from tribe.engine.state import Stats
+from tribe.engine.state import Stats, tree_map
 
 NORMS = (_BatchNorm, nn.LayerNorm, nn.GroupNorm)
 KNOWN_FORWARDS = {
@@ -37,12 +37,12 @@ class Pass:
     batch: int
     weight: tuple[Tensor, ...]  # per slot (R, c)
     bias: tuple[Tensor, ...]
-    stats: Stats  # (R, K, C) before this pass
+    stats: Any  # (R, K, C) before this pass: Stats or PackedStats
     norm: Norm
     labels: Tensor | None
     valid: Tensor
     called: set[int] = dataclasses.field(default_factory=set)  # indices of the slots that were called
-    kept: dict[int, Stats] = dataclasses.field(default_factory=dict)  # by slot, (R, K, c), after this pass
+    kept: dict[int, Any] = dataclasses.field(default_factory=dict)  # by slot, (R, K, c), after this pass
     folded: tuple[tuple[Tensor, Tensor], ...] | None = None  # by slot, scale and shift if the rule ignores the batch
     features: Tensor | None = None  # the input of the classifier
     slot_hook: "SlotHook | None" = None  # called with each slot and its input
@@ -199,14 +199,14 @@ class StatisticsSlot(Slot):
         tracked = self.layer.running_mean is not None
         norm = current.norm if tracked else PerBatch()
         # The second call of a layer continues from the first.
-        stats = current.kept.get(self.index) or Stats(*(t[..., self.columns] for t in current.stats))
+        stats = current.kept.get(self.index) or current.stats.layer(self.columns, self.index)
         folded = self.unfold(x, current)  # (R, B, C, ...)
         count = folded.shape[3:].numel()
 
         def rule(mean: Tensor, var: Tensor) -> tuple[Tensor, Tensor]:
             mean, var, kept = norm(mean, var, count, stats, current.labels, current.valid, self.layer_eps)
             if tracked:
-                current.kept[self.index] = Stats(kept.mean.detach(), kept.var.detach())
+                current.kept[self.index] = tree_map(Tensor.detach, kept)
             return fold(mean, var, weight, bias, self.layer_eps)
 
         # Autocast is off: statistics stay in full precision.
@@ -216,7 +216,7 @@ class StatisticsSlot(Slot):
             elif current.folded is not None:
                 y = scale_and_shift(folded, *current.folded[self.index], self.relu)
             else:
-                y = scale_and_shift(folded, *fold(*stats, weight, bias, self.layer_eps), self.relu)
+                y = scale_and_shift(folded, *fold(stats.mean, stats.var, weight, bias, self.layer_eps), self.relu)
         return self.refold(y, x.shape)
 
 

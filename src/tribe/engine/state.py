@@ -44,6 +44,10 @@ class Stats(NamedTuple):
     mean: Tensor  # (R, K, C)
     var: Tensor  # (R, K, C)
 
+    def layer(self, columns: slice, index: int) -> "Stats":
+        """The statistics of one layer."""
+        return Stats(self.mean[..., columns], self.var[..., columns])
+
 
 class Info(NamedTuple):
     """What a stream's last step saw. It is part of the state, so that monitoring needs no second pass."""
@@ -90,6 +94,11 @@ def rebuild(like: T, named: Mapping[str, Tensor]) -> T:
 def clone(state: T) -> T:
     """Copy a state; the copy shares no memory with it."""
     return tree_map(Tensor.clone, state)
+
+
+def rows_of(state: T, rows: slice) -> T:
+    """Some rows of every tensor of a state, without a copy."""
+    return tree_map(lambda t: t[rows], state)
 
 
 def per_stream(t: Tensor, streams: int) -> Tensor:

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from tribe.engine.backbone import Backbone
+from tribe.engine.packed import PackedStats, cat_layers
 from tribe.engine.rules import PerBatch
-from tribe.engine.state import Stats, per_stream
+from tribe.engine.state import Stats, rows_of
 from tribe.fields import document
 from tribe.methods import Deployed, Method
 
@@ -261,17 +262,23 @@ def _classes(net: Backbone, old: Any, new: Any, chosen: Sequence[int]) -> list[f
     """For each class the change of its statistics over all channels and branches; empty if none has its own."""
     totals: list[Tensor] = []  # (K,) each
     for before, after in zip(_class_statistics(old), _class_statistics(new), strict=True):
-        rows = [per_stream(t, len(new.key.seed)) for t in (*before, *after)]  # (S, n, K, C)
-        for i in chosen:
-            for j in range(rows[0].shape[1]):  # row by row: class statistics may be hundreds of megabytes
-                m0, v0, m1, v1 = (t[i, j : j + 1] for t in rows)
-                totals.append(squared_moves(net, Stats(m0, v0), Stats(m1, v1))[0].float().mean(1))
+        branches = len(before.mean) // len(new.key.seed)  # rows of a stream
+        for row in (i * branches + j for i in chosen for j in range(branches)):
+            # row by row: class statistics may be hundreds of megabytes
+            old_row, new_row = (_in_full(net, rows_of(s, slice(row, row + 1))) for s in (before, after))
+            totals.append(squared_moves(net, old_row, new_row)[0].float().mean(1))
     return [math.sqrt(t) for t in torch.stack(totals).mean(0).tolist()] if totals else []
 
 
-def _class_statistics(state: Any) -> list[Stats]:
-    """The statistics of several classes anywhere in a state."""
-    if isinstance(state, Stats):
+def _in_full(net: Backbone, stats: Stats | PackedStats) -> Stats:
+    if isinstance(stats, Stats):
+        return stats
+    return cat_layers(stats.layer(slot.columns, slot.index).unpacked() for slot in net.slots)
+
+
+def _class_statistics(state: Any) -> list[Any]:
+    """The statistics of several classes anywhere in a state, in full or packed."""
+    if isinstance(state, Stats | PackedStats):
         return [state] if state.mean.dim() == 3 and state.mean.shape[1] > 1 and state.mean.numel() else []
     if isinstance(state, Tensor):
         return []

@@ -11,10 +11,11 @@ from tribe.engine.augment import Augment, View, view
 from tribe.engine.backbone import Backbone, Output
 from tribe.engine.memory import ROOM, Reservoir, Timely
 from tribe.engine.moments import wide
+from tribe.engine.packed import PackedStats
 from tribe.engine.rng import Key
 from tribe.engine.rules import Frozen, PerBatch
 from tribe.engine.segments import segment
-from tribe.engine.state import Affine, Info, Stats, clone, select, tree_map
+from tribe.engine.state import Affine, Info, Stats, clone, rows_of, select, tree_map
 from tribe.knowledge import (
     Knowledge,
     KnowledgeError,
@@ -137,6 +138,7 @@ __all__ = [
     "Method",
     "Norm",
     "Output",
+    "PackedStats",
     "Parameters",
     "PerBatch",
     "Reservoir",
@@ -171,6 +173,7 @@ __all__ = [
     "registry",
     "require_features",
     "require_labels",
+    "rows_of",
     "screen",
     "segment",
     "select",

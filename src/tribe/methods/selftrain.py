@@ -23,6 +23,7 @@ from tribe.methods import (
     Instance,
     Key,
     Norm,
+    PackedStats,
     PerBatch,
     Robust,
     Stats,
@@ -33,6 +34,7 @@ from tribe.methods import (
     memory,
     optim,
     register,
+    rows_of,
     screen,
     segment,
     tree_map,
@@ -49,8 +51,8 @@ class SelfTrainingState(NamedTuple):
 
     affine: Affine  # (S, C), the student's, which learn
     teacher: Affine  # (S, C), the same values if teacher and student share them
-    pair: Stats  # (2 S, K, C), the teacher's row and the student's row of each stream
-    anchor: Stats  # (S, K, C)
+    pair: Stats | PackedStats  # (2 S, K, C), the teacher's row and the student's row of each stream
+    anchor: Stats | PackedStats  # (S, K, C)
     memory: Timely  # of one free place, if the method has none
     adam: optim.Adam
     key: Key
@@ -112,6 +114,11 @@ class SelfTraining(Tribe):
                 "teacher='shared' or lambda_anc=0"
             )
         _ = self.norm  # checks alpha
+        if self.class_stats == "packed" and self.rule != "balanced":
+            raise ValueError(
+                f"class_stats='packed' is for statistics of classes, which the rule {self.rule!r} has not: "
+                "set rule='balanced' or class_stats='full'"
+            )
 
     @property
     def norm(self) -> Norm:  # type: ignore[override]  # TRIBE's is Balanced BN
@@ -124,8 +131,8 @@ class SelfTraining(Tribe):
 
     def init(self, net: Backbone, streams: int = 1, seed: int = 0) -> SelfTrainingState:  # type: ignore[override]
         """All branches start from the source, the memory empty."""
-        affine, anchor = net.source(streams, self.norm.classes)
-        _, pair = net.source(2 * streams, self.norm.classes)
+        affine, _ = net.source(streams)
+        pair, anchor = (self.first_stats(net, rows) for rows in (2 * streams, streams))
         size, room = (self.memory, self.room) if self.memory else (1, 1)
         bank = memory.new_timely(streams, size, room=room, dtype=net.dtype, device=net.device)
         moments, clocks = optim.adam_init(affine), self.new_key_and_info(net, streams, seed)
@@ -133,9 +140,10 @@ class SelfTraining(Tribe):
 
     def deployed(self, net: Backbone, state: SelfTrainingState) -> Deployed:  # type: ignore[override]
         """The teacher, with its present statistics."""
-        stats, norm = Stats(*(t[0::2] for t in state.pair)), self.norm
+        stats: Any = rows_of(state.pair, slice(0, None, 2))
+        norm = self.norm
         if isinstance(norm, Balanced):
-            stats, norm = norm.pool(stats), Frozen()
+            stats, norm = self.pooled(net, stats), Frozen()
         elif isinstance(norm, Robust):
             norm = Frozen()
         elif isinstance(norm, Instance):
@@ -172,13 +180,13 @@ class SelfTraining(Tribe):
             teacher = tree_map(lambda t, s: torch.lerp(t, s, self.nu), state.teacher, new.affine)
         return new._replace(teacher=teacher), losses.mean_over(trusted.float(), counted), agreement
 
-    def _observe(self, net: Backbone, state: SelfTrainingState, x: Tensor, labels: Tensor, valid: Tensor) -> Stats:
+    def _observe(self, net: Backbone, state: SelfTrainingState, x: Tensor, labels: Tensor, valid: Tensor) -> Any:
         """Update the teacher's statistics; a student that does not learn keeps its own."""
         if self.rule in ("frozen", "batch"):
             return state.pair
         with torch.no_grad():
-            teacher, student = (Stats(*(t[i::2] for t in state.pair)) for i in (0, 1))
-            seen: Stats = net(x, state.affine, teacher, self.norm, labels, valid).stats
+            teacher, student = (rows_of(state.pair, slice(i, None, 2)) for i in (0, 1))
+            seen = net(x, state.affine, teacher, self.norm, labels, valid).stats
             return tree_map(interleave, seen, student)
 
     def _remember(self, bank: Timely, x: Tensor, prediction: Tensor, labels: Tensor, valid: Tensor) -> Timely:

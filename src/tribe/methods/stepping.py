@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tribe.engine.backbone import Backbone
 from tribe.engine.losses import entropy, mean_over
+from tribe.engine.packed import PackedStats
 from tribe.engine.screening import sound
 from tribe.engine.state import Affine, Info, Stats, leaves, select
 
@@ -111,7 +112,7 @@ def finish(
         )
         moved = new._replace(key=old.key._replace(clock=old.key.clock + 1), info=info)
         chosen = valid.any(1) & sane
-        stats = [name for name in new._fields if isinstance(getattr(new, name), Stats)]
+        stats = [name for name in new._fields if isinstance(getattr(new, name), Stats | PackedStats)]
         result = select(chosen, moved._replace(**{name: getattr(old, name) for name in stats}), old)
         result = result._replace(**{n: select(chosen, getattr(new, n), getattr(old, n), in_place=True) for n in stats})
         skipped = old.info.skipped + rejected + torch.where(sane, 0, valid.sum(1))

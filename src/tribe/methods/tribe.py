@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from tribe.engine.packed import cat_layers
 from tribe.methods import (
     Affine,
     Agreement,
@@ -26,12 +27,14 @@ from tribe.methods import (
     Info,
     Key,
     Method,
+    PackedStats,
     Stats,
     View,
     finish,
     losses,
     optim,
     register,
+    rows_of,
     screen,
     tree_map,
     view,
@@ -57,8 +60,8 @@ class TribeState(NamedTuple):
     """Shared affine parameters, the branches' class statistics, and Adam's moments."""
 
     affine: Affine  # (S, C), of teacher and student
-    pair: Stats  # (2 S, K, C), the teacher's row and the student's row of each stream
-    anchor: Stats  # (S, K, C)
+    pair: Stats | PackedStats  # (2 S, K, C), the teacher's row and the student's row of each stream
+    anchor: Stats | PackedStats  # (S, K, C)
     adam: optim.Adam
     key: Key
     info: Info
@@ -84,10 +87,13 @@ class Tribe(Method):
     pooled_ddof: int | None = None  # see Balanced
     rate_cap: bool | None = None
     gamma_over: Literal["present", "all"] | None = None
+    # How class statistics are kept between steps. "packed": 8 bits a number, for many classes; see tribe.engine.packed.
+    class_stats: Literal["full", "packed"] = "full"
 
     paper = "Su et al., Towards real-world TTA: tri-net self-training with balanced normalization, AAAI 2024"
     works_on = ("affine",)
     per_class = "statistics of each class"
+    added = {"class_stats": "full"}  # noqa: RUF012
     presets = {  # noqa: RUF012
         "mnist": {"eta": 0.01, "gamma": 0.0, "h0": 0.05},
         "cifar10": {"eta": 0.01, "gamma": 0.0, "h0": 0.05},
@@ -123,14 +129,25 @@ class Tribe(Method):
 
     def init(self, net: Backbone, streams: int = 1, seed: int = 0) -> TribeState:
         """All branches start from the source, with the same statistics for every class."""
-        affine, anchor = net.source(streams, self.norm.classes)
-        _, pair = net.source(2 * streams, self.norm.classes)
+        affine, _ = net.source(streams)
+        pair, anchor = (self.first_stats(net, rows) for rows in (2 * streams, streams))
         return TribeState(affine, pair, anchor, optim.adam_init(affine), *self.new_key_and_info(net, streams, seed))
 
     def deployed(self, net: Backbone, state: TribeState) -> Deployed:
         """The teacher, its class statistics pooled."""
-        teacher = Stats(*(t[0::2] for t in state.pair))
-        return Deployed(state.affine, self.norm.pool(teacher), Frozen())
+        return Deployed(state.affine, self.pooled(net, rows_of(state.pair, slice(0, None, 2))), Frozen())
+
+    def first_stats(self, net: Backbone, rows: int) -> Stats | PackedStats:
+        """The source's statistics for every class."""
+        if self.class_stats == "packed":
+            return net.packed_source(rows, self.norm.classes)
+        return net.source(rows, self.norm.classes)[1]
+
+    def pooled(self, net: Backbone, stats: Stats | PackedStats) -> Stats:
+        """Class statistics of all layers, pooled: (R, K, C) -> (R, 1, C)."""
+        if isinstance(stats, Stats):
+            return self.norm.pool(stats)
+        return cat_layers(self.norm.pool(stats.layer(slot.columns, slot.index)) for slot in net.slots)
 
     def step(
         self,
@@ -182,8 +199,8 @@ class Tribe(Method):
         return new, trusted, Agreement.of(teacher, student, anchor, valid)
 
     def _anchor(
-        self, net: Backbone, state: Any, x: Tensor, labels: Tensor, valid: Tensor, spare: Stats | None
-    ) -> tuple[Tensor | None, Stats]:
+        self, net: Backbone, state: Any, x: Tensor, labels: Tensor, valid: Tensor, spare: Stats | PackedStats | None
+    ) -> tuple[Tensor | None, Stats | PackedStats]:
         """The logits of the source's parameters with the anchor's statistics; None if the loss does not use them."""
         if self.lambda_anc == 0:
             return None, state.anchor

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tribe.engine import kernels
+from tribe.engine.packed import PackedStats
 from tribe.norms import Stats, is_whole, register, require
 
 Convention = Literal["released", "paper"]
@@ -78,9 +79,12 @@ class Balanced:
         """The divisor of the spread of the class means."""
         return max(self.classes - (self.pooled_ddof or 0), 1)
 
-    def pool(self, stats: Stats) -> Stats:
-        """Eq. 2: the statistics of a population in which every class is equally frequent. (R, K, C) -> (R, 1, C)."""
-        centre, within, between = _over_classes(stats)
+    def pool(self, stats: Stats | PackedStats) -> Stats:
+        """Eq. 2: the statistics of a population in which every class is equally frequent. (R, K, C) -> (R, 1, C).
+
+        Packed statistics must be of one layer.
+        """
+        centre, within, between = _over_classes(stats.unpacked() if isinstance(stats, PackedStats) else stats)
         return Stats(centre, (within + between / self.freedom).clamp_min(0))  # see the NOTE in `_Update`
 
     def group(self, labels: Tensor, valid: Tensor, dtype: torch.dtype) -> Groups:
@@ -108,15 +112,22 @@ class Balanced:
         mean: Tensor,
         var: Tensor,
         count: int,
-        stats: Stats,
+        stats: Stats | PackedStats,
         labels: Tensor | Groups | None,
         valid: Tensor,
         eps: float,
-    ) -> tuple[Tensor, Tensor, Stats]:
-        """Update the statistics of the classes in the batch (Eqs. 1, 3, 4) and pool them (Eq. 2)."""
+    ) -> tuple[Tensor, Tensor, Any]:
+        """Update the statistics of the classes in the batch (Eqs. 1, 3, 4) and pool them (Eq. 2).
+
+        Packed statistics are computed with in full, and stay packed.
+        """
         if labels is None:
             return *self.pool(stats), stats
         groups = labels if isinstance(labels, Groups) else self.group(labels, valid, mean.dtype)
+        if isinstance(stats, PackedStats):
+            past = stats.unpacked()
+            pooled_mean, pooled_var, full = self(mean, var, count, past, groups, valid, eps)
+            return pooled_mean, pooled_var, stats.updated(past, full, groups.code, groups.present, groups.shrink)
         update = _Kernel if kernels.can_update(mean) else _Update
         pooled_mean, pooled_var, *kept = update.apply(mean, var, *stats, groups, self)  # type: ignore[no-untyped-call]
         return pooled_mean, pooled_var, Stats(*kept)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tribe.engine.backbone import Backbone, Output
 from tribe.engine.memory import Reservoir, Timely
+from tribe.engine.packed import PackedStats
 from tribe.engine.screening import sound
 from tribe.engine.slots import SlotHook
 from tribe.engine.state import Affine, Stats, clone, digest, hash_tensors, leaves, rebuild, stream
@@ -35,12 +36,12 @@ class _StrictBackbone(Backbone):
         self,
         x: Tensor,
         affine: Affine,
-        stats: Stats,
+        stats: Stats | PackedStats,
         norm: Norm,
         labels: Tensor | None = None,
         valid: Tensor | None = None,
         weights: Mapping[str, Tensor] | None = None,
-        spare: Stats | None = None,
+        spare: Stats | PackedStats | None = None,
         slot_hook: SlotHook | None = None,
     ) -> Output:
         counted = torch.ones(x.shape[:2], dtype=torch.bool) if valid is None else valid
