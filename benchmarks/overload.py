@@ -15,18 +15,20 @@ import os
 import resource
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 import tribe
 from benchmarks.time_play import RESULTS
 from tribe.datasets.embedded import mnist_test
 from tribe.lab.provenance import machine
+from tribe.serve.listener import shorten_collections
 from tribe.serve.policy import Overloaded
 from tribe.serve.store import SqliteStore
 from tribe.serve.worker import Worker
@@ -37,14 +39,39 @@ OVERLOAD = 5  # times the capacity
 CALM = 0.1  # of the capacity with learning, after the overload
 STEPS = 4  # of all streams in the time until a deadline: enough for a step, with others before it
 TICK = 0.005  # seconds between two bursts of requests
+OUTCOMES = ("adapted", "predicted", "refused")
 
 
-class Ended(NamedTuple):
-    """How a request ended."""
+class Ended:
+    """How requests ended. The memory for all of them is taken at the start, so that it is not taken for the worker's.
 
-    sent: float
-    seconds: float
-    outcome: str  # adapted, predicted or refused
+    Args:
+        most: requests that there can be.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.count = 0
+        self.sent, self.seconds = np.ones(most), np.ones(most)
+        self.outcome = np.ones(most, np.int8)  # a position in OUTCOMES
+
+    def add(self, sent: float, seconds: float, outcome: str) -> None:
+        """Note one request."""
+        self.sent[self.count], self.seconds[self.count] = sent, seconds
+        self.outcome[self.count] = OUTCOMES.index(outcome)
+        self.count += 1
+
+    def finish(self) -> "Ended":
+        """Drop what was not used, and sort by the time of sending."""
+        order = np.argsort(self.sent[: self.count], kind="stable")
+        self.sent, self.seconds, self.outcome = (
+            a[: self.count][order] for a in (self.sent, self.seconds, self.outcome)
+        )
+        return self
+
+    def was(self, outcome: str) -> NDArray[np.bool_]:
+        """Which requests ended so."""
+        found: NDArray[np.bool_] = self.outcome == OUTCOMES.index(outcome)
+        return found
 
 
 def images() -> Iterator[Tensor]:
@@ -68,9 +95,9 @@ async def capacity(worker: Worker, seconds: float, learn: bool) -> float:
     return count / seconds
 
 
-async def load(worker: Worker, rate: float, seconds: float, patience: float) -> tuple[list[Ended], list[int]]:
+async def load(worker: Worker, rate: float, seconds: float, patience: float) -> tuple[Ended, list[int]]:
     """Requests at a fixed rate, whoever is answered; how they ended, and the memory in use at every second."""
-    source, ended, memory, tasks = images(), list[Ended](), [], set[asyncio.Task[None]]()
+    source, ended, memory, tasks = images(), Ended(int(rate * seconds) + 100), [], set[asyncio.Task[None]]()
 
     async def ask(number: int) -> None:
         sent = time.monotonic()
@@ -79,12 +106,12 @@ async def load(worker: Worker, rate: float, seconds: float, patience: float) -> 
             outcome = "adapted" if answer.adapted else "predicted"
         except Overloaded:
             outcome = "refused"
-        ended.append(Ended(sent, time.monotonic() - sent, outcome))
+        ended.add(sent, time.monotonic() - sent, outcome)
 
     begun = time.monotonic()
     sent = 0
     while (passed := time.monotonic() - begun) < seconds:
-        while sent < rate * passed:
+        while sent < rate * min(passed, seconds):
             task = asyncio.create_task(ask(sent))
             tasks.add(task)
             task.add_done_callback(tasks.discard)
@@ -93,7 +120,7 @@ async def load(worker: Worker, rate: float, seconds: float, patience: float) -> 
             memory.append(resident())
         await asyncio.sleep(TICK)
     await asyncio.gather(*tasks)
-    return ended, memory
+    return ended.finish(), memory
 
 
 def resident() -> int:
@@ -104,11 +131,11 @@ def resident() -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def recovery(calm: list[Ended]) -> float:
+def recovery(calm: Ended) -> float:
     """Seconds after the overload from which on nine in ten requests of every half second are learned at once."""
-    begun = calm[0].sent
-    slots = [[e for e in calm if i <= 2 * (e.sent - begun) < i + 1] for i in range(int(2 * (calm[-1].sent - begun)))]
-    bad = [i for i, slot in enumerate(slots) if sum(e.outcome == "adapted" for e in slot) < 0.9 * len(slot)]
+    slot = (2 * (calm.sent - calm.sent[0])).astype(int)
+    adapted = calm.was("adapted")
+    bad = [i for i in range(slot[-1]) if (slot == i).any() and adapted[slot == i].mean() < 0.9]
     return (bad[-1] + 1) / 2 if bad else 0.0
 
 
@@ -118,6 +145,7 @@ async def measure(folder: str, seconds: float, deadline: float | None) -> dict[s
     fleet = tribe.fleet(tribe.models.load("compact", tribe.models.find("compact", "mnist")))
     store = SqliteStore(folder)
     worker = Worker(fleet, store)
+    shorten_collections()  # as `tribe serve` does
     await worker.start()
     await capacity(worker, 2, learn=True)  # to warm up
     learning, predicting = await capacity(worker, 5, learn=True), await capacity(worker, 5, learn=False)
@@ -127,24 +155,23 @@ async def measure(folder: str, seconds: float, deadline: float | None) -> dict[s
     dropped = dict(worker.scheduler.dropped)
     await worker.stop()
     store.close()
-    answered = sorted(e.seconds for e in wild if e.outcome != "refused")
-    refused = sorted(e.seconds for e in wild if e.outcome == "refused")
-    shares = Counter(e.outcome for e in wild)
+    answered, refused = (np.sort(wild.seconds[chosen]) for chosen in (~wild.was("refused"), wild.was("refused")))
     return {
         "learned_per_second": round(learning),
         "predicted_per_second": round(predicting),
-        "offered_per_second": round(len(wild) / seconds),
-        "offered_over_capacity": round(len(wild) / seconds / predicting, 2),
+        "offered_per_second": round(wild.count / seconds),
+        "offered_over_capacity": round(wild.count / seconds / predicting, 2),
         "deadline_seconds": round(patience, 3),
-        "outcomes": {outcome: round(count / len(wild), 4) for outcome, count in shares.items()},
+        "outcomes": {outcome: round(float(wild.was(outcome).mean()), 4) for outcome in OUTCOMES},
         "answered_over_capacity": round(len(answered) / seconds / predicting, 3),
-        "late_answers": sum(each > patience for each in answered),
+        "answers": len(answered),
+        "late_answers": int((answered > patience).sum()),
         "slowest_answer_over_deadline": round(answered[-1] / patience, 3),
-        "slowest_refusal_over_deadline": round(refused[-1] / patience, 3) if refused else None,
-        "median_refusal_over_deadline": round(refused[len(refused) // 2] / patience, 4) if refused else None,
+        "slowest_refusal_over_deadline": round(refused[-1] / patience, 3) if len(refused) else None,
+        "median_refusal_over_deadline": round(refused[len(refused) // 2] / patience, 4) if len(refused) else None,
         "memory_last_over_first_tenth": round(memory[-1] / memory[max(1, len(memory) // 10)], 3),
         "recovery_seconds": recovery(calm),
-        "learned_at_once_after": round(sum(e.outcome == "adapted" for e in calm) / len(calm), 3),
+        "learned_at_once_after": round(float(calm.was("adapted").mean()), 3),
         "dropped": dropped,
     }
 

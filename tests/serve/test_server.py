@@ -197,6 +197,11 @@ def test_the_command_warns_if_everybody_may_do_everything(tmp_path):
     assert interrupted("-m", "tribe", "serve", "--port", 0, *options, when=LISTENS).err == ""
 
 
+def test_a_process_that_serves_collects_no_garbage_among_what_it_has_imported():
+    code = "import gc; from tribe.serve.listener import shorten_collections as s; s(); print(gc.get_freeze_count())"
+    assert int(ended("-c", code).out) > 50_000
+
+
 def test_the_command_guards_and_watches_with_a_calibration(tmp_path):
     path, net = tmp_path / "health.safetensors", tribe.models.load("compact", tribe.models.find("compact", "mnist"))
     calibration_of(net, "tribe+guard", 10).save(path)

@@ -24,7 +24,7 @@ from tribe.fields import is_whole, require
 from tribe.methods import Method
 from tribe.serve.app import App
 from tribe.serve.limits import Limits
-from tribe.serve.listener import as_tokens, new_access
+from tribe.serve.listener import as_tokens, new_access, shorten_collections
 from tribe.serve.policy import Policy
 from tribe.serve.security import Token
 from tribe.serve.server import new_worker
@@ -48,6 +48,7 @@ class WorkerApp(App):
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Start the worker, and stop it when the block ends."""
+        shorten_collections()
         try:
             async with super().running():
                 yield
