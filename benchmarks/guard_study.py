@@ -246,7 +246,21 @@ def tables(folder: Path) -> str:
             where = f"{given['dataset']}, {given['model']}, {given['precision']}, seed {seeds}"
             where += "".join(f", {name} {value:g}" for name, value in given.get("guard", {}).items())
             parts.append(f"{title} ({where}); error, %:\n\n{_table(part, rows)}")
-    return "\n".join(parts)
+    return "\n".join([*parts, *_costs(folder)])
+
+
+def _costs(folder: Path) -> list[str]:
+    """What watching and guarding add to a step, as `benchmarks.guard_cost` measures it; nothing if there is none."""
+    lines = []
+    for path in sorted(folder.glob("guard_cost_*.json")):
+        file = json.loads(path.read_text())
+        given = file["settings"]
+        for batch in dict.fromkeys(row["batch"] for row in file["rows"]):
+            alone, *others = (row for row in file["rows"] if row["batch"] == batch)
+            where = [given["model"], given["machine"]["device"], given["precision"], str(batch)]
+            lines.append([*where, f"{alone['step_ms']:.1f}", *(f"{100 * row['share']:+.1f} %" for row in others)])
+    header = ["network", "device", "precision", "batch", "TRIBE's step, ms", "watched", "guarded"]
+    return [f"Time:\n\n{pages.table(header, lines)}"] if lines else []
 
 
 def _table(part: str, rows: Sequence[Row]) -> str:
