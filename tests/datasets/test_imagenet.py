@@ -72,6 +72,23 @@ def test_numbered_folders_are_in_the_order_of_numbers(root):
     assert images == ["0/0.JPEG", "1/0.JPEG", "2/0.JPEG", "10/0.JPEG"]
 
 
+def test_the_variants_of_imagenet_v2_are_domains(root):
+    folder = root / "imagenetv2-matched-frequency-format-val"
+    shutil.copytree(folder, root / "imagenetv2-top-images-format-val")
+    data = made("imagenet-v2", root, variants=("top-images", "matched-frequency"))
+    assert data.domains == ("top-images", "matched-frequency")
+    assert torch.equal(data.labels("top-images"), data.labels("matched-frequency"))
+    with pytest.raises(
+        MissingData, match=r"imagenetv2-threshold0\.7-format-val.*main/imagenetv2-threshold0\.7\.tar\.gz"
+    ):
+        made("imagenet-v2", root, variants=("threshold0.7",)).labels("threshold0.7")
+    with pytest.raises(ValueError, match="unknown variant 'top'"):
+        made("imagenet-v2", root, variants=("top",))
+    shutil.rmtree(root / "imagenetv2-top-images-format-val" / "2")
+    with pytest.raises(ValueError, match=r"has other classes than .*'2' is in only one of them"):
+        made("imagenet-v2", root, variants=("matched-frequency", "top-images")).labels("top-images")
+
+
 def test_a_folder_with_wnids_knows_the_outputs_too(root):
     (root / "mine").mkdir()
     (root / "imagenet-a").rename(root / "mine/night")

@@ -45,7 +45,7 @@ class ClassFolders:
     clean_name: ClassVar[str | None] = "imagenet"  # the networks that fit it were trained on this
     title: ClassVar[str]
     places: ClassVar[dict[str, tuple[str, ...]]]  # the folders of each domain, below the root
-    archive: ClassVar[str]  # where it is published
+    archive: ClassVar[str]  # where it is published; {} is the domain
 
     def __post_init__(self) -> None:
         plain_numbers(self)
@@ -86,15 +86,15 @@ class ClassFolders:
 
     def image_folder(self, domain: str) -> Path:
         """The folder that holds the class folders of a domain: a published one below the root, or the root itself."""
-        if domain not in self.places:
-            raise ValueError(f"unknown domain {domain!r}: {nearest(domain, self.places)}")
+        if domain not in self.domains:
+            raise ValueError(f"unknown domain {domain!r}: {nearest(domain, self.domains)}")
         root, places = data_root(self.data), self.places[domain]
         if self.data is not None and not any((root / place).is_dir() for place in places):
             if holds_classes(root):
                 return root
             if looks_like_class_folders(root):
                 expected_classes(root)  # raises: it says what is there and what was expected
-        return find(root, *places, what=f"{self.title} ({domain})", hint=self._hint(root))
+        return find(root, *places, what=f"{self.title} ({domain})", hint=self._hint(root, domain))
 
     def listing(self, domain: str) -> Listing:
         """The images of a domain, listed once."""
@@ -118,8 +118,8 @@ class ClassFolders:
             self._sides[domain] = resize_for([folder / name for name in names], self.size)
         return self._sides[domain]
 
-    def _hint(self, root: Path) -> str:
-        return download_hint(self.archive, root)
+    def _hint(self, root: Path, domain: str) -> str:
+        return download_hint(self.archive.format(domain), root)
 
     @cached_property
     def _warned(self) -> set[Path]:
@@ -178,7 +178,7 @@ class ImageNet(ClassFolders):
     shape: ClassVar[tuple[int, int, int]] = (3, 224, 224)
     places = {"clean": ("imagenet/val", "imagenet", "ILSVRC2012/val", "ILSVRC/Data/CLS-LOC/val", "val")}  # noqa: RUF012
 
-    def _hint(self, root: Path) -> str:
+    def _hint(self, root: Path, domain: str) -> str:
         return (
             f"They are not free to download: get them from https://image-net.org and place them as "
             f"{root}/imagenet/val/<wnid>/NAME.JPEG, or name their folder"
@@ -190,9 +190,25 @@ class ImageNet(ClassFolders):
 class ImageNetV2(ClassFolders):
     """ImageNet-V2 (Recht et al., 2019): new images, collected as ImageNet's were; class folders 0 to 999."""
 
+    variants: Sequence[str] = ("matched-frequency",)  # also "threshold0.7" and "top-images", which are easier
+
     title = "ImageNet-V2"
-    places = {"matched-frequency": ("imagenetv2-matched-frequency-format-val",)}  # noqa: RUF012
-    archive = "https://huggingface.co/datasets/vaishaal/ImageNetV2/resolve/main/imagenetv2-matched-frequency.tar.gz"
+    places = {  # noqa: RUF012
+        name: (f"imagenetv2-{name}-format-val",) for name in ("matched-frequency", "threshold0.7", "top-images")
+    }
+    archive = "https://huggingface.co/datasets/vaishaal/ImageNetV2/resolve/main/imagenetv2-{}.tar.gz"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(bool(self.variants), "variants names at least one", self.variants)
+        for name in self.variants:
+            if name not in self.places:
+                raise ValueError(f"unknown variant {name!r} of ImageNet-V2: {nearest(name, self.places)}")
+
+    @property
+    def domains(self) -> Sequence[str]:
+        """The chosen variants."""
+        return tuple(self.variants)
 
 
 @register("imagenet-r")
@@ -223,5 +239,5 @@ class ImageNetSketch(ClassFolders):
     title = "ImageNet-Sketch"
     places = {"sketches": ("sketch", "ImageNet-Sketch/sketch", "imagenet-sketch")}  # noqa: RUF012
 
-    def _hint(self, root: Path) -> str:
+    def _hint(self, root: Path, domain: str) -> str:
         return f"Get it from https://github.com/HaohanWang/ImageNet-Sketch and unpack it to {root}/sketch"

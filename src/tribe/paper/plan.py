@@ -190,7 +190,8 @@ def stream_of(cell: Cell, choices: Choices, workbench: Workbench) -> Stream:
 
 def _replace_domains(table: Table, choices: Choices, workbench: Workbench) -> Table:
     """If the data set is replaced, replace the columns of the paper's domains by those of its domains."""
-    if choices.dataset is None or not any("domain" in column for column in table.columns):
+    papers = choices.dataset in (None, table.common.get("dataset"))
+    if papers or not any("domain" in column for column in table.columns):
         return table
     names = workbench.dataset(choices.dataset_of(Cell())).domains
     replaced = [
