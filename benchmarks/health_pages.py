@@ -20,6 +20,9 @@ NAMES = {
     "aetta": "AETTA",
 }
 
+METHODS = ("tribe", "rotta", "tent", "bn", "source")
+STREAMS = ("iid", "continual", "ptta", "gli-f", "gli-v")
+
 Row = dict[str, Any]
 Rows = list[Row]
 
@@ -73,12 +76,18 @@ def _line(stream: str, method: str, rows: Rows) -> list[str]:
     return [stream, method, f"{right:.1f}", *cells, f"{covered(rows):.0f}"]
 
 
-def _mean_line(stream: str, methods: list[Rows]) -> list[str]:
-    """The mean over methods; the lowest is bold."""
+def _means(methods: list[Rows]) -> dict[str, float]:
+    """The mean over methods of each estimator's error; infinity if no method has it."""
     means = {}
     for name in NAMES:
         values = [mean_errors(rows)[name] for rows in methods if name in mean_errors(rows)]
         means[name] = statistics.mean(values) if values else float("inf")
+    return means
+
+
+def _mean_line(stream: str, methods: list[Rows]) -> list[str]:
+    """The mean over methods; the lowest is bold."""
+    means = _means(methods)
     least = min(means.values())
     cells = [f"**{v:.1f}**" if v == least else "" if v == float("inf") else f"{v:.1f}" for v in means.values()]
     return [stream, "mean", "", *cells, f"{statistics.mean(covered(rows) for rows in methods):.0f}"]
@@ -89,9 +98,33 @@ def _caption(dataset: str, model: str, rows: Rows) -> str:
     windows = sum(len(row["true"]) for row in rows)
     images = sorted({row["images"] for row in rows})
     return (
-        f"{model} on {dataset}, streams of {images[0]:,} to {images[-1]:,} images, seeds {seeds}, {windows} windows:\n"
-        f"calibrated with {', '.join(rows[0]['corruptions'])}."
+        f"{model} on {dataset}, {rows[0]['precision']}, {rows[0]['machine']['device']}; streams of {images[0]:,} to "
+        f"{images[-1]:,} images, seeds {seeds}, {windows} windows:"
     )
+
+
+def summary(folder: Path) -> str:
+    """For each network and kind of stream: our error, that of the best baseline, that for TRIBE, and coverage."""
+    lines = []
+    for (dataset, model, stream), rows in _groups(_rows(folder), "dataset", "model", "stream"):
+        found = [of for _, of in _groups(rows, "method")]
+        means = _means(found)
+        ours, others = means.pop("ours"), {name: value for name, value in means.items() if value < float("inf")}
+        best = min(others, key=others.__getitem__)
+        tribe = [row for row in rows if row["method"] == "tribe"]
+        cells = [f"{ours:.1f}", f"{others[best]:.1f} ({NAMES[best]})", f"{mean_errors(tribe)['ours']:.1f}"]
+        lines.append([f"{model} on {dataset}", stream, *cells, f"{covered(rows):.0f}"])
+    head = ["network", "stream", "tribe", "best baseline", "tribe, for TRIBE alone", "in the interval, %"]
+    return table(head, lines)
+
+
+def left_out(folder: Path) -> str:
+    """The error of the fit on a corruption that it did not see, for each network and method."""
+    lines = []
+    for (dataset, model), rows in _groups(_rows(folder), "dataset", "model"):
+        found = {row["method"]: row["left_out"] for row in rows}
+        lines.append([f"{model} on {dataset}", *(f"{found[name]:.1f}" if name in found else "" for name in METHODS)])
+    return table(["network", *METHODS], lines)
 
 
 def bias(folder: Path) -> str:
@@ -104,7 +137,9 @@ def bias(folder: Path) -> str:
 
 
 def _rows(folder: Path) -> Rows:
-    return read("health_*.json", folder)
+    rows = read("health_*.json", folder)
+    places = [*STREAMS, *METHODS]
+    return sorted(rows, key=lambda row: (row["file"], places.index(row["stream"]), places.index(row["method"])))
 
 
 def _groups(rows: Rows, *names: str) -> Iterator[tuple[tuple[Any, ...], Rows]]:
@@ -115,4 +150,4 @@ def _groups(rows: Rows, *names: str) -> Iterator[tuple[tuple[Any, ...], Rows]]:
     yield from groups.items()
 
 
-BLOCKS: dict[str, Callable[[Path], str]] = {"errors": errors, "bias": bias}
+BLOCKS: dict[str, Callable[[Path], str]] = {"summary": summary, "left-out": left_out, "errors": errors, "bias": bias}

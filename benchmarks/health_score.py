@@ -97,6 +97,7 @@ def judge(played: Played, known: Known) -> Row:
         **{"method": played.method, "stream": played.stream, "seed": played.seed},
         **{"images": len(played.columns["label"]), "true": windows(right_of(played))},
         **{"low": percent((ours - half).clamp_min(0)), "high": percent((ours + half).clamp_max(1))},
+        "left_out": round(100 * estimator.sigma, 2),
         "estimates": {"ours": percent(ours), **columns},
     }
 

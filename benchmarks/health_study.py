@@ -17,6 +17,7 @@ import torch
 
 from benchmarks import health_pack, health_pages, health_play, health_score
 from benchmarks.health_pack import Pack
+from benchmarks.health_pages import METHODS, STREAMS
 from benchmarks.health_play import REHEARSAL, Played
 from benchmarks.time_play import Clock, add_options
 from tribe import methods, models
@@ -27,8 +28,6 @@ from tribe.lab.provenance import machine
 from tribe.lab.spec import ComponentSpec
 from tribe.lab.workbench import Workbench, in_precision, trained_on
 
-METHODS = "tribe", "rotta", "tent", "bn", "source"
-STREAMS = "iid", "continual", "ptta", "gli-f", "gli-v"
 SEEDS = 5, 6, 7, 8  # not those that anything was chosen with: 1 to 4
 
 
@@ -123,7 +122,7 @@ def main(argv: list[str] | None = None) -> None:
             files = [play(open_pack(o), o)]
         print(f"records: {files[0]}, {files[0].stat().st_size / 2**20:.1f} MiB")
     for path in [] if o.play_only else files:
-        print(f"written to {health_score.score(path, o.out)}")
+        print(f"written to {health_score.score(path, o.out, o.seeds)}")
 
 
 if __name__ == "__main__":

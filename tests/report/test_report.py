@@ -172,7 +172,7 @@ def test_estimates_of_a_watched_stream_are_drawn_beside_its_accuracy_with_alarms
     assert "Accuracy, estimated and true" in page.text
     assert "tribe+watch: alarm collapse, image 401" in page.text
     points = abs(100 * float((plain.label == plain.prediction).double().mean()) - 50)
-    found = float(re.search(r"tribe\+watch: ([0-9.]+) points apart, 1 alarms", page.text).group(1))
+    found = float(re.search(r"tribe\+watch: ([0-9.]+) points apart, 1 alarm", page.text).group(1))
     assert found == pytest.approx(points, abs=5)
     without = page_of(keep(tmp_path / "plain", tribe=record("tribe")))
     assert "Accuracy, estimated and true" not in without.text

@@ -10,7 +10,7 @@ from tribe.lab.record import Record
 from tribe.report.charts import Line, Mark, axis, lines
 from tribe.report.collect import Row
 from tribe.report.curves import POINTS, WINDOW, describe_extremes, image_axis, mean_over_seeds, table_rows
-from tribe.report.elements import Series, figure, folded_table, legend, table
+from tribe.report.elements import Series, figure, folded_table, legend, plural, table
 from tribe.report.markup import Markup
 
 MOST_EVENTS = 200  # marks in a chart
@@ -43,7 +43,8 @@ def over_time(rows: Sequence[Row], series: Series) -> Markup:
     caption = f"Accuracy over the last {window} images, mean over seeds; dotted: as it was estimated, without labels."
     caption += " A mark at the top is an alarm." if events else " There was no alarm."
     texts = {
-        label: f"{label}: {_difference(true[label], guessed[label])}, {len(alarms[label])} alarms" for label in true
+        label: f"{label}: {_difference(true[label], guessed[label])}, {plural(len(alarms[label]), 'alarm')}"
+        for label in true
     }
     some = slice(None, None, max(1, len(seen) // 10))
     columns = {
