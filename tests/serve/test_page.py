@@ -157,15 +157,14 @@ def test_buttons_freeze_roll_back_and_reset_after_confirmation(visit, server):
         expect(page.locator("#events li").first).to_contain_text("cam1 returned to the source model")
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_the_health_of_a_stream_is_shown_with_its_alarms(visit, size):
+def test_the_health_of_a_stream_is_shown_with_its_alarms(visit):
     net = small_network()
     fleet = tribe.fleet(net, guard=True, health=calibration_of(net, "tribe+guard"))
     with Listener(Worker(fleet), MODEL, port=0) as server, Client(server.url, "small") as client:
         for _ in range(4):
             client.predict("door", pictures(1, 16)[0].numpy())
             client.predict("gate", pictures(1, 16)[0].numpy() * 0)
-        page = visit(server.url, size)
+        page = visit(server.url, "phone")
         expect(row(page, "gate").locator(".alarms")).to_contain_text("black")
         expect(page.locator("#summary")).to_contain_text("with alarms")
         expect(page.locator("#events")).to_contain_text("the camera is black")
@@ -176,7 +175,7 @@ def test_the_health_of_a_stream_is_shown_with_its_alarms(visit, size):
         expect(page.locator("tr.detail svg:visible")).to_have_count(5)
         expect(page.locator("tr.detail dl")).to_contain_text("with 90 % certainty from")
         expect(page.locator("tr.detail dl")).to_contain_text("Held back by the guard: 64 images")
-        assert page.evaluate("document.documentElement.scrollWidth") <= SIZES[size][0]
+        assert page.evaluate("document.documentElement.scrollWidth") <= SIZES["phone"][0]
 
 
 def test_the_last_frame_of_a_stream_is_shown_if_the_server_keeps_it(visit):
