@@ -18,7 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tribe.engine.rng import Key, uniform
+from tribe.engine import kernels, rng
+from tribe.engine.rng import Key
 from tribe.engine.state import Stats
 
 MOST = 127  # the largest code
@@ -68,7 +69,7 @@ class PackedStats(NamedTuple):
         label = code.clamp_min(0).unsqueeze(2)  # (R, B, 1)
         index = label.expand(*code.shape, mean.shape[2])
         key = Key(label.flatten(), seen.gather(1, label).flatten().long())
-        draw = uniform(key, ROUNDING, (2, mean.shape[2])).view(*code.shape, 2, -1).unbind(2)  # (R, B, c) each
+        draw = _uniform(key, (2, mean.shape[2])).view(*code.shape, 2, -1).unbind(2)  # (R, B, c) each
         means, mean_scale = _encode((kept.mean.gather(1, index) - mean) / unit, draw[0])
         vars, var_scale = _encode((kept.var.gather(1, index) - var) / (unit * unit), draw[1])
         place = (code + 1).unsqueeze(2)  # samples that do not count write into a row of their own, which is dropped
@@ -92,6 +93,12 @@ def pack(source: Stats, eps: Tensor, classes: int, layers: int) -> PackedStats:
 def cat_layers(layers: Iterable[Stats]) -> Stats:
     """The statistics of all layers from those of each."""
     return Stats(*(torch.cat(parts, -1) for parts in zip(*layers, strict=True)))
+
+
+def _uniform(key: Key, shape: tuple[int, ...]) -> Tensor:
+    """Draw numbers in [0, 1) for each class; by a kernel where one can run, the same numbers."""
+    numbers: Tensor = (kernels if kernels.can_draw(key.seed) else rng).uniform(key, ROUNDING, shape)
+    return numbers
 
 
 def _decode(code: Tensor, unit: Tensor) -> Tensor:
