@@ -61,12 +61,13 @@ class Bench(NamedTuple):
         own = self.guard if "+guard" in name else {}
         return Player(self.net, methods.create(name, classes=self.net.classes, **own, **fields))
 
-    def over(self, data: time_play.Bench) -> time_play.Bench:
-        """A corrupted data set with this study's guard."""
+    def over(self, data: time_play.Bench, **fields: Any) -> time_play.Bench:
+        """A corrupted data set with this study's guard, and with fields of the methods."""
 
         def method(name: str) -> tuple[Backbone, Any]:
             net, built = data.method(name)
-            return net, replace(built, **self.guard) if "+guard" in name else built
+            own = {key: value for key, value in fields.items() if hasattr(built, key)}
+            return net, replace(built, **own, **(self.guard if "+guard" in name else {}))
 
         return data._replace(method=method)
 
@@ -155,11 +156,14 @@ def study_paper(bench: Bench) -> Iterator[Row]:
 def study_collapse(bench: Bench) -> Iterator[Row]:
     """PTTA for methods that collapse, alone and guarded: the error of the whole stream and of its last third."""
     o = bench.options
-    data = bench.over(_part(o))
+    rate = {} if o.rate is None else {"lr": o.rate}
+    data = bench.over(_part(o), **rate)
     for name in ("source", *(whole for part in o.collapsing.split(",") for whole in (part, f"{part}+guard"))):
         records = time_play.play(data, name, scenarios.create("ptta"), bench.source.seeds)
         wrong = torch.stack([metrics.wrong(record) for record in records])
-        yield {"method": name, **percent(wrong), "later": percent(wrong[:, -(wrong.shape[1] // 3) :])["error"]}
+        later = percent(wrong[:, -(wrong.shape[1] // 3) :])["error"]
+        changed = {} if name == "source" else rate
+        yield {"method": name, "images": wrong.shape[1], **changed, **percent(wrong), "later": later}
 
 
 def study_recurring(bench: Bench) -> Iterator[Row]:
@@ -224,7 +228,9 @@ PLACES: Mapping[str, Callable[[Row], str]] = {
     "clean": lambda row: f"{row['order']}, batch {row['batch']}",
     "corrupted": lambda row: f"{row['world']}, {row['order']}",
     "faults": lambda row: str(row["fault"]),
-    "collapse": lambda row: str(row["method"]).removesuffix("+guard"),
+    "collapse": lambda row: (
+        f"{row['method'].removesuffix('+guard')}, {row['images']:,} images{_rate(row)}"  # as in "tent, 3,000 images"
+    ),
     "paper": lambda row: str(row["cell"]),
     "recurring": lambda row: "all",
 }
@@ -291,6 +297,10 @@ def _visits(rows: Sequence[Row]) -> str:
     return pages.table(header, lines)
 
 
+def _rate(row: Row) -> str:
+    return f", lr {row['lr']:g}" if "lr" in row else ""
+
+
 def _method(row: Row) -> str:
     return str(row["method"])
 
@@ -325,6 +335,7 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--faults", default="", help="only these, separated by semicolons")
     p.add_argument("--cells", default=",".join(CELLS), help="streams of the paper (default: %(default)s)")
     p.add_argument("--collapsing", default=",".join(COLLAPSING), help="methods (default: %(default)s)")
+    p.add_argument("--rate", type=float, help="learning rate of the methods in 'collapse' (default: their own)")
     p.add_argument("--seeds", type=int, nargs="+", default=[5])
     p.add_argument("--count", type=int, default=3000, help="images of a clean stream; a corruption has a third")
     p.add_argument("--limit", type=int, help="most images of a stream of the paper")
