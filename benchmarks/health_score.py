@@ -52,10 +52,8 @@ def right_of(played: Played) -> Tensor:
 
 def images_of(columns: Columns) -> Images:
     """What our estimator reads of each image."""
-    c, repeated = columns, torch.zeros_like(columns["tempered"])
-    repeated[1:] = (c["prediction"][1:] == c["prediction"][:-1]).float()
-    own = c["tempered"], c["prediction"], repeated, c["student"][c["batch"]]
-    return Images(*own, *c["shift"][c["batch"]].unbind(1))
+    c = columns
+    return Images(c["tempered"], c["student"][c["batch"]], *c["shift"][c["batch"]].unbind(1))
 
 
 def signals_of(played: Played) -> Signals:
@@ -90,7 +88,7 @@ def judge(played: Played, known: Known) -> Row:
 
     images = Images(*(t.unfold(0, size, size) for t in images_of(played.columns)))
     filled = torch.ones_like(images.confidence, dtype=torch.bool)
-    ours = estimator.accuracy(window_features(images, filled, estimator.classes))
+    ours = estimator.accuracy(window_features(images, filled))
     half = estimator.half_width(ours, torch.tensor(size))
     columns = {name: windows(values) for name, values in estimates(signals_of(played), known).items()}
     return {

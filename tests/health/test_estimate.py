@@ -15,7 +15,7 @@ ESTIMATOR = Estimator(
     2.0,
     0.4,
     (
-        *(Term(0.8, 1.0, -3, 3), Term(-0.9, 0.1, 0, 1), Term(0.3, 1.0, -3, 5)),
+        *(Term(0.8, 1.0, -3, 3), Term(0.3, 1.0, -3, 5)),
         *(Term(-0.5, -1.0, -3, 1), Term(-0.6, -1.1, -3, 1), Term(-0.7, -1.2, -3, 1)),
     ),
     sigma=0.03,
@@ -40,25 +40,16 @@ def log_odds(p):
 
 
 def test_features_by_hand():
-    found = torch.tensor([[0, 0, 0, 1]])
     far = [torch.tensor([[0.0, 0.1, 0.2, 0.3]]) * factor for factor in (1, 2, 0)]
-    images = Images(torch.full((1, 4), 0.8), found, torch.tensor([[0.0, 1, 1, 0]]), torch.full((1, 4), 0.5), *far)
-    features = window_features(images, torch.ones(1, 4, dtype=torch.bool), 2)
-    narrow = 1 + (0.75 * math.log(0.75) + 0.25 * math.log(0.25)) / math.log(2)
+    images = Images(torch.tensor([[0.6, 0.7, 0.9, 1.0]]), torch.full((1, 4), 0.5), *far)
+    features = window_features(images, torch.ones(1, 4, dtype=torch.bool))
     assert features.confidence.item() == pytest.approx(log_odds(0.8))
-    # Half of the images repeat the one before; by chance 0.75^2 + 0.25^2 would: there are no bursts.
-    assert features.imbalance.item() == pytest.approx(narrow, abs=1e-6)
     assert features.agreement.item() == pytest.approx(0, abs=1e-6)
     assert features.near.item() == pytest.approx(math.log(0.2))  # unknown for the first image
     assert features.middle.item() == pytest.approx(math.log(0.4))
     assert math.isnan(features.deep.item())
-    # Three quarters repeat: a third of the way from chance, 0.625, to 1; a chain of draws is worth 2/3 / 4/3 of them.
-    bursty = images._replace(repeated=torch.tensor([[1.0, 1, 1, 0]]))
-    assert window_features(bursty, torch.ones(1, 4, dtype=torch.bool), 2).imbalance.item() == pytest.approx(
-        narrow / 2, abs=1e-6
-    )
-    first = window_features(images, torch.tensor([[True, True, False, False]]), 2)
-    assert first.imbalance.item() == pytest.approx(1)  # one class alone
+    first = window_features(images, torch.tensor([[True, True, False, False]]))
+    assert first.confidence.item() == pytest.approx(log_odds(0.65))
 
 
 def test_the_model_is_linear_in_log_odds_and_does_not_extrapolate():
@@ -81,14 +72,11 @@ def test_a_ring_of_the_last_images_equals_keeping_all(batch):
         kept += list(x[0])
         shifts += [said.shift[0]] * batch
         shares += [share] * batch
-        found = torch.stack(kept).argmax(-1)
         last = slice(max(len(kept) - 7, 0), None)
         confidence = (torch.stack(kept) / 2.0).softmax(-1).amax(-1)
-        before = torch.cat((torch.tensor([-1]), found[:-1]))
         far = torch.stack(shifts)[last].unbind(1)
-        repeated = (found == before).float()[last]
-        images = Images(confidence[last], found[last], repeated, torch.tensor(shares)[last], *far)
-        features = window_features(images, torch.ones_like(images.prediction, dtype=torch.bool), CLASSES)
+        images = Images(confidence[last], torch.tensor(shares)[last], *far)
+        features = window_features(images, torch.ones_like(images.confidence, dtype=torch.bool))
         now, read = ESTIMATOR.accuracy(features).item(), ESTIMATOR.read(state)
         ended += 7 * now * (len(kept) // 7 - (len(kept) - batch) // 7)
         assert read.accuracy.item() == pytest.approx(now, abs=1e-6)

@@ -286,6 +286,7 @@ def _play(
     domain = torch.stack([plan.condition for plan in plans])  # (S, N)
     number = torch.stack([plan.number for plan in plans])
     state, shift, seen = method.init(net, len(plans), seed), start_shift(net, len(plans)), list[Images]()
+    right = list[Tensor]()
     pieces = list(zip(domain.split(BATCH, 1), number.split(BATCH, 1), strict=True))
     for done, (d, i) in enumerate(pieces, 1):
         x = corrupt_images(images, i.flatten(), [conditions[k] for k in d.flatten()], seed).unflatten(0, i.shape)
@@ -293,13 +294,12 @@ def _play(
         answers, shift = ask(net, shift, x, every, PROBE)
         output, state = method.step(net, state, x)
         logits = output.clamp_min(torch.finfo(output.dtype).tiny).log() if method.output == "probabilities" else output
-        last = seen[-1].prediction[:, -1] if seen else torch.full_like(d[:, 0], -1)
-        found = sense(logits, temperature, every, last.to(x.device), state.info.student_agreement, answers)
-        seen.append(Images(*(t.cpu() for t in found)))
+        seen.append(Images(*(t.cpu() for t in sense(logits, temperature, state.info.student_agreement, answers))))
+        right.append(logits.argmax(-1).cpu() == labels[i])
         if progress is not None:
             progress(done, len(pieces))
     whole = Images(*(torch.cat(column, 1) for column in zip(*seen, strict=True)))
     kinds = {name: k for k, name in enumerate(dict.fromkeys(name for name, _ in conditions))}
     condition = torch.tensor([kinds[name] for name, _ in conditions])[domain]
-    right = whole.prediction == labels[number]
-    return [Labelled(Images(*(t[s] for t in whole)), right[s], condition[s]) for s in range(len(plans))]
+    hits = torch.cat(right, 1)
+    return [Labelled(Images(*(t[s] for t in whole)), hits[s], condition[s]) for s in range(len(plans))]

@@ -3,9 +3,6 @@
 Signals of a window become features. A linear model gives the log-odds of the accuracy:
 
     confidence    the mean probability of the predicted class, after a temperature
-    imbalance     how narrow the histogram of predicted classes is: a network in trouble predicts few classes. A stream
-                  that shows few classes at a time has a narrow histogram, too; then neighbours share their class, and
-                  the imbalance counts less
     agreement     of teacher and student, where the method has a student
     near, middle, deep      how far the statistics of the images are from the source's, in the first, middle and last
                   third of the network: the source passes some images, see `tribe.health.probe`. Unlike the others it
@@ -15,7 +12,6 @@ Signals of a window become features. A linear model gives the log-odds of the ac
 no value on the host, so that a step that calls them can be captured in a CUDA graph.
 """
 
-import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -37,7 +33,6 @@ class Features(NamedTuple):
     """What a window shows, each (...), one value a window; NaN: unknown."""
 
     confidence: Tensor  # log-odds of the mean confidence
-    imbalance: Tensor  # 1 - entropy of the predicted classes / log K, as far as bursts of classes do not explain it
     agreement: Tensor  # log-odds of the share on which teacher and student agree
     near: Tensor  # logarithm
     middle: Tensor  # logarithm
@@ -48,15 +43,13 @@ class Images(NamedTuple):
     """What the features need of each image: (..., W)."""
 
     confidence: Tensor
-    prediction: Tensor  # int64
-    repeated: Tensor  # 1 where the prediction is that of the image before, else 0
     agreement: Tensor  # of the image's batch; 1 without a student
     near: Tensor  # distances of statistics when the image came; 0: unknown
     middle: Tensor
     deep: Tensor
 
 
-def window_features(images: Images, filled: Tensor, classes: int) -> Features:
+def window_features(images: Images, filled: Tensor) -> Features:
     """The features of windows of W images, of which those ``filled`` (..., W) count."""
     weight = filled.to(images.confidence.dtype)
     count = weight.sum(-1).clamp_min(1)
@@ -64,39 +57,19 @@ def window_features(images: Images, filled: Tensor, classes: int) -> Features:
     def mean(values: Tensor) -> Tensor:
         return (values * weight).sum(-1) / count
 
-    histogram = weight.new_zeros(*weight.shape[:-1], classes).scatter_add(-1, images.prediction, weight)
-    share = histogram / count.unsqueeze(-1)
-    narrow = 1 + torch.special.xlogy(share, share).sum(-1) / math.log(classes)  # 0: equal shares; 1: a single class
-    alike = share.square().sum(-1)  # how often two images of the window have the same class
-    sticky = ((mean(images.repeated) - alike) / (1 - alike).clamp_min(TINY)).clamp(0, 1)
-    # A Markov chain with this autocorrelation shows as much of its classes as so large a share of independent draws.
-    independent = (1 - sticky) / (1 + sticky)
-    own = log_odds(mean(images.confidence)), narrow * independent, log_odds(mean(images.agreement))
     distances = images.near, images.middle, images.deep
     far = (((v * weight).sum(-1) / (weight * (v > 0)).sum(-1)).clamp_min(TINY).log() for v in distances)  # or 0 / 0
-    return Features(*own, *far)
+    return Features(log_odds(mean(images.confidence)), log_odds(mean(images.agreement)), *far)
 
 
 @torch.no_grad()
-def sense(
-    logits: Tensor,
-    temperature: float,
-    valid: Tensor,
-    last: Tensor,
-    agreement: Tensor | None,
-    answers: Answers | None,
-) -> Images:
-    """What the features need of each image of a batch (S, B), from logits (S, B, K).
-
-    ``last`` (S,) is the prediction of the image before the batch, -1 if there was none; the others as in
-    `Estimator.observe`.
-    """
-    confidence, prediction = probabilities(logits / temperature).max(-1)
+def sense(logits: Tensor, temperature: float, agreement: Tensor | None, answers: Answers | None) -> Images:
+    """What the features need of each image of a batch (S, B), from logits (S, B, K); see `Estimator.observe`."""
+    confidence = probabilities(logits / temperature).amax(-1)
     share = torch.ones_like(confidence) if agreement is None else agreement.unsqueeze(1).expand_as(confidence)
-    repeated = (prediction == _previous(last, prediction, valid)).float()
     unknown = confidence.new_zeros(len(confidence), DEPTHS)
     shift = unknown if answers is None else answers.shift.to(confidence.dtype)
-    return Images(confidence, prediction, repeated, share, *(t.expand_as(confidence) for t in shift.split(1, 1)))
+    return Images(confidence, share, *(t.expand_as(confidence) for t in shift.split(1, 1)))
 
 
 def log_odds(share: Tensor) -> Tensor:
@@ -143,8 +116,8 @@ class Estimator:
         """The state before the first image."""
         ring = torch.zeros(streams, self.window + 1, device=device)
         none = torch.zeros(streams, dtype=torch.int64, device=device)
-        rings = Images(ring, ring.long(), *(ring.clone() for _ in Images._fields[2:]))
-        return EstimateState(rings, none - 1, none, torch.zeros(streams, dtype=torch.float64, device=device))
+        rings = Images(*(ring.clone() for _ in Images._fields))
+        return EstimateState(rings, none, torch.zeros(streams, dtype=torch.float64, device=device))
 
     @torch.no_grad()
     def observe(
@@ -160,7 +133,7 @@ class Estimator:
         ``valid`` (S, B) are the images that count. ``agreement`` (S,) is the share on which teacher and student agree;
         None: the method has no student. ``answers`` are the source's; None: it was not asked.
         """
-        new = sense(logits, self.temperature, valid, state.last, agreement, answers)
+        new = sense(logits, self.temperature, agreement, answers)
         before = state.images.unsqueeze(1)
         rank = before + valid.cumsum(1) - 1  # the number of each valid image in its stream
         after = state.images + valid.sum(1)
@@ -169,8 +142,7 @@ class Estimator:
         rings = Images(*(r.scatter(1, place, t.to(r.dtype)) for r, t in zip(state.rings, new, strict=True)))
         for ring in rings:
             ring[:, -1] = 0  # padding leaves no trace
-        last = torch.where(valid.any(1), new.prediction.gather(1, _last(valid)).squeeze(1), state.last)
-        moved = EstimateState(rings, last, after, state.total)
+        moved = EstimateState(rings, after, state.total)
         ended = after // self.window - state.images // self.window  # (S,) windows that end in this batch
         if ended.device.type == "cpu" and not ended.any():  # on other devices this would synchronise
             return moved
@@ -191,27 +163,13 @@ class Estimator:
         """The accuracy of the last images (S,)."""
         places = torch.arange(self.window, device=state.images.device)
         filled = places < state.images.unsqueeze(1)
-        return self.accuracy(window_features(Images(*(r[:, :-1] for r in state.rings)), filled, self.classes))
-
-
-def _previous(last: Tensor, prediction: Tensor, valid: Tensor) -> Tensor:
-    """The prediction of the valid image before each image (S, B); ``last`` (S,) is that before the batch."""
-    number = torch.arange(prediction.shape[1], device=prediction.device).expand_as(prediction)
-    newest = torch.where(valid, number, -1).cummax(1).values  # the last valid image up to each image
-    before = torch.cat((torch.full_like(newest[:, :1], -1), newest[:, :-1]), 1)
-    return torch.where(before < 0, last.unsqueeze(1), prediction.gather(1, before.clamp_min(0)))
-
-
-def _last(valid: Tensor) -> Tensor:
-    """The position of the last valid image (S, 1); 0 if there is none."""
-    return (valid * torch.arange(valid.shape[1], device=valid.device)).amax(1, keepdim=True)
+        return self.accuracy(window_features(Images(*(r[:, :-1] for r in state.rings)), filled))
 
 
 class EstimateState(NamedTuple):
     """The last W images of S streams in rings, and sums over the streams."""
 
     rings: Images  # (S, W + 1); the last place is written by images that do not count, and never read
-    last: Tensor  # (S,) int64, the last prediction; -1 before the first image
     images: Tensor  # (S,) int64, valid images so far
     total: Tensor  # (S,) float64, the sum of the estimates of all windows that have ended
 

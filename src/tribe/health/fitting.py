@@ -11,7 +11,7 @@ from tribe.health.estimate import Estimator, Features, Images, Term, log_odds, w
 PIECES = (1, 2, 4, 8)  # of a stream that a window of the fit is made of: a window may see one corruption or many
 REPEATS = 100  # windows of each number of pieces, of each stream
 RIDGE = 3.0  # strength of the penalty on weights, in windows
-SIGNS = Features(1, -1, 1, -1, -1, -1)  # type: ignore[arg-type]  # of the weights; a feature with the other sign is left out
+SIGNS = Features(1, 1, -1, -1, -1)  # type: ignore[arg-type]  # of the weights; a feature with the other sign is left out
 LEAST_SIGMA = 0.01  # an estimate is never more certain than this, however well the calibration fits
 BEYOND = 0.3  # how far beyond the range of a feature in calibration the model goes on, as a share of that range
 LEAST_SPREAD = 1e-3  # a feature that varies less is constant: agreement, for a method without a student
@@ -35,12 +35,12 @@ class Windows(NamedTuple):
 
 def fit(streams: Sequence[Labelled], classes: int, temperature: float, window: int) -> Estimator:
     """Ridge regression of the log-odds of accuracy; its error is that on corruptions left out of the fit."""
-    windows = cut(streams, classes, window)
+    windows = cut(streams, window)
     intercept, terms = _ridge(windows.features, windows.accuracy)
     return Estimator(classes, temperature, intercept, terms, _left_out_error(windows, window), window)
 
 
-def cut(streams: Sequence[Labelled], classes: int, window: int) -> Windows:
+def cut(streams: Sequence[Labelled], window: int) -> Windows:
     """Windows of pieces of the streams, drawn at random, with their features."""
     count = 1 + max(int(stream.condition.max()) for stream in streams)
     draw = torch.Generator().manual_seed(0)
@@ -51,7 +51,7 @@ def cut(streams: Sequence[Labelled], classes: int, window: int) -> Windows:
             first = torch.randint(0, len(stream.right) - size + 1, (REPEATS, pieces, 1), generator=draw)
             index = (first + torch.arange(size)).flatten(1)[:, :window]  # (M, W)
             images = Images(*(t[index] for t in stream.images))
-            features = window_features(images, torch.ones_like(index, dtype=torch.bool), classes)
+            features = window_features(images, torch.ones_like(index, dtype=torch.bool))
             shares = torch.nn.functional.one_hot(stream.condition[index], count).double().mean(1)
             parts.append((torch.stack(features, -1).double(), stream.right[index].double().mean(1), shares))
     return Windows(*(torch.cat(column) for column in zip(*parts, strict=True)))
