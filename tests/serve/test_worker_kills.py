@@ -1,10 +1,9 @@
 """A worker that is killed: what is stored is the replay of a prefix of what it learned, and the next one goes on."""
 
 import json
-import os
 import random
+import shutil
 import signal
-import tempfile
 from collections import defaultdict, deque
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from hosted_worker import images_of, new_fleet
 from replays import replay
 
 from processes import Prints, Process, ended, killed
+from stores import fast_folder
 from tribe.serve.store import SqliteStore
 
 HOST = str(Path(__file__).parent / "hosted_worker.py")
@@ -69,20 +69,14 @@ def test_after_a_kill_the_next_worker_goes_on_from_a_prefix_of_what_was_learned(
 
 
 KILLS = 50
-MEMORY = Path("/dev/shm")
 
 
 @pytest.fixture
-def folder(tmp_path):
-    """A folder for the store, in memory if the system has such a place.
-
-    What a kill loses is up to the worker. A disk that other processes keep busy adds the time of its syncs.
-    """
-    if not os.access(MEMORY, os.W_OK):
-        yield tmp_path / "store"
-        return
-    with tempfile.TemporaryDirectory(dir=MEMORY) as found:
-        yield Path(found)
+def folder():
+    """A folder for the store: what a kill loses is up to the worker; a busy disk adds the time of its syncs."""
+    found = fast_folder()
+    yield found
+    shutil.rmtree(found)
 
 
 @pytest.mark.slow  # each of fifty workers serves for some seconds
