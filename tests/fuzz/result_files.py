@@ -10,6 +10,7 @@ from places import ROOT
 from tribe import bench, report, scenarios
 from tribe.lab import metrics, store
 from tribe.lab.record import Record
+from tribe.lab.watched import Watched
 from tribe.paper.gather import read_draws
 from tribe.testing import CLASSES
 
@@ -46,10 +47,15 @@ def written_record():
     spec |= {"model": {"name": "wrn", "fields": {}}, "scenario": {"name": "gli-f", "fields": {"imbalance": 10.0}}}
     confidence, seconds = torch.rand(60, generator=generator), torch.full((60,), 1e-3)
     domain = torch.arange(60) // 30
-    return Record(domain, label, label.roll(1), confidence, seconds, ("fog@5", "snow@5"), CLASSES, spec)
+    record = Record(domain, label, label.roll(1), confidence, seconds, ("fog@5", "snow@5"), CLASSES, spec)
+    alarms = (torch.arange(60) > 40).to(torch.int64)
+    return record._replace(watched=Watched(confidence, confidence / 2, confidence.sqrt(), alarms, ("drift",)))
 
 
-@reader("record", "npz", ("tribe.lab.record.Record.load", "tribe.lab.record._read_header"))
+RECORD_READERS = ("Record.load", "_read_header", "_read_watched")
+
+
+@reader("record", "npz", tuple(f"tribe.lab.record.{name}" for name in RECORD_READERS))
 class RecordFile:
     @staticmethod
     def make(folder):
@@ -61,7 +67,8 @@ class RecordFile:
         record = Record.load(folder / "record.npz")
         scores = metrics.summary(record), metrics.domain_error(record), metrics.class_counts(record)
         columns = (getattr(record, name) for name in ("domain", "label", "prediction", "confidence", "seconds"))
-        return digest(*columns, *scores, record.domains, record.classes, sorted(record.spec.items()))
+        watched = [] if record.watched is None else [*record.watched[:4], record.watched.beginnings()]
+        return digest(*columns, *scores, *watched, record.domains, record.classes, sorted(record.spec.items()))
 
 
 def written_report(folder):
