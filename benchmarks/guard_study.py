@@ -250,6 +250,7 @@ def tables(folder: Path) -> str:
             given, rows = file["settings"], file["rows"]
             seeds = ", ".join(map(str, given["seeds"]))
             where = f"{given['dataset']}, {given['model']}, {given['precision']}, seed {seeds}"
+            where += f", the first {given['limit']:,} images" if given["limit"] and part == "paper" else ""
             where += "".join(f", {name} {value:g}" for name, value in given.get("guard", {}).items())
             parts.append(f"{title} ({where}); error, %:\n\n{_table(part, rows)}")
     return "\n".join([*parts, *_costs(folder)])
