@@ -105,9 +105,19 @@ def percent(shares: Tensor) -> list[float]:
     return [round(100 * share, 2) for share in shares.tolist()]
 
 
-def score(path: Path, out: Path, seeds: Sequence[int] | None = None) -> Path:
-    """Write the results of a file of records; ``seeds``: only these."""
-    records, rows = load(path), list[Row]()
+def gather(files: Sequence[Path]) -> list[Records]:
+    """Read files of records; those of the same network and data set become one."""
+    found: dict[tuple[str, str], Records] = {}
+    for path in files:
+        records = load(path)
+        first = found.setdefault((records.header["dataset"], records.header["model"]), records)
+        first.played.update(records.played)
+    return list(found.values())
+
+
+def score(records: Records, out: Path, seeds: Sequence[int] | None = None) -> Path:
+    """Write the results of what was played with a network; ``seeds``: only these."""
+    rows = list[Row]()
     methods = dict.fromkeys(played.method for played in records.played.values())
     for method in methods:
         known = learn(records, method)

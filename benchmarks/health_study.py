@@ -106,7 +106,7 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--pack", type=Path, help="file with all images; made if there is none (default: in --records)")
     p.add_argument("--records", type=Path, default=Path("runs/health"), help="folder for what methods say")
     p.add_argument("--play-only", action="store_true", help="score nothing")
-    p.add_argument("--score", type=Path, nargs="+", help="files of records to score; play nothing")
+    p.add_argument("--score", type=Path, nargs="+", help="files of records to score together; play nothing")
     p.add_argument("--render", action="store_true", help="write the tables of docs/health.md, and play nothing")
     return p.parse_args(argv)
 
@@ -121,8 +121,8 @@ def main(argv: list[str] | None = None) -> None:
         with float32_precision(o.precision):
             files = [play(open_pack(o), o)]
         print(f"records: {files[0]}, {files[0].stat().st_size / 2**20:.1f} MiB")
-    for path in [] if o.play_only else files:
-        print(f"written to {health_score.score(path, o.out, o.seeds)}")
+    for records in [] if o.play_only else health_score.gather(files):
+        print(f"written to {health_score.score(records, o.out, o.seeds)}")
 
 
 if __name__ == "__main__":

@@ -20,9 +20,11 @@ def small(monkeypatch):
     """Few images calibrate."""
     monkeypatch.setattr(health_pack, "HELD_OUT", 200)
     monkeypatch.setattr(rehearsal, "LENGTH", 1)
+    monkeypatch.setattr(rehearsal, "LEAST_OF_A_CONDITION", 34)
 
 
-def test_a_study_plays_and_its_results_become_tables(tmp_path, small, capsys):
+def test_a_study_plays_and_its_results_become_tables(tmp_path, small, monkeypatch, capsys):
+    monkeypatch.setattr(health_pack, "LONG_TAIL", 1)
     where = ["--dataset", "live-mnist-c", "--model", "compact", "--device", "cpu", "--out", str(tmp_path)]
     what = ["--methods", "source", "--streams", "iid", "--seeds", "1", "--per", "35", "--records", str(tmp_path / "r")]
     health_study.main([*where, *what])
