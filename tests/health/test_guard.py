@@ -187,6 +187,15 @@ def test_a_guard_is_fitted_to_the_distance_of_clean_images():
         tribe.Guard.fitted(net, x[:100])
 
 
+def test_a_guard_that_is_not_fitted_does_not_lean():
+    """How far statistics go where nothing has changed differs threefold between networks: no default is right."""
+    net = small_backbone()
+    affine, stats = net.source(2)
+    adapted = Deployed(Affine(affine.weight + 1, affine.bias), Stats(stats.mean + 0.01, stats.var), Frozen())
+    assert tribe.Guard().lean_half is None
+    assert lean(net, adapted, None, 1.0, 0.3) is adapted
+
+
 def test_at_the_source_the_network_is_the_sources():
     net = small_backbone()
     source = Deployed.frozen(net, net.source(2)[0])

@@ -75,8 +75,8 @@ class Guard(Watch):
     """What a guard does, and when."""
 
     probe: int = 16
-    lean_half: float = 0.06  # distance of the statistics (see tribe.health.lean) at which predictions lean halfway
-    lean_most: float = 0.85  # the most that predictions follow adapted statistics; 0: the source's only
+    lean_half: float | None = None  # distance of the statistics at which predictions lean halfway; see `fitted`
+    lean_most: float = 1.0  # the most that predictions follow adapted statistics; 0: the source's only
     lean_batch: float = 0.3  # for methods that normalise with the batch's statistics: their share ...
     pull: float = 0.03  # ... and the share of the way back to the source's affine parameters, after every batch
     speed: float | None = 0.003  # the most that affine parameters move in a batch, relative to their norm; None: any
@@ -92,16 +92,17 @@ class Guard(Watch):
         for name in ("lean_batch", "pull"):
             value = getattr(self, name)
             require(is_number(value) and 0 <= value <= 1, f"{name} of a guard is a share, between 0 and 1", value)
-        require(is_number(half) and half >= 0, "lean_half of a guard is a distance, at least 0", half)
+        known = half is None or (is_number(half) and half >= 0)
+        require(known, "lean_half of a guard is a distance, at least 0, or None: predictions do not lean", half)
         require(is_number(most) and 0 <= most <= 1, "lean_most of a guard is a share, between 0 and 1", most)
         require(speed is None or (is_number(speed) and speed > 0), "speed of a guard is above 0, or None", speed)
         require(isinstance(self.skip, bool), "skip of a guard is True or False", self.skip)
         require(every is None or is_whole(every, least=1), "good_every of a guard is at least 1, or None", every)
-        leans = (half, most, self.lean_batch, self.pull) != (0, 1, 1, 0)
+        leans = (half or 0, most if half is not None else 1, self.lean_batch, self.pull) != (0, 1, 1, 0)
         if not (self.skip or speed is not None or every is not None or leans):
             raise ValueError(
                 "this guard can never act: it skips nothing, limits nothing, keeps no state to return to, and follows "
-                "the adapted statistics wholly. Set skip, speed, good_every or lean_most; tribe+watch only watches"
+                "the adapted statistics wholly. Set skip, speed, good_every or lean_half; tribe+watch only watches"
             )
 
     @classmethod
@@ -292,7 +293,7 @@ class Guarded(Composed):
         if isinstance(adapted.norm, PerBatch) or not adapted.stats.mean.shape[-1]:
             return {"statistics": none, "followed": none}
         far, follow = distance_of_statistics(net, adapted.stats).tolist(), [1.0] * len(none)
-        if self.acts:
+        if self.acts and self.part.lean_half is not None:
             follow = (self.part.lean_most * farness(net, adapted.stats, self.part.lean_half)).tolist()
         return {"statistics": far, "followed": follow}
 

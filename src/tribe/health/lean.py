@@ -23,12 +23,17 @@ RATIO = 1.4  # of a fitted `half` to the distance that clean images have: 0.06 t
 LEAST = 200  # images that tell this distance
 
 
-def lean(net: Backbone, deployed: Deployed, half: float, most: float, of_batch: float) -> Deployed:
-    """The network that predicts, between the source and the adapted one, or with the statistics of a batch."""
+def lean(net: Backbone, deployed: Deployed, half: float | None, most: float, of_batch: float) -> Deployed:
+    """The network that predicts, between the source and the adapted one, or with the statistics of a batch.
+
+    Without ``half`` nothing is known of the network's scale, and the adapted one predicts.
+    """
     if not deployed.stats.mean.shape[-1] or deployed.weights is not None:
         return deployed  # it has no statistics, or weights that were adapted together with them
     if isinstance(deployed.norm, PerBatch):
         return replace(deployed, norm=Mixed(of_batch)) if type(deployed.norm) is PerBatch else deployed
+    if half is None:
+        return deployed
     affine, stats = net.source()
     far = farness(net, deployed.stats, half)
     return replace(
