@@ -6,7 +6,7 @@ scatter      neighbours share their class according to the source, but not accor
              few classes are normalised with their own statistics, and answers spread over classes that are not there
 
 A stream may show one class for a thousand images, so that one class alone is no sign. Without the source's predictions
-`scatter` cannot be told, and `collapse` needs longer. Thresholds were chosen on CIFAR-10-C; see docs/health.md.
+`scatter` cannot be measured, and `collapse` needs longer. Thresholds were chosen on CIFAR-10-C; see docs/health.md.
 """
 
 from dataclasses import dataclass

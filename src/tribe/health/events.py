@@ -38,7 +38,7 @@ document(
     stream="The number of the stream; in a fleet its name.",
     kind='What happened, one word: "black", "frozen", "shift", "drift", "collapse", ...',
     image="How many images the stream had seen when it was found.",
-    since="After how many images it began, as far as can be told.",
+    since="After how many images it began, as far as is known.",
     words="What happened and why, for people.",
     numbers="The numbers behind the words.",
 )

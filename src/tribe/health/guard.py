@@ -187,7 +187,7 @@ class Guarded(Composed):
     ) -> tuple[Tensor, GuardedState]:
         """Take the method's step, watch it, and keep of it what the guard allows.
 
-        What watches runs beside the method's own work. It is told what the method reported of the batch before: how far
+        What watches runs beside the method's own work. It reads what the method reported of the batch before: how far
         it moved, and how its branches agree.
         """
         old, watcher, beside = state.guard, self.watcher(net), Beside(x.device)

@@ -36,7 +36,7 @@ class Listener:
 
     Args:
         worker: what predicts and learns.
-        model: what clients are told of the model.
+        model: what clients read about the model.
         host: the address to listen on; the default is heard on this machine alone.
         port: of HTTP; 0 takes a free one.
         grpc_port: of gRPC, the extra `grpc`; None: no gRPC; 0 takes a free one.

@@ -5,7 +5,7 @@
 
 ``sha256`` (hexadecimal) may stand in place of ``token``, so that the file holds no secret. Roles, each with all that
 the one before it may do: predict, learn, admin. Without a file everybody is admin, which is why the server then
-listens to this machine alone unless it is told otherwise.
+listens to this machine alone by default.
 """
 
 import hashlib

@@ -110,7 +110,7 @@ def new_worker(
     policy: Policy | None,
     options: Mapping[str, Any],
 ) -> tuple[Worker, ModelInfo, Store | None]:
-    """A worker, what clients are told of its model, and its store; ``options`` are those of `tribe.fleet`."""
+    """A worker, what clients read about its model, and its store; ``options`` are those of `tribe.fleet`."""
     require(NAME.fullmatch(name) is not None, f"the name of a model has {RULE}", name)
     net = model if isinstance(model, Backbone) else Backbone(model)
     streams = fleet(net, method, **options)

@@ -119,13 +119,8 @@ def reproduce_artifact(
         reading = no_run or artifact in (CLAIMS, DOCUMENT)  # nothing is run, no device is opened
         origin = Origin(seed, seeds, precision, _device_type(device) if reading else None, threads, batch)
         first, count = seed or 0, 1 if seeds is None else seeds
-        choices = Choices(
-            dataset,
-            model,
-            seeds=range(first, first + count),
-            precision=precision or "tf32",
-            batch=BATCH if batch is None else batch,
-        )
+        streams, images = range(first, first + count), BATCH if batch is None else batch
+        choices = Choices(dataset, model, seeds=streams, precision=precision or "tf32", batch=images)
         output = OutputTarget(style, out)
         _check(output, choices.precision, count, plot)
         if show_list:

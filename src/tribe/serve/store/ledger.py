@@ -115,7 +115,7 @@ class Ledger:
         return connection
 
     def _use_log(self, connection: sqlite3.Connection) -> None:
-        """Turn on the write-ahead log. Of processes that do so at the same time, all but one are told to try again."""
+        """Turn on the write-ahead log. Of processes that do so at the same time, all but one must try again."""
         until, mode = time.monotonic() + OPENING * self._patience, ""
         while mode != "wal":
             try:

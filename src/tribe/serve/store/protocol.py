@@ -24,7 +24,7 @@ from tribe.fields import document, is_number, is_whole, require
 LONGEST_NAME = 200  # characters of a stream or an owner
 LONGEST_LEASE = 86_400.0  # seconds
 LARGEST_CLOCK = 2**53 - 1  # Lua, in Redis, computes with doubles
-PAGE = 1000  # entries that `list` returns unless told otherwise
+PAGE = 1000  # entries that `list` returns by default
 
 
 class Claim(NamedTuple):
