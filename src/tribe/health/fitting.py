@@ -12,7 +12,7 @@ PIECES = (1, 2, 4, 8)  # of a stream that a window of the fit is made of: a wind
 REPEATS = 100  # windows of each number of pieces, of each stream
 RIDGE = 3.0  # strength of the penalty on weights, in windows
 SIGNS = Features(1, 1, -1, -1, -1)  # type: ignore[arg-type]  # of the weights; a feature with the other sign is left out
-LEAST_SIGMA = 0.01  # an estimate is never more certain than this, however well the calibration fits
+LEAST_SIGMA = 0.035  # streams differ from a rehearsal in more than the corruption: see docs/health.md
 BEYOND = 0.3  # how far beyond the range of a feature in calibration the model goes on, as a share of that range
 LEAST_SPREAD = 1e-3  # a feature that varies less is constant: agreement, for a method without a student
 
