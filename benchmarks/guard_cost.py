@@ -10,18 +10,16 @@ The share is the median over rounds of the ratio to the method alone in the same
 import argparse
 import statistics
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 import tribe
-from benchmarks.pages import RESULTS
-from benchmarks.time_play import Clock, write
+from benchmarks.time_play import Clock, add_cost_options, write
 from tribe.bench.clock import Call, peak_memory, summary, time_in_turns, warm_up
 from tribe.bench.networks import build, noise
-from tribe.engine.precision import PRECISIONS, choose_device, float32_precision, precision_on
+from tribe.engine.precision import choose_device, float32_precision, precision_on
 from tribe.lab.provenance import machine
 
 
@@ -59,13 +57,8 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     style = argparse.RawDescriptionHelpFormatter
     p = argparse.ArgumentParser("python -m benchmarks.guard_cost", description=__doc__, formatter_class=style)
-    p.add_argument("--model", default="resnet20")
-    p.add_argument("--method", default="tribe")
+    add_cost_options(p)
     p.add_argument("--batches", type=int, nargs="+", default=[64])
-    p.add_argument("--rounds", type=int, default=15)
-    p.add_argument("--device", default="auto")
-    p.add_argument("--precision", default="tf32", choices=PRECISIONS)
-    p.add_argument("--out", type=Path, default=RESULTS, help="folder for the results (default: %(default)s)")
     return p.parse_args(argv)
 
 

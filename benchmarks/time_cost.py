@@ -10,16 +10,15 @@ to a JSON file in ``--out``; ``python -m benchmarks.time_study --render`` writes
 import argparse
 import statistics
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import tribe
-from benchmarks.time_play import RESULTS, Clock, write
+from benchmarks.time_play import Clock, add_cost_options, write
 from tribe.bench.clock import Call, summary, time_in_turns, warm_up
 from tribe.bench.networks import build, noise
-from tribe.engine.precision import PRECISIONS, choose_device, float32_precision, precision_on
+from tribe.engine.precision import choose_device, float32_precision, precision_on
 from tribe.lab.provenance import machine
 from tribe.time import create
 
@@ -65,14 +64,9 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     style = argparse.RawDescriptionHelpFormatter
     p = argparse.ArgumentParser("python -m benchmarks.time_cost", description=__doc__, formatter_class=style)
-    p.add_argument("--model", default="resnet20")
-    p.add_argument("--method", default="tribe")
+    add_cost_options(p)
     p.add_argument("--classes", default="10,100,1000", help="numbers of classes, with commas (default: %(default)s)")
     p.add_argument("--batch", type=int, default=64)
-    p.add_argument("--rounds", type=int, default=15)
-    p.add_argument("--device", default="auto")
-    p.add_argument("--precision", default="tf32", choices=PRECISIONS)
-    p.add_argument("--out", type=Path, default=RESULTS, help="folder for the results (default: %(default)s)")
     return p.parse_args(argv)
 
 

@@ -151,6 +151,16 @@ def add_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--out", type=Path, default=RESULTS, help="folder for the results (default: %(default)s)")
 
 
+def add_cost_options(p: argparse.ArgumentParser) -> None:
+    """Add the options of a benchmark that times steps."""
+    p.add_argument("--model", default="resnet20")
+    p.add_argument("--method", default="tribe")
+    p.add_argument("--rounds", type=int, default=15)
+    p.add_argument("--device", default="auto")
+    p.add_argument("--precision", default="tf32", choices=PRECISIONS)
+    p.add_argument("--out", type=Path, default=RESULTS, help="folder for the results (default: %(default)s)")
+
+
 def settings(o: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """What every row of a study shares."""
     shared = {name: getattr(o, name) for name in ("dataset", "model", "limit")}

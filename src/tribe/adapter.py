@@ -64,8 +64,9 @@ def adapt(
         method: a name from ``tribe.methods.names()``, or a method.
         time: "auto" also uses the order of the images, where neighbours share their class: see `tribe.time`. A name
             from ``tribe.time.names()``, or a filter. None: every image is predicted as if it stood alone.
-        guard: True, or a `tribe.Guard`, skips frames that teach nothing, limits every step, and leans on the source
-            where little has changed: see docs/health.md. It watches, too, as with ``health``.
+        guard: True, or a `tribe.Guard`, skips frames that teach nothing, limits every step, and goes back. One of
+            `tribe.Guard.fitted` also leans on the source where little has changed: see docs/health.md. It watches, too,
+            as with ``health``.
         health: True watches every stream: `Adapter.health` and `Adapter.events`. What `tribe.calibrate` returns, or its
             file, adds the estimated accuracy.
         on_event: called with every alarm, a `tribe.health.Event`.

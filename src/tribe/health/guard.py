@@ -1,5 +1,6 @@
-"""A guard over any method: it watches, skips frames that teach nothing, limits every step, and leans on the source.
+"""A guard over any method: it watches, skips frames that teach nothing, limits every step, and goes back.
 
+Fitted to its network (`Guard.fitted`), it also leans on the source where little has changed.
 ``tribe.adapt(net, guard=True)``, or ``tribe+guard``. What the method learns is its own affair; the guard decides what
 it may learn from, how fast, and how far predictions follow. It acts stream by stream, with masks, in a pure step.
 ``tribe+watch`` only watches.
