@@ -73,14 +73,7 @@ class Sar(Method):
             object.__setattr__(self, "frozen_tail", tuple(self.frozen_tail))
         self.require_range("e0", "rho", "e_m", "lr")
         self.require_range("momentum", below=1)
-        tail = self.frozen_tail
-        names = isinstance(tail, tuple) and all(isinstance(name, str) for name in tail)
-        share = isinstance(tail, int | float) and not isinstance(tail, bool) and 0 <= tail < 1
-        if not names and not share:
-            raise ValueError(
-                "frozen_tail is a share of the normalisation layers, at least 0 and below 1, or a tuple of names of "
-                f"layers or blocks; got {tail!r}"
-            )
+        check_tail(self.frozen_tail)
 
     def init(self, net: Backbone, streams: int = 1, seed: int = 0) -> SarState:
         """Start at the source, with velocity zero."""
@@ -134,28 +127,41 @@ class Sar(Method):
         return logits, reliable, grads, loss.detach().to(at.weight.dtype)
 
     def _adapted(self, net: Backbone) -> Tensor:
-        """One for each channel that adapts, zero for those of the frozen tail: (C,)."""
-        names = [slot.name for slot in net.slots]
-        if isinstance(self.frozen_tail, tuple):
-            frozen = [
-                any(name == block or name.startswith(f"{block}.") for block in self.frozen_tail) for name in names
-            ]
-            if self.frozen_tail and not any(frozen):
-                raise ValueError(
-                    f"none of frozen_tail {self.frozen_tail} names a normalisation layer or a block with one; the "
-                    f"network has {', '.join(names)}"
-                )
-            if all(frozen):
-                raise ValueError(f"frozen_tail {self.frozen_tail} names every normalisation layer: none can adapt")
-        else:
-            tail = len(names) - int(self.frozen_tail * len(names))
-            frozen = [i >= tail for i in range(len(names))]
-        adapted, start = torch.ones(net.channels, dtype=net.origin.get().affine.weight.dtype, device=net.device), 0
-        for slot, is_frozen in zip(net.slots, frozen, strict=True):
-            if is_frozen:
-                adapted[start : start + slot.channels] = 0
-            start += slot.channels
-        return adapted
+        return adapted_channels(net, self.frozen_tail)
+
+
+def check_tail(tail: float | tuple[str, ...]) -> None:
+    """Refuse a ``frozen_tail`` that is neither a share of the layers nor a tuple of names."""
+    names = isinstance(tail, tuple) and all(isinstance(name, str) for name in tail)
+    share = isinstance(tail, int | float) and not isinstance(tail, bool) and 0 <= tail < 1
+    if not names and not share:
+        raise ValueError(
+            "frozen_tail is a share of the normalisation layers, at least 0 and below 1, or a tuple of names of "
+            f"layers or blocks; got {tail!r}"
+        )
+
+
+def adapted_channels(net: Backbone, tail: float | tuple[str, ...]) -> Tensor:
+    """One for each channel that adapts, zero for those of the frozen tail: (C,)."""
+    names = [slot.name for slot in net.slots]
+    if isinstance(tail, tuple):
+        frozen = [any(name == block or name.startswith(f"{block}.") for block in tail) for name in names]
+        if tail and not any(frozen):
+            raise ValueError(
+                f"none of frozen_tail {tail} names a normalisation layer or a block with one; the network has "
+                f"{', '.join(names)}"
+            )
+        if all(frozen):
+            raise ValueError(f"frozen_tail {tail} names every normalisation layer: none can adapt")
+    else:
+        first = len(names) - int(tail * len(names))
+        frozen = [i >= first for i in range(len(names))]
+    adapted, start = torch.ones(net.channels, dtype=net.origin.get().affine.weight.dtype, device=net.device), 0
+    for slot, is_frozen in zip(net.slots, frozen, strict=True):
+        if is_frozen:
+            adapted[start : start + slot.channels] = 0
+        start += slot.channels
+    return adapted
 
 
 def _norm(affine: Affine) -> Tensor:

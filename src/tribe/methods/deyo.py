@@ -1,0 +1,167 @@
+"""Learn from predictions that rest on the shape of the object: DeYO, "destroy your object" (Lee et al., ICLR 2024).
+
+A low entropy does not make a prediction reliable: it may rest on colours or the background. So each image is also shown
+in pieces, its patches shuffled. What the predicted class loses is the pseudo-label probability difference:
+
+    PLPD(x) = p(y | x) - p(y | pieces of x),  y the most likely class of x
+    learn   from the images with Ent(x) < tau_ent and PLPD(x) > tau_plpd                       (Eq. 8 of the paper)
+    weight  exp(Ent_0 - Ent(x)) + exp(PLPD(x)), times the entropy of x                         (Eq. 10)
+
+The loss is the mean over the images it learns from. The pieces get statistics of their own, from the images of low
+entropy; no gradient flows through them. The statistics of the batch normalise, and affine parameters learn.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import interpolate
+
+from tribe.engine import rng
+from tribe.methods import (
+    Affine,
+    Backbone,
+    Deployed,
+    Info,
+    Key,
+    Method,
+    finish,
+    losses,
+    optim,
+    register,
+    screen,
+    select,
+    tree_map,
+    wide,
+)
+from tribe.methods.sar import adapted_channels, check_tail
+
+SHUFFLE = 0x4445594F  # purpose of the draw, "DEYO" in ASCII
+
+
+class DeyoState(NamedTuple):
+    """Affine parameters, and the optimiser's moments."""
+
+    affine: Affine  # (S, C)
+    adam: optim.Adam  # with SGD its first moment is the velocity
+    key: Key
+    info: Info
+
+
+@register("deyo")
+@dataclass(frozen=True)
+class Deyo(Method):
+    """DeYO with shuffled patches; the paper's other ways to destroy an object, pixels and occlusion, are not here.
+
+    Published settings: tau_ent, ent_0 and patches for all experiments; tau_plpd 0.2 in the paper's "wild" settings (few
+    images, mixed or correlated ones) and 0.3 in its mild one; SGD with 0.00025 for ResNet-50 with BatchNorm. The paper
+    has no CIFAR: these presets (Adam, nothing frozen) are those of the comparison in ROID's repository.
+
+    NOTE: the paper freezes layer4 of ResNets and blocks 9 to 11 and the last norm of ViT-B, as SAR does, and
+    ``frozen_tail`` is SAR's.
+    """
+
+    tau_ent: float = 0.5  # share of log K below which an entropy is low
+    tau_plpd: float = 0.2  # what the predicted class must lose, in probability, when the image is in pieces
+    ent_0: float = 0.4  # share of log K: entropies below it have weights above 1
+    patches: int = 4  # in each row and column of an image; as many as pixels: pixels are shuffled
+    lr: float = 0.00025  # learning rate, for batches of 64
+    optimizer: Literal["adam", "sgd"] = "sgd"  # sgd: with momentum
+    momentum: float = 0.9  # of SGD
+    frozen_tail: float | tuple[str, ...] = 0.25  # frozen layers: a share of all layers, from the end, or names
+
+    paper = "Lee et al., Entropy is not enough for test-time adaptation: from the perspective of disentangled factors, \
+ICLR 2024"
+    works_on = ("affine",)
+    presets = {  # noqa: RUF012
+        "mnist": {"lr": 1e-3, "optimizer": "adam", "frozen_tail": 0.0},
+        "cifar10": {"lr": 1e-3, "optimizer": "adam", "frozen_tail": 0.0},
+        "cifar100": {"lr": 1e-3, "optimizer": "adam", "frozen_tail": 0.0},
+        "imagenet": {"tau_plpd": 0.3},
+    }
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.frozen_tail, list):
+            object.__setattr__(self, "frozen_tail", tuple(self.frozen_tail))
+        self.require_range("tau_ent", "ent_0", "lr")
+        self.require_range("tau_plpd", low=-1, high=1)
+        self.require_range("patches", low=1)
+        self.require_range("momentum", below=1)
+        check_tail(self.frozen_tail)
+
+    def init(self, net: Backbone, streams: int = 1, seed: int = 0) -> DeyoState:
+        """Start at the source."""
+        adapted_channels(net, self.frozen_tail)  # checks frozen_tail
+        affine, _ = net.source(streams)
+        return DeyoState(affine, optim.adam_init(affine), *self.new_key_and_info(net, streams, seed))
+
+    def deployed(self, net: Backbone, state: DeyoState) -> Deployed:
+        """The adapted parameters, the batch's statistics."""
+        return Deployed.per_batch(net, state.affine)
+
+    def step(self, net: Backbone, state: DeyoState, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, DeyoState]:
+        """Predict, look at the pieces, and take one step in the streams that have something to learn from."""
+        x, valid, rejected = screen(x, valid)
+        _, stats, norm = self.deployed(net, state)
+        with torch.enable_grad():
+            affine = state.affine.leaf()
+            logits = net(x, affine, stats, norm, valid=valid).logits
+            uncertainty = losses.entropy(logits)  # (S, B)
+            chosen, weight = self._choose(net, state, x, logits.detach(), uncertainty.detach(), valid)
+            grads = affine.gradient(losses.mean_over(weight * uncertainty, chosen))
+        moved, moments = self._moved(state, tree_map(adapted_channels(net, self.frozen_tail).mul, grads))
+        new = select(chosen.any(1), state._replace(affine=moved, adam=moments), state)
+        return finish(net, state, new, logits, valid, rejected, chosen, new.affine)
+
+    @torch.no_grad()
+    def _choose(
+        self, net: Backbone, state: DeyoState, x: Tensor, logits: Tensor, uncertainty: Tensor, valid: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Which images (S, B) to learn from, and their weights; 0 for the others."""
+        unit = math.log(logits.shape[-1])
+        certain = valid & (uncertainty < self.tau_ent * unit)
+        counted = torch.where(certain.any(1, keepdim=True), certain, valid)  # a pass needs an image that counts
+        pieces = net(shuffled(x, self.patches, state.key), *self.deployed(net, state), valid=counted).logits
+        p, q = losses.probabilities(logits), losses.probabilities(pieces)
+        predicted = p.argmax(-1, keepdim=True)
+        plpd = (p.gather(-1, predicted) - q.gather(-1, predicted)).squeeze(-1)
+        chosen = certain & (plpd > self.tau_plpd)
+        return chosen, torch.where(chosen, (self.ent_0 * unit - uncertainty).exp() + plpd.exp(), 0)
+
+    def _moved(self, state: DeyoState, grads: Affine) -> tuple[Affine, optim.Adam]:
+        if self.optimizer == "adam":
+            return optim.adam_step(state.affine, grads, state.adam, self.lr)
+        moved, velocity = optim.sgd_step(state.affine, grads, state.adam.first, self.lr, self.momentum)
+        return moved, state.adam._replace(first=velocity, steps=state.adam.steps + 1)
+
+
+def shuffled(x: Tensor, patches: int, key: Key) -> Tensor:
+    """Images (S, B, C, H, W) with their patches in a random order, each image's own.
+
+    Sizes that ``patches`` does not divide are reduced to the next that it does, and enlarged again.
+    """
+    if x.dim() != 5:
+        raise ValueError(
+            f"deyo shuffles the patches of images: it takes (streams, batch, channels, height, width); got a tensor of "
+            f"shape {tuple(x.shape)}"
+        )
+    streams, batch, channels, *size = x.shape
+    whole = [patches * max(n // patches, 1) for n in size]
+    images = x.flatten(0, 1)
+    if whole != size:
+        images = _resized(images, whole)
+    pieces = images.unflatten(3, (patches, -1)).unflatten(2, (patches, -1))  # (N, C, rows, h, columns, w)
+    pieces = pieces.permute(0, 2, 4, 1, 3, 5).flatten(1, 2)  # (N, P, C, h, w), P = patches squared
+    order = rng.uniform(key, SHUFFLE, (batch, patches**2)).argsort(dim=-1, stable=True).flatten(0, 1)  # (N, P)
+    pieces = pieces.gather(1, order.view(*order.shape, 1, 1, 1).expand_as(pieces))
+    pieces = pieces.unflatten(1, (patches, patches)).permute(0, 3, 1, 4, 2, 5)
+    mixed = pieces.reshape(streams * batch, channels, *whole)
+    return (mixed if whole == size else _resized(mixed, size)).view(x.shape)
+
+
+def _resized(images: Tensor, size: list[int]) -> Tensor:
+    bigger = interpolate(images.to(wide(images.dtype)), size, mode="bilinear", antialias=True, align_corners=False)
+    return bigger.to(images.dtype)
