@@ -13,7 +13,7 @@ from benchmarks.time_play import write
 from tribe.engine.losses import probabilities
 from tribe.health import baselines
 from tribe.health.calibration import fit_temperature
-from tribe.health.estimate import WINDOW, Estimator, Images, window_features
+from tribe.health.estimate import WINDOW, Estimator, Images, concentration, window_features
 from tribe.health.fitting import Labelled, fit
 from tribe.health.records import Signals
 
@@ -53,7 +53,7 @@ def right_of(played: Played) -> Tensor:
 def images_of(columns: Columns) -> Images:
     """What our estimator reads of each image."""
     c = columns
-    return Images(c["tempered"], c["student"][c["batch"]], *c["shift"][c["batch"]].unbind(1))
+    return Images(c["tempered"], c["student"][c["batch"]], *c["shift"][c["batch"]].unbind(1), c["prediction"])
 
 
 def signals_of(played: Played) -> Signals:
@@ -89,7 +89,7 @@ def judge(played: Played, known: Known) -> Row:
     images = Images(*(t.unfold(0, size, size) for t in images_of(played.columns)))
     filled = torch.ones_like(images.confidence, dtype=torch.bool)
     ours = estimator.accuracy(window_features(images, filled))
-    half = estimator.half_width(ours, torch.tensor(size))
+    half = estimator.half_width(ours, torch.tensor(size), concentration(images.predicted, filled, estimator.classes))
     columns = {name: windows(values) for name, values in estimates(signals_of(played), known).items()}
     return {
         **{"method": played.method, "stream": played.stream, "seed": played.seed},

@@ -21,7 +21,7 @@ def calibration_of(net, method="tribe", classes=CLASSES):
     even = torch.linspace(0.1, 0.9, LEVELS)
     terms = (Term(0.5, 0.5, 0.0, 1.0), *[Term(0.0, 0.0, 0.0, 0.0)] * (len(Features._fields) - 1))
     return Calibration(
-        Estimator(classes, 1.0, 1.4, terms, 0.05, WINDOW),
+        Estimator(classes, 1.0, 1.4, terms, 0.05, 0.1, WINDOW),
         method,
         tribe.Backbone(net).fingerprint(exact=False),
         images=200,

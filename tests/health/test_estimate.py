@@ -19,6 +19,7 @@ ESTIMATOR = Estimator(
         *(Term(-0.5, -1.0, -3, 1), Term(-0.6, -1.1, -3, 1), Term(-0.7, -1.2, -3, 1)),
     ),
     sigma=0.03,
+    spread=0.2,
     window=7,
 )
 
@@ -41,7 +42,7 @@ def log_odds(p):
 
 def test_features_by_hand():
     far = [torch.tensor([[0.0, 0.1, 0.2, 0.3]]) * factor for factor in (1, 2, 0)]
-    images = Images(torch.tensor([[0.6, 0.7, 0.9, 1.0]]), torch.full((1, 4), 0.5), *far)
+    images = Images(torch.tensor([[0.6, 0.7, 0.9, 1.0]]), torch.full((1, 4), 0.5), *far, torch.zeros(1, 4))
     features = window_features(images, torch.ones(1, 4, dtype=torch.bool))
     assert features.confidence.item() == pytest.approx(log_odds(0.8))
     assert features.agreement.item() == pytest.approx(0, abs=1e-6)
@@ -75,13 +76,17 @@ def test_a_ring_of_the_last_images_equals_keeping_all(batch):
         last = slice(max(len(kept) - 7, 0), None)
         confidence = (torch.stack(kept) / 2.0).softmax(-1).amax(-1)
         far = torch.stack(shifts)[last].unbind(1)
-        images = Images(confidence[last], torch.tensor(shares)[last], *far)
+        predicted = torch.stack(kept)[last].argmax(-1)
+        images = Images(confidence[last], torch.tensor(shares)[last], *far, predicted)
         features = window_features(images, torch.ones_like(images.confidence, dtype=torch.bool))
         now, read = ESTIMATOR.accuracy(features).item(), ESTIMATOR.read(state)
         ended += 7 * now * (len(kept) // 7 - (len(kept) - batch) // 7)
         assert read.accuracy.item() == pytest.approx(now, abs=1e-6)
         assert read.overall.item() == pytest.approx((ended + now * (len(kept) % 7)) / len(kept), abs=1e-5)
         assert read.images.item() == len(kept)
+        uneven = sum((predicted.tolist().count(k) / len(predicted)) ** 2 for k in range(CLASSES)) - 1 / CLASSES
+        half = ESTIMATOR.half_width(torch.tensor(now), torch.tensor(len(predicted)), torch.tensor(max(uneven, 0)))
+        assert read.high.item() == pytest.approx(min(now + half.item(), 1), abs=1e-5)
 
 
 def test_padding_changes_nothing():
@@ -118,5 +123,7 @@ def test_before_the_first_image_nothing_is_known():
 
 
 def test_the_interval_holds_the_models_error_and_the_luck_of_the_draw():
-    half = ESTIMATOR.half_width(torch.tensor(0.5), torch.tensor(100))
+    half = ESTIMATOR.half_width(torch.tensor(0.5), torch.tensor(100), torch.tensor(0.0))
     assert half.item() == pytest.approx(1.6449 * math.sqrt(0.25 / 100 + 0.03**2))
+    half = ESTIMATOR.half_width(torch.tensor(0.5), torch.tensor(100), torch.tensor(2 / 3))  # a single class of three
+    assert half.item() == pytest.approx(1.6449 * math.sqrt(0.25 / 100 + 0.03**2 + 0.2**2 * 2 / 3))

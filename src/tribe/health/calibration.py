@@ -115,6 +115,7 @@ SCHEMA: dict[str, Any] = {  # of a calibration in the header of its file
         "temperature": Where(float, lambda v: v > 0, "above 0"),
         "intercept": float,
         "sigma": SHARE,
+        "spread": SHARE,
         "terms": Where(
             [Where([float], lambda row: len(row) == 4, "four numbers")],
             lambda rows: len(rows) == len(Features._fields),

@@ -47,6 +47,7 @@ class Images(NamedTuple):
     near: Tensor  # distances of statistics when the image came; 0: unknown
     middle: Tensor
     deep: Tensor
+    predicted: Tensor  # the class; it says how many classes a window shows
 
 
 def window_features(images: Images, filled: Tensor) -> Features:
@@ -62,6 +63,17 @@ def window_features(images: Images, filled: Tensor) -> Features:
     return Features(log_odds(mean(images.confidence)), log_odds(mean(images.agreement)), *far)
 
 
+def concentration(predicted: Tensor, filled: Tensor, classes: int) -> Tensor:
+    """How far windows (..., W) of predicted classes are from showing all classes equally: from 0 to 1 - 1 / classes.
+
+    It is the sum of the squared shares of the classes, less its value where all are equal.
+    """
+    counts = torch.zeros(*predicted.shape[:-1], classes, dtype=torch.float32, device=predicted.device)
+    counts = counts.scatter_add(-1, predicted.long(), filled.to(counts.dtype))
+    shares = counts / filled.sum(-1, keepdim=True).clamp_min(1)
+    return (shares.square().sum(-1) - 1 / classes).clamp_min(0)
+
+
 @torch.no_grad()
 def sense(logits: Tensor, temperature: float, agreement: Tensor | None, answers: Answers | None) -> Images:
     """What the features need of each image of a batch (S, B), from logits (S, B, K); see `Estimator.observe`."""
@@ -69,7 +81,7 @@ def sense(logits: Tensor, temperature: float, agreement: Tensor | None, answers:
     share = torch.ones_like(confidence) if agreement is None else agreement.unsqueeze(1).expand_as(confidence)
     unknown = confidence.new_zeros(len(confidence), DEPTHS)
     shift = unknown if answers is None else answers.shift.to(confidence.dtype)
-    return Images(confidence, share, *(t.expand_as(confidence) for t in shift.split(1, 1)))
+    return Images(confidence, share, *(t.expand_as(confidence) for t in shift.split(1, 1)), logits.argmax(-1))
 
 
 def log_odds(share: Tensor) -> Tensor:
@@ -95,6 +107,7 @@ class Estimator:
     intercept: float
     terms: tuple[Term, ...]  # one for each of `Features`
     sigma: float  # the standard error of an estimate on a corruption that calibration did not see
+    spread: float = 0.0  # the standard deviation of the accuracy between predicted classes, under one corruption
     window: int = WINDOW
 
     def accuracy(self, features: Features) -> Tensor:
@@ -105,10 +118,13 @@ class Estimator:
         )
         return torch.sigmoid(sum(parts, torch.zeros_like(features.confidence)) + self.intercept)
 
-    def half_width(self, accuracy: Tensor, images: Tensor) -> Tensor:
-        """Half of the 90 % interval of an estimate over so many images: the model's error, and the luck of the draw."""
+    def half_width(self, accuracy: Tensor, images: Tensor, concentrated: Tensor) -> Tensor:
+        """Half of the 90 % interval of an estimate over so many images, of this `concentration`.
+
+        It holds the model's error, the luck of the draw, and that some classes are easier than others.
+        """
         chance = accuracy * (1 - accuracy) / images.clamp_min(1)
-        return Z90 * (chance + self.sigma**2).sqrt()
+        return Z90 * (chance + self.sigma**2 + self.spread**2 * concentrated).sqrt()
 
     # -- over a stream ------------------------------------------------------------------------------------------------
 
@@ -152,7 +168,8 @@ class Estimator:
     def read(self, state: "EstimateState") -> "Estimate":
         """The estimates of all streams; before the first image the interval is everything."""
         accuracy, seen = self._now(state), state.images.clamp_max(self.window)
-        half = torch.where(seen > 0, self.half_width(accuracy, seen), 1)
+        concentrated = concentration(state.rings.predicted[:, :-1], self._filled(state), self.classes)
+        half = torch.where(seen > 0, self.half_width(accuracy, seen, concentrated), 1)
         ended = state.images // self.window * self.window
         whole = self.window * state.total + accuracy * (state.images - ended)  # the last window has not ended
         overall = torch.where(state.images > 0, whole / state.images.clamp_min(1), accuracy).to(accuracy.dtype)
@@ -161,9 +178,11 @@ class Estimator:
 
     def _now(self, state: "EstimateState") -> Tensor:
         """The accuracy of the last images (S,)."""
-        places = torch.arange(self.window, device=state.images.device)
-        filled = places < state.images.unsqueeze(1)
-        return self.accuracy(window_features(Images(*(r[:, :-1] for r in state.rings)), filled))
+        return self.accuracy(window_features(Images(*(r[:, :-1] for r in state.rings)), self._filled(state)))
+
+    def _filled(self, state: "EstimateState") -> Tensor:
+        """Which places of the rings hold an image (S, W)."""
+        return torch.arange(self.window, device=state.images.device) < state.images.unsqueeze(1)
 
 
 class EstimateState(NamedTuple):

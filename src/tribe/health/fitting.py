@@ -37,7 +37,8 @@ def fit(streams: Sequence[Labelled], classes: int, temperature: float, window: i
     """Ridge regression of the log-odds of accuracy; its error is that on corruptions left out of the fit."""
     windows = cut(streams, window)
     intercept, terms = _ridge(windows.features, windows.accuracy)
-    return Estimator(classes, temperature, intercept, terms, _left_out_error(windows, window), window)
+    error = _left_out_error(windows, window)
+    return Estimator(classes, temperature, intercept, terms, error, class_spread(streams), window)
 
 
 def cut(streams: Sequence[Labelled], window: int) -> Windows:
@@ -55,6 +56,26 @@ def cut(streams: Sequence[Labelled], window: int) -> Windows:
             shares = torch.nn.functional.one_hot(stream.condition[index], count).double().mean(1)
             parts.append((torch.stack(features, -1).double(), stream.right[index].double().mean(1), shares))
     return Windows(*(torch.cat(column) for column in zip(*parts, strict=True)))
+
+
+def class_spread(streams: Sequence[Labelled]) -> float:
+    """The standard deviation of the accuracy between predicted classes, within conditions; 0 if it is all luck.
+
+    Two images of one class and condition are right together more often than two of different classes. The mean product
+    of their deviations from the condition's accuracy is the variance between classes; luck adds nothing to it.
+    """
+    products, pairs = 0.0, 0
+    for stream in streams:
+        for condition in stream.condition.unique():
+            here = stream.condition == condition
+            deviation = stream.right[here].double()
+            deviation = deviation - deviation.mean()
+            group = stream.images.predicted[here].long()
+            count = group.bincount()
+            total = torch.zeros(len(count), dtype=torch.float64).scatter_add(0, group, deviation)
+            products += float(total.square().sum() - deviation.square().sum())
+            pairs += int((count * (count - 1)).sum())
+    return max(products / max(pairs, 1), 0.0) ** 0.5
 
 
 def _ridge(features: Tensor, accuracy: Tensor) -> tuple[float, tuple[Term, ...]]:
@@ -80,7 +101,7 @@ def _left_out_error(windows: Windows, window: int) -> float:
     for condition in range(windows.share.shape[1]):
         seen, tested = windows.share[:, condition] == 0, windows.share[:, condition] >= 0.5
         if seen.sum() > len(Features._fields) and tested.any():
-            model = Estimator(2, 1.0, *_ridge(windows.features[seen], windows.accuracy[seen]), 0.0, window)
+            model = Estimator(2, 1.0, *_ridge(windows.features[seen], windows.accuracy[seen]), 0.0)
             found = model.accuracy(Features(*windows.features[tested].unbind(-1)))
             squares.append((found - windows.accuracy[tested]).square())
     if not squares:

@@ -14,7 +14,7 @@ from tribe.engine.backbone import Backbone
 from tribe.fields import document
 from tribe.health.alarms import KINDS, Alarms, AlarmState
 from tribe.health.calibration import Calibration
-from tribe.health.estimate import WINDOW, EstimateState, Estimator, Features, Term
+from tribe.health.estimate import EstimateState, Estimator, Features, Term
 from tribe.health.frames import Verdict
 from tribe.health.martingale import Reference
 from tribe.health.probe import Answers, ShiftState, ask, start_shift
@@ -47,7 +47,7 @@ class Watcher:
         """What watches streams on a device; without a calibration nothing is estimated."""
         if calibration is None:
             empty = (Term(0.0, 0.0, 0.0, 0.0),) * len(Features._fields)
-            return Watcher(classes, probe, Estimator(classes, 1.0, 0.0, empty, 1.0, WINDOW), None)
+            return Watcher(classes, probe, Estimator(classes, 1.0, 0.0, empty, sigma=1.0), None)
         return Watcher(classes, probe, calibration.estimator, Reference(*(t.to(device) for t in calibration.normal)))
 
     def init(self, net: Backbone, streams: int) -> WatchState:
