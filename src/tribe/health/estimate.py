@@ -81,7 +81,8 @@ def sense(logits: Tensor, temperature: float, agreement: Tensor | None, answers:
     share = torch.ones_like(confidence) if agreement is None else agreement.unsqueeze(1).expand_as(confidence)
     unknown = confidence.new_zeros(len(confidence), DEPTHS)
     shift = unknown if answers is None else answers.shift.to(confidence.dtype)
-    return Images(confidence, share, *(t.expand_as(confidence) for t in shift.split(1, 1)), logits.argmax(-1))
+    near, middle, deep = (t.expand_as(confidence) for t in shift.split(1, 1))
+    return Images(confidence, share, near, middle, deep, logits.argmax(-1))
 
 
 def log_odds(share: Tensor) -> Tensor:

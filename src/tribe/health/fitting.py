@@ -1,5 +1,6 @@
 """Fit the estimator of accuracy to windows whose accuracy is known."""
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -75,7 +76,7 @@ def class_spread(streams: Sequence[Labelled]) -> float:
             total = torch.zeros(len(count), dtype=torch.float64).scatter_add(0, group, deviation)
             products += float(total.square().sum() - deviation.square().sum())
             pairs += int((count * (count - 1)).sum())
-    return max(products / max(pairs, 1), 0.0) ** 0.5
+    return math.sqrt(max(products / max(pairs, 1), 0.0))
 
 
 def _ridge(features: Tensor, accuracy: Tensor) -> tuple[float, tuple[Term, ...]]:
