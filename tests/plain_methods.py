@@ -4,10 +4,13 @@ One stream, one image after another where that is clearer. They share no code wi
 `Backbone.plain` makes of ordinary layers; random draws are arguments.
 """
 
+import copy
 import math
 
 import torch
 from torch import nn
+
+import reference
 
 
 def ordinary(net, statistics=None):
@@ -71,3 +74,108 @@ def deyo(net, xs, orders, *, tau_ent, tau_plpd, ent_0, patches, frozen=(), optim
             (sum(terms) / len(terms)).backward()
             step.step()
     return outputs, weights, biases, taught
+
+
+class RobustNorm(nn.Module):
+    """RoTTA's Robust BN: in training the running statistics follow the batch, and normalise it."""
+
+    def __init__(self, layer, share):
+        super().__init__()
+        self.weight, self.bias, self.eps, self.share = layer.weight, layer.bias, layer.eps, share
+        self.mean, self.var = layer.running_mean.clone(), layer.running_var.clone()
+
+    def forward(self, x):
+        mean, var = self.mean, self.var
+        if self.training:
+            own = x.mean((0, 2, 3))
+            mean = (1 - self.share) * mean + self.share * own
+            var = (1 - self.share) * var + self.share * x.var((0, 2, 3), unbiased=False)
+            self.mean, self.var = mean.detach(), var.detach()
+        mean, var, weight, bias = (t[None, :, None, None] for t in (mean, var, self.weight, self.bias))
+        return weight * (x - mean) / (var + self.eps).sqrt() + bias
+
+
+def robust(net, share):
+    """The network, a Sequential, with Robust BN in place of BatchNorm, and its normalisation layers."""
+    module, _, _ = ordinary(net, net.source()[1])
+    for i, layer in enumerate(module):
+        if isinstance(layer, nn.BatchNorm2d):
+            module[i] = RobustNorm(layer, share)
+    return module, [layer for layer in module if isinstance(layer, RobustNorm)]
+
+
+def features_by_class(net, xs, classes):
+    """PeTTA's source knowledge: mean and variance of the features of the images predicted as each class."""
+    module, _, _ = ordinary(net, net.source()[1])
+    features = torch.cat([module[:-1](x).detach() for x in xs])
+    labels = module[-1](features).argmax(1)
+    enough = [k if int((labels == k).sum()) >= 2 else None for k in range(classes)]
+    groups = [features if k is None else features[labels == k] for k in enough]
+    return torch.stack([g.mean(0) for g in groups]), torch.stack([g.T.cov().diagonal() for g in groups])
+
+
+def petta(net, xs, source_mean, source_var, f):
+    """PeTTA (NeurIPS 2024) with the fields ``f``, a mapping; ``f["augment"]`` is a function without randomness.
+
+    Returns the logits of each batch, the layers of teacher, student and anchor, the mean features, and each gamma.
+    """
+
+    def cross_entropy(target, logits):
+        return -(target.softmax(1) * logits.log_softmax(1)).sum(1)
+
+    teacher, teacher_layers = robust(net, f["alpha_bn"])
+    student, student_layers = robust(net, f["alpha_bn"])
+    anchor, anchor_layers = robust(net, f["alpha_bn"])
+    params = [p for layer in student_layers for p in (layer.weight, layer.bias)]
+    start = copy.deepcopy(params)
+    adam = torch.optim.Adam(params, lr=f["lr"])
+    classes, seen = len(source_mean), []
+    bank, mean, outputs, gammas = reference.TimelyMemory(f["size"], classes), source_mean.clone(), [], []
+    for x in xs:
+        with torch.no_grad():
+            teacher.eval()
+            features = teacher[:-1](x)
+            logits = teacher[-1](features)
+            outputs.append(logits)
+            labels = logits.argmax(1).tolist()
+
+            # Eq. 6, before the means follow the batch
+            distances = [(mean[k] - source_mean[k]) ** 2 / (source_var[k] + 1e-6) for k in set(labels)]
+            if f["sensing"] == "paper":
+                gamma = sum(1 - math.exp(-float(d.sum())) for d in distances) / len(distances)
+            else:
+                gamma = 1 - math.exp(-float(torch.cat(distances).mean()))
+            gammas.append(gamma)
+            for k in set(labels):
+                members = torch.stack([feature for feature, label in zip(features, labels, strict=True) if label == k])
+                mean[k] = (1 - f["nu"]) * mean[k] + f["nu"] * members.mean(0)
+
+            for image, z, label in zip(x, logits, labels, strict=True):
+                p = z.softmax(0)
+                bank.add(len(seen), label, float(-(p * (p + 1e-6).log()).sum()))
+                seen.append(image)
+            held = torch.stack([seen[position] for position, _, _ in bank.contents()])
+            for model in (teacher, student, anchor):
+                model.train()
+            of_teacher, of_anchor = teacher(held), anchor(held)
+        plain, strong = student(held), student(f["augment"](held))
+        if f["loss"] == "plain":
+            loss = cross_entropy(of_teacher, strong)
+        else:
+            both = [cross_entropy(of_teacher, own) + cross_entropy(own, of_teacher) for own in (plain, strong)]
+            loss = (both[0] + both[1]) / 4
+        loss = (loss + f["anchor_weight"] * cross_entropy(of_anchor, strong)).mean()
+        if f["regularizer"] == "cosine":
+            apart = [-(p @ p0) / (p.norm() * p0.norm()) for p, p0 in zip(params, start, strict=True)]
+        else:
+            apart = [((p - p0) ** 2).sum() for p, p0 in zip(params, start, strict=True)]
+        loss = loss + gamma * f["lambda_0"] * sum(apart) / len(apart)  # Eq. 7
+        adam.zero_grad()
+        loss.backward()
+        adam.step()
+        alpha = (1 - gamma) * f["alpha_0"]  # Eq. 7
+        with torch.no_grad():
+            for own, other in zip(teacher_layers, student_layers, strict=True):
+                for name in ("weight", "bias"):
+                    getattr(own, name).mul_(1 - alpha).add_(alpha * getattr(other, name))
+    return outputs, (teacher_layers, student_layers, anchor_layers), mean, gammas

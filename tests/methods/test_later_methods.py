@@ -1,5 +1,6 @@
 """DeYO, PeTTA, DELTA, SoTTA, CMF and BDN, which are later than the paper: against plain loops, and at their edges."""
 
+import dataclasses
 from functools import partial
 
 import pytest
@@ -25,8 +26,30 @@ def network(classes=4, dtype=DOUBLE, sure=1.0):
     return Backbone(model)
 
 
+def even_network(sources):
+    """The contract's network, its classifier shifted so that all classes are predicted."""
+    model = small_network(4, dtype=DOUBLE)
+    with torch.no_grad():
+        logits = model(torch.cat([x[0] for x in sources]))
+        model[-1].bias -= logits.mean(0)
+        model[-1].weight.div_(logits.std())
+        model[-1].bias.div_(logits.std())
+    return Backbone(model)
+
+
 def batches(steps=4, streams=1, batch=9, dtype=DOUBLE):
     return [images(streams, batch, seed, dtype) for seed in range(steps)]
+
+
+def varied(steps, batch=9, dtype=DOUBLE, first=0):
+    """Batches of one stream whose images differ in brightness and in strength of each colour, so in class."""
+
+    def tinted(seed):
+        x = images(batch, 1, seed, dtype).transpose(0, 1)
+        tint = torch.rand(1, batch, 3, 1, 1, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+        return x * tint
+
+    return [tinted(seed) for seed in range(first, first + steps)]
 
 
 def play(method, net, xs, state=None):
@@ -120,16 +143,96 @@ def test_deyo_refuses_what_has_no_patches():
         method.step(net, method.init(net), torch.rand(1, 4, 6))
 
 
+# -- PeTTA ------------------------------------------------------------------------------------------------------------
+
+
+def darker(x):
+    return x.flip(-1) * 0.8
+
+
+def studied(net, sources, **fields):
+    method = methods.create("petta", classes=4, augment=darker, **fields)
+    return dataclasses.replace(method, knowledge=method.study(net, [(x[0], None) for x in sources]))
+
+
+PETTA = [
+    {},
+    {"loss": "plain", "regularizer": "l2", "lambda_0": 3.0},
+    {"sensing": "paper", "nu": 0.01, "alpha_0": 0.2, "anchor_weight": 0.3, "alpha_bn": 0.2},
+]
+
+
+@pytest.mark.parametrize("fields", PETTA, ids=["released", "plain loss, squares", "as printed"])
+def test_petta_equals_plain_pytorch(fields):
+    xs, sources = varied(7), varied(7, first=50)
+    net = even_network(sources)
+    method = studied(net, sources, size=12, lr=5e-3, **fields)
+    outputs, state = play(method, net, xs)
+    mean, var = plain_methods.features_by_class(net, [x[0] for x in sources], 4)
+    torch.testing.assert_close(method.knowledge.tensors["mean"].double(), mean, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(method.knowledge.tensors["var"].double(), var, rtol=1e-6, atol=1e-7)
+    known = (method.knowledge.tensors[name].double() for name in ("mean", "var"))  # kept in float32
+    expected, layers, mean, gammas = plain_methods.petta(net, [x[0] for x in xs], *known, vars(method))
+    for y, logits in zip(outputs, expected, strict=True):
+        torch.testing.assert_close(y[0], logits, rtol=0, atol=1e-6)
+    for branch, own in zip((state.teacher, state.student), layers, strict=False):
+        assert_affine(branch.affine, [layer.weight for layer in own], [layer.bias for layer in own])
+    for stats, own in zip((state.teacher.stats, state.student.stats, state.anchor), layers, strict=True):
+        torch.testing.assert_close(stats.mean[0, 0], torch.cat([layer.mean for layer in own]), rtol=0, atol=1e-6)
+        torch.testing.assert_close(stats.var[0, 0], torch.cat([layer.var for layer in own]), rtol=0, atol=1e-6)
+    torch.testing.assert_close(state.mean[0], mean, rtol=0, atol=1e-6)
+    assert gammas[0] == 0, "before the first batch the mean features are the source's"
+    assert 0.01 < gammas[-1] < 0.99, "the divergence says nothing: alpha and lambda were not tested"
+    assert int(state.memory.held) > 6
+    assert len({int(label) for y in outputs for label in y[0].argmax(-1)}) > 2
+
+
+def test_petta_follows_the_student_less_where_features_diverge():
+    net, x = network(), images(2, 9, 3, DOUBLE)
+    method = studied(net, batches(6), alpha_0=0.5)
+    state = method.init(net, 2)
+    far = state.mean[1] + 3 * method.knowledge.tensors["var"].double().sqrt()
+    state = state._replace(mean=torch.stack((state.mean[0], far)))
+    _, after = method.step(net, state, x)
+    moved = [(after.teacher.affine.weight - state.teacher.affine.weight)[i].abs().max() for i in (0, 1)]
+    assert float(moved[1]) < 0.01 * float(moved[0])
+    assert (after.student.affine.weight - state.student.affine.weight)[1].abs().max() > 1e-4, "the student learns"
+
+
+def test_a_class_without_source_images_has_the_features_of_all():
+    net = network()
+    x = images(1, 12, 5, DOUBLE)[0]
+    labels = net(x[None], *net.source(), methods.Frozen()).logits[0].argmax(-1)
+    x = x[labels == labels[0]]  # one class only
+    method = methods.create("petta", classes=4)
+    known = method.study(net, [(x, None)]).tensors
+    assert len(x) > 2
+    for tensor in known.values():
+        torch.testing.assert_close(tensor, tensor[:1].expand_as(tensor))
+        assert tensor.isfinite().all()
+    with pytest.raises(methods.KnowledgeError, match="need source images; got none"):
+        method.study(net, [])
+
+
+def test_petta_says_what_it_needs():
+    with pytest.raises(methods.KnowledgeError, match=r"petta needs the mean and variance.*tribe source petta"):
+        methods.create("petta", classes=4).init(network())
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    with pytest.raises(ValueError, match="no classifier layer was found"):
+        methods.create("petta", classes=4).init(Backbone(model))
+
+
 # -- all of them ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["deyo"])
+@pytest.mark.parametrize("name", ["deyo", "petta"])
 def test_two_classes_in_half_precision(name):
     net = Backbone(small_network(2).to(torch.bfloat16))
     method = informed(methods.create(name, classes=2), net)
     outputs, state = play(method, net, batches(3, dtype=torch.bfloat16))
     assert all(y.shape == (1, 9, 2) and y.isfinite().all() for y in outputs)
-    assert state.affine.weight.dtype == torch.float32
+    affine = getattr(state, "student", state).affine
+    assert affine.weight.dtype == torch.float32
 
 
 @pytest.mark.parametrize(
@@ -141,6 +244,12 @@ def test_two_classes_in_half_precision(name):
         ("deyo", {"optimizer": "lion"}, "'adam' or 'sgd'"),
         ("deyo", {"momentum": 1.0}, "below 1"),
         ("deyo", {"frozen_tail": 1.0}, "below 1"),
+        ("petta", {"alpha_0": 1.5}, "between 0 and 1"),
+        ("petta", {"lambda_0": -1.0}, "not negative"),
+        ("petta", {"loss": "mse"}, "'symmetric' or 'plain'"),
+        ("petta", {"alpha_bn": 2.0}, "alpha is the newest batch's share"),
+        ("petta", {"size": 0}, "how many images the memory holds"),
+        ("petta", {"classes": None}, "classes="),
     ],
 )
 def test_fields_that_make_no_sense_are_refused(name, fields, words):

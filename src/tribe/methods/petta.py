@@ -1,0 +1,278 @@
+"""Sense how far the features have drifted from the source's, and adapt the more cautiously: PeTTA (NeurIPS 2024).
+
+A teacher and a student as in RoTTA, with Robust BN and the same memory, and the source's parameters as an anchor. Per
+batch:
+
+    predict    the teacher                                          -> what is returned, labels, and features
+    sense      gamma, between 0 and 1: how far the moving mean of the features of each predicted class has gone from
+               the source's, in units of the source's variance                                   (Eq. 6 of the paper)
+    adjust     lambda = gamma lambda_0 and alpha = (1 - gamma) alpha_0                            (Eq. 7)
+    remember   add each image to the memory; see `tribe.engine.memory`
+    learn      the student, on the memory and its augmentation: L_CLS, agreement with the teacher, + L_AL, with the
+               anchor, + lambda R, the distance of its parameters from the source's; one Adam step, affine only
+    follow     teacher <- (1 - alpha) teacher + alpha student
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cosine_similarity
+
+from tribe.methods import (
+    ROOM,
+    Affine,
+    Agreement,
+    Augment,
+    Backbone,
+    Deployed,
+    Frozen,
+    Info,
+    Key,
+    Knowledge,
+    KnowledgeError,
+    KnowledgeLike,
+    Method,
+    Robust,
+    Stats,
+    Timely,
+    View,
+    checked_tensors,
+    features_of,
+    finish,
+    finite,
+    losses,
+    memory,
+    optim,
+    quiet,
+    register,
+    require_features,
+    screen,
+    segment,
+    select,
+    study_batches,
+    tree_map,
+    view,
+)
+from tribe.methods.rotta import Branch
+
+
+class PettaState(NamedTuple):
+    """Teacher and student, the anchor's statistics, the mean features, Adam's moments, and the memory."""
+
+    teacher: Branch
+    student: Branch
+    anchor: Stats  # (S, 1, C)
+    mean: Tensor  # (S, K, F) moving mean of the features of each predicted class; the source's at first
+    adam: optim.Adam
+    memory: Timely
+    key: Key
+    info: Info
+
+
+class Seen(NamedTuple):
+    """What the teacher makes of a batch."""
+
+    prediction: Tensor  # (S, B, K) logits
+    counts: Tensor  # (S, B) bool, which images they are for
+    labels: Tensor  # (S, B)
+    uncertainty: Tensor  # (S, B)
+    gamma: Tensor  # (S,) the divergence before the batch
+    mean: Tensor  # (S, K, F) after it
+
+
+@register("petta")
+@dataclass(frozen=True)
+class Petta(Method):
+    """PeTTA. It learns once a batch, as released; published for batches of 64.
+
+    Published settings: all defaults, for every data set; the plain loss for ImageNet-C, the symmetric one for others.
+
+    NOTE: the source's means and variances come from images that the source model classifies itself, as released. There
+    they are test images of the source data, here training images: `tribe source` never uses test images for a method. A
+    class with fewer than two of them gets those of all images.
+    """
+
+    alpha_0: float = 0.001  # the student's share in each step of the teacher, without divergence
+    lambda_0: float = 10.0  # weight of R where the divergence is complete
+    anchor_weight: float = 1.0  # weight of L_AL, which is constant
+    nu: float = 0.05  # the newest batch's share in the moving means of the features
+    alpha_bn: float = 0.05  # the newest batch's share in the statistics of Robust BN
+    lr: float = 1e-3  # Adam's learning rate
+    loss: Literal["symmetric", "plain"] = "symmetric"  # L_CLS: RMT's, both ways and with both views, or RoTTA's
+    regularizer: Literal["cosine", "l2"] = "cosine"  # R: mean over the parameters of minus their cosine, or of squares
+    # NOTE: Eq. 6 sums over the F features and then takes the mean over classes of 1 - exp(-distance): with hundreds of
+    # features gamma is always 1. Released: 1 - exp(-mean over classes and features).
+    sensing: Literal["released", "paper"] = "released"
+    size: int = 64  # images in memory; also the unit of ages
+    room: int = ROOM  # the most values of an image, channels x height x width: they fix the memory's size
+    augment: View = Augment()  # noqa: RUF009  what the student sees; a callable gets (B, ...)
+    knowledge: KnowledgeLike = None
+
+    eager_only, in_segments = "the host decides which images enter its memory", True
+    small = {"size": 8}  # noqa: RUF012
+    paper = "Hoang et al., Persistent test-time adaptation in recurring testing scenarios, NeurIPS 2024"
+    works_on = ("affine", "features")
+    per_class = "a mean of the features, and a share of its memory, for each class"
+    needs = "the mean and variance of source features of each class"
+    presets = {  # noqa: RUF012
+        "imagenet": {"loss": "plain", "room": 3 * 224 * 224},
+    }
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        memory.check_size(self.size, self.room)
+        self.require_range("alpha_0", "nu", high=1)
+        self.require_range("lambda_0", "anchor_weight", "lr")
+        _ = self.norm  # checks alpha_bn
+
+    @property
+    def norm(self) -> Robust:
+        """Robust BN with this method's settings."""
+        return Robust(self.alpha_bn)
+
+    def study(self, net: Backbone, batches: Iterable[tuple[Tensor, Tensor]]) -> Knowledge:
+        """Mean and variance of the features of the images that the source model assigns to each class."""
+        require_features(net, self)
+        images, nothing = 0, torch.zeros((), dtype=torch.float64, device=net.device)
+        counts, total, squares = nothing, nothing, nothing
+        for x, _ in study_batches(net, batches):
+            output = net(x, *net.source(), Frozen())
+            features = features_of(self, output)[0].double()  # (B, F)
+            member = _members(output.logits.argmax(-1), self.class_count)[0].double()  # (B, K)
+            images, counts = images + x.shape[1], counts + member.sum(0)
+            total, squares = total + member.T @ features, squares + member.T @ features.square()  # (K, F)
+        if not images:
+            raise KnowledgeError("PeTTA's means and variances of source features need source images; got none")
+        mean, var = _moments(counts, total, squares)
+        overall = _moments(counts.sum(0, keepdim=True), total.sum(0, keepdim=True), squares.sum(0, keepdim=True))
+        few = (counts < 2).unsqueeze(1)
+        tensors = {"mean": torch.where(few, overall[0], mean).float(), "var": torch.where(few, overall[1], var).float()}
+        return Knowledge(self.name, tensors, net.fingerprint(exact=False), {"images": images})
+
+    def init(self, net: Backbone, streams: int = 1, seed: int = 0) -> PettaState:
+        """Teacher, student and mean features start from the source, the memory empty."""
+        require_features(net, self)
+        known = checked_tensors(self, net, {"mean": (self.class_count, "F"), "var": (self.class_count, "F")})
+        teacher, student = Branch(*net.source(streams)), Branch(*net.source(streams))
+        bank = memory.new_timely(streams, self.size, room=self.room, dtype=net.dtype, device=net.device)
+        mean = known["mean"].expand(streams, -1, -1).clone()
+        moments, anchor = optim.adam_init(student.affine), net.source(streams)[1]
+        key_and_info = self.new_key_and_info(net, streams, seed)
+        return PettaState(teacher, student, anchor, mean, moments, bank, *key_and_info)
+
+    def deployed(self, net: Backbone, state: PettaState) -> Deployed:
+        """The teacher."""
+        return Deployed(*state.teacher, Frozen())
+
+    def step(
+        self, net: Backbone, state: PettaState, x: Tensor, valid: Tensor | None = None
+    ) -> tuple[Tensor, PettaState]:
+        """Predict with the teacher, sense the divergence, remember, and learn from the memory."""
+        x, valid, rejected = screen(x, valid)
+        seen = segment(self._look, net, state, x, valid)
+        valid, rejected = seen.counts, rejected + (valid & ~seen.counts).sum(1)  # as in RoTTA
+        new = state._replace(mean=seen.mean, memory=self._remember(state.memory, x, seen))
+        new, agreement = segment(self._learn, net, new, x.shape[2:], seen.gamma, valid.any(1))
+        return finish(net, state, new, seen.prediction, valid, rejected, affine=new.teacher.affine, agreement=agreement)
+
+    @torch.no_grad()
+    def _look(self, net: Backbone, state: PettaState, x: Tensor, valid: Tensor) -> Seen:
+        """Predict, measure the divergence, and let the mean features follow the batch's."""
+        output = net(x, *self.deployed(net, state), valid=valid)
+        counts = valid & finite(output.logits)
+        prediction = quiet(output.logits, counts)
+        p = losses.probabilities(prediction)
+        labels = p.argmax(-1)
+        member = _members(labels, self.class_count) & counts.unsqueeze(-1)  # (S, B, K)
+        gamma = self._divergence(net, state.mean, member.any(1))
+        features = features_of(self, output).to(state.mean.dtype)
+        mean = state.mean + self.nu * _shift(state.mean, features, member)
+        return Seen(prediction, counts, labels, -(p * (p + 1e-6).log()).sum(-1), gamma, mean)
+
+    def _divergence(self, net: Backbone, mean: Tensor, present: Tensor) -> Tensor:
+        """How far the mean features of the classes ``present`` (S, K) are from the source's: (S,), 0 to 1."""
+        assert isinstance(self.knowledge, Knowledge)
+        known = self.knowledge.on(net)
+        distance = (mean - known["mean"]).square() / (known["var"] + 1e-6)  # (S, K, F)
+        if self.sensing == "paper":
+            return losses.mean_over(-torch.expm1(-distance.sum(-1)), present)
+        return -torch.expm1(-losses.mean_over(distance.mean(-1), present))
+
+    def _remember(self, bank: Timely, x: Tensor, seen: Seen) -> Timely:
+        """Add a batch to the memory, in chunks no larger than it: the cost of a chunk grows with its square."""
+        bank = memory.fit(bank, x)
+        columns = (x, seen.labels, seen.uncertainty, seen.counts)
+        for image, label, doubt, valid in zip(*(t.split(self.size, 1) for t in columns), strict=True):
+            turnover = memory.admit_timely(bank, label, doubt, valid, self.class_count)
+            arrival = memory.arrival_numbers(bank, valid)
+            newcomers = {"image": image, "label": label, "arrival": arrival, "uncertainty": doubt}
+            bank = memory.hold(bank, newcomers, turnover, valid, torch.full_like(bank.held, label.shape[1]))
+        return bank
+
+    def _learn(
+        self, net: Backbone, state: PettaState, shape: tuple[int, ...], gamma: Tensor, due: Tensor
+    ) -> tuple[PettaState, Agreement]:
+        """Move the student, then the teacher towards it, in the streams ``due`` (S,)."""
+        x, valid, norm = memory.images(state.memory, shape), state.memory.filled & due.unsqueeze(1), self.norm
+        source, _ = net.source(len(x))
+        with torch.no_grad():
+            teacher, _, teacher_stats = net(x, *state.teacher, norm, valid=valid)
+            anchor, _, anchor_stats = net(x, source, state.anchor, norm, valid=valid)
+            # The number of updates is the clock: the view does not depend on batches without an image.
+            augmented = view(self.augment, x, state.key._replace(clock=state.adam.steps))
+        with torch.enable_grad():
+            affine = state.student.affine.leaf()
+            plain, _, stats = net(x, affine, state.student.stats, norm, valid=valid)  # moves the statistics too
+            strong, _, stats = net(augmented, affine, stats, norm, valid=valid)
+            each = self.anchor_weight * losses.soft_cross_entropy(strong, anchor)  # L_AL, (S, M)
+            if self.loss == "plain":
+                each = each + losses.soft_cross_entropy(strong, teacher)
+            else:
+                both = losses.symmetric_cross_entropy(plain, teacher) + losses.symmetric_cross_entropy(strong, teacher)
+                each = each + both / 2
+            loss = losses.mean_over(each, valid) + gamma * self.lambda_0 * self._distance(net, affine, source)  # (S,)
+            grads = affine.gradient(loss)
+        moved, moments = optim.adam_step(state.student.affine, grads, state.adam, self.lr)
+        alpha = ((1 - gamma) * self.alpha_0).unsqueeze(1).to(moved.weight)
+        followed = tree_map(lambda t, s: t + alpha * (s - t), state.teacher.affine, moved)
+        agreement = Agreement.of(teacher, strong, anchor, valid)
+        new = state._replace(
+            teacher=Branch(followed, teacher_stats), student=Branch(moved, stats), anchor=anchor_stats, adam=moments
+        )
+        return select(due, new, state), agreement
+
+    def _distance(self, net: Backbone, affine: Affine, source: Affine) -> Tensor:
+        """R: the mean over the scale and the shift of every layer that has them: (S,)."""
+        terms, start = [], 0
+        for slot in net.slots:
+            columns = slice(start, start := start + slot.channels)
+            for name, learned, first in zip(Affine._fields, affine, source, strict=True):
+                if getattr(slot.layer, name) is not None:
+                    now, then = learned[:, columns], first[:, columns]
+                    is_cosine = self.regularizer == "cosine"
+                    terms.append(-cosine_similarity(now, then, 1) if is_cosine else (now - then).square().sum(1))
+        return torch.stack(terms).mean(0)
+
+
+def _members(labels: Tensor, classes: int) -> Tensor:
+    """Which class each image has: (S, B) -> (S, B, K) bool."""
+    return labels.unsqueeze(-1) == torch.arange(classes, device=labels.device)
+
+
+def _moments(counts: Tensor, total: Tensor, squares: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and unbiased variance from counts (K,) and sums (K, F); of less than two images they mean nothing."""
+    n = counts.unsqueeze(1).clamp_min(2)
+    mean = total / n
+    return mean, ((squares - n * mean.square()) / (n - 1)).clamp_min(0)
+
+
+def _shift(mean: Tensor, features: Tensor, member: Tensor) -> Tensor:
+    """From the means (S, K, F) to those of a batch's features (S, B, F); 0 for classes without a member."""
+    exact = features.dtype if features.device.type == "mps" else torch.float64  # TF32 and autocast do not apply to it
+    weight = member.to(exact) / member.sum(1, keepdim=True).clamp_min(1)  # (S, B, K)
+    clean = torch.where(member.any(-1, keepdim=True), features, 0).to(exact)
+    fresh = (weight.transpose(1, 2) @ clean).to(mean.dtype)
+    return torch.where(member.any(1).unsqueeze(-1), fresh - mean, 0)
