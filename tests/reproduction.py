@@ -67,6 +67,7 @@ def fabricate(
     imbalance=100,
     scenario="gli-f",
     seeds=(425,),
+    batch=64,
     fields=None,
     seconds=0.001,
     images="e" * 32,
@@ -87,7 +88,7 @@ def fabricate(
         weights,
         describe(scenario, stream.on(data.domains)),
         describe(method, built),
-        *(seeds, 64, "tf32", "cuda", None),
+        *(seeds, batch, "tf32", "cuda", None),
     )
     instance, category = (error / 100 for error in errors)
     scores = {"images": 10, "instance_error": instance, "calibration_error": None}

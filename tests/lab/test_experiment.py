@@ -154,8 +154,8 @@ def test_the_images_are_part_of_it(tmp_path):
     ("change", "words"),
     [
         ({"sedes": [0]}, ["no field 'sedes'", "seeds"]),
-        ({"seeds": []}, ["seeds are consecutive"]),
-        ({"seeds": [0, 2]}, ["seeds are consecutive", "[0, 2]"]),
+        ({"seeds": []}, ["seeds are different integers"]),
+        ({"seeds": [2, 0, 2]}, ["seeds are different integers", "[2, 0, 2]"]),
         ({"precision": "half"}, ["precision is float32, tf32 or bf16"]),
         ({"method": {"nom": "tribe"}}, ["method.name is missing; expected text"]),
         ({"method": {"name": "tribe", "nom": 1}}, ["no experiment"]),

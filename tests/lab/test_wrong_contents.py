@@ -11,6 +11,7 @@ from reproduction import fabricate
 from tribe import report, scenarios
 from tribe.lab import store
 from tribe.lab.record import MOST_CLASSES, Record
+from tribe.lab.scores import record_scores
 
 HEADER = {"format": "tribe-record", "schema": 2, "domains": ["fog"], "classes": 4, "spec": {"method": "tent"}}
 COLUMNS = {
@@ -113,7 +114,7 @@ def test_domain_errors_of_many_domains_are_computed_in_one_pass():
     order = torch.arange(count)
     ones, spec = torch.ones(count), {"seed": 0}
     record = Record(order, order % 2, order * 0, ones, ones, tuple(map(str, range(count))), 2, spec)
-    assert store.record_scores(record)["domain_error"]["7"] == 1.0
+    assert record_scores(record)["domain_error"]["7"] == 1.0
 
 
 # -- results ----------------------------------------------------------------------------------------------------------

@@ -99,7 +99,6 @@ def test_a_table_without_results_names_every_cell_as_missing(name):
 @pytest.mark.parametrize(
     ("change", "field"),
     [
-        ({"seeds": [7, 8]}, "seeds"),
         ({"weights": "0" * 32}, "weights"),
         ({"device": "cuda", "threads": None}, "device"),
         ({"batch": 48}, "batch"),
@@ -124,7 +123,7 @@ def test_results_of_different_specs_are_refused(played, tmp_path, change, field,
 
 
 def test_options_select_one_of_several_results(played, tmp_path):
-    """By seeds, precision, device and threads; where they are not given, any will do, but not two."""
+    """By seeds, precision, device and threads; where they are not given, any will do, but not two; seeds add up."""
     options, runs, parsed = played
     spec = next(finished(runs)).experiment
     many = tmp_path / "many"
@@ -134,17 +133,18 @@ def test_options_select_one_of_several_results(played, tmp_path):
             rename(result, result.experiment.json() | change, many)
     every = [many if word == runs else word for word in options]
     given = {"--seed": 0, "--precision": "float32", "--device": "cpu", "--threads": spec.threads}
+    named = every[: every.index("--seeds")] + every[every.index("--seeds") + 2 :]
     every.remove("--device")
     every.remove("cpu")
 
     def words(values):
         return [word for pair in values.items() for word in pair]
 
-    for left in given:
+    for left in ("--precision", "--device", "--threads"):
         refused = call(*every, "--no-run", *words({k: v for k, v in given.items() if k != left}))
         assert refused.exit_code == 2, refused.output
         assert "both fit a cell" in message(refused)
-        assert f"{'seeds' if left == '--seed' else left[2:]} is " in message(refused)
+        assert f"{left[2:]} is " in message(refused)
     cells = {}
     changes = ({"--seed": 7}, {"--precision": "bf16"}, {"--device": "cuda"}, {"--threads": spec.threads + 1})
     for change in ({}, *changes):
@@ -157,9 +157,13 @@ def test_options_select_one_of_several_results(played, tmp_path):
     assert json.loads(result.stdout)["cells"] == parsed["cells"], "tf32 is float32 on the CPU that made them"
     lacking = call(*every, "--no-run", "--seed", 9)
     assert lacking.exit_code == 1
-    assert "no result fits: its first seed is " in message(lacking)
-    several = [3 if word == 2 else word for word in every]
-    assert "no result fits: the number of its seeds is 2, not 3" in message(call(*several, "--no-run"))
+    assert "no result fits: its seeds are 0, 1, 7, 8, not 9, 10" in message(lacking)
+    alike = words({name: value for name, value in given.items() if name != "--seed"})
+    for seeds, found in ((), ["0", "1", "7", "8"]), (("--seeds", "8,0,9"), ["8", "0"]):
+        whole = json.loads(call(*named, "--no-run", "--format", "json", *alike, *seeds).stdout)["cells"]
+        assert [list(cell["by_seed"]) for cell in whole if cell["by_seed"]] == [found] * sum(
+            cell["experiment"] is not None for cell in whole
+        )
     assert "unknown device 'gpu'" in message(call(*every, "--no-run", "--device", "gpu"))
 
 

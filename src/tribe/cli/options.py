@@ -36,6 +36,10 @@ Imbalance = Annotated[
     float | None,
     typer.Option(help="How many times rarer the rarest class is.", show_default="the scenario's"),
 ]
+Seeds = Annotated[
+    str | None,
+    typer.Option(help="How many streams, side by side on one network, or their seeds: 425,1,2.", show_default="1"),
+]
 Severity = Annotated[
     str | None, typer.Option(help="Severities of the corruptions: 5, or 1,3 or 1-5.", show_default="5")
 ]
@@ -64,6 +68,29 @@ def build_network(
         built = workbench.build_model(workbench.Request(dataset, name, weights, root), data, fields)
     built = built.to(device)
     return workbench.restrict(built if isinstance(built, Backbone) else Backbone(built), data)
+
+
+def parse_seeds(seed: int | None, seeds: str | None) -> tuple[int, ...] | None:
+    """The seeds of --seed and --seeds: a number is how many, from the first on; several are the seeds themselves.
+
+    >>> parse_seeds(3, "2"), parse_seeds(None, "425,1,2"), parse_seeds(7, None), parse_seeds(None, None)
+    ((3, 4), (425, 1, 2), (7,), None)
+    """
+    if seeds is None:
+        return None if seed is None else (seed,)
+    try:
+        numbers = [int(word) for word in seeds.split(",") if word.strip()]
+    except ValueError:
+        numbers = []
+    if "," not in seeds:
+        if len(numbers) != 1 or numbers[0] < 1:
+            raise ValueError(f"--seeds is how many streams, at least 1, or seeds such as 425,1,2; got {seeds}")
+        return tuple(range(seed or 0, (seed or 0) + numbers[0]))
+    if not numbers or len(set(numbers)) < len(numbers):
+        raise ValueError(f"--seeds names different seeds, such as 425,1,2; got {seeds}")
+    if seed is not None:
+        raise ValueError("--seeds names the seeds already: leave out --seed, or give a number of streams")
+    return tuple(numbers)
 
 
 def parse_severities(text: str) -> list[int]:

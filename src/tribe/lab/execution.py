@@ -18,6 +18,7 @@ from tribe.lab.provenance import machine
 from tribe.lab.record import Record
 from tribe.lab.replay import replay
 from tribe.lab.runner import Progress, run
+from tribe.lab.scores import scores_of
 from tribe.lab.shared import SharedPlays, without_filter
 from tribe.lab.store import CHECKPOINT, ENVIRONMENT, METRICS, SPEC, NewerResults, Result, set_aside
 from tribe.lab.stream import Stream
@@ -74,6 +75,10 @@ def _run(experiment: Experiment, root: Path, options: Options) -> Result:
     folder = root / experiment.id
     if not options.force and (found := store.find(experiment, root, verified=True)) is not None:
         return found
+    missing = experiment.seeds if options.force else store.missing_seeds(experiment, root)
+    if missing and missing != experiment.seeds:  # the other seeds are there
+        _run(experiment.with_seeds(missing), root, options)
+        return _run(experiment, root, options)
     with store.locked(folder, options.wait):
         if options.force:
             _clear(folder, experiment)
@@ -90,7 +95,7 @@ def _finish(folder: Path, experiment: Experiment, records: Sequence[Record]) -> 
     """Write the metrics of records that are on disk."""
     (folder / CHECKPOINT).unlink(missing_ok=True)  # not before the records are on disk
     _repair_environment(folder, experiment, records)
-    scores = {"schema": store.SCHEMA, "id": experiment.id, "seeds": store.scores_of(records)}
+    scores = {"schema": store.SCHEMA, "id": experiment.id, "seeds": scores_of(records)}
     store.write_json(folder / METRICS, scores)
     return store.load(folder)
 
@@ -184,7 +189,7 @@ def _play(stage: _Stage, experiment: Experiment, method: Method, keep_outputs: b
         stage.net,
         method,
         stage.stream,
-        seed=experiment.seeds[0],
+        seed=experiment.seeds,
         spec=store.record_spec(experiment),
         checkpoint=checkpoint,
         every=stage.options.every,

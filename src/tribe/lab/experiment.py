@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from tribe.engine.precision import check_precision, precision_on
+from tribe.fields import is_whole
 from tribe.lab.spec import ComponentSpec, canonical, describe, differences
 from tribe.lab.stream import Stream
 from tribe.lab.workbench import Components, Workbench, model_code
@@ -49,7 +50,7 @@ class Experiment:
     weights: str  # Backbone.fingerprint of the network, before it is rounded to a lower precision
     scenario: ComponentSpec
     method: ComponentSpec
-    seeds: tuple[int, ...]  # one stream each, side by side
+    seeds: tuple[int, ...]  # one stream each, side by side; each stream is what it would be alone
     batch: int
     precision: str  # of tribe.engine.precision.PRECISIONS
     device: str  # "cpu" or "cuda"
@@ -95,8 +96,8 @@ class Experiment:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "seeds", tuple(self.seeds))
-        if not self.seeds or list(self.seeds) != list(range(self.seeds[0], self.seeds[0] + len(self.seeds))):
-            raise ValueError(f"seeds are consecutive numbers, at least one, such as 0, 1, 2; got {list(self.seeds)}")
+        if not self.seeds or not all(is_whole(seed) for seed in self.seeds) or len(set(self.seeds)) < len(self.seeds):
+            raise ValueError(f"seeds are different integers, at least one, such as 425, 1, 2; got {list(self.seeds)}")
         check_precision(self.precision)
 
     def json(self) -> dict[str, Any]:
@@ -132,10 +133,21 @@ class Experiment:
         Such a field was added later, with the value that says what the method did before: old results keep their ids.
         Not so in a custom method: its id must be the same where its class is unknown.
         """
-        spec = self.json()
+        return self._hash(self.json())
+
+    @cached_property
+    def family(self) -> str:
+        """The same hash without the seeds: results of one family differ in their seeds only, and add up."""
+        return self._hash({name: value for name, value in self.json().items() if name != "seeds"})
+
+    def _hash(self, spec: dict[str, Any]) -> str:
         if self.method.code is None:
             spec["method"]["fields"] = drop_added(self.method.name, spec["method"]["fields"])
         return hashlib.sha256(canonical(spec).encode()).hexdigest()[:16]
+
+    def with_seeds(self, seeds: Sequence[int]) -> "Experiment":
+        """The same experiment with other seeds."""
+        return self if tuple(seeds) == self.seeds else dataclasses.replace(self, seeds=tuple(seeds))
 
     def __eq__(self, other: object) -> bool:
         return self.id == other.id if isinstance(other, Experiment) else NotImplemented

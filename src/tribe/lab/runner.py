@@ -15,7 +15,7 @@ from tribe.datasets import optional
 from tribe.datasets.fingerprint import fingerprint
 from tribe.engine.backbone import Backbone
 from tribe.engine.graphs import Steps, Switch
-from tribe.engine.state import clone, digest, leaves, rebuild, select
+from tribe.engine.state import clone, digest, leaves, rebuild, select, tree_map
 from tribe.health.alarms import KINDS
 from tribe.lab import watched
 from tribe.lab.outputs import OutputTable, predictions
@@ -50,7 +50,7 @@ def run(
     method: Method,
     stream: Stream,
     *,
-    seed: int = 0,
+    seed: int | Sequence[int] = 0,
     spec: Mapping[str, Any] | None = None,
     checkpoint: str | PathLike[str] | None = None,
     every: int = 50,
@@ -66,7 +66,7 @@ def run(
         net: the frozen network, on its device.
         method: what adapts.
         stream: the images; labels go from its batches straight to the record.
-        seed: seed of the first stream's augmentation; stream i has seed + i.
+        seed: seed of the first stream's augmentation; stream i has seed + i. Or a seed for each stream.
         spec: how this run is made, kept in the records: plain data, as JSON holds it. By default data set, network,
             scenario and method with all their fields, so that records of different runs can be distinguished.
         checkpoint: a file to resume from if it exists, and to write every ``every`` batches and on Ctrl-C; removed at
@@ -84,7 +84,8 @@ def run(
     _check_plain(named)
     check_fits(net, method)
     _check_classes(net, stream)
-    source = method.init(net, len(stream.seeds), seed)
+    seed = _first_or_all(seed, len(stream.seeds))
+    source = _initial_state(net, method, len(stream.seeds), seed)
     words = named if spec is not None else _described(net, method, stream)
     outputs = OutputTable(stream, method.output) if keep_outputs else None
     file = None if checkpoint is None else _Checkpoint(checkpoint, _identity(net, method, stream, seed, named), outputs)
@@ -134,6 +135,22 @@ def _check_arguments(net: Backbone, method: Method, every: int) -> None:
         raise ValueError(f"every is how many batches from one checkpoint to the next, at least 1; got {every}")
 
 
+def _first_or_all(seed: int | Sequence[int], streams: int) -> int | list[int]:
+    """The first seed if those of all streams are consecutive, else all."""
+    if isinstance(seed, int):
+        return seed
+    if len(seed) != streams:
+        raise ValueError(f"seed is one number, or one for each of {streams} streams; got {len(seed)}")
+    return seed[0] if list(seed) == list(range(seed[0], seed[0] + streams)) else list(seed)
+
+
+def _initial_state(net: Backbone, method: Method, streams: int, seed: int | Sequence[int]) -> Any:
+    """The state before the first batch, with the seeds of all streams."""
+    if isinstance(seed, int):
+        return method.init(net, streams, seed)
+    return tree_map(lambda *parts: torch.cat(parts), *(method.init(net, 1, one) for one in seed))
+
+
 def _check_classes(net: Backbone, stream: Stream) -> None:
     """Refuse a data set with other classes than the network: its labels would mean other outputs."""
     known, outputs = len(stream.dataset.classes), optional(stream.dataset, "outputs")
@@ -172,7 +189,9 @@ def _check_plain(words: Mapping[str, Any]) -> None:
             ) from error
 
 
-def _identity(net: Backbone, method: Method, stream: Stream, seed: int, words: Mapping[str, Any]) -> str:
+def _identity(
+    net: Backbone, method: Method, stream: Stream, seed: int | Sequence[int], words: Mapping[str, Any]
+) -> str:
     """All that a run depends on: the checkpoint of another run is refused."""
     facts = {
         **words,

@@ -16,7 +16,7 @@ Layout of ``runs/<id>/``, where ``<id>`` is `Experiment.id`:
     *.damaged-<n>           a damaged file that was set aside
 
 Every file is written atomically: the records after environment.json, metrics.json last. ``runs/<id>/.lock`` is locked
-by the process that writes there.
+by the process that writes there. The seeds of an experiment may be in several folders: `find` puts them together.
 
 A *pack* is a file of results without their records, as `keep` writes them: ``<data set>-<device>.jsonl`` beside the
 folders, a line for each result, in the order of their ids:
@@ -40,12 +40,11 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from tribe.lab import metrics
 from tribe.lab.experiment import Experiment
 from tribe.lab.record import Record
+from tribe.lab.scores import SCORES, SECONDS, scores_of
 from tribe.storage import json_files
 from tribe.storage.atomic import write_atomically
-from tribe.storage.json_files import Where
 from tribe.storage.lock import exclusive
 
 FORMAT, SCHEMA = "tribe-experiment", 2  # schema 1 had no fingerprint of the images
@@ -54,25 +53,6 @@ CHECKPOINT = "checkpoint.safetensors"
 PACK = ".jsonl"
 
 
-COUNT = Where(int, lambda count: 0 <= count < 2**53, "a number of images")
-SHARE = Where(float, lambda share: -1e-6 <= share <= 1 + 1e-6, "a share, from 0 to 1")
-SECONDS = Where(float, lambda seconds: 0 <= seconds < 1e12, "a time in seconds")
-SCORES = Where(
-    {
-        "images": COUNT,
-        **dict.fromkeys(
-            ("instance_error", "category_error", "category_error_absent_correct", "calibration_error"), (SHARE, None)
-        ),
-        "domain_error": {...: (SHARE, None)},
-        "class_counts": Where(
-            {...: [COUNT]},
-            lambda counts: len({len(row) for row in counts.values()}) <= 1,
-            "as many classes of each domain",
-        ),
-    },
-    lambda scores: scores["domain_error"].keys() == scores["class_counts"].keys(),
-    "domain_error and class_counts of the same domains",
-)
 METRICS_SCHEMA = {"id": str, "seeds": {...: SCORES}}
 ENVIRONMENT_SCHEMA = {
     "machine?": dict,
@@ -94,15 +74,20 @@ class Result:
     folder: Path  # root/<id>, which is not there if the result is in a pack
     metrics: Mapping[str, Mapping[str, Any]]  # by seed, see the layout above
     environment: Mapping[str, Any]
+    parts: tuple["Result", ...] = ()  # the results on disk that it is put together from, see `combine`
 
     @property
     def has_records(self) -> bool:
         """Whether any record is beside the metrics."""
-        return any((self.folder / record_name(seed)).exists() for seed in self.experiment.seeds)
+        return any(self._record(seed).exists() for seed in self.experiment.seeds)
 
     def records(self) -> list[Record]:
         """The record of each seed."""
-        return [Record.load(self.folder / record_name(seed)) for seed in self.experiment.seeds]
+        return [Record.load(self._record(seed)) for seed in self.experiment.seeds]
+
+    def _record(self, seed: int) -> Path:
+        part = next((part for part in self.parts if seed in part.experiment.seeds), self)
+        return part.folder / record_name(seed)
 
     def values(self, metric: str, domain: str | None = None) -> list[float]:
         """A number for each seed, NaN where there is none; "domain_error" needs a domain, with or without severity."""
@@ -146,7 +131,9 @@ def load(folder: str | PathLike[str]) -> Result:
 
 def verify(result: Result) -> None:
     """Compute the metrics again from the records, and refuse a result where they differ; without records it passes."""
-    if not result.has_records:
+    for part in result.parts:
+        verify(part)
+    if result.parts or not result.has_records:
         return
     records = [load_record(result.folder, result.experiment, seed) for seed in result.experiment.seeds]
     if not _alike(result.metrics, scores_of(records)):
@@ -156,10 +143,49 @@ def verify(result: Result) -> None:
 def find(experiment: Experiment, root: str | PathLike[str], *, verified: bool = False) -> Result | None:
     """The result of an experiment in ``root``, if it is complete: with all records or, if only JSON is kept, with none.
 
+    Its seeds may be spread over several results of the same family, see `combine`.
+
     ``verified``: one that does not pass `verify` counts as missing.
     """
+    found = _find_whole(experiment, Path(root), verified)
+    return found or _find_parts(experiment, Path(root), verified)
+
+
+def missing_seeds(experiment: Experiment, root: str | PathLike[str]) -> tuple[int, ...]:
+    """The seeds of an experiment that no sound result in ``root`` has."""
+    if _find_whole(experiment, Path(root), True) is not None:
+        return ()
+    found = {seed for part in _family(experiment, Path(root), True) for seed in part.experiment.seeds}
+    return tuple(seed for seed in experiment.seeds if seed not in found)
+
+
+def combine(results: Sequence[Result], seeds: Sequence[int] | None = None) -> Result:
+    """The result of one family with all seeds, or with those named, from results that have some each.
+
+    A stream does not depend on the streams beside it. So it does not matter how seeds were played: together, or one by
+    one. Where two results have the same seed, the first counts.
+    """
+    home = {seed: part for part in reversed(results) for seed in part.experiment.seeds}
+    chosen = tuple(sorted(home)) if seeds is None else tuple(seeds)
+    parts = tuple({home[seed].experiment.id: home[seed] for seed in chosen}.values())
+    if len(parts) == 1 and parts[0].experiment.seeds == chosen:
+        return parts[0]
+    experiment = results[0].experiment.with_seeds(chosen)
+    environment = dict(parts[0].environment)
+    times = {str(seed): home[seed].environment.get("seconds_per_image", {}).get(str(seed)) for seed in chosen}
+    metrics = {str(seed): home[seed].metrics[str(seed)] for seed in chosen}
+    environment |= {
+        "seconds_per_image": times,
+        "seconds": sum(metrics[seed]["images"] * (time or 0.0) for seed, time in times.items()),
+        "finished": max(str(part.environment.get("finished", "")) for part in parts),
+    }
+    return Result(experiment, parts[0].folder.parent / experiment.id, metrics, environment, parts)
+
+
+def _find_whole(experiment: Experiment, root: Path, verified: bool) -> Result | None:
+    """The result under the id of an experiment."""
     try:
-        result = load(Path(root) / experiment.id)
+        result = load(root / experiment.id)
         if verified:
             verify(result)
     except NewerResults:
@@ -167,6 +193,33 @@ def find(experiment: Experiment, root: str | PathLike[str], *, verified: bool = 
     except (OSError, ValueError):
         return None
     return result
+
+
+def _find_parts(experiment: Experiment, root: Path, verified: bool) -> Result | None:
+    """The result of an experiment, put together from others of its family."""
+    parts = _family(experiment, root, verified)
+    there = {seed for part in parts for seed in part.experiment.seeds}
+    return combine(parts, experiment.seeds) if there.issuperset(experiment.seeds) else None
+
+
+def _family(experiment: Experiment, root: Path, verified: bool) -> list[Result]:
+    """The sound results in ``root`` that differ from an experiment in their seeds only, and share some."""
+    packed = (found.experiment for found in _packed(root).values() if isinstance(found, Result))
+    specs = sorted(root.glob(f"*/{SPEC}")) if root.is_dir() else []
+    folders = (_spec_at(path, stat.st_mtime_ns, stat.st_size) for path, stat in ((p, p.stat()) for p in specs))
+    alike = {e.id: e for e in (*packed, *folders) if e is not None and e.family == experiment.family}
+    some = [e for e in alike.values() if not set(e.seeds).isdisjoint(experiment.seeds)]
+    found = (_find_whole(e, root, verified) for e in sorted(some, key=lambda e: (-len(e.seeds), e.id)))
+    return [result for result in found if result is not None]
+
+
+@functools.lru_cache(maxsize=4096)
+def _spec_at(path: Path, changed: int, size: int) -> Experiment | None:
+    """The experiment of a spec.json that was changed at a time; None if it cannot be read."""
+    try:
+        return read_spec(path)
+    except (OSError, ValueError):
+        return None
 
 
 def survey(root: str | PathLike[str]) -> Iterator[Result | Damaged]:
@@ -379,27 +432,6 @@ def set_aside(path: Path, reason: str) -> None:
 
 
 # -- numbers ----------------------------------------------------------------------------------------------------------
-
-
-def scores_of(records: Sequence[Record]) -> dict[str, dict[str, Any]]:
-    """The metrics of records, by seed."""
-    return {str(record.spec["seed"]): record_scores(record) for record in records}
-
-
-def record_scores(record: Record) -> dict[str, Any]:
-    """The metrics of one record, as metrics.json holds them."""
-    scores: dict[str, Any] = {"images": len(record.label), **metrics.summary(record)}
-    del scores["seconds_per_image"]  # it is in environment.json, as it is never the same twice
-    scores = {name: None if value is not None and math.isnan(value) else value for name, value in scores.items()}
-    if not bool((record.label >= 0).any()):
-        return {**scores, "domain_error": {}, "class_counts": {}}
-    errors = [None if math.isnan(error) else error for error in metrics.domain_error(record).tolist()]
-    counts = metrics.class_counts(record).tolist()
-    return {
-        **scores,
-        "domain_error": dict(zip(record.domains, errors, strict=True)),
-        "class_counts": dict(zip(record.domains, counts, strict=True)),
-    }
 
 
 def _alike(one: Any, other: Any) -> bool:

@@ -25,11 +25,12 @@ TRIBE = "tribe"  # the method that added methods are compared with
 class Entry(NamedTuple):
     """Our number and the paper's, in the unit of the cell."""
 
-    ours: Value
+    ours: Value  # the mean over seeds
     deviation: float | None  # between seeds
     paper: Value
     unit: str
     experiment: str | None = None  # its id
+    by_seed: Mapping[int, float] = {}  # our number of each seed
 
     @property
     def difference(self) -> float | None:
@@ -102,9 +103,7 @@ def compare_plan(plan: Plan, results: Mapping[str, Result]) -> Comparison:
     }
     for (row, column), planned in plan.cells.items():
         if parts := planned.cell.mean_of:
-            numbers = [value for part in parts if isinstance(value := entries[row, part].ours, float)]
-            mean = sum(numbers) / len(numbers) if len(numbers) == len(parts) else None
-            entries[row, column] = Entry(mean, None, table.value(row, column), planned.cell.unit)
+            entries[row, column] = _mean([entries[row, p] for p in parts], table.value(row, column), planned.cell.unit)
     replaced = ", ".join(name for name in (plan.choices.dataset, plan.choices.model) if name)
     return Comparison(
         table.name,
@@ -139,8 +138,18 @@ def _entry(planned: Planned, results: Mapping[str, Result], counts: Mapping[int 
     values = [scale * value for value in results[experiment.id].values(cell.metric or "", cell.domain)]
     if any(value != value for value in values):
         return Entry(None, None, paper, cell.unit, experiment.id)
+    spread, by_seed = statistics.spread(values), dict(zip(experiment.seeds, values, strict=True))
+    return Entry(spread.mean, spread.deviation, paper, cell.unit, experiment.id, by_seed)
+
+
+def _mean(entries: Sequence[Entry], paper: Value, unit: str) -> Entry:
+    """The mean of several columns: of each seed that all of them have."""
+    shared = [s for s in entries[0].by_seed if all(s in entry.by_seed for entry in entries)]
+    values = [sum(entry.by_seed[s] for entry in entries) / len(entries) for s in shared]
+    if not values:
+        return Entry(None, None, paper, unit)
     spread = statistics.spread(values)
-    return Entry(spread.mean, spread.deviation, paper, cell.unit, experiment.id)
+    return Entry(spread.mean, spread.deviation, paper, unit, None, dict(zip(shared, values, strict=True)))
 
 
 def _class_counts(plan: Plan) -> dict[str, dict[int | None, int]]:
@@ -175,12 +184,12 @@ def check(plan: Plan) -> None:
     """Raise MixedResults if experiments differ in more than the table is about, naming the field."""
     cells = {f"{row}, {column}": p.experiment for (row, column), p in plan.cells.items() if p.experiment is not None}
     try:
-        refuse_mixture(cells, varying=("method", "scenario", "dataset", "images", "model", "weights"))
+        refuse_mixture(cells, varying=("seeds", "method", "scenario", "dataset", "images", "model", "weights"))
         for dataset in dict.fromkeys(repr(e.dataset) for e in cells.values()):
             alike = {place: e for place, e in cells.items() if repr(e.dataset) == dataset}
-            refuse_mixture(alike, varying=("method", "scenario", "model", "weights"))
+            refuse_mixture(alike, varying=("seeds", "method", "scenario", "model", "weights"))
         for group in _groups(plan):
-            refuse_mixture(group, varying=("method",))
+            refuse_mixture(group, varying=("seeds", "method"))
     except MixedResults as error:
         raise MixedResults(
             f"{error}. With --no-run, {SELECTING} select results; --columns and --rows leave cells out"

@@ -1,6 +1,6 @@
 """Write the document ``docs/reproduction.md`` from results alone.
 
-Results with the same seeds, batch, precision, device and threads form a series; a table holds results of one series.
+Results with the same batch, precision, device and threads form a series; a table holds results of one series.
 Next to the results, their folder may hold
 
     bench/*.json              times that `tribe bench --json` measured, with nothing else running
@@ -19,7 +19,7 @@ from typing import Any
 from tribe import datasets, methods
 from tribe.datasets.manifest import read_manifest
 from tribe.lab.experiment import Experiment
-from tribe.lab.store import Result, finished
+from tribe.lab.store import Result, combine, finished
 from tribe.lab.workbench import Workbench
 from tribe.paper import tables
 from tribe.paper.beyond import extend
@@ -63,28 +63,32 @@ class Series:
         """The settings that all of them share."""
         e = self.experiments[0]
         threads = "" if e.threads is None else f", {e.threads} thread{'s' * (e.threads > 1)}"
-        first, last = e.seeds[0], e.seeds[-1]
-        some = f"{first} to {last}" if e.seeds == tuple(range(first, last + 1)) else ", ".join(map(str, e.seeds))
-        seeds = f"seed {first}" if len(e.seeds) == 1 else f"seeds {some}"
-        return f"{self.machine('device')}{threads}, {e.precision}, {seeds}, batch {e.batch}"
+        return f"{self.machine('device')}{threads}, {e.precision}, {self.seeds}, batch {e.batch}"
+
+    @property
+    def seeds(self) -> str:
+        """All their seeds; not every result has each."""
+        found = sorted({seed for e in self.experiments for seed in e.seeds})
+        first, last = found[0], found[-1]
+        some = f"{first} to {last}" if found == [*range(first, last + 1)] else ", ".join(map(str, found))
+        return f"seed {first}" if len(found) == 1 else f"seeds {some}"
 
     def machine(self, field: str) -> str:
         """A fact about the machines that computed them."""
         machines = [result.environment.get("machine", {}) for result in self.results.values()]
         return " and ".join(sorted({str(machine.get(field, "unknown")) for machine in machines}))
 
-    def compare(self, table: Table, choices: Choices | None = None) -> Comparison:
+    def compare(self, table: Table, choices: Choices | None = None, origin: Origin | None = None) -> Comparison:
         """A table with these results."""
-        return compare_plan(
-            plan_from_experiments(table, choices or Choices(), self.experiments, self.workbench), self.results
-        )
+        plan = plan_from_experiments(table, choices or Choices(), self.experiments, self.workbench, origin)
+        by_family = {result.experiment.family: result for result in self.results.values()}
+        results = {e.id: combine([by_family[e.family]], e.seeds) for e in plan.experiments}
+        return compare_plan(plan, results)
 
     @cached_property
     def beside_released(self) -> Comparison | None:
         """The table of the released code, if it was measured with the same seed, and something of it was run here."""
-        if self.experiments[0].seeds != (released().seed,):
-            return None
-        return _without_empty(self.compare(released().table))
+        return _without_empty(self.compare(released().table, origin=Origin(seeds=(released().seed,))))
 
     @cached_property
     def tables(self) -> tuple[list[Comparison], list[Comparison]]:
@@ -143,7 +147,8 @@ def make_document(root: str | PathLike[str], origin: Origin | None = None) -> st
         for result in finished(root, damaged="skip")
         if damage(result) is None and not origin.mismatches(result.experiment)
     ]
-    series = [Series({r.experiment.id: r for r in alike}, root, workbench, draws) for alike in _alike(results)]
+    combined = [[*map(combine, _families(alike))] for alike in _alike(results)]
+    series = [Series({r.experiment.id: r for r in whole}, root, workbench, draws) for whole in combined]
     lines = [
         "# Reproduction",
         "",
@@ -169,8 +174,16 @@ def _alike(results: Iterable[Result]) -> list[list[Result]]:
     found: dict[str, list[Result]] = {}
     for result in results:
         e = result.experiment
-        found.setdefault(repr((e.device, e.precision, e.seeds, e.batch, e.threads)), []).append(result)
+        found.setdefault(repr((e.device, e.precision, e.batch, e.threads)), []).append(result)
     return sorted(found.values(), key=lambda alike: (alike[0].experiment.device != "cuda", -len(alike)))
+
+
+def _families(results: Iterable[Result]) -> list[list[Result]]:
+    """Results that differ in their seeds only, together."""
+    found: dict[str, list[Result]] = {}
+    for result in results:
+        found.setdefault(result.experiment.family, []).append(result)
+    return list(found.values())
 
 
 def _attribute(dataset: str, name: str) -> str:
@@ -227,7 +240,9 @@ def _times(series: Series, comparison: Comparison, dataset: str) -> Times:
     """The milliseconds per image of all rows on a data set."""
     model = next(str(column["model"]) for column in released().table.columns if column["group"] == dataset)
     used = {row: comparison.entries[row, f"{dataset} inst"].experiment for row in comparison.rows}
-    seconds = {row: series.results[id].values("seconds_per_image") for row, id in used.items() if id is not None}
+    families = {result.experiment.family: result for result in series.results.values()}
+    of = {row: families[comparison.experiments[id].family] for row, id in used.items() if id is not None}
+    seconds = {row: result.values("seconds_per_image") for row, result in of.items()}
     alone = measured_alone(series.root, series.experiments[0], model)
     return Times(
         {row: 1e3 * (sum(values) / len(values)) for row, values in seconds.items()},
@@ -240,8 +255,8 @@ def _left_over(series: Series) -> list[str]:
     """Results that are in none of the tables."""
     own, replaced = series.tables
     shown = [*own, *replaced, *([series.beside_released] if series.beside_released else [])]
-    ids = {entry.experiment for comparison in shown for entry in comparison.entries.values()}
-    rest = ", ".join(f"{e.method.name} ({e.id})" for e in series.experiments if e.id not in ids)
+    families = {e.family for comparison in shown for e in comparison.experiments.values()}
+    rest = ", ".join(f"{e.method.name} ({e.id})" for e in series.experiments if e.family not in families)
     return [f"Results that are in none of these tables: {rest}.", ""] if rest else []
 
 

@@ -1,7 +1,8 @@
 """Get the results of a plan: run the experiments that are missing, or find results that were computed elsewhere.
 
-`plan_from_results` needs no data, no weights and no device: a result belongs to a cell if its spec matches. Seeds,
-device, weights and the like may have any value, or those of an `Origin`, but all cells of a table must share them.
+`plan_from_results` needs no data, no weights and no device: a result belongs to a cell if its spec matches. Device,
+weights and the like may have any value, or those of an `Origin`, but all cells of a table must share them. Results that
+differ in their seeds only belong together: a cell has the mean of them all, and another cell may have other seeds.
 
 Next to the results, their folder may hold measurements: ``bench/*.json`` (`measured_alone`) and ``draws/*.json``
 (`read_draws`).
@@ -9,7 +10,7 @@ Next to the results, their folder may hold measurements: ``bench/*.json`` (`meas
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -25,7 +26,7 @@ from tribe.lab.experiment import Experiment, MixedResults, difference
 from tribe.lab.jobs import error_message
 from tribe.lab.ray import ExperimentProgress, Failure, run_all
 from tribe.lab.spec import decode_fields, describe
-from tribe.lab.store import Damaged, Result, find, finished, survey, verify
+from tribe.lab.store import Damaged, Result, find, finished, missing_seeds, survey, verify
 from tribe.lab.workbench import Workbench, build_scenario, trained_on
 from tribe.paper.plan import Choices, Costs, Plan, plan_with
 from tribe.paper.tables import Cell, Table
@@ -65,11 +66,24 @@ def run(
         done: called after each experiment, with its result or its failure.
     """
     retries = 0 if ray is None else 2  # another worker may have what one lacks; this process does not change
-    order = longest_first(plan, root)
+    order = {_with_missing_seeds(e, root): e for e in longest_first(plan, root)}
     outcomes = run_all(
-        order, root, ray=ray, workers=workers, workbench=plan.workbench, retries=retries, progress=progress, done=done
+        [*order],
+        root,
+        ray=ray,
+        workers=workers,
+        workbench=plan.workbench,
+        retries=retries,
+        progress=progress,
+        done=done,
     )
-    return plan.without({failed.experiment.id: failed.reason for failed in outcomes if isinstance(failed, Failure)})
+    failures = [failed for failed in outcomes if isinstance(failed, Failure)]
+    return plan.without({order[failed.experiment].id: failed.reason for failed in failures})
+
+
+def _with_missing_seeds(experiment: Experiment, root: str | PathLike[str]) -> Experiment:
+    """The experiment with the seeds that have to be played; as it is if there are none."""
+    return experiment.with_seeds(missing_seeds(experiment, root) or experiment.seeds)
 
 
 def longest_first(plan: Plan, root: str | PathLike[str]) -> list[Experiment]:
@@ -85,8 +99,7 @@ def longest_first(plan: Plan, root: str | PathLike[str]) -> list[Experiment]:
 class Origin:
     """How results were computed; None matches any value."""
 
-    seed: int | None = None  # the first
-    seeds: int | None = None  # how many
+    seeds: Sequence[int] | None = None  # some of these; the others of a result are left out
     precision: str | None = None  # as the device of the result understands it
     device: str | None = None
     threads: int | None = None  # of results from a CPU
@@ -97,28 +110,42 @@ class Origin:
         on_cpu = experiment.device == "cpu"
         precision = self.precision and precision_on(torch.device(experiment.device), self.precision)
         fields: list[tuple[str, Any, Any]] = [
-            ("its first seed", experiment.seeds[0], self.seed),
-            ("the number of its seeds", len(experiment.seeds), self.seeds),
             ("its precision", experiment.precision, precision),
             ("its device", experiment.device, self.device),
             ("the number of its threads", experiment.threads, self.threads if on_cpu else None),
             ("its batch", experiment.batch, self.batch),
         ]
-        return [f"{name} is {actual}, not {wanted}" for name, actual, wanted in fields if wanted not in (None, actual)]
+        found = [f"{name} is {actual}, not {wanted}" for name, actual, wanted in fields if wanted not in (None, actual)]
+        if self.seeds is not None and not self.seeds_of(experiment):
+            found.insert(0, f"its seeds are {_list(experiment.seeds)}, not {_list(self.seeds)}")
+        return found
+
+    def seeds_of(self, experiment: Experiment) -> list[int]:
+        """The seeds of an experiment that are wanted, in the order in which they are wanted."""
+        return [s for s in self.seeds if s in experiment.seeds] if self.seeds is not None else [*experiment.seeds]
+
+
+def _list(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
 
 
 def plan_from_results(
     table: Table, choices: Choices, root: str | PathLike[str], workbench: Workbench, origin: Origin | None = None
 ) -> Plan:
-    """Plan a table with the results in ``root``. Two results for one cell raise MixedResults, naming the difference.
+    """Plan a table with the results in ``root``; each cell has all seeds that are there, or those of the origin.
+
+    Two results for one cell that differ in more than their seeds raise MixedResults, naming the difference.
 
     A cell whose result is damaged holds the reason. If a damaged result does not say which experiment it is of, the
     reason stands in all empty cells.
     """
     results = list(survey(root))
     readable = {found.experiment: found for found in results if found.experiment is not None}
-    plan = plan_from_experiments(table, choices, list(readable), workbench, origin)
-    plan = plan.without({e.id: why for e in plan.experiments if (why := damage(readable[e])) is not None})
+    why = {e: damage(found) for e, found in readable.items()}
+    plan = plan_from_experiments(table, choices, families(e for e in readable if why[e] is None), workbench, origin)
+    if broken := families(e for e in readable if why[e] is not None):
+        reasons = {e.family: str(reason) for e, reason in why.items() if reason is not None}
+        plan = _with_damage(plan, plan_from_experiments(table, choices, broken, workbench, origin), reasons)
     unknown = [
         error_message(found.error) for found in results if isinstance(found, Damaged) and found.experiment is None
     ]
@@ -129,6 +156,27 @@ def plan_from_results(
         place: dataclasses.replace(p, problem=problem) if p.problem == NOTHING else p for place, p in plan.cells.items()
     }
     return dataclasses.replace(plan, cells=cells)
+
+
+def _with_damage(plan: Plan, broken: Plan, reasons: Mapping[str, str]) -> Plan:
+    """The plan, with the reason in every cell whose only results are damaged; reasons by `Experiment.family`."""
+    cells = dict(plan.cells)
+    for place, planned in plan.cells.items():
+        damaged = broken.cells[place].experiment
+        if planned.experiment is None and damaged is not None:
+            cells[place] = dataclasses.replace(planned, problem=reasons[damaged.family])
+    return dataclasses.replace(plan, cells=cells)
+
+
+def families(experiments: Iterable[Experiment]) -> list[Experiment]:
+    """One experiment for all that differ in their seeds only, with all these seeds."""
+    found: dict[str, list[Experiment]] = {}
+    for experiment in experiments:
+        found.setdefault(experiment.family, []).append(experiment)
+    return [
+        alike[0] if len(alike) == 1 else alike[0].with_seeds(sorted({seed for e in alike for seed in e.seeds}))
+        for alike in found.values()
+    ]
 
 
 def plan_from_experiments(
@@ -155,7 +203,7 @@ def plan_from_experiments(
             )
         if not fitting:
             raise ValueError(": ".join([NOTHING, *("; ".join(wanted.mismatches(e)) for e in matching[:1])]))
-        return fitting[0]
+        return fitting[0].with_seeds(wanted.seeds_of(fitting[0]))
 
     return plan_with(table, choices, workbench, find)
 

@@ -18,6 +18,7 @@ import torch
 
 from tribe.lab import metrics, store
 from tribe.lab.record import Record
+from tribe.lab.scores import record_scores
 from tribe.lab.spec import by_place
 from tribe.report.command import component, departures, is_known
 
@@ -191,7 +192,7 @@ def _read(file: Path, path: str, machines: dict[Path, dict[str, Any]]) -> Played
     if file.parent not in machines:
         machines[file.parent] = _machine(file.parent)
     machine = machines[file.parent] if "experiment" in record.spec else {}
-    scores = store.record_scores(record) | {
+    scores = record_scores(record) | {
         "seconds_per_image": metrics.seconds_per_image(record).item(),
         "confidence": record.confidence.double().mean().item(),
     }

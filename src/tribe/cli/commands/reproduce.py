@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from tribe.cli.app import app
 from tribe.cli.custom import method_name
-from tribe.cli.options import custom_network
+from tribe.cli.options import custom_network, parse_seeds
 from tribe.cli.output import errors_as_messages, stdout_to_stderr
 from tribe.cli.overrides import parse_overrides
 from tribe.cli.terminal import OutputTarget, list_tables, print_problems, show_claims, show_comparison, show_runs
@@ -61,7 +61,7 @@ Methods = _option("Rows to keep, comma-separated; +NAME or +file.py:Class adds a
 Rows = _option("Only rows that match these patterns: '100 *' or 'CIFAR10-C*'.", "all")
 Columns = _option("Only columns that match these patterns: 'F 100 *,V 100 *'.", "all")
 PaperOnly = _option(f"Only the paper's rows, without those beyond it, which are marked {MARK}.", True, "--paper-only")
-Seeds = _option("Number of streams: one per seed, side by side on one network.", f"1{ANY}")
+Seeds = _option("How many streams, side by side on one network, or their seeds: 425,1,2,3,4.", f"1{ANY}")
 Dataset = _option("Data set in place of the paper's; live-mnist-c needs no download.")
 Model = _option("Network in place of the paper's, or file.py:attribute; compact comes with the package.")
 Weights = _option("Weights of the network of --model.", "where `tribe train` writes them")
@@ -91,7 +91,7 @@ def reproduce_artifact(
     columns: Annotated[str | None, Columns] = None,
     paper_only: Annotated[bool, PaperOnly] = False,
     seed: Annotated[int | None, typer.Option(help="Seed of the first stream.", show_default=f"0{ANY}")] = None,
-    seeds: Annotated[int | None, Seeds] = None,
+    seeds: Annotated[str | None, Seeds] = None,
     dataset: Annotated[str | None, Dataset] = None,
     model: Annotated[str | None, Model] = None,
     weights: Annotated[Path | None, Weights] = None,
@@ -117,12 +117,11 @@ def reproduce_artifact(
     """
     with errors_as_messages(), _message_on_interrupt(runs):
         reading = no_run or artifact in (CLAIMS, DOCUMENT)  # nothing is run, no device is opened
-        origin = Origin(seed, seeds, precision, _device_type(device) if reading else None, threads, batch)
-        first, count = seed or 0, 1 if seeds is None else seeds
-        streams, images = range(first, first + count), BATCH if batch is None else batch
-        choices = Choices(dataset, model, seeds=streams, precision=precision or "tf32", batch=images)
+        streams, images = parse_seeds(seed, seeds), BATCH if batch is None else batch
+        origin = Origin(streams, precision, _device_type(device) if reading else None, threads, batch)
+        choices = Choices(dataset, model, seeds=streams or (0,), precision=precision or "tf32", batch=images)
         output = OutputTarget(style, out)
-        _check(output, choices.precision, count, plot)
+        _check(output, choices.precision, plot)
         if show_list:
             list_tables(output)
             return
@@ -196,13 +195,11 @@ def _find_table(artifact: str) -> tables.Table:
     return tables.released().table if artifact == RELEASED else tables.get(artifact)
 
 
-def _check(output: OutputTarget, precision: str, seeds: int, plot: Path | None) -> None:
+def _check(output: OutputTarget, precision: str, plot: Path | None) -> None:
     """Raise ValueError before the work for options that would fail after it."""
     if output.style not in ("table", *FORMATS):
         raise ValueError(f"--format {output.style!r} is unknown: {nearest(output.style, ['table', *FORMATS])}")
     check_precision(precision)
-    if seeds < 1:
-        raise ValueError(f"--seeds is the number of streams, at least 1; got {seeds}")
     if output.path is not None:
         check_file(output.path)
     if plot is not None:
@@ -274,7 +271,7 @@ def _comparer(
 ) -> Callable[[tables.Table], Comparison]:
     """Compare other tables that claims need; with an origin from results alone, else as they would be run here."""
     device, threads = workbench.device.type, workbench.threads
-    here = Origin(choices.seeds[0], len(choices.seeds), choices.precision, device, threads, choices.batch)
+    here = Origin(choices.seeds, choices.precision, device, threads, choices.batch)
 
     def compare(table: tables.Table) -> Comparison:
         # A network of another library would be downloaded: too much for a claim.

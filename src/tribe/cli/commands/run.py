@@ -26,10 +26,12 @@ from tribe.cli.options import (
     Imbalance,
     Model,
     Precision,
+    Seeds,
     Severity,
     Weights,
     custom_network,
     method_names,
+    parse_seeds,
     parse_severities,
 )
 from tribe.cli.output import (
@@ -94,7 +96,7 @@ class _Request(NamedTuple):
     imbalance: float | None
     severity: str | None
     methods: str
-    seeds: range
+    seeds: Sequence[int]
     batch: int
     settings: list[str] | None
     data: Path | None
@@ -111,8 +113,8 @@ def run(
     imbalance: Imbalance = None,
     severity: Severity = None,
     methods: MethodNames = DEFAULT_METHODS,
-    seed: Annotated[int, typer.Option(help="Seed of the first stream.")] = 0,
-    seeds: Annotated[int, typer.Option(help="How many streams: one a seed, side by side on one network.")] = 1,
+    seed: Annotated[int | None, typer.Option(help="Seed of the first stream.", show_default="0")] = None,
+    seeds: Annotated[str | None, Seeds] = None,
     batch: Annotated[int, typer.Option(help="Images a stream and step.")] = 64,
     settings: Settings = None,
     data: DataRoot = None,
@@ -132,9 +134,8 @@ def run(
     with stdout_to_stderr(), errors_as_messages():
         check_json_file(json_file)
         check_folder(out)
-        if seeds < 1:
-            raise ValueError(f"--seeds is how many streams, at least 1; got {seeds}")
-        streams, parts = range(seed, seed + seeds), (dataset, model, weights, scenario, imbalance, severity, methods)
+        streams = parse_seeds(seed, seeds) or (0,)
+        parts = (dataset, model, weights, scenario, imbalance, severity, methods)
         request = _Request(*parts, streams, batch, settings, data, device, precision)
         workbench, experiments = _plan(request)
         first = next(iter(experiments.values()))
@@ -142,7 +143,7 @@ def run(
         out.mkdir(parents=True, exist_ok=True)
     names = shown(f"{first.dataset.name}, {first.model.name}, {first.scenario.name}")
     names.stylize("bold", 0, len(printable(first.dataset.name)))
-    shape = f"{seeds} stream{'s' * (seeds > 1)} of {length:,} images"
+    shape = f"{len(streams)} stream{'s' * (len(streams) > 1)} of {length:,} images"
     console.print(names + f": {shape}, batch {batch}, on {machine(workbench.device)['device']}")
     with stdout_to_stderr():
         results, stopped = _play(experiments, workbench, out, force)

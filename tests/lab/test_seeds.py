@@ -1,0 +1,91 @@
+"""Seeds add up: results that differ in their seeds only are one result, however the seeds were played."""
+
+import pytest
+import torch
+
+from tribe.lab.execution import run_experiment
+from tribe.lab.experiment import Experiment
+from tribe.lab.spec import ComponentSpec
+from tribe.lab.store import combine, find, finished, keep, missing_seeds
+from tribe.lab.workbench import Workbench
+
+DATA = ComponentSpec("live-mnist-c", {"corruptions": ["impulse_noise"]})
+STREAM = ComponentSpec("gli-v", {"imbalance": 1_000_000})  # streams of different lengths
+
+pytestmark = pytest.mark.filterwarnings("ignore:an imbalance of")
+
+
+@pytest.fixture(scope="module")
+def workbench(few_digits):
+    return Workbench(few_digits, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def played(workbench, tmp_path_factory):
+    """TRIBE on three streams with seeds in no order, and then on a fourth."""
+    root = tmp_path_factory.mktemp("runs")
+    together = Experiment.of(DATA, "compact", STREAM, "tribe", seeds=(7, 3, 4), batch=16, workbench=workbench)
+    run_experiment(together, root, workbench=workbench)
+    run_experiment(together.with_seeds([9]), root, workbench=workbench)
+    return together, root
+
+
+def test_seeds_side_by_side_are_each_seed_alone(played, workbench, tmp_path):
+    """Images, predictions and confidences of a stream do not depend on what is played beside it."""
+    together, root = played
+    beside = find(together, root)
+    for seed, record in zip(together.seeds, beside.records(), strict=True):
+        (alone,) = run_experiment(together.with_seeds([seed]), tmp_path, workbench=workbench).records()
+        assert all(torch.equal(getattr(record, name), getattr(alone, name)) for name in ("label", "prediction"))
+        assert torch.allclose(record.confidence, alone.confidence, atol=1e-5)
+
+
+def test_a_result_is_put_together_from_others(played):
+    """A seed alone, some seeds in another order, and seeds of two results; never one that was not played."""
+    experiment, root = played
+    for seeds in ((3,), (4, 7), (9, 7, 3, 4)):
+        result = find(experiment.with_seeds(seeds), root, verified=True)
+        assert result.experiment.seeds == seeds
+        assert [record.spec["seed"] for record in result.records()] == list(seeds)
+        assert len(result.values("instance_error")) == len(result.values("seconds_per_image")) == len(seeds)
+        assert result.values("instance_error")[0] == result.metrics[str(seeds[0])]["instance_error"]
+    assert find(experiment.with_seeds([3, 5]), root) is None
+    assert missing_seeds(experiment.with_seeds([5, 3, 9, 6]), root) == (5, 6)
+    assert missing_seeds(experiment, root) == ()
+
+
+def test_only_seeds_that_are_missing_are_played(played, workbench, tmp_path):
+    experiment, root = played
+    keep(root, tmp_path)
+    more = experiment.with_seeds([4, 5, 9])
+    result = run_experiment(more, tmp_path, workbench=workbench)
+    assert result.experiment == more
+    assert [path.parent.name for path in tmp_path.glob("*/metrics.json")] == [experiment.with_seeds([5]).id]
+    assert run_experiment(more, tmp_path, workbench=workbench).metrics == result.metrics
+
+
+def test_packed_results_add_up_and_keep_their_ids(played, tmp_path):
+    experiment, root = played
+    kept = keep(root, tmp_path)
+    assert {r.experiment.id for r in kept} == {r.experiment.id for r in finished(root)}
+    whole = find(experiment.with_seeds([3, 4, 7, 9]), tmp_path)
+    assert whole.metrics == combine(kept).metrics
+    assert not whole.has_records
+
+
+def test_a_damaged_record_costs_its_result_only(played, tmp_path):
+    experiment, root = played
+    for result in finished(root):
+        place = tmp_path / result.folder.name
+        place.mkdir()
+        for path in result.folder.iterdir():
+            (place / path.name).write_bytes(path.read_bytes())
+    (tmp_path / experiment.id / "record-3.npz").write_bytes(b"torn")
+    assert missing_seeds(experiment.with_seeds([3, 9]), tmp_path) == (3,)
+
+
+def test_the_id_of_one_seed_does_not_depend_on_the_others(played):
+    """Else committed results would lose their ids."""
+    experiment, _ = played
+    assert len({experiment.id, experiment.with_seeds([7]).id, experiment.with_seeds([3, 4, 7]).id}) == 3
+    assert len({experiment.family, experiment.with_seeds([7]).family}) == 1
