@@ -134,7 +134,7 @@ def test_layers_that_are_not_called_are_listed() -> None:
         tribe.adapt(net)(X)
     assert report.left_alone == {"aux": "the network did not call it on these images"}
     assert report.problems == []
-    assert "left as it is: aux (the network did not call it" in str(report)
+    assert "left as they are: aux: the network did not call it" in str(report)
 
 
 def test_a_network_whose_layers_are_never_called_is_a_problem() -> None:

@@ -99,6 +99,28 @@ class BatchNormAct2d(nn.BatchNorm2d):
         return self.act(self.drop(x))
 
 
+class LayerNorm2d(nn.LayerNorm):
+    """LayerNorm over the channels of (N, C, H, W), as timm writes it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.layer_norm(x.permute(0, 2, 3, 1), self.normalized_shape, self.weight, self.bias, self.eps)
+        return x.permute(0, 3, 1, 2)
+
+
+class ChannelNorm(nn.Module):
+    """The same in a class of its own, as the authors of ConvNeXt write it."""
+
+    def __init__(self, channels: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(channels)), nn.Parameter(torch.zeros(channels))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.mean(1, keepdim=True)
+        x = (x - mean) / ((x - mean).pow(2).mean(1, keepdim=True) + self.eps).sqrt()
+        return self.weight[:, None, None] * x + self.bias[:, None, None]
+
+
 def activated() -> nn.Sequential:
     """The same two convolutions with layers that normalise and activate, as in tribe's networks."""
     return nn.Sequential(*(m for m in small(BatchNormReLU) if not isinstance(m, nn.ReLU)))
@@ -182,6 +204,7 @@ ZOO: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     ),
     "LayerNorms beside BatchNorm": (mixed, (6,)),
     "GroupNorm": (partial(small, partial(nn.GroupNorm, 2)), IMAGE),
+    "LayerNorm2d": (partial(small, LayerNorm2d), IMAGE),
     "nested": (Nested, IMAGE),
     "shared": (Shared, IMAGE),
     "TransformerEncoder": (Encoder, (5, 6)),

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from tribe import methods
 from tribe.engine.backbone import Backbone
 from tribe.engine.losses import entropy
+from tribe.engine.model_copy import by_reason
 from tribe.engine.moments import observe
 from tribe.engine.screening import PROBABILITIES, are_probabilities, sound
 from tribe.engine.slots import Slot, StatisticsSlot
@@ -75,7 +76,7 @@ class Report:
         for (kind, *has), group in alike.items():
             parts = " and ".join(itertools.compress(("statistics", "affine parameters"), has))
             lines.append(f"  {len(group)} x {kind}, {sum(g.channels for g in group)} channels: {parts or 'batch only'}")
-        lines += [f"  left as it is: {name} ({reason})" for name, reason in self.left_alone.items()]
+        lines += [f"  left as they are: {text}" for text in by_reason(self.left_alone)]
         if self.classifier is not None:
             lines.append(f"  {self.classes} classes, from layer {self.classifier!r}")
         lines += _sizes(self.state_bytes)

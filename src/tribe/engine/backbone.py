@@ -222,8 +222,8 @@ class Backbone(nn.Module):
         # All buffers as they were given: a network may count or cache in them while it predicts.
         named = {**dict(self.model.named_parameters()), **self._buffers_given} | self.origin.state_dict()
         # Only an unusual eps is hashed, so that fingerprints from before eps was hashed stay valid.
-        layers = ((name, m.layer if isinstance(m, Slot) else m) for name, m in self.model.named_modules())
-        eps = {f"{name}.eps": layer.eps for name, layer in layers if isinstance(layer, NORMS)}
+        norms = [(name, m) for name, m in self.model.named_modules() if isinstance(m, (Slot, *NORMS))]
+        eps = {f"{name}.eps": (m.layer if isinstance(m, Slot) else m).eps for name, m in norms}
         named |= {name: torch.tensor(value, dtype=torch.float64) for name, value in eps.items() if value != USUAL_EPS}
         if not exact:
             named = {name: t.float() if t.is_floating_point() else t for name, t in named.items()}

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from tribe.engine.backbone import Backbone
 from tribe.engine.inputs import in_range, warn, warn_of_range
+from tribe.engine.model_copy import by_reason
 from tribe.engine.screening import PROBABILITIES, are_probabilities, sound
 
 Place = tuple[torch.device, torch.dtype]
@@ -61,6 +62,16 @@ def check_source(net: Backbone) -> None:
         raise ValueError(
             f"the network's normalisation holds numbers that are not finite ({', '.join(names[:4])}), so nothing can "
             "be learned. Load its weights again; replace a layer that it never calls by nn.Identity()"
+        )
+
+
+def warn_of_layers_left_alone(net: Backbone) -> None:
+    """Warn where fewer normalisation layers adapt than stay as they are."""
+    if len(net.left_alone) > len(net.slots):
+        warn(
+            f"only {len(net.slots)} of {len(net.slots) + len(net.left_alone)} normalisation layers adapt; the others "
+            f"are left alone ({'; '.join(by_reason(net.left_alone))}). The network will adapt little. Replace them by "
+            "BatchNorm, LayerNorm or GroupNorm of torch, which compute the same, before the call"
         )
 
 

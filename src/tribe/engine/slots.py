@@ -225,13 +225,7 @@ class AffineSlot(Slot):
 
     def normalise(self, x: Tensor, weight: Tensor, bias: Tensor, current: Pass) -> Tensor:
         """Normalise as the layer does, then scale and shift by row."""
-        layer: Any = self.layer
-        if isinstance(layer, nn.GroupNorm):
-            y = F.group_norm(x, layer.num_groups, eps=self.layer_eps)
-            shape = (self.channels, *[1] * (x.dim() - 2))
-        else:
-            y = F.layer_norm(x, layer.normalized_shape, eps=self.layer_eps)
-            shape = (*[1] * (x.dim() - 1 - len(layer.normalized_shape)), *layer.normalized_shape)
+        y, shape = self.standardise(x)
         samples = current.rows * current.batch
         axis = int(self.tokens_first and x.shape[0] != samples and x.shape[1:-1] == (samples,))  # of the samples
         if current.rows > 1 and x.shape[axis] % samples:
@@ -249,6 +243,14 @@ class AffineSlot(Slot):
         y = torch.addcmul(bias, y.to(bias.dtype), weight).to(x.dtype)
         return y.movedim(0, axis).flatten(axis, axis + 1)
 
+    def standardise(self, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+        """Normalise as the layer does before it scales and shifts; and the shape of its parameters beside an image."""
+        layer: Any = self.layer
+        if isinstance(layer, nn.GroupNorm):
+            return F.group_norm(x, layer.num_groups, eps=self.layer_eps), (self.channels, *[1] * (x.dim() - 2))
+        shape = normalized_shape(layer)
+        return F.layer_norm(x, shape, eps=self.layer_eps), (*[1] * (x.dim() - 1 - len(shape)), *shape)
+
 
 def _full_precision(device: str) -> Any:
     """Turn autocast off, where it is on."""
@@ -258,9 +260,14 @@ def _full_precision(device: str) -> Any:
 
 def channels_of(layer: nn.Module) -> int:
     """The number of channels that a normalisation layer scales and shifts, or would."""
-    if isinstance(layer, nn.LayerNorm):
-        return torch.Size(layer.normalized_shape).numel()
-    return int(getattr(layer, "num_features", 0) or layer.num_channels)  # type: ignore[arg-type]
+    if isinstance(layer, _BatchNorm | nn.GroupNorm):
+        return int(getattr(layer, "num_features", 0) or layer.num_channels)  # type: ignore[arg-type]
+    return torch.Size(normalized_shape(layer)).numel()
+
+
+def normalized_shape(layer: Any) -> tuple[int, ...]:
+    """The shape that a LayerNorm normalises over; of one that is no nn.LayerNorm, the size of its parameters."""
+    return tuple(layer.normalized_shape) if isinstance(layer, nn.LayerNorm) else (layer.weight.numel(),)
 
 
 def _layers_after(layer: nn.Module) -> list[nn.Module]:

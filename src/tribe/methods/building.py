@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tribe.engine.backbone import Backbone
-from tribe.engine.checks import check_source
+from tribe.engine.checks import check_source, warn_of_layers_left_alone
 from tribe.methods import Method, Timed, check_fits, count_classes, create, get, with_filter, wrappers
 from tribe.time import TimeFilter, resolve
 
@@ -48,4 +48,5 @@ def check_network(net: Backbone, method: Method, classes: int | None = None) -> 
         raise ValueError(f"the method was built for {method.classes} classes; the network has {found}")
     check_fits(net, method)
     check_source(net)
+    warn_of_layers_left_alone(net)
     return found
