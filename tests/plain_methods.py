@@ -179,3 +179,54 @@ def petta(net, xs, source_mean, source_var, f):
                 for name in ("weight", "bias"):
                     getattr(own, name).mul_(1 - alpha).add_(alpha * getattr(other, name))
     return outputs, (teacher_layers, student_layers, anchor_layers), mean, gammas
+
+
+class BatchRenorm(nn.Module):
+    """DELTA's test-time batch renormalisation, as printed; the moving statistics start with the first batch's."""
+
+    def __init__(self, layer, alpha):
+        super().__init__()
+        self.weight, self.bias, self.eps, self.alpha = layer.weight, layer.bias, layer.eps, alpha
+        self.mean = self.sigma = None
+
+    def forward(self, x):
+        mean, sigma = x.mean((0, 2, 3)), (x.var((0, 2, 3), unbiased=False) + self.eps).sqrt()
+        if self.mean is None:
+            self.mean, self.sigma = mean.detach(), sigma.detach()
+        r, d = sigma.detach() / self.sigma, (mean.detach() - self.mean) / self.sigma
+        self.mean = self.alpha * self.mean + (1 - self.alpha) * mean.detach()
+        self.sigma = self.alpha * self.sigma + (1 - self.alpha) * sigma.detach()
+        mean, sigma, r, d, weight, bias = (t[None, :, None, None] for t in (mean, sigma, r, d, self.weight, self.bias))
+        return weight * ((x - mean) / sigma * r + d) + bias
+
+
+def delta(net, xs, *, alpha, lambda_, loss, optimiser):
+    """DELTA (ICLR 2023). Returns the logits of each batch, the normalisation layers, and z."""
+    module, _, _ = ordinary(net)
+    for i, layer in enumerate(module):
+        if isinstance(layer, nn.BatchNorm2d):
+            module[i] = BatchRenorm(layer, alpha)
+    layers = [layer for layer in module if isinstance(layer, BatchRenorm)]
+    step, outputs, z = optimiser([p for layer in layers for p in (layer.weight, layer.bias)]), [], None
+    for x in xs:
+        logits = module(x)
+        outputs.append(logits.detach())
+        classes, labels, p = logits.shape[1], logits.argmax(1).tolist(), logits.detach().softmax(1)
+        z = [1 / classes] * classes if z is None else z
+        frequent = [1 / z[k] for k in labels]
+        terms = []
+        for i, k in enumerate(labels):
+            dot = frequent[i] / (sum(frequent) / len(frequent))
+            if loss == "pseudo labels":
+                if float(p[i].max()) > 0.4:
+                    terms.append(-dot * logits[i].log_softmax(0)[k])
+            elif loss == "entropy":
+                terms.append(dot * entropy_of(logits[i]))
+            elif (certainty := math.log(classes) / 2 - float(entropy_of(logits[i].detach()))) > 0:
+                terms.append(dot * math.exp(certainty) * entropy_of(logits[i]))
+        if terms:
+            step.zero_grad()
+            (sum(terms) / len(terms)).backward()
+            step.step()
+        z = [lambda_ * old + (1 - lambda_) * float(new) for old, new in zip(z, p.mean(0), strict=True)]
+    return outputs, layers, z

@@ -12,6 +12,7 @@ from tribe import methods
 from tribe.engine import rng
 from tribe.engine.backbone import Backbone
 from tribe.methods.deyo import SHUFFLE, shuffled
+from tribe.norms.renorm import Renorm
 from tribe.testing import images, informed, small_network
 
 DOUBLE = torch.float64
@@ -222,10 +223,47 @@ def test_petta_says_what_it_needs():
         methods.create("petta", classes=4).init(Backbone(model))
 
 
+# -- DELTA ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loss", ["weighted entropy", "entropy", "pseudo labels"])
+def test_delta_equals_plain_pytorch(loss):
+    xs, lr = varied(7), 0.01
+    net = even_network(xs)
+    adam = loss != "entropy"
+    method = methods.create("delta", classes=4, loss=loss, alpha=0.8, lr=lr, optimizer="adam" if adam else "sgd")
+    outputs, state = play(method, net, xs)
+    optimiser = partial(torch.optim.Adam, lr=lr) if adam else partial(torch.optim.SGD, lr=lr, momentum=0.9)
+    expected, layers, z = plain_methods.delta(
+        net, [x[0] for x in xs], alpha=0.8, lambda_=0.95, loss=loss, optimiser=optimiser
+    )
+    for y, logits in zip(outputs, expected, strict=True):
+        torch.testing.assert_close(y[0], logits, rtol=0, atol=1e-6)
+    assert_affine(state.affine, [layer.weight for layer in layers], [layer.bias for layer in layers])
+    torch.testing.assert_close(state.stats.mean[0, 0], torch.cat([layer.mean for layer in layers]), rtol=0, atol=1e-6)
+    sigma = (state.stats.var[0, 0] + 1e-5).sqrt()
+    torch.testing.assert_close(sigma, torch.cat([layer.sigma for layer in layers]), rtol=0, atol=1e-6)
+    torch.testing.assert_close(state.mean[0], torch.tensor(z, dtype=DOUBLE), rtol=0, atol=1e-6)
+    assert int(state.adam.steps) == len(xs)
+    assert loss == "entropy" or float(state.info.trusted) < 1, "every prediction was trusted: the choice was not tested"
+
+
+def test_batch_renormalisation_predicts_with_the_statistics_of_earlier_batches():
+    net, xs = network(), batches(3)
+    norm, (affine, stats) = Renorm(0.9), net.source()
+    stats = Renorm.none_yet(stats)
+    first = net(xs[0], affine, stats, norm)
+    torch.testing.assert_close(first.logits, net(xs[0], affine, stats, methods.PerBatch()).logits)
+    second = net(xs[1], affine, first.stats, norm)
+    torch.testing.assert_close(second.logits, net(xs[1], affine, first.stats, methods.Frozen()).logits)
+    nothing = net(xs[2], affine, stats, norm, valid=torch.zeros(1, 9, dtype=torch.bool))
+    assert torch.equal(nothing.stats.var, stats.var), "a batch without an image is no first batch"
+
+
 # -- all of them ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["deyo", "petta"])
+@pytest.mark.parametrize("name", ["deyo", "petta", "delta"])
 def test_two_classes_in_half_precision(name):
     net = Backbone(small_network(2).to(torch.bfloat16))
     method = informed(methods.create(name, classes=2), net)
@@ -250,6 +288,9 @@ def test_two_classes_in_half_precision(name):
         ("petta", {"alpha_bn": 2.0}, "alpha is the newest batch's share"),
         ("petta", {"size": 0}, "how many images the memory holds"),
         ("petta", {"classes": None}, "classes="),
+        ("delta", {"alpha": 1.5}, "alpha is the past's share"),
+        ("delta", {"lambda_": -0.1}, "between 0 and 1"),
+        ("delta", {"loss": "focal"}, "'weighted entropy', 'entropy' or 'pseudo labels'"),
     ],
 )
 def test_fields_that_make_no_sense_are_refused(name, fields, words):

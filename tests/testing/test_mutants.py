@@ -49,6 +49,12 @@ class Detached(Robust):
         return super().__call__(mean.detach(), var.detach(), count, stats, labels, valid, eps)
 
 
+class Excused(Robust):
+    """Robust BN with a reason for a wrong gradient that it does not have."""
+
+    stops_gradient: ClassVar[str] = "no reason"
+
+
 class InPlace(Robust):
     """Robust BN that writes into the statistics it is given."""
 
@@ -95,6 +101,7 @@ class CarriesGraph(Robust):
 NORM_MUTANTS = [
     (PooledOverRows(), "rows_are_independent"),
     (Detached(), "gradients_are_right"),
+    (Excused(), "gradients_are_right"),
     (InPlace(), "changes_no_argument"),
     (CountsPadding(), "invalid_samples_weigh_nothing"),
     (EmptyDivision(), "nothing_valid_keeps_the_statistics"),

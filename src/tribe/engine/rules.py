@@ -15,7 +15,8 @@ class Norm(Protocol):
     """A function from the per-sample moments of a batch to the statistics that normalise it.
 
     A rule may also have ``group(labels, valid, dtype)``. It is called once a pass, and every layer gets its result in
-    place of the labels. So work that is the same for all layers is done once.
+    place of the labels. So work that is the same for all layers is done once. A rule whose gradient is not that of
+    what it computes, on purpose, says why in ``stops_gradient``.
     """
 
     @property
