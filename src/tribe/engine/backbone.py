@@ -10,12 +10,14 @@ import itertools
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from tribe.engine.fusion import Fusion, Mismatch
 from tribe.engine.model_copy import (
     ThreadCopies,
     copy_model,
@@ -104,6 +106,7 @@ class Backbone(nn.Module):
             layer.register_forward_pre_hook(_record_features)
         self._thread_copies = ThreadCopies()
         self._warned = False
+        self.fusion = Fusion()  # of other calls with normalisation, where kernels run
         self.outputs: Tensor | None
         self.register_buffer("outputs", None, persistent=False)  # (K,) those that are kept; None: all
 
@@ -285,13 +288,21 @@ class Backbone(nn.Module):
             images = images.clone()  # the network may write into them, as in x.sub_(mean), and other passes need x
         model = self.model if weights is None else self._thread_copies.of(self.model)
         current.find_order = lambda slot: views_come_first(slot, model, images[:1], self._source_pass)
+        fusing = None
+        if weights is None and slot_hook is None:
+            current.fusing = fusing = self.fusion.start(model, images, self._source_pass)
         try:
-            with set_current_pass(current):
+            with set_current_pass(current), fusing or nullcontext():
                 if weights is None:
                     result = model(images)
                 else:
                     named = {n: t if channels_last else with_memory_format(t, False) for n, t in weights.items()}
                     result = torch.func.functional_call(model, named, (images,))
+            if fusing is not None:
+                fusing.finish()
+        except Mismatch as why:
+            self.fusion.give_up(why)
+            return Backbone.forward(self, x, affine, stats, norm, labels, valid, weights, spare, slot_hook)
         except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise  # a fault of the device, not of the images
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
@@ -351,7 +362,7 @@ class Backbone(nn.Module):
                 stacklevel=2,
             )
 
-    def _source_pass(self, batch: int, slot_hook: SlotHook) -> Pass:
+    def _source_pass(self, batch: int, slot_hook: SlotHook | None) -> Pass:
         """A pass of one row with the source's normalisation, in which images do not affect each other."""
         affine, stats = self.source()
         valid = torch.ones(1, batch, dtype=torch.bool, device=self.device)
@@ -364,7 +375,7 @@ class Backbone(nn.Module):
             if self._channels_last:
                 self.model._apply(lambda t: with_memory_format(t, channels_last=False))
                 # After the change of the weights, so that a pass which began before it sees the change.
-                self._channels_last, self._thread_copies = False, ThreadCopies()
+                self._channels_last, self._thread_copies, self.fusion = False, ThreadCopies(), Fusion()
                 self.moves += 1
 
     @torch.inference_mode(False)

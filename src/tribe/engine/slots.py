@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import parametrize
 
-from tribe.engine.moments import fold, normalise, scale_and_shift
+from tribe.engine.moments import Around, fold, normalise, scale_and_shift
 from tribe.engine.rules import Norm, PerBatch
 from tribe.engine.state import Stats, tree_map
 
@@ -47,6 +47,19 @@ class Pass:
     features: Tensor | None = None  # the input of the classifier
     slot_hook: "SlotHook | None" = None  # called with each slot and its input
     find_order: Callable[["Slot"], bool] | None = None  # a trial: whether views come before samples at a slot
+    fusing: "Fusing | None" = None  # what computes more than the normalisation in the passes of a slot
+
+
+class Fusing(Protocol):
+    """What slots tell `tribe.engine.fusion`."""
+
+    def enter(self, slot: "Slot", x: Tensor) -> Around:
+        """A slot is called with x: what it computes beside its normalisation."""
+        ...
+
+    def leave(self, slot: "Slot", y: Tensor) -> None:
+        """A slot has computed y."""
+        ...
 
 
 SlotHook = Callable[["Slot", Tensor], None]
@@ -104,7 +117,13 @@ class Slot(nn.Module, ABC):
             weight = torch.ones_like(weight)
         if self.layer.bias is None:
             bias = torch.zeros_like(bias)
-        return self.after(self.normalise(x, weight, bias, current))  # type: ignore[no-any-return]
+        if current.fusing is None:
+            return self.after(self.normalise(x, weight, bias, current, Around(self.relu)))  # type: ignore[no-any-return]
+        around = current.fusing.enter(self, x)
+        around = around._replace(relu=around.relu or self.relu)
+        y: Tensor = self.after(self.normalise(x, weight, bias, current, around))
+        current.fusing.leave(self, y)
+        return y
 
     def __getattr__(self, name: str) -> Any:
         """Other attributes of the layer: settings, but no tensors, which are arguments of each pass."""
@@ -125,7 +144,7 @@ class Slot(nn.Module, ABC):
         return super()._apply(fn, recurse)  # type: ignore[no-any-return,no-untyped-call]
 
     @abstractmethod
-    def normalise(self, x: Tensor, weight: Tensor, bias: Tensor, current: Pass) -> Tensor:
+    def normalise(self, x: Tensor, weight: Tensor, bias: Tensor, current: Pass, around: Around) -> Tensor:
         """Normalise (N, ...) with each row's affine parameters (R, c)."""
 
     def plain(self, weight: Tensor, bias: Tensor, stats: Stats | None) -> nn.Module:
@@ -191,7 +210,7 @@ class Slot(nn.Module, ABC):
 class StatisticsSlot(Slot):
     """BatchNorm of any dimension: statistics and affine parameters."""
 
-    def normalise(self, x: Tensor, weight: Tensor, bias: Tensor, current: Pass) -> Tensor:
+    def normalise(self, x: Tensor, weight: Tensor, bias: Tensor, current: Pass, around: Around) -> Tensor:
         """Normalise with the scale and shift that the norm rule makes of the moments."""
         if x.dim() < 2 or x.shape[1] != self.channels:
             raise RuntimeError(f"layer {self.name!r} has {self.channels} channels; it received {tuple(x.shape)}")
@@ -209,21 +228,23 @@ class StatisticsSlot(Slot):
                 current.kept[self.index] = tree_map(Tensor.detach, kept)
             return fold(mean, var, weight, bias, self.layer_eps)
 
+        if around.residual is not None:
+            around = around._replace(residual=self.unfold(around.residual, current))
         # Autocast is off: statistics stay in full precision.
         with _full_precision(x.device.type):
             if norm.observes:
-                y = normalise(folded, rule, self.relu)
+                y = normalise(folded, rule, around)
             elif current.folded is not None:
-                y = scale_and_shift(folded, *current.folded[self.index], self.relu)
+                y = scale_and_shift(folded, *current.folded[self.index], around)
             else:
-                y = scale_and_shift(folded, *fold(stats.mean, stats.var, weight, bias, self.layer_eps), self.relu)
+                y = scale_and_shift(folded, *fold(stats.mean, stats.var, weight, bias, self.layer_eps), around)
         return self.refold(y, x.shape)
 
 
 class AffineSlot(Slot):
     """LayerNorm or GroupNorm: their statistics are per image, so only the affine parameters adapt."""
 
-    def normalise(self, x: Tensor, weight: Tensor, bias: Tensor, current: Pass) -> Tensor:
+    def normalise(self, x: Tensor, weight: Tensor, bias: Tensor, current: Pass, around: Around) -> Tensor:
         """Normalise as the layer does, then scale and shift by row."""
         y, shape = self.standardise(x)
         samples = current.rows * current.batch

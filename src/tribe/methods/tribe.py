@@ -48,6 +48,11 @@ CONVENTIONS = {
     "paper": {"anchor_on": "posteriors", **NORM_CONVENTIONS["paper"]},
 }
 
+TEACHER, STUDENT = slice(0, None, 2), slice(1, None, 2)  # their rows among the pair of each stream
+# Numbers in a batch from which teacher and student pass one after the other, each with its backward: one of them fills
+# a device already, and activations take half the memory.
+APART = 2**21
+
 
 class ClassDefault(float):
     """A default that follows from the number of classes: a copy with other classes gets theirs.
@@ -180,22 +185,31 @@ class Tribe(Method):
         anchor, anchor_stats = self._anchor(net, state, x, labels, valid, retired and retired.anchor)
         with torch.enable_grad():
             affine = state.affine.leaf()
-            both = Affine(*(twice(t) for t in affine)) if teaching is None else tree_map(interleave, teaching, affine)
-            views = interleave(x, view(self.augment, x, state.key))  # (2 S, B, ...)
-            spare = retired and retired.pair
-            pair, _, pair_stats = net(views, both, state.pair, self.norm, twice(labels), twice(valid), spare=spare)
-            teacher, student = pair.unflatten(0, (-1, 2)).unbind(1)  # (S, B, K) each
-
-            certain = losses.entropy(teacher.detach()) < self.h0 * math.log(self.class_count)  # type: ignore[operator]
-            trusted = certain & valid
-            loss = losses.mean_over(losses.cross_entropy(student, teacher.argmax(-1)), trusted)  # Eq. 5, (S,)
-            if anchor is not None:
-                loss = loss + self.lambda_anc * losses.mean_over(self._disagreement(teacher, anchor), trusted)  # Eq. 6
-            grads = affine.gradient(loss)
+            images = x, view(self.augment, x, state.key)
+            branches = _Branches(net, self.norm, labels, valid, state.pair, retired and retired.pair)
+            if x.numel() < APART:
+                teacher, student = branches.together(images, teaching or affine, affine)
+                trusted = self._trusted(teacher, valid)
+                loss = losses.mean_over(losses.cross_entropy(student, teacher.argmax(-1)), trusted)  # Eq. 5, (S,)
+                if anchor is not None:
+                    loss = loss + self._anchor_loss(teacher, anchor, trusted)
+                grads = affine.gradient(loss)
+            else:
+                learns = anchor is not None and teaching is None  # the teacher's pass has a gradient
+                teacher = branches.alone(TEACHER, images[0], affine if learns else teaching or state.affine)
+                trusted = self._trusted(teacher, valid)
+                by_anchor = None
+                if anchor is not None and teaching is None:
+                    by_anchor = affine.gradient(self._anchor_loss(teacher, anchor, trusted))
+                teacher = teacher.detach()
+                student = branches.alone(STUDENT, images[1], affine)
+                loss = losses.mean_over(losses.cross_entropy(student, teacher.argmax(-1)), trusted)  # Eq. 5, (S,)
+                grads = affine.gradient(loss)
+                grads = grads if by_anchor is None else tree_map(torch.add, grads, by_anchor)
 
         # NOTE: where nothing is trusted the gradient is zero and Adam still takes its step, as released.
         moved, moments = optim.adam_step(state.affine, grads, state.adam, self.lr)
-        new = state._replace(affine=moved, pair=pair_stats, anchor=anchor_stats, adam=moments)
+        new = state._replace(affine=moved, pair=branches.stats, anchor=anchor_stats, adam=moments)
         return new, trusted, Agreement.of(teacher, student, anchor, valid)
 
     def _anchor(
@@ -209,12 +223,60 @@ class Tribe(Method):
             anchor, _, stats = net(x, source, state.anchor, self.norm, labels, valid, spare=spare)
         return anchor, stats
 
+    def _trusted(self, teacher: Tensor, valid: Tensor) -> Tensor:
+        """The samples (S, B) that the teacher is certain of."""
+        certain: Tensor = losses.entropy(teacher.detach()) < self.h0 * math.log(self.class_count)  # type: ignore[operator]
+        return certain & valid
+
+    def _anchor_loss(self, teacher: Tensor, anchor: Tensor, trusted: Tensor) -> Tensor:
+        """Eq. 6, weighted; (S,)."""
+        loss: Tensor = self.lambda_anc * losses.mean_over(self._disagreement(teacher, anchor), trusted)
+        return loss
+
     def _disagreement(self, teacher: Tensor, anchor: Tensor) -> Tensor:
         """The squared distance of teacher and anchor, (S, B)."""
         teacher, anchor = (t.to(wide(t.dtype)) for t in (teacher, anchor))
         if self.anchor_on == "posteriors":
             teacher, anchor = teacher.softmax(-1), anchor.softmax(-1)
         return (teacher - anchor).square().mean(-1)
+
+
+class _Branches:
+    """Passes of teacher and student, and the statistics that they keep."""
+
+    def __init__(
+        self,
+        net: Backbone,
+        norm: Balanced,
+        labels: Tensor,
+        valid: Tensor,
+        past: Stats | PackedStats,
+        spare: Stats | PackedStats | None,
+    ) -> None:
+        self.net, self.norm, self.labels, self.valid, self.past = net, norm, labels, valid, past
+        self.stats: Any = spare
+
+    def together(self, images: tuple[Tensor, Tensor], teaching: Affine, affine: Affine) -> tuple[Tensor, Tensor]:
+        """The logits of teacher and student (S, B, K), in one pass."""
+        both = tree_map(interleave, teaching, affine)
+        labels, valid = twice(self.labels), twice(self.valid)
+        pair, _, self.stats = self.net(
+            interleave(*images), both, self.past, self.norm, labels, valid, spare=self.stats
+        )  # (2 S, B, K)
+        teacher, student = pair.unflatten(0, (-1, 2)).unbind(1)
+        return teacher, student
+
+    def alone(self, branch: slice, images: Tensor, affine: Affine) -> Tensor:
+        """The logits of one branch (S, B, K)."""
+        if self.stats is None or self.stats is self.past:
+            self.stats = tree_map(torch.empty_like, self.past)
+        past, spare = (rows_of(stats, branch) for stats in (self.past, self.stats))
+        logits: Tensor
+        logits, _, kept = self.net(images, affine, past, self.norm, self.labels, self.valid, spare=spare)
+        for t, target in zip(kept, spare, strict=True):
+            if t.data_ptr() != target.data_ptr():
+                target.copy_(t)
+        return logits
 
 
 def twice(t: Tensor) -> Tensor:

@@ -1,0 +1,41 @@
+"""Teacher and student of TRIBE give the same numbers in one pass and one after the other."""
+
+import pytest
+
+import tribe
+from tribe.engine.state import leaves
+from tribe.methods import tribe as module
+from tribe.testing import CLASSES, images, small_network
+
+
+def played(method, net, apart, monkeypatch):
+    """The logits of the last of four steps, and the state; memory of old states is used again, as an adapter does."""
+    monkeypatch.setattr(module, "APART", apart)
+    state, retired = method.init(net, 3), None
+    for seed in range(4):
+        x = images(3, 6, seed).double()
+        x[0, 1] = float("nan")
+        old, (logits, state) = state, method.step_reusing(net, state, x, None, retired)
+        retired = old
+    return logits, state
+
+
+@pytest.mark.parametrize("fields", [{}, {"class_stats": "packed"}, {"lambda_anc": 0.0}], ids=str)
+@pytest.mark.parametrize("name", ["tribe", "selftrain/fixmatch"])
+def test_branches_apart_are_the_branches_together(name, fields, monkeypatch):
+    method = tribe.methods.create(name, classes=CLASSES, h0=0.9, **fields)
+    net = tribe.Backbone(small_network().double())
+    together, apart = (played(method, net, pixels, monkeypatch) for pixels in (2**20, 0))
+    assert (together[0] - apart[0]).abs().max() <= 1e-9
+    for name, t in leaves(together[1]).items():
+        assert (t.double() - leaves(apart[1])[name].double()).abs().max() <= 1e-9, name
+
+
+def test_large_batches_take_half_the_memory(monkeypatch):
+    """Only one branch at a time has rows in the network."""
+    monkeypatch.setattr(module, "APART", 0)
+    net, rows = tribe.Backbone(small_network()), []
+    net.register_forward_pre_hook(lambda _, args: rows.append(len(args[0])))
+    method = tribe.methods.create("tribe", classes=CLASSES)
+    method.step(net, method.init(net, 2), images(2, 6))
+    assert rows == [2, 2, 2, 2]  # prediction, anchor, teacher, student
