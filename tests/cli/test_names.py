@@ -175,3 +175,13 @@ def test_the_table_of_a_benchmark_shows_names_as_they_are():
     )
     result = tribe_command("bench", "--compare", "old.json", "--model", "compact", "--methods", "source")
     assert_shown(result.output, ())
+
+
+def test_a_diff_shows_names(tmp_path):
+    one = nasty_record()
+    one.save("a.npz")
+    fields = {"name": NASTY[5], "fields": {NASTY[7]: [NASTY[3]], NASTY[6]: NASTY[8]}}
+    one._replace(prediction=one.label, spec={**one.spec, "method": fields}).save("b.npz")
+    result = tribe_command("diff", "a.npz", "b.npz")
+    assert result.exit_code == 0, result.output
+    assert_shown(result.stdout, (*NASTY[:6], NASTY[8]))

@@ -1,0 +1,78 @@
+"""`tribe diff` as people call it: results by id, folder and file."""
+
+import json
+import shutil
+
+import pytest
+
+from commands import message, tribe_command
+from tribe.lab.store import finished, keep
+
+TINY = ("--set", "dataset.corruptions=('impulse_noise','motion_blur')", "--imbalance", "1000000", "--no-chart")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, few_digits):
+    folder = tmp_path_factory.mktemp("runs")
+    played = ("--methods", "source,bn", "--data", few_digits, "--out", folder)
+    assert tribe_command("run", *TINY, *played).exit_code == 0
+    other = ("--methods", "source", "--data", few_digits, "--out", folder, "--seed", 1)
+    assert tribe_command("run", *TINY, *other).exit_code == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ids(runs):
+    """The ids by method and seed."""
+    return {(r.experiment.method.name, r.experiment.seeds[0]): r.experiment.id for r in finished(runs)}
+
+
+def test_two_results_by_id(runs, ids):
+    result = tribe_command("diff", ids["source", 0][:8], ids["bn", 0], "--runs", runs, "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    errors = {r.experiment.id: r.metrics["0"] for r in finished(runs) if r.experiment.seeds == (0,)}
+    source, bn = errors[ids["source", 0]], errors[ids["bn", 0]]
+    assert {"field": "method.name", "a": "source", "b": "bn"} in found["spec"]
+    assert found["instance_error"]["gap"] == pytest.approx(source["instance_error"] - bn["instance_error"])
+    assert found["domains"].keys() == {"impulse_noise@5", "motion_blur@5"}
+    (stream,) = found["streams"]
+    assert stream["images"] == source["images"]
+    assert stream["first"]["predictions"][0] != stream["first"]["predictions"][1]
+    assert stream["first"]["domain"] == "impulse_noise@5"
+
+
+def test_a_folder_and_a_file(runs, ids):
+    result = tribe_command("diff", runs / ids["source", 0], runs / ids["bn", 0] / "record-0.npz")
+    assert result.exit_code == 0, result.output
+    for words in ("method.name", "impulse_noise@5", "first: image", "A - B", "negative where A is better"):
+        assert words in result.stdout
+
+
+def test_results_without_records(runs, ids, tmp_path):
+    keep(runs, tmp_path)
+    result = tribe_command("diff", ids["source", 0], tmp_path / ids["bn", 0], "--runs", tmp_path)
+    assert result.exit_code == 0, result.output
+    assert "it is not known which images are predicted differently" in result.stdout
+    assert "motion_blur@5" in result.stdout
+
+
+def test_what_cannot_be_compared(runs, ids, tmp_path):
+    unfinished = tmp_path / ids["bn", 0]
+    shutil.copytree(runs / ids["bn", 0], unfinished)
+    (unfinished / "metrics.json").unlink()
+    (tmp_path / "broken.npz").write_bytes(b"not a record")
+    one = ids["source", 0]
+    for other, words in (
+        (ids["source", 1], "of seed 1. Compare results that share a seed"),
+        ("nothing", "there is no result 'nothing'; expected an id"),
+        ("ffff0000", f"there is no finished result ffff0000 in {runs}"),
+        (runs, "holds 3 finished results; expected an id"),
+        (unfinished, "is not finished"),
+        (tmp_path / "broken.npz", "broken.npz is not a record, or it is damaged"),
+    ):
+        result = tribe_command("diff", one, other, "--runs", runs)
+        assert result.exit_code == 2
+        assert words in message(result)
+    result = tribe_command("diff", "abcd", "abcd", "--runs", tmp_path / "none")
+    assert "to find the result abcd in: --runs names it" in message(result)
