@@ -230,3 +230,60 @@ def delta(net, xs, *, alpha, lambda_, loss, optimiser):
             step.step()
         z = [lambda_ * old + (1 - lambda_) * float(new) for old, new in zip(z, p.mean(0), strict=True)]
     return outputs, layers, z
+
+
+class UniformMemory:
+    """SoTTA's HUS: positions of images by class; ``lot`` in [0, 1) is the draw of an arrival."""
+
+    def __init__(self, size, classes):
+        self.size, self.items = size, [[] for _ in range(classes)]
+
+    def add(self, position, label, lot):
+        counts = [len(items) for items in self.items]
+        if sum(counts) == self.size:
+            largest = [k for k, count in enumerate(counts) if count == max(counts)]
+            losers = sorted(item for k in ([label] if label in largest else largest) for item in self.items[k])
+            leaver = losers[int(lot * len(losers))]
+            self.items = [[item for item in items if item != leaver] for items in self.items]
+        self.items[label].append(position)
+
+
+def sotta(net, images, *, c_0, rho, momentum, lr, size, every, lots, frozen=()):
+    """SoTTA (NeurIPS 2023), an image at a time; ``lots`` are the draws of the confident ones, in order.
+
+    Returns the logits of each image, the BatchNorm layers, and the positions in memory.
+    """
+    module, weights, biases = ordinary(net, net.source()[1])
+    layers = [m for m in module if isinstance(m, nn.BatchNorm2d)]
+    for layer in layers:
+        layer.momentum = momentum
+    params = [p for i, pair in enumerate(zip(weights, biases, strict=True)) if i not in frozen for p in pair]
+    adam, lots, outputs, bank = torch.optim.Adam(params, lr=lr), iter(lots), [], None
+
+    def descend():
+        adam.zero_grad()
+        logits = module(torch.stack([images[i] for items in bank.items for i in items]))
+        torch.stack([entropy_of(z) for z in logits]).mean().backward()
+
+    for position, image in enumerate(images):
+        module.eval()
+        with torch.no_grad():
+            z = module(image[None])[0]
+        outputs.append(z)
+        bank = bank or UniformMemory(size, len(z))
+        if float(z.softmax(0).max()) >= c_0:
+            bank.add(position, int(z.argmax()), next(lots))
+        if (position + 1) % every == 0 and any(bank.items):
+            module.train()
+            descend()
+            with torch.no_grad():
+                length = math.sqrt(sum(float((p.grad**2).sum()) for p in params))
+                away = [rho * p.grad / length for p in params]
+                for p, step in zip(params, away, strict=True):
+                    p.add_(step)
+            descend()
+            with torch.no_grad():
+                for p, step in zip(params, away, strict=True):
+                    p.sub_(step)
+            adam.step()
+    return torch.stack(outputs), layers, sorted(item for items in bank.items for item in items)

@@ -9,10 +9,11 @@ from torch import nn
 
 import plain_methods
 from tribe import methods
-from tribe.engine import rng
+from tribe.engine import memory, rng
 from tribe.engine.backbone import Backbone
 from tribe.methods.deyo import SHUFFLE, shuffled
 from tribe.norms.renorm import Renorm
+from tribe.norms.training import Training
 from tribe.testing import images, informed, small_network
 
 DOUBLE = torch.float64
@@ -27,14 +28,14 @@ def network(classes=4, dtype=DOUBLE, sure=1.0):
     return Backbone(model)
 
 
-def even_network(sources):
+def even_network(sources, sure=1.0):
     """The contract's network, its classifier shifted so that all classes are predicted."""
     model = small_network(4, dtype=DOUBLE)
     with torch.no_grad():
         logits = model(torch.cat([x[0] for x in sources]))
         model[-1].bias -= logits.mean(0)
-        model[-1].weight.div_(logits.std())
-        model[-1].bias.div_(logits.std())
+        for parameter in (model[-1].weight, model[-1].bias):
+            parameter.mul_(sure / (logits - logits.mean(0)).std())
     return Backbone(model)
 
 
@@ -229,7 +230,7 @@ def test_petta_says_what_it_needs():
 @pytest.mark.parametrize("loss", ["weighted entropy", "entropy", "pseudo labels"])
 def test_delta_equals_plain_pytorch(loss):
     xs, lr = varied(7), 0.01
-    net = even_network(xs)
+    net = even_network(xs, sure=0.3)
     adam = loss != "entropy"
     method = methods.create("delta", classes=4, loss=loss, alpha=0.8, lr=lr, optimizer="adam" if adam else "sgd")
     outputs, state = play(method, net, xs)
@@ -260,10 +261,71 @@ def test_batch_renormalisation_predicts_with_the_statistics_of_earlier_batches()
     assert torch.equal(nothing.stats.var, stats.var), "a batch without an image is no first batch"
 
 
+# -- SoTTA ------------------------------------------------------------------------------------------------------------
+
+
+def lots(count, seed=0):
+    """The draws of the first arrivals in a memory."""
+    keys = (rng.Key(torch.tensor([seed]), torch.tensor([number])) for number in range(count))
+    return [float(rng.uniform(key, memory.DRAWS, (2,))[0, 1]) for key in keys]
+
+
+@pytest.mark.parametrize(("batch", "tail"), [(9, 0.0), (23, 0.5)])
+def test_sotta_equals_plain_pytorch(batch, tail):
+    """Updates come after every eighth image, in the middle of batches too: it predicts with what it was before."""
+    stream = torch.cat(varied(8), 1)[:, :69]
+    net = even_network([stream], sure=1.5)
+    fields = {"c_0": 0.5, "rho": 0.3, "momentum": 0.2, "lr": 0.01, "size": 10, "every": 23}
+    method = methods.create("sotta", classes=4, frozen_tail=tail, **fields)
+    outputs, state = play(method, net, stream.split(batch, 1))
+    frozen = [1] if tail else []
+    expected, layers, held = plain_methods.sotta(net, stream[0], lots=lots(69), frozen=frozen, **fields)
+    if batch == fields["every"]:  # else a batch is predicted before its update, which comes in its middle
+        torch.testing.assert_close(torch.cat(outputs, 1)[0], expected, rtol=0, atol=1e-6)
+        assert_affine(state.affine, [layer.weight for layer in layers], [layer.bias for layer in layers])
+        for name in ("mean", "var"):
+            running = torch.cat([getattr(layer, f"running_{name}") for layer in layers])
+            torch.testing.assert_close(getattr(state.stats, name)[0, 0], running, rtol=0, atol=1e-6)
+        kept = state.memory.image[0, :, :192].reshape(-1, 3, 8, 8)
+        torch.testing.assert_close(kept, stream[0, held])
+    assert int(state.adam.steps) == 3
+    assert int(state.seen) == 69
+    assert 10 < int(state.memory.arrivals) < 69, "all images were confident, or none: the screening was not tested"
+    moved = (state.affine.weight - net.source()[0].weight).abs()
+    assert moved[0, :6].max() > 0.01
+    assert bool(tail) == (float(moved[0, 6:].max()) == 0)
+
+
+def test_sotta_learns_nothing_from_images_it_is_not_sure_of():
+    net = network(sure=0.01)
+    _, state = play(methods.create("sotta", classes=4, every=4), net, batches(3))
+    assert int(state.memory.held) == int(state.adam.steps) == 0
+    assert torch.equal(state.stats.mean, net.source()[1].mean)
+    assert float(state.info.trusted) == 0
+
+
+def test_the_confidence_follows_from_the_number_of_classes():
+    assert [methods.create("sotta", classes=k).c_0 for k in (10, 100, 1000)] == [0.99, 0.66, 0.33]
+
+
+def test_batch_norm_in_training_is_torchs():
+    net, xs = network(), batches(2)
+    module, _, _ = plain_methods.ordinary(net, net.source()[1])
+    module.train()
+    affine, stats = net.source()
+    for x in xs:
+        output = net(x, affine, stats, Training(0.1))
+        torch.testing.assert_close(output.logits[0], module(x[0]).detach())
+        stats = output.stats
+    for name in ("mean", "var"):
+        running = torch.cat([getattr(m, f"running_{name}") for m in module if isinstance(m, nn.BatchNorm2d)])
+        torch.testing.assert_close(getattr(stats, name)[0, 0], running)
+
+
 # -- all of them ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["deyo", "petta", "delta"])
+@pytest.mark.parametrize("name", ["deyo", "petta", "delta", "sotta"])
 def test_two_classes_in_half_precision(name):
     net = Backbone(small_network(2).to(torch.bfloat16))
     method = informed(methods.create(name, classes=2), net)
@@ -288,6 +350,10 @@ def test_two_classes_in_half_precision(name):
         ("petta", {"alpha_bn": 2.0}, "alpha is the newest batch's share"),
         ("petta", {"size": 0}, "how many images the memory holds"),
         ("petta", {"classes": None}, "classes="),
+        ("sotta", {"c_0": 1.5}, "between 0 and 1"),
+        ("sotta", {"momentum": 1.5}, "momentum is the newest batch's share"),
+        ("sotta", {"every": 0}, "at least 1"),
+        ("sotta", {"frozen_tail": "layer4"}, "tuple of names"),
         ("delta", {"alpha": 1.5}, "alpha is the past's share"),
         ("delta", {"lambda_": -0.1}, "between 0 and 1"),
         ("delta", {"loss": "focal"}, "'weighted entropy', 'entropy' or 'pseudo labels'"),

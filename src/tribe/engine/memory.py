@@ -3,7 +3,8 @@
 Two memories of M places, for S streams at once, as pure functions over tensors:
 
     Timely      category-balanced, with timeliness and uncertainty: old or uncertain images leave (RoTTA)
-    Reservoir   prediction-balanced reservoir sampling: every arrival of a class is equally likely to be held (NOTE)
+    Reservoir   prediction-balanced reservoir sampling: every arrival of a class is equally likely to be held (NOTE);
+                or every newcomer is held, and an image of one of the largest classes leaves (SoTTA)
 
 Each decision depends on those before it, so the B images of a batch are decided one after the other. That loop moves
 only marks of N *entries*, the M places and the B newcomers; ages, scores, draws and equal classes are computed before
@@ -195,13 +196,17 @@ def admit_timely(memory: Timely, labels: Tensor, uncertainty: Tensor, valid: Ten
 # -- NOTE: prediction-balanced reservoir -----------------------------------------------------------------------------
 
 
-def admit_reservoir(memory: Reservoir, labels: Tensor, valid: Tensor, seed: Tensor) -> Turnover:
+def admit_reservoir(
+    memory: Reservoir, labels: Tensor, valid: Tensor, seed: Tensor, *, always: bool = False
+) -> Turnover:
     """Decide which images are held while a batch arrives: (S, B) labels and valid marks.
 
     While a place is free, every newcomer enters. Then: if the newcomer's class is not among those that hold the most, a
     random image of a random one of these leaves; else, with probability m_c / n_c (held of the class, predictions of it
     so far), a random image of the same class; else the newcomer is dropped. Classes that hold the most hold the same
     number, so all their images are equally likely. ``seed`` (S,) and the number of the arrival decide the draws.
+
+    ``always``: no newcomer is dropped; the probability is 1 instead of m_c / n_c.
     """
     entries = _entries(memory, labels, valid)
     size, (streams, batch) = entries.size, labels.shape
@@ -218,7 +223,7 @@ def admit_reservoir(memory: Reservoir, labels: Tensor, valid: Tensor, seed: Tens
         nth = entries.candidates(j, counts, alive, same_class=among).cumsum(1)
         leaver = (nth <= (lots[:, j] * nth[:, -1])[:, None]).sum(1)
         leaver = np.minimum(leaver, nth.shape[1] - 1)  # for an empty memory
-        return np.ones_like(among), leaver, ~among | (mine >= needed[:, j])
+        return np.ones_like(among), leaver, ~among | always | (mine >= needed[:, j])
 
     return entries.turnover(decide, memory.held.device)
 

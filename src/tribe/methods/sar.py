@@ -93,7 +93,7 @@ class Sar(Method):
         adapted = self._adapted(net)
         logits, reliable, grads, _ = self._gradient(net, state, state.affine, x, valid, valid)
         grads = tree_map(adapted.mul, grads)
-        worst = tree_map(lambda p, g: p + g * (self.rho / (_norm(grads) + 1e-12)), state.affine, grads)
+        worst = tree_map(lambda p, g: p + g * (self.rho / (length_of(grads) + 1e-12)), state.affine, grads)
         _, still, grads, loss = self._gradient(net, state, worst, x, valid, reliable)
         # NOTE: where nothing is reliable the gradient is zero and the momentum still moves on, as released.
         moved, velocity = optim.sgd_step(
@@ -164,7 +164,7 @@ def adapted_channels(net: Backbone, tail: float | tuple[str, ...]) -> Tensor:
     return adapted
 
 
-def _norm(affine: Affine) -> Tensor:
+def length_of(affine: Affine) -> Tensor:
     """The norm of each stream's row over both parameters: (S, 1)."""
     length: Tensor = torch.linalg.vector_norm(torch.cat(affine, 1), dim=1, keepdim=True)
     return length
