@@ -39,6 +39,7 @@ NO_READERS = {  # functions that call an opener, and why no file of a user can h
         (
             "tribe.corruptions.common.digital.jpeg_compression",
             "tribe.lab.experiment.Experiment.json",
+            "tribe.lab.sources._functions",
             "tribe.lab.spec.describe",
             "tribe.report.collect._facts",
             "tribe.report.command._plain",
@@ -55,6 +56,7 @@ NO_READERS = {  # functions that call an opener, and why no file of a user can h
             "tribe.lab.jobs._bytes_of",
             "tribe.lab.provenance._hash",
             "tribe.lab.provenance._imports",
+            "tribe.lab.sources._source",
         ),
         "it reads code, which is trusted",
     ),

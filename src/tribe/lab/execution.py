@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from os import PathLike
@@ -20,6 +21,7 @@ from tribe.lab.replay import replay
 from tribe.lab.runner import Progress, run
 from tribe.lab.scores import scores_of
 from tribe.lab.shared import SharedPlays, without_filter
+from tribe.lab.sources import changed, commit, sources_of
 from tribe.lab.store import CHECKPOINT, ENVIRONMENT, METRICS, SPEC, NewerResults, Result, set_aside
 from tribe.lab.stream import Stream
 from tribe.lab.workbench import Workbench, in_precision
@@ -73,7 +75,7 @@ class Options(NamedTuple):
 
 def _run(experiment: Experiment, root: Path, options: Options) -> Result:
     folder = root / experiment.id
-    if not options.force and (found := store.find(experiment, root, verified=True)) is not None:
+    if not options.force and (found := store.find(experiment, root, verified=True, current=True)) is not None:
         return found
     missing = experiment.seeds if options.force else store.missing_seeds(experiment, root)
     if missing and missing != experiment.seeds:  # the other seeds are there
@@ -82,8 +84,11 @@ def _run(experiment: Experiment, root: Path, options: Options) -> Result:
     with store.locked(folder, options.wait):
         if options.force:
             _clear(folder, experiment)
-        elif (found := store.find(experiment, root, verified=True)) is not None:  # by the process that was waited for
-            return found
+        elif (found := store.find(experiment, root, verified=True, current=True)) is not None:
+            return found  # computed by the process that was waited for
+        elif other := _other_code(folder, experiment):
+            _clear(folder, experiment)
+            warnings.warn(f"the code of {other} has changed since {folder} was computed: computed again", stacklevel=2)
         _write_spec(folder, experiment)
         records = _sound_records(folder, experiment)
         if records is None:
@@ -98,6 +103,15 @@ def _finish(folder: Path, experiment: Experiment, records: Sequence[Record]) -> 
     scores = {"schema": store.SCHEMA, "id": experiment.id, "seeds": scores_of(records)}
     store.write_json(folder / METRICS, scores)
     return store.load(folder)
+
+
+def _other_code(folder: Path, experiment: Experiment) -> str:
+    """The components whose code has changed since files in a folder were written; empty: none."""
+    try:
+        roles = changed(store.read_environment(folder / ENVIRONMENT).get("code"), experiment)
+    except (OSError, ValueError):
+        return ""
+    return " and ".join(f"the {role} {getattr(experiment, role).name}" for role in roles)
 
 
 def _clear(folder: Path, experiment: Experiment) -> None:
@@ -250,6 +264,7 @@ def _environment(experiment: Experiment, records: Sequence[Record], computer: Ma
         "seconds": sum(float(seconds.sum()) for seconds in times.values()),
         "seconds_per_image": {seed: float(seconds.mean()) for seed, seconds in times.items()},
         "finished": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        **({"code": commit() | sources_of(experiment)} if computer else {}),
     }
 
 

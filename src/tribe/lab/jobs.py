@@ -246,7 +246,7 @@ class ProgressBoard:
 def store_files(experiment: Experiment, root: Path, files: Mapping[str, bytes]) -> Outcome:
     """Write a result that came from another machine, and load it."""
     folder = root / experiment.id
-    found = find(experiment, root, verified=True)
+    found = find(experiment, root, verified=True, current=True)
     if found is None and files:
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():

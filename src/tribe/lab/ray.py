@@ -270,7 +270,7 @@ class RayExecutor:
     def start(self, experiment: Experiment, wait: bool) -> None:
         """Send the experiment to a worker, unless its result is in the store."""
         try:
-            if (found := find(experiment, self._root, verified=True)) is not None:
+            if (found := find(experiment, self._root, verified=True, current=True)) is not None:
                 self._ended.append((experiment, found))
                 return
             job = Job(

@@ -21,9 +21,10 @@ from tribe.lab import watched
 from tribe.lab.outputs import OutputTable, predictions
 from tribe.lab.provenance import code_of, coded, is_own
 from tribe.lab.record import Record
+from tribe.lab.sources import digest_of
 from tribe.lab.spec import describe
 from tribe.lab.stream import Batch, Stream
-from tribe.methods import Method, check_fits
+from tribe.methods import Composed, Method, check_fits
 from tribe.methods.encoding import encode_fields
 from tribe.storage import tensors as tensor_file
 from tribe.storage.atomic import check_file
@@ -201,8 +202,13 @@ def _identity(
         "schedules": [digest(schedule) for schedule in stream.schedules],
         "images": fingerprint(stream.dataset),
         "network": net.fingerprint(),
+        "code": digest_of(*_classes_of(method), type(stream.scenario), type(stream.dataset)),
     }
     return json.dumps(facts, sort_keys=True)
+
+
+def _classes_of(method: Method) -> tuple[type[Any], ...]:
+    return method.classes_of() if isinstance(method, Composed) else (type(method),)
 
 
 class _Table:

@@ -10,8 +10,10 @@ Layout of ``runs/<id>/``, where ``<id>`` is `Experiment.id`:
                               calibration_error (shares; null without labels), domain_error {domain: share or null},
                               class_counts {domain: [images of each class]}
     environment.json        {"schema": 2, "id": ..., "machine": tribe.lab.provenance.machine(), "seconds": of all
-                              streams together, "seconds_per_image": {"<seed>": ...}, "finished": ISO time}: what
-                              differs between two computations of the same experiment
+                              streams together, "seconds_per_image": {"<seed>": ...}, "finished": ISO time,
+                              "code": {"commit": ..., "clean": whether the checkout was as committed, "method": digest,
+                              "scenario": ...}, see tribe.lab.sources}: what differs between two computations of the
+                              same experiment
     checkpoint.safetensors  until the records are written: where to resume
     *.damaged-<n>           a damaged file that was set aside
 
@@ -43,6 +45,7 @@ from typing import Any, Literal, NamedTuple
 from tribe.lab.experiment import Experiment
 from tribe.lab.record import Record
 from tribe.lab.scores import SCORES, SECONDS, scores_of
+from tribe.lab.sources import changed
 from tribe.storage import json_files
 from tribe.storage.atomic import write_atomically
 from tribe.storage.lock import exclusive
@@ -59,6 +62,7 @@ ENVIRONMENT_SCHEMA = {
     "seconds?": SECONDS,
     "seconds_per_image?": {...: (SECONDS, None)},
     "finished?": str,
+    "code?": dict,
 }
 
 
@@ -140,22 +144,36 @@ def verify(result: Result) -> None:
         raise ValueError(f"the records in {result.folder} are not those that its {METRICS} is of")
 
 
-def find(experiment: Experiment, root: str | PathLike[str], *, verified: bool = False) -> Result | None:
+def find(
+    experiment: Experiment, root: str | PathLike[str], *, verified: bool = False, current: bool = False
+) -> Result | None:
     """The result of an experiment in ``root``, if it is complete: with all records or, if only JSON is kept, with none.
 
     Its seeds may be spread over several results of the same family, see `combine`.
 
-    ``verified``: one that does not pass `verify` counts as missing.
+    ``verified``: one that does not pass `verify` counts as missing. ``current``: one of other source code than today's
+    counts as missing, see `stale`.
     """
-    found = _find_whole(experiment, Path(root), verified)
-    return found or _find_parts(experiment, Path(root), verified)
+    found = _find_whole(experiment, Path(root), verified, current)
+    return found or _find_parts(experiment, Path(root), verified, current)
+
+
+def stale(result: Result) -> list[str]:
+    """The components whose source code has changed since the result was computed: "method", "scenario" and so on.
+
+    None where the result does not say which code it is of.
+    """
+    found = (
+        role for part in result.parts or (result,) for role in changed(part.environment.get("code"), part.experiment)
+    )
+    return list(dict.fromkeys(found))
 
 
 def missing_seeds(experiment: Experiment, root: str | PathLike[str]) -> tuple[int, ...]:
-    """The seeds of an experiment that no sound result in ``root`` has."""
-    if _find_whole(experiment, Path(root), True) is not None:
+    """The seeds of an experiment that no sound and current result in ``root`` has."""
+    if _find_whole(experiment, Path(root), True, True) is not None:
         return ()
-    found = {seed for part in _family(experiment, Path(root), True) for seed in part.experiment.seeds}
+    found = {seed for part in _family(experiment, Path(root), True, True) for seed in part.experiment.seeds}
     return tuple(seed for seed in experiment.seeds if seed not in found)
 
 
@@ -182,10 +200,12 @@ def combine(results: Sequence[Result], seeds: Sequence[int] | None = None) -> Re
     return Result(experiment, parts[0].folder.parent / experiment.id, metrics, environment, parts)
 
 
-def _find_whole(experiment: Experiment, root: Path, verified: bool) -> Result | None:
+def _find_whole(experiment: Experiment, root: Path, verified: bool, current: bool) -> Result | None:
     """The result under the id of an experiment."""
     try:
         result = load(root / experiment.id)
+        if current and stale(result):
+            return None
         if verified:
             verify(result)
     except NewerResults:
@@ -195,21 +215,21 @@ def _find_whole(experiment: Experiment, root: Path, verified: bool) -> Result | 
     return result
 
 
-def _find_parts(experiment: Experiment, root: Path, verified: bool) -> Result | None:
+def _find_parts(experiment: Experiment, root: Path, verified: bool, current: bool) -> Result | None:
     """The result of an experiment, put together from others of its family."""
-    parts = _family(experiment, root, verified)
+    parts = _family(experiment, root, verified, current)
     there = {seed for part in parts for seed in part.experiment.seeds}
     return combine(parts, experiment.seeds) if there.issuperset(experiment.seeds) else None
 
 
-def _family(experiment: Experiment, root: Path, verified: bool) -> list[Result]:
+def _family(experiment: Experiment, root: Path, verified: bool, current: bool) -> list[Result]:
     """The sound results in ``root`` that differ from an experiment in their seeds only, and share some."""
     packed = (found.experiment for found in _packed(root).values() if isinstance(found, Result))
     specs = sorted(root.glob(f"*/{SPEC}")) if root.is_dir() else []
     folders = (_spec_at(path, stat.st_mtime_ns, stat.st_size) for path, stat in ((p, p.stat()) for p in specs))
     alike = {e.id: e for e in (*packed, *folders) if e is not None and e.family == experiment.family}
     some = [e for e in alike.values() if not set(e.seeds).isdisjoint(experiment.seeds)]
-    found = (_find_whole(e, root, verified) for e in sorted(some, key=lambda e: (-len(e.seeds), e.id)))
+    found = (_find_whole(e, root, verified, current) for e in sorted(some, key=lambda e: (-len(e.seeds), e.id)))
     return [result for result in found if result is not None]
 
 
@@ -392,12 +412,14 @@ def keep(
 ) -> list[Result]:
     """Pack all finished results of ``root`` into another folder, without their records; return all results there.
 
-    A complete result of the same experiment that is there already stays: results do not change.
+    A complete result of the same experiment that is there already stays: results do not change. Unless it is `stale`,
+    and the new one is not.
     """
     with locked(Path(target), wait=True):
         packs: dict[str, list[Result]] = defaultdict(list)
         for result in finished(root, damaged=damaged):
-            if find(result.experiment, target, verified=True) is None:
+            there = find(result.experiment, target, verified=True)
+            if there is None or (stale(there) and not stale(result)):
                 packs[f"{result.experiment.dataset.name}-{result.experiment.device}{PACK}"].append(result)
         for name, results in packs.items():
             _write_pack(Path(target) / name, results)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from tribe import methods, scenarios
 from tribe.lab import statistics
 from tribe.lab.experiment import Experiment, MixedResults, refuse_mixture
-from tribe.lab.store import Result
+from tribe.lab.store import Result, stale
 from tribe.paper import tables
 from tribe.paper.beyond import MARK
 from tribe.paper.claims import Claim, Verdict, claims, judge, of_paper
@@ -112,7 +112,10 @@ def compare_plan(plan: Plan, results: Mapping[str, Result]) -> Comparison:
         table.row_keys,
         table.column_keys,
         entries,
-        notes=[*table.notes, *_departures(plan), *_other_length(plan, results), *_duels(plan, results)],
+        notes=[
+            *(*table.notes, *_departures(plan), *_other_length(plan, results)),
+            *(*_stale(results), *_duels(plan, results)),
+        ],
         missing=plan.problems,
         groups={
             row["key"]: str(row.get("group"))
@@ -225,6 +228,19 @@ def _departures(plan: Plan) -> list[str]:
         f"{owner}.{name}={value}" for owner, fields in plan.choices.overrides.items() for name, value in fields.items()
     ]
     return notes + ([f"Ours differs from the paper: {', '.join(overrides)}."] if overrides else [])
+
+
+def _stale(results: Mapping[str, Result]) -> list[str]:
+    """Which results were computed with other source code than today's."""
+    found: dict[str, list[str]] = {}
+    for id, result in results.items():
+        for role in stale(result):
+            found.setdefault(f"the {role} {getattr(result.experiment, role).name}", []).append(id)
+    return [
+        f"Stale: the code of {what} has changed since {len(ids)} result{'s' * (len(ids) > 1)} "
+        f"({', '.join(ids[:3])}{', ...' * (len(ids) > 3)}) were computed; `tribe reproduce` computes them again."
+        for what, ids in found.items()
+    ]
 
 
 def _other_length(plan: Plan, results: Mapping[str, Result]) -> list[str]:

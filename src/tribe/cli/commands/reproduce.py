@@ -344,7 +344,7 @@ def _dry_run(plan: Plan, runs: Path, output: OutputTarget) -> None:
                 "model": experiment.model.name,
                 "stream": f"{experiment.dataset.name} {stream_name(experiment)}",
                 "images": images,
-                "done": find(experiment, runs, verified=True) is not None,
+                "done": find(experiment, runs, verified=True, current=True) is not None,
                 "minutes": seconds / 60,
                 "measured": measured,
                 "beyond_paper": experiment in beyond,
