@@ -365,7 +365,9 @@ def main(argv: list[str] | None = None) -> None:
         guard = {name: float(value) for name, _, value in (pair.partition("=") for pair in o.guard)}
         if o.fitted:
             clean = source.dataset.images("clean", torch.arange(o.fitted)).to(device)
-            guard = {"lean_half": Guard.fitted(net, clean).lean_half, **guard}
+            made = Guard.fitted(net, clean)
+            found = {"lean_half": made.lean_half, "lean_single": made.lean_single}
+            guard = {**{name: value for name, value in found.items() if value is not None}, **guard}
             clock.say("the guard is fitted:", guard)
         bench = Bench(net, source, o, guard)
         shared = {**time_play.settings(o, device), "seeds": o.seeds, "guard": guard, "fitted": o.fitted}

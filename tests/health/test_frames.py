@@ -171,7 +171,7 @@ def test_a_frame_that_is_not_finite_keeps_the_last_picture():
     x = photos(3)
     x[0, 1:] = math.nan
     _, state = play(x)
-    torch.testing.assert_close(state.picture, measure(x[:, :1], RULES).picture[:, 0])
+    torch.testing.assert_close(state.last[:, :64], measure(x[:, :1], RULES).picture[:, 0])
 
 
 def test_inputs_that_are_not_images_are_judged_by_their_values():
@@ -192,7 +192,7 @@ def test_nothing_waits_for_the_device():
     with FakeTensorMode(allow_non_fake_inputs=False):
         verdict, _, state = judge(RULES, start_frames(2), torch.rand(2, 5, 3, 32, 32), torch.ones(2, 5) > 0)
     assert verdict.black.shape == (2, 5)
-    assert state.picture.shape == (2, 64)
+    assert state.last.shape == (2, 66)
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,8 @@ def test_an_adapter_takes_a_guard_between_method_and_filter():
     ("fields", "words"),
     [
         ({"lean_half": -1.0}, "lean_half"),
+        ({"lean_half": 0.2, "lean_single": 0.1}, "lean_single"),
+        ({"lean_single": 0.1}, "lean_single"),
         ({"lean_most": 1.5}, "lean_most"),
         ({"speed": 0}, "speed"),
         ({"lean_batch": 2}, "lean_batch"),
@@ -163,14 +165,14 @@ def test_the_share_of_adapted_statistics_by_hand():
     distance = ((0.3**2 + 0.4**2) / 2) ** 0.5
     assert float(distance_of_statistics(net, stats)) == pytest.approx(distance)
     far = distance**4 / (distance**4 + 0.2**4)
-    assert float(farness(net, stats, 0.2)) == pytest.approx(far)
+    assert float(farness(net, stats, 0.2**2)) == pytest.approx(far)
     share, affine = 0.8 * far, net.source()[0]
     moved = Affine(affine.weight + 1, affine.bias - 1)
-    leaned = lean(net, Deployed(moved, stats, Frozen()), 0.2, 0.8, 0.3)
-    torch.testing.assert_close(leaned.affine, Affine(affine.weight + far, affine.bias - far))
+    leaned = lean(net, Deployed(moved, stats, Frozen()), lambda: 0.2**2, 0.8, 0.3)
+    torch.testing.assert_close(leaned.affine, Affine(affine.weight + far**2, affine.bias - far**2))
     torch.testing.assert_close(leaned.stats.mean[0, 0], torch.tensor([share * 0.3, 0.0]))
     torch.testing.assert_close(leaned.stats.var[0, 0], torch.tensor([1.0, 1 + share * (1.4**2 - 1)]))
-    assert float(farness(net, source, 0.2)) == 0
+    assert float(farness(net, source, 0.2**2)) == 0
 
 
 def test_a_guard_is_fitted_to_the_distance_of_clean_images():
@@ -187,6 +189,58 @@ def test_a_guard_is_fitted_to_the_distance_of_clean_images():
         tribe.Guard.fitted(net, x[:100])
 
 
+def test_the_noise_of_single_images_is_no_change_of_the_world():
+    """Balanced BN with a class-agnostic share moves all classes by each image of a batch of one."""
+    model, x = small_network().train(), pictures(1, 210)[0]
+    for layer in model.modules():
+        if isinstance(layer, nn.BatchNorm2d):
+            layer.momentum = None  # its statistics become those of the images
+            layer.reset_running_stats()
+    model(x)
+    net = Backbone(model.eval())
+    alike = tribe.Guard.fitted(net, x, ready("tribe", gamma=0.0))
+    assert alike.lean_single is None
+    made = tribe.Guard.fitted(net, x, ready("tribe", gamma=0.5, eta=0.5))
+    assert made.lean_half == alike.lean_half
+    assert made.lean_single > made.lean_half
+    guarded = ready("tribe+guard", lean_half=0.1, lean_single=0.3)
+    for size in (1, 4):
+        state = guarded.init(net)
+        for images in pictures(1, 8).split(size, 1):
+            _, state = guarded.step(net, state, images)
+        assert float(guarded.part.half(state.inner)) == pytest.approx(0.1**2 + (0.3**2 - 0.1**2) / size)
+    assert 0 < guarded.health(net, state)[0].followed < 1
+
+
+def test_the_distance_of_clean_images_is_measured_in_batches_of_bounded_size():
+    net, sizes = Backbone(small_network()), []
+    net.model.register_forward_pre_hook(lambda _, given: sizes.append(len(given[0])))
+    x = pictures(1, 610)[0]
+    far = distance_of_images(net, x)
+    assert sizes == [204, 203, 203]
+    assert far == pytest.approx(distance_of_images(net, x[:399]), rel=0.1)
+
+
+def test_what_parameters_do_to_statistics_is_no_change_of_the_world():
+    """In batches of one image, parameters that were learned move statistics as far as fog does; the anchor's do not."""
+    net, guarded = small_backbone(), ready("tribe+guard", lean_half=0.1)
+    state = guarded.init(net).inner
+    moved = state._replace(
+        affine=Affine(*(t + 0.2 for t in state.affine)), pair=Stats(state.pair.mean + 1, state.pair.var)
+    )
+    affine, stats = net.source()
+    same = guarded.inner.deployed(net, moved)
+    torch.testing.assert_close(same.affine, affine)
+    torch.testing.assert_close(same.stats.mean, stats.mean)
+    changed = moved._replace(anchor=Stats(state.anchor.mean + 10, state.anchor.var))
+    followed = guarded.inner.deployed(net, changed)
+    torch.testing.assert_close(followed.affine.weight, affine.weight + 0.2, atol=1e-3, rtol=0)
+    health = guarded.health(net, guarded.init(net)._replace(inner=changed))[0]
+    assert health.followed == pytest.approx(1, abs=1e-3)
+    alone = ready("selftrain/robust-bn+guard", lean_half=0.1)
+    assert alone.inner.anchored(net, alone.init(net).inner) is None
+
+
 def test_a_guard_that_is_not_fitted_does_not_lean():
     """How far statistics go where nothing has changed differs threefold between networks: no default is right."""
     net = small_backbone()
@@ -199,12 +253,15 @@ def test_a_guard_that_is_not_fitted_does_not_lean():
 def test_at_the_source_the_network_is_the_sources():
     net = small_backbone()
     source = Deployed.frozen(net, net.source(2)[0])
-    assert all(torch.equal(a, b) for a, b in zip(lean(net, source, 0.06, 0.85, 0.3).stats, source.stats, strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(lean(net, source, lambda: 0.06**2, 0.85, 0.3).stats, source.stats, strict=True)
+    )
 
 
 def test_the_statistics_of_a_batch_are_mixed_with_the_sources():
     net, x = small_backbone(), pictures(1, 6)
-    leaned = lean(net, Deployed.per_batch(net, net.source()[0]), 0.06, 0.85, 0.3)
+    leaned = lean(net, Deployed.per_batch(net, net.source()[0]), lambda: 0.06**2, 0.85, 0.3)
     assert leaned.norm == Mixed(0.3)
     valid = torch.ones(1, 6, dtype=torch.bool)
     everything = Mixed(1.0)(*_moments(net, x), net.source()[1], None, valid, 0.0)

@@ -138,6 +138,33 @@ def select(chosen: Tensor, new: T, old: T, *, in_place: bool = False) -> T:
     return tree_map(pick, new, old)
 
 
+JOINED = 2**20  # numbers of a tensor above which a launch of its own costs little
+
+
+def select_joined(chosen: Tensor, new: T, old: T) -> T:
+    """As `select`, in few launches: for one stream, small tensors of a type are joined, and the result has their views.
+
+    On a CPU, or with several streams, it is `select`.
+    """
+    if len(chosen) > 1 or chosen.device.type == "cpu":
+        return select(chosen, new, old)
+    return _join(chosen, new, old)
+
+
+def _join(chosen: Tensor, new: T, old: T) -> T:
+    pairs = [(a, b) for a, b in zip(leaves(new).values(), leaves(old).values(), strict=True) if a is not b]
+    picked: dict[int, Tensor] = {}
+    for dtype in dict.fromkeys(a.dtype for a, _ in pairs):
+        small = [(a, b) for a, b in pairs if a.dtype == dtype and a.numel() <= JOINED]
+        if small:
+            ours, theirs = (torch.cat([t.flatten() for t in column]) for column in zip(*small, strict=True))
+            parts = torch.where(chosen, ours, theirs).split([a.numel() for a, _ in small])
+            picked |= {id(a): part.view_as(a) for (a, _), part in zip(small, parts, strict=True)}
+    return tree_map(
+        lambda a, b: a if a is b else picked[id(a)] if id(a) in picked else torch.where(chosen, a, b), new, old
+    )
+
+
 def digest(state: tuple[Any, ...]) -> str:
     """Hash every bit of a state: equal digests, equal states.
 

@@ -75,22 +75,16 @@ class Alarms:
     @torch.no_grad()
     def look(self, state: AlarmState, x: Tensor, valid: Tensor) -> tuple[Verdict, AlarmState]:
         """Judge images (S, B, ...) before a method learns from them: ``teaches_nothing`` of the verdict says which."""
-        verdict, moments, frames = judge(self.frames, state.frames, x, valid)
+        verdict, _, frames = judge(self.frames, state.frames, x, valid)
         marked = torch.stack(verdict, 2)  # (S, B, 7)
         count = valid.sum(1, keepdim=True)
-        keep = torch.exp(-count / self.window)
-        faults = state.faults * keep + marked.sum(1) * (1 - keep) / count.clamp_min(1)
+        share = marked.sum(1) / count.clamp_min(1)
+        faults = torch.lerp(share, state.faults, torch.exp(count / -self.window))
         before = (valid.cumsum(1) - 1).unsqueeze(2)  # real images of the batch before each
-        ever = marked.any(1)
         start = torch.where(marked, before, valid.shape[1]).amin(1) + state.images.unsqueeze(1)
         fewer_than_one = state.faults < 1 - math.exp(-0.9 / self.window)
-        first = torch.where(ever & fewer_than_one, start, state.first)
-        past = state.on[:, : len(FAULTS)]
-        on = torch.where(past, faults > END, faults >= BEGIN)
-        grey = (moments.mean * valid).sum(1, keepdim=True) / count.clamp_min(1)
-        numbers = torch.stack((faults, torch.where(grey.abs() < math.inf, grey, 0.0).expand_as(faults)), 2)
-        state = state._replace(frames=frames, faults=faults, first=first)
-        return verdict, _update(state, slice(0, len(FAULTS)), on, state.images + count[:, 0], first, numbers)
+        first = torch.where(marked.any(1) & fewer_than_one, start, state.first)
+        return verdict, state._replace(frames=frames, faults=faults, first=first)
 
     @torch.no_grad()
     def observe(
@@ -136,45 +130,41 @@ class Alarms:
             ranks = rank(reference, share, logits.argmax(2))
             _, martingale = self.martingale.step(reference, state.martingale, ranks, counted, state.images)
             state = state._replace(martingale=martingale)
-        state = _update(state, slice(len(FAULTS), None), *_signs(state, signs, images))
-        return state._replace(images=images)
+        return _update(state, signs, images, compared=reference is not None)
 
 
 def _logits(output: Tensor, probabilities: bool) -> Tensor:
     return output.clamp_min(torch.finfo(torch.float32).tiny).log() if probabilities else output
 
 
-def _signs(state: AlarmState, signs: Signs, images: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Which of the last four alarms are on, when, since when, and their numbers."""
+def _update(state: AlarmState, signs: Signs, images: Tensor, compared: bool) -> AlarmState:
+    """Which alarms are on after so many images (S,), and of those that begin: when, since when, and their numbers."""
     bet = state.martingale
-    mean = bet.mean / bet.weight.clamp_min(1e-6)
-    began = torch.where(mean > 0.5, bet.since[:, 0], bet.since[:, 1])
+    mean, began = bet.mean, bet.since[:, 0]
+    if compared:  # else they stay as they were in the beginning
+        mean = bet.mean / bet.weight.clamp_min(1e-6)
+        began = torch.where(mean > 0.5, began, bet.since[:, 1])
+    was_on = state.on[:, : len(FAULTS)]
+    faulty = torch.where(was_on, state.faults > END, state.faults >= BEGIN)
     scatter = signs.scatter | (state.on[:, -1] & (state.collapse.evidence > 0))  # until nothing speaks for it
-    on = torch.stack((bet.changed, signs.drift, signs.collapse, scatter), 1)
-    pure = (images + MIDDLE * (1 - signs.top_share).clamp_min(1e-6).log()).long().clamp_min(0)  # a window fills so fast
-    since = torch.stack((began, state.images, pure, (images - state.collapse.length).clamp_min(0)), 1)
-    numbers = (mean, bet.weight, signs.distance, state.collapse.steps, signs.top_share, signs.top, signs.order)
-    pairs = torch.stack([t.float() for t in (*numbers, signs.source_order)], 1).unflatten(1, (4, 2))
-    return on, images, since, pairs
+    on = torch.cat((faulty, torch.stack((bet.changed, signs.drift, signs.collapse, scatter), 1)), 1)
+    begins = on & ~state.on
 
-
-def _update(
-    state: AlarmState, columns: slice, on: Tensor, images: Tensor, since: Tensor, numbers: Tensor
-) -> AlarmState:
-    """Set some columns of the alarms; the rest stays."""
-    begins = on & ~state.on[:, columns]
-
-    def put(old: Tensor, new: Tensor) -> Tensor:
-        whole = old.clone()
-        whole[:, columns] = new
-        return whole
-
+    filling = (1 - signs.top_share).clamp_min_(1e-6).log_().mul_(MIDDLE)  # a window of one class fills so fast
+    pure = (images + filling).long().clamp_min_(0)
+    ordered = (images - state.collapse.length).clamp_min_(0)
+    since = torch.cat((state.first, torch.stack((began, state.images, pure, ordered), 1)), 1)
+    pairs = mean, bet.weight, signs.distance, state.collapse.steps, signs.top_share, signs.top, signs.order
+    four = torch.stack([t.float() for t in (*pairs, signs.source_order)], 1).unflatten(1, (4, 2))
+    seven = torch.stack((state.faults, state.frames.grey.unsqueeze(1).expand_as(state.faults)), 2)
+    numbers = torch.cat((seven, four), 1)
     return state._replace(
-        on=put(state.on, on),
-        times=put(state.times, state.times[:, columns] + begins),
-        image=put(state.image, torch.where(begins, images.unsqueeze(1), state.image[:, columns])),
-        since=put(state.since, torch.where(begins, since, state.since[:, columns])),
-        numbers=put(state.numbers, torch.where(begins.unsqueeze(2), numbers, state.numbers[:, columns])),
+        images=images,
+        on=on,
+        times=state.times + begins,
+        image=torch.where(begins, images.unsqueeze(1), state.image),
+        since=torch.where(begins, since, state.since),
+        numbers=torch.where(begins.unsqueeze(2), numbers, state.numbers),
     )
 
 

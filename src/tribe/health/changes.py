@@ -204,7 +204,7 @@ def _statistics(net: Backbone, old: Deployed, new: Deployed) -> dict[str, Part]:
 
 def squared_moves(net: Backbone, old: Stats, new: Stats) -> Tensor:
     """The squared distance of each pair of channels in standard deviations of the older, (R, K, C): Wasserstein's."""
-    eps = _constants(net, old.mean).eps
+    eps = constants(net, old.mean).eps
     std, new_std = (old.var + eps).sqrt(), (new.var + eps).sqrt()
     return ((new.mean - old.mean) / std).square_().add_((new_std / std - 1).square_())
 
@@ -215,7 +215,7 @@ DEPTHS = 3  # parts of a network, by depth: the first, middle and last third of 
 def moves_by_depth(net: Backbone, old: Stats, new: Stats) -> Tensor:
     """How far statistics (S, 1, C) moved in each part of the network, (S, 3); each layer of a part counts the same."""
     squares = squared_moves(net, old, new)[:, 0]
-    return (squares.unsqueeze(2) * _constants(net, squares).shares).sum(1).sqrt()
+    return (squares.unsqueeze(2) * constants(net, squares).shares).sum(1).sqrt()
 
 
 class Constants(NamedTuple):
@@ -228,7 +228,7 @@ class Constants(NamedTuple):
 _made: WeakKeyDictionary[Backbone, dict[Any, Constants]] = WeakKeyDictionary()  # by type and device
 
 
-def _constants(net: Backbone, like: Tensor) -> Constants:
+def constants(net: Backbone, like: Tensor) -> Constants:
     """Made once: each would be as many launches as there are layers."""
     made = _made.setdefault(net, {})
     place = like.dtype, like.device

@@ -9,6 +9,7 @@ A stream may show one class for a thousand images, so that one class alone is no
 `scatter` cannot be measured, and `collapse` needs longer. Thresholds were chosen on CIFAR-10-C; see docs/health.md.
 """
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -94,61 +95,56 @@ def look_for_collapse(
         source: the source's classes (S, B), if they were computed.
         known: for which images (S, B) they were; None: all.
     """
-    classes = state.shares.shape[2]
     other = torch.zeros_like(valid) if source is None else valid if known is None else valid & known
-    own, own_count = _histogram(predicted, valid, classes)
-    theirs, their_count = _histogram(predicted if source is None else source, other, classes)
+    both = torch.stack((predicted, predicted if source is None else source), 1)  # (S, 2, B): own, and the source's
+    counted = torch.stack((valid, other), 1)
+    count = counted.sum(2)  # (S, 2)
+    hits = state.shares.new_zeros(*count.shape, state.shares.shape[2]).scatter_add_(2, both, counted.float())
+    batch = hits / count.clamp_min(1).unsqueeze(2)  # (S, 2, K)
+    own_count, their_count = count.unbind(1)
     means = state.shares / state.weight.unsqueeze(2).clamp_min(1e-6)
-    order = _order(own, own_count, means[:, 0], means[:, 2])
-    source_order = _order(theirs, their_count, means[:, 3], means[:, 4])
-    started = (state.weight[:, 0] > 0) & (state.weight[:, 3] > 0) & (their_count > 0)
-    lack = torch.where(started, own_count * (rules.follow * source_order - order - rules.margin), 0.0)
-    evidence = (state.evidence + lack).clamp(0, 2 * rules.evidence)
+    near, far = means[:, ::3], means[:, 2::2]  # (S, 2, K) each: of `WINDOWS` 0 and 3, 2 and 4
+    order, source_order = _order(batch, count, near, far).unbind(1)
+    heard = their_count > 0
+    lack = own_count * (rules.follow * source_order - order - rules.margin)
+    started = heard & (state.weight[:, 3] > 0)
+    evidence = (state.evidence + torch.where(started, lack, 0.0)).clamp_(0, 2 * rules.evidence)
 
-    passed = torch.where(their_count > 0, own_count, 0)  # images, also where the source saw a part of them
-    counts = torch.stack((own_count, own_count, own_count, passed, passed), 1)
-    keep = torch.stack([torch.exp(-counts[:, i] / window) for i, window in enumerate(WINDOWS)], 1)
-    batch = torch.stack((own, own, own, theirs, theirs), 1)
-    shares = state.shares * keep.unsqueeze(2) + batch * (1 - keep).unsqueeze(2)
-    weight = state.weight * keep + (1 - keep)
+    own_keep = torch.stack([torch.exp(own_count / -window) for window in WINDOWS[:3]], 1)
+    keep = torch.cat((own_keep, torch.where(heard.unsqueeze(1), own_keep[:, :2], 1.0)), 1)  # (S, 5)
+    shown = torch.cat((batch[:, :1].expand(-1, 3, -1), batch[:, 1:].expand(-1, 2, -1)), 1)
+    shares = torch.lerp(shown, state.shares, keep.unsqueeze(2))
+    weight = torch.addcmul(1 - keep, state.weight, keep)
 
     steps = state.steps + (own_count > 0)
     top_share, top = shares[:, 1].max(1)  # not divided by the weight: a short stream is no collapse
-    their_mean = shares[:, 4] / weight[:, 4:].clamp_min(1e-6)
-    spread = (their_mean.square().sum(1) - 1 / classes) / (1 - 1 / classes)
+    spread = torch.linalg.vector_norm(shares[:, 4], dim=1) <= _norm_of_spread(rules, shares.shape[2]) * weight[:, 4]
     compared = weight[:, 4] > 0.5
-    alone = (top_share >= rules.alone) & ~compared
+    kept = (near * (near - far)).sum(2)  # for people; `_order` decides
     signs = Signs(
         drift=(distance > rules.drift * steps.sqrt()) & (steps >= rules.steps),
-        collapse=alone | ((top_share >= rules.share) & compared & (spread <= rules.spread)),
+        collapse=torch.where(compared, (top_share >= rules.share) & spread, top_share >= rules.alone),
         scatter=evidence >= rules.evidence,
         distance=distance,
         top=top,
         top_share=top_share,
-        order=_kept(shares, weight, 0, 2),
-        source_order=_kept(shares, weight, 3, 4),
+        order=kept[:, 0],
+        source_order=kept[:, 1],
     )
     length = torch.where(evidence > 0, state.length + own_count, 0)
     return signs, CollapseState(shares, weight, steps, evidence, length)
 
 
-def _histogram(classes_of: Tensor, counted: Tensor, classes: int) -> tuple[Tensor, Tensor]:
-    """The share of each class (S, K) among the images that count, and their number (S,)."""
-    numbers = torch.arange(classes, device=classes_of.device)
-    hits = ((classes_of.unsqueeze(2) == numbers) & counted.unsqueeze(2)).sum(1)
-    count = counted.sum(1)
-    return hits / count.clamp_min(1).unsqueeze(1), count
+def _norm_of_spread(rules: CollapseRules, classes: int) -> float:
+    """The norm of the shares of K classes whose spread is at the threshold; the spread is 0 if uniform, 1 if one."""
+    return math.sqrt(rules.spread * (1 - 1 / classes) + 1 / classes)
 
 
 def _order(batch: Tensor, count: Tensor, near: Tensor, far: Tensor) -> Tensor:
-    """How much more often neighbours share their class than images far apart do (S,)."""
-    own = (count * batch.square().sum(1) - 1) / (count - 1).clamp_min(1)  # pairs of different images of the batch
-    pairs = (count - 1).clamp_min(0) / 2
-    earlier = (batch * near).sum(1)
-    return (own * pairs + earlier * PAIRS) / (pairs + PAIRS) - (batch * far).sum(1)
+    """How much more often neighbours share their class than images far apart do (S, 2).
 
-
-def _kept(shares: Tensor, weight: Tensor, near: int, far: int) -> Tensor:
-    """The order between two windows (S,): for people; `_order` decides."""
-    a, b = (shares[:, i] / weight[:, i, None].clamp_min(1e-6) for i in (near, far))
-    return (a * (a - b)).sum(1)
+    The n (n - 1) / 2 pairs of a batch count beside `PAIRS` n pairs with earlier images: all divided by n.
+    """
+    half = count.unsqueeze(2) / 2
+    same = (batch * torch.add(half * batch, near, alpha=PAIRS)).sum(2)  # n / 2 pairs are of an image with itself
+    return (same - 0.5) / (half[:, :, 0] + (PAIRS - 0.5)) - (batch * far).sum(2)

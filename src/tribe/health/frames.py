@@ -81,14 +81,13 @@ document(
 class FrameState(NamedTuple):
     """What is kept of the last frame of every stream."""
 
-    picture: Tensor  # (S, 64)
-    std: Tensor  # (S,)
-    sharpness: Tensor  # (S,)
-    still: Tensor  # (S,) int64, how many frames in a row equal the one before
-    flat: Tensor  # (S,) int64, how many frames in a row are flat
-    noise: Tensor  # (S,) int64, how many frames in a row are noise
-    white: Tensor  # (S,) int64, how many frames in a row are white
-    blurred: Tensor  # (S,) int64, how many frames in a row have no detail
+    last: Tensor  # (S, 66) grey in 8 x 8 blocks, its standard deviation, and sharpness
+    runs: Tensor  # (S, 5) int64, how many frames in a row are white, flat, noise, blurred and equal to the one before
+
+    @property
+    def grey(self) -> Tensor:
+        """The mean grey of the last frame (S,)."""
+        return self.last[:, : GRID * GRID].mean(1)
 
 
 class Verdict(NamedTuple):
@@ -105,7 +104,7 @@ class Verdict(NamedTuple):
     @property
     def teaches_nothing(self) -> Tensor:
         """Which images (S, B) a method must not learn from: all faults but blur, which methods adapt to."""
-        return self.black | self.white | self.flat | self.noise | self.outside | self.frozen
+        return torch.stack((self.black, self.white, self.flat, self.noise, self.outside, self.frozen)).any(0)
 
 
 document(
@@ -122,10 +121,8 @@ document(
 
 def start_frames(streams: int, device: torch.device | str | None = None) -> FrameState:
     """The state before the first frame; no frame equals it."""
-    count = torch.zeros(streams, dtype=torch.int64, device=device)
-    none = torch.full((streams,), -1.0, device=device)
-    runs = (count.clone() for _ in range(5))
-    return FrameState(none[:, None].repeat(1, GRID * GRID), none, none.clone(), *runs)
+    none = torch.full((streams, GRID * GRID + 2), -1.0, device=device)
+    return FrameState(none, torch.zeros(streams, 5, dtype=torch.int64, device=device))
 
 
 @torch.no_grad()
@@ -136,8 +133,7 @@ def measure(x: Tensor, rules: FrameRules) -> Moments:
     picture = x.dim() == 5 and min(x.shape[3:]) >= LEAST
     grey = (x.mean(2, dtype=torch.float32) if picture else x.float().flatten(2).unsqueeze(2)).flatten(0, 1)  # (n, H, W)
     std, mean = torch.std_mean(grey, (1, 2), correction=0)
-    pixels = grey.shape[1] * grey.shape[2]
-    dark, bright = ((mask.sum((1, 2)) / pixels) for mask in (grey < rules.dark, grey > 1 - rules.dark))
+    dark, bright = (mask.mean((1, 2), dtype=torch.float32) for mask in (grey < rules.dark, grey > 1 - rules.dark))
     if picture:
         sharpness, detail, structure, blocks = _texture(grey, std)
     else:
@@ -156,21 +152,20 @@ def _texture(grey: Tensor, std: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]
     blocks is chi-square. The Wilson-Hilferty formula makes the second normal, too.
     """
     height, width = grey.shape[1:]
-    steps = [grey[:, :, 1:] - grey[:, :, :-1], grey[:, 1:] - grey[:, :-1]]
-    squares = [step.square().mean((1, 2)) for step in steps]
-    sharpness = (steps[0].abs().mean((1, 2)) + steps[1].abs().mean((1, 2))) / 2
-    variance = std.square().clamp_min(TINY)
-    rough = (squares[0] + squares[1]) / (4 * variance)  # 1 minus the correlation of neighbours
+    across, down = grey[:, :, 1:] - grey[:, :, :-1], grey[:, 1:] - grey[:, :-1]
+    sharpness = (across.abs().mean((1, 2)) + down.abs().mean((1, 2))) / 2
+    squares = across.square_().mean((1, 2)) + down.square_().mean((1, 2))
+    variance = std.square().clamp_min_(TINY)
+    rough = squares / variance / 4  # 1 minus the correlation of neighbours
     side = max(2, height // GRID), max(2, width // GRID)
     blocks = F.avg_pool2d(grey.unsqueeze(1), side)
     spread = 2 / (9 * (blocks[0].numel() - 1))
-    ratio = blocks.var((1, 2, 3)) * (side[0] * side[1]) / variance  # 1 for white noise
-    structure = torch.maximum(
-        (1 - rough) * math.sqrt(2 * height * width),
-        (ratio.pow(1 / 3) - (1 - spread)) / math.sqrt(spread),
-    )
+    ratio = blocks.var((1, 2, 3)) / variance * (side[0] * side[1])  # 1 for white noise
+    of_blocks = ratio.pow_(1 / 3).sub_(1 - spread).div_(math.sqrt(spread))
+    structure = torch.maximum((1 - rough).mul_(math.sqrt(2 * height * width)), of_blocks)
     detail = rough * (height * width / (2 * math.pi**2))
-    return sharpness, detail, structure, F.adaptive_avg_pool2d(blocks, GRID)
+    picture = blocks if blocks.shape[2:] == (GRID, GRID) else F.adaptive_avg_pool2d(blocks, GRID)
+    return sharpness, detail, structure, picture
 
 
 @torch.no_grad()
@@ -179,41 +174,44 @@ def judge(rules: FrameRules, state: FrameState, x: Tensor, valid: Tensor) -> tup
     moments = measure(x, rules)
     real = valid & (moments.mean.abs() < math.inf)  # a frame that is not finite leaves no trace
     outside = ~((moments.low >= -rules.margin) & (moments.high <= 1 + rules.margin))
-    black = moments.dark >= rules.share
     inside = real & ~outside
+    black = moments.dark >= rules.share
     even = moments.std < rules.flat
-    white = _run(state.white, moments.bright >= rules.share, real)
-    flat = _run(state.flat, even, real)
-    noise = _run(state.noise, (moments.structure < rules.deviations) & ~even, real)
-    blurred = _run(state.blurred, (moments.detail < rules.blur) & ~even & ~black, real)
-    before, last = _previous(real)  # positions in [state, batch]: 0 is the frame before the batch
-    kept = torch.cat((state.picture, state.std[:, None], state.sharpness[:, None]), 1).unsqueeze(1)
+    before, newest = _previous(real)  # places in the trail: 0 is the frame before the batch
     here = torch.cat((moments.picture, moments.std.unsqueeze(2), moments.sharpness.unsqueeze(2)), 2)
-    trail = torch.cat((kept, here), 1)  # (S, 1 + B, 66)
-    earlier = torch.take_along_dim(trail, before.unsqueeze(2), 1)
-    still = _run(state.still, (here - earlier).abs().amax(2) <= rules.tolerance, real)
+    trail = torch.cat((state.last.unsqueeze(1), here), 1)  # (S, 1 + B, 66)
+    earlier = trail.gather(1, before.unsqueeze(2).expand_as(here))
+    marks = (
+        moments.bright >= rules.share,
+        even,
+        (moments.structure < rules.deviations) & ~even,
+        (moments.detail < rules.blur) & ~(even | black),
+        (here - earlier).abs_().amax(2) <= rules.tolerance,
+    )
+    runs = _runs(state.runs, torch.stack(marks, 1), real)  # (S, 5, B)
+    white, flat, noise = (inside.unsqueeze(1) & (runs[:, :3] >= rules.patience)).unbind(1)
     verdict = Verdict(
         black=inside & black,
-        white=inside & (white >= rules.patience),
-        flat=inside & (flat >= rules.patience) & ~black,
-        noise=inside & (noise >= rules.patience),
+        white=white,
+        flat=flat & ~black,
+        noise=noise,
         outside=valid & outside,
-        frozen=real & (still >= rules.still),
-        blurred=inside & (blurred >= rules.blurred),
+        frozen=real & (runs[:, 4] >= rules.still),
+        blurred=inside & (runs[:, 3] >= rules.blurred),
     )
-    newest = torch.take_along_dim(trail, last[:, None, None], 1)[:, 0]
-    runs = (run[:, -1] for run in (still, flat, noise, white, blurred))
-    return verdict, moments, FrameState(newest[:, :-2], newest[:, -2], newest[:, -1], *runs)
+    last = trail.gather(1, newest[:, None, None].expand_as(trail[:, :1]))[:, 0]
+    return verdict, moments, FrameState(last, runs[:, :, -1])
 
 
 def _previous(real: Tensor) -> tuple[Tensor, Tensor]:
     """For every place (S, B) the last real frame before it, and the last of all (S,): 0 is the one before the batch."""
     place = torch.arange(1, real.shape[1] + 1, device=real.device)
-    latest = torch.where(real, place, 0).cummax(1).values
+    latest = (place * real).cummax(1).values
     return F.pad(latest[:, :-1], (1, 0)), latest[:, -1]
 
 
-def _run(before: Tensor, marked: Tensor, real: Tensor) -> Tensor:
-    """How many real frames in a row up to each place (S, B) are marked; ``before`` (S,): so many before the batch."""
-    count = real.cumsum(1)
-    return count - torch.where(real & ~marked, count, -before.unsqueeze(1)).cummax(1).values
+def _runs(before: Tensor, marked: Tensor, real: Tensor) -> Tensor:
+    """How many real frames in a row up to each place are marked, of n kinds (S, n, B); ``before`` (S, n): at first."""
+    count = real.cumsum(1).unsqueeze(1)
+    broken = real.unsqueeze(1) & ~marked
+    return count - torch.where(broken, count, -before.unsqueeze(2)).cummax(2).values

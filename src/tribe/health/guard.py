@@ -21,15 +21,24 @@ from torch import Tensor
 from tribe.engine.backbone import Backbone
 from tribe.engine.beside import Beside
 from tribe.engine.screening import sound
-from tribe.engine.state import Affine, Info, clone, per_stream, select
+from tribe.engine.state import Affine, Info, clone, per_stream, select_joined
 from tribe.fields import is_number, is_whole, plain_numbers, require
 from tribe.health.alarms import KINDS
 from tribe.health.calibration import Calibration
 from tribe.health.estimate import Estimate
-from tribe.health.lean import RATIO, distance_of_images, distance_of_statistics, farness, lean
+from tribe.health.lean import (
+    RATIO,
+    distance_in_single_images,
+    distance_of_images,
+    distance_of_statistics,
+    farness,
+    lean,
+    squared_half,
+)
 from tribe.health.watch import Health, Watcher, WatchState, alarms_on
 from tribe.knowledge import Knowledge, KnowledgeError, KnowledgeLike
 from tribe.methods import (
+    Balanced,
     Composed,
     ComposedState,
     Deployed,
@@ -37,6 +46,7 @@ from tribe.methods import (
     PerBatch,
     Wrapper,
     count_classes,
+    create,
     distance_of,
     optim,
     wrappers,
@@ -77,6 +87,7 @@ class Guard(Watch):
 
     probe: int = 16
     lean_half: float | None = None  # distance of the statistics at which predictions lean halfway; see `fitted`
+    lean_single: float | None = None  # the same in batches of one image, between them by 1 / size; None: lean_half
     lean_most: float = 1.0  # the most that predictions follow adapted statistics; 0: the source's only
     lean_batch: float = 0.3  # for methods that normalise with the batch's statistics: their share ...
     pull: float = 0.03  # ... and the share of the way back to the source's affine parameters, after every batch
@@ -89,12 +100,15 @@ class Guard(Watch):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        half, most, speed, every = self.lean_half, self.lean_most, self.speed, self.good_every
+        half, single, most = self.lean_half, self.lean_single, self.lean_most
+        speed, every = self.speed, self.good_every
         for name in ("lean_batch", "pull"):
             value = getattr(self, name)
             require(is_number(value) and 0 <= value <= 1, f"{name} of a guard is a share, between 0 and 1", value)
         known = half is None or (is_number(half) and half >= 0)
         require(known, "lean_half of a guard is a distance, at least 0, or None: predictions do not lean", half)
+        known = single is None or (half is not None and is_number(single) and single >= half)
+        require(known, "lean_single of a guard is a distance, at least lean_half, or None: as lean_half", single)
         require(is_number(most) and 0 <= most <= 1, "lean_most of a guard is a share, between 0 and 1", most)
         require(speed is None or (is_number(speed) and speed > 0), "speed of a guard is above 0, or None", speed)
         require(isinstance(self.skip, bool), "skip of a guard is True or False", self.skip)
@@ -107,14 +121,27 @@ class Guard(Watch):
             )
 
     @classmethod
-    def fitted(cls, net: Any, images: Tensor, **fields: Any) -> "Guard":
+    def fitted(cls, net: Any, images: Tensor, method: Method | str = "tribe", **fields: Any) -> "Guard":
         """A guard for this network: `lean_half` from clean images (N, ...) in [0, 1], without labels, of all classes.
 
         How far clean images are from the source's statistics differs between networks: 0.043 for ResNet-20, 0.015 for
-        WRN-28-10. A few hundred tell it.
+        WRN-28-10. A few hundred tell it. Where the method's statistics share updates between classes, as TRIBE's do
+        with more than 20, single images move them further: `lean_single` is then measured, too, one image at a time.
         """
         backbone = net if isinstance(net, Backbone) else Backbone(net)
-        return cls(lean_half=round(RATIO * distance_of_images(backbone, images), 4), **fields)
+        far = distance_of_images(backbone, images)
+        if isinstance(method, str):
+            method = create(method, classes=count_classes(backbone, None))
+        norm = getattr(method, "norm", None)
+        if isinstance(norm, Balanced) and norm.gamma and norm.gamma_over == "present":
+            single = max(far, distance_in_single_images(backbone, images, norm))
+            fields = {"lean_single": round(RATIO * single, 4), **fields}
+        return cls(**{"lean_half": round(RATIO * far, 4), **fields})
+
+    def half(self, state: Any) -> float | Tensor:
+        """The squared distance at which predictions lean halfway, for a state of the method: (S,), or one for all."""
+        assert self.lean_half is not None
+        return squared_half(state, self.lean_half, self.lean_single)
 
 
 class Nothing(NamedTuple):
@@ -200,7 +227,8 @@ class Guarded(Composed):
         watched: list[tuple[WatchState, Tensor]] = []  # with the tensor that was read, which must be kept
 
         def hear(output: Tensor) -> None:
-            seen = real & (output.amax(-1) > output.amin(-1))  # a bad image is predicted uniformly
+            low, high = output.aminmax(dim=-1)
+            seen = real & (high > low)  # a bad image is predicted uniformly
             logits = output if self.output == "logits" else output.clamp_min(torch.finfo(torch.float32).tiny).log()
             watched.append((watcher.observe(looked, verdict, asked, logits, seen, state.inner.info), output))
 
@@ -228,7 +256,7 @@ class Guarded(Composed):
         moved = moved._replace(info=moved.info._replace(distance=_distance(net, moved)))
         held = idle.any(1) & rule.skip
         skipped = torch.where(held, real.sum(1), 0)
-        inner = select(~held, moved, before)
+        inner = select_joined(~held, moved, before)
         return inner._replace(info=inner.info._replace(skipped=inner.info.skipped + skipped)), skipped
 
     def _per_batch(self, net: Backbone, state: Any) -> bool:
@@ -293,9 +321,11 @@ class Guarded(Composed):
         adapted: Deployed = (inner.adapted if self.acts else inner.deployed)(net, state.inner)
         if isinstance(adapted.norm, PerBatch) or not adapted.stats.mean.shape[-1]:
             return {"statistics": none, "followed": none}
-        far, follow = distance_of_statistics(net, adapted.stats).tolist(), [1.0] * len(none)
+        anchored = inner.anchored(net, state.inner)
+        seen = adapted.stats if anchored is None else anchored
+        far, follow = distance_of_statistics(net, seen).tolist(), [1.0] * len(none)
         if self.acts and self.part.lean_half is not None:
-            follow = (self.part.lean_most * farness(net, adapted.stats, self.part.lean_half)).tolist()
+            follow = (self.part.lean_most * farness(net, seen, self.part.half(state.inner))).tolist()
         return {"statistics": far, "followed": follow}
 
 
@@ -321,7 +351,7 @@ def _mix(chosen: Tensor, new: Any, old: Any) -> Any:
             return old
         if chosen.all():
             return clone(new)
-    return select(chosen, new, old)
+    return select_joined(chosen, new, old)
 
 
 _listener: ContextVar[Callable[[Tensor], object] | None] = ContextVar("tribe_listener", default=None)
@@ -350,7 +380,9 @@ def overheard(method: type[Method], leans: bool) -> type[Method]:
 
     def deployed(self: Any, net: Backbone, state: Any) -> Deployed:
         rule: Guard = self.guard
-        return lean(net, method.deployed(self, net, state), rule.lean_half, rule.lean_most, rule.lean_batch)
+        adapted = method.deployed(self, net, state)
+        half = None if rule.lean_half is None else lambda: rule.half(state)
+        return lean(net, adapted, half, rule.lean_most, rule.lean_batch, lambda: self.anchored(net, state))
 
     names = {"__module__": method.__module__, "__doc__": method.__doc__, "predict_screened": predict_screened}
     leaning = {"deployed": deployed, "adapted": method.deployed, "guard": Guard()} if leans else {}
@@ -368,12 +400,13 @@ def limit(new: Any, old: Any, speed: float) -> Any:
     streams = len(old.key.seed)
 
     def shorten(value: Affine, before: Affine) -> Affine:
-        after, start = (per_stream(torch.cat(pair, 1), streams).flatten(1) for pair in (value, before))
-        moved = torch.linalg.vector_norm(after - start, dim=1)
-        share = speed * torch.linalg.vector_norm(start, dim=1) / moved.clamp_min(torch.finfo(moved.dtype).tiny)
-        shares = share.clamp_max(1).repeat_interleave(len(value.weight) // streams).unsqueeze(1)
+        after, start = (torch.stack(pair).unflatten(1, (streams, -1)) for pair in (value, before))  # (2, S, n, C)
+        moved = after - start
+        norm, length = (torch.linalg.vector_norm(t, dim=(0, 2, 3), keepdim=True) for t in (start, moved))
+        room = norm / length  # NaN where neither is above 0
         # NOTE: b + (v - b) is not v in floating point, and a stream that is not limited keeps its bits.
-        return Affine(*(torch.where(shares < 1, b + shares * (v - b), v) for v, b in zip(value, before, strict=True)))
+        short = torch.where(room * speed < 1, torch.addcmul(start, room, moved, value=speed), after)
+        return Affine(*short.flatten(1, 2))
 
     return _on_parameters(shorten, new, old)
 

@@ -5,8 +5,10 @@ clean test images are not the same, and parameters wander. Where much has change
 the network that predicts leans on the source by how far the adapted statistics are from the source's.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -14,8 +16,9 @@ from torch import Tensor
 from tribe.engine.backbone import Backbone
 from tribe.engine.rules import PerBatch, pool_batch
 from tribe.engine.state import Affine, Stats
-from tribe.health.changes import DEPTHS, moves_by_depth
+from tribe.health.changes import DEPTHS, constants
 from tribe.methods import Deployed
+from tribe.norms.balanced import Balanced
 from tribe.norms.mixed import Mixed
 
 POWER = 4  # how sharply the share rises around `half`
@@ -23,10 +26,20 @@ RATIO = 1.4  # of a fitted `half` to the distance that clean images have: 0.06 t
 LEAST = 200  # images that tell this distance
 
 
-def lean(net: Backbone, deployed: Deployed, half: float | None, most: float, of_batch: float) -> Deployed:
+def lean(
+    net: Backbone,
+    deployed: Deployed,
+    half: Callable[[], float | Tensor] | None,
+    most: float,
+    of_batch: float,
+    anchored: Callable[[], Stats | None] = lambda: None,
+) -> Deployed:
     """The network that predicts, between the source and the adapted one, or with the statistics of a batch.
 
-    Without ``half`` nothing is known of the network's scale, and the adapted one predicts.
+    ``half`` gives the squared distance at which it leans halfway. Without it nothing is known of the network's scale,
+    and the adapted one predicts. ``anchored`` gives the statistics under the source's parameters, where a method keeps
+    them: the adapted ones also move because the parameters do, in batches of one image as far as a change of the world
+    would move them.
     """
     if not deployed.stats.mean.shape[-1] or deployed.weights is not None:
         return deployed  # it has no statistics, or weights that were adapted together with them
@@ -34,12 +47,14 @@ def lean(net: Backbone, deployed: Deployed, half: float | None, most: float, of_
         return replace(deployed, norm=Mixed(of_batch)) if type(deployed.norm) is PerBatch else deployed
     if half is None:
         return deployed
-    affine, stats = net.source()
-    far = farness(net, deployed.stats, half)
+    affine, stats = net.origin.get()
+    seen = anchored()
+    far = farness(net, deployed.stats if seen is None else seen, half())
+    learned, share = far.square(), far if most == 1 else most * far
     return replace(
         deployed,
-        affine=Affine(*(_between(s, t, far) for s, t in zip(affine, deployed.affine, strict=True))),
-        stats=Stats(*(_between(s, t, most * far) for s, t in zip(stats, deployed.stats, strict=True))),
+        affine=Affine(*(_between(s, t, learned) for s, t in zip(affine, deployed.affine, strict=True))),
+        stats=Stats(*(_between(s, t, share) for s, t in zip(stats, deployed.stats, strict=True))),
     )
 
 
@@ -49,11 +64,23 @@ def _between(source: Tensor, adapted: Tensor, share: Tensor) -> Tensor:
     return torch.lerp(source, adapted, weight)
 
 
+def squared_half(state: Any, many: float, single: float | None) -> float | Tensor:
+    """The squared distance at which predictions lean halfway, for the mean size B of the batches of a state: (S,).
+
+    It is ``many`` for large batches, ``single`` for batches of one. Where a batch moves what all classes share, its
+    images are averaged: their noise has a variance of 1 / B. A number for all if there is no ``single``.
+    """
+    if single is None:
+        return many**2
+    share: Tensor = state.key.clock / state.info.images.clamp_min(1)
+    return share.mul_(single**2 - many**2).add_(many**2)
+
+
 @torch.no_grad()
-def farness(net: Backbone, stats: Stats, half: float) -> Tensor:
-    """From 0, where nothing has changed, to 1 (S,); 1/2 where statistics are at a distance of ``half``."""
+def farness(net: Backbone, stats: Stats, squared: float | Tensor) -> Tensor:
+    """From 0, where nothing has changed, to 1 (S,); 1/2 where the squared distance of statistics is ``squared``."""
     far = distance_of_statistics(net, stats) ** POWER
-    return far / (far + half**POWER).clamp_min(torch.finfo(far.dtype).tiny)
+    return far / (far + squared ** (POWER // 2)).clamp_min(torch.finfo(far.dtype).tiny)
 
 
 @torch.no_grad()
@@ -63,7 +90,33 @@ def distance_of_statistics(net: Backbone, stats: Stats) -> Tensor:
     The first layers see what differs between augmented and plain images, the last ones which classes are there; the
     middle third sees the world in front of the camera. Each layer counts the same: sqrt(dmean^2 + dstd^2).
     """
-    return moves_by_depth(net, net.source()[1], stats)[:, DEPTHS // 2]
+    ruler = _ruler(net, stats.mean)
+    apart = torch.hypot(stats.mean - ruler.mean, (stats.var + ruler.eps).sqrt_() - ruler.std)
+    distance: Tensor = torch.linalg.vector_norm(apart * ruler.scale, dim=(1, 2))
+    return distance
+
+
+class Ruler(NamedTuple):
+    """What the distance from the source's statistics is made of, (C,) each."""
+
+    mean: Tensor
+    std: Tensor
+    eps: Tensor
+    scale: Tensor  # the root of how much a channel counts, over its standard deviation
+
+
+_rulers: WeakKeyDictionary[Backbone, dict[Any, Ruler]] = WeakKeyDictionary()  # by type and device
+
+
+def _ruler(net: Backbone, like: Tensor) -> Ruler:
+    """Made once: a step measures with few launches."""
+    made = _rulers.setdefault(net, {})
+    place = like.dtype, like.device
+    if place not in made:
+        (eps, shares), source = constants(net, like), net.origin.get().stats
+        std = (source.var[0, 0].to(like) + eps).sqrt()
+        made[place] = Ruler(source.mean[0, 0].to(like).clone(), std, eps, shares[:, DEPTHS // 2].sqrt() / std)
+    return made[place]
 
 
 @dataclass(frozen=True)
@@ -83,12 +136,37 @@ class Taking:
 
 @torch.no_grad()
 def distance_of_images(net: Backbone, images: Tensor) -> float:
-    """How far the statistics of images (N, ...) of all classes are from the source's: of clean ones, what is normal."""
+    """How far the statistics of images (N, ...) of all classes are from the source's: of clean ones, what is normal.
+
+    Images pass in equal batches of at least `LEAST`, less than twice as many. Their statistics are averaged.
+    """
     if len(images) < LEAST:
         raise ValueError(f"the distance of clean images needs at least {LEAST} of them; got {len(images)}")
     affine, stats = net.source()
     if not stats.mean.shape[-1]:
         raise ValueError("the network keeps no statistics, so there is nothing to lean by: use a guard as it is")
-    x = images.unsqueeze(0).to(net.device)
-    valid = torch.ones(1, len(images), dtype=torch.bool, device=net.device)
-    return float(distance_of_statistics(net, net(x, affine, stats, Taking(), valid=valid).stats))
+    mean, square = torch.zeros_like(stats.mean), torch.zeros_like(stats.var)
+    for part in images.tensor_split(len(images) // LEAST):
+        valid = torch.ones(1, len(part), dtype=torch.bool, device=net.device)
+        own = net(part.unsqueeze(0).to(net.device), affine, stats, Taking(), valid=valid).stats
+        mean += own.mean * (len(part) / len(images))
+        square += (own.var + own.mean.square()) * (len(part) / len(images))
+    return float(distance_of_statistics(net, Stats(mean, square - mean.square())))
+
+
+@torch.no_grad()
+def distance_in_single_images(net: Backbone, images: Tensor, norm: Balanced) -> float:
+    """The greatest distance of Balanced BN's statistics from the source's while images (N, ...) come one by one.
+
+    They come in bursts, ordered by the class that the source predicts. The last half of `LEAST` images counts.
+    """
+    affine, _ = net.source()
+    stats, x = net.source(1, norm.classes)[1], images[None, :LEAST].to(net.device)
+    valid = torch.ones(x.shape[:2], dtype=torch.bool, device=net.device)
+    labels = Deployed.frozen(net, affine).logits(net, x, valid).argmax(-1)  # (1, N)
+    far = []
+    for i in labels[0].argsort(stable=True).tolist():
+        one = slice(i, i + 1)
+        stats = net(x[:, one], affine, stats, norm, labels[:, one], valid[:, one]).stats
+        far.append(distance_of_statistics(net, norm.pool(stats)))
+    return float(torch.cat(far[len(far) // 2 :]).amax())

@@ -75,7 +75,7 @@ def ask(
     Without ``measures`` it only predicts, which is half the work: statistics tell something with a calibration only.
     """
     chosen = slice(None, None, every)
-    affine, stats = net.source(len(x))
+    affine, stats = net.origin.get() if len(x) == 1 else net.source(len(x))
     output = net(x[:, chosen], affine, stats, Looking() if measures else Frozen(), valid=valid[:, chosen])
     some = output.logits.float()
     fine = valid[:, chosen] & some.isfinite().all(2)
@@ -103,5 +103,5 @@ def measure_shift(net: Backbone, state: ShiftState) -> Tensor:
     weight = state.weight.clamp_min(1e-6).unsqueeze(1)
     mean = state.mean / weight
     now = Stats(mean.unsqueeze(1), (state.square / weight - mean.square()).clamp_min(0).unsqueeze(1))
-    far = moves_by_depth(net, Stats(*(t.float() for t in net.source()[1])), now)
+    far = moves_by_depth(net, Stats(*(t.float() for t in net.origin.get().stats)), now)
     return torch.where(state.weight.unsqueeze(1) > 0, far, 0)

@@ -88,8 +88,8 @@ class Watcher:
         if answers is not None:
             source, known = answers.logits.to(output.dtype), answers.known & valid
             agree = (source.argmax(2) == predicted) & known
-            counts = torch.stack((agree.sum(1), known.sum(1)), 1)
-            agreement = agreement * torch.exp(-counts[:, 1:] / AGREEMENT) + counts
+            counts = torch.stack((agree, known), 1).sum(2)
+            agreement = torch.addcmul(counts, agreement, torch.exp(counts[:, 1:] / -AGREEMENT))
         alarms = self.alarms.observe(
             state.alarms, verdict, output, valid, info.distance, source=source, known=known, reference=self.normal
         )

@@ -189,6 +189,13 @@ class Method(ABC):
     def deployed(self, net: Backbone, state: Any) -> Deployed:
         """The network this state predicts with."""
 
+    def anchored(self, net: Backbone, state: Any) -> Stats | None:
+        """The stream's statistics under the source's parameters, (S, 1, C); None if the method keeps none.
+
+        They say how far the images have changed, whatever the method has learned.
+        """
+        return None
+
     def predict(self, net: Backbone, state: Any, x: Tensor, valid: Tensor | None = None) -> Tensor:
         """Predict without adapting: a pass of `deployed`. A class that overrides it declares `more_than_a_pass`."""
         x, valid, _ = screen(x, valid)

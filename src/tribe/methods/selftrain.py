@@ -150,6 +150,10 @@ class SelfTraining(Tribe):
             norm = Instance()
         return Deployed(state.teacher, stats, norm)
 
+    def anchored(self, net: Backbone, state: SelfTrainingState) -> Stats | None:
+        """As TRIBE's with Balanced BN; None with other rules."""
+        return super().anchored(net, state) if isinstance(self.norm, Balanced) else None
+
     def step(  # type: ignore[override]
         self, net: Backbone, state: SelfTrainingState, x: Tensor, valid: Tensor | None = None
     ) -> tuple[Tensor, SelfTrainingState]:

@@ -142,6 +142,10 @@ class Tribe(Method):
         """The teacher, its class statistics pooled."""
         return Deployed(state.affine, self.pooled(net, rows_of(state.pair, slice(0, None, 2))), Frozen())
 
+    def anchored(self, net: Backbone, state: Any) -> Stats | None:
+        """The anchor's class statistics, pooled; None if the loss does not use the anchor."""
+        return self.pooled(net, state.anchor) if self.lambda_anc else None
+
     def first_stats(self, net: Backbone, rows: int) -> Stats | PackedStats:
         """The source's statistics for every class."""
         if self.class_stats == "packed":
