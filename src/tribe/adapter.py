@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from tribe.engine.backbone import Backbone
+from tribe.engine.calling import LogitsOutput, NetworkInterface, images_of
 from tribe.engine.checks import Checks, check_source, place_of
 from tribe.engine.graphs import Steps, Switch
 from tribe.engine.inputs import as_mask, as_order, as_streams, in_order
@@ -31,7 +32,7 @@ from tribe.health.recorder import Recorder, put_stream
 from tribe.health.snapshots import Snapshot, StreamInfo, check_snapshot, copy_like, describe_streams
 from tribe.health.watch import Health
 from tribe.methods import Method, Timed
-from tribe.methods.building import build_method, check_network
+from tribe.methods.building import backbone_for, build_method, check_network
 from tribe.methods.encoding import method_for_file, method_from_file
 from tribe.methods.exporting import plain_network
 from tribe.storage import states
@@ -87,7 +88,7 @@ def adapt(
     >>> adapter.info[1].images
     16
     """
-    net = model if isinstance(model, Backbone) else Backbone(model)
+    net = backbone_for(model, method, alone=time is None and not guard and not health)
     built = build_method(net, method, time, classes, fields, around(guard, health))
     return Adapter(
         net,
@@ -120,8 +121,8 @@ def load(
     ``deterministic`` are as for `adapt`: a file holds none.
     """
     saved = states.read(path)
-    net = model if isinstance(model, Backbone) else Backbone(model)
     method = method_from_file(path, saved.method, saved.fields, fields)
+    net = backbone_for(model, method)
     states.check_fingerprint(path, saved.fingerprint, net)
     with states.size_limit(path, saved.tensors):
         options = {"history": history, "on_event": on_event, "graphs": graphs, "deterministic": deterministic}
@@ -136,7 +137,7 @@ def load(
     return adapter
 
 
-class Adapter(nn.Module):
+class Adapter(NetworkInterface):
     """A classifier that adapts while it predicts. Made by `adapt`.
 
     Calling it predicts, then adapts. Images are (B, ...) for one stream or (S, B, ...) for S; logits come back in the
@@ -168,7 +169,7 @@ class Adapter(nn.Module):
         self.net = net
         self.method = method
         self.streams = count
-        self.classes = found
+        self.classes = found or 0  # 0: not known, of a network whose output may be something else than logits
         self._frozen = False
         self._poisoned: Tensor | None = None  # (S, B), bad images of the last batch; None: there were none
         self._retired: Any = None  # the state before this one
@@ -183,7 +184,14 @@ class Adapter(nn.Module):
     # -- predicting and learning ------------------------------------------------------------------------------------
 
     @locked
-    def forward(self, x: Tensor, valid: Tensor | None = None, order: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor | None = None,
+        valid: Tensor | None = None,
+        order: Tensor | None = None,
+        *,
+        pixel_values: Tensor | None = None,
+    ) -> Tensor | LogitsOutput:
         """Predict, then adapt (unless frozen).
 
         ``valid``, (B,) for one stream or (S, B) for S, is True for real images and False for padding, which fills up a
@@ -191,8 +199,11 @@ class Adapter(nn.Module):
 
         The order of the images in the batch is their order in time. ``order``, of the same shape as ``valid``, gives
         another: larger numbers are later. Answers come back in the order of ``x``.
+
+        Images given as ``pixel_values``, as a Hugging Face pipeline does, come back as an object with ``.logits``.
         """
-        return self._run(x, valid, learn=not self._frozen, order=order, follow=True)
+        logits = self._run(images_of(x, pixel_values), valid, learn=not self._frozen, order=order, follow=True)
+        return logits if pixel_values is None else LogitsOutput(logits=logits)
 
     @locked
     def predict(self, x: Tensor, valid: Tensor | None = None) -> Tensor:

@@ -47,6 +47,10 @@ NO_AFFINE = (
     "no normalisation layer of the network has affine parameters to learn (they were made with affine=False), and this "
     "method learns nothing else. Choose one that needs none: bn, lame, cotta, petal or ttac"
 )
+DENSE = (
+    "Methods that never look at the output, source and bn, take any tensor with a row for each image, as of a "
+    "segmentation head or a feature backbone: tribe.adapt(model, 'bn'), without guard, health or time"
+)
 NO_VIEW = "view size is not compatible"  # torch's error for x.view(len(x), -1) of a channels-last tensor
 UNCALLED = (
     "It may use them without calling them: by a method taken earlier (f = self.norm.forward), or by their tensors, "
@@ -72,6 +76,8 @@ class Backbone(nn.Module):
             removed. Affine parameters that two layers share adapt separately; hooks on normalisation layers that do not
             change the output are not called.
         classifier: name of the layer whose input are the features; by default the last Linear that a pass calls.
+        dense: the output may be any tensor (N, ...), as of a segmentation head or a feature backbone. Only methods that
+            never look at it adapt such a network: source and bn.
 
     >>> net = Backbone(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 5)))
     >>> affine, stats = net.source(rows=2)
@@ -81,7 +87,7 @@ class Backbone(nn.Module):
     """
 
     @torch.inference_mode(False)  # the copies must be able to carry gradients
-    def __init__(self, model: nn.Module, classifier: str | None = None) -> None:
+    def __init__(self, model: nn.Module, classifier: str | None = None, dense: bool = False) -> None:
         super().__init__()
         if not isinstance(model, nn.Module):
             raise TypeError(f"expected a torch.nn.Module; got {type(model).__name__}")
@@ -105,7 +111,7 @@ class Backbone(nn.Module):
         for layer in self._candidates.values():
             layer.register_forward_pre_hook(_record_features)
         self._thread_copies = ThreadCopies()
-        self._warned = False
+        self._warned, self.dense = False, dense
         self.fusion = Fusion()  # of other calls with normalisation, where kernels run
         self.outputs: Tensor | None
         self.register_buffer("outputs", None, persistent=False)  # (K,) those that are kept; None: all
@@ -122,6 +128,8 @@ class Backbone(nn.Module):
         2
         """
         kept, count = [int(k) for k in outputs], self.classes
+        if self.dense:
+            raise ValueError("outputs are classes, and this network may return something else: dense=True")
         if self.outputs is not None:
             raise ValueError(f"this network is restricted to {count} outputs already; restrict the whole one")
         if len(kept) < 2 or len(set(kept)) < len(kept) or min(kept) < 0 or (count is not None and max(kept) >= count):
@@ -313,7 +321,7 @@ class Backbone(nn.Module):
             raise ValueError(
                 f"the network could not take images of shape {shape}: {error}{self._expected(shape)}"
             ) from error
-        logits = _logits(result, len(images)).unflatten(0, (rows, batch))
+        logits = _logits(result, len(images), self.dense).unflatten(0, (rows, batch))
         if self.outputs is not None:
             logits = logits.index_select(-1, self.outputs)
         if len(current.called) < len(self.slots):
@@ -459,15 +467,19 @@ def _features(current: Pass) -> Tensor | None:
     return by_row
 
 
-def _logits(result: Any, samples: int) -> Tensor:
+def _logits(result: Any, samples: int, dense: bool) -> Tensor:
     logits = getattr(result, "logits", result)
     if not isinstance(logits, Tensor):
         raise TypeError(
             f"the model returned {type(result).__name__}; expected logits or an object with .logits. Wrap it in a "
             "module whose forward picks them out, as in self.net(x)[0] or self.net(x)['logits']"
         )
-    if logits.dim() != 2 or logits.shape[0] != samples:
-        raise ValueError(f"the model returned {tuple(logits.shape)} for {samples} images; expected logits (N, classes)")
+    shape = tuple(logits.shape)
+    if not dense and (len(shape) != 2 or shape[0] != samples):
+        hint = f". {DENSE}" if len(shape) > 2 and shape[0] == samples else ""
+        raise ValueError(f"the model returned {shape} for {samples} images; expected logits (N, classes){hint}")
+    if dense and (len(shape) < 2 or shape[0] != samples):
+        raise ValueError(f"the model returned {shape} for {samples} images; expected a row for each, (N, ...)")
     return logits
 
 

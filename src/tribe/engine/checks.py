@@ -16,12 +16,12 @@ class Checks:
 
     Args:
         net: the network.
-        classes: the number of classes that its logits must have.
+        classes: the number of classes that its logits must have; None: not known, of a network that may return others.
         logits: whether the method returns logits; otherwise it returns probabilities.
     """
 
-    def __init__(self, net: Backbone, classes: int, logits: bool) -> None:
-        self.classes = classes
+    def __init__(self, net: Backbone, classes: int | None, logits: bool) -> None:
+        self.classes, self._dense = classes, net.dense
         self._classifier = net.classifier
         self._range_checked, self._output_checked = False, not logits
 
@@ -42,6 +42,8 @@ class Checks:
 
     def check_logits(self, logits: Tensor, bad: Tensor | None) -> None:
         """Refuse logits of another number of classes; warn once of probabilities in place of logits."""
+        if self._dense and (logits.dim() != 3 or logits.shape[-1] != self.classes):
+            return  # no logits
         if logits.shape[-1] != self.classes:
             raise ValueError(
                 f"the network gives {logits.shape[-1]} classes; the adapter was made for {self.classes}, the outputs "

@@ -160,8 +160,10 @@ class Fleet:
             raise TypeError(f"seed is an int; got {seed!r}")
         if exact not in (True, False, "auto"):
             raise ValueError(f"exact is True, False or 'auto'; got {exact!r}")
+        if net.dense:
+            raise ValueError("a fleet returns logits, and this network may return something else: dense=True")
         self.net, self.method, self.seed = net, method, int(seed)
-        self.classes = check_network(net, method, classes)
+        self.classes = check_network(net, method, classes) or 0
         bits = net.device.type == "cpu" if exact == "auto" else bool(exact)
         self._runner = Runner(method, net, graphs, deterministic, bits)
         self._checks = Checks(net, self.classes, method.output == "logits")

@@ -155,6 +155,8 @@ def _initial_state(net: Backbone, method: Method, streams: int, seed: int | Sequ
 def _check_classes(net: Backbone, stream: Stream) -> None:
     """Refuse a data set with other classes than the network: its labels would mean other outputs."""
     known, outputs = len(stream.dataset.classes), optional(stream.dataset, "outputs")
+    if net.dense:
+        raise ValueError("a run compares predictions with labels, and this network may return no logits: dense=True")
     if known and net.classes is not None and known != net.classes:
         hint = "" if outputs is None else ". net.restricted_to(dataset.outputs) keeps the outputs that are its classes"
         raise ValueError(f"the network tells {net.classes} classes apart, but the data set has {known}{hint}")

@@ -3,10 +3,20 @@
 from collections.abc import Mapping
 from typing import Any
 
+from torch import nn
+
 from tribe.engine.backbone import Backbone
 from tribe.engine.checks import check_source, warn_of_layers_left_alone
 from tribe.methods import Method, Timed, check_fits, count_classes, create, get, with_filter, wrappers
 from tribe.time import TimeFilter, resolve
+
+
+def backbone_for(model: nn.Module | Backbone, method: str | Method, alone: bool = True) -> Backbone:
+    """The network of a method; its output may be anything, if the method stands alone and never looks at it."""
+    if isinstance(model, Backbone):
+        return model
+    known = get(method) if isinstance(method, str) else method
+    return Backbone(model, dense=alone and known.dense)
 
 
 def build_method(
@@ -26,7 +36,7 @@ def build_method(
         built = method
     else:
         get(method)  # report an unknown name before anything else
-        built = create(method, classes=count_classes(net, classes), **fields)
+        built = create(method, classes=_count(net, classes), **fields)
     built = built if guard is None else with_guard(built, guard)
     return built if time is None else with_filter(built, resolve(time))
 
@@ -41,9 +51,16 @@ def with_guard(method: Method, part: Any) -> Method:
     return base.around(method, part)
 
 
-def check_network(net: Backbone, method: Method, classes: int | None = None) -> int:
-    """Refuse a network that the method cannot adapt; otherwise the number of classes."""
-    found = count_classes(net, classes if classes is not None else method.classes)
+def _count(net: Backbone, classes: int | None) -> int | None:
+    """The number of classes; None if it is not known and the network may return something else than logits."""
+    if net.dense and (classes is not None or (net.classes or 0) < 2):
+        return classes
+    return count_classes(net, classes)
+
+
+def check_network(net: Backbone, method: Method, classes: int | None = None) -> int | None:
+    """Refuse a network that the method cannot adapt; otherwise the number of classes, if it is known."""
+    found = _count(net, classes if classes is not None else method.classes)
     if method.classes is not None and method.classes != found:
         raise ValueError(f"the method was built for {method.classes} classes; the network has {found}")
     check_fits(net, method)

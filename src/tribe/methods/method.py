@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tribe.engine.augment import View, check_view
-from tribe.engine.backbone import NO_AFFINE, Backbone, Output
+from tribe.engine.backbone import DENSE, NO_AFFINE, Backbone, Output
 from tribe.engine.rng import Key
 from tribe.engine.rules import Frozen, PerBatch
 from tribe.engine.state import Affine, Info, Stats, streams_of
@@ -96,6 +96,7 @@ class Method(ABC):
     needs: ClassVar[str | None] = None  # what it must know of the source data; see tribe.knowledge
     works_on: ClassVar[tuple[Literal["affine", "statistics", "features"], ...]] = ()  # what a network must have for it
     reuses_memory: ClassVar[bool] = False  # whether step takes `retired`; set for every subclass
+    dense: ClassVar[bool] = False  # whether it never looks at the output, which need not be logits then
     more_than_a_pass: ClassVar[str | None] = None  # what `predict` does besides a pass of the network in `deployed`
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -243,7 +244,10 @@ def _check_fields(method: Method) -> None:
 
 def check_fits(net: Backbone, method: Method) -> None:
     """Refuse a network without anything for the method to learn, or with another number of classes."""
-    check_classes(net, method.classes)
+    if net.dense and not method.dense:
+        raise ValueError(f"{method.name} needs logits, and this network may return something else: dense=True. {DENSE}")
+    if not net.dense:
+        check_classes(net, method.classes)
     if "affine" in method.works_on and not net.has_affine:
         raise ValueError(NO_AFFINE)
 

@@ -22,6 +22,7 @@ class Source(Method):
 
     paper = "the trained network itself"
     does_not_adapt = "it is the unadapted network"
+    dense = True
 
     def init(self, net: Backbone, streams: int = 1, seed: int = 0) -> SourceState:
         """Clocks only."""

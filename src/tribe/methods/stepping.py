@@ -38,13 +38,15 @@ def _like(mask: Tensor, x: Tensor) -> Tensor:
 
 
 def finite(t: Tensor) -> Tensor:
-    """Whether all numbers of the last axis are finite: then their sum, which is fast, is finite too."""
-    return t.sum(-1, dtype=torch.float32).abs() < math.inf  # no comparison with NaN is true
+    """Whether all numbers of the last axis, or of all after the second, are finite: then their sum is, and is fast."""
+    return (t.flatten(2) if t.dim() > 3 else t).sum(
+        -1, dtype=torch.float32
+    ).abs() < math.inf  # no comparison with NaN is true
 
 
 def quiet(logits: Tensor, seen: Tensor) -> Tensor:
     """Set the logits of all images but those ``seen`` (S, B) to zero: every class is equally likely."""
-    return torch.where(seen.unsqueeze(-1), logits, 0)
+    return torch.where(_like(seen, logits), logits, 0)
 
 
 class Agreement(NamedTuple):
@@ -99,7 +101,7 @@ def finish(
     with torch.no_grad():
         predicted = finite(logits)
         sane = (predicted | ~valid).all(1) & _finite(new, old)  # (S,)
-        share = entropy(logits).float() / math.log(logits.shape[-1])
+        share = _entropy(logits)
         agreement = Agreement.reported(old.info) if agreement is None else agreement
         info = Info(
             images=old.info.images + valid.sum(1),
@@ -118,6 +120,14 @@ def finish(
         skipped = old.info.skipped + rejected + torch.where(sane, 0, valid.sum(1))
         result = result._replace(info=result.info._replace(skipped=skipped))
     return quiet(logits.detach(), valid & predicted), result
+
+
+def _entropy(logits: Tensor) -> Tensor:
+    """The entropy (S, B) of logits (S, B, K, ...) as a share of the largest, the mean over pixels; 0 for one class."""
+    if (classes := logits.shape[2]) < 2:
+        return torch.zeros(logits.shape[:2], device=logits.device)
+    share = entropy(logits.movedim(2, -1)).float() / math.log(classes)
+    return share.flatten(2).mean(2) if share.dim() > 2 else share
 
 
 def _finite(new: Any, old: Any) -> Tensor:
