@@ -93,7 +93,7 @@ def damaged(method, net, change):
     )
 
 
-NEEDY = {"eata": "bias", "petal": "var/0.weight", "ttac": "class_cov"}
+NEEDY = {"eata": "bias", "petal": "var/0.weight", "petta": "var", "ttac": "class_cov"}
 
 
 @pytest.mark.parametrize(("name", "tensor"), NEEDY.items())

@@ -322,10 +322,42 @@ def test_batch_norm_in_training_is_torchs():
         torch.testing.assert_close(getattr(stats, name)[0, 0], running)
 
 
+# -- CMF --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("q", "beta_at_last"), [(0.005, 1.0), (500.0, 0.89), (50.0, None)])
+def test_cmf_is_roid_with_a_filter(q, beta_at_last):
+    """ROID without its ensemble takes the steps; the filter is computed here, a number at a time."""
+    net, xs = network(), batches(6)
+    method = methods.create("cmf", classes=4, lr=0.05, augment=darker, q=q, gamma=0.7, alpha=0.9)
+    outputs, state = play(method, net, xs)
+    roid = methods.create("roid", classes=4, lr=0.05, augment=darker, alpha=1.0)
+    other = roid.init(net)
+    source = torch.cat(net.source()[0], 1)[0].tolist()
+    hidden, v, gain = list(source), 0.0, q * 28 / 38400  # 28 scales and shifts
+    for x, y in zip(xs, outputs, strict=True):
+        expected, other = roid.step(net, other, x)
+        torch.testing.assert_close(y, expected, rtol=0, atol=1e-9)
+        learned = torch.cat(other.affine, 1)[0].tolist()
+        v = 0.9**2 * v + gain
+        beta = max((1 - gain) / (v + 1 - gain), 0.89)
+        beta = beta if beta < 0.9999 else 1.0
+        v = beta * v
+        for i in range(28):
+            hidden[i] = beta * (0.9 * hidden[i] + 0.1 * source[i]) + (1 - beta) * learned[i]
+            learned[i] = 0.7 * learned[i] + 0.3 * hidden[i]
+        moved = torch.tensor([learned], dtype=DOUBLE)
+        other = other._replace(affine=type(other.affine)(moved[:, :14], moved[:, 14:]))
+    torch.testing.assert_close(torch.cat(state.affine, 1), moved, rtol=0, atol=1e-9)
+    torch.testing.assert_close(torch.cat(state.hidden, 1)[0], torch.tensor(hidden, dtype=DOUBLE), rtol=0, atol=1e-9)
+    assert float(state.variance) == pytest.approx(v)
+    assert beta == beta_at_last if beta_at_last is not None else 0.89 < beta < 0.99
+
+
 # -- all of them ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["deyo", "petta", "delta", "sotta"])
+@pytest.mark.parametrize("name", ["deyo", "petta", "delta", "sotta", "cmf"])
 def test_two_classes_in_half_precision(name):
     net = Backbone(small_network(2).to(torch.bfloat16))
     method = informed(methods.create(name, classes=2), net)
@@ -354,6 +386,8 @@ def test_two_classes_in_half_precision(name):
         ("sotta", {"momentum": 1.5}, "momentum is the newest batch's share"),
         ("sotta", {"every": 0}, "at least 1"),
         ("sotta", {"frozen_tail": "layer4"}, "tuple of names"),
+        ("cmf", {"gamma": 1.5}, "between 0 and 1"),
+        ("cmf", {"q": -0.1}, "q of cmf is not negative"),
         ("delta", {"alpha": 1.5}, "alpha is the past's share"),
         ("delta", {"lambda_": -0.1}, "between 0 and 1"),
         ("delta", {"loss": "focal"}, "'weighted entropy', 'entropy' or 'pseudo labels'"),

@@ -16,7 +16,7 @@ from tribe.time.cofa import Cofa
 from tribe.time.markov import Markov
 
 EAGER = Markov(evidence_on=0, evidence_drift=0)  # on from the first images, so that something is filtered
-PROBABILITIES = {"lame", "roid"}  # what these methods return
+PROBABILITIES = {name for name in methods.names() if methods.get(name).output == "probabilities"}
 
 
 def batches():

@@ -8,7 +8,7 @@ Per batch:
 """
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -80,24 +80,24 @@ correction, WACV 2024"
         self.require_range("lr")
         self.require_range("tau", above=0)
 
-    def init(self, net: Backbone, streams: int = 1, seed: int = 0) -> RoidState:
+    def init(self, net: Backbone, streams: int = 1, seed: int = 0) -> Any:
         """Start at the source; every class is equally likely."""
         affine, _ = net.source(streams)
         mean = affine.weight.new_full((streams, self.class_count), 1 / self.class_count)
         return RoidState(affine, optim.adam_init(affine), mean, *self.new_key_and_info(net, streams, seed))
 
-    def deployed(self, net: Backbone, state: RoidState) -> Deployed:
+    def deployed(self, net: Backbone, state: Any) -> Deployed:
         """The adapted parameters, the batch's statistics."""
         return Deployed.per_batch(net, state.affine)
 
-    def predict(self, net: Backbone, state: RoidState, x: Tensor, valid: Tensor | None = None) -> Tensor:
+    def predict(self, net: Backbone, state: Any, x: Tensor, valid: Tensor | None = None) -> Tensor:
         """Predict without adapting; the prior is the batch's own."""
         x, valid, _ = screen(x, valid)
         with torch.no_grad():
             logits = self._corrected(self.deployed(net, state).logits(net, x, valid), valid)
             return quiet(logits, valid & finite(logits)).softmax(-1)
 
-    def step(self, net: Backbone, state: RoidState, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, RoidState]:
+    def step(self, net: Backbone, state: Any, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Any]:
         """Predict, learn, and step back towards the source."""
         x, valid, rejected = screen(x, valid)
         _, stats, norm = self.deployed(net, state)
@@ -112,12 +112,15 @@ correction, WACV 2024"
             loss = losses.mean_over(torch.where(chosen, weight * each, 0), valid)  # (S,)
             grads = affine.gradient(loss)
         moved, moments = self._moved(state, grads)
-        source, _ = net.source()
-        moved = tree_map(lambda p, s: self.alpha * p + (1 - self.alpha) * s, moved, source)
         mean = self.beta * state.mean + (1 - self.beta) * _mean_prediction(logits, valid).to(state.mean)
-        new = state._replace(affine=moved, adam=moments, mean=mean)
-        corrected, new = finish(net, state, new, self._corrected(logits, valid), valid, rejected, chosen, moved)
+        new = self.ensemble(net, state._replace(affine=moved, adam=moments, mean=mean))
+        corrected, new = finish(net, state, new, self._corrected(logits, valid), valid, rejected, chosen, new.affine)
         return corrected.softmax(-1), new
+
+    def ensemble(self, net: Backbone, state: Any) -> Any:
+        """Move the parameters, after a step, a little back towards the source's."""
+        mixed = tree_map(lambda p, s: self.alpha * p + (1 - self.alpha) * s, state.affine, net.source()[0])
+        return state._replace(affine=mixed)
 
     def _weights(self, logits: Tensor, mean: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
         """The weight of each prediction (S, B), and which ones have one at all: the more diverse ones."""
@@ -127,7 +130,7 @@ correction, WACV 2024"
         chosen = valid & (diversity >= losses.mean_over(diversity, valid).unsqueeze(1))
         return (diversity * certainty / self.tau).exp(), chosen
 
-    def _moved(self, state: RoidState, grads: Affine) -> tuple[Affine, optim.Adam]:
+    def _moved(self, state: Any, grads: Affine) -> tuple[Affine, optim.Adam]:
         if self.optimizer == "adam":
             return optim.adam_step(state.affine, grads, state.adam, self.lr)
         moved, velocity = optim.sgd_step(state.affine, grads, state.adam.first, self.lr, nesterov=True)
