@@ -9,7 +9,9 @@ from fuzz.tensor_files import InOrder
 from places import ROOT
 from tribe import bench, report, scenarios
 from tribe.lab import metrics, store
+from tribe.lab.outputs import Outputs
 from tribe.lab.record import Record
+from tribe.lab.trace import Trace
 from tribe.lab.watched import Watched
 from tribe.paper.gather import read_draws
 from tribe.testing import CLASSES
@@ -49,17 +51,21 @@ def written_record():
     domain = torch.arange(60) // 30
     record = Record(domain, label, label.roll(1), confidence, seconds, ("fog@5", "snow@5"), CLASSES, spec)
     alarms = (torch.arange(60) > 40).to(torch.int64)
-    return record._replace(watched=Watched(confidence, confidence / 2, confidence.sqrt(), alarms, ("drift",)))
+    record = record._replace(watched=Watched(confidence, confidence / 2, confidence.sqrt(), alarms, ("drift",)))
+    record = record._replace(trace=Trace(torch.arange(60) // 10 + 1, *(confidence**i for i in range(1, 6))))
+    sizes, some = torch.full((6,), 10), torch.tensor([False, True] * 3)
+    values = torch.rand(60, CLASSES, generator=generator)
+    return record._replace(outputs=Outputs(values, torch.ones(60, dtype=torch.bool), sizes, some, "logits"))
 
 
-RECORD_READERS = ("Record.load", "_read_header", "_read_watched")
+RECORD_READERS = ("Record.load", "_read_header", "_read_watched", "_read_trace", "_read_outputs")
 
 
 @reader("record", "npz", tuple(f"tribe.lab.record.{name}" for name in RECORD_READERS))
 class RecordFile:
     @staticmethod
     def make(folder):
-        written_record().save(folder / "record.npz")
+        written_record().save(folder / "record.npz", outputs=True)
         return folder / "record.npz"
 
     @staticmethod
@@ -68,7 +74,11 @@ class RecordFile:
         scores = metrics.summary(record), metrics.domain_error(record), metrics.class_counts(record)
         columns = (getattr(record, name) for name in ("domain", "label", "prediction", "confidence", "seconds"))
         watched = [] if record.watched is None else [*record.watched[:4], record.watched.beginnings()]
-        return digest(*columns, *scores, *watched, record.domains, record.classes, sorted(record.spec.items()))
+        trace = () if record.trace is None else record.trace.steps()
+        outputs = () if record.outputs is None else record.outputs
+        return digest(
+            *columns, *scores, *watched, *trace, *outputs, record.domains, record.classes, sorted(record.spec.items())
+        )
 
 
 def written_report(folder):

@@ -41,6 +41,7 @@ def run_experiment(
     wait: bool = True,
     force: bool = False,
     plays: SharedPlays | None = None,
+    keep_outputs: bool = False,
 ) -> Result:
     """The result of an experiment, which is in ``root`` afterwards: found there, or computed.
 
@@ -54,9 +55,12 @@ def run_experiment(
         force: delete a result or checkpoint that is there, and compute it anew.
         plays: of a call with several experiments. Those that differ only in the time filter play their method once; its
             own result, without a filter, is then in ``root``, too.
+        keep_outputs: also keep what the method returned, such as logits, in the records. A result whose records lack it
+            is computed again.
     """
     try:
-        return _run(experiment, Path(root), Options(workbench, progress, every, wait, force, plays))
+        shared = None if keep_outputs else plays  # a filter that is replayed returns no outputs
+        return _run(experiment, Path(root), Options(workbench, progress, every, wait, force, shared, keep_outputs))
     finally:
         if plays is not None:
             plays.finish(experiment)
@@ -71,11 +75,12 @@ class Options(NamedTuple):
     wait: bool
     force: bool
     plays: SharedPlays | None
+    keep_outputs: bool
 
 
 def _run(experiment: Experiment, root: Path, options: Options) -> Result:
     folder = root / experiment.id
-    if not options.force and (found := store.find(experiment, root, verified=True, current=True)) is not None:
+    if not options.force and (found := _find(experiment, root, options)) is not None:
         return found
     missing = experiment.seeds if options.force else store.missing_seeds(experiment, root)
     if missing and missing != experiment.seeds:  # the other seeds are there
@@ -84,16 +89,24 @@ def _run(experiment: Experiment, root: Path, options: Options) -> Result:
     with store.locked(folder, options.wait):
         if options.force:
             _clear(folder, experiment)
-        elif (found := store.find(experiment, root, verified=True, current=True)) is not None:
+        elif (found := _find(experiment, root, options)) is not None:
             return found  # computed by the process that was waited for
         elif other := _other_code(folder, experiment):
             _clear(folder, experiment)
             warnings.warn(f"the code of {other} has changed since {folder} was computed: computed again", stacklevel=2)
         _write_spec(folder, experiment)
         records = _sound_records(folder, experiment)
-        if records is None:
+        if records is None or (options.keep_outputs and any(record.outputs is None for record in records)):
             records = _compute(root, experiment, options)
         return _finish(folder, experiment, records)
+
+
+def _find(experiment: Experiment, root: Path, options: Options) -> Result | None:
+    """The result in the store, if it has all that is asked for."""
+    found = store.find(experiment, root, verified=True, current=True)
+    if found is None or not options.keep_outputs:
+        return found
+    return found if found.has_records and all(record.outputs is not None for record in found.records()) else None
 
 
 def _finish(folder: Path, experiment: Experiment, records: Sequence[Record]) -> Result:
@@ -180,9 +193,12 @@ def _compute(root: Path, experiment: Experiment, options: Options) -> list[Recor
     plays, force = options.plays, options.force
     shared = plays is not None and plays.is_shared(e, numbers, lambda other: force or store.find(other, root) is None)
     with float32_precision(e.precision), _threads(e.threads):
-        records = _play_shared(stage, e, method, plays) if plays is not None and shared else _play(stage, e, method)
+        if plays is not None and shared:
+            records = _play_shared(stage, e, method, plays)
+        else:
+            records = _play(stage, e, method, options.keep_outputs)
         computer = machine(workbench.device)
-    _write(root / e.id, e, records, computer)
+    _write(root / e.id, e, records, computer, options.keep_outputs)
     return records
 
 
@@ -248,11 +264,17 @@ def _play_alone(stage: _Stage, alone: Experiment, method: Method) -> list[Record
     return records
 
 
-def _write(folder: Path, experiment: Experiment, records: Sequence[Record], computer: Mapping[str, Any]) -> None:
+def _write(
+    folder: Path,
+    experiment: Experiment,
+    records: Sequence[Record],
+    computer: Mapping[str, Any],
+    keep_outputs: bool = False,
+) -> None:
     """Write the environment, then the records: see the layout."""
     store.write_json(folder / ENVIRONMENT, _environment(experiment, records, computer))
     for record in records:
-        record.save(folder / store.record_name(record.spec["seed"]))
+        record.save(folder / store.record_name(record.spec["seed"]), outputs=keep_outputs)
 
 
 def _environment(experiment: Experiment, records: Sequence[Record], computer: Mapping[str, Any]) -> dict[str, Any]:

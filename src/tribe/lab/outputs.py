@@ -21,6 +21,18 @@ class Outputs(NamedTuple):
     reset: Tensor  # (steps,) True: the stream went back to the source before this batch
     kind: Kind
 
+    def damage(self, images: int) -> str | None:
+        """Why no run has written such outputs next to a record of so many images; None for sound ones."""
+        if int(self.valid.sum()) != images or len(self.values) != len(self.valid):
+            return f"its outputs are of {int(self.valid.sum()):,} images; expected {images:,}"
+        if (
+            len(self.sizes) != len(self.reset)
+            or bool((self.sizes < 0).any())
+            or int(self.sizes.sum()) != len(self.valid)
+        ):
+            return f"its batches hold {int(self.sizes.sum()):,} images; expected {len(self.valid):,}"
+        return None
+
 
 def predictions(output: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
     """The largest probability (S, B) of what a method returned, (S, B, K), and its class; both on the CPU."""

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -17,7 +18,7 @@ from tribe.engine.backbone import Backbone
 from tribe.engine.graphs import Steps, Switch
 from tribe.engine.state import clone, digest, leaves, rebuild, select, tree_map
 from tribe.health.alarms import KINDS
-from tribe.lab import watched
+from tribe.lab import trace, watched
 from tribe.lab.outputs import OutputTable, predictions
 from tribe.lab.provenance import code_of, coded, is_own
 from tribe.lab.record import Record
@@ -41,6 +42,7 @@ CHECKPOINT = tensor_file.Kind(
 )
 AHEAD = 4  # batches that are read while a GPU computes: decoding takes turns with waiting for files
 WATCHED = "watched."  # the names of columns of tribe.lab.watched begin with it
+TRACED = "trace."  # and those of tribe.lab.trace with this
 SLOW = 0.5  # seconds for a checkpoint that are too many to spend whenever they are due
 
 Progress = Callable[[int, int, float | None], None]  # batches done, in all, error so far (None without labels)
@@ -90,7 +92,7 @@ def run(
     words = named if spec is not None else _described(net, method, stream)
     outputs = OutputTable(stream, method.output) if keep_outputs else None
     file = None if checkpoint is None else _Checkpoint(checkpoint, _identity(net, method, stream, seed, named), outputs)
-    table = _Table(len(stream.seeds), watches=watched.look(method, net, source) is not None)
+    table = _Table(len(stream.seeds), _look(method, net, source, 0))
     state, table, start = (clone(source), table, 0) if file is None else file.resume(source, table, len(stream))
     steps, retired = Steps(method, net, graphs, deterministic), None
     pin = net.device.type == "cuda"  # from pinned memory the copy does not hold up the host
@@ -105,7 +107,7 @@ def run(
             retired = old  # its memory serves the step after next
             confidence, prediction = predictions(output, method.output)  # waits for the device: the time is the whole
             seconds = (time.perf_counter() - begun) / max(int(batch.valid.sum()), 1)
-            table.append(batch, prediction, confidence, seconds, watched.look(method, net, state))
+            table.append(batch, prediction, confidence, seconds, _look(method, net, state, step))
             if outputs is not None:
                 outputs.append(step, output, batch.valid)
             if progress is not None:
@@ -213,14 +215,24 @@ def _classes_of(method: Method) -> tuple[type[Any], ...]:
     return method.classes_of() if isinstance(method, Composed) else (type(method),)
 
 
-class _Table:
-    """The columns of the records so far."""
+def _look(method: Method, net: Backbone, state: Any, step: int) -> dict[str, Tensor]:
+    """What is known of each stream after a step, (S,) each, by the names of columns."""
+    parts = {WATCHED: watched.look(method, net, state), TRACED: trace.look(state, step)}
+    return {f"{prefix}{name}": values for prefix, seen in parts.items() for name, values in (seen or {}).items()}
 
-    def __init__(self, streams: int, *, watches: bool = False) -> None:
+
+class _Table:
+    """The columns of the records so far.
+
+    Args:
+        streams: how many records there will be.
+        seen: a first look at the streams, whose columns the table has, too.
+    """
+
+    def __init__(self, streams: int, seen: Mapping[str, Tensor] = MappingProxyType({})) -> None:
         whole, real = torch.empty(0, dtype=torch.int64), torch.empty(0)
         start = {"domain": whole, "label": whole, "prediction": whole, "confidence": real, "seconds": real}
-        if watches:
-            start |= {f"{WATCHED}{name}": values for name, values in watched.empty().items()}
+        start |= {name: values[:0] for name, values in seen.items()}
         self.columns = [{name: [values] for name, values in start.items()} for _ in range(streams)]
         self._rows = [0] * streams
         self._wrong = self._labelled = 0
@@ -241,13 +253,13 @@ class _Table:
         prediction: Tensor,
         confidence: Tensor,
         seconds: float,
-        seen: Mapping[str, Tensor] | None = None,
+        seen: Mapping[str, Tensor],
     ) -> None:
         """Add the valid images of a batch, and what was ``seen`` of each stream after it, (S,) each."""
         for s, column in enumerate(self.columns):
             valid = batch.valid[s]
             times = torch.full(valid.shape, seconds)
-            later = (values[s].expand(valid.shape) for values in (seen or {}).values())
+            later = (values[s].expand(valid.shape) for values in seen.values())
             rows = (batch.domain[s], batch.y[s], prediction[s], confidence[s].float(), times, *later)
             for name, values in zip(column, rows, strict=True):
                 column[name].append(values[valid])
@@ -280,13 +292,17 @@ class _Table:
         records = []
         for column, seed in zip(self.columns, stream.seeds, strict=True):
             whole = {name: torch.cat(parts) for name, parts in column.items()}
-            seen = {name.removeprefix(WATCHED): whole.pop(name) for name in column if name.startswith(WATCHED)}
+            seen, traced = (
+                {name.removeprefix(prefix): whole.pop(name) for name in column if name.startswith(prefix)}
+                for prefix in (WATCHED, TRACED)
+            )
             record = Record(
                 **cast(Any, whole),
                 domains=domains,
                 classes=classes,
                 spec={**spec, "seed": seed},
                 watched=watched.Watched(**seen, kinds=KINDS) if seen else None,
+                trace=trace.Trace(**traced) if traced else None,
             )
             records.append(record)
         return records
@@ -347,6 +363,7 @@ class _Checkpoint:
         if self._outputs is None:  # a run that kept outputs may go on without
             tensors = {name: t for name, t in tensors.items() if not name.startswith("outputs.")}
         tensors = with_later_fields(tensors, {f"state.{name}": t for name, t in leaves(source).items()})
+        tensors = _with_traces(tensors, start)
         self._check(
             tensors, source, start, {} if self._outputs is None else self._outputs.like(header["step"], outputs)
         )
@@ -367,3 +384,14 @@ class _Checkpoint:
             rows = labels.shape if labels is not None and labels.dim() == 1 else (0,)
             like |= {f"record.{s}.{name}": empty.new_empty(rows) for name, (empty,) in columns.items()}
         tensor_file.check_like(self.path, CHECKPOINT, "the state and records of this run", tensors, like)
+
+
+def _with_traces(tensors: Mapping[str, Tensor], start: _Table) -> dict[str, Tensor]:
+    """The tensors of a checkpoint; one that was written before there were traces gets empty ones."""
+    filled = dict(tensors)
+    for s, columns in enumerate(start.columns):
+        labels = tensors.get(f"record.{s}.label", torch.empty(0))
+        missing = {f"record.{s}.{TRACED}{name}": t for name, t in trace.unknown(len(labels)).items()}
+        is_older = f"{TRACED}step" in columns and missing.keys().isdisjoint(tensors)
+        filled |= missing if is_older and labels.dim() == 1 else {}
+    return filled

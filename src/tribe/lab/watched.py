@@ -59,11 +59,6 @@ document(
 )
 
 
-def empty() -> dict[str, Tensor]:
-    """The columns before the first image."""
-    return {name: torch.empty(0, dtype=torch.int64 if kind == "i" else torch.float32) for name, kind in COLUMNS.items()}
-
-
 def look(method: Method, net: Backbone, state: Any) -> dict[str, Tensor] | None:
     """The columns' values now, (S,) each; None if nothing watches. Waits for the device."""
     found = find_guarded(method, state)

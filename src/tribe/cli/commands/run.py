@@ -84,6 +84,10 @@ Out = Annotated[Path, typer.Option(help="Folder of results: what is there is not
 JsonFile = Annotated[
     str | None, typer.Option("--json", metavar="FILE", help="Write the summary here too; - is stdout.")
 ]
+Logits = Annotated[
+    bool,
+    typer.Option("--logits", help="Keep the logits of every image in the records. Results without are computed again."),
+]
 
 
 class _Request(NamedTuple):
@@ -124,6 +128,7 @@ def run(
     json_file: JsonFile = None,
     chart: Annotated[bool, typer.Option(help="Save a chart of errors and class counts.")] = True,
     force: Annotated[bool, typer.Option("--force", help="Compute results anew that are there.")] = False,
+    logits: Logits = False,
 ) -> None:
     """Play a stream to some methods: live progress, a table of errors, and a chart.
 
@@ -146,7 +151,7 @@ def run(
     shape = f"{len(streams)} stream{'s' * (len(streams) > 1)} of {length:,} images"
     console.print(names + f": {shape}, batch {batch}, on {machine(workbench.device)['device']}")
     with stdout_to_stderr():
-        results, stopped = _play(experiments, workbench, out, force)
+        results, stopped = _play(experiments, workbench, out, force, logits)
     if results:
         _show(results, workbench.device, out / _file_name(experiments), json_file, chart, console)
     if stopped or not results:
@@ -186,7 +191,7 @@ def _plan(request: _Request) -> tuple[Workbench, dict[str, Experiment]]:
 
 
 def _play(
-    experiments: Mapping[str, Experiment], workbench: Workbench, out: Path, force: bool
+    experiments: Mapping[str, Experiment], workbench: Workbench, out: Path, force: bool, keep_outputs: bool
 ) -> tuple[dict[str, Result], bool]:
     """Run the experiments; an error of one is printed, and the others go on.
 
@@ -202,9 +207,8 @@ def _play(
                 task = progress.add_task(printable(name), total=total, error="")
                 show = _update_bar(progress, task)
                 try:
-                    result = run_experiment(
-                        experiment, out, workbench=workbench, progress=show, force=force, plays=plays
-                    )
+                    options: dict[str, Any] = {"force": force, "plays": plays, "keep_outputs": keep_outputs}
+                    result = run_experiment(experiment, out, workbench=workbench, progress=show, **options)
                 except CannotWrite as error:
                     kept = "What is finished is kept: make room, and the same command goes on"
                     print_message("error", f"{name}: {error}. {kept}", progress.console)
