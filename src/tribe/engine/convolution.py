@@ -46,7 +46,7 @@ class _Frozen(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, func: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any) -> Tensor:
         ctx.save_for_backward(weight)
-        ctx.shape, ctx.settings = x.shape, settings
+        ctx.shape, ctx.strides, ctx.settings = x.shape, x.stride(), settings
         return func(x, weight, bias, *settings)  # type: ignore[no-any-return]
 
     @staticmethod
@@ -55,11 +55,9 @@ class _Frozen(torch.autograd.Function):
         (weight,) = ctx.saved_tensors
         axes = weight.dim() - 2
         stride, padding, dilation = ([t] * axes if isinstance(t, int) else list(t) for t in ctx.settings[:3])
-        # Only the shape of x is read. A kernel of one pixel is both contiguous and channels-last: its strides must say
-        # which of these x was, or the gradient would be copied into the other order.
-        if weight[0, 0].numel() == 1 and axes == 2 and g.is_contiguous(memory_format=torch.channels_last):
-            weight = weight.as_strided(weight.shape, (weight.shape[1], 1, weight.shape[1], weight.shape[1]))
-        x = g.new_empty(1).expand(ctx.shape)
+        # Of x only shape and strides are read: memory in its order, which is never written. An expanded number would do
+        # on the CPU, but cuDNN copies g into the order that x seems to have, and back into that of the weights.
+        x = g.new_empty_strided(ctx.shape, ctx.strides)
         dx, _, _ = torch.ops.aten.convolution_backward(
             g, x, weight, None, stride, padding, dilation, False, [0] * axes, ctx.settings[3], (True, False, False)
         )

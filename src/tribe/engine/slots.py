@@ -231,7 +231,7 @@ class StatisticsSlot(Slot):
         if around.residual is not None:
             around = around._replace(residual=self.unfold(around.residual, current))
         # Autocast is off: statistics stay in full precision.
-        with _full_precision(x.device.type):
+        with full_precision(x.device.type):
             if norm.observes:
                 y = normalise(folded, rule, around)
             elif current.folded is not None:
@@ -273,7 +273,7 @@ class AffineSlot(Slot):
         return F.layer_norm(x, shape, eps=self.layer_eps), (*[1] * (x.dim() - 1 - len(shape)), *shape)
 
 
-def _full_precision(device: str) -> Any:
+def full_precision(device: str) -> Any:
     """Turn autocast off, where it is on."""
     enabled = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     return torch.autocast(device, enabled=False) if enabled else nullcontext()
