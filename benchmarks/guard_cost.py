@@ -3,11 +3,12 @@
 ``python -m benchmarks.guard_cost --model wrn28_10 --device cuda --precision bf16``
 
 Every contender is the method's step over the same images: alone, watched and guarded, captured in CUDA graphs on a GPU.
-The share is the median over rounds of the ratio to the method alone in the same round. The results go to a JSON file in
-``--out``.
+The guard leans, as a fitted one does. The share is the median over rounds of the ratio to the method alone in the same
+round. The results go to a JSON file in ``--out``.
 """
 
 import argparse
+import json
 import statistics
 from functools import partial
 from typing import Any
@@ -29,8 +30,16 @@ def pictures(shape: tuple[int, ...], place: torch.device) -> torch.Tensor:
     return (smooth + torch.linspace(0, 0.3, shape[-1], device=place)).clamp(0, 1)
 
 
-def measure(model: str, method: str, batch: int, rounds: int, precision: str, place: torch.device) -> list[Any]:
-    """A row for each contender, the method alone first."""
+def measure(
+    model: str,
+    method: str,
+    batch: int,
+    rounds: int,
+    precision: str,
+    place: torch.device,
+    settings: dict[str, float],
+) -> list[Any]:
+    """A row for each contender, the method alone first; ``settings`` are the guard's."""
     architecture = tribe.models.architecture(model)
     x = pictures((batch, *architecture.shape), place)
     net = tribe.Backbone(build(model, architecture.classes, place))
@@ -39,7 +48,7 @@ def measure(model: str, method: str, batch: int, rounds: int, precision: str, pl
     found: dict[str, dict[str, Any]] = {}
     for name in (method, f"{method}+watch", f"{method}+guard"):
         with peak_memory(place) as peak:
-            adapter = tribe.adapt(net, name)
+            adapter = tribe.adapt(net, name, **(settings if "+guard" in name else {}))
             calls[name] = partial(adapter, x)
             warm_up(calls[name], place)
         held = adapter.health[0].held if adapter.health else 0
@@ -59,6 +68,7 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     p = argparse.ArgumentParser("python -m benchmarks.guard_cost", description=__doc__, formatter_class=style)
     add_cost_options(p)
     p.add_argument("--batches", type=int, nargs="+", default=[64])
+    p.add_argument("--guard", nargs="*", default=["lean_half=0.05"], help="settings of the guard, such as probe=0")
     return p.parse_args(argv)
 
 
@@ -67,11 +77,13 @@ def main(argv: list[str] | None = None) -> None:
     place = choose_device(o.device)
     precision = precision_on(place, o.precision)
     shared = {"model": o.model, "rounds": o.rounds, "precision": precision, "machine": machine(place)}
+    settings = {name: json.loads(value) for name, _, value in (pair.partition("=") for pair in o.guard)}
     rows: list[dict[str, Any]] = []
     clock, path = Clock(), o.out / f"guard_cost_{place.type}_{o.model}_{precision}.json"
     with float32_precision(o.precision):
         for batch in o.batches:
-            rows += [{"batch": batch, **row} for row in measure(o.model, o.method, batch, o.rounds, precision, place)]
+            found = measure(o.model, o.method, batch, o.rounds, precision, place, settings)
+            rows += [{"batch": batch, **row} for row in found]
             write(path, shared, rows)
             for row in rows[-3:]:
                 clock.say(f"batch {batch}, {row['method']}: step {row['step_ms']:.3f} ms, {row['share']:+.2%}")
