@@ -451,8 +451,10 @@ def test_random_numbers_are_the_generators_own():
 @runs
 @pytest.mark.parametrize("per", ["batch", "image"])
 @pytest.mark.parametrize("channels", [1, 3])
-def test_augmentation_is_the_same(channels, per, monkeypatch):
-    x = torch.rand(3, 4, channels, 9, 7, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+@pytest.mark.parametrize("size", [(9, 7), (65, 64)], ids=str)
+def test_augmentation_is_the_same(size, channels, per):
+    """Images of more than 4,096 pixels are cut into tiles."""
+    x = torch.rand(3, 4, channels, *size, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     key = rng.Key(torch.arange(3, device=DEVICE), torch.arange(3, device=DEVICE))
     plain = Augment(per=per)(x, key)
     with kernels.using("auto"):

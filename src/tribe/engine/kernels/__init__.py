@@ -1,4 +1,4 @@
-"""Triton kernels for CUDA: normalisation, Balanced BN, time filter, random numbers, colour jitter, one launch each.
+"""Triton kernels for CUDA: normalisation, Balanced BN, time filter, random numbers, colour jitter, in few launches.
 
 With tensor operations (`tribe.engine.moments`, `tribe.norms.balanced`) a normalisation layer takes about a hundred
 launches, forward and backward, and reads its activations many times. With the kernels it takes nine launches, and every
