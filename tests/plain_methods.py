@@ -287,3 +287,72 @@ def sotta(net, images, *, c_0, rho, momentum, lr, size, every, lots, frozen=()):
                     p.sub_(step)
             adam.step()
     return torch.stack(outputs), layers, sorted(item for items in bank.items for item in items)
+
+
+def bdn(net, xs, *, eta, gamma, layer, domains, confident=True):
+    """UniTTA's BDN (2024); Balanced BN is the slow loop of `reference`. ``layer`` counts BatchNorm layers.
+
+    Returns the logits of each batch, the domain of each image, and how many domains are known, the next one included.
+    """
+    module, _, _ = ordinary(net, net.source()[1])
+    module.requires_grad_(False)
+    layers = [m for m in module if isinstance(m, nn.BatchNorm2d)]
+    classes = module[-1].out_features
+
+    def source():  # of each layer: (K, C) twice
+        return [[t[None].expand(classes, -1).numpy() for t in (m.running_mean, m.running_var)] for m in layers]
+
+    everything, known = source(), [source(), source()]
+
+    def balanced(x, labels, counts, statistics, share):
+        conventions = {"pooled_ddof": 1, "rate_cap": True, "gamma_over": "present"}
+        values = x.flatten(2).numpy()
+        return reference.balanced(values, labels, counts, *statistics, eta=eta, gamma=share, **conventions)
+
+    def run(x, moments_of):
+        for m in module:
+            if isinstance(m, nn.BatchNorm2d):
+                mean, var = (torch.as_tensor(t)[..., None, None] for t in moments_of(layers.index(m), x))
+                x = m.weight[:, None, None] * (x - mean) / (var + m.eps).sqrt() + m.bias[:, None, None]
+            else:
+                x = m(x)
+        return x
+
+    def pooled(statistics):
+        mean, var = (torch.as_tensor(t) for t in statistics)
+        return mean.mean(0), var.mean(0) + mean.var(0)
+
+    outputs, assigned = [], []
+    for x in xs:
+        labels, every = run(x, lambda i, _: pooled(everything[i])).argmax(1).tolist(), [True] * len(x)
+        nearest = []
+
+        def second(i, x, labels=labels, every=every, nearest=nearest):
+            if i == layer:
+                for image in x:
+                    mean, sigma = image.mean((1, 2)), image.var((1, 2), unbiased=False).sqrt()
+                    there = [pooled(domain[i]) for domain in known]
+                    apart = [float(((mean - m) ** 2 + (sigma - v.sqrt()) ** 2).sum()) for m, v in there]
+                    nearest.append(apart.index(min(apart)))
+            result = balanced(x, labels, every, everything[i], gamma)
+            everything[i] = [result.class_mean, result.class_var]
+            return result.mean, result.var
+
+        def third(i, x, labels=labels, nearest=nearest):
+            means, variances = [None] * len(x), [None] * len(x)
+            for d, domain in enumerate(known):
+                mine = [n == d for n in nearest]
+                result = balanced(x, labels, mine, domain[i], 0.0)
+                domain[i] = [result.class_mean, result.class_var]
+                for b in range(len(x)):
+                    if mine[b]:
+                        means[b], variances[b] = torch.as_tensor(result.mean), torch.as_tensor(result.var)
+            return torch.stack(means), torch.stack(variances)
+
+        before, after = run(x, second), run(x, third)
+        if len(known) - 1 in nearest and len(known) < domains:
+            known.append(source())
+        surer = before.softmax(1).amax(1) >= after.softmax(1).amax(1)
+        outputs.append(torch.where(surer[:, None], before, after) if confident else after)
+        assigned.append(nearest)
+    return outputs, assigned, len(known)

@@ -223,6 +223,7 @@ def test_streams_together_equal_each_alone(method, dtype, tolerance):
 
 
 NOT_EXPORTED = {
+    "bdn": "more than a pass of a network: each image has the statistics of its domain",
     "cmf": "more than a pass of a network: the prior",
     "cotta": "more than a pass of a network: where the source model is uncertain, passes over several views",
     "lame": "more than a pass of a network: neighbours in a batch",

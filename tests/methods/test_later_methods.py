@@ -354,17 +354,53 @@ def test_cmf_is_roid_with_a_filter(q, beta_at_last):
     assert beta == beta_at_last if beta_at_last is not None else 0.89 < beta < 0.99
 
 
+# -- BDN --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"eta": 0.1, "gamma": 0.3}, {"eta": 0.3, "gamma": 0.0, "confident": False}, {"eta": 0.3, "domains": 3}],
+    ids=["most confident", "last pass", "few domains"],
+)
+def test_bdn_equals_plain_pytorch(fields):
+    """First dim images, which the first domain follows, then some of strong contrast, which are of another one."""
+    dim = [x * 0.3 for x in varied(5, batch=6)]
+    strong = [(x > x.mean()).to(DOUBLE) * 1.2 for x in varied(3, batch=6, first=9)]
+    xs = [*dim[:4], *strong[:2], torch.cat((dim[4], strong[2]), 1)]
+    net = even_network(varied(4))
+    fields = {"gamma": 0.0, "domains": 8, **fields}
+    method = methods.create("bdn", classes=4, layer="1", **fields)
+    outputs, state = play(method, net, xs)
+    expected, assigned, known = plain_methods.bdn(net, [x[0] for x in xs], layer=0, **fields)
+    for y, logits in zip(outputs, expected, strict=True):
+        torch.testing.assert_close(y[0], logits, rtol=0, atol=1e-6)
+    assert int(state.known) == known > 2
+    assert len({domain for batch in assigned for domain in batch}) > 1, "one domain: nothing was tested"
+    assert fields["domains"] > 3 or known == 3
+
+
+def test_bdn_normalises_with_what_a_third_of_the_way_tells_or_with_a_layer_by_name():
+    net = network()
+    assert methods.create("bdn", classes=4)._slot(net).name == "1"
+    assert methods.create("bdn", classes=4, layer="4")._slot(net).name == "4"
+    with pytest.raises(ValueError, match=r"layer of bdn is '3'; the network's BatchNorm layers are 1, 4"):
+        methods.create("bdn", classes=4, layer="3").init(net)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(192, 16), nn.LayerNorm(16), nn.Linear(16, 4))
+    with pytest.raises(ValueError, match=r"by the statistics of a BatchNorm layer, and the network has none"):
+        methods.create("bdn", classes=4).init(Backbone(model))
+
+
 # -- all of them ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["deyo", "petta", "delta", "sotta", "cmf"])
+@pytest.mark.parametrize("name", ["deyo", "petta", "delta", "sotta", "cmf", "bdn"])
 def test_two_classes_in_half_precision(name):
     net = Backbone(small_network(2).to(torch.bfloat16))
     method = informed(methods.create(name, classes=2), net)
     outputs, state = play(method, net, batches(3, dtype=torch.bfloat16))
     assert all(y.shape == (1, 9, 2) and y.isfinite().all() for y in outputs)
-    affine = getattr(state, "student", state).affine
-    assert affine.weight.dtype == torch.float32
+    learned = state.stats.mean if name == "bdn" else getattr(state, "student", state).affine.weight
+    assert learned.dtype == torch.float32
 
 
 @pytest.mark.parametrize(
@@ -388,6 +424,9 @@ def test_two_classes_in_half_precision(name):
         ("sotta", {"frozen_tail": "layer4"}, "tuple of names"),
         ("cmf", {"gamma": 1.5}, "between 0 and 1"),
         ("cmf", {"q": -0.1}, "q of cmf is not negative"),
+        ("bdn", {"eta": 2.0}, "eta lies in"),
+        ("bdn", {"domains": 1}, "at least 2"),
+        ("bdn", {"classes": None}, "classes="),
         ("delta", {"alpha": 1.5}, "alpha is the past's share"),
         ("delta", {"lambda_": -0.1}, "between 0 and 1"),
         ("delta", {"loss": "focal"}, "'weighted entropy', 'entropy' or 'pseudo labels'"),
