@@ -15,7 +15,7 @@ from places import ROOT
 SOURCE = ROOT / "src" / "tribe"
 
 LAYERS = (  # from the lowest to the highest; a room imports itself and what stands below it
-    (("_version", "registry", "fields"), "the version, names of components, checks of their fields"),
+    (("_version", "_openmp", "registry", "fields"), "the version, names of components, checks of their fields"),
     (("engine",), "what computes: backbone, slots, state, kernels, graphs, losses, random numbers"),
     (("storage",), "files: one container for tensors, one atomic writer, one lock"),
     (("norms",), "norm rules"),

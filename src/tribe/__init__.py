@@ -11,6 +11,9 @@
 The method is TRIBE (AAAI-24); read `tribe.methods.tribe` and `tribe.norms.balanced` first.
 """
 
+from tribe import _openmp  # noqa: F401  first: it must run before torch loads
+
+# isort: split
 from tribe import corruptions, datasets, health, methods, models, norms, scenarios, time
 from tribe._version import __version__
 from tribe.adapter import Adapter, adapt, load
