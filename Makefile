@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help run serve test test-serve test-slow test-extras check lint bench docs clean
+.PHONY: help run serve test test-serve test-slow test-extras check lint bench docs pages site clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -47,13 +47,22 @@ bench: $(INSTALLED)  ## measure speed and memory of the methods, as ratios to pl
 	$(BIN)/python -m benchmarks --model resnet20
 	$(BIN)/python -m benchmarks --model wrn16_4 --batch 16
 
-docs: $(INSTALLED)  ## generate the pages and drawings that are made from code and results
+docs: pages site  ## generate the pages that are made from code and results, then build the site
+
+pages: $(INSTALLED)  ## generate the pages and drawings that are made from code and results
 	$(BIN)/python tests/test_layers.py
 	$(BIN)/python -m benchmarks.methods > docs/methods.md.new && mv docs/methods.md.new docs/methods.md
 	$(BIN)/python -m benchmarks.time_study --render
 	$(BIN)/python -m benchmarks.health_study --render
 	$(BIN)/python -m benchmarks.guard_study --render
 	$(BIN)/tribe reproduce document --runs results --out docs/reproduction.md
+
+$(VENV)/.docs: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@touch $@
+
+site: $(VENV)/.docs  ## build the site into build/site; every link is checked. To look at it: open build/site/index.html
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 clean:  ## remove the environment and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

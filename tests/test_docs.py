@@ -151,9 +151,10 @@ def test_security_names_errors_and_bounds_of_the_code():
 # -- names and paths ---------------------------------------------------------------------------------------------------
 
 PAGES = sorted([*ROOT.glob("*.md"), ROOT / "NOTICE", *(ROOT / "docs").rglob("*.md"), ROOT / "results/README.md"])
-CODE = sorted(path for folder in ("src", "tests", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py"))
+CODE_FOLDERS = ("src", "tests", "benchmarks", "examples", "website")
+CODE = sorted(path for folder in CODE_FOLDERS for path in (ROOT / folder).rglob("*.py"))
 HOMES = (ROOT, ROOT / "src", ROOT / "src/tribe", ROOT / "tests")  # where a path in a text may start
-FOLDERS = "src|tests|docs|benchmarks|examples|results"
+FOLDERS = "src|tests|docs|benchmarks|examples|results|website"
 PATH = re.compile(rf"(?<![\w/.])((?:{FOLDERS})/[\w./*-]*[\w*]|[\w./-]+/[\w.-]+\.(?:py|md|json|npz))(?:::(\w+))?")
 NAME = re.compile(r"(?<![\w/.-])tribe(?:\.\w+)+(?!\.?\w*=)")  # not a field that is set, as in tribe.gamma=0.1
 EXAMPLES = ("mine.py",)  # files that a reader would write

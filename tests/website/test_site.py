@@ -1,0 +1,123 @@
+"""The site as people meet it: built as `make site` does, every link followed, in a real browser."""
+
+import os
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from urllib.parse import unquote, urldefrag, urlparse
+
+import pytest
+
+pytest.importorskip("mkdocs", reason="needs the extra docs: pip install '.[docs]'")
+pytest.importorskip("material", reason="needs the extra docs: pip install '.[docs]'")
+pytest.importorskip("mkdocstrings", reason="needs the extra docs: pip install '.[docs]'")
+
+from browsers import needs_chromium, started_chromium
+from places import ROOT
+from tribe import corruptions, methods, scenarios
+
+pytestmark = pytest.mark.slow  # builds a hundred pages
+WIDTHS = (390, 1280)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The folder of a site that was built without a warning."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder]
+    path = f"{ROOT / 'src'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, text=True, capture_output=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+class Page(HTMLParser):
+    """The anchors of a page, where it links to, and what it loads."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.anchors, self.links, self.loaded = {""}, [], []
+        self.feed(path.read_text())
+
+    def handle_starttag(self, tag, attributes):
+        given = dict(attributes)
+        self.anchors |= {given[key] for key in ("id", "name") if given.get(key)}
+        if tag == "a" and given.get("href"):
+            self.links.append(given["href"])
+        if tag in ("img", "script", "iframe", "source") and given.get("src"):
+            self.loaded.append(given["src"])
+        if tag == "link" and given.get("href") and given.get("rel") not in ("canonical", "prev", "next"):
+            self.loaded.append(given["href"])
+
+
+def test_every_link_and_anchor_exists_and_nothing_is_loaded_from_elsewhere(site):
+    pages = {path: Page(path) for path in site.rglob("*.html")}
+    assert len(pages) > 90
+    missing = []
+    for path, page in pages.items():
+        assert [url for url in page.loaded if urlparse(url).scheme not in ("", "data")] == [], path
+        for url in page.links + page.loaded:
+            place, anchor = urldefrag(url)
+            if urlparse(url).scheme or path.name == "404.html":  # its links start at the root of a server
+                continue
+            target = (path.parent / unquote(place)).resolve() if place else path
+            if not target.exists() or (target in pages and unquote(anchor) not in pages[target].anchors):
+                missing.append(f"{path.relative_to(site)}: {url}")
+    assert missing == []
+
+
+def test_style_sheets_and_scripts_load_nothing_from_elsewhere(site):
+    for path in site.rglob("*.css"):
+        assert re.findall(r"(?:url\(|@import )[\"']?https?:[^)]*", path.read_text()) == [], path
+
+
+def test_galleries_show_every_corruption_and_every_scenario(site):
+    page = (site / "corruptions.html").read_text()
+    for name in corruptions.names("common"):
+        for severity in corruptions.SEVERITIES:
+            assert f"gallery/large/{name}-{severity}.jpg" in page
+            assert f"gallery/small/{name}-{severity}.png" in page
+    for name in corruptions.names("mnist"):
+        assert f"gallery/digits/{name}-5.png" in page
+    assert all(f"gallery/scenarios/{name}.png" in (site / "scenarios.html").read_text() for name in scenarios.names())
+
+
+def test_the_reference_shows_every_method_and_the_comments_of_its_fields(site):
+    text = re.sub("<[^>]+>", "", (site / "reference/methods.html").read_text())
+    assert all(methods.get(name).__name__ in text for name in methods.names())
+    assert "weight of the anchored loss" in text
+
+
+@needs_chromium
+@pytest.mark.parametrize("width", WIDTHS)
+def test_no_page_is_wider_than_the_screen(site, width):
+    pytest.importorskip("playwright.sync_api")
+    with started_chromium() as browser:
+        context = browser.new_context(viewport={"width": width, "height": 900})
+        page, asked, complaints = context.new_page(), [], []
+        page.on("request", lambda request: asked.append(request.url))
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        wide = []
+        for path in sorted(site.rglob("*.html")):
+            page.goto(path.as_uri())
+            if page.evaluate("document.documentElement.scrollWidth") > width:
+                wide.append(path.name)
+        context.close()
+    assert wide == []
+    assert complaints == []
+    assert [url for url in asked if not url.startswith(("file:", "data:", "blob:"))] == []
+
+
+@needs_chromium
+def test_search_works_in_pages_that_are_opened_as_files(site):
+    sync_api = pytest.importorskip("playwright.sync_api")
+    with started_chromium() as browser:
+        page = browser.new_page(viewport={"width": 1280, "height": 900})
+        page.goto((site / "index.html").as_uri())
+        page.locator("input.md-search__input").click()
+        page.locator("input.md-search__input").fill("Balanced BN")
+        sync_api.expect(page.locator(".md-search-result__item a").first).to_be_visible()
+        assert "how-it-works.html" in page.locator(".md-search-result__list").inner_html()

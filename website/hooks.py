@@ -1,0 +1,72 @@
+"""Events of MkDocs: pages that are made while the site is built, and links that leave docs/.
+
+In the Markdown of a page, ``<!-- gallery: NAME -->`` is replaced by pictures, see `website.galleries`.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+from website import galleries, links, reference
+
+GALLERY = re.compile(r"<!-- gallery: (\w+) -->")
+origins: dict[str, str] = {}  # of pages of the repository: place on the site, path in the repository
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Complete the menu: decisions and the API reference are listed by the folder and the code."""
+    for section in config.nav or []:
+        for title, entries in section.items():
+            if title == "API":
+                entries += [{page.title: page.place} for page in reference.pages()]
+            if title == "Decisions":
+                entries += [{_title(path): f"decisions/{path.name}"} for path in _decisions()]
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add pages that are outside docs/, pages of linked code, the reference, and pictures."""
+    made: dict[str, str | bytes] = {page.place: page.text() for page in reference.pages()}
+    made["reference/index.md"] = reference.overview()
+    made["decisions/index.md"] = _list_of_decisions()
+    made |= {place: (links.ROOT / path).read_text() for path, place in links.OUTSIDE.items()}
+    made |= galleries.pictures()
+    origins.update({file.src_uri: f"docs/{file.src_uri}" for file in files.documentation_pages()})
+    origins.update({place: path for path, place in links.OUTSIDE.items()})
+    texts = {page: (links.ROOT / page).read_text() for page in origins.values()}
+    for page, text in texts.items():
+        for target in links.targets(text):
+            path = links.repository_path(page, target)
+            place = links.address(path)
+            if place.startswith("source/") and place not in made:
+                raw = path.endswith(links.RAW)
+                made[place] = (links.ROOT / path).read_bytes() if raw else links.source_page(path)
+    for place, content in made.items():
+        files.append(File.generated(config, place, content=content))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
+    """Point links to where their targets are on the site, and put pictures in their place."""
+    place = page.file.src_uri
+    if place not in origins:  # made here, with links of the site
+        return markdown
+    text = links.for_the_site(markdown, origins[place], place)
+    return GALLERY.sub(lambda match: galleries.markdown(match[1]), text)
+
+
+def _decisions() -> list[Path]:
+    return sorted((links.ROOT / "docs/decisions").glob("0*.md"))
+
+
+def _title(path: Path) -> str:
+    return path.read_text().partition("\n")[0].removeprefix("# ")
+
+
+def _list_of_decisions() -> str:
+    rows = "".join(f"- [{_title(path)}]({path.name})\n" for path in _decisions())
+    return f"# Decisions\n\nWhat was decided, and why. A changed decision gets a new page, not an edit.\n\n{rows}"
