@@ -230,9 +230,9 @@ def test_the_size_of_a_state_is_what_a_stream_keeps() -> None:
     others = {name: methods.create(name, classes=7) for name in ("tribe", "tent", "bn")}
     expected = {"tribe with class_stats='packed'": packed, **others}
     assert tribe.doctor(net).state_bytes == {name: count_bytes(m.init(net)) for name, m in expected.items()}
-    assert re.search(r"state of a stream: tribe 0\.0\d+ MB\n", str(tribe.doctor(net)))
+    assert re.search(r"state of a stream: tribe \d+(\.\d+)? kB\n", str(tribe.doctor(net)))
     large = nn.Sequential(nn.Conv2d(3, 500, 1), nn.BatchNorm2d(500), nn.Flatten(), nn.Linear(500, 5000))
-    words = r"tribe 60 MB; leaner: tribe with class_stats='packed' 15\.\d MB, tent .* MB"
+    words = r"tribe 60 MB; leaner: tribe with class_stats='packed' 15\.\d MB, tent .* kB"
     assert re.search(words, str(tribe.doctor(large)))
     without = tribe.doctor(NETWORKS["no affine parameters"]())
     assert "tribe" not in without.state_bytes
@@ -304,3 +304,13 @@ def test_a_network_whose_classes_are_in_another_order_is_recognised() -> None:
     assert "expected 64 integers" in diagnosed(right[:3], x)[1]
     x[:48] = torch.nan
     assert diagnosed(right, x) == (1.0, ""), "labels of images that cannot be used are left out"
+
+
+def test_the_headline_agrees_with_the_problems() -> None:
+    assert str(tribe.doctor(small_network(), X)).startswith("can be adapted\n")
+    report = tribe.doctor(nn.Sequential(small_network(), nn.Softmax(-1)), X)
+    assert str(report).startswith("can be adapted, but 1 problem was found, see below\n")
+    report = tribe.doctor(nn.Sequential(small_network(), nn.Softmax(-1)), 255 * X)
+    assert str(report).startswith(f"can be adapted, but {len(report.problems)} problems were found, see below\n")
+    assert len(report.problems) > 1
+    assert str(tribe.doctor(nn.Linear(3, 2))).startswith("cannot be adapted\n")

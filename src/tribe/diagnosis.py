@@ -68,11 +68,20 @@ class Report:
         """Plain data, fit for JSON."""
         return asdict(self)
 
+    @property
+    def headline(self) -> str:
+        """The first line of the text."""
+        if not self.adaptable:
+            return "cannot be adapted"
+        count = len(self.problems)
+        many = f", but {count} problem{'s were' if count > 1 else ' was'} found, see below"
+        return f"can be adapted{many if count else ''}"
+
     def __str__(self) -> str:
         alike: dict[tuple[str, bool, bool], list[Layer]] = {}
         for layer in self.layers:
             alike.setdefault((layer.kind, layer.statistics, layer.affine), []).append(layer)
-        lines = ["can be adapted" if self.adaptable else "cannot be adapted"]
+        lines = [self.headline]
         for (kind, *has), group in alike.items():
             parts = " and ".join(itertools.compress(("statistics", "affine parameters"), has))
             lines.append(f"  {len(group)} x {kind}, {sum(g.channels for g in group)} channels: {parts or 'batch only'}")
@@ -163,9 +172,19 @@ def _state_bytes(net: Backbone, classes: int, fit: dict[str, str]) -> dict[str, 
 def _sizes(state_bytes: dict[str, int]) -> Iterator[str]:
     """The line about the size of states."""
     if (most := state_bytes.get("tribe")) is not None:
-        leaner = [f"{name} {n / 1e6:.3g} MB" for name, n in state_bytes.items() if n < most]
+        leaner = [f"{name} {_size(n)}" for name, n in state_bytes.items() if n < most]
         many = f"; leaner: {', '.join(leaner)}" if most >= LARGE and leaner else ""
-        yield f"  state of a stream: tribe {most / 1e6:.3g} MB{many}"
+        yield f"  state of a stream: tribe {_size(most)}{many}"
+
+
+def _size(count: int) -> str:
+    """A number of bytes for people.
+
+    >>> _size(52), _size(504_000), _size(505_100_000)
+    ('52 bytes', '504 kB', '505 MB')
+    """
+    name, unit = next(((name, unit) for name, unit in (("MB", 1e6), ("kB", 1e3)) if count >= unit), ("bytes", 1))
+    return f"{count / unit:.3g} {name}"
 
 
 @contextmanager

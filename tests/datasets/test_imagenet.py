@@ -20,6 +20,7 @@ from tribe.lab.runner import run
 from tribe.lab.spec import ComponentSpec
 from tribe.lab.stream import Stream
 from tribe.lab.workbench import Request, Workbench, plain_method, restrict
+from tribe.testing import small_network
 
 SISTERS = {"imagenet-v2": "matched-frequency", "imagenet-r": "renditions", "imagenet-a": "adversarial"}
 
@@ -201,6 +202,13 @@ def test_classes_that_would_be_domains_get_a_hint(root):
     layouts.write_folder(root / "camera", np.random.default_rng(0))
     with pytest.raises(ValueError, match="If the domains are classes, as in an ImageFolder, name the folder above"):
         Stream(datasets.create("folder", root=str(root / "camera/day")), scenarios.create("ptta"))
+
+
+def test_as_many_domains_without_labels_as_classes_are_a_warning(tmp_path):
+    layouts.write_folder(tmp_path, np.random.default_rng(0))
+    stream = Stream(datasets.create("folder", root=str(tmp_path / "day")), scenarios.create("replay"))
+    with pytest.warns(UserWarning, match=r"if they are classes, as in an ImageFolder, name the folder above them"):
+        run(Backbone(small_network(classes=len(stream.domains))), methods.create("source"), stream)
 
 
 def test_missing_sisters_name_their_archives(tmp_path):

@@ -13,6 +13,7 @@ import tribe
 from tribe.engine.backbone import Backbone
 from tribe.engine.layer_norms import ChannelSlot
 from tribe.engine.slots import AffineSlot
+from tribe.models import layer_norm
 from zoo import FROZEN, ChannelNorm, LayerNorm2d, different_rows, gap, images, small
 
 
@@ -69,6 +70,7 @@ NORMS = {
     "Hugging Face": (partial(small, EitherWay), ChannelSlot),
     "Hugging Face, last": (partial(last, partial(EitherWay, data_format="channels_last")), AffineSlot),
     "authors": (partial(small, ChannelNorm), ChannelSlot),
+    "any number of axes": (partial(small, layer_norm.ChannelNorm), ChannelSlot),
     "wide parameters": (partial(small, WideChannelNorm), ChannelSlot),
 }
 

@@ -173,7 +173,8 @@ def _trial_shapes(layer: nn.Module, kind: type[Slot]) -> list[tuple[int, ...]]:
     if kind is ChannelSlot:
         return [(batch, channels, height, width)]
     if not isinstance(layer, _BatchNorm | nn.GroupNorm):
-        return [(batch, *p, *normalized_shape(layer)) for p in pixels]
+        shape = normalized_shape(layer)  # without pixels, channels that come first are also last
+        return [(batch, *p, *shape) for p in (pixels[1:] if len(shape) == 1 else pixels)]
     return [(batch, channels, *p) for p in (*pixels, (2, 2, 2))]
 
 

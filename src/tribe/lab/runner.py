@@ -159,6 +159,12 @@ def _check_classes(net: Backbone, stream: Stream) -> None:
     known, outputs = len(stream.dataset.classes), optional(stream.dataset, "outputs")
     if net.dense:
         raise ValueError("a run compares predictions with labels, and this network may return no logits: dense=True")
+    if not known and len(stream.domains) == net.classes:
+        warnings.warn(
+            f"no image has a label, and the data set has as many domains as the network has classes, {net.classes}, "
+            f"such as {stream.domains[0]!r}: if they are classes, as in an ImageFolder, name the folder above them",
+            stacklevel=3,
+        )
     if known and net.classes is not None and known != net.classes:
         hint = "" if outputs is None else ". net.restricted_to(dataset.outputs) keeps the outputs that are its classes"
         raise ValueError(f"the network tells {net.classes} classes apart, but the data set has {known}{hint}")

@@ -152,7 +152,8 @@ def _random(shape: str) -> Tensor:
 
 def _coloured(report: tribe.Report) -> Text:
     text = Text(printable(str(report), keep="\n"))
-    text.highlight_regex(r"^can be adapted", "bold green")
+    text.highlight_regex(r"^can be adapted(?=\n|$)", "bold green")
+    text.highlight_regex(r"^can be adapted, but.*", "bold yellow")
     text.highlight_regex(r"^cannot be adapted", "bold red")
     text.highlight_regex(r"(?m)^problem:", "bold red")
     return text

@@ -1,0 +1,143 @@
+"""Methods on networks that others wrote: errors on clean images and under corruptions, for docs/networks.md.
+
+``python -m benchmarks.network_study --model lite0.py:net --data ROOT --every 7`` plays every seventh image of ImageNet.
+Each method starts from the source twice: it plays the clean images, then the corruptions one after another.
+``--render`` writes the tables into the page.
+"""
+
+import argparse
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.pages import RESULTS, rendered, table
+from benchmarks.time_play import Clock, Progress, read, write
+from tribe import scenarios
+from tribe.cli.custom import load_custom_model
+from tribe.datasets import Dataset, optional
+from tribe.engine.precision import PRECISIONS, float32_precision, precision_on
+from tribe.lab import metrics
+from tribe.lab.provenance import machine
+from tribe.lab.runner import run
+from tribe.lab.spec import ComponentSpec
+from tribe.lab.stream import Stream
+from tribe.lab.workbench import Request, Workbench, in_precision, restrict
+
+PAGE = Path(__file__).parents[1] / "docs" / "networks.md"
+CORRUPTIONS = "gaussian_noise,motion_blur,fog,contrast"
+NAMES = {"source": "TEST", "bn": "BN", "tent": "TENT", "rotta": "RoTTA", "tribe": "TRIBE"}
+
+
+class Every:
+    """A data set with only some of its images: the first of every so many."""
+
+    def __init__(self, dataset: Dataset, step: int) -> None:
+        self.dataset, self.step, self.classes, self.domains = dataset, step, dataset.classes, dataset.domains
+        self.clean_name, self.outputs = optional(dataset, "clean_name"), optional(dataset, "outputs")
+
+    def labels(self, domain: str) -> Tensor:
+        """Those of the images that are left."""
+        return self.dataset.labels(domain)[:: self.step]
+
+    def images(self, domain: str, index: Tensor) -> Tensor:
+        """Those that are left."""
+        return self.dataset.images(domain, index * self.step)
+
+
+def measure(o: argparse.Namespace) -> None:
+    """Play all methods and write what they got wrong after each of them."""
+    model = ComponentSpec(o.model)
+    networks = {o.model: load_custom_model(o.model)} if ":" in o.model else None
+    bench = Workbench(o.data, o.device, {o.model: o.weights} if o.weights else None, networks=networks)
+    corrupted = bench.dataset(ComponentSpec(o.dataset, {"corruptions": o.corruptions.split(",")}))
+    clean = bench.dataset(ComponentSpec(optional(corrupted, "clean_name")))
+    request = Request(o.dataset, o.model, bench.weights.get(o.model), bench.data)
+    net, _ = bench.net(request, corrupted, model)
+    precision = precision_on(bench.device, o.precision)
+    name = o.name or o.model.rpartition(":")[0].rpartition("/")[2].removesuffix(".py") or o.model
+    path = o.out / f"networks_{o.dataset}_{name}_{precision}_{o.every}.json"
+    shared = {key: getattr(o, key) for key in ("dataset", "scenario", "batch", "every")}
+    shared |= {"network": name, "precision": precision, "machine": machine(bench.device), **described(net)}
+    rows: list[dict[str, Any]] = []
+    clock = Clock()
+    for method in o.methods.split(","):
+        found: dict[str, float] = {}
+        built = bench.method(request, corrupted, net, model, ComponentSpec(method))
+        for data in (clean, corrupted):
+            own, chosen = in_precision(restrict(net, data), built, precision)
+            stream = Stream(Every(data, o.every), scenarios.create(o.scenario), range(o.seeds), o.batch)
+            with float32_precision(precision):
+                records = run(own, chosen, stream, spec={}, progress=Progress(method))
+            wrong = torch.stack([metrics.domain_error(record) for record in records]).mean(0)
+            found |= {
+                d.partition("@")[0]: round(100 * e, 2) for d, e in zip(stream.domains, wrong.tolist(), strict=True)
+            }
+        rows.append({"method": method, "images": len(Every(clean, o.every).labels(clean.domains[0])), "error": found})
+        clock.say(method, found)
+        write(path, shared, rows)
+
+
+def described(net: Any) -> dict[str, Any]:
+    """What adapts in a network."""
+    kinds = [type(slot.layer).__name__ for slot in net.slots]
+    layers = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
+    return {"layers": layers, "statistics": net.has_statistics}
+
+
+def errors(folder: Path) -> str:
+    """A table for each network."""
+    files: dict[str, list[dict[str, Any]]] = {}
+    for row in read("networks_*.json", folder):
+        files.setdefault(row["file"], []).append(row)
+    return "\n".join(_table(rows) for rows in files.values())
+
+
+def _table(rows: Sequence[dict[str, Any]]) -> str:
+    first = rows[0]
+    domains = list(first["error"])
+    words = f"**{first['network']}** ({first['layers']}), {first['images']} images a column, batch {first['batch']}, "
+    words += f"scenario `{first['scenario']}`, {first['precision']}, {first['machine']['device']}; errors in %:"
+    return f"{words}\n\n{table(['', *(d.replace('_', ' ') for d in domains), 'mean of corruptions'], _lines(rows))}"
+
+
+def _lines(rows: Iterable[dict[str, Any]]) -> Iterable[list[str]]:
+    for row in rows:
+        clean, *others = row["error"].values()
+        yield [
+            NAMES.get(row["method"], row["method"]),
+            *(f"{e:.1f}" for e in (clean, *others, sum(others) / len(others))),
+        ]
+
+
+BLOCKS = {"networks": errors}
+
+
+def main(argv: list[str] | None = None) -> None:
+    p = argparse.ArgumentParser("python -m benchmarks.network_study", description=__doc__.partition("\n")[0])
+    p.add_argument("--model", default="resnet50", help="a name, or file.py:attribute")
+    p.add_argument("--name", help="of the network in the table")
+    p.add_argument("--weights", type=Path)
+    p.add_argument("--dataset", default="live-imagenet-c")
+    p.add_argument("--data", type=Path)
+    p.add_argument("--corruptions", default=CORRUPTIONS)
+    p.add_argument("--every", type=int, default=1, help="play the first of every so many images")
+    p.add_argument("--methods", default=",".join(NAMES))
+    p.add_argument("--scenario", default="ptta")
+    p.add_argument("--batch", type=int, default=64)
+    p.add_argument("--seeds", type=int, default=1)
+    p.add_argument("--device", default="auto")
+    p.add_argument("--precision", default="tf32", choices=PRECISIONS)
+    p.add_argument("--out", type=Path, default=RESULTS)
+    p.add_argument("--render", action="store_true", help="only write the tables into docs/networks.md")
+    o = p.parse_args(argv)
+    if o.render:
+        PAGE.write_text(rendered(PAGE.read_text(), "network_study", BLOCKS))
+    else:
+        measure(o)
+
+
+if __name__ == "__main__":
+    main()
