@@ -55,6 +55,7 @@ pages: $(INSTALLED)  ## generate the pages and drawings that are made from code 
 	$(BIN)/python -m benchmarks.time_study --render
 	$(BIN)/python -m benchmarks.health_study --render
 	$(BIN)/python -m benchmarks.guard_study --render
+	$(BIN)/python -m benchmarks.network_study --render
 	$(BIN)/tribe reproduce document --runs results --out docs/reproduction.md
 
 $(VENV)/.docs: $(INSTALLED)

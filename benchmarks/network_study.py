@@ -52,7 +52,8 @@ def measure(o: argparse.Namespace) -> None:
     model = ComponentSpec(o.model)
     networks = {o.model: load_custom_model(o.model)} if ":" in o.model else None
     bench = Workbench(o.data, o.device, {o.model: o.weights} if o.weights else None, networks=networks)
-    corrupted = bench.dataset(ComponentSpec(o.dataset, {"corruptions": o.corruptions.split(",")}))
+    chosen = {} if o.corruptions == "all" else {"corruptions": o.corruptions.split(",")}
+    corrupted = bench.dataset(ComponentSpec(o.dataset, chosen))
     clean = bench.dataset(ComponentSpec(optional(corrupted, "clean_name")))
     request = Request(o.dataset, o.model, bench.weights.get(o.model), bench.data)
     net, _ = bench.net(request, corrupted, model)
@@ -67,10 +68,10 @@ def measure(o: argparse.Namespace) -> None:
         found: dict[str, float] = {}
         built = bench.method(request, corrupted, net, model, ComponentSpec(method))
         for data in (clean, corrupted):
-            own, chosen = in_precision(restrict(net, data), built, precision)
+            own, method_used = in_precision(restrict(net, data), built, precision)
             stream = Stream(Every(data, o.every), scenarios.create(o.scenario), range(o.seeds), o.batch)
             with float32_precision(precision):
-                records = run(own, chosen, stream, spec={}, progress=Progress(method))
+                records = run(own, method_used, stream, spec={}, progress=Progress(method))
             wrong = torch.stack([metrics.domain_error(record) for record in records]).mean(0)
             found |= {
                 d.partition("@")[0]: round(100 * e, 2) for d, e in zip(stream.domains, wrong.tolist(), strict=True)
@@ -122,7 +123,7 @@ def main(argv: list[str] | None = None) -> None:
     p.add_argument("--weights", type=Path)
     p.add_argument("--dataset", default="live-imagenet-c")
     p.add_argument("--data", type=Path)
-    p.add_argument("--corruptions", default=CORRUPTIONS)
+    p.add_argument("--corruptions", default=CORRUPTIONS, help="comma-separated, or all")
     p.add_argument("--every", type=int, default=1, help="play the first of every so many images")
     p.add_argument("--methods", default=",".join(NAMES))
     p.add_argument("--scenario", default="ptta")

@@ -1,4 +1,4 @@
-"""Small networks with LayerNorm for CIFAR's images: a ConvNeXt and a vision transformer.
+"""Small networks with LayerNorm for CIFAR and digits: a ConvNeXt and a vision transformer.
 
 LayerNorm has no statistics of the source data. So methods adapt its affine parameters only: see docs/networks.md.
 """
@@ -109,6 +109,18 @@ class CifarConvNeXt(Architecture):
     def network(self) -> nn.Module:
         """Build the network."""
         return ConvNeXt(self.classes, self.channels, self.normalize)
+
+
+@register("convnext_mnist")
+@dataclass(frozen=True)
+class DigitsConvNeXt(CifarConvNeXt):
+    """The same for grey digits of 28x28 pixels."""
+
+    channels: int = 1
+    normalize: Normalization | None = None
+
+    size = 28
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"convnext_mnist": {}}
 
 
 @register("vit_cifar")
