@@ -14,7 +14,7 @@ from tribe import methods
 from tribe.lab.store import finished
 from tribe.lab.workbench import Workbench
 from tribe.paper import gather, tables
-from tribe.paper.beyond import MARK, ROWS, TABLES, extend
+from tribe.paper.beyond import LATER, MARK, OF_ALL_METHODS, ROWS, TABLES, extend
 from tribe.paper.chart import draw_chart
 from tribe.paper.compare import compare_plan
 from tribe.paper.document import make_document
@@ -79,6 +79,44 @@ def test_rows_by_hand():
     assert (cell.scenario_fields, cell.metric, cell.domain) == ({"imbalance": 100}, "domain_error", "fog")
     assert list(extend(tables.get("imbalance")).beyond) == [KEYS[0], KEYS[1], KEYS[4]], "it has TRIBE alone"
     assert "ImageNet-C RoTTA + time" in extend(tables.get("local-imbalance")).beyond
+
+
+@pytest.mark.parametrize("name", tables.names())
+def test_methods_later_than_the_paper_have_rows_beside_the_source_model(name):
+    plain, table = extend(tables.get(name)), extend(tables.get(name), later=True)
+    added = {key: note for key, note in table.beyond.items() if key not in plain.beyond}
+    groups = [f"{row['group']} " if row.get("group") else "" for row in plain.rows if row.get("method") == "source"]
+    wanted = [f"{group}{row.key}" for group in groups for row in LATER] if name in OF_ALL_METHODS else []
+    assert list(added) == wanted
+    assert {*OF_ALL_METHODS} < {*TABLES}
+    for key in added:
+        row = next(row for row in LATER if key.endswith(row.key))
+        alone = table.cell(key.replace(row.key, "TEST"), table.column_keys[0])
+        assert table.cell(key, table.column_keys[0]) == dataclasses.replace(alone, method=row.method)
+        assert "later than the paper" in added[key]
+    assert {row.method for row in LATER} <= {*methods.names()}
+
+
+def test_later_rows_are_planned_if_they_are_wanted_or_named():
+    later = {row.method for row in LATER}
+    table = call("mnist", *EMBEDDED, "--columns", "F 100 *", "--dry-run", "--format", "json")
+    assert table.exit_code == 0, table.output
+    assert later.isdisjoint({row["method"] for row in json.loads(table.stdout)["runs"]})
+    for options, wanted in (("--later",), later), (("--methods", "DeYO,bdn"), {"deyo", "bdn"}):
+        result = call("mnist", *EMBEDDED, "--columns", "F 100 *", *options, "--dry-run", "--format", "json")
+        assert result.exit_code == 0, result.output
+        runs = {row["method"]: row["beyond_paper"] for row in json.loads(result.stdout)["runs"]}
+        assert {method for method, beyond in runs.items() if beyond and method in later} == wanted
+    assert "--later is for one table" in message(call("claims", "--runs", ".", "--later"))
+
+
+def test_the_document_marks_later_methods_and_says_where_to_read_of_them():
+    results({"source": 42.0, "tribe": 17.0, "deyo": 33.0})
+    page = "\n".join(lines_of(make_document("results"), "CIFAR10-C: fixed (F) and varying (V)"))
+    assert f"| DeYO {MARK} | 33.00 | 33.00 |" in page
+    assert "PeTTA" not in page
+    assert "“DeYO” (ICLR 2024) is later than the paper: docs/methods.md." in page
+    assert "See docs/time.md." not in page
 
 
 # -- plans ------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from tribe.lab import statistics
 from tribe.lab.experiment import Experiment, MixedResults, refuse_mixture
 from tribe.lab.store import Result, stale
 from tribe.paper import tables
-from tribe.paper.beyond import MARK
+from tribe.paper.beyond import LATER_PAGE, MARK
 from tribe.paper.claims import Claim, Verdict, claims, judge, of_paper
 from tribe.paper.gather import SELECTING, measured_alone
 from tribe.paper.plan import Plan, Planned, stream_of
@@ -65,7 +65,9 @@ class Comparison:
     def footnotes(self) -> list[str]:
         """What the mark means, if a row has it."""
         notes = dict.fromkeys(self.beyond[row] for row in self.rows if row in self.beyond)
-        what = f"{MARK} Beyond the paper, which has no such rows; its claims are judged without them. See docs/time.md."
+        what = f"{MARK} Beyond the paper, which has no such rows; its claims are judged without them."
+        if any(LATER_PAGE not in note for note in notes):  # time filters
+            what += " See docs/time.md."
         return [" ".join([what, *notes])] if notes else []
 
     def is_best(self, row: str, column: str) -> bool:

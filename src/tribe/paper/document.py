@@ -100,10 +100,10 @@ class Series:
                 row_names={method: row["key"] for method, row in self.usual_rows.items()},
                 row_fields={method: row.get("fields", {}) for method, row in self.usual_rows.items()},
             )
-            own.append(_without_empty(self.compare(extend(table), choices)))
+            own.append(_without_empty(self.compare(extend(table, later=True), choices)))
             for dataset, model in self._replacements(table):
                 other = dataclasses.replace(choices, dataset=dataset, model=model)
-                replaced.append(_without_empty(self.compare(extend(table), other)))
+                replaced.append(_without_empty(self.compare(extend(table, later=True), other)))
         return [c for c in own if c is not None], [c for c in replaced if c is not None]
 
     @cached_property
@@ -120,10 +120,11 @@ class Series:
         return {str(row["method"]): row for row in reversed([*run, *rows])}
 
     def _later_methods(self, table: Table) -> list[str]:
-        """Methods with results that the paper lacks."""
+        """Methods with results that the paper lacks, and that have no row beyond it."""
         if table.name not in WITH_LATER:
             return []
-        later = {e.method.name for e in self.experiments} - {row.get("method") for row in table.rows}
+        rows = extend(table, later=True).rows
+        later = {e.method.name for e in self.experiments} - {row.get("method") for row in rows}
         return sorted(name for name in later if name in methods.names() and not methods.get(name).variants)
 
     def _replacements(self, table: Table) -> list[tuple[str, str]]:

@@ -303,9 +303,10 @@ FORWARD_SECONDS = {
 OTHER_FORWARD_SECONDS = {"cuda": 6e-5, "cpu": 2e-2}
 STEP_COST = {  # a step in units of a forward pass, learning included
     **dict.fromkeys(("source", "bn", "lame"), 1.0),
-    **dict.fromkeys(("pl", "tent", "eata"), 2.5),
-    **dict.fromkeys(("note", "rotta"), 4.0),
-    **dict.fromkeys(("sar", "roid"), 5.0),
+    **dict.fromkeys(("pl", "tent", "eata", "delta"), 2.5),
+    "bdn": 3.5,
+    **dict.fromkeys(("note", "rotta", "deyo"), 4.0),
+    **dict.fromkeys(("sar", "roid", "cmf", "sotta"), 5.0),
     **dict.fromkeys(("tribe", "selftrain"), 6.0),
     "ttac": 15.0,
     **dict.fromkeys(("cotta", "petal"), 40.0),

@@ -30,7 +30,7 @@ from tribe.lab.workbench import Workbench
 from tribe.methods import alone
 from tribe.methods import names as method_names
 from tribe.paper import gather, tables
-from tribe.paper.beyond import MARK, extend
+from tribe.paper.beyond import LATER, MARK, extend
 from tribe.paper.chart import draw_chart
 from tribe.paper.compare import Comparison, compare_plan, judge_claims, stream_name
 from tribe.paper.document import DATA, make_document
@@ -44,6 +44,7 @@ CLAIMS = "claims"  # every sentence of the paper about its tables, judged on fin
 DOCUMENT = "document"  # all finished runs, as a page
 RELEASED = "released"  # the table of the released code
 ANY = "; with --no-run any"  # that all results share
+LATER_NAMES = {name for row in LATER for name in (row.key, row.method)}
 
 
 def _option(help: str, default: str | bool = True, *names: str) -> Any:
@@ -61,6 +62,7 @@ Methods = _option("Rows to keep, comma-separated; +NAME or +file.py:Class adds a
 Rows = _option("Only rows that match these patterns: '100 *' or 'CIFAR10-C*'.", "all")
 Columns = _option("Only columns that match these patterns: 'F 100 *,V 100 *'.", "all")
 PaperOnly = _option(f"Only the paper's rows, without those beyond it, which are marked {MARK}.", True, "--paper-only")
+Later = _option("Also the rows of methods later than the paper; --methods DeYO finds them without.", True, "--later")
 Seeds = _option("How many streams, side by side on one network, or their seeds: 425,1,2,3,4.", f"1{ANY}")
 Dataset = _option("Data set in place of the paper's; live-mnist-c needs no download.")
 Model = _option("Network in place of the paper's, or file.py:attribute; compact comes with the package.")
@@ -90,6 +92,7 @@ def reproduce_artifact(
     rows: Annotated[str | None, Rows] = None,
     columns: Annotated[str | None, Columns] = None,
     paper_only: Annotated[bool, PaperOnly] = False,
+    later: Annotated[bool, Later] = False,
     seed: Annotated[int | None, typer.Option(help="Seed of the first stream.", show_default=f"0{ANY}")] = None,
     seeds: Annotated[str | None, Seeds] = None,
     dataset: Annotated[str | None, Dataset] = None,
@@ -126,7 +129,8 @@ def reproduce_artifact(
             list_tables(output)
             return
         if artifact in (CLAIMS, DOCUMENT):
-            _refuse(artifact, methods=methods, rows=rows, columns=columns, paper_only=paper_only or None, plot=plot)
+            flags = {"paper_only": paper_only, "later": later}
+            _refuse(artifact, methods=methods, rows=rows, columns=columns, plot=plot, **flags)
         if reading or kept is not None:
             _require_folder(runs)
         if kept is not None:
@@ -141,15 +145,13 @@ def reproduce_artifact(
             choices = dataclasses.replace(choices, overrides=_parse(settings, COMPONENTS))
             _claims(choices, runs, workbench, origin, output)
             return
-        table = _find_table(artifact) if paper_only else extend(_find_table(artifact))
+        table = _find_table(artifact)
+        if not paper_only:
+            table = extend(table, later or not LATER_NAMES.isdisjoint((methods or "").split(",")))
         with stdout_to_stderr():
             choices = _with_rows(choices, table, methods, rows, columns, settings)
         refuse_unknown_fields([table], choices)
-        plan = (
-            gather.plan_from_results(table, choices, runs, workbench, origin)
-            if no_run
-            else make_plan(table, choices, workbench)
-        )
+        plan = _plan(table, choices, workbench, (runs, origin) if no_run else None)
         if dry_run:
             _dry_run(plan, runs, output)
             return
@@ -251,10 +253,17 @@ def _device_type(device: str) -> str | None:
         raise ValueError(f"unknown device {device!r}: expected auto, cpu or cuda") from error
 
 
+def _plan(table: tables.Table, choices: Choices, workbench: Workbench, found: tuple[Path, Origin] | None) -> Plan:
+    """A plan of what to run, or of what is ``found`` in a folder of results."""
+    if found is None:
+        return make_plan(table, choices, workbench)
+    return gather.plan_from_results(table, choices, found[0], workbench, found[1])
+
+
 def _refuse(artifact: str, **options: object) -> None:
     """Raise ValueError for options that would have no effect."""
     for name, value in options.items():
-        if value is not None:
+        if value is not None and value is not False:
             option = f"--{name.replace('_', '-')}"
             raise ValueError(
                 f"{artifact} covers all tables: {option} is for one table, as in `tribe reproduce cifar10`"
