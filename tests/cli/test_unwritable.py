@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from commands import message, tribe_command
-from tribe.cli.commands import bench, corrupt, report, reproduce, run, schedule, source
+from tribe.cli.commands import bench, corrupt, report, reproduce, run, schedule, source, sweep
 from tribe.train import loop
 
 pytestmark = [
@@ -18,6 +18,9 @@ REPRODUCE = ("reproduce", "cifar10", "--dataset", "live-mnist-c", "--model", "co
 CASES = {  # the work, which must not begin, and a command
     "run --out": ((run, "_plan"), ("run", "--out", "/proc/runs")),
     "run --json": ((run, "_plan"), ("run", "--json", "/proc/x.json")),
+    "sweep --out": ((sweep, "_plan"), ("sweep", "--grid", "tribe.lr=1", "--out", "/proc/runs")),
+    "sweep --plot": ((sweep, "_plan"), ("sweep", "--grid", "tribe.lr=1", "--plot", "/proc/x.svg")),
+    "sweep --json": ((sweep, "_plan"), ("sweep", "--grid", "tribe.lr=1", "--json", "/proc/x.json")),
     "train --out": ((loop, "open_data"), ("train", "mnist", "--out", "/proc/x.safetensors")),
     "reproduce --runs": ((reproduce.gather, "run"), (*REPRODUCE, "--runs", "/proc/runs")),
     "reproduce --out": ((reproduce, "make_plan"), ("reproduce", "cifar10", "--out", "/proc/x.txt")),

@@ -54,3 +54,16 @@ def test_files_by_their_ending_and_the_same_bytes_for_the_same_picture(tmp_path)
             assert re.search(r"instance error", paths[0].read_text())
     with pytest.raises(ValueError, match=r"\.svg, \.png, \.pdf"):
         plots.save(plots.errors({"source": [record(1)]}), tmp_path / "chart.txt")
+
+
+def test_heat_maps_show_numbers_labels_and_the_cells_that_are_marked():
+    errors = torch.tensor([[20.0, 21.5], [float("nan"), 30.0]])
+    marks = {"best with labels": (0, 0), "best without": (1, 1)}
+    figure = plots.heat_maps({"error": errors, "score": errors / 100}, ["1", "$2"], ["a", "b"], ("lr", "eta"), marks)
+    left, right = figure.axes[:2]
+    assert [text.get_text() for text in left.texts] == ["20.00", "21.50", "30.00"], "nothing where it is not known"
+    assert [text.get_text() for text in right.texts] == ["0.2000", "0.2150", "0.3000"]
+    assert [tick.get_text() for tick in left.get_xticklabels()] == ["1", r"\$2"]
+    assert (left.get_xlabel(), left.get_ylabel(), left.get_title()) == ("lr", "eta", "error")
+    boxes = [(box.get_label(), round(box.get_x()), round(box.get_y())) for box in left.patches]
+    assert boxes == [("best with labels", 0, 0), ("best without", 1, 1)]

@@ -43,6 +43,22 @@ Seeds = Annotated[
 Severity = Annotated[
     str | None, typer.Option(help="Severities of the corruptions: 5, or 1,3 or 1-5.", show_default="5")
 ]
+DatasetName = Annotated[str, typer.Option(help="Data set, see `tribe list datasets`, or file.py:Class.")]
+ScenarioName = Annotated[
+    str, typer.Option(help="Protocol of the stream, see `tribe list scenarios`, or file.py:Class.")
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        help="Any field of a component: scenario.sigma=0.01, dataset.seed=1, tribe.gamma=0.1, mine.rate=0.1 of the "
+        "class Mine. Repeatable.",
+    ),
+]
+Out = Annotated[Path, typer.Option(help="Folder of results: what is there is not computed again.")]
+JsonFile = Annotated[
+    str | None, typer.Option("--json", metavar="FILE", help="Write the summary here too; - is stdout.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
 

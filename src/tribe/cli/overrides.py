@@ -23,8 +23,47 @@ def parse_overrides(texts: Sequence[str] | None, components: Sequence[str]) -> O
             raise ValueError(f"--set takes COMPONENT.FIELD=VALUE, such as scenario.sigma=0.01; got {text!r}")
         if component not in overrides:
             raise ValueError(f"--set {text}: {component!r} takes no part in this run: {nearest(component, overrides)}")
-        try:
-            overrides[component][field] = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
-            overrides[component][field] = value
+        overrides[component][field] = _value(value)
     return overrides
+
+
+def parse_lists(texts: Sequence[str] | None, option: str) -> dict[str, list[Any]]:
+    """The values of each field, from texts such as ``tribe.lr=1e-4,1e-3``; commas in brackets and quotes do not count.
+
+    >>> parse_lists(["tribe.lr=1e-4,1e-3", "dataset.corruptions=('fog','snow'),fog", "batch="], "--grid")
+    {'tribe.lr': [0.0001, 0.001], 'dataset.corruptions': [('fog', 'snow'), 'fog'], 'batch': []}
+    """
+    found: dict[str, list[Any]] = {}
+    for text in texts or ():
+        place, equals, values = text.partition("=")
+        if not (equals and place.strip()):
+            raise ValueError(f"{option} takes COMPONENT.FIELD=VALUE,VALUE, such as tribe.lr=1e-4,1e-3; got {text!r}")
+        if place in found:
+            raise ValueError(f"{option} names {place} twice: give all its values at once, separated by commas")
+        found[place] = [_value(word) for word in _split(values) if word.strip()]
+    return found
+
+
+def _value(text: str) -> Any:
+    """A Python literal, or else the text itself."""
+    try:
+        return ast.literal_eval(text.strip())
+    except (ValueError, SyntaxError):
+        return text
+
+
+def _split(text: str) -> list[str]:
+    """Split at commas that are in no bracket and no quotes."""
+    words, depth, quote = [""], 0, ""
+    for character in text:
+        if character == "," and not depth and not quote:
+            words.append("")
+            continue
+        words[-1] += character
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in "'\"":
+            quote = character
+        else:
+            depth += (character in "([{") - (character in ")]}")
+    return words

@@ -9,6 +9,7 @@ import io
 from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 # Colour-blind readers can distinguish them (Okabe and Ito); darkest first.
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = "osD^v<>pX*"
+MARKS = ("#D55E00", "#CC79A7")
+MOST_CELLS = 400  # of a map whose cells show their numbers
 FORMATS = (".svg", ".png", ".pdf")
 
 
@@ -81,6 +84,59 @@ def schedule(plan: Schedule, labels: Sequence[Tensor], domains: Sequence[str] = 
     return figure
 
 
+def heat_maps(
+    maps: Mapping[str, Tensor],
+    across: Sequence[str],
+    downwards: Sequence[str],
+    names: tuple[str, str] = ("", ""),
+    marks: Mapping[str, tuple[int, int]] = MappingProxyType({}),
+) -> "Figure":
+    """Tables of numbers as maps, side by side, with the number in each cell; NaN stays white.
+
+    Args:
+        maps: (rows, columns) by title.
+        across: the labels of the columns.
+        downwards: the labels of the rows.
+        names: of the two axes.
+        marks: cells to put a frame around, as row and column, by what they are.
+    """
+    wide = max(3.2, 1.4 + max(0.75, 0.09 * max(map(len, across))) * len(across))
+    size = (wide * max(len(maps), 1) + 0.08 * max(map(len, downwards)), max(2.4, 1.6 + 0.42 * len(downwards)))
+    figure, panels = _figure(size, (1,), columns=max(len(maps), 1))
+    for axes, (title, numbers) in zip(panels, maps.items(), strict=False):
+        shown = axes.imshow(numbers.numpy(), aspect="auto", cmap="viridis")
+        axes.figure.colorbar(shown, ax=axes)
+        _cell_numbers(axes, numbers)
+        for i, (name, (row, column)) in enumerate(marks.items()):
+            inset = 0.42 - 0.07 * i  # a cell may have two frames
+            box = {"fill": False, "linewidth": 2.2, "edgecolor": MARKS[i % len(MARKS)], "label": plain_label(name)}
+            axes.add_patch(_rectangle((column - inset, row - inset), 2 * inset, **box))
+        axes.set(title=plain_label(title), xlabel=plain_label(names[0]), ylabel=plain_label(names[1]))
+        axes.set_xticks(range(len(across)), [plain_label(t) for t in across], rotation=40, ha="right", fontsize="small")
+        axes.set_yticks(range(len(downwards)), [plain_label(text) for text in downwards], fontsize="small")
+    if marks and maps:
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize="small")
+    return figure
+
+
+def _cell_numbers(axes: Any, numbers: Tensor) -> None:
+    """Write the number into each cell, if there is room for it."""
+    known = numbers[~numbers.isnan()]
+    if numbers.numel() > MOST_CELLS or not len(known):
+        return
+    middle, digits = (known.min() + known.max()) / 2, 2 if known.abs().max() >= 2 else 4
+    for row, column in (~numbers.isnan()).nonzero().tolist():
+        value = float(numbers[row, column])
+        colour = "black" if value > middle else "white"  # viridis ends in a bright yellow
+        axes.text(column, row, f"{value:.{digits}f}", ha="center", va="center", fontsize="x-small", color=colour)
+
+
+def _rectangle(corner: tuple[float, float], size: float, **style: Any) -> Any:
+    from matplotlib.patches import Rectangle
+
+    return Rectangle(corner, size, size, **style)
+
+
 def check_path(path: str | PathLike[str]) -> None:
     """Raise an error if a chart cannot be written to this path: before the work, not after it."""
     if Path(path).suffix.lower() not in FORMATS:
@@ -110,13 +166,14 @@ def plain_label(text: str) -> str:
     return printable(text).replace("$", r"\$")
 
 
-def _figure(size: tuple[float, float], heights: tuple[float, float]) -> tuple["Figure", Any]:
+def _figure(size: tuple[float, float], heights: Sequence[float], columns: int = 1) -> tuple["Figure", Any]:
+    """A figure, and its panels: one for each height, or as many columns."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError("charts need matplotlib: pip install 'tribe-tta[plots]'", name=error.name) from error
     figure = Figure(figsize=size, layout="constrained")
-    return figure, figure.subplots(2, 1, height_ratios=heights)
+    return figure, figure.subplots(len(heights), columns, height_ratios=heights, squeeze=False).flatten()
 
 
 def _counts(axes: Any, counts: Tensor, domains: Sequence[str]) -> None:

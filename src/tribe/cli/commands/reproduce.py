@@ -1,22 +1,19 @@
 """``tribe reproduce``: any table or figure of the paper, our numbers next to the paper's; finished runs are reused."""
 
-import contextlib
 import dataclasses
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from tribe.cli.app import app
 from tribe.cli.custom import method_name
 from tribe.cli.options import custom_network, parse_seeds
 from tribe.cli.output import errors_as_messages, stdout_to_stderr
 from tribe.cli.overrides import parse_overrides
+from tribe.cli.progress import experiment_bars, message_on_interrupt
 from tribe.cli.terminal import OutputTarget, list_tables, print_problems, show_claims, show_comparison, show_runs
 from tribe.datasets.locations import data_root
 from tribe.datasets.manifest import FILE as MANIFEST
@@ -24,8 +21,7 @@ from tribe.engine.precision import check_precision
 from tribe.fields import printable
 from tribe.lab import plots
 from tribe.lab.experiment import Experiment
-from tribe.lab.ray import Failure
-from tribe.lab.store import Damaged, Result, find, finished, keep, survey
+from tribe.lab.store import Damaged, find, finished, keep, survey
 from tribe.lab.workbench import Workbench
 from tribe.methods import alone
 from tribe.methods import names as method_names
@@ -118,7 +114,7 @@ def reproduce_artifact(
 
     Results in --runs are never computed again. Several processes with the same arguments share the work.
     """
-    with errors_as_messages(), _message_on_interrupt(runs):
+    with errors_as_messages(), message_on_interrupt(runs):
         reading = no_run or artifact in (CLAIMS, DOCUMENT)  # nothing is run, no device is opened
         streams, images = parse_seeds(seed, seeds), BATCH if batch is None else batch
         origin = Origin(streams, precision, _device_type(device) if reading else None, threads, batch)
@@ -163,16 +159,6 @@ def reproduce_artifact(
         if plot is not None:
             plots.save(draw_chart(comparison), plot)
         _exit_with(plan.problems)
-
-
-@contextlib.contextmanager
-def _message_on_interrupt(runs: Path) -> Iterator[None]:
-    try:
-        yield
-    except KeyboardInterrupt:
-        message = f"stopped; finished work is in {runs}, and the same command resumes from there"
-        Console(stderr=True).print(message, soft_wrap=True, markup=False, highlight=False)
-        raise typer.Exit(130) from None
 
 
 def _workbench(
@@ -305,38 +291,12 @@ def _run(plan: Plan, runs: Path, ray: str | None, workers: int | None) -> Plan:
     count = len(plan.experiments)
     if not count:
         return plan
-    columns = TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn()
-    with _print_warnings() as console, stdout_to_stderr(), Progress(*columns, console=console) as progress:
-        total = progress.add_task(f"{plan.table.name}: 0 of {count} runs", total=count)
-        running: dict[Experiment, TaskID] = {}
 
-        def follow(experiment: Experiment, done: int, of: int, wrong: float | None) -> None:
-            name = printable(f"{experiment.method.name}, {experiment.dataset.name} {stream_name(experiment)}")
-            error = "" if wrong is None else f": error {100 * wrong:.1f} %"
-            if experiment not in running:
-                running[experiment] = progress.add_task(name)
-            progress.update(running[experiment], completed=done, total=of, description=name + error)
+    def name_of(experiment: Experiment) -> str:
+        return f"{experiment.method.name}, {experiment.dataset.name} {stream_name(experiment)}"
 
-        def done(experiment: Experiment, outcome: Result | Failure) -> None:
-            if experiment in running:
-                progress.remove_task(running.pop(experiment))
-            progress.advance(total)
-            finished = int(progress.tasks[0].completed)
-            progress.update(total, description=f"{plan.table.name}: {finished} of {count} runs")
-
-        return gather.run(plan, runs, ray=ray, workers=workers, progress=follow, done=done)
-
-
-@contextlib.contextmanager
-def _print_warnings() -> Iterator[Console]:
-    """Print each warning in a line, such as the name of a damaged file."""
-    console = Console(stderr=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("always", UserWarning)
-        warnings.showwarning = lambda message, *_: console.print(
-            printable(f"warning: {message}"), style="yellow", markup=False
-        )
-        yield console
+    with experiment_bars(plan.table.name, count, name_of) as (progress, done):
+        return gather.run(plan, runs, ray=ray, workers=workers, progress=progress, done=done)
 
 
 def _dry_run(plan: Plan, runs: Path, output: OutputTarget) -> None:

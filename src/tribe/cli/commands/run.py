@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -19,20 +19,22 @@ from rich.table import Table
 
 import tribe
 from tribe.cli.app import app
-from tribe.cli.custom import DATASET, SCENARIO, component_name
 from tribe.cli.options import (
     DataRoot,
+    DatasetName,
     Device,
     Imbalance,
+    JsonFile,
     Model,
+    Out,
     Precision,
+    ScenarioName,
     Seeds,
+    Settings,
     Severity,
     Weights,
-    custom_network,
     method_names,
     parse_seeds,
-    parse_severities,
 )
 from tribe.cli.output import (
     check_json_file,
@@ -45,13 +47,14 @@ from tribe.cli.output import (
     stdout_to_stderr,
 )
 from tribe.cli.overrides import parse_overrides
+from tribe.cli.planning import COMPONENTS, Planner, Request
 from tribe.fields import printable
 from tribe.lab import plots
 from tribe.lab.execution import run_experiment
 from tribe.lab.experiment import Experiment
 from tribe.lab.provenance import machine
 from tribe.lab.shared import SharedPlays, in_groups
-from tribe.lab.spec import ComponentSpec, plain
+from tribe.lab.spec import plain
 from tribe.lab.store import Result
 from tribe.lab.workbench import MissingKnowledge, Workbench
 from tribe.registry import nearest
@@ -61,10 +64,6 @@ CLEAR_ERRORS = (ValueError, OSError, ImportError, torch.OutOfMemoryError)  # the
 DEFAULT_METHODS = "source,bn,tent,tribe"
 ERRORS = ("instance_error", "category_error")
 
-DatasetName = Annotated[str, typer.Option(help="Data set, see `tribe list datasets`, or file.py:Class.")]
-ScenarioName = Annotated[
-    str, typer.Option(help="Protocol of the stream, see `tribe list scenarios`, or file.py:Class.")
-]
 MethodNames = Annotated[
     str,
     typer.Option(
@@ -72,40 +71,10 @@ MethodNames = Annotated[
         "filter, see `tribe list filters`."
     ),
 ]
-Settings = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        help="Any field of a component: scenario.sigma=0.01, dataset.seed=1, tribe.gamma=0.1, mine.rate=0.1 of the "
-        "class Mine. Repeatable.",
-    ),
-]
-Out = Annotated[Path, typer.Option(help="Folder of results: what is there is not computed again.")]
-JsonFile = Annotated[
-    str | None, typer.Option("--json", metavar="FILE", help="Write the summary here too; - is stdout.")
-]
 Logits = Annotated[
     bool,
     typer.Option("--logits", help="Keep the logits of every image in the records. Results without are computed again."),
 ]
-
-
-class _Request(NamedTuple):
-    """The options that decide what is played."""
-
-    dataset: str
-    model: str
-    weights: Path | None
-    scenario: str
-    imbalance: float | None
-    severity: str | None
-    methods: str
-    seeds: Sequence[int]
-    batch: int
-    settings: list[str] | None
-    data: Path | None
-    device: str
-    precision: str
 
 
 @app.command()
@@ -140,9 +109,8 @@ def run(
         check_json_file(json_file)
         check_folder(out)
         streams = parse_seeds(seed, seeds) or (0,)
-        parts = (dataset, model, weights, scenario, imbalance, severity, methods)
-        request = _Request(*parts, streams, batch, settings, data, device, precision)
-        workbench, experiments = _plan(request)
+        parts = (dataset, model, weights, scenario, imbalance, severity)
+        workbench, experiments = _plan(Request(*parts, streams, batch, data, device, precision), methods, settings)
         first = next(iter(experiments.values()))
         length = len(first.stream(workbench).schedules[0].index)
         out.mkdir(parents=True, exist_ok=True)
@@ -160,34 +128,21 @@ def run(
         fail(f"{', '.join(failed)} could not be played to the end; the reasons are above")
 
 
-def _plan(request: _Request) -> tuple[Workbench, dict[str, Experiment]]:
+def _plan(request: Request, methods: str, settings: list[str] | None) -> tuple[Workbench, dict[str, Experiment]]:
     """Where the experiments are computed, and the experiment of each method."""
-    r = request
-    dataset, scenario = component_name(DATASET, r.dataset), component_name(SCENARIO, r.scenario)
-    chosen = method_names(r.methods)
+    chosen = method_names(methods)
     if not chosen:
-        raise ValueError(f"--methods {r.methods!r} names no method: {nearest('', tribe.methods.names())}")
-    overrides = parse_overrides(r.settings, ("dataset", "scenario", "model", *chosen))
-    severities = {} if r.severity is None else {"severities": parse_severities(r.severity)}
-    played = ComponentSpec(dataset, overrides["dataset"] | severities)
-    imbalance = {} if r.imbalance is None else {"imbalance": r.imbalance}
-    protocol = ComponentSpec(scenario, imbalance | overrides["scenario"])
-    weights = {} if r.weights is None else {r.model: r.weights}
-    networks = {r.model: custom_network(r.model, r.weights)} if ":" in r.model else {}
-    workbench = Workbench(r.data, r.device, weights, networks=networks)
-    workbench.stream(played, protocol, r.seeds, r.batch)  # refuses missing data before it needs the network's weights
-    network = ComponentSpec(r.model, overrides["model"])
-    options: dict[str, Any] = {"seeds": r.seeds, "batch": r.batch, "precision": r.precision, "workbench": workbench}
+        raise ValueError(f"--methods {methods!r} names no method: {nearest('', tribe.methods.names())}")
+    planner, overrides = Planner(request), parse_overrides(settings, (*COMPONENTS, *chosen))
     experiments, missing = {}, []
     for name in chosen:
         try:
-            adapting = ComponentSpec(name, overrides[name])
-            experiments[name] = Experiment.of(played, network, protocol, adapting, **options)
+            experiments[name] = planner.experiment(name, overrides)
         except MissingKnowledge as error:
             missing.append(error)
     if missing:
         raise MissingKnowledge.of_all(missing)
-    return workbench, experiments
+    return planner.workbench, experiments
 
 
 def _play(

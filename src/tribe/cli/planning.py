@@ -1,0 +1,63 @@
+"""Experiments from the options of a command: one for each method of `tribe run`, or each point of `tribe sweep`."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tribe.cli.custom import DATASET, SCENARIO, component_name
+from tribe.cli.options import custom_network, parse_severities
+from tribe.lab.experiment import Experiment
+from tribe.lab.spec import ComponentSpec
+from tribe.lab.workbench import Workbench
+
+COMPONENTS = ("dataset", "scenario", "model")  # whose fields can be set, besides those of methods
+
+
+class Request(NamedTuple):
+    """The options that decide what is played, except methods and fields."""
+
+    dataset: str
+    model: str
+    weights: Path | None
+    scenario: str
+    imbalance: float | None
+    severity: str | None
+    seeds: Sequence[int]
+    batch: int
+    data: Path | None
+    device: str
+    precision: str
+    threads: int | None = None
+
+
+class Planner:
+    """Builds experiments, all on one workbench."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._dataset = component_name(DATASET, request.dataset)
+        self._scenario = component_name(SCENARIO, request.scenario)
+        weights = {} if request.weights is None else {request.model: request.weights}
+        networks = {request.model: custom_network(request.model, request.weights)} if ":" in request.model else {}
+        self.workbench = Workbench(request.data, request.device, weights, request.threads, networks)
+
+    def experiment(
+        self, method: str, overrides: Mapping[str, Mapping[str, Any]], batch: int | None = None
+    ) -> Experiment:
+        """The experiment of a method with overrides of fields, by component; ``batch``: in place of the option's."""
+        request, size = self._request, self._request.batch if batch is None else batch
+        severity = request.severity
+        severities = {} if severity is None else {"severities": parse_severities(severity)}
+        played = ComponentSpec(self._dataset, {**overrides.get("dataset", {}), **severities})
+        imbalance = {} if request.imbalance is None else {"imbalance": request.imbalance}
+        protocol = ComponentSpec(self._scenario, {**imbalance, **overrides.get("scenario", {})})
+        self.workbench.stream(played, protocol, request.seeds, size)  # refuses missing data before the weights
+        network = ComponentSpec(request.model, overrides.get("model", {}))
+        adapting = ComponentSpec(method, overrides.get(method, {}))
+        return Experiment.of(
+            *(played, network, protocol, adapting),
+            seeds=request.seeds,
+            batch=size,
+            precision=request.precision,
+            workbench=self.workbench,
+        )

@@ -1,0 +1,78 @@
+"""Progress bars of many experiments: one for all of them, and one for each that is running."""
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from tribe.cli.output import stdout_to_stderr
+from tribe.fields import printable
+from tribe.lab.experiment import Experiment
+from tribe.lab.ray import ExperimentProgress, Failure
+from tribe.lab.store import Result
+
+
+class Followers(NamedTuple):
+    """What `tribe.lab.ray.run_all` calls."""
+
+    progress: ExperimentProgress
+    done: Callable[[Experiment, Result | Failure], None]
+
+
+@contextlib.contextmanager
+def experiment_bars(title: str, count: int, name_of: Callable[[Experiment], str]) -> Iterator[Followers]:
+    """Show bars on stderr; warnings appear between them, and what other code prints goes to stderr.
+
+    Args:
+        title: of the bar for all experiments.
+        count: how many there are.
+        name_of: what to call one of them.
+    """
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+    with print_warnings() as console, stdout_to_stderr(), Progress(*columns, console=console) as progress:
+        total = progress.add_task(f"{title}: 0 of {count} runs", total=count)
+        running: dict[Experiment, TaskID] = {}
+
+        def follow(experiment: Experiment, done: int, of: int, wrong: float | None) -> None:
+            name = printable(name_of(experiment))
+            error = "" if wrong is None else f": error {100 * wrong:.1f} %"
+            if experiment not in running:
+                running[experiment] = progress.add_task(name)
+            progress.update(running[experiment], completed=done, total=of, description=name + error)
+
+        def done(experiment: Experiment, outcome: Result | Failure) -> None:
+            if experiment in running:
+                progress.remove_task(running.pop(experiment))
+            progress.advance(total)
+            finished = int(progress.tasks[0].completed)
+            progress.update(total, description=f"{title}: {finished} of {count} runs")
+
+        yield Followers(follow, done)
+
+
+@contextlib.contextmanager
+def print_warnings() -> Iterator[Console]:
+    """Print each warning in a line, such as the name of a damaged file."""
+    console = Console(stderr=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", UserWarning)
+        warnings.showwarning = lambda message, *_: console.print(
+            printable(f"warning: {message}"), style="yellow", markup=False
+        )
+        yield console
+
+
+@contextlib.contextmanager
+def message_on_interrupt(runs: Path) -> Iterator[None]:
+    """Turn Ctrl-C into a message that the work can be resumed, and exit with status 130."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        message = f"stopped; finished work is in {runs}, and the same command resumes from there"
+        Console(stderr=True).print(message, soft_wrap=True, markup=False, highlight=False)
+        raise typer.Exit(130) from None

@@ -1,0 +1,145 @@
+"""`tribe sweep` as people call it: grids and lists, resumed sweeps, the summary, heat maps, and wrong fields."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from commands import message, tribe_command
+from processes import Touches, ended, interrupted
+from tribe.lab.store import finished
+
+TINY = ("--set", "dataset.corruptions=('impulse_noise',)", "--imbalance", "1000000")
+TENT = ("--method", "tent", *TINY)
+
+
+@pytest.fixture(autouse=True)
+def few(nowhere, few_digits, monkeypatch):
+    """A few digits in place of the package's own."""
+    monkeypatch.setenv("TRIBE_DATA", few_digits)
+
+
+def sweep(*arguments):
+    return tribe_command("sweep", *arguments)
+
+
+def files(folder):
+    """What is on disk of each result."""
+    return {path: path.stat().st_ino for path in Path(folder).glob("*/*") if path.name != ".lock"}
+
+
+def test_a_grid_and_the_same_again():
+    grid = ("--grid", "tent.lr=0,1e-3", "--grid", "batch=32,64", *TENT)
+    result = sweep(*grid, "--json", "summary.json")
+    assert result.exit_code == 0, result.output
+    report = json.loads(Path("summary.json").read_text())
+    assert [point["fields"] for point in report["points"]] == [
+        {"tent.lr": lr, "batch": batch} for lr in (0, 1e-3) for batch in (32, 64)
+    ]
+    results = {result.experiment.id: result for result in finished("runs")}
+    for point in report["points"]:
+        result_of = results[point["id"]]
+        assert point["instance_error"] == [result_of.error()]
+        assert result_of.experiment.method.fields["lr"] == point["fields"]["tent.lr"]
+        assert result_of.experiment.batch == point["fields"]["batch"]
+    assert len(results) == 4
+    assert report["score"]["name"] == "entropy", "tent has no student"
+    best = min(report["points"], key=lambda point: point["instance_error"][0])
+    assert report["best"]["with_labels"]["fields"] == best["fields"]
+    chosen = min(report["points"], key=lambda point: point["scores"]["entropy"])
+    assert report["best"]["without_labels"]["fields"] == chosen["fields"]
+    assert "best without labels, by entropy" in result.stdout
+    assert "best with labels" in result.stdout
+    before = files("runs")
+    again = sweep(*grid, "--json", "-", "--score", "confidence")
+    assert json.loads(again.stdout)["points"] == report["points"]
+    assert json.loads(again.stdout)["score"]["name"] == "confidence"
+    assert files("runs") == before, "nothing is computed twice"
+
+
+def test_heat_maps():
+    pytest.importorskip("matplotlib")
+    result = sweep("--list", "tent.lr=0,1e-3", "--list", "batch=64,32", *TENT, "--plot", "map.svg")
+    assert result.exit_code == 0, result.output
+    assert "heat maps in map.svg" in result.stdout
+    drawn = Path("map.svg").read_text()
+    for words in ("instance error, %", "entropy, lower is better", "tent.lr, batch", "best with labels"):
+        assert words in drawn
+
+
+def test_a_sweep_that_was_stopped_goes_on():
+    options = ("-m", "tribe", "sweep", "--grid", "tent.lr=0,1e-3", *TENT)
+    stopped = interrupted(*options, when=Touches("os.rename", "metrics.json", 2))
+    assert stopped.code == 130
+    assert "stopped; finished work is in runs, and the same command resumes from there" in stopped.err
+    assert len(list(finished("runs"))) == 1
+    before = files("runs")
+    assert ended(*options).code == 0
+    assert len(list(finished("runs"))) == 2
+    (first,) = (path for path in before if path.name == "metrics.json")
+    assert files("runs")[first] == before[first]
+
+
+def test_points_on_different_streams_have_no_best():
+    result = sweep("--grid", "scenario.imbalance=1e6,1e5", "--method", "source", *TINY[:2])
+    assert result.exit_code == 0, result.output
+    assert "no best point: the points were played on 2 different streams" in result.stdout
+
+
+def test_a_dry_run_lists_points():
+    result = sweep("--grid", "tent.lr=0,1e-3", *TENT, "--dry-run", "--json", "-")
+    assert [point["done"] for point in json.loads(result.stdout)["points"]] == [False, False]
+    assert "2 points, 0 done" in result.stderr
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ((), "the sweep is empty: name a field and its values, such as --grid tribe.lr=1e-4,1e-3"),
+        (("--grid", "tent.lr="), "the sweep is empty: tent.lr has no value"),
+        (("--grid", "tent.lr"), "--grid takes COMPONENT.FIELD=VALUE,VALUE"),
+        (("--grid", "lr=1"), "'lr' is no field: expected COMPONENT.FIELD, such as tent.lr, or batch"),
+        (("--grid", "tent.rate=1,2"), "method 'tent' has no field 'rate'"),
+        (("--grid", "tnt.lr=1,2"), "'tnt' takes no part in this sweep: did you mean 'tent'?"),
+        (("--grid", "scenario.sigm=1,2"), "has no field 'sigm': did you mean 'sigma'?"),
+        (("--grid", "tent.lr=0.1,fast"), "lr of tent is a finite number; got 'fast'"),
+        (("--grid", "batch=0"), "batch is a number of images, at least 1; got 0"),
+        (("--grid", "tent.lr=1", "--set", "tent.lr=2"), "tent.lr is set and swept: leave out --set tent.lr"),
+        (("--grid", "tent.lr=1", "--grid", "tent.lr=2"), "--grid names tent.lr twice"),
+        (("--grid", "tent.lr=1", "--score", "luck"), "--score 'luck' is unknown"),
+    ],
+)
+def test_wrong_options_are_refused_before_anything_is_played(options, words):
+    result = sweep(*options, *TENT)
+    assert result.exit_code == 2
+    assert words in message(result)
+    assert not Path("runs").exists()
+
+
+FAILS = """
+from dataclasses import dataclass
+from tribe.methods.bn import BN
+
+@dataclass(frozen=True)
+class Fails(BN):
+    at: int = 0
+
+    def step(self, *given, **options):
+        if self.at:
+            raise RuntimeError(f"trouble {self.at}")
+        return super().step(*given, **options)
+"""
+
+
+def test_a_point_that_fails_does_not_stop_the_others():
+    Path("fails.py").write_text(FAILS)
+    result = sweep("--method", "fails.py:Fails", "--grid", "fails.at=1,0", *TINY, "--json", "s.json")
+    assert result.exit_code == 2
+    assert re.search(
+        r"1 of 2 points could not be played to the end: RuntimeError: trouble 1 \(.*fails.py, line", message(result)
+    )
+    one, other = json.loads(Path("s.json").read_text())["points"]
+    assert "trouble 1" in one["failed"]
+    assert other["instance_error"][0] > 0
