@@ -461,6 +461,38 @@ def test_augmentation_is_the_same(size, channels, per):
         assert (Augment(per=per)(x, key) - plain).abs().max() <= 2e-5
 
 
+class CalledTwice(torch.nn.Module):
+    """One normalisation layer is called twice, another never."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.unused = (torch.nn.BatchNorm2d(c) for c in (20, 8, 4))
+        self.conv, self.fc = torch.nn.Conv2d(20, 8, 1), torch.nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.fc(self.b(self.conv(self.a(self.a(x).relu()))).mean((2, 3)))
+
+
+@runs
+@pytest.mark.filterwarnings("ignore:normalisation layers that the network did not call")
+@pytest.mark.parametrize("gamma", [0.0, 0.4])
+def test_statistics_of_many_classes_are_kept_in_spare_memory(gamma):
+    torch.manual_seed(0)
+    net, norm = Backbone(CalledTwice()).to(DEVICE), Balanced(150, 0.3, gamma)
+    stats = Stats(*(torch.rand(2, 150, net.channels, generator=torch.Generator().manual_seed(s)) for s in (1, 2)))
+    stats, x = Stats(*(t.to(DEVICE) for t in stats)), torch.rand(2, 5, 20, 3, 3, device=DEVICE)
+    labels = torch.tensor([[0, 149, 149, 64, 7], [3, 3, 3, 128, 127]], device=DEVICE)
+    found = []
+    for mode in ("off", "auto"):
+        affine, spare = net.source(2)[0].leaf(), Stats(*(torch.full_like(t, torch.nan) for t in stats))
+        with kernels.using(mode), float32_precision("float32"):
+            out = net(x, affine, stats, norm, labels, spare=spare)
+            found.append((out.logits, *out.stats, *affine.gradient(out.logits.square().sum())))
+        assert out.stats.mean.data_ptr() == spare.mean.data_ptr()
+    for a, b in zip(*found, strict=True):
+        assert torch.allclose(a, b, atol=1e-5)
+
+
 @runs
 @pytest.mark.parametrize("fields", [{}, {"gamma": 0.3, "h0": 0.5}, {"convention": "paper"}], ids=str)
 def test_tribe_takes_the_same_steps(fields):

@@ -287,6 +287,9 @@ class Backbone(nn.Module):
             valid = torch.ones(rows, batch, dtype=torch.bool, device=x.device)
         grouped = None if labels is None else group_labels(norm, labels, valid, affine.weight.dtype)
         current = self._new_pass(batch, affine, stats, norm, grouped, valid, slot_hook)
+        if grouped is not None and (prepare := getattr(norm, "prepare", None)):
+            current.room = _room_for(current.stats, spare)
+            current.prepared = prepare(grouped, current.stats, current.room)
         if self._eps is not None and not norm.observes:  # one fold for the whole network
             both = fold(current.stats.mean, current.stats.var, *affine, self._eps)
             current.folded = tuple(zip(*(t.split(self._widths, 2) for t in both), strict=True))
@@ -404,16 +407,20 @@ class Backbone(nn.Module):
         return deepcopy_module(self, memo)
 
     def _collect(self, current: Pass, spare: Any) -> Any:
-        """Concatenate the statistics that each slot's rule keeps; those of layers that were not called stay."""
+        """The statistics that each slot's rule keeps, together; those of layers that were not called stay."""
         if not current.norm.observes or not current.kept:
             return current.stats
         by_slot = [current.kept.get(slot.index) or current.stats.layer(slot.columns, slot.index) for slot in self.slots]
-        past = current.stats
-        if type(spare) is not type(past) or spare.mean.shape != past.mean.shape or _overlap(spare, past):
-            spare = tree_map(torch.empty_like, past)
-        for out, columns in zip(spare, zip(*by_slot, strict=True), strict=True):
-            torch.cat(columns, -1, out=out)
-        return spare
+        if current.prepared is None:
+            room = _room_for(current.stats, spare)
+            for out, columns in zip(room, zip(*by_slot, strict=True), strict=True):
+                torch.cat(columns, -1, out=out)
+            return room
+        for slot, kept in zip(self.slots, by_slot, strict=True):
+            target = current.room.layer(slot.columns, slot.index)
+            if kept.mean.data_ptr() != target.mean.data_ptr():  # else the rule has kept them there
+                tree_map(Tensor.copy_, target, kept)
+        return current.room
 
     @torch.inference_mode(False)
     def plain(self, affine: Affine, stats: Stats | None, weights: Mapping[str, Tensor] | None = None) -> nn.Module:
@@ -446,8 +453,11 @@ def _refuse_backbones(model: nn.Module) -> None:
         )
 
 
-def _overlap(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> bool:
-    return any(s.data_ptr() == t.data_ptr() for s in a for t in b)
+def _room_for(past: Any, spare: Any) -> Any:
+    """Memory for new statistics: the spare one if it fits and is not that of the past."""
+    fits = type(spare) is type(past) and spare.mean.shape == past.mean.shape
+    overlap = fits and any(s.data_ptr() == t.data_ptr() for s in spare for t in past)
+    return spare if fits and not overlap else tree_map(torch.empty_like, past)
 
 
 def _record_features(_: nn.Module, args: tuple[Any, ...]) -> None:

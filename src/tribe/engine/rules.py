@@ -15,8 +15,11 @@ class Norm(Protocol):
     """A function from the per-sample moments of a batch to the statistics that normalise it.
 
     A rule may also have ``group(labels, valid, dtype)``. It is called once a pass, and every layer gets its result in
-    place of the labels. So work that is the same for all layers is done once. A rule whose gradient is not that of
-    what it computes, on purpose, says why in ``stops_gradient``.
+    place of the labels. So work that is the same for all layers is done once. With ``prepare(groups, stats, room)`` a
+    rule may also work on the statistics of all layers at once: it gets the result of ``group``, the statistics before
+    the pass and memory for those after it, and returns what a layer gets in place of the labels at its first call, as a
+    function of its columns (or None). A layer may keep its statistics in that memory. A rule whose gradient is not that
+    of what it computes, on purpose, says why in ``stops_gradient``.
     """
 
     @property

@@ -39,10 +39,12 @@ class Pass:
     bias: tuple[Tensor, ...]
     stats: Any  # (R, K, C) before this pass: Stats or PackedStats
     norm: Norm
-    labels: Tensor | None
+    labels: Any  # what the rule makes of the labels (R, B), or None
     valid: Tensor
     called: set[int] = dataclasses.field(default_factory=set)  # indices of the slots that were called
     kept: dict[int, Any] = dataclasses.field(default_factory=dict)  # by slot, (R, K, c), after this pass
+    room: Any = None  # memory for the statistics after this pass
+    prepared: Callable[[slice], Any] | None = None  # by columns, what a layer gets in place of labels when first called
     folded: tuple[tuple[Tensor, Tensor], ...] | None = None  # by slot, scale and shift if the rule ignores the batch
     features: Tensor | None = None  # the input of the classifier
     slot_hook: "SlotHook | None" = None  # called with each slot and its input
@@ -219,11 +221,13 @@ class StatisticsSlot(Slot):
         norm = current.norm if tracked else PerBatch()
         # The second call of a layer continues from the first.
         stats = current.kept.get(self.index) or current.stats.layer(self.columns, self.index)
+        first = current.prepared is not None and self.index not in current.kept
+        labels = current.prepared(self.columns) if current.prepared and first else current.labels
         folded = self.unfold(x, current)  # (R, B, C, ...)
         count = folded.shape[3:].numel()
 
         def rule(mean: Tensor, var: Tensor) -> tuple[Tensor, Tensor]:
-            mean, var, kept = norm(mean, var, count, stats, current.labels, current.valid, self.layer_eps)
+            mean, var, kept = norm(mean, var, count, stats, labels, current.valid, self.layer_eps)
             if tracked:
                 current.kept[self.index] = tree_map(Tensor.detach, kept)
             return fold(mean, var, weight, bias, self.layer_eps)

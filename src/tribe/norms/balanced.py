@@ -6,6 +6,7 @@ sample has the totals of its class, and only the first sample of a class (`lead`
 batch and not with K, except for the pooling of the past, which needs no gradient.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -48,6 +49,14 @@ class Groups(NamedTuple):
     over: Tensor  # (R, 1, 1), how many classes share the class-agnostic update
     shrink: Tensor  # (R, 1, 1), how much every class shrinks for that update
     present: Tensor  # (R, K), which classes are in the batch
+
+
+class Prepared(NamedTuple):
+    """What a pass has computed for a layer before it is called."""
+
+    groups: Groups
+    over_classes: Tensor  # (3, R, C), see `_over_classes`
+    room: Stats  # (R, K, C), the memory for the statistics to keep
 
 
 @register("balanced")
@@ -107,13 +116,26 @@ class Balanced:
         present = present.scatter_(1, code + 1, True)[:, 1:].contiguous()
         return Groups(labels, code, same.to(exact), lead, rate, weight, over, shrink, present)
 
+    def prepare(self, groups: Groups, stats: Any, room: Any) -> Callable[[slice], Prepared] | None:
+        """Pool the past of all layers at once; returns what each layer gets in place of ``groups``, by its columns.
+
+        None where kernels cannot do the update: there each layer pools its own.
+        """
+        if not isinstance(stats, Stats):
+            return None
+        as_moments = stats.mean[:, :1].expand(-1, groups.code.shape[1], -1)  # (R, B, C)
+        if not kernels.can_update(as_moments):
+            return None
+        over_classes = torch.cat(_over_classes(stats), 1).transpose(0, 1)  # (3, R, C)
+        return lambda columns: Prepared(groups, over_classes[..., columns], room.layer(columns, 0))
+
     def __call__(
         self,
         mean: Tensor,
         var: Tensor,
         count: int,
         stats: Stats | PackedStats,
-        labels: Tensor | Groups | None,
+        labels: Tensor | Groups | Prepared | None,
         valid: Tensor,
         eps: float,
     ) -> tuple[Tensor, Tensor, Any]:
@@ -123,13 +145,19 @@ class Balanced:
         """
         if labels is None:
             return *self.pool(stats), stats
-        groups = labels if isinstance(labels, Groups) else self.group(labels, valid, mean.dtype)
+        prepared = labels if isinstance(labels, Prepared) else None
+        if isinstance(labels, Tensor):
+            labels = self.group(labels, valid, mean.dtype)
+        groups = labels.groups if isinstance(labels, Prepared) else labels
         if isinstance(stats, PackedStats):
             past = stats.unpacked()
             pooled_mean, pooled_var, full = self(mean, var, count, past, groups, valid, eps)
             return pooled_mean, pooled_var, stats.updated(past, full, groups.code, groups.present, groups.shrink)
-        update = _Kernel if kernels.can_update(mean) else _Update
-        pooled_mean, pooled_var, *kept = update.apply(mean, var, *stats, groups, self)  # type: ignore[no-untyped-call]
+        if kernels.can_update(mean):
+            results = _Kernel.apply(mean, var, *stats, groups, self, prepared)  # type: ignore[no-untyped-call]
+        else:
+            results = _Update.apply(mean, var, *stats, groups, self)  # type: ignore[no-untyped-call]
+        pooled_mean, pooled_var, *kept = results
         return pooled_mean, pooled_var, Stats(*kept)
 
 
@@ -203,13 +231,22 @@ class _Update(torch.autograd.Function):
 
 
 class _Kernel(torch.autograd.Function):
-    """`_Update` in one launch each way."""
+    """`_Update` in one launch each way, where the past is pooled already."""
 
     @staticmethod
     def forward(
-        ctx: Any, mean: Tensor, var: Tensor, past_mean: Tensor, past_var: Tensor, groups: Groups, norm: Balanced
+        ctx: Any,
+        mean: Tensor,
+        var: Tensor,
+        past_mean: Tensor,
+        past_var: Tensor,
+        groups: Groups,
+        norm: Balanced,
+        prepared: Prepared | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        *results, terms = kernels.update(mean, var, (past_mean, past_var), groups, *_settings(norm))
+        past, room = Stats(past_mean, past_var), None if prepared is None else prepared.room
+        pooled = torch.cat(_over_classes(past), 1).transpose(0, 1) if prepared is None else prepared.over_classes
+        *results, terms = kernels.update(mean, var, past, pooled, groups, *_settings(norm), room)
         ctx.save_for_backward(*terms)
         _save(ctx, groups, norm, *results[2:])
         return tuple(results)  # type: ignore[return-value]
@@ -219,7 +256,8 @@ class _Kernel(torch.autograd.Function):
     def backward(ctx: Any, g_mean: Tensor | None, g_var: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         terms = kernels.UpdateTerms(*ctx.saved_tensors)
         g_mean, g_var = (torch.zeros_like(terms.move) if g is None else g for g in (g_mean, g_var))
-        return *kernels.update_backward(g_mean, g_var, terms, ctx.groups, *_settings(ctx.norm)), None, None, None, None
+        by_moments = kernels.update_backward(g_mean, g_var, terms, ctx.groups, *_settings(ctx.norm))
+        return *by_moments, None, None, None, None, None
 
 
 def _save(ctx: Any, groups: Groups, norm: Balanced, *kept: Tensor) -> None:
@@ -234,5 +272,9 @@ def _settings(norm: Balanced) -> tuple[int, float, int, bool]:
 
 def _over_classes(stats: Stats) -> tuple[Tensor, Tensor, Tensor]:
     """Mean of the class means, mean of the class variances, summed squared deviation of the class means; (R, 1, C)."""
+    means, vars = (t.transpose(1, 2).unsqueeze(1) for t in stats)  # (R, 1, C, K): classes in place of pixels
+    if kernels.can_normalise(means) and kernels.can_normalise(vars) and means.numel() < 2**31:
+        centre, between = kernels.observe(means)
+        return centre, kernels.observe(vars)[0], between * stats.mean.shape[1]
     centre = stats.mean.mean(1, keepdim=True)
     return centre, stats.var.mean(1, keepdim=True), (stats.mean - centre).square_().sum(1, keepdim=True)

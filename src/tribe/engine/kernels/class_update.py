@@ -9,6 +9,8 @@ from torch import Tensor
 
 from tribe.engine.kernels.launch import LINE, tl, triton
 
+PROGRAMS = 512  # of an update, at least where there are many classes
+
 
 class UpdateTerms(NamedTuple):
     """Intermediate values of `update` that its backward needs."""
@@ -24,33 +26,42 @@ def update(
     mean: Tensor,
     var: Tensor,
     past: tuple[Tensor, Tensor],
+    over_classes: Tensor,
     groups: Any,
     classes: int,
     gamma: float,
     freedom: int,
     among_present: bool,
+    room: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, UpdateTerms]:
     """Return the pooled mean and var (clamped at 0), the class statistics to keep, and the terms for the backward.
 
-    ``past`` holds two (R, K, C) tensors, which may be slices of wider ones; ``groups`` are the rule's `Groups`.
+    ``past`` holds two (R, K, C) tensors, which may be slices of wider ones, and so does ``room``, the memory for the
+    statistics to keep. ``over_classes`` (3, R, C) are the mean of the past means, the mean of the past variances, and
+    the summed squared deviation of the past means. ``groups`` are the rule's `Groups`.
     """
     rows, batch, channels = mean.shape
     if past[0].stride() != past[1].stride() or past[0].stride(2) != 1:
         past = past[0].contiguous(), past[1].contiguous()
+    if room is None or room[0].stride() != room[1].stride() or room[0].stride(2) != 1:
+        room = mean.new_empty((rows, classes, channels)), mean.new_empty((rows, classes, channels))
+    over_classes = over_classes if over_classes.stride(2) == 1 else over_classes.contiguous()
     mean, var = mean.contiguous(), var.contiguous()
     pooled_mean, pooled_var, move, raw = (mean.new_empty((rows, 1, channels)) for _ in range(4))
-    kept_mean, kept_var = (mean.new_empty((rows, classes, channels)) for _ in range(2))
     d, delta, off_centre = (torch.empty_like(mean) for _ in range(3))
     terms = UpdateTerms(d, delta, off_centre, move, raw)
-    wide, many = 16, min(max(triton.next_power_of_2(classes), 16), 256)
-    _update[rows, triton.cdiv(channels, wide)](
-        mean, var, *past, groups.code, groups.lead, groups.rate, groups.weight, groups.over, groups.shrink,
-        groups.present,
-        pooled_mean, pooled_var, kept_mean, kept_var, *terms,
-        batch, classes, channels, past[0].stride(0), past[0].stride(1), float(gamma), freedom,
+    wide, many = 16, min(max(triton.next_power_of_2(classes), 16), 64)
+    blocks, tiles = triton.cdiv(channels, wide), triton.cdiv(classes, many)
+    # Every program computes the update of its channels; each copies a part of the other classes.
+    each = triton.cdiv(tiles, min(triton.cdiv(PROGRAMS, rows * blocks), tiles)) * many
+    _update[rows, blocks, triton.cdiv(classes, each)](
+        mean, var, *past, over_classes, groups.code, groups.lead, groups.rate, groups.weight, groups.over,
+        groups.shrink, groups.present, pooled_mean, pooled_var, *room, *terms,
+        batch, classes, channels, each, past[0].stride(0), past[0].stride(1), over_classes.stride(0),
+        over_classes.stride(1), room[0].stride(0), room[0].stride(1), float(gamma), freedom,
         among_present, max(triton.next_power_of_2(batch), 16), many, wide, num_warps=4 if batch <= 64 else 8,
     )  # fmt: skip
-    return pooled_mean, pooled_var, kept_mean, kept_var, terms
+    return pooled_mean, pooled_var, *room, terms
 
 
 def update_backward(
@@ -75,32 +86,20 @@ def update_backward(
 
 @triton.jit
 def _update(
-    mean, var, past_mean, past_var, code, lead, rate, weight, over, shrinking, present,
+    mean, var, past_mean, past_var, over_classes, code, lead, rate, weight, over, shrinking, present,
     pooled_mean, pooled_var, kept_mean, kept_var, d_out, delta_out, off_centre_out, move_out, raw_out,
-    B, K, C, past_row, past_class, gamma, freedom,
+    B, K, C, each, past_row, past_class, plane, plane_row, kept_row, kept_class, gamma, freedom,
     AMONG_PRESENT: tl.constexpr, BATCH: tl.constexpr, MANY: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     r, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * WIDE + tl.arange(0, WIDE)
     in_c = (c < C)[None, :]
     past_mean += r * past_row
     past_var += r * past_row
-
-    # Eq. 2 of the past, tile by tile of classes as in `_moments`; the mean of a tile is corrected by what it leaves, as
-    # its rounding would move every pixel of the layer.
-    centre, within, between = tl.zeros([WIDE], tl.float32), tl.zeros([WIDE], tl.float32), tl.zeros([WIDE], tl.float32)
-    for start in range(0, K, MANY):
-        k = (start + tl.arange(0, MANY)).to(tl.int64)  # K times the channels of a network can pass 2 ** 31
-        inside = (k < K)[:, None] & in_c
-        t = tl.load(past_mean + k[:, None] * past_class + c[None, :], inside, 0)
-        count = tl.minimum(MANY, K - start).to(tl.float32)
-        own = tl.sum(t, 0) / count
-        own += tl.sum(tl.where(inside, t - own[None, :], 0.0), 0) / count
-        off = tl.where(inside, t - own[None, :], 0.0)
-        step, share = own - centre, count / (start + count)
-        between += tl.sum(off * off, 0) + step * step * (start * share)
-        centre += step * share
-        within += tl.sum(tl.load(past_var + k[:, None] * past_class + c[None, :], inside, 0), 0)
-    within /= K
+    kept_mean += r * kept_row
+    kept_var += r * kept_row
+    over_classes += r * plane_row + c  # Eq. 2 of the past
+    centre, within = tl.load(over_classes, c < C, 0), tl.load(over_classes + plane, c < C, 0)
+    between = tl.load(over_classes + 2 * plane, c < C, 0)
 
     # Eq. 1: sums over a class, given to every sample of it.
     b = tl.arange(0, BATCH)
@@ -127,27 +126,27 @@ def _update(
     shared_step, shared_square = gamma * tl.sum(first * delta, 0) / sharing, gamma * tl.sum(first * fresh, 0) / sharing
     if AMONG_PRESENT:
         growth *= 1 - shrink
-    pooled = shared_square + within * (1 - shrink) + tl.sum(first * growth, 0) / K + (between + spread) / freedom
-    tl.store(pooled_mean + r * C + c, centre + move + shared_step, c < C)
-    tl.store(pooled_var + r * C + c, tl.maximum(pooled, 0.0), c < C)
-    tl.store(raw_out + r * C + c, pooled, c < C)
-    tl.store(move_out + r * C + c, move, c < C)
-    tl.store(d_out + at, d, inside)
-    tl.store(delta_out + at, delta, inside)
-    tl.store(off_centre_out + at, off_centre, inside)
+    if tl.program_id(2) == 0:
+        pooled = shared_square + within * (1 - shrink) + tl.sum(first * growth, 0) / K + (between + spread) / freedom
+        tl.store(pooled_mean + r * C + c, centre + move + shared_step, c < C)
+        tl.store(pooled_var + r * C + c, tl.maximum(pooled, 0.0), c < C)
+        tl.store(raw_out + r * C + c, pooled, c < C)
+        tl.store(move_out + r * C + c, move, c < C)
+        tl.store(d_out + at, d, inside)
+        tl.store(delta_out + at, delta, inside)
+        tl.store(off_centre_out + at, off_centre, inside)
+        # What is kept: the first sample of a class writes its row.
+        theirs = tl.maximum(who, 0)[:, None] * kept_class + c[None, :]
+        speaks = inside & (first > 0)
+        tl.store(kept_mean + theirs, mu + shared_step[None, :] + step, speaks)
+        tl.store(kept_var + theirs, sigma2 * (1 - shrink) + shared_square[None, :] + growth, speaks)
 
-    # What is kept: the first sample of a class writes its row, the other rows are written as they pass by.
-    kept_mean += r * K * C
-    kept_var += r * K * C
-    theirs = tl.maximum(who, 0)[:, None] * C + c[None, :]
-    speaks = inside & (first > 0)
-    tl.store(kept_mean + theirs, mu + shared_step[None, :] + step, speaks)
-    tl.store(kept_var + theirs, sigma2 * (1 - shrink) + shared_square[None, :] + growth, speaks)
-    for start in range(0, K, MANY):
-        k = (start + tl.arange(0, MANY)).to(tl.int64)
+    begin = tl.program_id(2) * each
+    for start in range(begin, tl.minimum(begin + each, K), MANY):
+        k = (start + tl.arange(0, MANY)).to(tl.int64)  # K times the channels of a network can pass 2 ** 31
         absent = (k < K) & (tl.load(present + r * K + k, k < K, 1) == 0)
         others = absent[:, None] & in_c
-        source, row = k[:, None] * past_class + c[None, :], k[:, None] * C + c[None, :]
+        source, row = k[:, None] * past_class + c[None, :], k[:, None] * kept_class + c[None, :]
         tl.store(kept_mean + row, tl.load(past_mean + source, others, 0) + shared_step[None, :], others)
         v = tl.load(past_var + source, others, 0) * (1 - shrink) + shared_square[None, :]
         tl.store(kept_var + row, v, others)
