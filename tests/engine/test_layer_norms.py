@@ -158,6 +158,13 @@ def test_norms_of_other_kinds_are_listed(kind: Callable[[int], nn.Module]) -> No
     assert Backbone(model).left_alone == {"4": f"{type(layer).__name__} is of a kind that tribe does not adapt"}
 
 
+def test_norms_of_weights_and_of_images_are_no_norm_layers() -> None:
+    model = nn.Sequential(tribe.Normalize([0.5] * 3, [0.5] * 3), small())
+    for layer in (model[1][0], model[1][3]):
+        nn.utils.parametrizations.spectral_norm(layer)
+    assert Backbone(model).left_alone == {}
+
+
 def test_most_layers_left_alone_are_a_warning_that_groups_reasons() -> None:
     layers = [layer for _ in range(4) for layer in (nn.Conv2d(6, 6, 1), Scaled(6))]
     model = nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), *layers, nn.Flatten(), nn.Linear(216, 4))

@@ -46,7 +46,7 @@ class ConvNeXt(nn.Module):
     def __init__(self, classes: int, channels: int = 3, normalize: Normalization | None = IMAGENET) -> None:
         super().__init__()
         self.normalize = input_layer(normalize)
-        stages = []
+        stages: list[nn.Module] = []
         for width in WIDTHS:
             halve = nn.Conv2d(channels, width, 2, 2)
             first = [halve, ChannelNorm(width)] if not stages else [ChannelNorm(channels), halve]
