@@ -5,10 +5,11 @@ import re
 import numpy as np
 import pytest
 import torch
+from scipy import stats
 
 from tribe import metrics
 from tribe.lab.record import Record
-from tribe.lab.statistics import duel, spread
+from tribe.lab.statistics import correlation_time, duel, paired, spread
 
 
 def record(wrong, label=None, domains=("fog@5",)):
@@ -40,20 +41,21 @@ def test_a_clear_winner_and_its_margin():
     truth = (hard.mean() - (b.prediction != b.label).double().mean()).item()
     assert outcome.difference == pytest.approx(truth)
     assert outcome.low < truth < outcome.high < 0
-    assert outcome.p < 0.001
+    assert outcome.p < 0.002
     back = duel([b], [a])
     assert back.difference == -outcome.difference
     assert back.p == outcome.p, "each for the side that it states"
-    assert re.fullmatch(r"(\d+\.\d\d points) better \(95 %: (\d+\.\d\d to \d+\.\d\d), p < 0\.001\)", str(outcome))
+    sure = r"95 %: (\d+\.\d\d to \d+\.\d\d), two-sided p < 0\.001, blocks of \d+ images"
+    assert re.fullmatch(rf"(\d+\.\d\d points) better on this stream \({sure}\)", str(outcome))
     assert str(back) == str(outcome).replace("better", "worse")
 
 
-def test_p_is_of_the_side_that_was_found():
-    """Catches a p of A's being better that is printed for the loser."""
+def test_p_is_of_both_sides():
+    """Catches a p of A's being better that is printed for the loser, and one of one side only."""
     rng = np.random.default_rng(5)
     a, b = record(rng.random(900) < 0.30), record(rng.random(900) < 0.34)
     for outcome in (duel([a], [b]), duel([b], [a])):
-        assert 0.001 < outcome.p < 0.2
+        assert 0.002 < outcome.p < 0.4
     assert duel([a], [b]).p == duel([b], [a]).p
 
 
@@ -69,7 +71,8 @@ def test_no_difference_is_called_so():
 
 def test_a_level_is_printed_in_full():
     outcome = duel([record(torch.zeros(100))], [record(torch.ones(100))], level=0.999)
-    assert str(outcome) == "100.00 points better (99.9 %: 100.00 to 100.00, p < 0.001)"
+    sure = "99.9 %: 100.00 to 100.00, two-sided p < 0.001, blocks of 5 images"
+    assert str(outcome) == f"100.00 points better on this stream ({sure})"
 
 
 def test_pairs_cancel_what_is_hard_for_both():
@@ -92,6 +95,44 @@ def test_blocks_are_honest_about_bursts_where_single_images_are_not():
             held[block] += outcome.low <= 0 <= outcome.high
     assert held[None] >= 48
     assert held[1] <= 30
+
+
+@pytest.mark.parametrize("length", [1, 10, 50, 200])
+def test_blocks_are_as_long_as_the_correlation_asks_for(length):
+    """Bursts of n images have a correlation time of n images; a fixed block is too short for some stream."""
+    rng = np.random.default_rng(6)
+    gap = bursts(0.3, 40_000, length, rng) - bursts(0.3, 40_000, length, rng).astype(float)
+    assert correlation_time(gap) == pytest.approx(length, rel=0.35)
+    a, b = (record(bursts(0.3, 40_000, length, rng)) for _ in range(2))
+    assert duel([a], [b], draws=10).block == pytest.approx(5 * length, rel=0.4)
+
+
+def test_a_short_stream_keeps_some_blocks():
+    drift = record(np.arange(400) < 200)  # as long as the stream
+    assert duel([drift], [record(np.zeros(400))], draws=10).block == 50
+
+
+@pytest.mark.parametrize("seeds", [2, 3, 4, 5, 6, 9, 20])
+def test_seeds_are_paired(seeds):
+    """Against scipy's paired t test."""
+    rng = np.random.default_rng(seeds)
+    streams = rng.normal(20, 5, seeds)  # some are hard for both
+    a, b = streams + rng.normal(0, 1, seeds), streams + rng.normal(1, 1, seeds)
+    found, expected = paired(a.tolist(), b.tolist()), stats.ttest_rel(a, b)
+    assert found.p == pytest.approx(expected.pvalue, abs=1e-12)
+    assert found.difference == pytest.approx((a - b).mean())
+    assert found.lower == (a < b).sum()
+    assert paired(b.tolist(), a.tolist()).p == found.p
+
+
+def test_few_seeds_decide_little():
+    assert str(paired([1.0], [2.0])) == "1.00 points better in one seed, which decides nothing"
+    unsure = str(paired([19.0, 22.0, 20.0], [20.0, 21.0, 20.5]))
+    assert unsure.startswith("0.17 points better over 3 seeds (not sure: ± 1.04, 2 of 3 agree, paired t test, ")
+    assert str(paired([1.0, 2.0], [1.0, 2.0])) == "no difference over 2 seeds"
+    assert paired([1.0, 2.0], [2.0, 3.0]).p == 0.0, "the same difference in both"
+    with pytest.raises(ValueError, match="as many numbers of A as of B"):
+        paired([1.0], [])
 
 
 def test_seeds_are_put_together():

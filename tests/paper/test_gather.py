@@ -58,7 +58,7 @@ def test_results_without_records_are_enough(played, tmp_path):
     again = [word if word != runs else tmp_path / "kept" for word in options]
     kept = json.loads(call(*again, "--format", "json").stdout)
     assert kept["cells"] == parsed["cells"]
-    assert [note for note in parsed["notes"] if note not in kept["notes"]] == [parsed["notes"][-1]], "who beats whom"
+    assert kept["notes"] == parsed["notes"], "who beats whom is judged over seeds, from the metrics"
     assert not list((tmp_path / "kept").rglob("*.npz")), "nothing was run"
 
 

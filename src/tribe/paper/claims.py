@@ -8,20 +8,35 @@ proves a claim that there is one.
 Better numbers than the paper's do not refute a claim: its exact counts and margins are checked on the paper's own
 numbers, while ours must only reach them. Thresholds for words such as "robust" are our choice. They are stated in the
 claim, and a word has the same threshold in all claims.
+
+Our numbers have a spread: another seed gives another stream. A difference counts only if it exceeds the spread: the
+standard deviation between seeds of the differences, seed by seed, where both numbers have two seeds or more in common,
+else of both numbers together. Else the claim is too close to judge. A row that is our reading of what the paper leaves
+open (`Table.readings`) settles nothing: a claim about it is not judged, one about all rows is judged without it.
 """
 
 import fnmatch
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from tribe.paper import tables
 
-Numbers = Callable[[str, str, str], float | None]  # table, row, column -> number
+
+class Measured(NamedTuple):
+    """A number of ours: the mean over seeds, each of them, and the standard deviation between seeds."""
+
+    value: float
+    by_seed: Mapping[int, float] = {}
+    noise: float = 0.0
+
+
+Numbers = Callable[[str, str, str], float | Measured | None]  # table, row, column -> number
 SHOWN = 4  # counterexamples that a verdict names
 OF_THE_PAPER = ("quoted", "margins_span")  # predicates about the paper's own numbers, to the last digit
 
@@ -71,8 +86,10 @@ def judge(claim: Claim, numbers: Numbers) -> Verdict:
         more = f" and {len(against) - SHOWN} more" if len(against) > SHOWN else ""
         lacking = f"; {_are_missing(missing)}" if missing else ""
         return Verdict(False, "; ".join(against[:SHOWN]) + more + lacking)
-    if any(check.holds is None for found in findings for check in found.checks):
-        return Verdict(None, _are_missing(missing))
+    if open_checks := [f"{p}{check.against}" for p, found in named for check in found.checks if check.holds is None]:
+        readings = [reading for view in views for reading in view.readings]
+        close = f"within the spread of the seeds: {open_checks[0]}"
+        return Verdict(None, _are_missing(missing) if missing else "; ".join(readings) or close)
     return Verdict(True, "; ".join(f"{prefix}{found.says}" for prefix, found in named))
 
 
@@ -104,26 +121,36 @@ class Range:
 
     low: float = -math.inf
     high: float = math.inf
+    noise: float = 0.0  # standard deviation between seeds
+    by_seed: Mapping[int, float] = field(default_factory=dict)  # the number of each seed, if it has seeds
 
     @classmethod
-    def at(cls, value: float) -> "Range":
+    def at(cls, value: float, noise: float = 0.0, by_seed: Mapping[int, float] | None = None) -> "Range":
         """A number that is known."""
-        return cls(value, value)
+        return cls(value, value, noise, by_seed or {})
 
     @classmethod
-    def at_least(cls, value: float, exactly: bool) -> "Range":
+    def at_least(cls, value: float, exactly: bool, noise: float = 0.0) -> "Range":
         """A known number, or a lower bound that missing numbers can only raise."""
-        return cls(value, value if exactly else math.inf)
+        return cls(value, value if exactly else math.inf, noise)
+
+    @classmethod
+    def of(cls, values: Sequence["Range"], choose: Callable[[Iterable[float]], float]) -> "Range":
+        """The lowest or the highest of several, also of each seed that all of them have."""
+        seeds = [seed for seed in values[0].by_seed if all(seed in v.by_seed for v in values)]
+        by_seed = {seed: choose([v.by_seed[seed] for v in values]) for seed in seeds}
+        ends = choose(v.low for v in values), choose(v.high for v in values)
+        return cls(*ends, _deviation(by_seed, max(v.noise for v in values)), by_seed)
 
     @classmethod
     def lowest(cls, values: Sequence["Range"]) -> "Range":
         """The lowest of several."""
-        return cls(min(v.low for v in values), min(v.high for v in values))
+        return cls.of(values, min)
 
     @classmethod
     def highest(cls, values: Sequence["Range"]) -> "Range":
         """The highest of several."""
-        return cls(max(v.low for v in values), max(v.high for v in values))
+        return cls.of(values, max)
 
     @property
     def known(self) -> bool:
@@ -131,11 +158,16 @@ class Range:
         return self.low == self.high
 
     def __sub__(self, other: "Range") -> "Range":
-        return Range(self.low - other.high, self.high - other.low)
+        both = math.hypot(self.noise, other.noise)
+        gaps = {seed: self.by_seed[seed] - other.by_seed[seed] for seed in self.by_seed if seed in other.by_seed}
+        if not gaps:
+            return Range(self.low - other.high, self.high - other.low, both)
+        return Range.at(sum(gaps.values()) / len(gaps), _deviation(gaps, both), gaps)
 
     def below(self, other: "Range") -> Answer:
-        """Whether it is lower than another number."""
-        return True if self.high < other.low else False if self.low >= other.high else None
+        """Whether it is lower than another number, by more than the spread of the difference."""
+        gap = other - self
+        return True if gap.low > gap.noise else False if gap.high <= -gap.noise else None
 
     def within(self, least: float, most: float) -> Answer:
         """Whether it lies between two numbers, both included."""
@@ -146,6 +178,11 @@ class Range:
         if self.known:
             return low
         return f"{low} to {high}" if low and high else f"at least {low}" if low else f"at most {high}" if high else "?"
+
+
+def _deviation(by_seed: Mapping[int, float], otherwise: float) -> float:
+    """The standard deviation between seeds; of a single one it is unknown."""
+    return otherwise if len(by_seed) < 2 else statistics.stdev(by_seed.values())
 
 
 class Check(NamedTuple):
@@ -169,18 +206,26 @@ class View:
         self.table, self._numbers = tables.get(table), numbers
         self.exact = numbers is of_paper  # whether better numbers refute a claim
         self.missing = dict[str, None]()  # in order
+        self.readings = dict[str, None]()  # rows that were read and settle nothing, in words
 
     def __call__(self, row: str, column: str) -> Range:
         """A number."""
-        value = self._numbers(self.table.name, row, column)
-        if value is None or math.isnan(value):
+        if not self.exact and (why := self.table.readings.get(row)) is not None:
+            self.readings[f"{row} is our reading, and settles nothing: {why}"] = None
+            return Range()
+        found = self._numbers(self.table.name, row, column)
+        measured = Measured(found) if isinstance(found, float | int) else found
+        if measured is None or math.isnan(measured.value):
             self.missing[f"{self.table.name}, {row}, {column}"] = None
             return Range()
-        return Range.at(value)
+        return Range.at(measured.value, measured.noise, measured.by_seed)
 
     def rows(self, patterns: str | Sequence[str], but: Sequence[str] = ()) -> list[str]:
-        """The rows that match a pattern, or one of several."""
-        return [row for row in matching(patterns, self.table.row_keys) if row not in but]
+        """The rows that match a pattern, or one of several; those of our reading only if they are named."""
+        named = [patterns] if isinstance(patterns, str) else patterns
+        found = [row for row in matching(patterns, self.table.row_keys) if row not in but]
+        settled = [row for row in found if self.exact or row in named or row not in self.table.readings]
+        return settled or found
 
     def columns(self, patterns: str | Sequence[str]) -> list[str]:
         """The columns that match a pattern, or one of several."""
@@ -192,19 +237,19 @@ class View:
 
     def span(self, row: str, columns: Sequence[str]) -> Range:
         """The difference between the worst and the best column of a row; missing numbers can only widen it."""
-        known = self._known(row, columns)
-        return Range.at_least(max(known) - min(known) if known else 0.0, exactly=len(known) == len(columns))
+        known = [v for v in (self(row, column) for column in columns) if v.known]
+        if len(known) == len(columns):
+            return Range.highest(known) - Range.lowest(known)
+        ends = [v.low for v in known] or [0.0]
+        return Range.at_least(max(ends) - min(ends), exactly=False)
 
     def deviation(self, row: str, columns: Sequence[str]) -> Range:
         """The standard deviation of a row; a missing number adds least if it equals the mean of the others."""
-        known = self._known(row, columns)
-        mean = sum(known) / len(known) if known else 0.0
-        low = math.sqrt(sum((value - mean) ** 2 for value in known) / len(columns))
-        return Range.at_least(low, exactly=len(known) == len(columns))
-
-    def _known(self, row: str, columns: Sequence[str]) -> list[float]:
-        """The numbers of a row that are not missing."""
-        return [value.low for value in [self(row, column) for column in columns] if value.known]
+        known = [v for v in (self(row, column) for column in columns) if v.known]
+        values = [v.low for v in known]
+        mean = sum(values) / len(values) if values else 0.0
+        low = math.sqrt(sum((value - mean) ** 2 for value in values) / len(columns))
+        return Range.at_least(low, len(known) == len(columns), max((v.noise for v in known), default=0.0))
 
 
 def matching(patterns: str | Sequence[str], keys: Sequence[str]) -> list[str]:

@@ -1,6 +1,6 @@
 """Compare our results with the paper: each cell, the claims of the paper, and which differences are significant."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from tribe.lab.experiment import Experiment, MixedResults, refuse_mixture
 from tribe.lab.store import Result, stale
 from tribe.paper import tables
 from tribe.paper.beyond import LATER_PAGE, MARK
-from tribe.paper.claims import Claim, Verdict, claims, judge, of_paper
+from tribe.paper.claims import Claim, Measured, Verdict, claims, judge, of_paper
 from tribe.paper.gather import SELECTING, measured_alone
 from tribe.paper.plan import Plan, Planned, stream_of
 from tribe.paper.tables import Cell, Table, Value
@@ -256,9 +256,10 @@ def _other_length(plan: Plan, results: Mapping[str, Result]) -> list[str]:
 
 
 def _duels(plan: Plan, results: Mapping[str, Result]) -> list[str]:
-    """For each stream: is the best method significantly better than the second, and do added methods beat TRIBE?
+    """For each cell: is the best method significantly better than the second, and do added methods beat TRIBE?
 
-    A row beyond the paper is compared with the same method without the time filter.
+    This is judged over the seeds that both have; with one seed, only for its stream, from the records. A row beyond the
+    paper is compared with the same method without the time filter.
     """
     notes, seen = [], set()
     for group in _groups(plan):
@@ -268,11 +269,21 @@ def _duels(plan: Plan, results: Mapping[str, Result]) -> list[str]:
             continue
         seen.add(frozenset(row_of))
         for a, b in _opponents(plan, finished):
-            one, other = finished[a], finished[b]
-            if one.has_records and other.has_records:
-                duel = statistics.duel(one.records(), other.records())
-                notes.append(f"{stream_name(one.experiment)}: {a} against {b}: {duel}")
+            if (verdict := _verdict(finished[a], finished[b])) is not None:
+                notes.append(f"{stream_name(finished[a].experiment)}: {a} against {b}: {verdict}")
     return notes
+
+
+def _verdict(one: Result, other: Result) -> statistics.Paired | statistics.Duel | None:
+    """The difference between two methods on the same streams, over seeds if there are several."""
+    seeds = [seed for seed in one.experiment.seeds if seed in other.experiment.seeds]
+    if len(seeds) > 1:
+        errors = [[100 * result.metrics[str(s)]["instance_error"] for s in seeds] for result in (one, other)]
+        return statistics.paired(*errors)
+    if not seeds or not (one.has_records and other.has_records):
+        return None
+    records = [[r for r in result.records() if r.spec["seed"] == seeds[0]] for result in (one, other)]
+    return statistics.duel(*records)
 
 
 def _opponents(plan: Plan, results: Mapping[str, Result]) -> list[tuple[str, str]]:
@@ -326,18 +337,19 @@ def judge_claims(
         table: judge the claims about this table; None: all claims.
     """
     compared = {comparison.name: comparison for comparison in known}
+    usual = usual_spread(known)
 
-    def ours(name: str, row: str, column: str) -> float | None:
+    def ours(name: str, row: str, column: str) -> Measured | None:
         if name not in compared:
             compared[name] = compare_table(tables.get(name))
         entry = compared[name].entries.get((row, column))
         if entry is None or not isinstance(entry.ours, float):
             return None
         if entry.unit != "s":
-            return entry.ours
+            return Measured(entry.ours, entry.by_seed, usual if entry.deviation is None else entry.deviation)
         experiment = compared[name].experiments[entry.experiment or ""]
         ms = measured_alone(root, experiment, experiment.model.name).ms.get(experiment.method.name)
-        return None if ms is None else ms / 1e3
+        return None if ms is None else Measured(ms / 1e3)
 
     def judge_ours(claim: Claim) -> Verdict:
         verdict = judge(claim, ours)
@@ -345,6 +357,22 @@ def judge_claims(
 
     about = [claim for claim in claims() if table is None or table in claim.tables]
     return [Judged(claim, judge(claim, of_paper), judge_ours(claim)) for claim in about]
+
+
+def usual_spread(comparisons: Iterable[Comparison]) -> float:
+    """The spread of an error that was measured with one seed: that of those with several, their root mean square.
+
+    It is 0 if no error has several seeds. Errors of single corruptions, and rows beyond the paper, do not count.
+    """
+    found = {
+        (entry.experiment, column): entry.deviation
+        for comparison in comparisons
+        for (row, column), entry in comparison.entries.items()
+        if entry.deviation is not None and entry.unit == "%" and entry.experiment and row not in comparison.beyond
+    }
+    by_domain = {c["key"] for name in tables.names() for c in tables.get(name).columns if "domain" in c}
+    squares = [deviation**2 for (_, column), deviation in found.items() if column not in by_domain]
+    return (sum(squares) / len(squares)) ** 0.5 if squares else 0.0
 
 
 def _is_about_time(claim: Claim) -> bool:

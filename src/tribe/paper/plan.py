@@ -233,7 +233,7 @@ def _add_rows(table: Table, choices: Choices) -> Table:
     swept = [column for column in table.columns if column.get("fields")]
     if choices.added and swept:
         raise ValueError(f"the columns of {table.name} set {', '.join(swept[0]['fields'])}: no method can be added")
-    special = ("key", "method", "fields", "scale", "beyond")  # what rows of one group need not share
+    special = ("key", "method", "fields", "scale", "beyond", "reading")  # what rows of one group need not share
     shared = [{k: v for k, v in row.items() if k not in special} for row in table.rows]
     groups = [group for i, group in enumerate(shared) if group not in shared[:i]]
     if choices.only:

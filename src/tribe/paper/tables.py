@@ -78,6 +78,11 @@ class Table:
         """The rows that `tribe.paper.beyond` added, and what they are."""
         return {row["key"]: row["beyond"] for row in self.rows if "beyond" in row}
 
+    @property
+    def readings(self) -> dict[str, str]:
+        """The rows that the paper leaves open, and what it does not say: they show our reading of it."""
+        return {row["key"]: row["reading"] for row in self.rows if "reading" in row}
+
     def value(self, row: str, column: str) -> Value:
         """The published number."""
         return self.values[_position(row, self.row_keys, "row")][_position(column, self.column_keys, "column")]
