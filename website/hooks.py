@@ -1,8 +1,10 @@
 """Events of MkDocs: pages that are made while the site is built, and links that leave docs/.
 
-In the Markdown of a page, ``<!-- gallery: NAME -->`` is replaced by pictures, see `website.galleries`.
+In the Markdown of a page, ``<!-- gallery: NAME -->`` is replaced by pictures, see `website.galleries`, or by a link to
+the report of the results in the repository.
 """
 
+import posixpath
 import re
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,12 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+from tribe.report import collect, render
 from website import galleries, links, reference
 
+REPORT = "report.html"
 GALLERY = re.compile(r"<!-- gallery: (\w+) -->")
+CELL = re.compile(r"<td([^>]*)>(.*?)</td>", re.DOTALL)
 origins: dict[str, str] = {}  # of pages of the repository: place on the site, path in the repository
 
 
@@ -35,6 +40,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     made["decisions/index.md"] = _list_of_decisions()
     made |= {place: (links.ROOT / path).read_text() for path, place in links.OUTSIDE.items()}
     made |= galleries.pictures()
+    made[REPORT] = render(collect(links.ROOT / "results"))
     origins.update({file.src_uri: f"docs/{file.src_uri}" for file in files.documentation_pages()})
     origins.update({place: path for path, place in links.OUTSIDE.items()})
     texts = {page: (links.ROOT / page).read_text() for page in origins.values()}
@@ -56,7 +62,18 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     if place not in origins:  # made here, with links of the site
         return markdown
     text = links.for_the_site(markdown, origins[place], place)
-    return GALLERY.sub(lambda match: galleries.markdown(match[1]), text)
+    there = posixpath.relpath(REPORT, posixpath.dirname(place) or ".")
+    report = f"[The report of this project's own results]({there}) is made while the site is built."
+    return GALLERY.sub(lambda match: report if match[1] == "report" else galleries.markdown(match[1]), text)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Mark cells of tables with a long text: they get more room, and the table scrolls."""
+    return CELL.sub(lambda cell: f'<td class="long"{cell[1]}>{cell[2]}</td>' if _is_long(cell[2]) else cell[0], html)
+
+
+def _is_long(cell: str) -> bool:
+    return len(re.sub("<[^>]+>", "", cell)) > 50
 
 
 def _decisions() -> list[Path]:

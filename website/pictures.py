@@ -110,7 +110,7 @@ def class_means() -> Figure:
 
 def trinet() -> Figure:
     """The three branches, what they see and which losses join them."""
-    figure = Figure(figsize=(6.4, 3.2), layout="constrained")
+    figure = Figure(figsize=(4.8, 2.9), layout="constrained")
     axes = figure.subplots()
     axes.set(xlim=(0, 10), ylim=(0.4, 5.6))
     axes.axis("off")
@@ -125,19 +125,19 @@ def trinet() -> Figure:
     arrow(axes, (5.35, 2.7), (7.1, 1.3), BLUE)
     arrow(axes, (5.45, 1.0), (7.2, 1.0), GREEN)
     arrow(axes, (5.45, 5.0), (7.2, 5.0), ORANGE)
-    axes.text(7.3, 5.0, "self-training loss,\ncertain labels only\n(Eq. 5)", va="center", fontsize=9)
-    axes.text(7.3, 3.0, "prediction", va="center", fontsize=9, weight="bold")
-    axes.text(7.3, 1.0, "anchored loss\n(Eq. 6)", va="center", fontsize=9)
+    axes.text(7.3, 5.0, "self-training loss,\ncertain labels only\n(Eq. 5)", va="center", fontsize=8)
+    axes.text(7.3, 3.0, "prediction", va="center", fontsize=8, weight="bold")
+    axes.text(7.3, 1.0, "anchored loss\n(Eq. 6)", va="center", fontsize=8)
     both = {"arrowstyle": "<->", "color": BLACK, "linestyle": "dashed"}
     axes.annotate("", (3.9, 4.5), (3.9, 3.5), arrowprops=both)
-    axes.text(4.0, 4.0, "same parameters", va="center", fontsize=8)
+    axes.text(4.0, 4.0, "same parameters", va="center", fontsize=7)
     return figure
 
 
 def box(axes: Any, x: float, y: float, text: str, colour: str) -> None:
     """A text in a box."""
     style = {"boxstyle": "round,pad=0.5", "facecolor": "white", "edgecolor": colour, "linewidth": 1.8}
-    axes.text(x, y, text, ha="center", va="center", fontsize=9, bbox=style, zorder=3)
+    axes.text(x, y, text, ha="center", va="center", fontsize=8, bbox=style, zorder=3)
 
 
 def arrow(axes: Any, start: tuple[float, float], end: tuple[float, float], colour: str) -> None:

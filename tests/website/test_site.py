@@ -117,7 +117,9 @@ def test_search_works_in_pages_that_are_opened_as_files(site):
     with started_chromium() as browser:
         page = browser.new_page(viewport={"width": 1280, "height": 900})
         page.goto((site / "index.html").as_uri())
-        page.locator("input.md-search__input").click()
-        page.locator("input.md-search__input").fill("Balanced BN")
+        box = page.locator("input.md-search__input")
+        box.click()
+        sync_api.expect(page.locator(".md-search-result__meta")).to_have_text("Type to start searching")
+        box.press_sequentially("Balanced BN")
         sync_api.expect(page.locator(".md-search-result__item a").first).to_be_visible()
         assert "how-it-works.html" in page.locator(".md-search-result__list").inner_html()
