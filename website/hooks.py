@@ -61,7 +61,7 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     place = page.file.src_uri
     if place not in origins:  # made here, with links of the site
         return markdown
-    text = links.for_the_site(markdown, origins[place], place)
+    text = links.nested_lists(links.for_the_site(markdown, origins[place], place))
     there = posixpath.relpath(REPORT, posixpath.dirname(place) or ".")
     report = f"[The report of this project's own results]({there}) is made while the site is built."
     return GALLERY.sub(lambda match: report if match[1] == "report" else galleries.markdown(match[1]), text)

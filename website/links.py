@@ -12,6 +12,7 @@ from pathlib import Path, PurePosixPath
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = "docs"
 FENCE = re.compile(r"^( *)(```+|~~~+).*?^\1\2 *$", re.DOTALL | re.MULTILINE)
+NESTED = re.compile(r"^ {2,3}(?=[-*] )", re.MULTILINE)
 TARGET = re.compile(r"(\]\()([^)\s]+)(\))")
 
 # Pages outside docs/, and where they are on the site.
@@ -87,6 +88,15 @@ def for_the_site(text: str, page: str, place: str) -> str:
         return f"{match[1]}{there}{hash_sign}{anchor}{match[3]}"
 
     return "".join(part if is_code else TARGET.sub(replace, part) for is_code, part in pieces(text))
+
+
+def nested_lists(text: str) -> str:
+    """A text with lists inside lists indented by four, as Python's Markdown expects; GitHub takes two as well.
+
+    >>> nested_lists("- a\\n  - b")
+    '- a\\n    - b'
+    """
+    return "".join(part if is_code else NESTED.sub("    ", part) for is_code, part in pieces(text))
 
 
 def source_page(path: str) -> str:

@@ -39,6 +39,10 @@ def test_links_are_rewritten_outside_code_only():
     assert moved == "[a](../time.md) [b](../source/NOTICE.md)"
 
 
+def test_lists_inside_lists_are_indented_by_four():
+    assert links.nested_lists("- a\n  - b\n    c\n\n```\n  - d\n```\n") == "- a\n    - b\n    c\n\n```\n  - d\n```\n"
+
+
 def test_code_with_fences_is_shown_whole():
     page = links.source_page("tests/website/page_runner.py")
     assert page.count("\n````python\n") == 1, "its text holds a fence of three"
