@@ -1,12 +1,13 @@
 """Records say what the method knew after every step, keep logits if asked, and become tables of pandas."""
 
 import sys
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
 
-from tribe import time
+from tribe import norms, time
 from tribe.engine.backbone import Backbone
 from tribe.lab import trace
 from tribe.lab.execution import run_experiment
@@ -17,6 +18,7 @@ from tribe.lab.runner import CHECKPOINT, run
 from tribe.lab.spec import ComponentSpec
 from tribe.lab.stream import Stream
 from tribe.lab.workbench import Workbench
+from tribe.norms.robust import Robust
 from tribe.scenarios import create
 from tribe.storage import tensors as tensor_file
 from tribe.testing import CLASSES, ready, small_network
@@ -67,6 +69,24 @@ def test_streams_side_by_side_have_their_own_traces():
     (alone,) = run(net, method, stream((5,)), seed=5)
     assert torch.allclose(together[1].trace.entropy, alone.trace.entropy, atol=1e-5)
     assert torch.equal(together[1].trace.step, alone.trace.step)
+
+
+@dataclass(frozen=True)
+class NanOfFour(Robust):
+    """A rule that returns NaN for batches of four images."""
+
+    def __call__(self, mean, *others):
+        centre, spread, kept = super().__call__(mean, *others)
+        return centre * (torch.nan if mean.shape[1] == 4 else 1), spread, kept
+
+
+def test_images_that_were_skipped_are_counted_in_a_warning():
+    norms.register("nan-of-four")(NanOfFour)
+    try:
+        with pytest.warns(UserWarning, match="4 of 60 images were skipped: their predictions, or what was learned"):
+            run(Backbone(small_network()), ready("selftrain", rule="nan-of-four"), stream())
+    finally:
+        del norms.registry._classes["nan-of-four"]
 
 
 def test_a_file_holds_the_trace_and_older_files_have_none(tmp_path):

@@ -154,7 +154,8 @@ def test_every_row_of_the_papers_tables_has_a_name():
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"rule": "layer"}, "rule of selftrain is 'balanced'"),
+        ({"rule": "layer"}, "unknown norm 'layer'"),
+        ({"rule": 3}, "rule of selftrain is the name of a norm rule; got 3"),
         ({"teacher": "frozen"}, "teacher of selftrain is 'shared' or 'ema'"),
         ({"teacher": "ema"}, "anchored loss moves the teacher's own parameters"),
         ({"nu": 2.0}, "nu of selftrain is between 0 and 1"),

@@ -5,6 +5,7 @@ import importlib
 import operator
 import re
 import sys
+import traceback
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ import tribe
 from tribe.cli.output import describe_error, fail
 from tribe.lab import modules
 from tribe.methods import Method
+from tribe.norms.named import split_text
 from tribe.registry import Registry, nearest
 from tribe.scenarios import Scenario
 
@@ -41,11 +43,21 @@ def _is_dataset(found: Any) -> bool:
     return members >= {"classes", "domains", "labels", "images"}
 
 
+def _is_norm(found: Any) -> bool:
+    """Whether a class has the members of the protocol of a norm rule."""
+    if not (isinstance(found, type) and dataclasses.is_dataclass(found)):
+        return False
+    members = {*dir(found), *(field.name for field in dataclasses.fields(found))}
+    return members >= {"classes", "observes"} and "__call__" in dir(found)
+
+
 METHOD = ComponentKind(tribe.methods.registry, "a subclass of tribe.methods.Method", _is_subclass_of(Method))
 SCENARIO = ComponentKind(tribe.scenarios.registry, "a subclass of tribe.scenarios.Scenario", _is_subclass_of(Scenario))
 DATASET = ComponentKind(
     tribe.datasets.registry, "a dataclass with classes, domains, labels(domain), images(domain, index)", _is_dataset
 )
+
+NORM = ComponentKind(tribe.norms.registry, "a frozen dataclass with classes, observes and __call__", _is_norm)
 
 
 def component_name(kind: ComponentKind, text: str) -> str:
@@ -73,6 +85,12 @@ def method_name(text: str) -> str:
         return component_name(METHOD, text)
     tribe.time.get(rule)  # raises if there is no such filter
     return f"{component_name(METHOD, f'{place}:{attribute}')}+{rule}"
+
+
+def norm_text(text: str) -> str:
+    """A norm rule by its registered name, given as a name or as ``file.py:Class``; both may have fields in brackets."""
+    place, bracket = split_text(text)
+    return component_name(NORM, place) + bracket
 
 
 def load_custom_model(target: str) -> nn.Module:
@@ -108,12 +126,19 @@ def find_custom(target: str, kind: str, fits: Callable[[Any], bool]) -> Any:
     try:
         module = import_package(place) if file is None else import_file(file)
     except (Exception, SystemExit) as error:  # the code of the module may raise anything
-        raise ValueError(f"importing {place} failed: {describe_error(error)}") from error
+        raise ValueError(f"importing {place} failed: {describe_error(error)}{_line(error, file)}") from error
     try:
         return operator.attrgetter(attribute)(module)
     except AttributeError:
         names = [name for name, value in vars(module).items() if not name.startswith("_") and fits(value)]
         raise ValueError(f"{place} has no attribute {attribute!r}: {nearest(attribute, names)}") from None
+
+
+def _line(error: BaseException, file: Path | None) -> str:
+    """The last line of a file that an error passed through; nothing if there is none."""
+    name = "" if file is None else str(file.absolute())
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == name]
+    return f", at {file}:{lines[-1]}" if lines else ""
 
 
 def import_file(path: Path) -> ModuleType:

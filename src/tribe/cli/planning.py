@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tribe.cli.custom import DATASET, SCENARIO, component_name
+from tribe.cli.custom import DATASET, SCENARIO, component_name, norm_text
 from tribe.cli.options import custom_network, parse_severities
 from tribe.lab.experiment import Experiment
 from tribe.lab.spec import ComponentSpec
@@ -53,7 +53,7 @@ class Planner:
         protocol = ComponentSpec(self._scenario, {**imbalance, **overrides.get("scenario", {})})
         self.workbench.stream(played, protocol, request.seeds, size)  # refuses missing data before the weights
         network = ComponentSpec(request.model, overrides.get("model", {}))
-        adapting = ComponentSpec(method, overrides.get(method, {}))
+        adapting = ComponentSpec(method, _with_rule(overrides.get(method, {})))
         return Experiment.of(
             *(played, network, protocol, adapting),
             seeds=request.seeds,
@@ -61,3 +61,9 @@ class Planner:
             precision=request.precision,
             workbench=self.workbench,
         )
+
+
+def _with_rule(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The fields of a method; a norm rule from a file is registered, and has its registered name."""
+    rule = fields.get("rule")
+    return {**fields, "rule": norm_text(rule)} if isinstance(rule, str) and ":" in rule else fields

@@ -14,19 +14,22 @@ import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
-from tribe import methods
+from tribe import methods, norms
 from tribe._version import __version__
 from tribe.lab.execution import run_experiment
 from tribe.lab.experiment import Experiment
 from tribe.lab.modules import from_file
+from tribe.lab.provenance import code_of
 from tribe.lab.runner import Progress
 from tribe.lab.shared import SharedPlays
 from tribe.lab.store import ENVIRONMENT, METRICS, SPEC, Result, find, record_name
 from tribe.lab.workbench import Workbench
+from tribe.norms.named import find_class
+from tribe.registry import Registry
 from tribe.storage.atomic import write_atomically
 from tribe.storage.lock import Busy
 
@@ -63,46 +66,60 @@ def error_message(error: BaseException) -> str:
 
 
 def _line_of(error: Exception, experiment: Experiment) -> str:
-    """The line of a custom method in which an error was raised."""
+    """The last line of a custom method, or of its custom norm rule, that an error passed through."""
     if experiment.method.code is None:
         return ""
-    file = inspect.getfile(methods.get(experiment.method.name))
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-    return f" ({file}, line {lines[-1]})" if lines else ""
+    classes = methods.get(experiment.method.name), find_class(experiment.method.fields.get("rule"))
+    files = {inspect.getfile(cls) for cls in classes if cls is not None}
+    found = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in files]
+    return f" ({found[-1].filename}, line {found[-1].lineno})" if found else ""
 
 
 # -- what is sent -----------------------------------------------------------------------------------------------------
 
 
 class CustomMethod(NamedTuple):
-    """A custom method, with the content of its file."""
+    """A custom method, or the custom norm rule of a method, with the content of its file."""
 
     name: str
     module: str
     attribute: str
     file: str
     content: bytes
+    kind: Literal["method", "norm"] = "method"
 
     @staticmethod
     def of(experiment: Experiment) -> "CustomMethod | None":
         """The method of an experiment; None: it is part of tribe."""
         if experiment.method.code is None:
             return None
-        cls = methods.get(methods.base(experiment.method.name))
+        return CustomMethod._of_class(methods.get(methods.base(experiment.method.name)), "method")
+
+    @staticmethod
+    def norm_of(experiment: Experiment) -> "CustomMethod | None":
+        """The norm rule of an experiment; None: it is part of tribe, or its method has no such field."""
+        rule = None if experiment.method.code is None else find_class(experiment.method.fields.get("rule"))
+        return None if rule is None else CustomMethod._of_class(rule, "norm")
+
+    @staticmethod
+    def _of_class(cls: type[Any], kind: Literal["method", "norm"]) -> "CustomMethod | None":
+        if code_of(cls) is None:
+            return None
         file = Path(inspect.getfile(cls)).resolve()
-        return CustomMethod(cls.name, cls.__module__, cls.__qualname__, str(file), file.read_bytes())
+        return CustomMethod(cls.name, cls.__module__, cls.__qualname__, str(file), file.read_bytes(), kind)
 
     def register(self) -> None:
         """Register it in this process: from its package where that is installed, else from its file."""
-        if self.name in methods.names() and _bytes_of(methods.get(self.name)) == self.content:
+        registry: Registry[Any] = methods.registry if self.kind == "method" else norms.registry
+        if self.name in registry.names() and _bytes_of(registry.get(self.name)) == self.content:
             return
         find = operator.attrgetter(self.attribute)
         try:
             found = find(importlib.import_module(self.module))
         except (ImportError, AttributeError):
             found = find(self._imported())
-        if self.name not in methods.names():
-            methods.register(self.name)(found)
+        if self.name not in registry.names():
+            registry.register(self.name)(found)
 
     def _imported(self) -> ModuleType:
         path = Path(self.file)
@@ -139,6 +156,7 @@ class Job(NamedTuple):
     node: str  # of the sender
     every: int
     wait: bool
+    norm: CustomMethod | None = None  # the rule of the method, if it is custom
 
 
 class Reply(NamedTuple):
@@ -177,8 +195,9 @@ def _run_job(job: Job, board: Any) -> Reply:
     if own != job.versions:
         differ = "; ".join(f"{n} is {own[n]}, not {v}" for n, v in job.versions.items() if own[n] != v)
         return Reply(f"this worker would compute something else: {differ}. Install the same versions everywhere")
-    if job.method is not None:
-        job.method.register()
+    for custom in (job.norm, job.method):
+        if custom is not None:
+            custom.register()
     experiment = Experiment.from_json(job.spec)
     if experiment.threads is not None:
         torch.set_num_threads(experiment.threads)  # building a data set computes, too

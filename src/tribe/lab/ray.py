@@ -283,6 +283,7 @@ class RayExecutor:
                 self._node,
                 self._every,
                 wait,
+                CustomMethod.norm_of(experiment),
             )
             task = self._task.options(**self._needs(experiment)).remote(job, self._board)
         except CLEAR_ERRORS as error:

@@ -16,7 +16,7 @@ from tribe.datasets import optional
 from tribe.datasets.fingerprint import fingerprint
 from tribe.engine.backbone import Backbone
 from tribe.engine.graphs import Steps, Switch
-from tribe.engine.state import clone, digest, leaves, rebuild, select, tree_map
+from tribe.engine.state import Info, clone, digest, leaves, rebuild, select, tree_map
 from tribe.health.alarms import KINDS
 from tribe.lab import trace, watched
 from tribe.lab.outputs import OutputTable, predictions
@@ -121,6 +121,7 @@ def run(
         raise
     if file is not None and not keep_checkpoint:
         file.path.unlink(missing_ok=True)
+    _warn_of_skipped(state, table.rows())
     records = table.records(stream, words)
     if outputs is None:
         return records
@@ -225,6 +226,18 @@ def _look(method: Method, net: Backbone, state: Any, step: int) -> dict[str, Ten
     """What is known of each stream after a step, (S,) each, by the names of columns."""
     parts = {WATCHED: watched.look(method, net, state), TRACED: trace.look(state, step)}
     return {f"{prefix}{name}": values for prefix, seen in parts.items() for name, values in (seen or {}).items()}
+
+
+def _warn_of_skipped(state: Any, rows: Sequence[int]) -> None:
+    """Say how many images a method could not use: their predictions are uniform, which shows as an error only."""
+    info = getattr(state, "info", None)
+    skipped = int(info.skipped.sum()) if isinstance(info, Info) else 0
+    if skipped:
+        warnings.warn(
+            f"{skipped:,} of {sum(rows):,} images were skipped: their predictions, or what was learned from them, are "
+            "not finite. Such predictions are uniform instead, and the method keeps its state",
+            stacklevel=3,
+        )
 
 
 class _Table:

@@ -27,6 +27,7 @@ from tribe.datasets import optional
 from tribe.lab.experiment import COMPONENTS, Experiment
 from tribe.lab.spec import canonical, decode_fields
 from tribe.methods import Composed
+from tribe.norms.named import find_class
 
 PACKAGE = "tribe"
 CORE = (  # a change of its numbers fails the tests: goldens, slow loops, the contract
@@ -97,8 +98,8 @@ def _parts(experiment: Experiment, role: str) -> tuple[Any, ...]:
     spec = getattr(experiment, role)
     try:
         if role == "method":
-            cls = methods.get(spec.name)
-            return cls.classes_of() if issubclass(cls, Composed) else (cls,)
+            cls, rule = methods.get(spec.name), find_class(spec.fields.get("rule"))
+            return *(cls.classes_of() if issubclass(cls, Composed) else (cls,)), *(() if rule is None else (rule,))
         if role == "scenario":
             return (scenarios.get(spec.name),)
         if role == "model":

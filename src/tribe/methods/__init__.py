@@ -41,6 +41,7 @@ from tribe.methods.timed import Timed, timed, with_filter
 from tribe.norms import Norm
 from tribe.norms.balanced import Balanced
 from tribe.norms.instance import Instance
+from tribe.norms.named import from_text as norm_from_text
 from tribe.norms.robust import Robust
 from tribe.registry import build, nearest
 from tribe.time import registry as time_filters
@@ -167,6 +168,7 @@ __all__ = [
     "losses",
     "memory",
     "names",
+    "norm_from_text",
     "optim",
     "quiet",
     "register",

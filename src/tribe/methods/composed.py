@@ -70,6 +70,11 @@ class Composed(Method):
         """The part alone."""
         return self._parts[1]  # type: ignore[attr-defined]
 
+    @property
+    def functions(self) -> tuple[type[Any], ...]:
+        """As the method alone: classes whose code a result depends on, besides those of the method and the part."""
+        return getattr(self.inner, "functions", ())
+
     def study(self, net: Backbone, batches: Any) -> Knowledge:
         """As the method alone."""
         return self.inner.study(net, batches)

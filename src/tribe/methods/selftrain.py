@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from tribe.fields import require
 from tribe.methods import (
     ROOM,
     Affine,
@@ -24,7 +25,6 @@ from tribe.methods import (
     Key,
     Norm,
     PackedStats,
-    PerBatch,
     Robust,
     Stats,
     Timely,
@@ -32,6 +32,7 @@ from tribe.methods import (
     finish,
     losses,
     memory,
+    norm_from_text,
     optim,
     register,
     rows_of,
@@ -69,7 +70,9 @@ class SelfTraining(Tribe):
     predict with the statistics from before the batch, as TRIBE does.
     """
 
-    rule: Literal["balanced", "robust", "instance", "batch", "frozen"] = "balanced"  # what normalises every branch
+    # What normalises every branch: a norm rule by name, with fields in brackets where it has some, such as
+    # "mixed(share=0.5)". "robust" and "instance" alone have the settings of the ablations.
+    rule: str = "balanced"
     alpha: float = 0.05  # share of the newest batch in the robust rule
     learning: bool = True  # False: statistics follow the stream, parameters stay
     teacher: Literal["shared", "ema"] = "shared"  # the teacher has the student's parameters, or their moving average
@@ -102,6 +105,7 @@ class SelfTraining(Tribe):
     }
 
     def __post_init__(self) -> None:
+        require(isinstance(self.rule, str), "rule of selftrain is the name of a norm rule", self.rule)
         super().__post_init__()
         self.require_range("nu", high=1)
         if self.memory != 0:
@@ -127,7 +131,12 @@ class SelfTraining(Tribe):
             return super().norm
         if self.rule == "robust":
             return Robust(self.alpha)
-        return Instance(observing=True) if self.rule == "instance" else PerBatch() if self.rule == "batch" else Frozen()
+        return Instance(observing=True) if self.rule == "instance" else norm_from_text(self.rule, self.class_count)
+
+    @property
+    def functions(self) -> tuple[type[Norm], ...]:
+        """The classes whose code a result depends on, besides the method's own."""
+        return (type(self.norm),)
 
     def init(self, net: Backbone, streams: int = 1, seed: int = 0) -> SelfTrainingState:  # type: ignore[override]
         """All branches start from the source, the memory empty."""
@@ -146,7 +155,7 @@ class SelfTraining(Tribe):
             stats, norm = self.pooled(net, stats), Frozen()
         elif isinstance(norm, Robust):
             norm = Frozen()
-        elif isinstance(norm, Instance):
+        elif isinstance(norm, Instance) and self.rule == "instance":
             norm = Instance()
         return Deployed(state.teacher, stats, norm)
 

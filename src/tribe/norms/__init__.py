@@ -7,7 +7,7 @@ imports what it needs from here. See CONTRIBUTING.
 from tribe.engine.rules import Norm, pool_batch
 from tribe.engine.state import Stats
 from tribe.fields import is_whole, require
-from tribe.registry import Registry
+from tribe.registry import Registry, build
 
 registry: Registry[Norm] = Registry("norm")
 register, create, names, get = registry.register, registry.create, registry.names, registry.get
@@ -16,6 +16,7 @@ registry.load(__name__, __path__)
 __all__ = [
     "Norm",
     "Stats",
+    "build",
     "create",
     "get",
     "is_whole",
