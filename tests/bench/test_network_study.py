@@ -18,6 +18,6 @@ def test_a_few_images_are_played_to_every_method(few_digits, tmp_path):
     options += ["--corruptions", "fog,stripe", "--every", "40", "--methods", "source,bn", "--device", "cpu"]
     network_study.main(options)
     text = network_study.errors(tmp_path)
-    assert "**compact** (6 BatchNormReLU), 50 images a column, batch 64, scenario `ptta`" in text
-    assert "|  | clean | fog | stripe | mean of corruptions |" in text
+    assert "**compact** (6 BatchNormReLU), 50 images a domain, batch 64, scenario `ptta`" in text
+    assert "|  | clean | fog | stripe | mean of 2 corruptions |" in text
     assert [line.split(" | ")[0] for line in text.splitlines()[4:]] == ["| TEST", "| BN"]
