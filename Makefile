@@ -33,8 +33,8 @@ test-serve: $(INSTALLED)  ## run the tests of the server with all that they can 
 	@for name in redis-server haproxy wrk chromium curl; do command -v $$name > /dev/null || echo "not installed, its tests are skipped: apt install $$name"; done
 	$(BIN)/python -m pytest tests/serve
 
-test-extras: $(INSTALLED)  ## install the optional packages that tests can use: ray, timm, torchvision, transformers
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,ray,models]' transformers
+test-extras: $(INSTALLED)  ## install the optional packages that tests can use: mkdocs, ray, timm, torchvision, transformers
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,docs,ray,models]' transformers
 
 lint: $(INSTALLED)  ## check style and types: ruff, mypy
 	$(BIN)/ruff check .

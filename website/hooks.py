@@ -23,9 +23,12 @@ origins: dict[str, str] = {}  # of pages of the repository: place on the site, p
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Complete the menu: decisions and the API reference are listed by the folder and the code."""
+    """Complete the menu: decisions, the API reference, and new pages, which are listed with the guides."""
+    listed = set(re.findall(r"[\w/.-]+\.md", str(config.nav)))
     for section in config.nav or []:
         for title, entries in section.items():
+            if title == "Guides":
+                entries += [{_title(path): path.name} for path in _pages() if path.name not in listed]
             if title == "API":
                 entries += [{page.title: page.place} for page in reference.pages()]
             if title == "Decisions":
@@ -74,6 +77,10 @@ def on_page_content(html: str, **_: Any) -> str:
 
 def _is_long(cell: str) -> bool:
     return len(re.sub("<[^>]+>", "", cell)) > 50
+
+
+def _pages() -> list[Path]:
+    return sorted((links.ROOT / "docs").glob("*.md"))
 
 
 def _decisions() -> list[Path]:
