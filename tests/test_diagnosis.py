@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tribe
 from tribe import methods
+from tribe.engine import fusion
 from tribe.health.recorder import count_bytes
 from tribe.testing import CLASSES, images, small_network
 
@@ -237,6 +238,22 @@ def test_the_size_of_a_state_is_what_a_stream_keeps() -> None:
     without = tribe.doctor(NETWORKS["no affine parameters"]())
     assert "tribe" not in without.state_bytes
     assert "state of a stream" not in str(without)
+
+
+def test_what_kernels_compute_together_is_told_where_they_run() -> None:
+    with fusion.using("always"):
+        report = tribe.doctor(small_network(), X)
+        held = tribe.doctor(Around(lambda inner, x: inner(x) if len(x) == 2 else inner(x + 0)), X[:1])
+    assert report.fusion == "computed together with normalisation: 2 ReLU"
+    assert "\n  kernels: computed together with normalisation: 2 ReLU\n" in str(report)
+    assert held.fusion is not None
+    assert held.fusion.startswith("nothing is fused: a pass differed from the trial")
+
+
+def test_of_kernels_nothing_is_told_on_a_cpu() -> None:
+    report = tribe.doctor(small_network(), X)
+    assert report.fusion is None
+    assert "kernels" not in str(report)
 
 
 def test_layers_of_one_kind_that_adapt_in_other_ways_are_told_apart() -> None:

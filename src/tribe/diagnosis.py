@@ -62,6 +62,7 @@ class Report:
     shift: float | None = None  # how far the batch is from the source at the first layer, see `_first_shift`
     confidence: float | None = None
     accuracy: float | None = None  # on these images, if their labels are given
+    fusion: str | None = None  # what kernels compute together, or why they do not; None where no kernels run
     problems: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
@@ -95,6 +96,8 @@ class Report:
             lines.append(f"  mean confidence on these images: {self.confidence:.0%}")
         if self.accuracy is not None:
             lines.append(f"  accuracy on these images: {self.accuracy:.0%}")
+        if self.fusion is not None:
+            lines.append(f"  kernels: {self.fusion}")
         if fitting := [name for name, reason in self.methods.items() if not reason and name not in self.needs]:
             lines.append(f"  methods that fit: {', '.join(fitting)}")
         if self.needs:
@@ -241,6 +244,7 @@ def _examine(net: Backbone, x: Tensor, labels: Tensor | None, report: dict[str, 
         "confidence": confidence,
         "accuracy": None if labels is None else _accuracy(logits, labels, confidence, problems),
         "features": None if features is None else features.shape[-1],
+        "fusion": net.fusion.describe() if net.fusion.tried else None,
     }
 
 

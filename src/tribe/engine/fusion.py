@@ -94,7 +94,7 @@ class Fusion:
     def __init__(self) -> None:
         self.plan: Plan | None = None
         self.reason: str | None = "there was no pass on a GPU yet"  # why nothing is fused
-        self._tried = False
+        self.tried = False  # whether there was a trial pass: on a CPU there is none
 
     def describe(self) -> str:
         """What is fused, or why nothing is, in words."""
@@ -112,10 +112,10 @@ class Fusion:
         """The mode that fuses a pass; None if it is to be computed call by call."""
         if _switch == "off" or (_switch == "auto" and not kernels.can_run(images)):
             return None
-        if not self._tried:
+        if not self.tried:
             if images.is_cuda and torch.cuda.is_current_stream_capturing():
                 return None  # a trial reads values
-            self._tried = True
+            self.tried = True
             self.plan, self.reason = _try(model, images, source_pass)
         return None if self.plan is None else FusedPass(self.plan)
 

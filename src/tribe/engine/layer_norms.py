@@ -42,13 +42,17 @@ def resembles_layer_norm(layer: nn.Module) -> bool:
 
 
 def is_called_norm(layer: nn.Module) -> bool:
-    """Whether a layer with tensors and without layers of its own is named as a norm: RMSNorm, but not Normalize.
+    """Whether a layer without layers of its own is named as a norm: RMSNorm, but not Normalize.
 
     Private classes, such as torch's parametrization by the spectral norm, belong to other layers.
     """
-    tensors = (*layer._parameters.values(), *layer._buffers.values())
     named = re.search("^[^_].*norm(?!al)|^norm(?!al)", type(layer).__name__, re.IGNORECASE) is not None
-    return named and not layer._modules and any(t is not None for t in tensors)
+    return named and not layer._modules
+
+
+def has_tensors(layer: nn.Module) -> bool:
+    """Whether a layer has parameters or buffers of its own."""
+    return any(t is not None for t in (*layer._parameters.values(), *layer._buffers.values()))
 
 
 def _eps(layer: nn.Module) -> object:

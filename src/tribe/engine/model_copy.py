@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from tribe.engine.layer_norms import is_called_norm
 from tribe.engine.slots import Slot
 
 M = TypeVar("M", bound=nn.Module)
@@ -88,8 +89,10 @@ def nothing_to_adapt(model: nn.Module, left_alone: Mapping[str, str]) -> str:
     """The error message for a model none of whose layers was replaced by a slot."""
     if left_alone:
         return f"none of the model's normalisation layers can be adapted ({'; '.join(by_reason(left_alone))})"
+    others = sorted({type(layer).__name__ for layer in model.modules() if is_called_norm(layer)})  # without parameters
+    kinds = f" of a kind that tribe adapts, only {', '.join(others)}" if others else ""
     return (
-        f"{type(model).__name__} has no normalisation layers, so there is nothing to adapt: tribe moves "
+        f"{type(model).__name__} has no normalisation layers{kinds}, so there is nothing to adapt: tribe moves "
         "the statistics and affine parameters of BatchNorm, SyncBatchNorm, LayerNorm or GroupNorm. If BatchNorm was "
         "folded into the convolutions for deployment, adapt the network from before the folding"
     )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from tribe.engine.layer_norms import ChannelSlot, is_called_norm, resembles_layer_norm
+from tribe.engine.layer_norms import ChannelSlot, has_tensors, is_called_norm, resembles_layer_norm
 from tribe.engine.moments import wide
 from tribe.engine.rules import Frozen
 from tribe.engine.slots import (
@@ -46,7 +46,7 @@ def place_slots(model: nn.Module) -> tuple[nn.Module, list[Slot], dict[str, str]
     attention = (m for m in model.modules() if isinstance(m, nn.MultiheadAttention))
     tokens_first = any(not m.batch_first for m in attention)
     for name, layer in list(model.named_modules(remove_duplicate=False)):
-        if isinstance(layer, Slot) or not (isinstance(layer, NORMS) or is_called_norm(layer)):
+        if isinstance(layer, Slot) or not (isinstance(layer, NORMS) or (is_called_norm(layer) and has_tensors(layer))):
             continue
         if id(layer) not in slots:
             kind = slot_kind(layer)
