@@ -39,6 +39,12 @@ def test_the_fields_the_first_image_and_the_gap_of_each_domain():
     assert found.overall.gap.mean == pytest.approx(-1 / 6)
 
 
+def test_source_code_that_was_edited_is_a_difference():
+    one, other = (side_of_records(name, [made((0,) * 6)]) for name in "AB")
+    one, other = one._replace(code={"method": "12", "model": "7"}), other._replace(code={"method": "34", "model": "7"})
+    assert diff_results(one, other).spec == (("code.method", "12", "34"),)
+
+
 def test_equal_predictions():
     found = diff([made((0, 1, 2, 0, 0, 2))], [made((0, 1, 2, 0, 0, 2))])
     assert found.spec == ()

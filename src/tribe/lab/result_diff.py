@@ -13,12 +13,14 @@ import re
 from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 
 from tribe.fields import document
 from tribe.lab import store
+from tribe.lab.experiment import COMPONENTS
 from tribe.lab.record import Record
 from tribe.lab.scores import record_scores
 from tribe.lab.spec import differences
@@ -44,6 +46,7 @@ class Side(NamedTuple):
     spec: Mapping[str, Any]
     scores: Mapping[Any, Mapping[str, Any]]
     records: Mapping[Any, Record]
+    code: Mapping[str, Any] = MappingProxyType({})
 
 
 document(
@@ -52,6 +55,7 @@ document(
     spec="All that its streams have in common.",
     scores="The metrics of each seed, as metrics.json holds them.",
     records="The record of each seed; empty if only metrics were kept.",
+    code="A digest of the source of each component, see tribe.lab.sources; empty if it is not known.",
 )
 
 
@@ -123,7 +127,7 @@ class ResultDiff(NamedTuple):
 
 document(
     ResultDiff,
-    spec="Place, such as method.fields.lr, and both values of every field that differs.",
+    spec="Place, such as method.fields.lr, and both values of every field or source that differs.",
     seeds="The seeds that both results have.",
     streams="The predictions for each of these; empty if a result has no records.",
     overall="The instance errors; None without labels.",
@@ -179,7 +183,8 @@ def _side_of_result(result: store.Result) -> Side:
     seeds = result.experiment.seeds
     spec = {key: value for key, value in store.record_spec(result.experiment).items() if key not in NOT_COMPARED}
     records = dict(zip(seeds, result.records(), strict=True)) if result.has_records else {}
-    return Side(str(result.folder), spec, {seed: result.metrics[str(seed)] for seed in seeds}, records)
+    code = {role: digest for role, digest in result.environment.get("code", {}).items() if role in COMPONENTS}
+    return Side(str(result.folder), spec, {seed: result.metrics[str(seed)] for seed in seeds}, records, code)
 
 
 # -- compare ----------------------------------------------------------------------------------------------------------
@@ -201,7 +206,8 @@ def diff_results(a: Side, b: Side) -> ResultDiff:
     names = dict.fromkeys(name for scores in sides[0] for name in scores["domain_error"])
     overall = _diff_errors("all", *([scores["instance_error"] for scores in side] for side in sides))
     domains = [_diff_errors(n, *([s["domain_error"].get(n) for s in side] for side in sides)) for n in names]
-    spec = tuple(differences(a.spec, b.spec))
+    edited = [(f"code.{role}", a.code[role], b.code[role]) for role in a.code if role in b.code]
+    spec = (*differences(a.spec, b.spec), *(found for found in edited if found[1] != found[2]))
     return ResultDiff(spec, seeds, streams, overall, tuple(found for found in domains if found is not None))
 
 
