@@ -44,7 +44,7 @@ def test_lists_inside_lists_are_indented_by_four():
 
 
 def test_code_with_fences_is_shown_whole():
-    page = links.source_page("tests/website/page_runner.py")
+    page = links.source_page("website/code_blocks.py")
     assert page.count("\n````python\n") == 1, "its text holds a fence of three"
     assert page.rstrip().endswith("````")
 
