@@ -1,7 +1,7 @@
 """Time the path of a newcomer, from a clone to a new method in a table of the paper: ``python -m website.newcomer``.
 
-It does what the pages Five minutes and Add a method say, in a temporary folder, without the main job: clone, install, and
-every command of the tutorial. With ``--site`` it also builds the site there. The time to read and to write is not in it.
+It does what the pages Five minutes and Add a method say, in a temporary folder, without the main job: clone, install,
+and every command of the tutorial. With ``--site`` it also builds the site there. Reading and writing are not in it.
 """
 
 import os
