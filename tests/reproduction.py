@@ -10,6 +10,7 @@ from tribe.lab.experiment import Experiment
 from tribe.lab.spec import ComponentSpec, describe
 from tribe.paper import gather
 from tribe.paper.compare import compare_plan
+from tribe.paper.document import make_document
 
 EMBEDDED = ("--dataset", "live-mnist-c", "--model", "compact", "--device", "cpu")
 SMALL = (*EMBEDDED, "--set", "dataset.corruptions=('impulse_noise',)")  # a domain of 1,000 to 10,000 images
@@ -106,6 +107,20 @@ def fabricate(
     folder.mkdir(parents=True)
     for name, content in files.items():
         (folder / f"{name}.json").write_text(json.dumps(content | {"schema": 2, "id": experiment.id}))
+
+
+def page_of(root):
+    """The document of results, with its long lines whole again."""
+    whole = []
+    for line in make_document(root).page.split("\n"):
+        goes_on = (
+            whole and line and whole[-1] and whole[-1][0] not in "|#" and not line.lstrip().startswith(("-", "|", "#"))
+        )
+        if goes_on:
+            whole[-1] += f" {line.strip()}"
+        else:
+            whole.append(line)
+    return "\n".join(whole)
 
 
 def lines_of(page, heading):

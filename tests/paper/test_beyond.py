@@ -9,7 +9,7 @@ import re
 import pytest
 
 from commands import message
-from reproduction import EMBEDDED, SMALL, call, fabricate, lines_of
+from reproduction import EMBEDDED, SMALL, call, fabricate, lines_of, page_of
 from tribe import methods
 from tribe.lab.store import finished
 from tribe.lab.workbench import Workbench
@@ -112,7 +112,7 @@ def test_later_rows_are_planned_if_they_are_wanted_or_named():
 
 def test_the_document_marks_later_methods_and_says_where_to_read_of_them():
     results({"source": 42.0, "tribe": 17.0, "deyo": 33.0})
-    page = "\n".join(lines_of(make_document("results"), "CIFAR10-C: fixed (F) and varying (V)"))
+    page = "\n".join(lines_of(page_of("results"), "CIFAR10-C: fixed (F) and varying (V)"))
     assert f"| DeYO {MARK} | 33.00 | 33.00 |" in page
     assert "PeTTA" not in page
     assert "“DeYO” (ICLR 2024) is later than the paper: docs/methods.md." in page
@@ -203,15 +203,16 @@ def results(errors, root="results"):
 
 def test_claims_and_findings_do_not_change_when_they_have_results():
     results(PAPERS)
-    page = make_document("results")
+    page = page_of("results")
     judged = lines_of(page, "What the paper claims")
-    assert any(line.count("| holds: ") == 2 for line in judged), "TRIBE is the best of the table gradual"
-    assert any(line.rpartition(" | ")[2].startswith("fails: ") for line in judged)
+    both = [line for line in judged if line.startswith("- **holds**") and line.endswith("The paper's: holds.")]
+    assert both, "TRIBE is the best of the table gradual"
+    assert any(line.startswith("- **fails**: ") for line in judged)
     results(BEYOND)
-    after = make_document("results")
+    after = page_of("results")
     for heading in (
         *("In short", "TRIBE's instance error in every cell", "Next to the released code"),
-        *("Where ours differs from the paper", "What the paper claims", "Incomplete tables"),
+        *("What does not agree", "How sure", "What the paper claims", "Incomplete tables"),
     ):
         assert lines_of(after, heading) == lines_of(page, heading), heading
     assert "lowest of all methods that were run in 4" in "\n".join(lines_of(after, "In short"))
@@ -233,11 +234,10 @@ def test_claims_and_findings_do_not_change_when_they_have_results():
 def test_rows_without_results_are_not_in_the_document():
     results(PAPERS)
     fabricate((5.5, 5.5), "results", method="tribe+time", scenario="gli-v")
-    page = make_document("results")
-    varying = "\n".join(lines_of(page, "CIFAR10-C, varying class distribution"))
-    assert "| 100 TRIBE + time † | 5.50 |" in varying
-    assert re.findall("“[^”]*”", varying) == ["“+ time”"], "no word about the rows that are not there"
-    assert MARK not in "\n".join(lines_of(page, "CIFAR10-C, fixed class distribution"))
+    files = make_document("results").files
+    assert "100 TRIBE + time †,ours,5.50," in files["cifar10-varying.csv"]
+    assert files["cifar10-varying.csv"].count(MARK) == 2, "its errors and their seeds; no other row"
+    assert MARK not in files["cifar10-fixed.csv"]
 
 
 # -- renderings -------------------------------------------------------------------------------------------------------

@@ -7,14 +7,13 @@ from pathlib import Path
 import pytest
 
 from commands import message
-from reproduction import EMBEDDED, SMALL, call, compared, elsewhere, fabricate, measure
+from reproduction import EMBEDDED, SMALL, call, compared, elsewhere, fabricate, measure, page_of
 from tribe.lab.experiment import MixedResults
 from tribe.lab.store import finished
 from tribe.lab.workbench import Workbench
 from tribe.paper import gather, tables
 from tribe.paper.claims import claims
 from tribe.paper.compare import Comparison, Entry, judge_claims
-from tribe.paper.document import make_document
 from tribe.paper.plan import Choices, make_plan
 
 pytestmark = [pytest.mark.usefixtures("nowhere"), pytest.mark.filterwarnings("ignore:an imbalance of")]
@@ -152,7 +151,7 @@ def test_claims_about_time_are_judged_on_times_of_bench():
     def verdict():
         parsed = json.loads(call("claims", "--runs", "results", "--format", "json").stdout)
         (ours,) = (claim["ours"] for claim in parsed if claim["name"] == "wall-clock-1ms")
-        assert ours["why"] in make_document("results") or ours["holds"] is None
+        assert ours["why"] in page_of("results") or ours["holds"] is None
         return ours["holds"], ours["why"]
 
     assert verdict() == (

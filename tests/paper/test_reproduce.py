@@ -271,7 +271,11 @@ def test_imagenet_with_a_custom_network_its_weights_and_another_batch(imagenet_c
     assert again["cells"] == parsed["cells"]
     assert "its batch is 4, not 64" in call(*options, "--no-run", "--batch", 64).stderr
     page = call("document", "--runs", "runs").stdout
+    call("document", "--runs", "runs", "--out", "page.md")
+    assert Path("page.md").read_text() == page.replace("(reproduction/", "(page/")
     assert "batch 4" in page
     assert "(ours: imagenet-c, wide.py:net)" in page
-    assert "| TEST | **66.67** (85.15, -18.48) |" in page, "each corruption beside the paper's"
+    file = Path("page/imagenet.csv").read_text()
+    assert "TEST,ours,66.67," in file
+    assert "TEST,paper,85.15," in file, "each corruption beside the paper's"
     assert "--weights are those of a network" in message(call("imagenet", "--weights", "wide.safetensors"))

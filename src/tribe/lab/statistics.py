@@ -70,7 +70,7 @@ class Paired(NamedTuple):
         word = "better" if self.difference < 0 else "worse"
         gap = f"{abs(self.difference):.2f} points {word}" if self.difference else "no difference"
         if self.deviation is None or self.p is None:
-            return f"{gap} in one seed, which decides nothing"
+            return f"{gap} in one seed"
         if not self.difference and not self.deviation:
             return f"no difference over {self.seeds} seeds"
         sure = "" if self.p < SURE else "not sure: "

@@ -20,6 +20,7 @@ from tribe.scenarios.sampling import LongTail, Natural, Shuffled
 
 ALONE = "seconds are those of `tribe bench` with nothing else running"
 TRIBE = "tribe"  # the method that added methods are compared with
+READING = "‡"  # of rows that the paper leaves open
 
 
 class Entry(NamedTuple):
@@ -52,14 +53,26 @@ class Comparison:
     entries: Mapping[tuple[str, str], Entry]
     notes: Sequence[str]
     missing: Mapping[str, Sequence[str]]  # why cells are empty: each reason with its cells
-    groups: Mapping[str, str]  # of the methods that compete, so not beyond the paper: one group had the same streams
+    groups: Mapping[
+        str, str
+    ]  # of the methods that compete, those that the paper describes: by streams
     theirs: str = "paper"  # who published the other numbers
     experiments: Mapping[str, Experiment] = field(default_factory=dict)  # by id
     beyond: Mapping[str, str] = field(default_factory=dict)  # rows beyond the paper, and what they are
+    readings: Mapping[str, str] = field(default_factory=dict)  # rows that the paper leaves open, and what it lacks
+    usual: float = 0.0  # the spread of an error that was measured with one seed, see `usual_spread`
 
     def name_of(self, row: str) -> str:
-        """The name of a row as it is shown, with a mark if it is beyond the paper."""
-        return f"{row} {MARK}" if row in self.beyond else row
+        """The name of a row as it is shown, with a mark if it is beyond the paper, or our reading of it."""
+        return f"{row} {MARK}" if row in self.beyond else f"{row} {READING}" if row in self.readings else row
+
+    def spread_of(self, entry: "Entry") -> float:
+        """The spread of one of its errors."""
+        return (self.usual if entry.unit == "%" else 0.0) if entry.deviation is None else entry.deviation
+
+    def is_apart(self, entry: "Entry") -> bool:
+        """Whether ours differs from the paper's number by more than the spread."""
+        return entry.difference is not None and abs(entry.difference) > self.spread_of(entry)
 
     @property
     def footnotes(self) -> list[str]:
@@ -68,7 +81,13 @@ class Comparison:
         what = f"{MARK} Beyond the paper, which has no such rows; its claims are judged without them."
         if any(LATER_PAGE not in note for note in notes):  # time filters
             what += " See docs/time.md."
-        return [" ".join([what, *notes])] if notes else []
+        open_rows = {row: why for row, why in self.readings.items() if row in self.rows}
+        words = "; ".join(
+            f"{why} ({', '.join(r for r in open_rows if open_rows[r] == why)})"
+            for why in dict.fromkeys(open_rows.values())
+        )
+        reading = [f"{READING} Our reading: {words}. Such a row settles no claim."] if open_rows else []
+        return [*([" ".join([what, *notes])] if notes else []), *reading]
 
     def is_best(self, row: str, column: str) -> bool:
         """Whether ours is the lowest number of the methods that had the same stream, without rows beyond the paper."""
@@ -122,11 +141,12 @@ def compare_plan(plan: Plan, results: Mapping[str, Result]) -> Comparison:
         groups={
             row["key"]: str(row.get("group"))
             for row in table.rows
-            if row.get("method") and row["key"] not in table.beyond
+            if row.get("method") and not {"beyond", "reading"} & row.keys()
         },
         theirs=table.theirs,
         experiments={experiment.id: experiment for experiment in plan.experiments},
         beyond=table.beyond,
+        readings=table.readings,
     )
 
 
@@ -364,14 +384,15 @@ def usual_spread(comparisons: Iterable[Comparison]) -> float:
 
     It is 0 if no error has several seeds. Errors of single corruptions, and rows beyond the paper, do not count.
     """
+    by_domain = {c["key"] for name in tables.names() for c in tables.get(name).columns if "domain" in c}
     found = {
-        (entry.experiment, column): entry.deviation
+        (entry.experiment, entry.ours): entry.deviation
         for comparison in comparisons
         for (row, column), entry in comparison.entries.items()
-        if entry.deviation is not None and entry.unit == "%" and entry.experiment and row not in comparison.beyond
+        if entry.deviation is not None and entry.unit == "%" and entry.experiment
+        if row not in comparison.beyond and column not in by_domain
     }
-    by_domain = {c["key"] for name in tables.names() for c in tables.get(name).columns if "domain" in c}
-    squares = [deviation**2 for (_, column), deviation in found.items() if column not in by_domain]
+    squares = [deviation**2 for deviation in found.values()]
     return (sum(squares) / len(squares)) ** 0.5 if squares else 0.0
 
 

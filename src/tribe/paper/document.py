@@ -9,12 +9,14 @@ Next to the results, their folder may hold
 """
 
 import dataclasses
+import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tribe import datasets, methods
 from tribe.datasets.manifest import read_manifest
@@ -23,17 +25,23 @@ from tribe.lab.store import Result, combine, finished
 from tribe.lab.workbench import Workbench
 from tribe.paper import tables
 from tribe.paper.beyond import extend
-from tribe.paper.compare import Comparison, compare_plan, judge_claims
+from tribe.paper.compare import Comparison, compare_plan, judge_claims, usual_spread
 from tribe.paper.findings import (
+    SAME_STREAM,
     BesideReleased,
     Times,
     best_methods,
-    differences,
+    by_domain,
+    certainty,
+    disagreement,
     in_every_cell,
     in_short,
     judged_claims,
+    other_order,
+    weaker_on_noise,
 )
 from tribe.paper.gather import LIVE, Draws, Origin, damage, measured_alone, plan_from_experiments, read_draws
+from tribe.paper.layout import WIDEST, as_file, is_long, wrapped
 from tribe.paper.plan import Choices
 from tribe.paper.render import markdown, table_head, table_row
 from tribe.paper.tables import Table, all_tables, released
@@ -42,6 +50,11 @@ COMMAND = "tribe reproduce document --runs results --out docs/reproduction.md"
 DATA = "data"
 WITH_LATER = ("mnist", "cifar10", "cifar100")  # tables of all methods: methods that the paper lacks are added as rows
 IN_EVERY_CELL = "cifar10"  # the table in which TRIBE should be best everywhere
+FOLDER = "reproduction"  # of files beside the page
+REPEATED = {  # tables whose errors of whole streams are in another
+    *(f"{name}-{kind}" for name in ("cifar10", "cifar100") for kind in ("fixed", "varying", "ptta")),
+    "domains",
+}
 
 
 @dataclass(frozen=True)
@@ -104,7 +117,11 @@ class Series:
             for dataset, model in self._replacements(table):
                 other = dataclasses.replace(choices, dataset=dataset, model=model)
                 replaced.append(_without_empty(self.compare(extend(table, later=True), other)))
-        return [c for c in own if c is not None], [c for c in replaced if c is not None]
+        usual = usual_spread([c for c in own if c is not None])
+        return (
+            [dataclasses.replace(c, usual=usual) for c in own if c is not None],
+            [c for c in replaced if c is not None],
+        )
 
     @cached_property
     def usual_rows(self) -> dict[str, Mapping[str, Any]]:
@@ -139,8 +156,18 @@ class Series:
         )
 
 
-def make_document(root: str | PathLike[str], origin: Origin | None = None) -> str:
-    """The document, in Markdown. Only results of ``origin`` are shown, and no damaged ones."""
+class Document(NamedTuple):
+    """A page in Markdown, and the files that it names: tables of single corruptions, as CSV, by their names."""
+
+    page: str
+    files: dict[str, str]
+
+
+def make_document(root: str | PathLike[str], origin: Origin | None = None, folder: str = FOLDER) -> Document:
+    """The document. Only results of ``origin`` are shown, and no damaged ones.
+
+    ``folder``: where its files will be, as the page names it.
+    """
     root, workbench, origin = Path(root), Workbench(device="cpu"), origin or Origin()
     draws = read_draws(root)  # first: it raises if a file is damaged
     results = [
@@ -157,17 +184,35 @@ def make_document(root: str | PathLike[str], origin: Origin | None = None) -> st
         f"Written by `{COMMAND}` from the results in that folder, not by hand.",
         "",
     ]
-    short, body = list[str](), list[str]()
+    short, body, files = list[str](), list[str](), dict[str, str]()
     for one in series:
         own, replaced = one.tables
-        sentences, sections = _findings(one, own)
-        short = short or ([f"On {one.title}:", "", *sentences, ""] if sentences else [])
-        body += [f"## {one.title}", "", *sections, *(markdown(c, level=3) for c in own)]
+        findings, sections = _findings(one, own)
+        short = short or findings
+        body += [f"## {one.title}", "", *sections]
+        for comparison in own:
+            body += [*_table(comparison, files, folder), *other_order(comparison), ""]
         for comparison in replaced:
-            body += [markdown(comparison, level=3), *best_methods(comparison)]
+            body += [*_table(comparison, files, folder), *best_methods(comparison)]
         body += _left_over(one)
-    lines += ["## In short", "", *short] if short else []
-    return "\n".join([*lines, *_what_was_run(series), *body, *_not_run(series)]).rstrip() + "\n"
+    page = "\n".join([*lines, *short, *_what_was_run(series), *body, *_not_run(series)]).rstrip() + "\n"
+    return Document(wrapped(re.sub(r"\n{3,}", "\n\n", page)), files)
+
+
+def _table(comparison: Comparison, files: dict[str, str], folder: str) -> list[str]:
+    """A table, or the name of its file if it has the error of each corruption."""
+    domains = by_domain()
+    if not is_long(comparison, domains):
+        repeated = [c for c, other in SAME_STREAM.items() if other in comparison.columns]
+        shown = dataclasses.replace(comparison, columns=[c for c in comparison.columns if c not in repeated])
+        return [markdown(shown, level=3, widest=WIDEST)]
+    name = f"{comparison.name}{f'-{len(files)}' if f'{comparison.name}.csv' in files else ''}.csv"
+    files[name] = as_file(comparison)
+    place = f"Each corruption, ours and the paper's: [{name}]({folder}/{name})."
+    whole = [c for c in comparison.columns if c not in domains]
+    if not whole or comparison.name in REPEATED:
+        return [f"### {comparison.title}", "", f"`{comparison.label}`. {place}", ""]
+    return [markdown(dataclasses.replace(comparison, columns=whole), level=3, widest=WIDEST), place, ""]
 
 
 def _alike(results: Iterable[Result]) -> list[list[Result]]:
@@ -214,6 +259,8 @@ def _findings(series: Series, own: Sequence[Comparison]) -> tuple[list[str], lis
         return [], []
     judgements = judge_claims(series.compare, series.root, own)
     sentences = in_short(own, judgements, IN_EVERY_CELL)
+    doubt = [*disagreement(own, judgements), ""]
+    sure = ["## How sure", "", *certainty(own, series.seeds), ""]
     lines = [line for c in own if c.name == IN_EVERY_CELL for line in in_every_cell(c)]
     if (comparison := series.beside_released) is not None:
         goal, sections = released(), list(_beside_released(series, comparison))
@@ -223,7 +270,8 @@ def _findings(series: Series, own: Sequence[Comparison]) -> tuple[list[str], lis
         lines += ["The limits for differences and times are aims of this project.", ""]
         for section in sections:
             lines += section.section(_times(series, comparison, section.dataset))
-    return sentences, [*lines, *differences(own, judgements), *judged_claims(judgements)]
+    short = ["## In short", "", f"On {series.title}:", "", *sentences, "", "## What does not agree", "", *doubt, *sure]
+    return short, [*lines, *judged_claims(judgements)]
 
 
 def _beside_released(series: Series, comparison: Comparison) -> Iterator[BesideReleased]:
@@ -278,9 +326,24 @@ def _what_was_run(series: Sequence[Series]) -> list[str]:
         lines.append(table_row([one.title, str(len(results)), f"{images:,}", f"{hours:.2f}", *versions]))
     lines += ["", "Hours are the sum over all experiments; several may have shared a device.", ""]
     experiments = [e for one in series for e in one.experiments]
-    networks = sorted({(e.model.name, e.weights) for e in experiments})
-    lines += _data(experiments, series[0].root)
-    lines += [f"- Network `{model}`: the weights with fingerprint {weights}." for model, weights in networks]
+    return [*lines, *_networks(series), "### Images", "", *_data(experiments, series[0].root), ""]
+
+
+def _networks(series: Sequence[Series]) -> list[str]:
+    """The source networks: how they were trained, how good they are, and how they differ from the paper's."""
+    known = {fact["model"]: fact for fact in json.loads(Path(__file__).with_name("networks.json").read_text())}
+    played = sorted({(e.model.name, e.weights) for one in series for e in one.experiments})
+    lines = ["### Source networks", ""]
+    lines += table_head(["network", "trained on", "clean error", "training", "the paper's", "ours is"], "llrlll")
+    for model in dict.fromkeys(model for model, _ in played):
+        fact = known.get(model, {})
+        error = f"{fact['clean_error']:.2f} %" if fact else "unknown"
+        words = (str(fact.get(name, "unknown")) for name in ("training", "paper", "differs"))
+        name, data = f"`{model}`: {fact.get('name', 'unknown')}", str(fact.get("data", "unknown"))
+        lines.append(table_row([name, data, error, *words]))
+    lines += ["", *(f"- Weights of `{model}`: fingerprint {weights}." for model, weights in played)]
+    for one in series:
+        lines += [line for comparison in one.tables[0] for line in weaker_on_noise(comparison)]
     return [*lines, ""]
 
 

@@ -61,19 +61,47 @@ def table_head(names: Sequence[str], align: str) -> list[str]:
     return [table_row(names), table_row(["---:" if letter == "r" else "---" for letter in align])]
 
 
-def markdown(comparison: Comparison, judgements: Sequence[Judged] = (), level: int = 2) -> str:
-    """Our number, in brackets the paper's and the difference; our lowest number of a column is bold."""
-    columns = comparison.columns
+def markdown(
+    comparison: Comparison, judgements: Sequence[Judged] = (), level: int = 2, widest: int | None = None
+) -> str:
+    """Our number, in brackets the paper's and the difference; our lowest number of a column is bold.
+
+    ``widest``: the most characters of a line; a table that is wider is cut into several, side by side in the order of
+    its columns.
+    """
     lines = [f"{'#' * level} {as_markdown(comparison.title)}", "", _legend(comparison), ""]
-    lines += table_head(["", *columns], "l" + "r" * len(columns))
-    for row in comparison.rows:
-        lines.append(table_row([comparison.name_of(row), *(_cell(comparison, row, c, "**{}**") for c in columns)]))
-    lines += ["", *(f"- {as_markdown(note)}" for note in (*comparison.notes, *comparison.footnotes))]
+    for columns in _parts(comparison, widest):
+        lines += table_head(["", *columns], "l" + "r" * len(columns))
+        for row in comparison.rows:
+            lines.append(table_row([comparison.name_of(row), *(_cell(comparison, row, c, "**{}**") for c in columns)]))
+        lines.append("")
+    lines += [*(f"- {as_markdown(note)}" for note in (*comparison.notes, *comparison.footnotes))]
     lines += [
         f"- Missing: {len(cells)} cell{'s' * (len(cells) > 1)}, the first is {as_markdown(f'{cells[0]}: {reason}')}"
         for reason, cells in comparison.missing.items()
     ]
     return "\n".join([*lines, *([""] if judgements else []), *claims_markdown(judgements)]) + "\n"
+
+
+def _parts(comparison: Comparison, widest: int | None) -> list[list[str]]:
+    """The columns of each part of a table, so that no line is wider; instance and category errors are apart then."""
+    rows, columns = comparison.rows, list(comparison.columns)
+    width = {c: 3 + max(len(_cell(comparison, row, c, "**{}**")) for row in rows) for c in columns} if rows else {}
+    names = 4 + max((len(comparison.name_of(row)) for row in rows), default=0)
+    if widest is None or names + sum(width.values()) <= widest:
+        return [columns]
+    parts: list[list[str]] = []
+    for kind in (" inst", " cat", ""):
+        alike = [c for c in columns if c.endswith(kind) and not any(c in part for part in parts)]
+        for column in alike:
+            if (
+                not parts
+                or not parts[-1][-1].endswith(kind)
+                or names + sum(width[c] for c in (*parts[-1], column)) > widest
+            ):
+                parts.append([])
+            parts[-1].append(column)
+    return parts
 
 
 def latex(comparison: Comparison, judgements: Sequence[Judged] = ()) -> str:
@@ -130,7 +158,7 @@ def as_json(comparison: Comparison, judgements: Sequence[Judged] = ()) -> str:
 
 
 def claims_markdown(judgements: Sequence[Judged]) -> list[str]:
-    """The lines of a table of claims."""
+    """The lines of a table of claims, of any width."""
     if not judgements:
         return []
     rows = [[j.claim.says, *(f"{VERDICTS[v.holds]}: {v.why}" for v in (j.paper, j.ours))] for j in judgements]
@@ -147,7 +175,9 @@ def claims_json(judgements: Sequence[Judged]) -> list[dict[str, Any]]:
 
 
 def _legend(comparison: Comparison) -> str:
-    return f"`{comparison.label}`: ours ({comparison.theirs}'s, difference)"
+    entries = [entry for entry in comparison.entries.values() if entry.difference is not None]
+    equal = ", or = within the spread of the seeds" if any(map(comparison.spread_of, entries)) else ""
+    return f"`{comparison.label}`: ours ({comparison.theirs}'s, difference{equal})"
 
 
 def _cell(comparison: Comparison, row: str, column: str, best: str) -> str:
@@ -159,7 +189,8 @@ def _cell(comparison: Comparison, row: str, column: str, best: str) -> str:
         return text
     paper = number(entry.paper, entry.unit)
     if entry.difference is not None:
-        paper += f", {number(entry.difference, entry.unit, signed=True)}"
+        apart = comparison.is_apart(entry) or not comparison.spread_of(entry)
+        paper += f", {number(entry.difference, entry.unit, signed=True)}" if apart else ", ="
     return f"{text} ({paper})"
 
 

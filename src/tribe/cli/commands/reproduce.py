@@ -29,7 +29,7 @@ from tribe.paper import gather, tables
 from tribe.paper.beyond import LATER, MARK, extend
 from tribe.paper.chart import draw_chart
 from tribe.paper.compare import Comparison, compare_plan, judge_claims, stream_name
-from tribe.paper.document import DATA, make_document
+from tribe.paper.document import DATA, FOLDER, make_document
 from tribe.paper.gather import REMEDY, Origin
 from tribe.paper.plan import BATCH, COMPONENTS, Choices, Costs, Plan, make_plan, refuse_unknown_fields
 from tribe.paper.render import FORMATS
@@ -341,7 +341,14 @@ def _keep(runs: Path, target: Path, root: Path) -> None:
 def _document(runs: Path, origin: Origin, output: OutputTarget) -> None:
     if output.style not in ("table", "markdown"):  # table is the default
         raise ValueError(f"the document comes as markdown; got --format {output.style}")
-    output.write(make_document(runs, origin))
+    folder = FOLDER if output.path is None else output.path.stem
+    document = make_document(runs, origin, folder)
+    if output.path is not None and document.files:
+        place = output.path.with_name(folder)
+        place.mkdir(parents=True, exist_ok=True)
+        for name, text in document.files.items():
+            write_atomically(place / name, text.encode())
+    output.write(document.page)
     _report_damage(runs)
 
 
