@@ -53,9 +53,7 @@ class Comparison:
     entries: Mapping[tuple[str, str], Entry]
     notes: Sequence[str]
     missing: Mapping[str, Sequence[str]]  # why cells are empty: each reason with its cells
-    groups: Mapping[
-        str, str
-    ]  # of the methods that compete, those that the paper describes: by streams
+    groups: Mapping[str, str]  # of the methods that compete, those that the paper describes: by streams
     theirs: str = "paper"  # who published the other numbers
     experiments: Mapping[str, Experiment] = field(default_factory=dict)  # by id
     beyond: Mapping[str, str] = field(default_factory=dict)  # rows beyond the paper, and what they are
