@@ -6,7 +6,17 @@ import pytest
 import torch
 
 from tribe.lab.record import Record
-from tribe.lab.sweep import SCORES, Row, best_by_labels, best_by_score, default_score, make_axes, points_of
+from tribe.lab.sweep import (
+    SCORES,
+    Row,
+    best_by_labels,
+    best_by_score,
+    default_score,
+    make_axes,
+    mean_over_seeds,
+    points_of,
+    predicted_classes,
+)
 from tribe.lab.trace import Trace
 from tribe.lab.watched import Watched
 
@@ -81,5 +91,13 @@ def test_the_best_point_with_labels_and_without():
 def test_the_score_is_the_first_that_all_have_and_that_tells_points_apart():
     assert default_score([row(0, estimate=0.7, entropy=0.2), row(0, estimate=0.8, entropy=0.3)]) == "estimate"
     assert default_score([row(0, estimate=0.7, entropy=0.2), row(0, entropy=0.3)]) == "entropy"
-    assert default_score([row(0, agreement=1.0, entropy=0.2), row(0, agreement=1.0, entropy=0.3)]) == "entropy"
+    assert default_score([row(0, entropy=0.2, confidence=0.6), row(0, entropy=0.2, confidence=0.7)]) == "confidence"
     assert default_score([row(0, confidence=0.5)]) == "confidence"
+
+
+def test_the_number_of_predicted_classes_shows_a_collapse():
+    assert predicted_classes(record()) == pytest.approx(1), "one class alone"
+    half = record()._replace(prediction=torch.tensor([0, 2, 2, 0]))
+    assert predicted_classes(half) == pytest.approx(2)
+    assert mean_over_seeds([record(), half], predicted_classes) == pytest.approx(1.5)
+    assert mean_over_seeds([], predicted_classes) is None

@@ -131,19 +131,27 @@ def _mean(column: Tensor) -> float | None:
 
 SCORES = {
     "estimate": Score("estimated accuracy, of a method with +watch and a calibration", "higher", _estimate),
-    "agreement": Score("agreement of teacher and student", "higher", _agreement),
     "entropy": Score("mean entropy of the predictions, as a share of log K", "lower", _entropy),
     "confidence": Score("mean probability of the predicted class", "higher", _confidence),
+    # Not before the others: branches that have collapsed to the same few classes agree, too.
+    "agreement": Score("agreement of teacher and student", "higher", _agreement),
 }
 
 
-def score_of(result: Result, name: str) -> float | None:
-    """The mean of a score over the seeds of a result; None if it has no records, or they lack what the score needs."""
-    if not result.has_records:
-        return None
-    found = [SCORES[name].of(record) for record in result.records()]
+def predicted_classes(record: Record) -> float | None:
+    """How many classes are predicted, as their effective number: e to the entropy of their shares. 1: a collapse.
+
+    It is no score: how many classes a stream shows is not known without labels.
+    """
+    shares = record.prediction.bincount().double() / max(len(record.prediction), 1)
+    return float((-shares * shares.clamp_min(1e-300).log()).sum().exp()) if len(record.prediction) else None
+
+
+def mean_over_seeds(records: Sequence[Record], of: Callable[[Record], float | None]) -> float | None:
+    """The mean of a number over records; None if there are none, or one lacks what the number needs."""
+    found = [of(record) for record in records]
     known = [value for value in found if value is not None]
-    return math.fsum(known) / len(known) if len(known) == len(found) else None
+    return math.fsum(known) / len(known) if known and len(known) == len(found) else None
 
 
 # -- the outcome ------------------------------------------------------------------------------------------------------
@@ -157,6 +165,7 @@ class Row:
     result: Result | None
     scores: Mapping[str, float | None]  # of SCORES, by name
     reason: str = ""
+    classes: float | None = None  # see `predicted_classes`
 
     @property
     def error(self) -> float | None:
@@ -169,17 +178,19 @@ def make_row(point: Point, outcome: Result | str) -> Row:
     """The row of a point; an outcome in words is the reason why there is no result."""
     if isinstance(outcome, str):
         return Row(point, None, dict.fromkeys(SCORES), outcome)
-    return Row(point, outcome, {name: score_of(outcome, name) for name in SCORES})
+    records = outcome.records() if outcome.has_records else []
+    scores = {name: mean_over_seeds(records, score.of) for name, score in SCORES.items()}
+    return Row(point, outcome, scores, classes=mean_over_seeds(records, predicted_classes))
 
 
 def default_score(rows: Sequence[Row]) -> str:
-    """The first of `SCORES` that every result has and that differs between them; else the last."""
+    """The first of `SCORES` that every result has and that differs between them; else the confidence."""
     played = [row for row in rows if row.result is not None]
     for name in SCORES:
         values = [row.scores[name] for row in played]
         if None not in values and len(set(values)) > 1:
             return name
-    return next(reversed(SCORES))
+    return "confidence"
 
 
 def best_by_score(rows: Sequence[Row], name: str) -> Row | None:

@@ -88,7 +88,7 @@ ScoreName = Annotated[
     str,
     typer.Option(
         help="Choose the best point without labels by: estimate (accuracy, of METHOD+watch with a calibration), "
-        "agreement (of teacher and student), entropy or confidence.",
+        "entropy, confidence, or agreement (of teacher and student).",
         show_default="auto: the first of these that the results have",
     ),
 ]
@@ -323,7 +323,8 @@ def _plain_row(row: Row) -> dict[str, Any]:
         return {**found, "failed": row.reason}
     seeds = row.result.experiment.seeds
     names = ("instance_error", "category_error", "seconds_per_image")
-    return {**found, "seeds": seeds, **{name: row.result.values(name) for name in names}, "scores": row.scores}
+    numbers = {name: row.result.values(name) for name in names}
+    return {**found, "seeds": seeds, **numbers, "predicted_classes": row.classes, "scores": row.scores}
 
 
 def _best(row: Row | None) -> dict[str, Any] | None:
@@ -334,9 +335,15 @@ def _print(plan: _Plan, rows: Sequence[Row], choice: _Choice, console: Console) 
     score = SCORES[choice.score]
     table = Table(
         *(Column(shown(place)) for axis in plan.axes for place in axis.places),
-        *("instance error, %", "category error, %", f"{choice.score}, {score.better} is better", "ms / image"),
+        *(
+            "instance error, %",
+            "category error, %",
+            f"{choice.score}, {score.better} is better",
+            "classes predicted",
+            "ms / image",
+        ),
     )
-    for column in table.columns[-4:]:
+    for column in table.columns[-5:]:
         column.justify = "right"
     for row in rows:
         table.add_row(*(shown(str(value)) for value in row.point.values()), *_cells(row, choice))
@@ -347,14 +354,15 @@ def _print(plan: _Plan, rows: Sequence[Row], choice: _Choice, console: Console) 
 
 def _cells(row: Row, choice: _Choice) -> list[str]:
     if row.result is None:
-        return ["failed", "", "", ""]
+        return ["failed", "", "", "", ""]
     errors = [_percent(row.result, name) for name in ("instance_error", "category_error")]
     value = row.scores[choice.score]
     score = "none" if value is None else f"{value:.4f}"
     errors[0] = f"[bold]{errors[0]}[/]" if row is choice.with_labels else errors[0]
     score = f"[bold]{score}[/]" if row is choice.without_labels else score
     times = row.result.values("seconds_per_image")
-    return [*errors, score, f"{1e3 * sum(times) / len(times):.2f}"]
+    classes = "" if row.classes is None else f"{row.classes:.1f}"
+    return [*errors, score, classes, f"{1e3 * sum(times) / len(times):.2f}"]
 
 
 def _percent(result: Result, name: str) -> str:
