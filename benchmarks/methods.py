@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 import tribe
+from benchmarks import later_methods
 from tribe.bench.contenders import with_knowledge as studied
 from tribe.engine.state import leaves
 from tribe.methods import Method
@@ -30,9 +31,9 @@ without it. It is not part of the paper; see docs/time.md. A state is what one s
 HEADER = """# Methods
 
 Made by `python -m benchmarks.methods`, from the code. A pass is one image through the network, forward or backward,
-per image of the stream, batch {batch}; RoTTA and NOTE learn from a memory of 64, once in 64 images. CoTTA and
-PETAL average 32 views where the source model is uncertain, as here; elsewhere they need 3 passes. A state is what one
-stream needs beside the network, which all streams share. Variants of `selftrain` are TRIBE's ablations.
+per image of the stream, batch {batch}; RoTTA, NOTE, PeTTA and SoTTA learn from a memory of 64, once in 64 images. CoTTA
+and PETAL average 32 views where the source model is uncertain, as here; elsewhere they need 3 passes. A state is what
+one stream needs beside the network, which all streams share. Variants of `selftrain` are TRIBE's ablations.
 """
 
 
@@ -51,6 +52,7 @@ def main() -> None:
     print(f"| {' | '.join(names)} |\n|{'---|' * len(names)}")
     for name in tribe.time.names():
         print(f"| {' | '.join(filter_row(name))} |")
+    print(f"\n{later_methods.section()}", end="")
 
 
 def row(name: str) -> list[str]:
@@ -97,11 +99,12 @@ NOUNS = {  # for the tensors of states, by the beginning of their names
     "affine parameters": ("affine", "student.affine", "teacher.affine", "teacher.weight"),
     "all weights": ("student.weights", "teacher.weights"),
     "all weights but Linear layers'": ("weights",),  # TTAC's
-    "statistics": ("stats", "pair", "anchor", "student.stats", "teacher.stats"),
+    "statistics": ("stats", "pair", "anchor", "student.stats", "teacher.stats", "domains"),
     "optimiser": ("adam", "velocity"),
     "images": ("memory",),
     "a moving mean": ("mean",),
     "feature Gaussians": ("clusters", "whole"),
+    "filtered parameters": ("hidden",),
 }
 
 

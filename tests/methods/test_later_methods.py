@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import plain_methods
-from tribe import methods
+from tribe import methods, models
 from tribe.engine import memory, rng
 from tribe.engine.backbone import Backbone
 from tribe.methods.deyo import SHUFFLE, shuffled
@@ -379,8 +379,10 @@ def test_bdn_equals_plain_pytorch(fields):
     assert fields["domains"] > 3 or known == 3
 
 
-def test_bdn_normalises_with_what_a_third_of_the_way_tells_or_with_a_layer_by_name():
+def test_bdn_tells_domains_apart_at_the_published_layer_a_third_of_the_way_or_by_name():
     net = network()
+    for model, name in (("resnext29", "stage_2.0.bn"), ("resnet20", "layer1.2.bn2"), ("resnet18", "layer3.0.bn1")):
+        assert methods.create("bdn", classes=10)._slot(Backbone(models.create(model, classes=10))).name == name
     assert methods.create("bdn", classes=4)._slot(net).name == "1"
     assert methods.create("bdn", classes=4, layer="4")._slot(net).name == "4"
     with pytest.raises(ValueError, match=r"layer of bdn is '3'; the network's BatchNorm layers are 1, 4"):

@@ -38,6 +38,13 @@ from tribe.methods import (
 )
 from tribe.norms.domains import Domains
 
+# The published layers of WRN-28-10, ResNeXt-29 and ResNet-50, and a later one that only such networks have too.
+PUBLISHED = {
+    "block2.layer.0.bn1": "block3.layer.0.bn1",
+    "stage_2.0.bn": "stage_3.0.bn",
+    "layer3.0.bn1": "layer4.0.bn1",
+}
+
 
 class BdnState(NamedTuple):
     """Statistics of all images and of each domain."""
@@ -55,7 +62,7 @@ class Bdn(Method):
     """BDN, UniTTA's "dynamic": the number of domains is not known.
 
     Published settings: eta and gamma are TRIBE's. The layer is block2.layer.0.bn1 of WRN-28-10, stage_2.0.bn of
-    ResNeXt-29 and layer3.0.bn1 of ResNet-50; for other networks, a third of the way is our reading.
+    ResNeXt-29 and layer3.0.bn1 of ResNet-50; for networks without these, a third of the way is our reading.
 
     NOTE: in UniTTA domains are added without end, and for ImageNet-C rare ones are dropped to save memory. Here there
     are at most ``domains``; then images go to the nearest.
@@ -64,7 +71,7 @@ class Bdn(Method):
     eta: float | None = None  # momentum of one image; max(0.0005 K, 0.01)
     gamma: float | None = None  # share of the class-agnostic update in the statistics of all images
     domains: int = 16  # D, most domains
-    layer: str | None = None  # the normalisation layer whose input tells domains apart; None: after a third of them
+    layer: str | None = None  # the normalisation layer whose input tells domains apart; None: as published
     confident: bool = True  # predict with the more confident of the last two passes; False: with the last
 
     paper = "Du et al., UniTTA: Unified benchmark and versatile framework towards realistic test-time adaptation, 2024"
@@ -167,11 +174,10 @@ class Bdn(Method):
                 "bdn tells domains apart by the statistics of a BatchNorm layer, and the network has none: choose "
                 "another method"
             )
+        named = {slot.name: slot for slot in slots}
         if self.layer is None:
-            return slots[len(slots) // 3]
-        for slot in slots:
-            if slot.name == self.layer:
-                return slot
-        raise ValueError(
-            f"layer of bdn is {self.layer!r}; the network's BatchNorm layers are {', '.join(s.name for s in slots)}"
-        )
+            published = (named[name] for name, later in PUBLISHED.items() if {name, later} <= named.keys())
+            return next(published, slots[len(slots) // 3])
+        if self.layer not in named:
+            raise ValueError(f"layer of bdn is {self.layer!r}; the network's BatchNorm layers are {', '.join(named)}")
+        return named[self.layer]
