@@ -4,7 +4,8 @@
 the file, with random weights if none are given. The yardstick is 2 compiled inferences and 2 compiled forward and
 backward passes to the affine parameters, which is the arithmetic of a step. Compiling takes most of the time of a run:
 ``--yardstick 0.61,0.57`` gives its milliseconds an image in TF32 and bf16 instead. It also measures the peak memory
-beside TENT's, and WRN-28-10 at the size of CIFAR. ``--profile`` lists the kernels of a step by their time.
+beside TENT's, and WRN-28-10 at the size of CIFAR, with and without fusion. ``--profile`` lists the kernels of a step by
+their time. Results are in docs/performance.md, ResNet-50.
 """
 
 import argparse
@@ -37,7 +38,7 @@ CONTENDERS: dict[str, tuple[str, int, fusion.Switch]] = {  # method, from how ma
     "tribe-stacked": ("tribe", 2**40, "auto"),  # teacher and student in one pass
     "tribe-unfused": ("tribe", APART, "off"),
 }
-TOP = 40  # kernels of a profile
+TOP, NAME = 40, 110  # kernels of a profile, and characters of their names
 STEPS = 3  # profiled
 
 
@@ -94,9 +95,10 @@ def adapter(net: nn.Module, method: str, dtype: torch.dtype) -> tribe.Adapter:
 class Report:
     """Collects numbers, prints each and keeps them in a file."""
 
-    def __init__(self, path: Path | None, device: torch.device) -> None:
+    def __init__(self, path: Path | None, device: torch.device, o: argparse.Namespace) -> None:
         self.path, self.begun = path, time.monotonic()
-        self.found: dict[str, Any] = {"machine": machine(device)}
+        settings = {name: getattr(o, name) for name in ("note", "batch", "size", "rounds", "yardstick")}
+        self.found: dict[str, Any] = {"machine": machine(device), "settings": settings}
 
     def add(self, name: str, value: Any) -> None:
         self.found[name] = value
@@ -151,6 +153,18 @@ def measure(net: nn.Module, precision: str, o: argparse.Namespace, device: torch
         report.add(f"{precision} peak memory, {name} / tent", peaks[name] / max(peaks["tent"], 1e-9))
 
 
+def measure_small(o: argparse.Namespace, precision: str, device: torch.device, report: Report) -> None:
+    """A network of CIFAR's size, with and without fusion."""
+    small, x = build(o.wrn, 10, device), noise((o.batch, 3, 32, 32), device).to(DTYPES[precision])
+    calls: dict[str, Call] = {}
+    for name in ("tribe", "tribe-unfused"):
+        with fusion.using(CONTENDERS[name][2]):
+            calls[name] = partial(adapter(small, "tribe", DTYPES[precision]), x)
+            warm_up(calls[name], device)  # records it
+    for name, ms in measured(calls, o.batch, o.rounds, device).items():
+        report.add(f"{precision} {o.wrn} {name}, ms an image", ms)
+
+
 def profile(call: Call) -> list[tuple[str, int, float]]:
     """The kernels of a step: name, launches and milliseconds, the longest first."""
     activity = torch.profiler.ProfilerActivity
@@ -163,11 +177,11 @@ def profile(call: Call) -> list[tuple[str, int, float]]:
     rows = []
     for event in seen.key_averages():
         spent = event.self_device_time_total or event.self_cpu_time_total * (device == activity.CPU)
-        rows.append((event.key, event.count // STEPS, spent / 1e3 / STEPS))
+        rows.append((event.key[:NAME], event.count // STEPS, spent / 1e3 / STEPS))
     rows = sorted((row for row in rows if row[2] > 0), key=lambda row: -row[2])
     print(f"{sum(n for _, n, _ in rows)} launches, {sum(ms for *_, ms in rows):.2f} ms a step")
     for name, launches, ms in rows[:TOP]:
-        print(f"{ms:8.3f} ms {launches:5} {name[:110]}", flush=True)
+        print(f"{ms:8.3f} ms {launches:5} {name}", flush=True)
     return rows[:TOP]
 
 
@@ -185,6 +199,7 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--yardstick", help="known milliseconds an image, TF32 and bf16, with a comma; default: measure it")
     p.add_argument("--contenders", default=",".join(CONTENDERS), help="default: %(default)s")
     p.add_argument("--profile", action="store_true")
+    p.add_argument("--note", help="kept with the results: the commit")
     p.add_argument("--wrn", default="wrn28_10", help="a network of CIFAR's size for comparison; '' leaves it out")
     return p.parse_args(arguments)
 
@@ -192,13 +207,10 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> None:
     o = options(arguments)
     device = choose_device(o.device)
-    report = Report(o.out and o.out / "resnet50.json", device)
+    report = Report(o.out and o.out / "resnet50.json", device, o)
     with float32_precision("tf32"):
         for precision in o.precisions.split(",") if o.wrn else ():
-            small, x = build(o.wrn, 10, device), noise((o.batch, 3, 32, 32), device).to(DTYPES[precision])
-            adapting = adapter(small, "tribe", DTYPES[precision])
-            found = measured({"tribe": partial(adapting, x)}, o.batch, o.rounds, device)
-            report.add(f"{precision} {o.wrn} tribe, ms an image", found["tribe"])
+            measure_small(o, precision, device, report)
         net = network(o, device)
         for precision in o.precisions.split(","):
             measure(net, precision, o, device, report)
