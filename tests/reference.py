@@ -285,6 +285,8 @@ def softmax(z: list[float]) -> list[float]:
 class Chain:
     """The hidden Markov model of docs/time.md at one temperature T."""
 
+    least_confidence = 0.1
+
     def __init__(self, temperature: float, classes: int, fields: Any) -> None:
         self.temperature, self.classes, self.fields = temperature, classes, fields
         self.belief = [1 / classes] * classes  # p
@@ -292,6 +294,10 @@ class Chain:
         self.weight = 0.5  # w, of the marginal in the null model; the rest is even draws
         self.rate = 0.5  # rho
         self.recent, self.evidence, self.images = 0.0, -fields.evidence_on, 0
+        self.confidence = 1.0  # the mean of the largest likelihood
+
+    def has_a_say(self) -> bool:
+        return self.confidence >= self.least_confidence
 
     def likelihood(self, z: list[float]) -> list[float]:
         """l: softmax(z / T), of which a share is spread over all classes."""
@@ -323,6 +329,8 @@ class Chain:
         self.evidence = min(max(self.evidence + gained - f.evidence_drift, -f.evidence_on), f.evidence_most)
         self.belief = [prior[k] * chance[k] / total for k in classes]
         self.rate = min(max(rate, f.least_rate), 1.0)
+        step = max(1 / (self.images + 2), f.marginal_step)
+        self.confidence = (1 - step) * self.confidence + step * max(chance)
         self.images += 1
 
 
@@ -333,13 +341,14 @@ class MarkovFilter:
         self.fields, self.chains = fields, [Chain(t, classes, fields) for t in fields.temperatures]
 
     def on(self) -> bool:
-        return any(chain.evidence > self.fields.evidence_on for chain in self.chains)
+        return any(chain.evidence > self.fields.evidence_on for chain in self.chains if chain.has_a_say())
 
     def chosen(self) -> Chain:
-        """The sharpest of the chains that predicted the last images about best."""
-        best = max(chain.recent for chain in self.chains)
+        """The sharpest of the chains with a say that predicted the last images about best."""
+        chains = [chain for chain in self.chains if chain.has_a_say()] or self.chains[:1]
+        best = max(chain.recent for chain in chains)
         near = best - self.fields.temperature_margin * abs(best)
-        return next(chain for chain in self.chains if chain.recent >= near)
+        return next(chain for chain in chains if chain.recent >= near)
 
     def add(self, batch: list[list[float]], counts: list[bool]) -> list[list[float] | None]:
         """The answer to each image of a batch: probabilities, or None where the method's own prediction stays."""

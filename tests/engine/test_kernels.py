@@ -398,9 +398,9 @@ def test_the_scan_and_the_smoothing_are_those_of_the_tensor_operations(classes):
         assert kernels.can_filter(likelihood)
         scanned, other = rule._scan(state, seen)
         again = rule._smooth(wanted, seen, chosen)
-    for name in ("belief", "rate", "recent", "evidence"):
+    for name in ("belief", "rate", "recent", "evidence", "confidence"):
         assert near(getattr(scanned, name), getattr(wanted, name), 5e-5), name
-    for name in ("belief", "marginal", "rate", "recent", "evidence"):
+    for name in ("belief", "marginal", "rate", "recent", "evidence", "confidence"):
         assert near(getattr(other, name), getattr(end, name), 5e-5), name
         assert torch.equal(getattr(other, name)[2], getattr(state, name)[2]), name  # nothing counted: the same bits
     assert torch.equal(other.images, end.images)

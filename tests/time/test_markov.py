@@ -7,6 +7,7 @@ import torch
 
 from tribe import time
 from tribe.testing import labels_in_bursts, predictions
+from tribe.time import markov
 from tribe.time.markov import Markov
 
 CLASSES = 10
@@ -203,6 +204,31 @@ def test_a_stream_that_loses_its_bursts_and_finds_them_again(within):
             logits[:, first:last], labels[:, first:last]
         )
     assert torch.equal(answers[:, 900:1200], logits[:, 900:1200])
+
+
+def biased_predictions(images=1024, classes=1000):
+    """Independent images of many classes; the network prefers some classes, and is wrong on four of five images."""
+    draw = torch.Generator().manual_seed(0)
+    labels = torch.randint(0, classes, (1, images), generator=draw)
+    logits = 2 * torch.randn(classes, generator=draw) + 1.5 * torch.randn(1, images, classes, generator=draw)
+    return labels, logits.scatter_add(2, labels.unsqueeze(-1), torch.full((1, images, 1), 6.0))
+
+
+@pytest.mark.parametrize("within", ["past", "batch"])
+def test_a_bias_among_many_classes_is_no_burst(within, monkeypatch):
+    labels, logits = biased_predictions()
+    _, used, _ = play(Markov(within=within), logits, batch=64)
+    assert not used.any()
+    monkeypatch.setattr(markov, "LEAST_CONFIDENCE", 0.0)  # the highest temperatures, nearly even, take it for one
+    answers, used, _ = play(Markov(within=within), logits, batch=64)
+    assert used.any()
+    assert errors(answers, labels) > errors(logits, labels)
+
+
+def test_with_ten_classes_every_temperature_has_a_say():
+    rule, logits = Markov(), 0.1 * predictions(labels_in_bursts(2, 300, CLASSES, 0.9), CLASSES)
+    _, _, state = play(rule, logits)
+    assert bool((state.confidence >= markov.LEAST_CONFIDENCE).all())  # the likeliest of ten has a tenth or more
 
 
 def test_what_the_filter_reports():

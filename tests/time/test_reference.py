@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from reference import CofaFilter, MarkovFilter
+from reference import Chain, CofaFilter, MarkovFilter
 from tribe.testing import labels_in_bursts, predictions
+from tribe.time import markov
 from tribe.time.cofa import Cofa
 from tribe.time.markov import Markov
 
@@ -49,7 +50,10 @@ def check(answers, filtered, row):
     ],
     ids=["past", "batch", "shares", "other settings"],
 )
-def test_markov_equals_the_slow_loop(fields):
+@pytest.mark.parametrize("least", [0.1, 0.55], ids=["all temperatures", "some temperatures"])
+def test_markov_equals_the_slow_loop(fields, least, monkeypatch):
+    monkeypatch.setattr(markov, "LEAST_CONFIDENCE", least)
+    monkeypatch.setattr(Chain, "least_confidence", least)
     rule, (logits, valid) = Markov(**fields), stream()
     slow = [MarkovFilter(CLASSES, rule) for _ in range(STREAMS)]
     state, used = rule.init(STREAMS, CLASSES, logits.new_empty(0)), []
@@ -61,7 +65,7 @@ def test_markov_equals_the_slow_loop(fields):
             check(one.add(z[row].tolist(), real[row].tolist()), filtered, row)
     for row, one in enumerate(slow):
         for i, chain in enumerate(one.chains):
-            for name in ("belief", "marginal", "rate", "recent", "evidence"):
+            for name in ("belief", "marginal", "rate", "recent", "evidence", "confidence"):
                 expected = torch.tensor(getattr(chain, name), dtype=torch.float64)
                 assert (getattr(state, name)[row, i] - expected).abs().max() <= 1e-9, name
             assert int(state.images[row]) == chain.images

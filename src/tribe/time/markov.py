@@ -11,7 +11,9 @@ What the network says of an image is the likelihood of its classes, l = softmax(
 
 A bank of temperatures T runs side by side. While the evidence of any, the sum of log (prior . l) - log null, is above a
 threshold, the answer is p, else the network's own prediction. The sharpest temperature answers of those whose prior
-predicted the last images about best, by the sum of log (prior . l). See docs/time.md for the derivation.
+predicted the last images about best, by the sum of log (prior . l). A temperature at which the likeliest class of an
+image has less than a tenth has no say: with many classes it adds up what the network is biased to, not what it sees.
+See docs/time.md for the derivation.
 """
 
 import functools
@@ -31,6 +33,8 @@ START = 0.5  # rho before the first image: bursts of two
 PATIENCE = 30  # images that the first rho counts for
 FIRST = 10  # images that the uniform first marginal counts for
 FORGET = 0.01  # share of w that returns to a half with every image, so that it can change
+SURE = 2  # images that the first confidence, 1, counts for
+LEAST_CONFIDENCE = 0.1  # mean likelihood of the likeliest class below which a temperature has no say
 UNSEEN = 0.01  # share of the marginal that is spread evenly, so that a class that was never seen can come
 
 
@@ -43,6 +47,7 @@ class MarkovState(NamedTuple):
     rate: Tensor  # (S, M), rho
     recent: Tensor  # (S, M), how well about the last hundred images were predicted, which chooses the temperature
     evidence: Tensor  # (S, M), which turns the filter on and off
+    confidence: Tensor  # (S, M), the mean likelihood of the likeliest class, over the last images
     images: Tensor  # (S,) int64, images so far
 
 
@@ -53,6 +58,7 @@ class Scanned(NamedTuple):
     rate: Tensor  # (S, B, M), before the image
     recent: Tensor  # (S, B, M), after the image
     evidence: Tensor  # (S, B, M), after the image
+    confidence: Tensor  # (S, B, M), after the image
 
 
 class Images(NamedTuple):
@@ -131,7 +137,8 @@ class Markov(TimeFilter):
         shape = streams, len(self.temperatures)
         even, zero = like.new_full((*shape, classes), 1 / classes), like.new_zeros(shape)
         count = torch.zeros(streams, dtype=torch.int64, device=like.device)
-        return MarkovState(even, even.clone(), zero + 0.5, zero + START, zero, zero - self.evidence_on, count)
+        off = zero - self.evidence_on
+        return MarkovState(even, even.clone(), zero + 0.5, zero + START, zero, off, zero + 1, count)
 
     @torch.no_grad()
     def step(self, state: MarkovState, logits: Tensor, valid: Tensor) -> Filtered:
@@ -143,23 +150,28 @@ class Markov(TimeFilter):
         images = Images.of(self._likelihood(z), counted)
         scanned, new = self._scan(state, images)
         if self.within == "batch":
-            belief = self._smooth(scanned, images, self._chosen(new.recent))  # as it is at the end of the batch
-            on = (new.evidence.amax(-1) > self.evidence_on).unsqueeze(1)  # (S, 1)
+            belief = self._smooth(scanned, images, self._chosen(new))  # as it is at the end of the batch
+            on = (self._evidence(new) > self.evidence_on).unsqueeze(1)  # (S, 1)
         else:
-            belief = _at(scanned.belief, self._chosen(scanned.recent))
-            on = scanned.evidence.amax(-1) > self.evidence_on
+            belief = _at(scanned.belief, self._chosen(scanned))
+            on = self._evidence(scanned) > self.evidence_on
         tiny = torch.finfo(torch.float32).tiny
         return Filtered(belief.clamp_min(tiny).log(), counted & on, new)
 
     def info(self, state: MarkovState) -> list[FilterInfo]:
         """Whether the filter is on for each stream, and what the temperature that answers believes."""
-        chosen = self._chosen(state.recent)
-        evidence = state.evidence.amax(-1).tolist()
+        chosen = self._chosen(state)
+        evidence = self._evidence(state).tolist()
         rows = zip(chosen.tolist(), _at(state.rate, chosen).tolist(), evidence, strict=True)
         return [FilterInfo(e > self.evidence_on, 1 / rate, self.temperatures[m], e) for m, rate, e in rows]
 
-    def _chosen(self, recent: Tensor) -> Tensor:
-        """The temperature that answers: the first, so the sharpest, whose sum (..., M) is within the margin."""
+    def _evidence(self, after: MarkovState | Scanned) -> Tensor:
+        """The most evidence (...) of the temperatures that have a say; without any, less than turns the filter on."""
+        return after.evidence.masked_fill(after.confidence < LEAST_CONFIDENCE, -self.evidence_on).amax(-1)
+
+    def _chosen(self, after: MarkovState | Scanned) -> Tensor:
+        """The temperature that answers: the first, so the sharpest, with a say and a sum (..., M) within the margin."""
+        recent = after.recent.masked_fill(after.confidence < LEAST_CONFIDENCE, -math.inf)
         best = recent.amax(-1, keepdim=True)
         return (recent >= best - self.temperature_margin * best.abs()).byte().argmax(-1)
 
@@ -174,9 +186,10 @@ class Markov(TimeFilter):
             return _scan_in_one_launch(self, state, images.likelihood, images.counted)
         beliefs, rates, total, local, (belief, marginal, rate) = self._follow(state, images)
         recents, evidences, (weight, recent, evidence) = self._compare(state, images, total, local)
+        confidences = self._confidence(state, images)
         seen = state.images + images.counted.sum(1)
-        ends = MarkovState(belief, marginal, weight, rate, recent, evidence, seen)
-        return Scanned(beliefs, rates, recents, evidences), ends
+        ends = MarkovState(belief, marginal, weight, rate, recent, evidence, confidences[:, -1], seen)
+        return Scanned(beliefs, rates, recents, evidences, confidences), ends
 
     def _follow(
         self, state: MarkovState, images: Images
@@ -233,6 +246,16 @@ class Markov(TimeFilter):
             evidences.append(evidence)
         return torch.stack(recents, 1), torch.stack(evidences, 1), (weight, recent, evidence)
 
+    def _confidence(self, state: MarkovState, images: Images) -> Tensor:
+        """The mean likelihood of the likeliest class after each image, (S, B, M)."""
+        top, mean, means = images.likelihood.amax(-1), state.confidence, []
+        before = state.images.unsqueeze(1) + images.counted.cumsum(1) - 1  # images before this one, if it counts
+        step = (1 / (before + SURE)).clamp_min(self.marginal_step).masked_fill_(~images.counted, 0).to(top.dtype)
+        for one, share in zip(top.unbind(1), step.unsqueeze(-1).unbind(1), strict=True):
+            mean = torch.lerp(mean, one, share)
+            means.append(mean)
+        return torch.stack(means, 1)
+
     def _steps(self, images: Tensor, counted: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """How far each image moves rho, (S, B, 1), and pi, (S, B, 1, 1): further at first, not at all if it is bad."""
         before = (images.unsqueeze(1) + counted.cumsum(1) - counted.long()).to(dtype)  # images before this one
@@ -264,10 +287,12 @@ def _scan_in_one_launch(
     """`Markov._scan` as one kernel: a program for each stream and temperature goes through the images."""
     constants = (
         *(rule.rate_step, rule.least_rate, rule.marginal_step, rule.recent_memory),
-        *(rule.evidence_on, rule.evidence_most, rule.evidence_drift, PATIENCE, FIRST, UNSEEN, FORGET),
+        *(rule.evidence_on, rule.evidence_most, rule.evidence_drift, PATIENCE, FIRST, SURE, UNSEEN, FORGET),
     )
-    parts, (belief, marginal, weight, rate, recent, evidence) = kernels.scan(likelihood, counted, state, constants)
-    ends = MarkovState(belief, marginal, weight, rate, recent, evidence, state.images + counted.sum(1))
+    parts, (belief, marginal, weight, rate, recent, evidence, sure) = kernels.scan(
+        likelihood, counted, state, constants
+    )
+    ends = MarkovState(belief, marginal, weight, rate, recent, evidence, sure, state.images + counted.sum(1))
     return Scanned(*parts), ends
 
 

@@ -21,12 +21,12 @@ def scan(
         state: the tensors of a `tribe.time.markov.MarkovState`.
         constants: the settings of the filter, in the order of the kernel's arguments.
 
-    Returns the belief (S, B, M, K), rate, recent and evidence (S, B, M) of each image, and all but the last tensor of
-    the state after the batch.
+    Returns the belief (S, B, M, K), rate, recent, evidence and confidence (S, B, M) of each image, and all but the last
+    tensor of the state after the batch.
     """
     likelihood, state = likelihood.contiguous(), [t.contiguous() for t in state]
     streams, batch, bank, classes = likelihood.shape
-    per_image = [likelihood.new_empty((streams, batch, bank)) for _ in range(3)]
+    per_image = [likelihood.new_empty((streams, batch, bank)) for _ in range(4)]
     parts = [torch.empty_like(likelihood), *per_image]
     ends = [torch.empty_like(t) for t in state[:-1]]
     _scan[(streams * bank,)](
@@ -58,10 +58,10 @@ def _warps(classes: int) -> int:
 
 @triton.jit
 def _scan(
-    likelihood, counted, belief0, marginal0, weight0, rate0, recent0, evidence0, images0,
-    beliefs, rates, recents, evidences, belief1, marginal1, weight1, rate1, recent1, evidence1,
+    likelihood, counted, belief0, marginal0, weight0, rate0, recent0, evidence0, sure0, images0,
+    beliefs, rates, recents, evidences, sures, belief1, marginal1, weight1, rate1, recent1, evidence1, sure1,
     batch, bank, classes,
-    rate_step, least_rate, marginal_step, memory, threshold, most, drift, patience, first, unseen, forget,
+    rate_step, least_rate, marginal_step, memory, threshold, most, drift, patience, first, sure_first, unseen, forget,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)  # streams x images x temperatures x classes can pass 2 ** 31
@@ -72,6 +72,7 @@ def _scan(
     marginal = tl.load(marginal0 + row * classes + k, mask=inside, other=0.0)
     weight, rate = tl.load(weight0 + row), tl.load(rate0 + row)
     recent, evidence = tl.load(recent0 + row), tl.load(evidence0 + row)
+    sure = tl.load(sure0 + row)  # the mean likelihood of the likeliest class
     images = tl.load(images0 + stream).to(tl.float32)
     even = 1.0 / classes
     for b in range(batch):
@@ -98,16 +99,20 @@ def _scan(
         rate = tl.where(real, moved, rate)
         recent = tl.where(real, memory * recent + tl.log(total * classes), recent)
         evidence = tl.where(real, tl.minimum(tl.maximum(evidence + gained - drift, -threshold), most), evidence)
+        step = tl.maximum(1.0 / (images + sure_first), marginal_step)
+        sure = tl.where(real, sure + step * (tl.max(chance, 0) - sure), sure)
         images = tl.where(real, images + 1.0, images)
         tl.store(beliefs + place * classes + k, belief, mask=inside)
         tl.store(recents + place, recent)
         tl.store(evidences + place, evidence)
+        tl.store(sures + place, sure)
     tl.store(belief1 + row * classes + k, belief, mask=inside)
     tl.store(marginal1 + row * classes + k, marginal, mask=inside)
     tl.store(weight1 + row, weight)
     tl.store(rate1 + row, rate)
     tl.store(recent1 + row, recent)
     tl.store(evidence1 + row, evidence)
+    tl.store(sure1 + row, sure)
 
 
 @triton.jit
