@@ -27,6 +27,7 @@ NO_READERS = {  # functions that call an opener, and why no file of a user can h
             "tribe.datasets.class_folders.wnids",
             "tribe.datasets.embedded.mnist_test",
             "tribe.paper.claims.claims",
+            "tribe.paper.document._networks",
             "tribe.paper.tables.get",
             "tribe.paper.tables.released",
             "tribe.report.page._asset",
@@ -52,7 +53,7 @@ NO_READERS = {  # functions that call an opener, and why no file of a user can h
     **dict.fromkeys(
         (
             "tribe.lab.jobs.CustomMethod._imported",
-            "tribe.lab.jobs.CustomMethod.of",
+            "tribe.lab.jobs.CustomMethod._of_class",
             "tribe.lab.jobs._bytes_of",
             "tribe.lab.provenance._hash",
             "tribe.lab.provenance._imports",
