@@ -43,11 +43,12 @@ class Page:
         return "\n\n".join(parts) + "\n"
 
 
-def _all_of(module: str, *left_out: str) -> tuple[str, ...]:
-    """The names that a module exports, without its submodules, constants and aliases."""
+def _all_of(module: str) -> tuple[str, ...]:
+    """The names that a module exports, functions first, without its submodules, constants and aliases."""
     found = importlib.import_module(module)
     shown = [name for name in found.__all__ if inspect.isclass(getattr(found, name)) or _is_function(found, name)]
-    return tuple(f"{module}.{name}" for name in shown if name not in left_out)
+    shown.sort(key=lambda name: inspect.isclass(getattr(found, name)))
+    return tuple(f"{module}.{name}" for name in shown)
 
 
 def _is_function(module: Any, name: str) -> bool:
