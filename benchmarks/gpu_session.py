@@ -33,6 +33,7 @@ from tribe.lab.provenance import machine
 TESTS = {  # in parallel: most of their time is compilation
     "gpu": ["tests/engine/test_gpu.py"],
     "graphs": ["tests/engine/test_graphs.py"],
+    "fusion": ["tests/engine/test_fusion.py"],
     "kernels": ["tests/engine/test_kernels.py", "-k", "not passes"],
     "passes-float32": ["tests/engine/test_kernels.py", "-k", "passes and dtype0"],
     "passes-bfloat16": ["tests/engine/test_kernels.py", "-k", "passes and dtype1"],
