@@ -482,7 +482,7 @@ def test_clean_images_are_predicted_as_if_alone_with_each_other():
         assert (mixed.predict(x)[1] == mixed.predict(x)[2]).all(), method
 
 
-def test_the_readme_names_the_methods_whose_predictions_depend_on_the_position_in_the_batch():
+def test_the_page_on_adapters_names_the_methods_whose_predictions_depend_on_the_position_in_the_batch():
     depend = set()
     for method in METHODS:
         mixed, clean = (played(ready(method)) for _ in range(2))
@@ -491,7 +491,7 @@ def test_the_readme_names_the_methods_whose_predictions_depend_on_the_position_i
         if not torch.allclose(mixed(x)[keep], clean(x[keep]), atol=1e-5):
             depend.add(method)
     assert depend == {"cotta", "petal"}
-    text = " ".join((Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8").split())
+    text = " ".join((Path(__file__).parents[1] / "docs/adapters.md").read_text(encoding="utf-8").split())
     assert "CoTTA and PETAL are an exception: the noise in their augmented views is drawn by position" in text
 
 

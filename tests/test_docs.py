@@ -22,14 +22,31 @@ def blocks(name):
     return re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(), re.DOTALL)
 
 
-def test_the_readme_runs(tmp_path, monkeypatch):
+def test_the_readme_and_the_page_on_adapters_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     scope = {"net": small_network(), "camera": [images(1, 6, seed)[0] for seed in range(3)]}
-    first, second, _ = blocks("README.md")
+    (first,) = blocks("README.md")
     exec(first, scope)
     assert scope["logits"].shape == (6, 4)
+    (second,) = blocks("docs/adapters.md")
     exec(second, {**scope, "tribe": tribe, "images": images(4, 6)})
     assert (tmp_path / "cameras.safetensors").is_file()
+
+
+def test_the_readme_fits_a_screen_and_names_what_a_newcomer_needs():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 80
+    for name in ("src/tribe/methods/tribe.py", "src/tribe/norms/balanced.py", "make run", "make test", "Apache-2.0"):
+        assert name in text, name
+    assert text.count("![") == 1
+
+
+def test_the_page_of_commands_shows_every_command():
+    get_command = pytest.importorskip("typer.main").get_command
+    from tribe.cli.commands import app
+
+    shown = set(re.findall(r"^tribe (\w+)", (ROOT / "docs/commands.md").read_text(), re.M))
+    assert shown == set(get_command(app).commands)
 
 
 def test_the_page_on_deploying_runs(capsys):
@@ -50,7 +67,7 @@ def test_the_fleet_of_the_page_on_deploying_runs(tmp_path, monkeypatch):
     assert tribe.load(tmp_path / "door.safetensors", scope["net"]).digest() == scope["cameras"].digest("door")
 
 
-def test_the_readme_reproduces_a_stream(tmp_path, monkeypatch, capsys):
+def test_the_page_of_commands_reproduces_a_stream(tmp_path, monkeypatch, capsys):
     """With files of the published layout, made small, and fresh weights of a network with the published names."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TRIBE_DATA", str(tmp_path))
@@ -59,7 +76,8 @@ def test_the_readme_reproduces_a_stream(tmp_path, monkeypatch, capsys):
     np.save(tmp_path / "CIFAR-10-C/labels.npy", np.tile(np.arange(10), 50))
     for name in tribe.scenarios.CIFAR_C:
         np.save(tmp_path / f"CIFAR-10-C/{name}.npy", draw.integers(256, size=(500, 32, 32, 3)).astype(np.uint8))
-    block = blocks("README.md")[2].replace("wrn28_10", "wrn10_1").replace("imbalance=100", "imbalance=5")
+    (block,) = blocks("docs/commands.md")
+    block = block.replace("wrn28_10", "wrn10_1").replace("imbalance=100", "imbalance=5")
     save_file(tribe.models.create("wrn10_1").state_dict(), tmp_path / "wrn10_1_cifar10.safetensors")
     exec(block, {"tribe": tribe})
     instance, category = re.findall(r"tensor\(([\d.]+)", capsys.readouterr().out)
