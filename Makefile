@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help run serve test test-serve test-slow test-extras check lint bench docs pages site clean
+.PHONY: help run serve test test-serve test-slow test-extras check lint bench docs pages site dist dist-test clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -65,5 +65,12 @@ $(VENV)/.docs: $(INSTALLED)
 site: $(VENV)/.docs  ## build the site into build/site; every link is checked. To look at it: open build/site/index.html
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
+dist: $(INSTALLED)  ## build the wheel and the source archive into dist/
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist .
+
+dist-test: dist  ## install the wheel alone with Python 3.11, 3.12 and 3.13, as far as they are found, and use it
+	$(BIN)/python tests/wheels.py dist/*.whl python3.11 python3.12 python3.13
+
 clean:  ## remove the environment and caches
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache
