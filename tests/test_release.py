@@ -85,8 +85,7 @@ def test_the_source_archive_can_run_its_tests(built, tmp_path):
     with tarfile.open(built[1]) as archive:
         archive.extractall(tmp_path, filter="data")
     (folder,) = tmp_path.iterdir()
-    kept = {"LICENSE", "NOTICE", "CITATION.cff", "CHANGELOG.md", "Makefile", "constraints.txt", "tests", "docs", "results"}
-    assert kept <= {path.name for path in folder.iterdir()}
+    assert {path.name for path in folder.iterdir()} >= {"LICENSE", "NOTICE", "CITATION.cff", "Makefile", "results"}
     chosen = ("tests/test_docs.py", "tests/test_release.py", "tests/test_layers.py", "tests/norms")
     command = (sys.executable, "-m", "pytest", "-q", "-m", "not slow", "-p", "no:cacheprovider", *chosen)
     path = f"{folder / 'src'}:{folder / 'tests'}:{folder}"
