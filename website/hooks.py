@@ -19,6 +19,7 @@ from website import galleries, links, reference
 REPORT = "report.html"
 GALLERY = re.compile(r"<!-- gallery: (\w+) -->")
 CELL = re.compile(r"<td([^>]*)>(.*?)</td>", re.DOTALL)
+DRAWING = re.compile(r'<img alt="[^"]*" src="([^"]+\.svg)"[^>]*>')
 origins: dict[str, str] = {}  # of pages of the repository: place on the site, path in the repository
 
 
@@ -71,12 +72,17 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Mark cells of tables with a long text: they get more room, and the table scrolls."""
-    return CELL.sub(lambda cell: f'<td class="long"{cell[1]}>{cell[2]}</td>' if _is_long(cell[2]) else cell[0], html)
+    """Mark cells of tables with a long text, which get more room, and short ones, which are not broken.
+
+    A drawing links to its file: on a phone it can be opened there and enlarged.
+    """
+    html = CELL.sub(lambda cell: f"<td{_kind(cell[2])}{cell[1]}>{cell[2]}</td>", html)
+    return DRAWING.sub(lambda drawing: f'<a href="{drawing[1]}">{drawing[0]}</a>', html)
 
 
-def _is_long(cell: str) -> bool:
-    return len(re.sub("<[^>]+>", "", cell)) > 50
+def _kind(cell: str) -> str:
+    length = len(re.sub("<[^>]+>", "", cell))
+    return ' class="long"' if length > 50 else ' class="short"' if length <= 12 else ""
 
 
 def _pages() -> list[Path]:
