@@ -26,8 +26,9 @@ def citation():
 def test_the_citation_names_this_version(citation):
     assert citation["cff-version"] == "1.2.0"
     assert citation["version"] == tribe.__version__
-    assert citation["license"] == tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["license"]
-    assert citation["authors"] == [{"name": "The tribe developers"}], "an entity; nobody is invented"
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert citation["license"] == project["license"]
+    assert citation["authors"] == project["authors"] == [{"name": "The tribe developers"}]
 
 
 def test_the_citation_names_the_paper(citation):
