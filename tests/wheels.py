@@ -3,11 +3,10 @@
 In an environment with the wheel alone, the library imports, its doctests pass, and the command says which extra it
 needs. With the extras that the documents name, `tribe run` plays a short stream in an empty folder.
 
-torch from PyPI brings gigabytes of CUDA packages on Linux. Where pip would install these, the wheel is checked without
-torch: pip accepts its metadata, and every module compiles without a warning. TORCH=any installs them all the same.
+torch from PyPI brings gigabytes of CUDA packages on Linux. Where pip finds no other torch, the wheel is checked without
+it: pip accepts its metadata, and every module compiles without a warning. TORCH=any installs them all the same.
 """
 
-import json
 import os
 import shutil
 import subprocess
@@ -16,6 +15,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+PINNED = (ROOT / "constraints.txt").read_text().split("torch==")[1].split()[0]
 EXTRAS = "cli,images,plots"  # as in docs/commands.md
 SHORT = ("--methods", "source,tribe", "--imbalance", "1000000", "--set", "dataset.corruptions=motion_blur")
 
@@ -88,18 +88,17 @@ def install(python, *what):
     run(*pip, "-c", ROOT / "constraints.txt", *what)
 
 
-def brings_cuda(python, wheel):
-    """Whether to install the wheel would install packages of CUDA."""
-    pip = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--dry-run", "--report", "-")
-    report = json.loads(run(*pip, "-c", ROOT / "constraints.txt", wheel))
-    return any(item["metadata"]["name"].startswith("nvidia") for item in report["install"])
+def brings_cuda(python):
+    """Whether pip would install a torch with CUDA: on Linux, unless it finds the build for CPUs."""
+    versions = run(python, "-m", "pip", "index", "--disable-pip-version-check", "versions", "torch")
+    return sys.platform == "linux" and f"{PINNED}+cpu" not in versions
 
 
 def check(wheel, python, folder):
     """Install a wheel for a Python and use it; returns what was found, in words."""
     folder = Path(folder)
     own = environment(python, folder / "environment")
-    if os.environ.get("TORCH") != "any" and brings_cuda(own, wheel):
+    if os.environ.get("TORCH") != "any" and brings_cuda(own):
         return f"{check_without_torch(wheel, own, folder)}; torch would bring CUDA's packages: not installed, not run"
     install(own, wheel)
     found = run(own, "-c", ALONE, cwd=folder).strip()
