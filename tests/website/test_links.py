@@ -1,5 +1,7 @@
 """Links of pages lead somewhere on the site. What MkDocs makes of them is in test_site.py."""
 
+import re
+
 import pytest
 
 from places import ROOT
@@ -53,3 +55,9 @@ def test_code_with_fences_is_shown_whole():
 def test_every_link_of_a_page_has_a_place(page):
     for target in links.targets((ROOT / page).read_text()):
         assert links.address(links.repository_path(page, target))
+
+
+def test_the_menu_names_every_page_once():
+    named = re.findall(r"[\w/-]+\.md$", (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2], re.M)
+    assert len(named) > 20
+    assert [name for name in set(named) if named.count(name) > 1] == []
