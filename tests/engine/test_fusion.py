@@ -223,6 +223,22 @@ def test_an_activation_without_gradient_stays_without():
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("tried", [False, True])
+def test_inference_mode_is_computed_call_by_call(tried):
+    """Its tensors have no version, so a residual that changes would not be noticed."""
+    torch.manual_seed(0)
+    net, norm, x = Backbone(Functional().double()), norms.create("batch"), drawn(1, 4, 3, 9, 9).double()
+    affine, stats = net.source()
+    with fusion.using("always"), torch.no_grad():
+        wanted = net(x, affine, stats, norm).logits if tried else None
+        with torch.inference_mode():
+            found = net(x, affine, stats, norm).logits
+        again = net(x, affine, stats, norm).logits
+    assert counts(net.fusion.plan) == (3, 1, 2)
+    for logits in (again,) if wanted is None else (again, wanted):
+        assert torch.allclose(found, logits, rtol=1e-10)
+
+
 def test_what_is_fused_is_told():
     torch.manual_seed(0)
     net = Backbone(Functional())

@@ -341,6 +341,21 @@ def test_class_statistics_may_be_larger_than_32_bits_can_count(tmp_path):
 
 
 @runs
+def test_labels_may_lie_in_memory_in_any_order():
+    """Catches kernels that read the classes of samples row by row, as they do not lie in a transposed tensor."""
+    norm, past = Balanced(5, 0.3, 0.4), Stats(drawn(2, 5, 7).to(DEVICE), drawn(2, 5, 7, seed=1).abs().to(DEVICE) + 0.5)
+    mean, var = drawn(2, 6, 7, seed=2).to(DEVICE), drawn(2, 6, 7, seed=3).abs().to(DEVICE)
+    labels, valid = (torch.arange(12).view(6, 2) % 5).T.to(DEVICE), (torch.arange(12).view(6, 2) % 4 > 0).T.to(DEVICE)
+    results = []
+    for mode in ("off", "auto"):
+        with kernels.using(mode):
+            *pooled, kept = norm(mean, var, 9, past, labels, valid, 1e-5)
+        results.append((*pooled, *kept))
+    for a, b in zip(*results, strict=True):
+        assert near(b, a)
+
+
+@runs
 def test_batches_too_large_for_the_class_sums_fall_back():
     with kernels.using("auto"):
         assert kernels.can_update(torch.zeros(1, kernels.SAMPLES, 4, device=DEVICE))

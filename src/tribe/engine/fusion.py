@@ -112,6 +112,8 @@ class Fusion:
         """The mode that fuses a pass; None if it is to be computed call by call."""
         if _switch == "off" or (_switch == "auto" and not kernels.can_run(images)):
             return None
+        if torch.is_inference_mode_enabled():
+            return None  # whether a residual has changed is not known: inference tensors have no version
         if not self.tried:
             if images.is_cuda and torch.cuda.is_current_stream_capturing():
                 return None  # a trial reads values

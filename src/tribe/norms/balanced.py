@@ -98,6 +98,7 @@ class Balanced:
 
     def group(self, labels: Tensor, valid: Tensor, dtype: torch.dtype) -> Groups:
         """Find which samples share a class, from (R, B) labels and valid marks."""
+        labels, valid = labels.contiguous(), valid.contiguous()  # kernels read what follows row by row
         same = (labels.unsqueeze(2) == labels.unsqueeze(1)) & valid.unsqueeze(2) & valid.unsqueeze(1)
         lead = (valid & ~same.tril(-1).any(2)).unsqueeze(2).to(dtype)
         n = same.sum(2, keepdim=True).to(dtype)
