@@ -208,7 +208,8 @@ def test_too_many_shapes_of_images_end_the_recordings(monkeypatch):
 def test_two_static_states_take_turns_and_nothing_else_is_copied(monkeypatch):
     _, _, captured, state = pair()
     copies = []
-    monkeypatch.setattr(graphs, "_copy", lambda s, t, copy=graphs._copy: (copies.append(s is state), copy(s, t))[1])
+    copy = graphs.copy_missing
+    monkeypatch.setattr(graphs, "copy_missing", lambda s, t: (copies.append(s is state), copy(s, t))[1])
     places, now = [], state
     for seed in range(4):
         _, now = captured.step(now, images(2, 6, seed))

@@ -3,7 +3,7 @@
 import pytest
 
 import tribe
-from tribe.engine.state import leaves
+from tribe.engine.state import digest, leaves, tree_map
 from tribe.methods import tribe as module
 from tribe.testing import CLASSES, images, small_network
 
@@ -29,6 +29,17 @@ def test_branches_apart_are_the_branches_together(name, fields, monkeypatch):
     assert (together[0] - apart[0]).abs().max() <= 1e-9
     for name, t in leaves(together[1]).items():
         assert (t.double() - leaves(apart[1])[name].double()).abs().max() <= 1e-9, name
+
+
+@pytest.mark.parametrize("apart", [2**20, 0])
+def test_a_retired_state_that_shares_memory_with_the_state_is_not_written_to(apart, monkeypatch):
+    """Catches a comparison of tuples: a store makes new ones of the same tensors whenever it is read."""
+    monkeypatch.setattr(module, "APART", apart)
+    method, net = tribe.methods.create("tribe", classes=CLASSES), tribe.Backbone(small_network())
+    state = method.init(net, 2)
+    before = digest(state)
+    method.step_reusing(net, state, images(2, 6), None, tree_map(lambda t: t, state))
+    assert digest(state) == before
 
 
 def test_large_batches_take_half_the_memory(monkeypatch):

@@ -34,7 +34,7 @@ from tribe.engine.packed import PackedStats, pack
 from tribe.engine.placement import SourceNorm, common_eps, place_slots, replace_module, source_norm
 from tribe.engine.rules import Frozen, Norm, group_labels
 from tribe.engine.slots import NORMS, Pass, Slot, SlotHook, current_pass, set_current_pass
-from tribe.engine.state import Affine, Stats, Store, hash_tensors, tree_map
+from tribe.engine.state import Affine, Stats, Store, copy_missing, hash_tensors, room_for, tree_map
 from tribe.engine.view_order import views_come_first
 
 USUAL_EPS = 1e-5  # the default of every normalisation layer of torch
@@ -288,7 +288,7 @@ class Backbone(nn.Module):
         grouped = None if labels is None else group_labels(norm, labels, valid, affine.weight.dtype)
         current = self._new_pass(batch, affine, stats, norm, grouped, valid, slot_hook)
         if grouped is not None and (prepare := getattr(norm, "prepare", None)):
-            current.room = _room_for(current.stats, spare)
+            current.room = room_for(current.stats, spare)
             current.prepared = prepare(grouped, current.stats, current.room)
         if self._eps is not None and not norm.observes:  # one fold for the whole network
             both = fold(current.stats.mean, current.stats.var, *affine, self._eps)
@@ -411,16 +411,14 @@ class Backbone(nn.Module):
         if not current.norm.observes or not current.kept:
             return current.stats
         by_slot = [current.kept.get(slot.index) or current.stats.layer(slot.columns, slot.index) for slot in self.slots]
+        room = room_for(current.stats, spare) if current.room is None else current.room
         if current.prepared is None:
-            room = _room_for(current.stats, spare)
             for out, columns in zip(room, zip(*by_slot, strict=True), strict=True):
                 torch.cat(columns, -1, out=out)
             return room
         for slot, kept in zip(self.slots, by_slot, strict=True):
-            target = current.room.layer(slot.columns, slot.index)
-            if kept.mean.data_ptr() != target.mean.data_ptr():  # else the rule has kept them there
-                tree_map(Tensor.copy_, target, kept)
-        return current.room
+            copy_missing(kept, room.layer(slot.columns, slot.index))  # the rule has kept most of them there
+        return room
 
     @torch.inference_mode(False)
     def plain(self, affine: Affine, stats: Stats | None, weights: Mapping[str, Tensor] | None = None) -> nn.Module:
@@ -451,13 +449,6 @@ def _refuse_backbones(model: nn.Module) -> None:
             "tribe.adapt takes a Backbone as it is; of an adapter give its .net to start from the source again, or its "
             ".export() to start from what it has learned"
         )
-
-
-def _room_for(past: Any, spare: Any) -> Any:
-    """Memory for new statistics: the spare one if it fits and is not that of the past."""
-    fits = type(spare) is type(past) and spare.mean.shape == past.mean.shape
-    overlap = fits and any(s.data_ptr() == t.data_ptr() for s in spare for t in past)
-    return spare if fits and not overlap else tree_map(torch.empty_like, past)
 
 
 def _record_features(_: nn.Module, args: tuple[Any, ...]) -> None:

@@ -25,7 +25,7 @@ from tribe.engine.augment import Augment
 from tribe.engine.backbone import Backbone
 from tribe.engine.precision import deterministic
 from tribe.engine.segments import flatten, map_tensors, run_segments_with
-from tribe.engine.state import clone, leaves
+from tribe.engine.state import clone, copy_missing, leaves
 
 Switch = bool | Literal["auto"]  # capture steps; "auto": where that is possible
 Work = Callable[[], None]
@@ -144,7 +144,7 @@ class Captured:
         turn = next((i for i in (0, 1) if _same(self._states[i], state)), None)
         if turn is None:
             turn = 0
-            _copy(state, self._states[0])
+            copy_missing(state, self._states[0])
         self._x[:, :batch].copy_(x)
         self._valid[:, batch:].fill_(False)
         self._valid[:, :batch].copy_(valid) if valid is not None else self._valid[:, :batch].fill_(True)
@@ -153,7 +153,7 @@ class Captured:
         return self._logits[:, :batch].clone(), self._states[1 - turn]
 
     def _capture(self, state: Any, x: Tensor) -> None:
-        """Recorder both directions for batches of this shape."""
+        """Record both directions for batches of this shape."""
         self._setting = None  # in case recording fails
         self._states, self._x = (clone(state), clone(state)), x.clone()
         self._valid = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
@@ -169,7 +169,7 @@ class Captured:
         if self._logits is None:
             self._logits = torch.empty_like(logits)
         self._logits.copy_(logits)
-        _copy(new, spare)
+        copy_missing(new, spare)
 
 
 class CapturedSegments:
@@ -228,7 +228,7 @@ class Recordings:
 
 
 def cuda_graphs() -> Recorder:
-    """Recorder work as CUDA graphs that share their memory, as they never run at the same time."""
+    """Record work as CUDA graphs that share their memory, as they never run at the same time."""
     pool = torch.cuda.graph_pool_handle()
 
     def record(work: Work) -> Work:
@@ -274,13 +274,6 @@ def _kind(value: Any) -> Any:
 
 def _same(a: Any, b: Any) -> bool:
     return all(s is t for s, t in zip(leaves(a).values(), leaves(b).values(), strict=True))
-
-
-def _copy(state: Any, target: Any) -> None:
-    """Copy every tensor of a state that is not in the target's memory already."""
-    for s, t in zip(leaves(state).values(), leaves(target).values(), strict=True):
-        if s.data_ptr() != t.data_ptr():
-            t.copy_(s)
 
 
 def _copy_tensors(values: Any, targets: Any) -> None:

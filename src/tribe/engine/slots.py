@@ -221,8 +221,9 @@ class StatisticsSlot(Slot):
         norm = current.norm if tracked else PerBatch()
         # The second call of a layer continues from the first.
         stats = current.kept.get(self.index) or current.stats.layer(self.columns, self.index)
-        first = current.prepared is not None and self.index not in current.kept
-        labels = current.prepared(self.columns) if current.prepared and first else current.labels
+        labels = current.labels
+        if current.prepared is not None and self.index not in current.kept:
+            labels = current.prepared(self.columns)
         folded = self.unfold(x, current)  # (R, B, C, ...)
         count = folded.shape[3:].numel()
 

@@ -101,6 +101,20 @@ def rows_of(state: T, rows: slice) -> T:
     return tree_map(lambda t: t[rows], state)
 
 
+def room_for(past: T, spare: Any) -> T:
+    """Memory for statistics that follow ``past``: the spare one if it fits and is not that of the past."""
+    fits = type(spare) is type(past) and all(s.shape == t.shape for s, t in zip(spare, past, strict=True))
+    overlap = fits and any(s.data_ptr() == t.data_ptr() for s in spare for t in past)
+    return spare if fits and not overlap else tree_map(torch.empty_like, past)
+
+
+def copy_missing(state: tuple[Any, ...], target: tuple[Any, ...]) -> None:
+    """Copy every tensor of a state that is not in the target's memory already."""
+    for s, t in zip(leaves(state).values(), leaves(target).values(), strict=True):
+        if s.data_ptr() != t.data_ptr():
+            t.copy_(s)
+
+
 def per_stream(t: Tensor, streams: int) -> Tensor:
     """(S * n, ...) -> (S, n, ...): the rows that belong to each stream."""
     rows: Tensor = t.unflatten(0, (streams, -1))

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tribe.engine.packed import cat_layers
+from tribe.engine.state import copy_missing, room_for
 from tribe.methods import (
     Affine,
     Agreement,
@@ -258,7 +259,7 @@ class _Branches:
         spare: Stats | PackedStats | None,
     ) -> None:
         self.net, self.norm, self.labels, self.valid, self.past = net, norm, labels, valid, past
-        self.stats: Any = spare
+        self.stats = room_for(past, spare)
 
     def together(self, images: tuple[Tensor, Tensor], teaching: Affine, affine: Affine) -> tuple[Tensor, Tensor]:
         """The logits of teacher and student (S, B, K), in one pass."""
@@ -272,14 +273,10 @@ class _Branches:
 
     def alone(self, branch: slice, images: Tensor, affine: Affine) -> Tensor:
         """The logits of one branch (S, B, K)."""
-        if self.stats is None or self.stats is self.past:
-            self.stats = tree_map(torch.empty_like, self.past)
         past, spare = (rows_of(stats, branch) for stats in (self.past, self.stats))
         logits: Tensor
         logits, _, kept = self.net(images, affine, past, self.norm, self.labels, self.valid, spare=spare)
-        for t, target in zip(kept, spare, strict=True):
-            if t.data_ptr() != target.data_ptr():
-                target.copy_(t)
+        copy_missing(kept, spare)
         return logits
 
 
