@@ -20,13 +20,21 @@ def played(method, net, apart, monkeypatch):
     return logits, state
 
 
-@pytest.mark.parametrize("fields", [{}, {"class_stats": "packed"}, {"lambda_anc": 0.0}], ids=str)
+IMAGENET = {"eta": 0.5, "gamma": 0.5, "lr": 5e-4}  # half of each update is shared, and two images fill a class
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"class_stats": "packed"}, {"lambda_anc": 0.0}, IMAGENET, {**IMAGENET, "class_stats": "packed"}],
+    ids=str,
+)
 @pytest.mark.parametrize("name", ["tribe", "selftrain/fixmatch"])
 def test_branches_apart_are_the_branches_together(name, fields, monkeypatch):
     method = tribe.methods.create(name, classes=CLASSES, h0=0.9, **fields)
     net = tribe.Backbone(small_network().double())
     together, apart = (played(method, net, pixels, monkeypatch) for pixels in (2**20, 0))
     assert (together[0] - apart[0]).abs().max() <= 1e-9
+    assert together[1].info.trusted.max() > 0  # else there is no gradient to compare
     for name, t in leaves(together[1]).items():
         assert (t.double() - leaves(apart[1])[name].double()).abs().max() <= 1e-9, name
 

@@ -195,7 +195,7 @@ class Tribe(Method):
             if x.numel() < APART:
                 teacher, student = branches.together(images, teaching or affine, affine)
                 trusted = self._trusted(teacher, valid)
-                loss = losses.mean_over(losses.cross_entropy(student, teacher.argmax(-1)), trusted)  # Eq. 5, (S,)
+                loss = self._student_loss(student, teacher, trusted)
                 if anchor is not None:
                     loss = loss + self._anchor_loss(teacher, anchor, trusted)
                 grads = affine.gradient(loss)
@@ -208,8 +208,7 @@ class Tribe(Method):
                     by_anchor = affine.gradient(self._anchor_loss(teacher, anchor, trusted))
                 teacher = teacher.detach()
                 student = branches.alone(STUDENT, images[1], affine)
-                loss = losses.mean_over(losses.cross_entropy(student, teacher.argmax(-1)), trusted)  # Eq. 5, (S,)
-                grads = affine.gradient(loss)
+                grads = affine.gradient(self._student_loss(student, teacher, trusted))
                 grads = grads if by_anchor is None else tree_map(torch.add, grads, by_anchor)
 
         # NOTE: where nothing is trusted the gradient is zero and Adam still takes its step, as released.
@@ -232,6 +231,10 @@ class Tribe(Method):
         """The samples (S, B) that the teacher is certain of."""
         certain: Tensor = losses.entropy(teacher.detach()) < self.h0 * math.log(self.class_count)  # type: ignore[operator]
         return certain & valid
+
+    def _student_loss(self, student: Tensor, teacher: Tensor, trusted: Tensor) -> Tensor:
+        """Eq. 5; (S,)."""
+        return losses.mean_over(losses.cross_entropy(student, teacher.argmax(-1)), trusted)
 
     def _anchor_loss(self, teacher: Tensor, anchor: Tensor, trusted: Tensor) -> Tensor:
         """Eq. 6, weighted; (S,)."""
