@@ -181,6 +181,34 @@ def test_kernels_fuse_to_the_same_numbers(style, norm, dtype, rounding):
         assert (a - b).norm() <= rounding * a.norm()  # in bfloat16 a ReLU may be active in one and not in the other
 
 
+class TwoViews(Functional):
+    """Each image and its mirror image are two samples of the batch, adjacent or a batch apart."""
+
+    first = False
+
+    def forward(self, x):
+        both = x, x.flip(-1)
+        logits = super().forward(torch.cat(both) if self.first else torch.stack(both, 1).flatten(0, 1))
+        return logits.unflatten(0, (2, -1) if self.first else (-1, 2)).mean(0 if self.first else 1)
+
+
+@pytest.mark.parametrize("norm", RULES, ids=str)
+@pytest.mark.parametrize("first", [True, False])
+def test_two_views_of_an_image_are_fused_to_the_same_numbers(first, norm, monkeypatch):
+    """By kernels where these run: those of adjacent views are one run of pixels, those a batch apart are not."""
+    monkeypatch.setattr(TwoViews, "first", first)
+    torch.manual_seed(0)
+    dtype, rounding = (torch.float32, 1e-4) if HERE else (torch.float64, 1e-10)
+    net = Backbone(TwoViews()).to(DEVICE if HERE else "cpu", dtype)
+    with float32_precision("float32"):
+        with kernels.using("off"):
+            wanted = passed(net, norm, "off")
+        found = passed(net, norm, "always")
+    assert counts(net.fusion.plan) == (3, 1, 2)
+    for a, b in zip(wanted, found, strict=True):
+        assert (a - b).norm() <= rounding * a.norm()
+
+
 def test_compiled_code_is_not_fused():
     """It would see values that are not what the network believes."""
     torch.manual_seed(0)

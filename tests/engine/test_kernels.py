@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+import reference
 import tribe
 from places import DATA
 from recordings import RECORDED, replay
@@ -19,9 +20,10 @@ from tribe.engine import kernels, moments, rng
 from tribe.engine.augment import Augment
 from tribe.engine.backbone import Backbone
 from tribe.engine.graphs import Captured
-from tribe.engine.kernels import launch
+from tribe.engine.kernels import class_update, launch
 from tribe.engine.precision import float32_precision
-from tribe.engine.state import Affine, Stats, leaves
+from tribe.engine.state import Affine, Stats, leaves, rows_of
+from tribe.methods import tribe as tribe_method
 from tribe.norms import pool_batch
 from tribe.norms.balanced import Balanced
 from tribe.testing import CLASSES, images, labels_in_bursts, predictions, small_network
@@ -341,6 +343,59 @@ def test_class_statistics_may_be_larger_than_32_bits_can_count(tmp_path):
 
 
 @runs
+@pytest.mark.parametrize("classes", [1, 63, 1000, 1031])
+@pytest.mark.parametrize("channels", [1, 21])
+def test_many_classes_are_pooled_in_parts(classes, channels):
+    """Against float64; the classes stand where pixels do. The mean is a thousand times the spread."""
+    norm, past = Balanced(classes), Stats(1000 + drawn(2, classes, channels), drawn(2, classes, channels, seed=1).abs())
+    wanted, found = norm.pool(Stats(*(t.double() for t in past))), norm.pool(Stats(*(t.to(DEVICE) for t in past)))
+    assert near(found.mean, wanted.mean, 1e-6)
+    assert near(found.var, wanted.var, 1e-5)
+
+
+def equations(norm: Balanced, x: torch.Tensor, past: Stats, labels: torch.Tensor, valid: torch.Tensor) -> list:
+    """Pooled mean and variance (R, 1, C) and what is kept (R, K, C), of images (R, B, C, L), by the slow loop."""
+    fields = {name: getattr(norm, name) for name in ("eta", "gamma", "pooled_ddof", "rate_cap", "gamma_over")}
+    given = [t.double().numpy() if t.is_floating_point() else t.numpy() for t in (x, labels, valid, *past)]
+    rows = [reference.balanced(*row, **fields) for row in zip(*given, strict=True)]
+    mean, var, *kept = (torch.from_numpy(np.stack(parts)) for parts in zip(*rows, strict=True))
+    return [mean.unsqueeze(1), var.unsqueeze(1), *kept]
+
+
+@runs
+@pytest.mark.parametrize("programs", [1, 14, 512])
+@pytest.mark.parametrize(
+    ("norm", "channels"),
+    [
+        (Balanced(1000, 0.5, 0.5), 19),
+        (Balanced(1000, 0.5, 0.5, rate_cap=False), 3),
+        (Balanced(130, 0.05), 19),
+        (Balanced(130, 0.065, 0.5, "paper"), 3),
+    ],
+    ids=str,
+)
+def test_many_classes_are_updated_as_the_equations_say(norm, channels, programs, monkeypatch):
+    """ImageNet's settings: few of many classes are present, some with more images than fill a class.
+
+    One program copies all other classes, or several copy an uneven part, or each copies a tile. Rows hold invalid
+    images, and one holds no other.
+    """
+    monkeypatch.setattr(class_update, "PROGRAMS", programs)
+    rows, batch = 3, 11
+    x, classes = drawn(rows, batch, channels, 2), norm.classes
+    past = Stats(drawn(rows, classes, channels, seed=1), drawn(rows, classes, channels, seed=2).abs() + 0.5)
+    labels = torch.tensor([0, classes - 1, 64, 64, 63, 7, 7, 7, 7, 127, 128]).expand(rows, batch)
+    valid = torch.ones(rows, batch, dtype=torch.bool)
+    valid[1, [0, 3, 5]], valid[2] = False, False
+    mean, var = (t.to(DEVICE) for t in moments.observe(x))
+    *pooled, kept = norm(mean, var, 2, Stats(*(t.to(DEVICE) for t in past)), labels.to(DEVICE), valid.to(DEVICE), 1e-5)
+    for a, b in zip(equations(norm, x, past, labels, valid), (*pooled, *kept), strict=True):
+        assert near(b, a)
+    assert torch.equal(kept.mean[2].cpu(), past.mean[2])
+    assert torch.equal(kept.var[2].cpu(), past.var[2])
+
+
+@runs
 def test_labels_may_lie_in_memory_in_any_order():
     """Catches kernels that read the classes of samples row by row, as they do not lie in a transposed tensor."""
     norm, past = Balanced(5, 0.3, 0.4), Stats(drawn(2, 5, 7).to(DEVICE), drawn(2, 5, 7, seed=1).abs().to(DEVICE) + 0.5)
@@ -508,9 +563,56 @@ def test_statistics_of_many_classes_are_kept_in_spare_memory(gamma):
         assert torch.allclose(a, b, atol=1e-5)
 
 
+class OddWidths(torch.nn.Module):
+    """Layers whose columns begin at odd places; one has no statistics, and one no statistics to adapt."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = torch.nn.BatchNorm2d(5), torch.nn.BatchNorm2d(19)
+        self.own, self.group = torch.nn.BatchNorm2d(19, track_running_stats=False), torch.nn.GroupNorm(1, 19)
+        self.conv, self.c, self.fc = torch.nn.Conv2d(5, 19, 1), torch.nn.BatchNorm1d(19), torch.nn.Linear(19, 3)
+
+    def forward(self, x):
+        x = self.group(self.own(self.b(self.conv(self.a(x).relu()))))
+        return self.fc(self.c(x.mean((2, 3))))
+
+
 @runs
-@pytest.mark.parametrize("fields", [{}, {"gamma": 0.3, "h0": 0.5}, {"convention": "paper"}], ids=str)
-def test_tribe_takes_the_same_steps(fields):
+@pytest.mark.parametrize(("dtype", "rounding"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05)], ids=str)
+def test_the_rows_of_one_branch_are_kept_between_those_of_the_other(dtype, rounding):
+    """As teacher and student apart do: past and spare memory are every second row, and the other rows stay."""
+    torch.manual_seed(0)
+    net, norm, branch = Backbone(OddWidths()).to(DEVICE, dtype), Balanced(130, 0.5, 0.5), slice(0, None, 2)
+    pair = Stats(drawn(4, 130, 43).to(DEVICE), drawn(4, 130, 43, seed=1).abs().to(DEVICE) + 0.5)
+    x, labels = drawn(2, 5, 5, 3, 3, seed=2).to(DEVICE), torch.tensor([[0, 129, 129, 64, 7], [3] * 5], device=DEVICE)
+    valid = torch.tensor([[True] * 5, [True, False, True, True, False]], device=DEVICE)
+    found = []
+    for mode in ("off", "auto"):
+        affine, spare = net.source(2)[0].leaf(), Stats(*(torch.full_like(t, torch.nan) for t in pair))
+        with kernels.using(mode), float32_precision("float32"):
+            out = net(x, affine, rows_of(pair, branch), norm, labels, valid, spare=rows_of(spare, branch))
+            found.append((out.logits, *out.stats, *affine.gradient(out.logits.square().sum())))
+        for t, kept in zip(spare, out.stats, strict=True):
+            assert t.data_ptr() == kept.data_ptr()
+            assert t[1::2].isnan().all()
+    for a, b in zip(*found, strict=True):
+        assert (a - b).norm() <= rounding * a.norm()
+
+
+@runs
+@pytest.mark.parametrize(
+    ("fields", "apart"),
+    [
+        ({}, False),
+        ({"gamma": 0.3, "h0": 0.5}, False),
+        ({"convention": "paper"}, False),
+        ({"gamma": 0.5, "eta": 0.5, "h0": 0.9}, True),  # ImageNet's
+    ],
+    ids=str,
+)
+def test_tribe_takes_the_same_steps(fields, apart, monkeypatch):
+    """Teacher and student in one pass, or ``apart`` as for large batches: then each keeps rows of one state."""
+    monkeypatch.setattr(tribe_method, "APART", 0 if apart else 2**20)
     method = tribe.methods.create("tribe", classes=CLASSES, **fields)
     net = Backbone(small_network()).to(DEVICE)
     ends = []
