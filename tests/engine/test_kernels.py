@@ -324,22 +324,32 @@ def test_a_layer_gives_the_same_numbers_and_gradients(norm, layer, batch, pixels
 
 
 @pytest.mark.skipif(not (HERE and kernels.INTERPRETED), reason="needs Triton's interpreter: a GPU would need 13 GB")
-def test_class_statistics_may_be_larger_than_32_bits_can_count(tmp_path):
-    """Catches offsets in int32: the fourth class lies behind 2 ** 31 numbers, in a file without content before it."""
+@pytest.mark.parametrize("labels", [[3, 0, 3, 2, 3], [1, 0, 1, 0, 1]], ids=["present", "absent"])
+def test_class_statistics_may_be_larger_than_32_bits_can_count(labels, tmp_path):
+    """Catches offsets in int32: the fourth class lies behind 2 ** 31 numbers, in a file without content before it.
+
+    So does the memory for what is kept of it, whether the class is in the batch or not.
+    """
     apart, norm = 2**30, Balanced(4, 0.2, 0.3)
-    wide = torch.from_file(str(tmp_path / "sparse"), shared=True, size=3 * apart + 16)
+    wide = torch.from_file(str(tmp_path / "sparse"), shared=True, size=3 * apart + 32)
     (tmp_path / "sparse").unlink()  # it stays mapped
-    past = Stats(*(wide[i : i + 3 * apart + 3].as_strided((1, 4, 3), (4 * apart, apart, 1)) for i in (0, 8)))
+    parts = [wide[i : i + 3 * apart + 3].as_strided((1, 4, 3), (4 * apart, apart, 1)) for i in (0, 8, 16, 24)]
+    past, room = Stats(*parts[:2]), Stats(*parts[2:])
     past.mean.copy_(drawn(1, 4, 3))
     past.var.copy_(drawn(1, 4, 3, seed=1).abs())
-    mean, var, labels = drawn(1, 5, 3, seed=2), drawn(1, 5, 3, seed=3).abs(), torch.tensor([[3, 0, 3, 2, 3]])
+    mean, var, valid = drawn(1, 5, 3, seed=2), drawn(1, 5, 3, seed=3).abs(), torch.ones(1, 5, dtype=torch.bool)
+    groups = norm.group(torch.tensor([labels]), valid, mean.dtype)
+    prepare = norm.prepare(groups, past, room)
+    assert prepare is not None
     results = []
-    for mode in ("off", "auto"):
+    for mode, given in (("off", groups), ("auto", groups), ("auto", prepare(slice(None)))):
         with kernels.using(mode):
-            *pooled, kept = norm(mean, var, 9, past, labels, torch.ones(1, 5, dtype=torch.bool), 1e-5)
+            *pooled, kept = norm(mean, var, 9, past, given, valid, 1e-5)
         results.append((*pooled, *kept))
-    for a, b in zip(*results, strict=True):
-        assert near(b, a)
+    assert kept.mean.data_ptr() == room.mean.data_ptr()
+    for wanted, *found in zip(*results, strict=True):
+        for t in found:
+            assert near(t, wanted)
 
 
 @runs
