@@ -20,7 +20,7 @@ from tribe.engine import kernels, moments, rng
 from tribe.engine.augment import Augment
 from tribe.engine.backbone import Backbone
 from tribe.engine.graphs import Captured
-from tribe.engine.kernels import class_update, launch
+from tribe.engine.kernels import activations, class_update, launch
 from tribe.engine.precision import float32_precision
 from tribe.engine.state import Affine, Stats, leaves, rows_of
 from tribe.methods import tribe as tribe_method
@@ -205,6 +205,21 @@ def test_layouts_without_one_run_are_left_to_the_tensor_operations():
         assert kernels.can_normalise(x)
         assert not kernels.can_normalise(x[..., :4])
         assert not kernels.can_normalise(x[:, :2].expand(2, 2, 4, 6, 6))
+
+
+@pytest.mark.skipif(not (HERE and kernels.INTERPRETED), reason="needs Triton's interpreter: a GPU would need 9 GB")
+def test_rows_may_hold_more_than_32_bits_can_count_but_a_sample_may_not(tmp_path):
+    """Catches offsets in int32: the second sample lies behind 2 ** 31 numbers, in a file without content before it."""
+    wide = torch.from_file(str(tmp_path / "sparse"), shared=True, size=2**31 + 6)
+    (tmp_path / "sparse").unlink()  # it stays mapped
+    assert not kernels.can_normalise(wide[: 2**31].view(1, 1, 2, 2**30))
+    assert kernels.can_normalise(wide[: 2**31].view(1, 2, 1, 2**30))
+    x = wide.as_strided((2, 2, 3), (2**31, 3, 1))  # samples, pixels, channels
+    x.copy_(drawn(2, 2, 3))
+    mean, var = torch.empty(2, 3), torch.empty(2, 3)
+    activations._moments[2,](x, x, mean, var, 3, 2, 2**31, 1, 3, 1, 2, False, 2, 4)
+    assert near(mean, x.mean(1))
+    assert near(var, x.var(1, correction=0))
 
 
 @runs

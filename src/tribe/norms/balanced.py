@@ -274,7 +274,7 @@ def _settings(norm: Balanced) -> tuple[int, float, int, bool]:
 def _over_classes(stats: Stats) -> tuple[Tensor, Tensor, Tensor]:
     """Mean of the class means, mean of the class variances, summed squared deviation of the class means; (R, 1, C)."""
     means, vars = (t.transpose(1, 2).unsqueeze(1) for t in stats)  # (R, 1, C, K): classes in place of pixels
-    if kernels.can_normalise(means) and kernels.can_normalise(vars) and means.numel() < 2**31:
+    if kernels.can_normalise(means) and kernels.can_normalise(vars):
         centre, between = kernels.observe(means)
         return centre, kernels.observe(vars)[0], between * stats.mean.shape[1]
     centre = stats.mean.mean(1, keepdim=True)

@@ -81,8 +81,8 @@ def can_launch(x: Tensor) -> bool:
 
 
 def can_normalise(x: Tensor) -> bool:
-    """Whether the kernels can pass over these activations (R, B, C, ...)."""
-    return can_run(x) and strides_of(x) is not None
+    """Whether the kernels can pass over these activations (R, B, C, ...): offsets inside a sample are int32."""
+    return can_run(x) and (at := strides_of(x)) is not None and at.channels * at.pixels < 2**31
 
 
 def can_pool(mean: Tensor) -> bool:
