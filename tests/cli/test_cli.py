@@ -14,6 +14,7 @@ from torch import nn
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
+from typer.main import get_command
 from typer.testing import CliRunner
 
 import tribe
@@ -101,6 +102,14 @@ def refused(result, *words):
 
 def test_version():
     assert shell("--version") == (0, f"tribe {tribe.__version__}\n", "")
+
+
+def test_every_option_has_help():
+    commands = get_command(app).commands
+    lacking = {
+        f"{name} {p.opts[0]}" for name, found in commands.items() for p in found.params if not getattr(p, "help", "")
+    }
+    assert not lacking
 
 
 def test_no_arguments_print_the_help(call):

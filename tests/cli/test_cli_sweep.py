@@ -102,6 +102,7 @@ def test_a_dry_run_lists_points():
         (("--grid", "lr=1"), "'lr' is no field: expected COMPONENT.FIELD, such as tent.lr, or batch"),
         (("--grid", "tent.rate=1,2"), "method 'tent' has no field 'rate'"),
         (("--grid", "tnt.lr=1,2"), "'tnt' takes no part in this sweep: did you mean 'tent'?"),
+        (("--grid", "tribe.lr=1,2"), "tribe.lr: 'tribe' takes no part in this sweep: --method tribe sweeps it"),
         (("--grid", "scenario.sigm=1,2"), "has no field 'sigm': did you mean 'sigma'?"),
         (("--grid", "tent.lr=0.1,fast"), "lr of tent is a finite number; got 'fast'"),
         (("--grid", "batch=0"), "batch is a number of images, at least 1; got 0"),

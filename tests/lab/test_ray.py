@@ -179,10 +179,13 @@ def test_what_another_process_computes_is_left_for_the_end(workbench, tmp_path):
     assert order == [free, busy]
 
 
-def test_results_of_another_machine_arestore_files(workbench, tmp_path):
+def test_results_of_another_machine_are_stored(workbench, tmp_path):
+    """Also those whose seeds the other machine has in several folders."""
     experiment = small(workbench, "bn", seeds=(0, 1))
-    away = run_experiment(experiment, tmp_path / "away", workbench=workbench)
-    same(store_files(experiment, tmp_path / "home", result_files(away)), away)
+    for seeds in ((0,), (0, 1)):
+        away = run_experiment(experiment.with_seeds(seeds), tmp_path / "away", workbench=workbench)
+        same(store_files(away.experiment, tmp_path / f"home-{len(seeds)}", result_files(away)), away)
+    assert len(away.parts) == 2
     assert "are not in" in store_files(experiment, tmp_path / "lost", {})
 
 

@@ -7,6 +7,7 @@ from tribe.lab.execution import run_experiment
 from tribe.lab.experiment import Experiment
 from tribe.lab.spec import ComponentSpec
 from tribe.lab.store import combine, find, finished, keep, missing_seeds
+from tribe.lab.sweep import make_row
 from tribe.lab.workbench import Workbench
 
 DATA = ComponentSpec("live-mnist-c", {"corruptions": ["impulse_noise"]})
@@ -62,6 +63,9 @@ def test_only_seeds_that_are_missing_are_played(played, workbench, tmp_path):
     assert result.experiment == more
     assert [path.parent.name for path in tmp_path.glob("*/metrics.json")] == [experiment.with_seeds([5]).id]
     assert run_experiment(more, tmp_path, workbench=workbench).metrics == result.metrics
+    assert not result.has_records, "a packed result has none"
+    assert result.part_of(5).has_records
+    assert make_row({}, result).scores["entropy"] is None
 
 
 def test_packed_results_add_up_and_keep_their_ids(played, tmp_path):

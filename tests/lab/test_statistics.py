@@ -121,7 +121,7 @@ def test_seeds_are_paired(seeds):
     found, expected = paired(a.tolist(), b.tolist()), stats.ttest_rel(a, b)
     assert found.p == pytest.approx(expected.pvalue, abs=1e-12)
     assert found.difference == pytest.approx((a - b).mean())
-    assert found.lower == (a < b).sum()
+    assert found.agree == (np.sign(a - b) == np.sign((a - b).mean())).sum()
     assert paired(b.tolist(), a.tolist()).p == found.p
 
 
@@ -130,6 +130,8 @@ def test_few_seeds_decide_little():
     unsure = str(paired([19.0, 22.0, 20.0], [20.0, 21.0, 20.5]))
     assert unsure.startswith("0.17 points better over 3 seeds (not sure: ± 1.04, 2 of 3 agree, paired t test, ")
     assert str(paired([1.0, 2.0], [1.0, 2.0])) == "no difference over 2 seeds"
+    assert str(paired([1.0, 2.0], [2.0, 1.0])) == "no difference over 2 seeds (± 1.41)"
+    assert "1 of 3 agree" in str(paired([1.0, 2.0, 4.0], [1.0, 2.0, 3.0])), "equal errors do not agree"
     assert paired([1.0, 2.0], [2.0, 3.0]).p == 0.0, "the same difference in both"
     with pytest.raises(ValueError, match="as many numbers of A as of B"):
         paired([1.0], [])

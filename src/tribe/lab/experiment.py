@@ -23,6 +23,7 @@ from tribe.registry import nearest
 from tribe.storage import json_files
 
 COMPONENTS = ("dataset", "model", "scenario", "method")
+STREAM = ("dataset", "images", "scenario")  # the parts of a spec that decide which images come in which order
 COMPONENT = {"name": str, "fields?": dict, "code?": (str, None)}
 SCHEMA = {
     **dict.fromkeys(COMPONENTS, COMPONENT),

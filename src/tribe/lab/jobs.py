@@ -165,7 +165,7 @@ class Reply(NamedTuple):
     failed: str | None = None
     busy: bool = False
     warnings: tuple[str, ...] = ()
-    files: Mapping[str, bytes] = {}  # of the result, if the worker is on another machine
+    files: Mapping[str, bytes] = {}  # of `result_files`, if the worker is on another machine
 
 
 def versions() -> dict[str, str]:
@@ -220,10 +220,15 @@ def _workbench(data: str | None, device: str, weights: tuple[tuple[str, str], ..
 
 
 def result_files(result: Result) -> dict[str, bytes]:
-    """The files of a result in the order in which to write them: metrics.json last, as it marks a complete result."""
-    records = (record_name(seed) for seed in result.experiment.seeds)
-    paths = (result.folder / name for name in (SPEC, ENVIRONMENT, *records, METRICS))
-    return {path.name: path.read_bytes() for path in paths if path.exists()}
+    """The files of a result, or of its parts, by ``<id>/<name>`` in the order in which to write them.
+
+    metrics.json comes last, as it marks a complete result.
+    """
+    paths = []
+    for part in result.parts or (result,):
+        records = (record_name(seed) for seed in part.experiment.seeds)
+        paths += [part.folder / name for name in (SPEC, ENVIRONMENT, *records, METRICS)]
+    return {f"{path.parent.name}/{path.name}": path.read_bytes() for path in paths if path.exists()}
 
 
 class ProgressSender:
@@ -264,14 +269,13 @@ class ProgressBoard:
 
 def store_files(experiment: Experiment, root: Path, files: Mapping[str, bytes]) -> Outcome:
     """Write a result that came from another machine, and load it."""
-    folder = root / experiment.id
     found = find(experiment, root, verified=True, current=True)
     if found is None and files:
-        folder.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
-            write_atomically(folder / name, content)
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(root / name, content)
         found = find(experiment, root, verified=True)
-    return found or f"a worker finished it, but its results are not in {folder}"
+    return found or f"a worker finished it, but its results are not in {root / experiment.id}"
 
 
 def ray_library() -> Any:

@@ -20,13 +20,12 @@ import torch
 
 from tribe.fields import document
 from tribe.lab import store
-from tribe.lab.experiment import COMPONENTS
+from tribe.lab.experiment import COMPONENTS, STREAM
 from tribe.lab.record import Record
 from tribe.lab.scores import record_scores
 from tribe.lab.spec import differences
 from tribe.lab.statistics import Spread, spread
 
-DATA = ("dataset", "images", "scenario")  # the parts of a spec that decide which images come in which order
 NOT_COMPARED = ("seed", "experiment")  # of a record's spec: streams are compared seed by seed
 ID = re.compile(r"[0-9a-f]{4,16}")
 EXPECTED = (
@@ -213,7 +212,7 @@ def diff_results(a: Side, b: Side) -> ResultDiff:
 
 def _refuse_different_data(a: Side, b: Side) -> None:
     """Refuse specs that say that the images differ, or their order. A spec that does not say it passes."""
-    known = [part for part in DATA if part in a.spec and part in b.spec]
+    known = [part for part in STREAM if part in a.spec and part in b.spec]
     one, other = ({part: side.spec[part] for part in known} for side in (a, b))
     apart = list(differences(one, other))
     if apart:

@@ -64,19 +64,19 @@ class Paired(NamedTuple):
     deviation: float | None  # of the differences, between seeds
     p: float | None
     seeds: int
-    lower: int  # seeds in which A is lower
+    agree: int  # seeds whose difference has the sign of the mean
 
     def __str__(self) -> str:
         word = "better" if self.difference < 0 else "worse"
         gap = f"{abs(self.difference):.2f} points {word}" if self.difference else "no difference"
         if self.deviation is None or self.p is None:
             return f"{gap} in one seed"
-        if not self.difference and not self.deviation:
-            return f"no difference over {self.seeds} seeds"
+        if not self.difference:
+            return f"{gap} over {self.seeds} seeds" + (f" (± {self.deviation:.2f})" if self.deviation else "")
         sure = "" if self.p < SURE else "not sure: "
-        agree = self.lower if self.difference < 0 else self.seeds - self.lower
+        agree = f"{self.agree} of {self.seeds} agree"
         test = f"paired t test, two-sided p {_p_text(self.p)}"
-        return f"{gap} over {self.seeds} seeds ({sure}± {self.deviation:.2f}, {agree} of {self.seeds} agree, {test})"
+        return f"{gap} over {self.seeds} seeds ({sure}± {self.deviation:.2f}, {agree}, {test})"
 
 
 def paired(a: Sequence[float], b: Sequence[float]) -> Paired:
@@ -93,7 +93,7 @@ def paired(a: Sequence[float], b: Sequence[float]) -> Paired:
     if found.deviation is not None:
         error = found.deviation / math.sqrt(len(gaps))
         p = t_test(found.mean / error, len(gaps) - 1) if error > 0 else float(found.mean == 0)
-    return Paired(found.mean, found.deviation, p, len(gaps), sum(gap < 0 for gap in gaps))
+    return Paired(found.mean, found.deviation, p, len(gaps), sum(gap * found.mean > 0 for gap in gaps))
 
 
 def t_test(t: float, freedom: int) -> float:

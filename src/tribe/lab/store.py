@@ -82,16 +82,21 @@ class Result:
 
     @property
     def has_records(self) -> bool:
-        """Whether any record is beside the metrics."""
+        """Whether any record is beside the metrics; in a result of several parts, beside those of each part."""
+        if self.parts:
+            return all(part.has_records for part in self.parts)
         return any(self._record(seed).exists() for seed in self.experiment.seeds)
 
     def records(self) -> list[Record]:
         """The record of each seed."""
         return [Record.load(self._record(seed)) for seed in self.experiment.seeds]
 
+    def part_of(self, seed: int) -> "Result":
+        """The result on disk that holds the stream of a seed."""
+        return next((part for part in self.parts if seed in part.experiment.seeds), self)
+
     def _record(self, seed: int) -> Path:
-        part = next((part for part in self.parts if seed in part.experiment.seeds), self)
-        return part.folder / record_name(seed)
+        return self.part_of(seed).folder / record_name(seed)
 
     def values(self, metric: str, domain: str | None = None) -> list[float]:
         """A number for each seed, NaN where there is none; "domain_error" needs a domain, with or without severity."""

@@ -87,7 +87,7 @@ def run(
     severity: Severity = None,
     methods: MethodNames = DEFAULT_METHODS,
     seed: Annotated[int | None, typer.Option(help="Seed of the first stream.", show_default="0")] = None,
-    seeds: Annotated[str | None, Seeds] = None,
+    seeds: Seeds = None,
     batch: Annotated[int, typer.Option(help="Images a stream and step.")] = 64,
     settings: Settings = None,
     data: DataRoot = None,
@@ -245,7 +245,8 @@ def _rows(results: Mapping[str, Result]) -> list[dict[str, Any]]:
     rows = []
     for name, result in results.items():
         for seed, seconds in zip(result.experiment.seeds, result.values("seconds_per_image"), strict=True):
-            row = {"method": name, "id": result.experiment.id, "seed": seed, **result.metrics[str(seed)]}
+            place = result.part_of(seed).experiment.id  # the folder of its record; `tribe diff` takes this id
+            row = {"method": name, "id": place, "seed": seed, **result.metrics[str(seed)]}
             del row["class_counts"]
             if not row["domain_error"]:  # without labels
                 del row["domain_error"]

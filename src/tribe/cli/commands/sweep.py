@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 from rich.table import Column, Table
 
+from tribe import methods
 from tribe.cli.app import app
 from tribe.cli.custom import method_name
 from tribe.cli.options import (
@@ -41,7 +42,7 @@ from tribe.cli.progress import experiment_bars, message_on_interrupt
 from tribe.cli.terminal import OutputTarget
 from tribe.fields import is_whole, printable
 from tribe.lab import plots
-from tribe.lab.experiment import Experiment
+from tribe.lab.experiment import STREAM, Experiment
 from tribe.lab.provenance import machine
 from tribe.lab.ray import Failure, run_all
 from tribe.lab.spec import plain
@@ -63,7 +64,6 @@ from tribe.registry import nearest
 from tribe.storage.atomic import check_folder, write_atomically
 
 AUTO = "auto"
-STREAM = ("dataset", "images", "scenario")  # the parts of a spec that decide which images come in which order
 
 Grid = Annotated[
     list[str] | None,
@@ -126,7 +126,7 @@ def sweep(
     imbalance: Imbalance = None,
     severity: Severity = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the first stream.", show_default="0")] = None,
-    seeds: Annotated[str | None, Seeds] = None,
+    seeds: Seeds = None,
     batch: Annotated[int, typer.Option(help="Images a stream and step.")] = 64,
     settings: Settings = None,
     data: DataRoot = None,
@@ -191,7 +191,8 @@ def _plan(request: Request, method: str, axes: list[Axis], settings: list[str] |
         if place != "batch" and not (dot and field):
             raise ValueError(f"{place!r} is no field: expected COMPONENT.FIELD, such as {name}.lr, or batch")
         if place != "batch" and owner not in owners:
-            raise ValueError(f"{place}: {owner!r} takes no part in this sweep: {nearest(owner, owners)}")
+            hint = f"--method {owner} sweeps it" if owner in methods.names() else nearest(owner, owners)
+            raise ValueError(f"{place}: {owner!r} takes no part in this sweep: {hint}")
         if field in fixed.get(owner, {}):
             raise ValueError(f"{place} is set and swept: leave out --set {place}")
     planner, points = Planner(request), list(points_of(axes))
