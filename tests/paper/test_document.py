@@ -9,6 +9,7 @@ import pytest
 from commands import message
 from places import ROOT
 from reproduction import call, draw, fabricate, lines_of, measure, page_of, rename
+from tribe import methods
 from tribe.datasets.manifest import Block, Manifest
 from tribe.lab.store import finished
 from tribe.paper import tables
@@ -237,7 +238,7 @@ def test_a_number_in_two_tables_counts_once():
     """16.14 in one table and 16.1 in another."""
     fabricate((16.0, 16.0), "results", method="tribe", scenario="ptta", imbalance=None)
     last = lines_of(page_of("results"), "In short")[-1]
-    assert last.startswith("- Of 1 errors of whole streams, 1 are within")
+    assert last.startswith("- Of 1 error of a whole stream, 1 is within")
 
 
 def test_series_have_their_own_tables():
@@ -276,6 +277,46 @@ def test_the_document_says_how_the_data_were_made():
     assert f"- Data `cifar10-c` ({marks}): not the published archive, but our" in section
     assert f"our corruptions of the 10,000 clean test images of cifar10 (sha256 {'a' * 64})" in section
     assert "each of its 2 parts is in `results/data/CIFAR-10-C/made.json`" in section
+
+
+def test_what_was_written_down_by_hand_is_of_these_weights_and_images():
+    """Another network of the same name, or other images, are not described."""
+    on = {"method": "tribe", "fields": methods.get("tribe").presets["imagenet"], "scenario": "ptta", "imbalance": None}
+    on |= {"played": ("imagenet-c", "resnet50.py:ResNet50"), "severities": (5,)}
+    keras, ours = "5f32fc802526db596297fa40d7eff789", "01b8ea2e6ec06434a3a0d06a81202516"
+    fabricate((66.0, 66.0), "known", weights=keras, images=ours, **on)
+    fabricate((66.0, 66.0), "others", **on)
+    known, others = page_of("known"), page_of("others")
+    assert "| `resnet50.py:ResNet50`: Keras' ResNet-50 v1" in known
+    assert "our corruptions of 2,000 validation images of ImageNet" in known
+    assert "| `resnet50.py:ResNet50`: not described |  |  |  |  |  |" in others
+    assert "the results do not record how its images were made" in others
+    assert "- Ours uses batches of 64; learning rates 0.0005 (TRIBE)." in others
+
+
+def test_files_of_series_say_what_they_are():
+    for batch, error in ((64, 16.0), (48, 17.0)):
+        for method in ("tribe", "rotta", "source"):
+            stream = {"scenario": "ptta", "imbalance": None, "batch": batch}
+            if method != "source" or batch == 64:
+                fabricate((error, 20.0), "results", method=method, **stream)
+    document = make_document("results")
+    names = [name for name in document.files if name.startswith("cifar10-ptta")]
+    assert names == ["cifar10-ptta.csv", "cifar10-ptta-batch-48.csv"]
+    assert "17.00" in document.files["cifar10-ptta-batch-48.csv"]
+    assert "[cifar10-ptta-batch-48.csv](reproduction/cifar10-ptta-batch-48.csv)" in document.page
+
+
+def test_in_short_says_which_method_is_lowest_on_other_networks():
+    fabricate((20.0, 20.0), "results", method="tribe", scenario="ptta", imbalance=None)
+    for method, error in (("tribe", 20.0), ("rotta", 18.0), ("source", 30.0)):
+        fabricate((error, error), "results", method=method, played=("cifar10-c", "mine.py:Net"))
+    lines = [line for line in lines_of(page_of("results"), "In short") if "(ours: cifar10-c, mine.py:Net)" in line]
+    assert any(
+        "F 100 inst: RoTTA is the lowest of 3 methods (18.00; TRIBE has 20.00); in the paper it is" in line
+        for line in lines
+    )
+    assert len(lines) <= 3
 
 
 def test_two_results_for_one_cell_are_refused():

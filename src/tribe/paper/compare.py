@@ -132,7 +132,7 @@ def compare_plan(plan: Plan, results: Mapping[str, Result]) -> Comparison:
         table.column_keys,
         entries,
         notes=[
-            *(*table.notes, *_departures(plan), *_other_length(plan, results)),
+            *(*table.notes, *_settings(plan, results), *_departures(plan), *_other_length(plan, results)),
             *(*_stale(results), *_duels(plan, results)),
         ],
         missing=plan.problems,
@@ -234,6 +234,21 @@ def _groups(plan: Plan) -> Iterator[dict[str, Experiment]]:
 # -- notes ------------------------------------------------------------------------------------------------------------
 
 
+def _settings(plan: Plan, results: Mapping[str, Result]) -> list[str]:
+    """The batch and the fields of methods that ours was run with, where the table asks for this note."""
+    played = {row: p.experiment for (row, _), p in plan.cells.items() if p.experiment and p.experiment.id in results}
+    if not plan.table.settings or not played:
+        return []
+    words = [f"batches of {' and '.join(str(n) for n in sorted({e.batch for e in played.values()}))}"]
+    for name, meaning in plan.table.settings.items():
+        rows: dict[object, list[str]] = {}
+        for row, experiment in played.items():
+            if name in experiment.method.fields:
+                rows.setdefault(experiment.method.fields[name], []).append(row)
+        words.append(f"{meaning} " + ", ".join(f"{value} ({', '.join(alike)})" for value, alike in rows.items()))
+    return [f"Ours uses {'; '.join(words)}."]
+
+
 def _departures(plan: Plan) -> list[str]:
     """How our experiments differ from the paper's."""
     pairs = {(p.experiment.dataset.name, p.experiment.model.name) for p in plan.cells.values() if p.experiment}
@@ -258,7 +273,8 @@ def _stale(results: Mapping[str, Result]) -> list[str]:
             found.setdefault(f"the {role} {getattr(result.experiment, role).name}", []).append(id)
     return [
         f"Stale: the code of {what} has changed since {len(ids)} result{'s' * (len(ids) > 1)} "
-        f"({', '.join(ids[:3])}{', ...' * (len(ids) > 3)}) were computed; `tribe reproduce` computes them again."
+        f"({', '.join(ids[:3])}{', ...' * (len(ids) > 3)}) {'were' if len(ids) > 1 else 'was'} computed; "
+        f"`tribe reproduce` computes {'them' if len(ids) > 1 else 'it'} again."
         for what, ids in found.items()
     ]
 

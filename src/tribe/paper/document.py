@@ -11,7 +11,7 @@ Next to the results, their folder may hold
 import dataclasses
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from os import PathLike
@@ -37,6 +37,7 @@ from tribe.paper.findings import (
     in_every_cell,
     in_short,
     judged_claims,
+    lowest_elsewhere,
     other_order,
     weaker_on_noise,
 )
@@ -51,6 +52,7 @@ DATA = "data"
 WITH_LATER = ("mnist", "cifar10", "cifar100")  # tables of all methods: methods that the paper lacks are added as rows
 IN_EVERY_CELL = "cifar10"  # the table in which TRIBE should be best everywhere
 FOLDER = "reproduction"  # of files beside the page
+SETTINGS = ("device", "precision", "batch", "threads")  # that results of one series share
 REPEATED = {  # tables whose errors of whole streams are in another
     *(f"{name}-{kind}" for name in ("cifar10", "cifar100") for kind in ("fixed", "varying", "ptta")),
     "domains",
@@ -187,26 +189,30 @@ def make_document(root: str | PathLike[str], origin: Origin | None = None, folde
     short, body, files = list[str](), list[str](), dict[str, str]()
     for one in series:
         own, replaced = one.tables
-        findings, sections = _findings(one, own)
+        settings = _settings(one.experiments[0], series[0].experiments[0])
+        findings, sections = _findings(one, own, replaced)
         short = short or findings
         body += [f"## {one.title}", "", *sections]
         for comparison in own:
-            body += [*_table(comparison, files, folder), *other_order(comparison), ""]
+            body += [*_table(comparison, files, folder, settings), *other_order(comparison), ""]
         for comparison in replaced:
-            body += [*_table(comparison, files, folder), *best_methods(comparison)]
+            body += [*_table(comparison, files, folder, settings), *best_methods(comparison)]
         body += _left_over(one)
     page = "\n".join([*lines, *short, *_what_was_run(series), *body, *_not_run(series)]).rstrip() + "\n"
     return Document(wrapped(re.sub(r"\n{3,}", "\n\n", page)), files)
 
 
-def _table(comparison: Comparison, files: dict[str, str], folder: str) -> list[str]:
-    """A table, or the name of its file if it has the error of each corruption."""
+def _table(comparison: Comparison, files: dict[str, str], folder: str, settings: str) -> list[str]:
+    """A table, or the name of its file if it has the error of each corruption.
+
+    ``settings``: of the series, for the name of a file where an earlier table has the name of this one.
+    """
     domains = by_domain()
     if not is_long(comparison, domains):
         repeated = [c for c, other in SAME_STREAM.items() if other in comparison.columns]
         shown = dataclasses.replace(comparison, columns=[c for c in comparison.columns if c not in repeated])
         return [markdown(shown, level=3, widest=WIDEST)]
-    name = f"{comparison.name}{f'-{len(files)}' if f'{comparison.name}.csv' in files else ''}.csv"
+    name = _file_name(comparison, settings, files)
     files[name] = as_file(comparison)
     place = f"Each corruption, ours and the paper's: [{name}]({folder}/{name})."
     whole = [c for c in comparison.columns if c not in domains]
@@ -215,12 +221,25 @@ def _table(comparison: Comparison, files: dict[str, str], folder: str) -> list[s
     return [markdown(dataclasses.replace(comparison, columns=whole), level=3, widest=WIDEST), place, ""]
 
 
+def _file_name(comparison: Comparison, settings: str, taken: Collection[str]) -> str:
+    """The name of the table; if it is taken, with the settings of its series, and then with data and network."""
+    played = next(iter(comparison.experiments.values()))
+    on = re.sub(r"[^A-Za-z0-9._]+", "-", f"-{played.dataset.name}-{played.model.name}")
+    names = (f"{comparison.name}{words}.csv" for words in ("", settings, settings + on))
+    return next(name for name in names if name not in taken)
+
+
+def _settings(experiment: Experiment, first: Experiment) -> str:
+    """The settings in which a series differs from the first, as part of a file's name: "-batch-48"."""
+    words = {name: f"-{name}-{getattr(experiment, name)}" for name in SETTINGS}
+    return "".join(word for name, word in words.items() if getattr(experiment, name) != getattr(first, name))
+
+
 def _alike(results: Iterable[Result]) -> list[list[Result]]:
     """Series: first those from a GPU, which ran the paper's networks, then the largest."""
     found: dict[str, list[Result]] = {}
     for result in results:
-        e = result.experiment
-        found.setdefault(repr((e.device, e.precision, e.batch, e.threads)), []).append(result)
+        found.setdefault(repr([getattr(result.experiment, name) for name in SETTINGS]), []).append(result)
     return sorted(found.values(), key=lambda alike: (alike[0].experiment.device != "cuda", -len(alike)))
 
 
@@ -253,12 +272,12 @@ def _without_empty(comparison: Comparison) -> Comparison | None:
 # -- what was found ---------------------------------------------------------------------------------------------------
 
 
-def _findings(series: Series, own: Sequence[Comparison]) -> tuple[list[str], list[str]]:
+def _findings(series: Series, own: Sequence[Comparison], replaced: Sequence[Comparison]) -> tuple[list[str], list[str]]:
     """The findings in a few sentences, and in full."""
     if not own:
         return [], []
     judgements = judge_claims(series.compare, series.root, own)
-    sentences = in_short(own, judgements, IN_EVERY_CELL)
+    sentences = [*in_short(own, judgements, IN_EVERY_CELL), *lowest_elsewhere(replaced)]
     doubt = [*disagreement(own, judgements), ""]
     sure = ["## How sure", "", *certainty(own, series.seeds), ""]
     lines = [line for c in own if c.name == IN_EVERY_CELL for line in in_every_cell(c)]
@@ -331,27 +350,34 @@ def _what_was_run(series: Sequence[Series]) -> list[str]:
 
 def _networks(series: Sequence[Series]) -> list[str]:
     """The source networks: how they were trained, how good they are, and how they differ from the paper's."""
-    known = {fact["model"]: fact for fact in json.loads(Path(__file__).with_name("networks.json").read_text())}
     played = sorted({(e.model.name, e.weights) for one in series for e in one.experiments})
+    facts = (fact for fact in _facts("networks") if "weights" not in fact or (fact["model"], fact["weights"]) in played)
+    known = {fact["model"]: fact for fact in facts}
     lines = ["### Source networks", ""]
     lines += table_head(["network", "trained on", "clean error", "training", "the paper's", "ours is"], "llrlll")
     for model in dict.fromkeys(model for model, _ in played):
-        fact = known.get(model, {})
-        error = f"{fact['clean_error']:.2f} %" if fact else "unknown"
-        words = (str(fact.get(name, "unknown")) for name in ("training", "paper", "differs"))
-        name, data = f"`{model}`: {fact.get('name', 'unknown')}", str(fact.get("data", "unknown"))
-        lines.append(table_row([name, data, error, *words]))
+        fact = known.get(model, {"name": "not described"})
+        words = (str(fact.get(name, "")) for name in ("data", "clean_error", "training", "paper", "differs"))
+        lines.append(table_row([f"`{model}`: {fact['name']}", *words]))
     lines += ["", *(f"- Weights of `{model}`: fingerprint {weights}." for model, weights in played)]
     for one in series:
         lines += [line for comparison in one.tables[0] for line in weaker_on_noise(comparison)]
     return [*lines, ""]
 
 
+def _facts(about: str) -> list[dict[str, str]]:
+    """What was written down by hand of "networks" or "images", as results do not record it."""
+    found: list[dict[str, str]] = json.loads(Path(__file__).with_name(f"{about}.json").read_text())
+    return found
+
+
 def _data(experiments: Sequence[Experiment], root: Path) -> Iterator[str]:
     """The data sets that were played, and how their images were made."""
+    told = {(fact["dataset"], fact["images"]): fact["words"] for fact in _facts("images")}
     for name in sorted({e.dataset.name for e in experiments}):
         folder = _attribute(name, "folder")
-        marks = sorted({(_severities(e), f"fingerprint {e.images}") for e in experiments if e.dataset.name == name})
+        alike = [e for e in experiments if e.dataset.name == name]
+        marks = sorted({(_severities(e), f"fingerprint {e.images}") for e in alike})
         words = f"- Data `{name}` ({'; '.join(': '.join(filter(None, mark)) for mark in marks)})"
         if name.startswith(LIVE):
             yield f"{words}: clean test images, which `tribe.corruptions` corrupts as they are read."
@@ -364,7 +390,8 @@ def _data(experiments: Sequence[Experiment], root: Path) -> Iterator[str]:
                 f"`{root.name}/{DATA}/{folder}/made.json`."
             )
         else:
-            yield f"{words}: the results do not record how its images were made."
+            unknown = "the results do not record how its images were made"
+            yield f"{words}: {'; '.join(sorted({told.get((name, e.images), unknown) for e in alike}))}."
 
 
 def _severities(experiment: Experiment) -> str:

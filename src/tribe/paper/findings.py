@@ -1,7 +1,7 @@
 """Sections of the document: how ours agrees with the paper, and with the code that its authors released."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -16,6 +16,7 @@ from tribe.paper.tables import Value, released
 APART = 1.5  # points: larger differences from the paper are counted
 FAR = 5.0  # points: methods that are further from the paper on average are listed
 MAIN = ("cifar10", "cifar100", "mnist")  # tables of all methods
+MOST_ELSEWHERE = 3  # sentences about other data or networks than the paper's
 LACKING = "lack results"  # why a claim is open
 UNADAPTED = ("cifar10-ptta", "cifar100-fixed")  # tables that show the source network
 NOISE = ("shot", "gaussian", "impulse")  # columns
@@ -320,7 +321,9 @@ def in_short(comparisons: Sequence[Comparison], judgements: Sequence[Judged], ta
     )
     cells = _whole_streams(comparisons)
     near = sum(abs(entry.difference or 0.0) <= APART for _, entry in cells.values())
-    lines.append(f"- Of {len(cells)} errors of whole streams, {near} are within {APART} points of the paper's number.")
+    errors = "error of a whole stream" if len(cells) == 1 else "errors of whole streams"
+    are = "is" if near == 1 else "are"
+    lines.append(f"- Of {len(cells)} {errors}, {near} {are} within {APART} points of the paper's number.")
     return lines
 
 
@@ -435,6 +438,21 @@ def best_methods(comparison: Comparison) -> list[str]:
     counts = (Counter(names).most_common() for names in zip(*winners, strict=True))
     own, theirs = (", ".join(f"{row} in {n}" for row, n in count) for count in counts)
     return [f"The lowest method of {len(winners)} columns: {own}. In the paper: {theirs}.", ""]
+
+
+def lowest_elsewhere(comparisons: Iterable[Comparison]) -> list[str]:
+    """For tables on other data or networks than the paper's: which method is the lowest on whole streams."""
+    lines = []
+    for comparison in comparisons:
+        for column, errors in _streams(comparison):
+            own, theirs = _winners(errors)
+            also = f"; {TRIBE} has {errors[TRIBE][0]:.2f}" if TRIBE in errors and own != TRIBE else ""
+            paper = ", as in the paper" if own == theirs else f"; in the paper it is {theirs}"
+            lines.append(
+                f"- {comparison.title}, {column}: {own} is the lowest of {len(errors)} methods ({errors[own][0]:.2f}"
+                f"{also}){paper}."
+            )
+    return lines[:MOST_ELSEWHERE]
 
 
 def other_order(comparison: Comparison) -> list[str]:

@@ -8,14 +8,14 @@ from typing import Any
 
 from tribe.fields import printable
 from tribe.paper.beyond import MARK
-from tribe.paper.compare import Comparison, Entry, Judged
+from tribe.paper.compare import READING, Comparison, Entry, Judged
 
 VERDICTS = {True: "holds", False: "fails", None: "not judged"}
 DECIMALS = {"s": 5, "ms": 3, "images": 0}  # others: 2
 ESCAPES = str.maketrans(
     {character: f"\\{character}" for character in "%_&#${}"}
     | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$"}
-    | {MARK: r"$^\dagger$"}
+    | {MARK: r"$^\dagger$", READING: r"$^\ddagger$"}
 )
 BOLD = "\x02{}\x03"  # in LaTeX, until its characters are escaped; no printable text holds these
 

@@ -62,6 +62,7 @@ class Table:
     values: Sequence[Sequence[Value]]
     theirs: str = "paper"  # who published the numbers
     images: int | None = None  # of each domain, where they play a part of the data set
+    settings: Mapping[str, str] = dataclasses.field(default_factory=dict)  # fields of methods whose values a note says
 
     @property
     def row_keys(self) -> list[str]:
