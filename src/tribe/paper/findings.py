@@ -304,9 +304,10 @@ def in_short(comparisons: Sequence[Comparison], judgements: Sequence[Judged], ta
         if comparison.name == table and (run := [one for one in standings(comparison) if one.ours is not None]):
             above = ", ".join(one.cell for one in run if not one.within)
             but = f" (not in {above})" if above else ""
+            margin = ", up to one spread," if any(one.spread for one in run) else ""
             lines.append(
-                f"- {TRIBE}'s instance error is within its limit in {sum(one.within for one in run)} of {len(run)} "
-                f"cells of `{comparison.label}`{but}, and the lowest of all methods that were run in "
+                f"- {TRIBE}'s instance error is within its limit{margin} in {sum(one.within for one in run)} of "
+                f"{len(run)} cells of `{comparison.label}`{but}, and the lowest of all methods that were run in "
                 f"{sum(one.lowest for one in run)}. {LIMIT}"
             )
     verdicts = [j.ours.holds for j in judgements]
