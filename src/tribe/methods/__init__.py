@@ -36,7 +36,7 @@ from tribe.methods.method import (
     registry,
     require_features,
 )
-from tribe.methods.stepping import Agreement, distance_of, finish, finite, quiet, screen
+from tribe.methods.stepping import Agreement, distance_of, finish, finite, gradient_step, quiet, screen
 from tribe.methods.timed import Timed, timed, with_filter
 from tribe.norms import Norm
 from tribe.norms.balanced import Balanced
@@ -165,6 +165,7 @@ __all__ = [
     "finish",
     "finite",
     "get",
+    "gradient_step",
     "losses",
     "memory",
     "names",

@@ -27,6 +27,7 @@ from tribe.methods import (
     Stats,
     finish,
     finite,
+    gradient_step,
     losses,
     optim,
     quiet,
@@ -113,11 +114,7 @@ class Delta(Method):
             each, trusted = self._losses(logits, valid)
             weight = self._weights(logits.detach(), state.mean, valid)
             grads = affine.gradient(losses.mean_over(weight * each, trusted))
-        if self.optimizer == "adam":
-            moved, moments = optim.adam_step(state.affine, grads, state.adam, self.lr)
-        else:
-            moved, velocity = optim.sgd_step(state.affine, grads, state.adam.first, self.lr)
-            moments = state.adam._replace(first=velocity, steps=state.adam.steps + 1)
+        moved, moments = gradient_step(state.affine, grads, state.adam, self.lr, self.optimizer)
         learned = select(trusted.any(1), state._replace(affine=moved, adam=moments), state)
         seen = losses.mean_over(losses.probabilities(logits.detach()).transpose(1, 2), valid.unsqueeze(1))  # (S, K)
         mean = self.lambda_ * state.mean + (1 - self.lambda_) * seen.to(state.mean)

@@ -28,6 +28,7 @@ from tribe.methods import (
     Key,
     Method,
     finish,
+    gradient_step,
     losses,
     optim,
     register,
@@ -36,7 +37,7 @@ from tribe.methods import (
     tree_map,
     wide,
 )
-from tribe.methods.sar import adapted_channels, check_tail
+from tribe.methods.sar import adapted_channels, checked_tail
 
 SHUFFLE = 0x4445594F  # purpose of the draw, "DEYO" in ASCII
 
@@ -84,13 +85,11 @@ ICLR 2024"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.frozen_tail, list):
-            object.__setattr__(self, "frozen_tail", tuple(self.frozen_tail))
+        object.__setattr__(self, "frozen_tail", checked_tail(self.frozen_tail))
         self.require_range("tau_ent", "ent_0", "lr")
         self.require_range("tau_plpd", low=-1, high=1)
         self.require_range("patches", low=1)
         self.require_range("momentum", below=1)
-        check_tail(self.frozen_tail)
 
     def init(self, net: Backbone, streams: int = 1, seed: int = 0) -> DeyoState:
         """Start at the source."""
@@ -112,7 +111,8 @@ ICLR 2024"
             uncertainty = losses.entropy(logits)  # (S, B)
             chosen, weight = self._choose(net, state, x, logits.detach(), uncertainty.detach(), valid)
             grads = affine.gradient(losses.mean_over(weight * uncertainty, chosen))
-        moved, moments = self._moved(state, tree_map(adapted_channels(net, self.frozen_tail).mul, grads))
+        grads = tree_map(adapted_channels(net, self.frozen_tail).mul, grads)
+        moved, moments = gradient_step(state.affine, grads, state.adam, self.lr, self.optimizer, momentum=self.momentum)
         new = select(chosen.any(1), state._replace(affine=moved, adam=moments), state)
         return finish(net, state, new, logits, valid, rejected, chosen, new.affine)
 
@@ -130,12 +130,6 @@ ICLR 2024"
         plpd = (p.gather(-1, predicted) - q.gather(-1, predicted)).squeeze(-1)
         chosen = certain & (plpd > self.tau_plpd)
         return chosen, torch.where(chosen, (self.ent_0 * unit - uncertainty).exp() + plpd.exp(), 0)
-
-    def _moved(self, state: DeyoState, grads: Affine) -> tuple[Affine, optim.Adam]:
-        if self.optimizer == "adam":
-            return optim.adam_step(state.affine, grads, state.adam, self.lr)
-        moved, velocity = optim.sgd_step(state.affine, grads, state.adam.first, self.lr, self.momentum)
-        return moved, state.adam._replace(first=velocity, steps=state.adam.steps + 1)
 
 
 def shuffled(x: Tensor, patches: int, key: Key) -> Tensor:

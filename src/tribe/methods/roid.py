@@ -25,6 +25,7 @@ from tribe.methods import (
     View,
     finish,
     finite,
+    gradient_step,
     losses,
     optim,
     quiet,
@@ -111,7 +112,7 @@ correction, WACV 2024"
                 each = each + losses.symmetric_cross_entropy(seen, logits)  # the gradient flows through both
             loss = losses.mean_over(torch.where(chosen, weight * each, 0), valid)  # (S,)
             grads = affine.gradient(loss)
-        moved, moments = self._moved(state, grads)
+        moved, moments = gradient_step(state.affine, grads, state.adam, self.lr, self.optimizer, nesterov=True)
         mean = self.beta * state.mean + (1 - self.beta) * _mean_prediction(logits, valid).to(state.mean)
         new = self.ensemble(net, state._replace(affine=moved, adam=moments, mean=mean))
         corrected, new = finish(net, state, new, self._corrected(logits, valid), valid, rejected, chosen, new.affine)
@@ -129,12 +130,6 @@ correction, WACV 2024"
         certainty = _spread(-losses.entropy(logits), valid)
         chosen = valid & (diversity >= losses.mean_over(diversity, valid).unsqueeze(1))
         return (diversity * certainty / self.tau).exp(), chosen
-
-    def _moved(self, state: Any, grads: Affine) -> tuple[Affine, optim.Adam]:
-        if self.optimizer == "adam":
-            return optim.adam_step(state.affine, grads, state.adam, self.lr)
-        moved, velocity = optim.sgd_step(state.affine, grads, state.adam.first, self.lr, nesterov=True)
-        return moved, state.adam._replace(first=velocity, steps=state.adam.steps + 1)
 
     def _corrected(self, logits: Tensor, valid: Tensor) -> Tensor:
         """Logits with the prior of the batch's classes, smoothed more if there are fewer images or classes."""

@@ -6,6 +6,7 @@ network must have collapsed, the parameters go back to the source's.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -69,11 +70,9 @@ class Sar(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.frozen_tail, list):
-            object.__setattr__(self, "frozen_tail", tuple(self.frozen_tail))
+        object.__setattr__(self, "frozen_tail", checked_tail(self.frozen_tail))
         self.require_range("e0", "rho", "e_m", "lr")
         self.require_range("momentum", below=1)
-        check_tail(self.frozen_tail)
 
     def init(self, net: Backbone, streams: int = 1, seed: int = 0) -> SarState:
         """Start at the source, with velocity zero."""
@@ -130,8 +129,9 @@ class Sar(Method):
         return adapted_channels(net, self.frozen_tail)
 
 
-def check_tail(tail: float | tuple[str, ...]) -> None:
-    """Refuse a ``frozen_tail`` that is neither a share of the layers nor a tuple of names."""
+def checked_tail(tail: float | Sequence[str]) -> float | tuple[str, ...]:
+    """A ``frozen_tail``, with names as a tuple; refused if it is neither a share of the layers nor names."""
+    tail = tuple(tail) if isinstance(tail, list) else tail
     names = isinstance(tail, tuple) and all(isinstance(name, str) for name in tail)
     share = isinstance(tail, int | float) and not isinstance(tail, bool) and 0 <= tail < 1
     if not names and not share:
@@ -139,6 +139,7 @@ def check_tail(tail: float | tuple[str, ...]) -> None:
             "frozen_tail is a share of the normalisation layers, at least 0 and below 1, or a tuple of names of "
             f"layers or blocks; got {tail!r}"
         )
+    return tail  # type: ignore[return-value]
 
 
 def adapted_channels(net: Backbone, tail: float | tuple[str, ...]) -> Tensor:

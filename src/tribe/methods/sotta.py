@@ -39,7 +39,7 @@ from tribe.methods import (
     select,
     tree_map,
 )
-from tribe.methods.sar import adapted_channels, check_tail, length_of
+from tribe.methods.sar import adapted_channels, checked_tail, length_of
 from tribe.norms.training import Training
 
 
@@ -91,13 +91,11 @@ class Sotta(Method):
             # NOTE: published for 10, 100 and 1000 classes; otherwise the nearest of these.
             c_0 = 0.99 if self.class_count <= 20 else 0.66 if self.class_count <= 300 else 0.33
             object.__setattr__(self, "c_0", c_0)
-        if isinstance(self.frozen_tail, list):
-            object.__setattr__(self, "frozen_tail", tuple(self.frozen_tail))
+        object.__setattr__(self, "frozen_tail", checked_tail(self.frozen_tail))
         memory.check_size(self.size, self.room)
         self.require_range("c_0", high=1)
         self.require_range("rho", "lr")
         self.require_range("every", low=1)
-        check_tail(self.frozen_tail)
         _ = self.norm  # checks momentum
 
     @property

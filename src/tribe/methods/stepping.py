@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tribe.engine import optim
 from tribe.engine.backbone import Backbone
 from tribe.engine.losses import entropy, mean_over
 from tribe.engine.packed import PackedStats
@@ -47,6 +48,16 @@ def finite(t: Tensor) -> Tensor:
 def quiet(logits: Tensor, seen: Tensor) -> Tensor:
     """Set the logits of all images but those ``seen`` (S, B) to zero: every class is equally likely."""
     return torch.where(_like(seen, logits), logits, 0)
+
+
+def gradient_step(
+    params: Affine, grads: Affine, moments: optim.Adam, lr: float, optimizer: str, **sgd: Any
+) -> tuple[Affine, optim.Adam]:
+    """Take one step of "adam", or of "sgd", whose velocity is Adam's first moment; ``sgd``: options of `sgd_step`."""
+    if optimizer == "adam":
+        return optim.adam_step(params, grads, moments, lr)
+    moved, velocity = optim.sgd_step(params, grads, moments.first, lr, **sgd)
+    return moved, moments._replace(first=velocity, steps=moments.steps + 1)
 
 
 class Agreement(NamedTuple):
