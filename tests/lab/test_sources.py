@@ -48,7 +48,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:an imbalance of")
 
 
 @pytest.fixture
-def edit(tmp_path):
+def edit(tmp_path, monkeypatch):
     """Write and load the file of a method of the package, as a new process would after an edit."""
 
     def load(**words):
@@ -57,6 +57,7 @@ def edit(tmp_path):
         for cached in (sources._digest, sources._reached):
             cached.cache_clear()
         from_file(file, MODULE)
+        monkeypatch.setattr(sources, "LOADED", file.stat().st_mtime)
 
     yield load
     sys.modules.pop(MODULE, None)
@@ -93,6 +94,24 @@ def test_an_edit_in_place_is_computed_again(edit, few_digits, tmp_path):
     keep(tmp_path / "runs", tmp_path / "kept")
     (kept,) = finished(tmp_path / "kept")
     assert kept.error() == second.error(), "a stale result does not stay"
+
+
+@pytest.mark.parametrize("when", ["before its turn", "while it is computed"])
+def test_a_result_of_code_that_was_edited_after_it_was_loaded_is_stale(when, edit, few_digits, tmp_path):
+    """A process computes what it has loaded, not what is in the file by then."""
+    workbench, after = Workbench(few_digits, device="cpu"), {"sign": "-", "words": "the opposite"}
+
+    def save(*_):
+        (tmp_path / "mine.py").write_text(textwrap.dedent(METHOD.format(**after)))
+
+    edit(sign="", words="as the source does")
+    experiment = Experiment.of(DATA, "compact", STREAM, "mine", workbench=workbench)
+    if when == "before its turn":
+        save()
+    progress = save if when == "while it is computed" else None
+    result = run_experiment(experiment, tmp_path / "runs", workbench=workbench, progress=progress)
+    edit(**after)
+    assert stale(result) == ["method"]
 
 
 def test_a_checkpoint_of_other_code_is_not_resumed(edit, few_digits, tmp_path):
