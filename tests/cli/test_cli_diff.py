@@ -39,12 +39,20 @@ def test_two_results_by_id(runs, ids):
     assert stream["images"] == source["images"]
     assert stream["first"]["predictions"][0] != stream["first"]["predictions"][1]
     assert stream["first"]["domain"] == "impulse_noise@5"
+    assert "on this stream" in found["verdict"]["words"]
 
 
 def test_a_folder_and_a_file(runs, ids):
     result = tribe_command("diff", runs / ids["source", 0], runs / ids["bn", 0] / "record-0.npz")
     assert result.exit_code == 0, result.output
-    for words in ("method.name", "impulse_noise@5", "first: image", "A - B", "negative where A is better"):
+    for words in (
+        "method.name",
+        "impulse_noise@5",
+        "first: image",
+        "A - B",
+        "negative where A is better",
+        "A against B: ",
+    ):
         assert words in result.stdout
 
 

@@ -39,6 +39,15 @@ def test_the_fields_the_first_image_and_the_gap_of_each_domain():
     assert found.overall.gap.mean == pytest.approx(-1 / 6)
 
 
+def test_which_is_better_is_judged_over_seeds_and_else_on_one_stream():
+    good, bad = (0, 1, 2, 0, 0, 2), (0, 1, 2, 1, 0, 1)
+    one, other = ([made(p, lr, seed) for seed in (0, 1)] for p, lr in ((good, 0.1), (bad, 0.2)))
+    assert str(diff(one, other).verdict).startswith("33.33 points better over 2 seeds (")
+    assert "points better on this stream" in str(diff(one[:1], other).verdict)
+    unlabelled = [made(p, label=(-1,) * 6) for p in (good, bad)]
+    assert diff(unlabelled[:1], unlabelled[1:]).verdict is None
+
+
 def test_source_code_that_was_edited_is_a_difference():
     one, other = (side_of_records(name, [made((0,) * 6)]) for name in "AB")
     one, other = one._replace(code={"method": "12", "model": "7"}), other._replace(code={"method": "34", "model": "7"})

@@ -2,9 +2,10 @@
 
 import contextlib
 import json
+import math
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NoReturn, TextIO
 
 import typer
@@ -13,6 +14,7 @@ from rich.text import Text
 
 from tribe.fields import printable
 from tribe.lab.spec import plain
+from tribe.lab.statistics import spread
 from tribe.storage.atomic import check_file
 
 
@@ -32,6 +34,15 @@ def print_message(kind: Literal["error", "warning"], message: str, console: Cons
 def shown(name: str) -> Text:
     """A name for a table or a line: neither markup nor control characters in it take effect."""
     return Text(printable(name))
+
+
+def percent(shares: Sequence[float]) -> str:
+    """Errors of some seeds in a cell of a table.
+
+    >>> percent([0.25]), percent([0.1, 0.3]), percent([float("nan")])
+    ('25.00', '20.00 ± 14.14', 'no labels')
+    """
+    return "no labels" if any(map(math.isnan, shares)) else str(spread([100 * share for share in shares]))
 
 
 def print_json(data: Any) -> None:

@@ -1,5 +1,7 @@
 """Experiments from the options of a command: one for each method of `tribe run`, or each point of `tribe sweep`."""
 
+import hashlib
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -61,6 +63,13 @@ class Planner:
             precision=request.precision,
             workbench=self.workbench,
         )
+
+
+def file_name(prefix: str, experiments: Sequence[Experiment]) -> str:
+    """The name of a summary or chart, without an ending: the same experiments, the same name."""
+    first, ids = experiments[0], "".join(experiment.id for experiment in experiments)
+    name = f"{prefix}{first.dataset.name}-{first.model.name}-{first.scenario.name}"
+    return f"{re.sub(r'[^A-Za-z0-9._@+-]', '_', name)}-{hashlib.sha256(ids.encode()).hexdigest()[:8]}"
 
 
 def _with_rule(fields: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -24,7 +24,7 @@ from tribe.lab.experiment import COMPONENTS, STREAM
 from tribe.lab.record import Record
 from tribe.lab.scores import record_scores
 from tribe.lab.spec import differences
-from tribe.lab.statistics import Spread, spread
+from tribe.lab.statistics import Duel, Paired, Spread, duel, paired, spread
 
 NOT_COMPARED = ("seed", "experiment")  # of a record's spec: streams are compared seed by seed
 ID = re.compile(r"[0-9a-f]{4,16}")
@@ -122,6 +122,7 @@ class ResultDiff(NamedTuple):
     streams: tuple[StreamDiff, ...]
     overall: DomainDiff | None
     domains: tuple[DomainDiff, ...]
+    verdict: Paired | Duel | None
 
 
 document(
@@ -131,6 +132,7 @@ document(
     streams="The predictions for each of these; empty if a result has no records.",
     overall="The instance errors; None without labels.",
     domains="The errors in each domain that was visited; empty without labels.",
+    verdict="Whether the first is better: over seeds or, with one, on its stream; None without labels or records.",
 )
 
 
@@ -207,7 +209,18 @@ def diff_results(a: Side, b: Side) -> ResultDiff:
     domains = [_diff_errors(n, *([s["domain_error"].get(n) for s in side] for side in sides)) for n in names]
     edited = [(f"code.{role}", a.code[role], b.code[role]) for role in a.code if role in b.code]
     spec = (*differences(a.spec, b.spec), *(found for found in edited if found[1] != found[2]))
-    return ResultDiff(spec, seeds, streams, overall, tuple(found for found in domains if found is not None))
+    found = tuple(domain for domain in domains if domain is not None)
+    return ResultDiff(spec, seeds, streams, overall, found, None if overall is None else _verdict(a, b, seeds))
+
+
+def _verdict(a: Side, b: Side, seeds: Sequence[Any]) -> Paired | Duel | None:
+    """Compare the instance errors of the seeds with labels, in percent; with one such seed, image by image."""
+    errors = {seed: [side.scores[seed]["instance_error"] for side in (a, b)] for seed in seeds}
+    labelled = {seed: pair for seed, pair in errors.items() if None not in pair}
+    if len(labelled) > 1:
+        return paired(*([100 * error for error in column] for column in zip(*labelled.values(), strict=True)))
+    records = [[side.records[seed] for seed in labelled if seed in side.records] for side in (a, b)]
+    return duel(*records) if all(records) else None
 
 
 def _refuse_different_data(a: Side, b: Side) -> None:

@@ -49,6 +49,7 @@ def _plain(sides: tuple[Side, Side], found: ResultDiff) -> dict[str, Any]:
         "streams": [_plain_stream(stream) for stream in found.streams],
         "instance_error": overall,
         "domains": {domain.domain: _plain_errors(domain) for domain in found.domains},
+        "verdict": None if found.verdict is None else {"words": str(found.verdict), "p": found.verdict.p},
     }
 
 
@@ -111,6 +112,8 @@ def _print_errors(found: ResultDiff, overall: DomainDiff, console: Console) -> N
     seeds = len(found.seeds)
     over = f"means over {seeds} seeds, ± is the deviation of the gap between seeds" if seeds > 1 else "of one seed"
     console.print(f"{over}; the gap is negative where A is better", highlight=False)
+    if found.verdict is not None:
+        console.print(f"A against B: {found.verdict}", highlight=False, soft_wrap=True)
 
 
 def _points(gap: Spread) -> str:

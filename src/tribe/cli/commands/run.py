@@ -4,9 +4,7 @@ Each method is an `Experiment`, whose result is in the store: ``OUT/<id>/``, see
 computed again, and a run that was killed goes on from its checkpoint.
 """
 
-import hashlib
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -41,13 +39,14 @@ from tribe.cli.output import (
     describe_error_with_line,
     errors_as_messages,
     fail,
+    percent,
     print_json,
     print_message,
     shown,
     stdout_to_stderr,
 )
 from tribe.cli.overrides import parse_overrides
-from tribe.cli.planning import COMPONENTS, Planner, Request
+from tribe.cli.planning import COMPONENTS, Planner, Request, file_name
 from tribe.fields import printable
 from tribe.lab import plots
 from tribe.lab.execution import run_experiment
@@ -121,7 +120,7 @@ def run(
     with stdout_to_stderr():
         results, stopped = _play(experiments, workbench, out, force, logits)
     if results:
-        _show(results, workbench.device, out / _file_name(experiments), json_file, chart, console)
+        _show(results, workbench.device, out / file_name("", [*experiments.values()]), json_file, chart, console)
     if stopped or not results:
         raise typer.Exit(130 if stopped else 2)
     if failed := [name for name in experiments if name not in results]:
@@ -204,14 +203,6 @@ def progress_bar() -> Progress:
 # -- output -----------------------------------------------------------------------------------------------------------
 
 
-def _file_name(experiments: Mapping[str, Experiment]) -> str:
-    """The name of summary and chart, without an ending: the same experiments, the same name."""
-    first = next(iter(experiments.values()))
-    ids = "".join(experiment.id for experiment in experiments.values())
-    name = f"{first.dataset.name}-{first.model.name}-{first.scenario.name}"
-    return f"{re.sub(r'[^A-Za-z0-9._@-]', '_', name)}-{hashlib.sha256(ids.encode()).hexdigest()[:8]}"
-
-
 def _show(
     results: Mapping[str, Result],
     device: torch.device,
@@ -262,7 +253,7 @@ def _table(results: Mapping[str, Result]) -> Table:
     for name, result in results.items():
         cells = []
         for key in ERRORS:
-            text = _spread(result.values(key))
+            text = percent(result.values(key))
             bold = len(results) > 1 and _mean(result.values(key)) == lowest[key]
             cells.append(f"[bold]{text}[/]" if bold else text)
         grid.add_row(shown(name), *cells, f"{1e3 * _mean(result.values('seconds_per_image')):.2f}")
@@ -271,13 +262,6 @@ def _table(results: Mapping[str, Result]) -> Table:
 
 def _mean(values: Sequence[float]) -> float:
     return torch.tensor(values, dtype=torch.float64).mean().item()
-
-
-def _spread(values: Sequence[float]) -> str:
-    percent = 100 * torch.tensor(values, dtype=torch.float64)
-    if bool(percent.isnan().any()):
-        return "no labels"
-    return f"{percent.mean():.2f}" + (f" ± {percent.std():.2f}" if len(values) > 1 else "")
 
 
 def _chart(path: Path, results: Mapping[str, Result], title: str) -> Path | None:

@@ -4,9 +4,7 @@ Each point is an `Experiment`, whose result is in the store, as those of `tribe 
 again, and a sweep that was stopped goes on.
 """
 
-import hashlib
 import json
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -35,9 +33,9 @@ from tribe.cli.options import (
     Weights,
     parse_seeds,
 )
-from tribe.cli.output import check_json_file, errors_as_messages, fail, print_json, shown, stdout_to_stderr
+from tribe.cli.output import check_json_file, errors_as_messages, fail, percent, print_json, shown, stdout_to_stderr
 from tribe.cli.overrides import parse_lists, parse_overrides
-from tribe.cli.planning import COMPONENTS, Planner, Request
+from tribe.cli.planning import COMPONENTS, Planner, Request, file_name
 from tribe.cli.progress import experiment_bars, message_on_interrupt
 from tribe.cli.terminal import OutputTarget
 from tribe.fields import is_whole, printable
@@ -46,8 +44,7 @@ from tribe.lab.experiment import STREAM, Experiment
 from tribe.lab.provenance import machine
 from tribe.lab.ray import Failure, run_all
 from tribe.lab.spec import plain
-from tribe.lab.statistics import spread
-from tribe.lab.store import Result, find
+from tribe.lab.store import find
 from tribe.lab.sweep import (
     SCORES,
     Axis,
@@ -280,7 +277,7 @@ def _show(
         _print(plan, rows, choice, console)
     else:
         OutputTarget("table", None).draw(lambda wide: _print(plan, rows, choice, wide))
-    path = out / _file_name(plan)
+    path = out / file_name(f"sweep-{plan.method}-", plan.experiments)
     summary = path.with_name(f"{path.name}.json")
     report = _report(plan, rows, choice)
     write_atomically(summary, json.dumps(plain(report), indent=1).encode())
@@ -296,14 +293,6 @@ def _write_json(report: Any, json_file: str) -> None:
         print_json(report)
     else:
         write_atomically(json_file, json.dumps(plain(report), indent=1).encode())
-
-
-def _file_name(plan: _Plan) -> str:
-    """The name of summary and chart, without an ending: the same points, the same name."""
-    first = plan.experiments[0]
-    ids = "".join(experiment.id for experiment in plan.experiments)
-    name = f"sweep-{plan.method}-{first.dataset.name}-{first.model.name}-{first.scenario.name}"
-    return f"{re.sub(r'[^A-Za-z0-9._@+-]', '_', name)}-{hashlib.sha256(ids.encode()).hexdigest()[:8]}"
 
 
 def _report(plan: _Plan, rows: Sequence[Row], choice: _Choice) -> dict[str, Any]:
@@ -356,7 +345,7 @@ def _print(plan: _Plan, rows: Sequence[Row], choice: _Choice, console: Console) 
 def _cells(row: Row, choice: _Choice) -> list[str]:
     if row.result is None:
         return ["failed", "", "", "", ""]
-    errors = [_percent(row.result, name) for name in ("instance_error", "category_error")]
+    errors = [percent(row.result.values(name)) for name in ("instance_error", "category_error")]
     value = row.scores[choice.score]
     score = "none" if value is None else f"{value:.4f}"
     errors[0] = f"[bold]{errors[0]}[/]" if row is choice.with_labels else errors[0]
@@ -364,11 +353,6 @@ def _cells(row: Row, choice: _Choice) -> list[str]:
     times = row.result.values("seconds_per_image")
     classes = "" if row.classes is None else f"{row.classes:.1f}"
     return [*errors, score, classes, f"{1e3 * sum(times) / len(times):.2f}"]
-
-
-def _percent(result: Result, name: str) -> str:
-    values = [100 * value for value in result.values(name)]
-    return str(spread(values)) if all(value == value for value in values) else "no labels"
 
 
 def _lines(rows: Sequence[Row], choice: _Choice) -> list[str]:
