@@ -43,7 +43,11 @@ STATE = Kind(
 )
 
 
-LATER = (["info", "student_agreement"], ["info", "anchor_agreement"])  # older files lack tensors with these endings
+LATER = (  # older files lack tensors with these endings
+    ["info", "student_agreement"],
+    ["info", "anchor_agreement"],
+    ["time", "confidence"],  # of the time filter
+)
 
 
 def write(path: str | PathLike[str], saved: Saved) -> None:
@@ -95,7 +99,7 @@ def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
 
 
 def with_later_fields(tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Add the parts of a state's report that older files lack, with the values of a fresh state."""
+    """Add the parts of a state that older files lack, with the values of a fresh state."""
     later = {name: t for name, t in like.items() if name.split(".")[-2:] in LATER}
     return later | dict(tensors)
 
