@@ -27,7 +27,7 @@ NO_READERS = {  # functions that call an opener, and why no file of a user can h
             "tribe.datasets.class_folders.wnids",
             "tribe.datasets.embedded.mnist_test",
             "tribe.paper.claims.claims",
-            "tribe.paper.document._networks",
+            "tribe.paper.document._facts",
             "tribe.paper.tables.get",
             "tribe.paper.tables.released",
             "tribe.report.page._asset",
