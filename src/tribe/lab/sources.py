@@ -163,14 +163,19 @@ def _imported(module: str) -> Iterator[str]:
                 yield home if isinstance(home, str) and home.partition(".")[0] == PACKAGE else str(node.module)
 
 
+def _file(module: str) -> Path:
+    return Path(str(importlib.import_module(module).__file__))
+
+
 def _source(module: str) -> bytes:
-    return Path(str(importlib.import_module(module).__file__)).read_bytes()
+    return _file(module).read_bytes()
 
 
 @functools.cache
 def _digest(module: str) -> str:
     """The digest of a module's file; another one if the file was edited after this process loaded the module."""
-    edited = Path(str(importlib.import_module(module).__file__)).stat().st_mtime > LOADED
+    changed_at = _file(module).stat().st_mtime
+    edited = LOADED < changed_at <= time.time()  # a time to come says nothing: another clock wrote it
     return code_digest(_source(module)) + "edited" * edited
 
 
