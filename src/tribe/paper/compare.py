@@ -20,6 +20,7 @@ from tribe.scenarios.sampling import LongTail, Natural, Shuffled
 
 ALONE = "seconds are those of `tribe bench` with nothing else running"
 TRIBE = "tribe"  # the method that added methods are compared with
+APART = 1.5  # points: larger differences from the paper are counted
 READING = "‡"  # of rows that the paper leaves open
 
 

@@ -24,12 +24,11 @@ from tribe.lab.experiment import Experiment
 from tribe.lab.store import Result, combine, finished
 from tribe.lab.workbench import Workbench
 from tribe.paper import tables
+from tribe.paper.beside_released import BesideReleased, Times
 from tribe.paper.beyond import extend
 from tribe.paper.compare import Comparison, compare_plan, judge_claims, usual_spread
 from tribe.paper.findings import (
     SAME_STREAM,
-    BesideReleased,
-    Times,
     best_methods,
     by_domain,
     certainty,
