@@ -47,7 +47,10 @@ class Broken:
 
     how: str = ""
     classes: ClassVar[int] = 1
-    observes: ClassVar[bool] = True
+
+    @property
+    def observes(self):
+        return self.how != "unobserved"
 
     def __call__(self, mean, var, count, stats, labels, valid, eps):
         if self.how == "raises":
@@ -83,6 +86,7 @@ def broken():
         ("negative", "its variance is negative"),
         ("shape", r"its mean is of shape \(2, 4\); expected the shape \(2, 1, 4\) or \(2, 3, 4\)"),
         ("kept", r"its mean to keep is of shape \(2, 1, 1\); expected the shape \(2, 1, 4\)"),
+        ("unobserved", "it returned other statistics than the stored ones, although its observes is False"),
         ("pair", "it returned a tuple; expected the mean, the variance, and the Stats to keep"),
         ("raises", "failed with labels: AttributeError: 'Tensor' object has no attribute 'nothing'"),
         ("labels", "failed without labels: AttributeError: 'NoneType'"),

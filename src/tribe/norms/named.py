@@ -85,8 +85,15 @@ def _try(norm: Norm, text: str) -> None:
             found = norm(mean, var, 9, stats, labels, valid, 1e-5)
         except Exception as error:  # custom code may raise anything
             raise ValueError(f"the norm rule {text!r} failed {given}: {type(error).__name__}: {error}") from error
-        if why := _unusable(found, norm.classes):
+        if why := _unusable(found, norm.classes) or _unobserved(norm, found, stats):
             raise ValueError(f"the norm rule {text!r} cannot be used: {given} {why}")
+
+
+def _unobserved(norm: Norm, found: tuple[Tensor, Tensor, Stats], stats: Stats) -> str | None:
+    """Why a rule that says it does not observe does; None: it returns what is stored. Nothing calls such a rule."""
+    if norm.observes or all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(found[:2], stats, strict=True)):
+        return None
+    return "it returned other statistics than the stored ones, although its observes is False: set observes = True"
 
 
 def _unusable(found: Any, classes: int) -> str | None:
