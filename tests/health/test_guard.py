@@ -217,8 +217,33 @@ def test_the_distance_of_clean_images_is_measured_in_batches_of_bounded_size():
     net.model.register_forward_pre_hook(lambda _, given: sizes.append(len(given[0])))
     x = pictures(1, 610)[0]
     far = distance_of_images(net, x)
-    assert sizes == [204, 203, 203]
+    assert sizes == [61] * 10
     assert far == pytest.approx(distance_of_images(net, x[:399]), rel=0.1)
+    del sizes[:]
+    tribe.Guard.fitted(net, x, ready("tribe", gamma=0.5))
+    assert max(sizes) == 64
+
+
+def test_the_order_of_clean_images_hardly_matters():
+    """Images of a folder are sorted by class; batches of one class have statistics of their own."""
+    net, x = Backbone(small_network()), pictures(1, 600)[0]
+    x = x * torch.linspace(0.3, 1, len(x)).view(-1, 1, 1, 1)  # bright ones come last
+    shuffled = x[torch.randperm(len(x), generator=torch.Generator().manual_seed(0))]
+    assert distance_of_images(net, x) == pytest.approx(distance_of_images(net, shuffled), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("images", "reason"),
+    [
+        (torch.zeros(300, 3, 8, 8, dtype=torch.uint8), "floating point"),
+        (torch.full((300, 3, 8, 8), torch.nan), "300 of 300"),
+        (torch.tensor(0.5), "floating point"),
+        ([0.5] * 300, "list"),
+    ],
+)
+def test_images_that_tell_no_distance_are_refused(images, reason):
+    with pytest.raises(ValueError, match=reason):
+        tribe.Guard.fitted(small_network(), images)
 
 
 def test_what_parameters_do_to_statistics_is_no_change_of_the_world():

@@ -15,7 +15,9 @@ from torch import Tensor
 
 from tribe.engine.backbone import Backbone
 from tribe.engine.rules import PerBatch, pool_batch
+from tribe.engine.screening import sound
 from tribe.engine.state import Affine, Stats
+from tribe.health.calibration import source_logits
 from tribe.health.changes import DEPTHS, constants
 from tribe.methods import Deployed
 from tribe.norms.balanced import Balanced
@@ -24,6 +26,7 @@ from tribe.norms.mixed import Mixed
 POWER = 4  # how sharply the share rises around `half`
 RATIO = 1.4  # of a fitted `half` to the distance that clean images have: 0.06 to 0.043 for ResNet-20 on CIFAR-10
 LEAST = 200  # images that tell this distance
+BATCH = 64  # the most images that pass at once: a large image takes megabytes in every layer
 
 
 def lean(
@@ -138,15 +141,17 @@ class Taking:
 def distance_of_images(net: Backbone, images: Tensor) -> float:
     """How far the statistics of images (N, ...) of all classes are from the source's: of clean ones, what is normal.
 
-    Images pass in equal batches of at least `LEAST`, less than twice as many. Their statistics are averaged.
+    Images pass in equal batches of at most `BATCH`, and their statistics are averaged. A batch has images from
+    everywhere, because they may be sorted by class.
     """
-    if len(images) < LEAST:
-        raise ValueError(f"the distance of clean images needs at least {LEAST} of them; got {len(images)}")
+    _check(images)
     affine, stats = net.source()
     if not stats.mean.shape[-1]:
         raise ValueError("the network keeps no statistics, so there is nothing to lean by: use a guard as it is")
     mean, square = torch.zeros_like(stats.mean), torch.zeros_like(stats.var)
-    for part in images.tensor_split(len(images) // LEAST):
+    batches = -(-len(images) // BATCH)
+    for first in range(batches):
+        part = images[first::batches]
         valid = torch.ones(1, len(part), dtype=torch.bool, device=net.device)
         own = net(part.unsqueeze(0).to(net.device), affine, stats, Taking(), valid=valid).stats
         mean += own.mean * (len(part) / len(images))
@@ -154,19 +159,30 @@ def distance_of_images(net: Backbone, images: Tensor) -> float:
     return float(distance_of_statistics(net, Stats(mean, square - mean.square())))
 
 
+def _check(images: Tensor) -> None:
+    """Refuse what tells no distance."""
+    if not isinstance(images, Tensor) or images.dim() < 2 or not images.is_floating_point():
+        kind = f"{images.dtype} {tuple(images.shape)}" if isinstance(images, Tensor) else type(images).__name__
+        raise ValueError(f"clean images are a floating point tensor (N, ...) in [0, 1]; got {kind}")
+    if len(images) < LEAST:
+        raise ValueError(f"the distance of clean images needs at least {LEAST} of them; got {len(images)}")
+    if bad := int((~sound(images, 1)).sum()):
+        raise ValueError(f"{bad} of {len(images)} clean images are not finite; leave them out")
+
+
 @torch.no_grad()
 def distance_in_single_images(net: Backbone, images: Tensor, norm: Balanced) -> float:
     """The greatest distance of Balanced BN's statistics from the source's while images (N, ...) come one by one.
 
-    They come in bursts, ordered by the class that the source predicts. The last half of `LEAST` images counts.
+    `LEAST` images from everywhere come in bursts, ordered by the class that the source predicts. The last half counts.
     """
-    affine, _ = net.source()
-    stats, x = net.source(1, norm.classes)[1], images[None, :LEAST].to(net.device)
-    valid = torch.ones(x.shape[:2], dtype=torch.bool, device=net.device)
-    labels = Deployed.frozen(net, affine).logits(net, x, valid).argmax(-1)  # (1, N)
+    some = images[:: len(images) // LEAST][:LEAST]
+    labels = source_logits(net, some).argmax(-1)
+    affine, stats = net.source()[0], net.source(1, norm.classes)[1]
+    valid = torch.ones(1, 1, dtype=torch.bool, device=net.device)
     far = []
-    for i in labels[0].argsort(stable=True).tolist():
-        one = slice(i, i + 1)
-        stats = net(x[:, one], affine, stats, norm, labels[:, one], valid[:, one]).stats
+    for i in labels.argsort(stable=True):
+        x, label = some[None, None, i].to(net.device), labels[None, None, i].to(net.device)
+        stats = net(x, affine, stats, norm, label, valid).stats
         far.append(distance_of_statistics(net, norm.pool(stats)))
     return float(torch.cat(far[len(far) // 2 :]).amax())
