@@ -95,18 +95,33 @@ def test_files_that_hold_no_calibration_are_refused(calibration, tmp_path):
     fitted = spec["estimator"]
     for wrong in (
         {},
-        {**spec, "estimator": {**fitted, "terms": fitted["terms"][1:]}},
+        {**spec, "estimator": {k: v for k, v in fitted.items() if k != "spread"}},  # as files were before it
         {**spec, "estimator": {**fitted, "temperature": 0.0}},
         {**spec, "estimator": {**fitted, "window": 0}},
         {**spec, "estimator": None},
         {**spec, "accuracy": 3.0},
     ):
         dataclasses.replace(known, spec=wrong).save(path)
-        with pytest.raises(KnowledgeError, match="damaged: it holds no calibration"):
+        with pytest.raises(KnowledgeError, match="damaged or older: it holds no calibration of today"):
             Calibration.load(path)
-    Knowledge(known.method, {"entropies": torch.zeros(3)}, known.network, spec).save(path)
-    with pytest.raises(KnowledgeError, match="512 finite quantiles"):
-        Calibration.load(path)
+    for name, wrong, reason in (
+        ("entropies", torch.zeros(3), "512 finite quantiles"),
+        ("terms", known.tensors["terms"][1:], r"terms of shape \(4, 4\); expected \(5, 4\)"),
+        ("terms", torch.full((5, 4), torch.nan), "finite"),
+    ):
+        Knowledge(known.method, {**known.tensors, name: wrong}, known.network, spec).save(path)
+        with pytest.raises(KnowledgeError, match=reason):
+            Calibration.load(path)
+
+
+def test_calibrations_of_the_same_images_are_told_apart(calibration, net):
+    """One network keeps its watchers by calibration: an estimator that differs must not find another's."""
+    first = calibration.estimator
+    other = dataclasses.replace(first, terms=tuple(t._replace(weight=t.weight + 1) for t in first.terms))
+    two = calibration, dataclasses.replace(calibration, estimator=other)
+    watchers = [tribe.methods.create("source+watch", calibration=c).watcher(net) for c in two]
+    assert [watcher.estimator.terms for watcher in watchers] == [first.terms, other.terms]
+    assert two[0].knowledge().digest != two[1].knowledge().digest
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """Calibration: what health must know of a network and a method, from labelled source images that no training used.
 
-The method plays the images as two streams, clean and under several corruptions: one in random order, and one in bursts
-of classes, some of which are rare. The labels say how accurate each window was; `tribe.health.estimate` learns it from
-signals without labels.
+The method plays the images as three streams, clean and under the corruptions of their family: all mixed, one
+corruption after another, and in bursts of classes, some of which are rare. The labels say how accurate each window was;
+`tribe.health.fitting` learns it from signals without labels.
 Every method adapts, and is over-confident, in its own way: so an estimator belongs to one network and one method.
 
     calibration = tribe.calibrate(net, images, labels, method="tribe")
@@ -68,9 +68,10 @@ class Calibration:
         """The calibration as source knowledge."""
         fields = {**vars(self), "corruptions": list(self.corruptions)}
         normal = fields.pop("normal")
-        fields["estimator"] = {**vars(self.estimator), "terms": [list(term) for term in self.estimator.terms]}
-        tensors = {"entropies": torch.tensor(fields.pop("entropies"), dtype=torch.float64), **normal._asdict()}
-        return Knowledge(NAME, tensors, fields.pop("network"), fields)
+        fields["estimator"] = {name: value for name, value in vars(self.estimator).items() if name != "terms"}
+        numbers = {"entropies": fields.pop("entropies"), "terms": self.estimator.terms}  # the digest covers tensors
+        tensors = {name: torch.tensor(value, dtype=torch.float64) for name, value in numbers.items()}
+        return Knowledge(NAME, {**tensors, **normal._asdict()}, fields.pop("network"), fields)
 
     @staticmethod
     def load(path: str | PathLike[str]) -> "Calibration":
@@ -86,7 +87,9 @@ class Calibration:
         try:
             return _decode(known)
         except ValueError as error:
-            message = f"{place} is damaged: it holds no calibration ({error}). Make it again: {ADVICE}"
+            message = (
+                f"{place} is damaged or older: it holds no calibration of today ({error}). Make it again: {ADVICE}"
+            )
             raise KnowledgeError(message) from None
 
     def check(self, net: Backbone, method: Method | None = None) -> None:
@@ -116,11 +119,6 @@ SCHEMA: dict[str, Any] = {  # of a calibration in the header of its file
         "intercept": float,
         "sigma": SHARE,
         "spread": SHARE,
-        "terms": Where(
-            [Where([float], lambda row: len(row) == 4, "four numbers")],
-            lambda rows: len(rows) == len(Features._fields),
-            f"{len(Features._fields)} rows",
-        ),
     },
     "method": str,
     "images": _count(1, 2**62),
@@ -134,12 +132,15 @@ SCHEMA: dict[str, Any] = {  # of a calibration in the header of its file
 def _decode(known: Knowledge) -> Calibration:
     """The calibration in source knowledge; ValueError if there is none."""
     spec = check(dict(known.spec), SCHEMA, "its header")
-    entropies = known.tensors.get("entropies", torch.empty(0))
+    entropies, terms = (known.tensors.get(name, torch.empty(0)) for name in ("entropies", "terms"))
     if entropies.shape != (QUANTILES,) or not bool(entropies.isfinite().all()):
         raise ValueError(f"entropies of shape {tuple(entropies.shape)}; expected {QUANTILES} finite quantiles")
+    shape = len(Features._fields), len(Term._fields)
+    if terms.shape != shape or not bool(terms.isfinite().all()):
+        raise ValueError(f"terms of shape {tuple(terms.shape)}; expected {shape}, finite")
     fields = {name: spec[name] for name in SCHEMA if name != "estimator"} | {"corruptions": tuple(spec["corruptions"])}
     fitted = {name: spec["estimator"][name] for name in SCHEMA["estimator"]}
-    fitted["terms"] = tuple(Term(*map(float, row)) for row in fitted["terms"])
+    fitted["terms"] = tuple(Term(*row) for row in terms.tolist())
     normal = _normal(known, fitted["classes"])
     return Calibration(
         Estimator(**fitted), network=known.network, entropies=tuple(entropies.tolist()), normal=normal, **fields
@@ -174,7 +175,7 @@ def calibrate(
             them: on its training images it is right more often than on any others.
         labels: (N,) class numbers.
         method: the method that will adapt, or its name.
-        corruptions: names from ``tribe.corruptions.names(family)``, at least three; by default six of different kinds.
+        corruptions: names from ``tribe.corruptions.names(family)``, at least three; by default all.
         window: images that an estimate is for.
         seed: of the order of images and of the corruptions.
         progress: called after every batch, with how many are done and how many there are.
