@@ -30,8 +30,8 @@ def test_a_guarded_method_keeps_the_contract(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", methods.names())
 def test_every_guarded_method_keeps_the_contract(name):
-    # SAR trusts none of the small network's predictions with mixed statistics, so nothing could be tested.
-    check_method(ready(f"{name}+guard", **({"lean_batch": 1.0} if name == "sar" else {})))
+    # SAR and DeYO trust none of the small network's predictions with mixed statistics, so nothing could be tested.
+    check_method(ready(f"{name}+guard", **({"lean_batch": 1.0} if name in ("sar", "deyo") else {})))
 
 
 def test_the_name_composes_and_the_fields_are_those_of_both():
@@ -203,6 +203,9 @@ def test_the_noise_of_single_images_is_no_change_of_the_world():
     made = tribe.Guard.fitted(net, x, ready("tribe", gamma=0.5, eta=0.5))
     assert made.lean_half == alike.lean_half
     assert made.lean_single > made.lean_half
+    far = ready("tribe", gamma=0.5, eta=0.5)
+    assert tribe.Guard.fitted(net, x, far, lean_half=0.9).lean_single == 0.9
+    assert tribe.Guard.fitted(net, x, far, lean_half=None).lean_single is None
     guarded = ready("tribe+guard", lean_half=0.1, lean_single=0.3)
     for size in (1, 4):
         state = guarded.init(net)

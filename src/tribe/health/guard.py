@@ -132,11 +132,13 @@ class Guard(Watch):
         far = distance_of_images(backbone, images)
         if isinstance(method, str):
             method = create(method, classes=count_classes(backbone, None))
-        norm = getattr(method, "norm", None)
-        if isinstance(norm, Balanced) and norm.gamma and norm.gamma_over == "present":
-            single = max(far, distance_in_single_images(backbone, images, norm))
-            fields = {"lean_single": round(RATIO * single, 4), **fields}
-        return cls(**{"lean_half": round(RATIO * far, 4), **fields})
+        fields = {"lean_half": round(RATIO * far, 4), **fields}
+        norm, half = getattr(method, "norm", None), fields["lean_half"]
+        asked = half is not None and "lean_single" not in fields
+        if asked and isinstance(norm, Balanced) and norm.gamma and norm.gamma_over == "present":
+            single = distance_in_single_images(backbone, images, norm)
+            fields["lean_single"] = max(half, round(RATIO * single, 4))
+        return cls(**fields)
 
     def half(self, state: Any) -> float | Tensor:
         """The squared distance at which predictions lean halfway, for a state of the method: (S,), or one for all."""
