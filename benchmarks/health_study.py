@@ -7,6 +7,20 @@ Methods play streams and what calibrates; what they say is kept in a file in ``-
 study that is stopped goes on there. ``--play-only`` ends here. Then each method is calibrated, and every window of 500
 images gives the true accuracy and the estimates; results go to a JSON file in ``--out``. That part needs the file of
 records only: ``--score FILE``. ``--render`` writes the tables of docs/health.md from the files in benchmarks/results.
+
+For a GPU on a machine without data sets: two packs of 50 MB, made from the clean test sets in half a minute each, then
+a few minutes for each network there, and the rest anywhere.
+
+    P=runs/health; S="--per 120 --live --data DATA"
+    python -m benchmarks.health_study $S --dataset cifar10-c --pack $P/pack_cifar10-c.safetensors --pack-only
+    python -m benchmarks.health_study $S --dataset cifar100-c --pack $P/pack_cifar100-c.safetensors --pack-only
+
+    G="--device cuda --precision bf16 --records $OUT --play-only"  # on the GPU
+    python -m benchmarks.health_study $G --pack $P/pack_cifar10-c.safetensors --model wrn28_10 --weights FILE
+    python -m benchmarks.health_study $G --pack $P/pack_cifar100-c.safetensors --model resnext29 --weights FILE
+
+    python -m benchmarks.health_study --score $OUT/records_*.safetensors  # anywhere: no network is needed
+    python -m benchmarks.health_study --render
 """
 
 import argparse
@@ -35,7 +49,7 @@ def open_pack(o: argparse.Namespace) -> Pack:
     """Read the pack; make it first if it is not there."""
     path = o.pack or o.records / f"pack_{o.dataset}.safetensors"
     if not path.exists():
-        data = Workbench(o.data, "cpu").dataset(ComponentSpec(o.dataset))
+        data = Workbench(o.data, "cpu").dataset(ComponentSpec(f"live-{o.dataset}" if o.live else o.dataset))
         name = trained_on(data, o.dataset)
         clean = Workbench(o.clean or o.data, "cpu").dataset(ComponentSpec(name, {"split": "test"}))
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -104,6 +118,8 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="of the streams (default: %(default)s)")
     p.add_argument("--per", type=int, default=134, help="images of each domain (default: %(default)s)")
     p.add_argument("--pack", type=Path, help="file with all images; made if there is none (default: in --records)")
+    p.add_argument("--live", action="store_true", help="corrupt clean images for the pack: the files of --dataset")
+    p.add_argument("--pack-only", action="store_true", help="play nothing")
     p.add_argument("--records", type=Path, default=Path("runs/health"), help="folder for what methods say")
     p.add_argument("--play-only", action="store_true", help="score nothing")
     p.add_argument("--score", type=Path, nargs="+", help="files of records to score together; play nothing")
@@ -115,6 +131,10 @@ def main(argv: list[str] | None = None) -> None:
     o = options(argv)
     if o.render:
         health_pages.render()
+        return
+    if o.pack_only:
+        pack = open_pack(o)
+        print(f"{pack.dataset}: {len(pack.shown.domains)} domains, {len(pack.plans)} streams that calibrate")
         return
     files = o.score
     if not files:

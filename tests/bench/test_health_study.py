@@ -78,6 +78,15 @@ def test_streams_play_no_image_that_calibrates(small, tmp_path):
         assert torch.equal(numbers(pack.corrupted[place[plain]]), plan.number[plain].int())
 
 
+def test_a_pack_of_a_published_set_is_made_from_clean_images(small, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(health_pack, "LONG_TAIL", 1)
+    path = tmp_path / "pack.safetensors"
+    health_study.main(["--dataset", "mnist-c", "--live", "--pack", str(path), "--pack-only", "--per", "10"])
+    pack = health_pack.load(path)
+    assert (pack.dataset, pack.trained_on, len(pack.shown.domains)) == ("mnist-c", "mnist", 15)
+    assert "15 domains, 3 streams" in capsys.readouterr().out
+
+
 def test_errors_and_coverage_by_hand():
     row = {"true": [80.0, 60.0], "low": [70.0, 61.0], "high": [85.0, 70.0]}
     row["estimates"] = {"ours": [75.0, 65.0], "atc": [90.0, 61.0]}
