@@ -1,6 +1,6 @@
 """Compare estimates of accuracy with the accuracy, from the records of a study of health; no network is needed."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,26 +23,35 @@ Row = dict[str, Any]
 
 
 class Known(NamedTuple):
-    """What calibration learned of one method."""
+    """What calibration learned of a network."""
 
-    estimator: Estimator
+    classes: int
+    temperature: float
     accuracy: float
     confidence: float
     threshold: float
 
 
-def learn(records: Records, method: str, window: int = WINDOW) -> Known:
-    """Calibrate a method from what it said of the images that calibrate."""
+def known_of(records: Records) -> Known:
+    """What clean images tell of the source network."""
     logits, labels = records.clean
     temperature = fit_temperature(logits, labels)
     tempered = probabilities(logits / temperature).amax(-1)
     accuracy = float((logits.argmax(-1) == labels).double().mean())
+    return Known(logits.shape[1], temperature, accuracy, float(tempered.mean()), float(tempered.quantile(1 - accuracy)))
+
+
+def labelled(records: Records, method: str, read: Callable[[Columns], Images]) -> list[Labelled]:
+    """The streams of a method's calibration."""
     names = list(dict.fromkeys(name for name, _ in records.header["conditions"]))
     kinds = torch.tensor([names.index(name) for name, _ in records.header["conditions"]])
     played = [p for p in records.played.values() if p.method == method and p.stream.startswith(REHEARSAL)]
-    streams = [Labelled(images_of(p.columns), right_of(p), kinds[p.columns["domain"]]) for p in played]
-    estimator = fit(streams, logits.shape[1], temperature, window)
-    return Known(estimator, accuracy, float(tempered.mean()), float(tempered.quantile(1 - accuracy)))
+    return [Labelled(read(p.columns), right_of(p), kinds[p.columns["domain"]]) for p in played]
+
+
+def learn(records: Records, method: str, known: Known, window: int = WINDOW) -> Estimator:
+    """Calibrate a method from what it said of the images that calibrate."""
+    return fit(labelled(records, method, images_of), known.classes, known.temperature, window)
 
 
 def right_of(played: Played) -> Tensor:
@@ -74,14 +83,14 @@ def estimates(signals: Signals, known: Known) -> dict[str, Tensor]:
         "atc": baselines.atc(signals, known.threshold),
         "doc": baselines.doc(signals, known.accuracy, known.confidence),
         "gde": baselines.gde(signals),
-        "aetta": baselines.aetta(signals, known.estimator.classes),
+        "aetta": baselines.aetta(signals, known.classes),
     }
     return {name: values for name, values in found.items() if values is not None}
 
 
-def judge(played: Played, known: Known) -> Row:
+def judge(played: Played, known: Known, estimator: Estimator) -> Row:
     """The true accuracy of every window and all estimates of it, in %."""
-    estimator, size = known.estimator, known.estimator.window
+    size = estimator.window
 
     def windows(values: Tensor) -> list[float]:
         return percent(values.double().unfold(0, size, size).mean(-1))
@@ -119,13 +128,14 @@ def score(records: Records, out: Path, seeds: Sequence[int] | None = None) -> Pa
     """Write the results of what was played with a network; ``seeds``: only these."""
     rows = list[Row]()
     methods = dict.fromkeys(played.method for played in records.played.values())
+    known = known_of(records)
     for method in methods:
-        known = learn(records, method)
+        estimator = learn(records, method, known)
         streams = [p for p in records.played.values() if p.method == method and not p.stream.startswith(REHEARSAL)]
-        found = [judge(played, known) for played in streams if seeds is None or played.seed in seeds]
+        found = [judge(played, known, estimator) for played in streams if seeds is None or played.seed in seeds]
         rows += found
         errors = ", ".join(f"{name} {value:.1f}" for name, value in mean_errors(found).items())
-        print(f"{method}: {errors}; on a corruption that is left out {100 * known.estimator.sigma:.1f}")
+        print(f"{method}: {errors}; on a corruption that is left out {100 * estimator.sigma:.1f}")
     header = records.header
     corruptions = [name for name in dict.fromkeys(name for name, _ in header["conditions"]) if name != "clean"]
     shared = {"dataset": header["dataset"], "model": header["model"], "machine": header["machine"]}

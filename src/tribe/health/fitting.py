@@ -1,7 +1,7 @@
 """Fit the estimator of accuracy to windows whose accuracy is known."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,6 +16,9 @@ SIGNS = Features(1, 1, -1, -1, -1)  # type: ignore[arg-type]  # of the weights; 
 LEAST_SIGMA = 0.035  # streams differ from a rehearsal in more than the corruption: see docs/health.md
 BEYOND = 0.3  # how far beyond the range of a feature in calibration the model goes on, as a share of that range
 LEAST_SPREAD = 1e-3  # a feature that varies less is constant: agreement, for a method without a student
+
+Measure = Callable[[Images, Tensor], Features]  # as `window_features`; a study compares others
+Split = tuple[Tensor, Tensor]  # (M,) each: windows to fit to, and windows to test on
 
 
 class Labelled(NamedTuple):
@@ -32,30 +35,31 @@ class Windows(NamedTuple):
     features: Tensor  # (M, F)
     accuracy: Tensor  # (M,)
     share: Tensor  # (M, conditions), how much of a window each condition is
+    stream: Tensor  # (M,) int64, the place of its stream
 
 
 def fit(streams: Sequence[Labelled], classes: int, temperature: float, window: int) -> Estimator:
     """Ridge regression of the log-odds of accuracy; its error is that on corruptions left out of the fit."""
     windows = cut(streams, window)
-    intercept, terms = _ridge(windows.features, windows.accuracy)
-    error = _left_out_error(windows, window)
-    return Estimator(classes, temperature, intercept, terms, error, class_spread(streams), window)
+    error = max(left_out_error(windows, window, corruptions_left_out(windows)), LEAST_SIGMA)
+    return Estimator(classes, temperature, *ridge(windows), error, class_spread(streams), window)
 
 
-def cut(streams: Sequence[Labelled], window: int) -> Windows:
+def cut(streams: Sequence[Labelled], window: int, measure: Measure = window_features) -> Windows:
     """Windows of pieces of the streams, drawn at random, with their features."""
     count = 1 + max(int(stream.condition.max()) for stream in streams)
     draw = torch.Generator().manual_seed(0)
     parts = []
-    for stream in streams:
+    for place, stream in enumerate(streams):
         for pieces in PIECES:
             size = -(-window // pieces)
             first = torch.randint(0, len(stream.right) - size + 1, (REPEATS, pieces, 1), generator=draw)
             index = (first + torch.arange(size)).flatten(1)[:, :window]  # (M, W)
             images = Images(*(t[index] for t in stream.images))
-            features = window_features(images, torch.ones_like(index, dtype=torch.bool))
+            features = torch.stack(measure(images, torch.ones_like(index, dtype=torch.bool)), -1).double()
             shares = torch.nn.functional.one_hot(stream.condition[index], count).double().mean(1)
-            parts.append((torch.stack(features, -1).double(), stream.right[index].double().mean(1), shares))
+            accuracy = stream.right[index].double().mean(1)
+            parts.append((features, accuracy, shares, torch.full((REPEATS,), place)))
     return Windows(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
@@ -79,14 +83,15 @@ def class_spread(streams: Sequence[Labelled]) -> float:
     return math.sqrt(max(products / max(pairs, 1), 0.0))
 
 
-def _ridge(features: Tensor, accuracy: Tensor) -> tuple[float, tuple[Term, ...]]:
-    """Intercept and terms of the model of features (M, F)."""
+def ridge(windows: Windows, chosen: Tensor | None = None, penalty: float = RIDGE) -> tuple[float, tuple[Term, ...]]:
+    """Intercept and terms of the model of windows, or of those that are ``chosen`` (M,)."""
+    features, accuracy = windows[:2] if chosen is None else (windows.features[chosen], windows.accuracy[chosen])
     means, scales = features.mean(0), features.std(0)
     y, signs = log_odds(accuracy), torch.tensor(SIGNS, dtype=features.dtype)
     used = scales > LEAST_SPREAD
     for _ in signs:  # until all signs are right: every round leaves out at least one feature
         x = torch.where(used, (features - means) / scales.clamp_min(LEAST_SPREAD), 0)  # (M, F)
-        gram = x.T @ x + RIDGE * torch.eye(x.shape[1], dtype=x.dtype)
+        gram = x.T @ x + penalty * torch.eye(x.shape[1], dtype=x.dtype)
         weights = torch.linalg.solve(gram, x.T @ (y - y.mean()))
         used = used & (weights * signs >= 0)
     weights = torch.where(used, weights / scales.clamp_min(LEAST_SPREAD), 0)
@@ -96,16 +101,20 @@ def _ridge(features: Tensor, accuracy: Tensor) -> tuple[float, tuple[Term, ...]]
     return float(y.mean()), tuple(Term(*map(float, row)) for row in rows)
 
 
-def _left_out_error(windows: Windows, window: int) -> float:
-    """The standard error on windows of a corruption that the fit did not see, beyond the luck of the draw."""
+def corruptions_left_out(windows: Windows) -> list[Split]:
+    """For each corruption: the windows without it, and those that show it half of the time or more."""
+    return [(share == 0, share >= 0.5) for share in windows.share.unbind(1)]
+
+
+def left_out_error(windows: Windows, window: int, splits: Sequence[Split], penalty: float = RIDGE) -> float:
+    """The standard error of fits to some windows on others, beyond the luck of the draw; 0 if none can be fitted."""
     squares = []
-    for condition in range(windows.share.shape[1]):
-        seen, tested = windows.share[:, condition] == 0, windows.share[:, condition] >= 0.5
+    for seen, tested in splits:
         if seen.sum() > len(Features._fields) and tested.any():
-            model = Estimator(2, 1.0, *_ridge(windows.features[seen], windows.accuracy[seen]), 0.0)
+            model = Estimator(2, 1.0, *ridge(windows, seen, penalty), 0.0)
             found = model.accuracy(Features(*windows.features[tested].unbind(-1)))
             squares.append((found - windows.accuracy[tested]).square())
     if not squares:
-        return LEAST_SIGMA
+        return 0.0
     luck = (windows.accuracy * (1 - windows.accuracy)).mean() / window
-    return max(float((torch.cat(squares).mean() - luck).clamp_min(0).sqrt()), LEAST_SIGMA)
+    return float((torch.cat(squares).mean() - luck).clamp_min(0).sqrt())
