@@ -9,17 +9,18 @@ images gives the true accuracy and the estimates; results go to a JSON file in `
 records only: ``--score FILE``. ``--render`` writes the tables of docs/health.md from the files in benchmarks/results.
 
 For a GPU on a machine without data sets: two packs of 50 MB, made from the clean test sets in half a minute each, then
-a few minutes for each network there, and the rest anywhere.
+a few minutes for each network there, and the rest anywhere. Seeds 1 to 4 are for choosing, 5 to 8 for the tables.
 
     P=runs/health; S="--per 120 --live --data DATA"
     python -m benchmarks.health_study $S --dataset cifar10-c --pack $P/pack_cifar10-c.safetensors --pack-only
     python -m benchmarks.health_study $S --dataset cifar100-c --pack $P/pack_cifar100-c.safetensors --pack-only
 
-    G="--device cuda --precision bf16 --records $OUT --play-only"  # on the GPU
+    G="--device cuda --precision bf16 --records $OUT --play-only --seeds 1 2 3 4 5 6 7 8"  # on the GPU
     python -m benchmarks.health_study $G --pack $P/pack_cifar10-c.safetensors --model wrn28_10 --weights FILE
     python -m benchmarks.health_study $G --pack $P/pack_cifar100-c.safetensors --model resnext29 --weights FILE
 
-    python -m benchmarks.health_study --score $OUT/records_*.safetensors  # anywhere: no network is needed
+    python -m benchmarks.health_compare $OUT/records_*.safetensors  # variants of the estimate, on seeds 1 to 4
+    python -m benchmarks.health_study --score $OUT/records_*.safetensors  # the tables, on seeds 5 to 8
     python -m benchmarks.health_study --render
 """
 
