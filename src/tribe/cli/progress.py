@@ -4,7 +4,7 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import typer
 from rich.console import Console
@@ -57,13 +57,17 @@ def experiment_bars(title: str, count: int, name_of: Callable[[Experiment], str]
 
 @contextlib.contextmanager
 def print_warnings() -> Iterator[Console]:
-    """Print each warning in a line, such as the name of a damaged file."""
-    console = Console(stderr=True)
+    """Print each warning in a line, and once, such as the name of a damaged file."""
+    console, printed = Console(stderr=True), set[str]()
+
+    def show(message: Warning | str, *_: Any, **__: Any) -> None:
+        if str(message) not in printed:
+            printed.add(str(message))
+            console.print(printable(f"warning: {message}"), style="yellow", markup=False, soft_wrap=True)
+
     with warnings.catch_warnings():
         warnings.simplefilter("always", UserWarning)
-        warnings.showwarning = lambda message, *_: console.print(
-            printable(f"warning: {message}"), style="yellow", markup=False
-        )
+        warnings.showwarning = show
         yield console
 
 

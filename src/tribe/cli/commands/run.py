@@ -47,6 +47,7 @@ from tribe.cli.output import (
 )
 from tribe.cli.overrides import parse_overrides
 from tribe.cli.planning import COMPONENTS, Planner, Request, file_name
+from tribe.cli.progress import print_warnings
 from tribe.fields import printable
 from tribe.lab import plots
 from tribe.lab.execution import run_experiment
@@ -104,7 +105,7 @@ def run(
     and in a long tail, and a small network that was trained on the clean ones.
     """
     console = Console(stderr=json_file == "-")
-    with stdout_to_stderr(), errors_as_messages():
+    with print_warnings(), stdout_to_stderr(), errors_as_messages():
         check_json_file(json_file)
         check_folder(out)
         streams = parse_seeds(seed, seeds) or (0,)
@@ -117,7 +118,7 @@ def run(
     names.stylize("bold", 0, len(printable(first.dataset.name)))
     shape = f"{len(streams)} stream{'s' * (len(streams) > 1)} of {length:,} images"
     console.print(names + f": {shape}, batch {batch}, on {machine(workbench.device)['device']}")
-    with stdout_to_stderr():
+    with print_warnings(), stdout_to_stderr():
         results, stopped = _play(experiments, workbench, out, force, logits)
     if results:
         _show(results, workbench.device, out / file_name("", [*experiments.values()]), json_file, chart, console)

@@ -36,7 +36,7 @@ from tribe.cli.options import (
 from tribe.cli.output import check_json_file, errors_as_messages, fail, percent, print_json, shown, stdout_to_stderr
 from tribe.cli.overrides import parse_lists, parse_overrides
 from tribe.cli.planning import COMPONENTS, Planner, Request, file_name
-from tribe.cli.progress import experiment_bars, message_on_interrupt
+from tribe.cli.progress import experiment_bars, message_on_interrupt, print_warnings
 from tribe.cli.terminal import OutputTarget
 from tribe.fields import is_whole, printable
 from tribe.lab import plots
@@ -145,7 +145,7 @@ def sweep(
     needs none.
     """
     console = Console(stderr=json_file == "-")
-    with stdout_to_stderr(), errors_as_messages(), message_on_interrupt(out):
+    with print_warnings(), stdout_to_stderr(), errors_as_messages(), message_on_interrupt(out):
         _check(json_file, plot, score, out)
         axes = make_axes(parse_lists(grid, "--grid"), parse_lists(listed, "--list"))
         streams = parse_seeds(seed, seeds) or (0,)
