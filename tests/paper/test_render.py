@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 
 from reproduction import call
+from tribe.paper import render
+from tribe.paper.beyond import MARK
+from tribe.paper.compare import READING
 
 pytestmark = [pytest.mark.usefixtures("nowhere"), pytest.mark.filterwarnings("ignore:an imbalance of")]
 
@@ -43,3 +46,8 @@ def test_plot_writes_a_chart(played, ending):
     assert call(*options, "--plot", f"chart{ending}").exit_code == 0
     content = Path(f"chart{ending}").read_bytes()
     assert content.startswith(b"\x89PNG") if ending == ".png" else (b"pl</text>" in content and b"paper" in content)
+
+
+def test_marks_of_rows_are_commands_in_latex():
+    """A compiler that knows no such characters would leave them out, or stop."""
+    assert render.as_latex(f"COFA {MARK}, MT* {READING}") == r"COFA $^\dagger$, MT* $^\ddagger$"
