@@ -335,7 +335,9 @@ def test_adapters_that_share_a_network_have_their_own_histories():
     assert one.rollback(two.history[0]).seconds is None
 
 
-@pytest.mark.parametrize("kind", [tribe.StreamInfo, tribe.Snapshot, tribe.health.Kept, tribe.health.RolledBack])
+@pytest.mark.parametrize(
+    "kind", [tribe.StreamInfo, tribe.Snapshot, tribe.health.Kept, tribe.health.RolledBack, tribe.health.Health]
+)
 def test_help_shows_what_each_field_is(kind):
     text = pydoc.plain(pydoc.render_doc(kind))
     for name in kind._fields:

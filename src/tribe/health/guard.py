@@ -239,11 +239,11 @@ class Guarded(Composed):
         if not watched:
             beside(lambda: hear(output))
         beside.join()
-        held = old.held
+        held, watch = old.held, watcher.report(watched[0][0], inner.info, real)
         if self.acts:
             inner, skipped = self._restrain(net, inner, state.inner, verdict.teaches_nothing & real, real)
             held = held + skipped
-        guard = old._replace(watch=watched[0][0], held=held)
+        guard = old._replace(watch=watch, held=held)
         if self.acts and self.part.good_every is not None:
             inner, guard = self._return(inner, guard, old.watch)
         return output, GuardedState(inner, guard)
@@ -302,12 +302,16 @@ class Guarded(Composed):
         known = watcher.normal is not None
         agreed, probed = watch.agreement.unbind(1)
         shares = (agreed / probed.clamp_min(1)).tolist()
+        *reported, images = watch.recent.unbind(1)
+        entropy, trusted = ((sums / images.clamp_min(1)).tolist() for sums in reported)
         columns: dict[str, Sequence[Any]] = {
             "images": watch.alarms.images.tolist(),
             **{name: getattr(estimate, name).tolist() if known else none for name in Estimate._fields[:4]},
             "calibrated": [known] * len(none),
             "alarms": alarms_on(watch),
-            **{name: getattr(info, name).tolist() for name in ("entropy", "trusted", "distance")},
+            "entropy": entropy,
+            "trusted": trusted,
+            "distance": info.distance.tolist(),
             **(leaning or {"statistics": none, "followed": none}),
             "source_agreement": [s if n > 0 else None for s, n in zip(shares, probed.tolist(), strict=True)],
             "predicted": [tuple(row) for row in watch.predicted.tolist()],

@@ -20,6 +20,7 @@ from tribe.health.martingale import Reference
 from tribe.health.probe import Answers, ShiftState, ask, start_shift
 
 AGREEMENT = 500  # images of the mean agreement with the source, of those that it predicted, too
+RECENT = 500  # images of the means of what a method reports: at batch size 1 a report is of one image
 
 
 class WatchState(NamedTuple):
@@ -30,6 +31,7 @@ class WatchState(NamedTuple):
     predicted: Tensor  # (S, K) int64, how often each class was predicted
     agreement: Tensor  # (S, 2) discounted: predictions of the source that agree, and all of them
     shift: ShiftState  # the statistics of the images that the source predicted
+    recent: Tensor  # (S, 3) discounted: entropies and trusted shares that the method reported, and images
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ class Watcher:
             torch.zeros(streams, self.classes, dtype=torch.int64, device=net.device),
             torch.zeros(streams, 2, device=net.device),
             start_shift(net, streams),
+            torch.zeros(streams, 3, device=net.device),
         )
 
     def look(self, state: WatchState, x: Tensor, valid: Tensor) -> tuple[Verdict, WatchState]:
@@ -97,7 +100,15 @@ class Watcher:
         if self.normal is not None:
             estimate = self.estimator.observe(estimate, output, valid, info.student_agreement, answers)
         counted = state.predicted.scatter_add(1, predicted, valid.to(torch.int64))
-        return WatchState(alarms, estimate, counted, agreement, shift)
+        return WatchState(alarms, estimate, counted, agreement, shift, state.recent)
+
+    @torch.no_grad()
+    def report(self, state: WatchState, info: Any, valid: Tensor) -> WatchState:
+        """Add what the method reports of a batch, weighted by its images."""
+        images = valid.sum(1, keepdim=True)
+        said = torch.stack((info.entropy, info.trusted, torch.ones_like(info.entropy)), 1).to(state.recent.dtype)
+        sums = torch.addcmul(said * images, state.recent, torch.exp(images / -RECENT))
+        return state._replace(recent=torch.where(images > 0, sums, state.recent))
 
 
 class Health(NamedTuple):
@@ -134,8 +145,8 @@ document(
     overall="Estimated accuracy over the whole stream; None without a calibration.",
     calibrated="Whether a calibration was given: without one there is no estimate and no alarm of a shift.",
     alarms="The alarms that are on now.",
-    entropy="Mean entropy of the last batch's predictions, as a share of log K.",
-    trusted="Share of the last batch that was trusted.",
+    entropy="Mean entropy of about the last 500 predictions, as a share of log K: 0 is certain, 1 is uniform.",
+    trusted="Share of about the last 500 images that was trusted; 1 for methods that do not choose.",
     distance="How far the affine parameters have moved, relative to the norm of the source's.",
     statistics="How far the statistics have moved, in standard deviations: see tribe.health.lean; None: none are kept.",
     followed="The share of the adapted statistics in those that predict; None for methods that keep none.",

@@ -47,6 +47,7 @@ LATER = (  # older files lack tensors with these endings
     ["info", "student_agreement"],
     ["info", "anchor_agreement"],
     ["time", "confidence"],  # of the time filter
+    ["watch", "recent"],  # of what watches
 )
 
 
