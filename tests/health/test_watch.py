@@ -11,7 +11,6 @@ from tribe.engine.state import leaves
 from tribe.health import Guard
 from tribe.health.guard import Nothing, Watch
 from tribe.health.watch import Health
-from tribe.storage import states
 from tribe.testing import CLASSES, images, ready, small_network
 from tribe.testing.samples import small_backbone
 from watching import pictures
@@ -62,17 +61,6 @@ def test_entropy_and_trusted_are_of_the_last_images_not_of_the_last_batch():
         assert health.entropy == pytest.approx(float(row[0] / row[2]), abs=1e-6)
         assert health.trusted == pytest.approx(float(row[1] / row[2]), abs=1e-6)
     assert 0 < adapter.health[0].trusted < 1  # in batches of one a report is 0 or 1
-
-
-def test_a_file_from_before_reports_were_averaged_still_loads(tmp_path):
-    adapter = tribe.adapt(small_network(), tribe.methods.create("tribe", classes=4), guard=True)
-    adapter(images(1, 6, 0)[0])
-    saved = states.read(adapter.save(tmp_path / "new") or tmp_path / "new")
-    older = {name: t for name, t in saved.tensors.items() if not name.endswith("watch.recent")}
-    assert len(older) == len(saved.tensors) - 1
-    states.write(tmp_path / "old", saved._replace(tensors=older))
-    resumed = tribe.load(tmp_path / "old", small_network())
-    assert torch.equal(resumed(images(1, 6, 1)[0]), adapter(images(1, 6, 1)[0]))
 
 
 def test_a_black_camera_raises_an_alarm_once_in_words_to_callback_log_and_record(caplog, tmp_path):

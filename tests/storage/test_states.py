@@ -207,11 +207,12 @@ def test_a_file_from_before_states_reported_agreement_still_loads(tmp_path, meth
     assert torch.equal(other(images(1, 6, 2)[0]), adapter(images(1, 6, 2)[0]))
 
 
-def test_a_file_from_before_the_time_filter_kept_its_confidence_still_loads(tmp_path):
-    adapter = tribe.adapt(small_network(), tribe.methods.create("tribe+time", classes=4))
+@pytest.mark.parametrize(("method", "later"), [("tribe+time", "time.confidence"), ("tribe+guard", "watch.recent")])
+def test_a_file_from_before_a_state_had_a_field_still_loads(tmp_path, method, later):
+    adapter = tribe.adapt(small_network(), tribe.methods.create(method, classes=4))
     adapter(images(1, 6, 0)[0])
     saved = states.read(adapter.save(tmp_path / "new") or tmp_path / "new")
-    older = {name: t for name, t in saved.tensors.items() if not name.endswith("time.confidence")}
+    older = {name: t for name, t in saved.tensors.items() if not name.endswith(later)}
     assert len(older) == len(saved.tensors) - 1
     states.write(tmp_path / "old", saved._replace(tensors=older))
     resumed = tribe.load(tmp_path / "old", small_network())
