@@ -372,7 +372,7 @@ def _facts(about: str) -> list[dict[str, str]]:
 
 def _data(experiments: Sequence[Experiment], root: Path) -> Iterator[str]:
     """The data sets that were played, and how their images were made."""
-    told = {(fact["dataset"], fact["images"]): fact["words"] for fact in _facts("images")}
+    described = {(fact["dataset"], fact["images"]): fact["words"] for fact in _facts("images")}
     for name in sorted({e.dataset.name for e in experiments}):
         folder = _attribute(name, "folder")
         alike = [e for e in experiments if e.dataset.name == name]
@@ -390,7 +390,7 @@ def _data(experiments: Sequence[Experiment], root: Path) -> Iterator[str]:
             )
         else:
             unknown = "the results do not record how its images were made"
-            yield f"{words}: {'; '.join(sorted({told.get((name, e.images), unknown) for e in alike}))}."
+            yield f"{words}: {'; '.join(sorted({described.get((name, e.images), unknown) for e in alike}))}."
 
 
 def _severities(experiment: Experiment) -> str:
