@@ -336,6 +336,13 @@ def test_a_record_that_does_not_say_how_it_was_made_is_shown_and_the_page_says_s
     assert "the record does not say its dataset, model, scenario" in page.text
 
 
+def test_a_calibration_is_named_by_the_beginning_of_its_digest(tmp_path):
+    made = record("tribe+watch", fields={"calibration": {"knowledge": "e2b236fe54ef00fb94dadc7b766440d2"}})
+    page = page_of(keep(tmp_path / "runs", r=made))
+    assert "calibration e2b236fe" in page.text
+    assert "calibration e2b236fe5" not in page.text
+
+
 def test_a_command_says_what_it_needs_and_what_it_cannot_say():
     spec = record("eata", dataset="folder", fields={"knowledge": {"digest": "a"}, "lr": 0.5, "odd": {"x": 1}}).spec
     made = report.command.command(spec | {"scenario": {"name": "gli-f", "fields": {"imbalance": None}}}, [2, 0, 1, 7])

@@ -276,7 +276,7 @@ def _labels(specs: list[Mapping[str, Any]]) -> dict[str, str]:
         differing = {key: value for key, value in by_place(fields).items() if len(values[name][key]) > 1}
         shown = by_place(departures(spec)) if is_known(name) else differing
         labels[_canonical(spec)] = ", ".join(
-            (name or "no method named", *(f"{k} {_short(v)}" for k, v in shown.items()))
+            (name or "no method named", *(_field(place, value) for place, value in shown.items()))
         )
     return labels
 
@@ -295,7 +295,7 @@ def _facts(keys: list[str]) -> list[tuple[str, tuple[str, ...]]]:
             flat = {key: {"domains": specs[key][1], "classes": specs[key][2]} for key in same}
             fields = _distinguishing(flat)
         for key in same:
-            more = (f"{field.replace('.fields', '')} {_short(flat[key].get(field, 'unknown'))}" for field in fields)
+            more = (_field(field.replace(".fields", ""), flat[key].get(field, "unknown")) for field in fields)
             found.append((key, (*facts, *more)))
     return found
 
@@ -312,6 +312,12 @@ def _main_facts(spec: Mapping[str, Any]) -> tuple[str, ...]:
     imbalance = fields.get("imbalance")
     rare = f"imbalance {_short(imbalance)}" if imbalance is not None else None
     return tuple(fact for fact in (data or "no data set named", scenario, rare, model) if fact)
+
+
+def _field(place: str, value: Any) -> str:
+    """A field of a spec in a few characters; of source knowledge, the beginning of its digest."""
+    name = place.removesuffix(".knowledge")
+    return f"{place} {_short(value)}" if name == place else f"{name} {str(value)[:8]}"
 
 
 def _short(value: Any) -> str:
