@@ -13,7 +13,7 @@ from commands import tribe_command as command
 from tribe.engine.backbone import Backbone
 from tribe.health.calibration import Calibration, fit_temperature
 from tribe.health.estimate import Features, Images
-from tribe.health.fitting import Labelled, class_spread
+from tribe.health.fitting import Labelled, class_spread, cut, fit, stretch_error, stretches
 from tribe.knowledge import Knowledge, KnowledgeError
 from tribe.testing import small_network
 
@@ -196,3 +196,24 @@ def test_the_spread_between_classes_is_free_of_luck():
     assert class_spread([Labelled(images, right, condition)]) == pytest.approx(0.2, abs=0.01)
     unrelated = images._replace(predicted=torch.randint(0, 50, (20_000,), generator=draw))
     assert class_spread([Labelled(unrelated, right, condition)]) < 0.02
+
+
+def test_a_stretch_is_one_condition_without_its_first_third():
+    condition = torch.tensor([4] * 30 + [1] * 19 + [2] * 40 + [4] * 20)
+    assert stretches(condition) == [(4, slice(10, 30)), (2, slice(62, 89)), (4, slice(95, 109))]
+
+
+def test_intervals_know_the_error_on_one_corruption_where_errors_of_many_average_out():
+    """A fit to windows that mix corruptions claims more than it knows of a stream that shows one for hours."""
+    draw = torch.Generator().manual_seed(0)
+    condition = torch.arange(20).repeat_interleave(200)
+    share = torch.where(torch.arange(20) % 2 == 0, 0.9, 0.5)[condition]  # and nothing that is seen tells which
+    right = torch.rand(4000, generator=draw) < share
+    noise = [torch.rand(4000, generator=draw) for _ in range(5)]
+    images = Images(*noise, torch.zeros(4000, dtype=torch.int64))
+    one = Labelled(images, right, condition)
+    assert stretch_error(cut([one], 500), [one]) == pytest.approx(0.2, abs=0.03)
+    shuffled = torch.randperm(4000, generator=draw)
+    mixed = Labelled(Images(*(t[shuffled] for t in images)), right[shuffled], condition[shuffled])
+    assert stretch_error(cut([mixed], 500), [mixed]) == 0  # it has no stretches
+    assert fit([one], 10, 1.0, 500).sigma > 2 * fit([mixed], 10, 1.0, 500).sigma

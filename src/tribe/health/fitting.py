@@ -15,6 +15,7 @@ RIDGE = 3.0  # strength of the penalty on weights, in windows
 SIGNS = Features(1, 1, -1, -1, -1)  # type: ignore[arg-type]  # of the weights; a feature with the other sign is left out
 LEAST_SIGMA = 0.035  # streams differ from a rehearsal in more than the corruption: see docs/health.md
 BEYOND = 0.3  # how far beyond the range of a feature in calibration the model goes on, as a share of that range
+LEAST_STRETCH = 20  # images of a stretch of one corruption from which its accuracy can be told
 LEAST_SPREAD = 1e-3  # a feature that varies less is constant: agreement, for a method without a student
 
 Measure = Callable[[Images, Tensor], Features]  # as `window_features`; a study compares others
@@ -39,9 +40,14 @@ class Windows(NamedTuple):
 
 
 def fit(streams: Sequence[Labelled], classes: int, temperature: float, window: int) -> Estimator:
-    """Ridge regression of the log-odds of accuracy; its error is that on corruptions left out of the fit."""
+    """Ridge regression of the log-odds of accuracy; its error is that on corruptions left out of the fit.
+
+    Windows of the fit show several corruptions, and errors average out. A deployed stream may show one for hours, so
+    the error on stretches of one corruption counts where it is larger.
+    """
     windows = cut(streams, window)
-    error = max(left_out_error(windows, window, corruptions_left_out(windows)), LEAST_SIGMA)
+    mixed = left_out_error(windows, window, corruptions_left_out(windows))
+    error = max(mixed, stretch_error(windows, streams), LEAST_SIGMA)
     return Estimator(classes, temperature, *ridge(windows), error, class_spread(streams), window)
 
 
@@ -118,3 +124,33 @@ def left_out_error(windows: Windows, window: int, splits: Sequence[Split], penal
         return 0.0
     luck = (windows.accuracy * (1 - windows.accuracy)).mean() / window
     return float((torch.cat(squares).mean() - luck).clamp_min(0).sqrt())
+
+
+def stretch_error(windows: Windows, streams: Sequence[Labelled]) -> float:
+    """The standard error on stretches of one corruption that was left out of the fit, beyond luck; 0 without any."""
+    models: dict[int, Estimator | None] = {}
+    squares = []
+    for stream in streams:
+        for condition, stretch in stretches(stream.condition):
+            if condition not in models:
+                seen = windows.share[:, condition] == 0
+                enough = seen.sum() > len(Features._fields)
+                models[condition] = Estimator(2, 1.0, *ridge(windows, seen), 0.0) if enough else None
+            model = models[condition]
+            if model is not None:
+                images = Images(*(t[stretch] for t in stream.images))
+                found = model.accuracy(window_features(images, torch.ones_like(stream.right[stretch])))
+                p = stream.right[stretch].double().mean()
+                squares.append((found - p).square() - p * (1 - p) / len(images.confidence))
+    return float(torch.stack(squares).mean().clamp_min(0).sqrt()) if squares else 0.0
+
+
+def stretches(condition: Tensor) -> list[tuple[int, slice]]:
+    """The stretches of images (N,) of one condition, with its number; without their first third.
+
+    There, the distances of the statistics still know the condition before.
+    """
+    numbers, counts = condition.unique_consecutive(return_counts=True)
+    ends = counts.cumsum(0)
+    rows = zip(numbers.tolist(), counts.tolist(), ends.tolist(), strict=True)
+    return [(number, slice(end - count + count // 3, end)) for number, count, end in rows if count >= LEAST_STRETCH]
