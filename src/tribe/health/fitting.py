@@ -15,7 +15,7 @@ RIDGE = 3.0  # strength of the penalty on weights, in windows
 SIGNS = Features(1, 1, -1, -1, -1)  # type: ignore[arg-type]  # of the weights; a feature with the other sign is left out
 LEAST_SIGMA = 0.035  # streams differ from a rehearsal in more than the corruption: see docs/health.md
 BEYOND = 0.3  # how far beyond the range of a feature in calibration the model goes on, as a share of that range
-LEAST_STRETCH = 20  # images of a stretch of one corruption from which its accuracy can be told
+LEAST_STRETCH = 20  # images of a stretch of one corruption from which its accuracy can be measured
 LEAST_SPREAD = 1e-3  # a feature that varies less is constant: agreement, for a method without a student
 
 Measure = Callable[[Images, Tensor], Features]  # as `window_features`; a study compares others
