@@ -2,7 +2,7 @@
 
 Variants differ in what stands for the confidence, in how far the images are from the source's, and in the penalty on
 weights. For each kind of stream it prints the mean absolute error over methods, that for TRIBE alone and the mean error
-with its sign, in points. Then it prints, for each method, the standard errors on corruptions and on orders of streams
+with its sign, in points. Then it prints, for each method, the standard error of intervals and that on orders of streams
 that were left out of the fit, and the share of windows in intervals made from the first (now) and from the larger one.
 Choose on seeds 1 to 4, the default; the tables of docs/health.md are of others.
 """
@@ -21,15 +21,14 @@ from benchmarks.health_play import REHEARSAL, Columns, Records
 from benchmarks.health_score import Known, gather, images_of, known_of, labelled, right_of
 from tribe.health.estimate import WINDOW, Estimator, Features, Images, concentration, window_features
 from tribe.health.fitting import (
-    LEAST_SIGMA,
     RIDGE,
     Measure,
     Windows,
     class_spread,
-    corruptions_left_out,
     cut,
     left_out_error,
     ridge,
+    standard_error,
 )
 
 Read = Callable[[Columns, Known], Images]
@@ -85,9 +84,9 @@ class Outcome(NamedTuple):
     """What a variant says of M windows of one method, in points."""
 
     error: Tensor  # (M,)
-    widths: Tensor  # (2, M), half of the interval, from the error on corruptions, and from the larger of both
+    widths: Tensor  # (2, M), half of the interval, as it is, and from the larger of both errors
     streams: list[str]  # of each window
-    left_out: list[float]  # the standard errors on corruptions and on orders that were left out
+    left_out: list[float]  # the standard errors of intervals, and on orders that were left out
 
 
 def orders_left_out(windows: Windows) -> list[tuple[Tensor, Tensor]]:
@@ -100,12 +99,12 @@ def outcome(records: Records, method: str, seeds: list[int], variant: Variant) -
     known = known_of(records)
     streams = labelled(records, method, lambda columns: variant.read(columns, known))
     windows = cut(streams, WINDOW, variant.measure)
-    splits = corruptions_left_out(windows), orders_left_out(windows)
-    sigmas = [left_out_error(windows, WINDOW, split, variant.penalty) for split in splits]
+    now = standard_error(windows, streams, WINDOW, variant.measure, variant.penalty)
+    sigmas = [now, left_out_error(windows, WINDOW, orders_left_out(windows), variant.penalty)]
     fitted = ridge(windows, None, variant.penalty)
     models = [
-        Estimator(known.classes, known.temperature, *fitted, max(*some, LEAST_SIGMA), class_spread(streams))
-        for some in (sigmas[:1] * 2, sigmas)
+        Estimator(known.classes, known.temperature, *fitted, sigma, class_spread(streams))
+        for sigma in (now, max(sigmas))
     ]
     errors, widths, names = [], [], list[str]()
     for played in records.played.values():

@@ -40,14 +40,9 @@ class Windows(NamedTuple):
 
 
 def fit(streams: Sequence[Labelled], classes: int, temperature: float, window: int) -> Estimator:
-    """Ridge regression of the log-odds of accuracy; its error is that on corruptions left out of the fit.
-
-    Windows of the fit show several corruptions, and errors average out. A deployed stream may show one for hours, so
-    the error on stretches of one corruption counts where it is larger.
-    """
+    """Ridge regression of the log-odds of accuracy; its error is that on corruptions left out of the fit."""
     windows = cut(streams, window)
-    mixed = left_out_error(windows, window, corruptions_left_out(windows))
-    error = max(mixed, stretch_error(windows, streams), LEAST_SIGMA)
+    error = standard_error(windows, streams, window)
     return Estimator(classes, temperature, *ridge(windows), error, class_spread(streams), window)
 
 
@@ -107,6 +102,22 @@ def ridge(windows: Windows, chosen: Tensor | None = None, penalty: float = RIDGE
     return float(y.mean()), tuple(Term(*map(float, row)) for row in rows)
 
 
+def standard_error(
+    windows: Windows,
+    streams: Sequence[Labelled],
+    window: int,
+    measure: Measure = window_features,
+    penalty: float = RIDGE,
+) -> float:
+    """The standard error of the model of windows on a corruption that it has not seen.
+
+    Windows of the fit show several corruptions, and errors average out. A deployed stream may show one for hours, so
+    the error on stretches of one corruption counts where it is larger.
+    """
+    mixed = left_out_error(windows, window, corruptions_left_out(windows), penalty)
+    return max(mixed, stretch_error(windows, streams, measure, penalty), LEAST_SIGMA)
+
+
 def corruptions_left_out(windows: Windows) -> list[Split]:
     """For each corruption: the windows without it, and those that show it half of the time or more."""
     return [(share == 0, share >= 0.5) for share in windows.share.unbind(1)]
@@ -116,8 +127,8 @@ def left_out_error(windows: Windows, window: int, splits: Sequence[Split], penal
     """The standard error of fits to some windows on others, beyond the luck of the draw; 0 if none can be fitted."""
     squares = []
     for seen, tested in splits:
-        if seen.sum() > len(Features._fields) and tested.any():
-            model = Estimator(2, 1.0, *ridge(windows, seen, penalty), 0.0)
+        model = _model(windows, seen, penalty)
+        if model is not None and tested.any():
             found = model.accuracy(Features(*windows.features[tested].unbind(-1)))
             squares.append((found - windows.accuracy[tested]).square())
     if not squares:
@@ -126,23 +137,27 @@ def left_out_error(windows: Windows, window: int, splits: Sequence[Split], penal
     return float((torch.cat(squares).mean() - luck).clamp_min(0).sqrt())
 
 
-def stretch_error(windows: Windows, streams: Sequence[Labelled]) -> float:
+def stretch_error(
+    windows: Windows, streams: Sequence[Labelled], measure: Measure = window_features, penalty: float = RIDGE
+) -> float:
     """The standard error on stretches of one corruption that was left out of the fit, beyond luck; 0 without any."""
-    models: dict[int, Estimator | None] = {}
+    models = [_model(windows, share == 0, penalty) for share in windows.share.unbind(1)]  # by condition
     squares = []
     for stream in streams:
         for condition, stretch in stretches(stream.condition):
-            if condition not in models:
-                seen = windows.share[:, condition] == 0
-                enough = seen.sum() > len(Features._fields)
-                models[condition] = Estimator(2, 1.0, *ridge(windows, seen), 0.0) if enough else None
             model = models[condition]
             if model is not None:
-                images = Images(*(t[stretch] for t in stream.images))
-                found = model.accuracy(window_features(images, torch.ones_like(stream.right[stretch])))
-                p = stream.right[stretch].double().mean()
-                squares.append((found - p).square() - p * (1 - p) / len(images.confidence))
+                images, right = Images(*(t[stretch] for t in stream.images)), stream.right[stretch]
+                p = right.double().mean()
+                found = model.accuracy(measure(images, torch.ones_like(right)))
+                squares.append((found - p).square() - p * (1 - p) / len(right))
     return float(torch.stack(squares).mean().clamp_min(0).sqrt()) if squares else 0.0
+
+
+def _model(windows: Windows, seen: Tensor, penalty: float) -> Estimator | None:
+    """The model of the windows that are ``seen`` (M,); None if they are too few."""
+    few = seen.sum() <= len(Features._fields)
+    return None if few else Estimator(2, 1.0, *ridge(windows, seen, penalty), 0.0)
 
 
 def stretches(condition: Tensor) -> list[tuple[int, slice]]:

@@ -19,8 +19,7 @@ from tribe.health.frames import Verdict
 from tribe.health.martingale import Reference
 from tribe.health.probe import Answers, ShiftState, ask, start_shift
 
-AGREEMENT = 500  # images of the mean agreement with the source, of those that it predicted, too
-RECENT = 500  # images of the means of what a method reports: at batch size 1 a report is of one image
+RECENT = 500  # images of the means: of the agreement with the source, and of what a method reports of its batches
 
 
 class WatchState(NamedTuple):
@@ -92,7 +91,7 @@ class Watcher:
             source, known = answers.logits.to(output.dtype), answers.known & valid
             agree = (source.argmax(2) == predicted) & known
             counts = torch.stack((agree, known), 1).sum(2)
-            agreement = torch.addcmul(counts, agreement, torch.exp(counts[:, 1:] / -AGREEMENT))
+            agreement = _add(agreement, counts, counts[:, 1:])
         alarms = self.alarms.observe(
             state.alarms, verdict, output, valid, info.distance, source=source, known=known, reference=self.normal
         )
@@ -107,8 +106,13 @@ class Watcher:
         """Add what the method reports of a batch, weighted by its images."""
         images = valid.sum(1, keepdim=True)
         said = torch.stack((info.entropy, info.trusted, torch.ones_like(info.entropy)), 1).to(state.recent.dtype)
-        sums = torch.addcmul(said * images, state.recent, torch.exp(images / -RECENT))
+        sums = _add(state.recent, said * images, images)
         return state._replace(recent=torch.where(images > 0, sums, state.recent))
+
+
+def _add(sums: Tensor, new: Tensor, images: Tensor) -> Tensor:
+    """Discounted sums with those of new images (S, 1): about the last `RECENT` count."""
+    return torch.addcmul(new, sums, torch.exp(images / -RECENT))
 
 
 class Health(NamedTuple):
