@@ -1,4 +1,4 @@
-"""Play methods over short streams and keep what estimators of accuracy may read, in one small file.
+"""Play methods over streams and keep what estimators of accuracy may read, in one small file.
 
 Images and labels come from a pack (`benchmarks.health_pack`). All seeds of a stream, and all streams of calibration,
 play side by side. What the source network says is the same for all methods: it passes each stream once.
@@ -76,12 +76,13 @@ def stream_batches(
     return [Batch(*(t.to(device) for t in batch)) for batch in stream_of]
 
 
-def rehearsal_batches(pack: Pack, device: torch.device, limit: int | None = None) -> list[Batch]:
-    """All batches of the streams of calibration, on a device; ``domain`` is the condition."""
-    labels, reset = pack.clean[1], torch.zeros(len(pack.plans), dtype=torch.bool)
-    place = torch.stack(pack.places)[:, :limit]
-    number = torch.stack([plan.number for plan in pack.plans])[:, :limit]
-    condition = torch.stack([plan.condition for plan in pack.plans])[:, :limit]
+def rehearsal_batches(pack: Pack, orders: Sequence[str], device: torch.device, limit: int | None = None) -> list[Batch]:
+    """All batches of streams of calibration of equal length, on a device; ``domain`` is the condition."""
+    chosen = [(plan, place) for plan, place in zip(pack.plans, pack.places, strict=True) if plan.order in orders]
+    labels, reset = pack.clean[1], torch.zeros(len(chosen), dtype=torch.bool)
+    place = torch.stack([place for _, place in chosen])[:, :limit]
+    number = torch.stack([plan.number for plan, _ in chosen])[:, :limit]
+    condition = torch.stack([plan.condition for plan, _ in chosen])[:, :limit]
     batches = []
     for p, n, c in zip(*(t.split(BATCH, 1) for t in (place, number, condition)), strict=True):
         batch = Batch(pack.corrupted[p].float().div_(255), labels[n], c, torch.ones_like(n, dtype=torch.bool), reset)

@@ -1,6 +1,6 @@
 """Compare estimates of accuracy with the accuracy, from the records of a study of health; no network is needed."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.health_pages import mean_errors
-from benchmarks.health_play import REHEARSAL, Columns, Played, Records, load
+from benchmarks.health_play import PROBE, REHEARSAL, Columns, Played, Records, load
 from benchmarks.time_play import write
 from tribe.engine.losses import probabilities
 from tribe.health import baselines
 from tribe.health.calibration import fit_temperature
-from tribe.health.estimate import WINDOW, Estimator, Images, concentration, window_features
+from tribe.health.estimate import WINDOW, Estimator, Features, Images, window_features
 from tribe.health.fitting import Labelled, fit
 from tribe.health.records import Signals
 
@@ -41,17 +41,17 @@ def known_of(records: Records) -> Known:
     return Known(logits.shape[1], temperature, accuracy, float(tempered.mean()), float(tempered.quantile(1 - accuracy)))
 
 
-def labelled(records: Records, method: str, read: Callable[[Columns], Images]) -> list[Labelled]:
+def labelled(records: Records, method: str) -> list[Labelled]:
     """The streams of a method's calibration."""
     names = list(dict.fromkeys(name for name, _ in records.header["conditions"]))
     kinds = torch.tensor([names.index(name) for name, _ in records.header["conditions"]])
     played = [p for p in records.played.values() if p.method == method and p.stream.startswith(REHEARSAL)]
-    return [Labelled(read(p.columns), right_of(p), kinds[p.columns["domain"]]) for p in played]
+    return [Labelled(images_of(p.columns), right_of(p), kinds[p.columns["domain"]]) for p in played]
 
 
 def learn(records: Records, method: str, known: Known, window: int = WINDOW) -> Estimator:
     """Calibrate a method from what it said of the images that calibrate."""
-    return fit(labelled(records, method, images_of), known.classes, known.temperature, window)
+    return fit(labelled(records, method), known.classes, known.temperature, window)
 
 
 def right_of(played: Played) -> Tensor:
@@ -62,7 +62,23 @@ def right_of(played: Played) -> Tensor:
 def images_of(columns: Columns) -> Images:
     """What our estimator reads of each image."""
     c = columns
-    return Images(c["tempered"], c["student"][c["batch"]], *c["shift"][c["batch"]].unbind(1), c["prediction"])
+    same = torch.where(c["source_prediction"] == c["prediction"], 1.0, -1.0)
+    source = torch.where(probes(c["batch"]), same, 0)
+    shift = c["shift"][c["batch"]].unbind(1)
+    return Images(c["tempered"], c["student"][c["batch"]], source, *shift, c["prediction"])
+
+
+def probes(batch: Tensor) -> Tensor:
+    """Which images the source predicts in a watched stream (N,), from the number of their batches."""
+    counts = batch.unique_consecutive(return_counts=True)[1]
+    first = (counts.cumsum(0) - counts).repeat_interleave(counts)
+    return (torch.arange(len(batch)) - first) % PROBE == 0
+
+
+def window_features_of(columns: Columns, classes: int, size: int = WINDOW) -> Features:
+    """The features of all windows of a stream that do not overlap."""
+    images = Images(*(t.unfold(0, size, size) for t in images_of(columns)))
+    return window_features(images, torch.ones_like(images.confidence, dtype=torch.bool), classes)
 
 
 def signals_of(played: Played) -> Signals:
@@ -95,16 +111,14 @@ def judge(played: Played, known: Known, estimator: Estimator) -> Row:
     def windows(values: Tensor) -> list[float]:
         return percent(values.double().unfold(0, size, size).mean(-1))
 
-    images = Images(*(t.unfold(0, size, size) for t in images_of(played.columns)))
-    filled = torch.ones_like(images.confidence, dtype=torch.bool)
-    ours = estimator.accuracy(window_features(images, filled))
-    half = estimator.half_width(ours, torch.tensor(size), concentration(images.predicted, filled, estimator.classes))
+    features = window_features_of(played.columns, estimator.classes, size)
+    ours, half = estimator.accuracy(features), estimator.half_width(features, torch.tensor(size))
     columns = {name: windows(values) for name, values in estimates(signals_of(played), known).items()}
     return {
         **{"method": played.method, "stream": played.stream, "seed": played.seed},
         **{"images": len(played.columns["label"]), "true": windows(right_of(played))},
         **{"low": percent((ours - half).clamp_min(0)), "high": percent((ours + half).clamp_max(1))},
-        "left_out": round(100 * estimator.sigma, 2),
+        "left_out": round(100 * estimator.unseen, 2),
         "estimates": {"ours": percent(ours), **columns},
     }
 
@@ -135,7 +149,7 @@ def score(records: Records, out: Path, seeds: Sequence[int] | None = None) -> Pa
         found = [judge(played, known, estimator) for played in streams if seeds is None or played.seed in seeds]
         rows += found
         errors = ", ".join(f"{name} {value:.1f}" for name, value in mean_errors(found).items())
-        print(f"{method}: {errors}; on a corruption that is left out {100 * estimator.sigma:.1f}")
+        print(f"{method}: {errors}; on a corruption that is left out {100 * estimator.unseen:.1f}")
     header = records.header
     corruptions = [name for name in dict.fromkeys(name for name, _ in header["conditions"]) if name != "clean"]
     shared = {"dataset": header["dataset"], "model": header["model"], "machine": header["machine"]}

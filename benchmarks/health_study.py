@@ -78,14 +78,13 @@ def play(pack: Pack, o: argparse.Namespace) -> Path:
     path: Path = o.records / f"records_{pack.dataset}_{o.model}.safetensors"
     played = health_play.load(path).played if path.exists() else {}
     clock.say(f"{o.model} on {device}: {100 * (logits.argmax(1) == labels).float().mean():.1f} % right, clean")
-    for stream in (REHEARSAL, *o.streams):
-        names = [f"{REHEARSAL}-{plan.order}" for plan in pack.plans] if stream == REHEARSAL else [stream]
-        keys = [(name, 0) for name in names] if stream == REHEARSAL else [(stream, seed) for seed in o.seeds]
+    for stream, keys in plays(pack, o):
         missing = [m for m in o.methods if any(f"{m}/{name}/{seed}" not in played for name, seed in keys)]
         if not missing:
             continue
         if stream == REHEARSAL:
-            batches = health_play.rehearsal_batches(pack, device, o.limit)
+            orders = [name.removeprefix(f"{REHEARSAL}-") for name, _ in keys]
+            batches = health_play.rehearsal_batches(pack, orders, device, o.limit)
         else:
             batches = health_play.stream_batches(pack, stream, o.seeds, device, o.limit)
         source = health_play.watch_source(net, batches, temperature)
@@ -98,6 +97,14 @@ def play(pack: Pack, o: argparse.Namespace) -> Path:
             clock.say(f"{stream}, {name}: {len(right)} images, {100 * right.mean():.1f} % right")
         health_play.save(path, header, (logits, labels), played)
     return path
+
+
+def plays(pack: Pack, o: argparse.Namespace) -> list[tuple[str, list[tuple[str, int]]]]:
+    """What plays side by side: streams of calibration of equal length, then all seeds of a kind of stream."""
+    lengths = dict.fromkeys(len(plan.number) for plan in pack.plans)
+    together = [[plan.order for plan in pack.plans if len(plan.number) == length] for length in lengths]
+    found = [(REHEARSAL, [(f"{REHEARSAL}-{order}", 0) for order in orders]) for orders in together]
+    return [*found, *((stream, [(stream, seed) for seed in o.seeds]) for stream in o.streams)]
 
 
 # -- command line ------------------------------------------------------------------------------------------------------
@@ -117,7 +124,7 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--methods", type=words, default=METHODS, help="with commas (default: %(default)s)")
     p.add_argument("--streams", type=words, default=STREAMS, help="with commas (default: %(default)s)")
     p.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="of the streams (default: %(default)s)")
-    p.add_argument("--per", type=int, default=134, help="images of each domain (default: %(default)s)")
+    p.add_argument("--per", type=int, default=1000, help="images of each domain (default: %(default)s)")
     p.add_argument("--pack", type=Path, help="file with all images; made if there is none (default: in --records)")
     p.add_argument("--live", action="store_true", help="corrupt clean images for the pack: the files of --dataset")
     p.add_argument("--pack-only", action="store_true", help="play nothing")

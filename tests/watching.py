@@ -5,8 +5,9 @@ from torch import nn
 
 import tribe
 from tribe.health.calibration import QUANTILES, Calibration
-from tribe.health.estimate import WINDOW, Estimator, Features, Term
+from tribe.health.estimate import Estimator, Features
 from tribe.health.martingale import LEVELS, Reference
+from tribe.health.regression import GaussianProcess
 from tribe.testing import CLASSES, images
 
 
@@ -19,9 +20,11 @@ def pictures(streams, batch, seed=0):
 def calibration_of(net, method="tribe", classes=CLASSES):
     """What `tribe.calibrate` might find for a network: 80 % right, more where predictions are more confident."""
     even = torch.linspace(0.1, 0.9, LEVELS)
-    terms = (Term(0.5, 0.5, 0.0, 1.0), *[Term(0.0, 0.0, 0.0, 0.0)] * (len(Features._fields) - 1))
+    seen = torch.zeros(20, len(Features._fields))
+    seen[:, 0] = torch.linspace(-1, 3, 20)  # log-odds of the confidence
+    model = GaussianProcess.fit(seen, 1.4 + 0.5 * (seen[:, 0] - 0.5), torch.full((20,), 0.1))
     return Calibration(
-        Estimator(classes, 1.0, 1.4, terms, 0.05, 0.1, WINDOW),
+        Estimator(classes, 1.0, model, spread=0.1, unseen=0.05),
         method,
         tribe.Backbone(net).fingerprint(exact=False),
         images=200,

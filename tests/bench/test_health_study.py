@@ -20,8 +20,8 @@ def test_the_page_shows_the_results():
 def small(monkeypatch):
     """Few images calibrate."""
     monkeypatch.setattr(health_pack, "HELD_OUT", 200)
-    monkeypatch.setattr(rehearsal, "LENGTH", 1)
-    monkeypatch.setattr(rehearsal, "LEAST_OF_A_CONDITION", 34)
+    monkeypatch.setattr(rehearsal, "MIXED", 34)
+    monkeypatch.setattr(rehearsal, "STRETCH", 40)
 
 
 def test_a_study_plays_and_its_results_become_tables(tmp_path, small, monkeypatch, capsys):

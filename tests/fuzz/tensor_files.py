@@ -16,8 +16,9 @@ from tribe import methods, models
 from tribe.cli.commands import app
 from tribe.engine.backbone import Backbone
 from tribe.health.calibration import Calibration
-from tribe.health.estimate import Estimator, Features, Term
+from tribe.health.estimate import Estimator, Features
 from tribe.health.martingale import LEVELS, Reference
+from tribe.health.regression import GaussianProcess
 from tribe.knowledge import Knowledge
 from tribe.lab import runner
 from tribe.lab.stream import Stream
@@ -87,8 +88,8 @@ class SourceKnowledge:
 class HealthCalibration:
     @staticmethod
     def make(folder):
-        term = Term(1.0, 0.5, 0.0, 1.0)
-        estimator = Estimator(CLASSES, 2.0, 0.3, (term,) * len(Features._fields), 0.02)
+        x = torch.rand(9, len(Features._fields), generator=torch.Generator().manual_seed(1))
+        estimator = Estimator(CLASSES, 2.0, GaussianProcess.fit(x, x.sum(1), torch.zeros(9)))
         entropies = tuple(i / 511 for i in range(512))
         normal = Reference(torch.rand(CLASSES, LEVELS, generator=torch.Generator().manual_seed(0)), torch.tensor(0.1))
         made = Calibration(estimator, "tribe", "0" * 32, 200, 0.9, 0.8, 0.7, entropies, ("fog",), normal)

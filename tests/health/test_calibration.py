@@ -13,7 +13,7 @@ from commands import tribe_command as command
 from tribe.engine.backbone import Backbone
 from tribe.health.calibration import Calibration, fit_temperature
 from tribe.health.estimate import Features, Images
-from tribe.health.fitting import Labelled, class_spread, cut, fit, stretch_error, stretches
+from tribe.health.fitting import MIXED, Errors, Labelled, class_spread, cut, fit, left_out, stretches, widening
 from tribe.knowledge import Knowledge, KnowledgeError
 from tribe.testing import small_network
 
@@ -38,7 +38,7 @@ def calibration(net):
     made = tribe.calibrate(
         net, *digits(0, COUNT), method="source", corruptions=NAMES, window=200, progress=lambda *n: done.append(n)
     )
-    assert done == [(i, 15) for i in range(1, 16)]  # 4 conditions of 240 images in batches of 64
+    assert done == [(i, 23) for i in range(1, 24)]  # 4 conditions of 128 images, mixed, then of 240, in batches of 64
     return made
 
 
@@ -72,7 +72,10 @@ def test_estimates_follow_the_accuracy(calibration, net):
 
 def test_a_file_holds_all_of_it(calibration, tmp_path):
     calibration.save(tmp_path / "health.safetensors")
-    assert Calibration.load(tmp_path / "health.safetensors") == calibration
+    again = Calibration.load(tmp_path / "health.safetensors")
+    assert again == calibration
+    assert again.knowledge().digest == calibration.knowledge().digest
+    assert all(map(torch.equal, again.estimator.model, calibration.estimator.model))
     assert load_file(tmp_path / "health.safetensors")["entropies"].shape == (512,)
 
 
@@ -106,8 +109,9 @@ def test_files_that_hold_no_calibration_are_refused(calibration, tmp_path):
             Calibration.load(path)
     for name, wrong, reason in (
         ("entropies", torch.zeros(3), "512 finite quantiles"),
-        ("terms", known.tensors["terms"][1:], r"terms of shape \(4, 4\); expected \(5, 4\)"),
-        ("terms", torch.full((5, 4), torch.nan), "finite"),
+        ("model.mean", torch.zeros(5), r"model.mean of shape \(5,\); expected \(7,\)"),
+        ("model.root", known.tensors["model.root"][1:], "model.root of shape"),
+        ("model.weights", torch.full_like(known.tensors["model.weights"], torch.nan), "finite"),
     ):
         Knowledge(known.method, {**known.tensors, name: wrong}, known.network, spec).save(path)
         with pytest.raises(KnowledgeError, match=reason):
@@ -117,10 +121,10 @@ def test_files_that_hold_no_calibration_are_refused(calibration, tmp_path):
 def test_calibrations_of_the_same_images_are_told_apart(calibration, net):
     """One network keeps its watchers by calibration: an estimator that differs must not find another's."""
     first = calibration.estimator
-    other = dataclasses.replace(first, terms=tuple(t._replace(weight=t.weight + 1) for t in first.terms))
+    other = dataclasses.replace(first, model=first.model._replace(offset=first.model.offset + 1))
     two = calibration, dataclasses.replace(calibration, estimator=other)
     watchers = [tribe.methods.create("source+watch", calibration=c).watcher(net) for c in two]
-    assert [watcher.estimator.terms for watcher in watchers] == [first.terms, other.terms]
+    assert [watcher.estimator.model.offset for watcher in watchers] == [first.model.offset, other.model.offset]
     assert two[0].knowledge().digest != two[1].knowledge().digest
 
 
@@ -160,8 +164,9 @@ def test_the_temperature_undoes_a_scale():
 
 
 def test_a_method_without_a_student_gives_agreement_no_weight(calibration):
-    terms = Features(*calibration.estimator.terms)
-    assert terms.agreement.weight == 0
+    factor = Features(*calibration.estimator.model.factor)
+    assert (factor.agreement, factor.source) == (0, 0)  # the source agrees with itself
+    assert factor.confidence > 0
 
 
 def test_the_command_writes_a_calibration(net, tmp_path, monkeypatch):
@@ -191,7 +196,7 @@ def test_the_spread_between_classes_is_free_of_luck():
     predicted = torch.arange(20_000) % 2
     right = torch.rand(20_000, generator=draw) < torch.where(predicted == 0, 0.9, 0.5)
     blank = torch.zeros(20_000)
-    images = Images(blank, blank, blank, blank, blank, predicted)
+    images = Images(*[blank] * 6, predicted)
     condition = torch.zeros(20_000, dtype=torch.int64)
     assert class_spread([Labelled(images, right, condition)]) == pytest.approx(0.2, abs=0.01)
     unrelated = images._replace(predicted=torch.randint(0, 50, (20_000,), generator=draw))
@@ -203,17 +208,50 @@ def test_a_stretch_is_one_condition_without_its_first_third():
     assert stretches(condition) == [(4, slice(10, 30)), (2, slice(62, 89)), (4, slice(95, 109))]
 
 
-def test_intervals_know_the_error_on_one_corruption_where_errors_of_many_average_out():
-    """A fit to windows that mix corruptions claims more than it knows of a stream that shows one for hours."""
-    draw = torch.Generator().manual_seed(0)
-    condition = torch.arange(20).repeat_interleave(200)
-    share = torch.where(torch.arange(20) % 2 == 0, 0.9, 0.5)[condition]  # and nothing that is seen tells which
-    right = torch.rand(4000, generator=draw) < share
-    noise = [torch.rand(4000, generator=draw) for _ in range(5)]
-    images = Images(*noise, torch.zeros(4000, dtype=torch.int64))
-    one = Labelled(images, right, condition)
-    assert stretch_error(cut([one], 500), [one]) == pytest.approx(0.2, abs=0.03)
-    shuffled = torch.randperm(4000, generator=draw)
-    mixed = Labelled(Images(*(t[shuffled] for t in images)), right[shuffled], condition[shuffled])
-    assert stretch_error(cut([mixed], 500), [mixed]) == 0  # it has no stretches
-    assert fit([one], 10, 1.0, 500).sigma > 2 * fit([mixed], 10, 1.0, 500).sigma
+def played(condition, share, seen, seed=0):
+    """A stream whose images are right with these probabilities, and whose confidence shows ``seen``."""
+    draw = torch.Generator().manual_seed(seed)
+    count = len(condition)
+    right = torch.rand(count, generator=draw) < share
+    confidence = (seen + 0.02 * torch.randn(count, generator=draw)).clamp(0.01, 0.99)
+    known = [torch.full((count,), 0.5) for _ in range(5)]
+    return Labelled(Images(confidence, *known, torch.arange(count) % 10), right, condition)
+
+
+def test_windows_are_of_one_corruption_or_of_many():
+    condition = torch.arange(3).repeat_interleave(600)
+    windows = cut([played(condition, torch.full((1800,), 0.7), torch.full((1800,), 0.7))], 200, 10)
+    alone = windows.condition != MIXED
+    sizes = windows.images[alone].unique(return_counts=True)
+    assert [t.tolist() for t in sizes] == [[50, 100, 200], [24, 12, 6]]  # of 400 images, without the first third
+    assert (windows.images[~alone] == 200).all()
+    assert int((~alone).sum()) == 60
+
+
+def test_intervals_hold_a_corruption_that_was_left_out():
+    """Half of the corruptions are right in 90 % of all cases, the others in 50, and nothing seen tells which."""
+    condition = torch.arange(20).repeat_interleave(300)
+    share = torch.where(torch.arange(20) % 2 == 0, 0.9, 0.5)[condition]
+    hidden = fit([played(condition, share, torch.full((6000,), 0.7))], 10, 1.0, 200)
+    assert hidden.unseen == pytest.approx(0.2, abs=0.03)
+    shown = fit([played(condition, share, share)], 10, 1.0, 200)
+    assert shown.unseen < 0.05
+    assert hidden.widening > 1.5 * shown.widening
+    features = cut([played(condition, share, torch.full((6000,), 0.7), seed=1)], 200, 10)
+    half = hidden.half_width(Features(*features.features.float().unbind(1)), features.images)
+    found = hidden.accuracy(Features(*features.features.float().unbind(1)))
+    inside = ((found - features.accuracy).abs() <= half).double().mean()
+    assert inside > 0.8
+
+
+def test_the_widening_is_the_share_that_is_held():
+    expected = torch.ones(100, dtype=torch.float64)
+    assert widening(Errors(torch.linspace(0, 3, 100, dtype=torch.float64), expected)) == pytest.approx(2.7 / 1.6449)
+    assert widening(Errors(0 * expected, expected)) == 0.5
+    assert widening(Errors(expected[:0], expected[:0])) == 1
+
+
+def test_without_stretches_nothing_can_be_left_out():
+    condition = torch.arange(20).repeat(100)
+    stream = played(condition, torch.full((2000,), 0.7), torch.full((2000,), 0.7))
+    assert len(left_out(cut([stream], 200, 10), 200).found) == 0

@@ -6,22 +6,21 @@ import pytest
 import torch
 
 from tribe.engine.state import leaves, stream
-from tribe.health.estimate import Estimator, Features, Images, Term, window_features
+from tribe.health.estimate import Estimator, Features, Images, window_features
 from tribe.health.probe import Answers
+from tribe.health.regression import NOISE, GaussianProcess
 
 CLASSES = 3
-ESTIMATOR = Estimator(
-    CLASSES,
-    2.0,
-    0.4,
-    (
-        *(Term(0.8, 1.0, -3, 3), Term(0.3, 1.0, -3, 5)),
-        *(Term(-0.5, -1.0, -3, 1), Term(-0.6, -1.1, -3, 1), Term(-0.7, -1.2, -3, 1)),
-    ),
-    sigma=0.03,
-    spread=0.2,
-    window=7,
-)
+F = len(Features._fields)
+
+
+def fitted():
+    """A model of windows whose accuracy rises with confidence and agreement, and falls with distances."""
+    x = torch.randn(40, F, generator=torch.Generator().manual_seed(0))
+    return GaussianProcess.fit(x, 0.4 + x[:, :3].sum(1) - x[:, 3:].sum(1) / 2, torch.full((40,), 0.1))
+
+
+ESTIMATOR = Estimator(CLASSES, 2.0, fitted(), widening=0.8, spread=0.2, window=7)
 
 
 def logits(streams, batch, seed):
@@ -42,30 +41,34 @@ def log_odds(p):
 
 def test_features_by_hand():
     far = [torch.tensor([[0.0, 0.1, 0.2, 0.3]]) * factor for factor in (1, 2, 0)]
-    images = Images(torch.tensor([[0.6, 0.7, 0.9, 1.0]]), torch.full((1, 4), 0.5), *far, torch.zeros(1, 4))
-    features = window_features(images, torch.ones(1, 4, dtype=torch.bool))
+    source = torch.tensor([[1.0, 0.0, -1.0, 1.0]])  # unknown for the second image
+    predicted = torch.tensor([[0, 0, 2, 2]])
+    images = Images(torch.tensor([[0.6, 0.7, 0.9, 1.0]]), torch.full((1, 4), 0.5), source, *far, predicted)
+    features = window_features(images, torch.ones(1, 4, dtype=torch.bool), CLASSES)
     assert features.confidence.item() == pytest.approx(log_odds(0.8))
     assert features.agreement.item() == pytest.approx(0, abs=1e-6)
+    assert features.source.item() == pytest.approx(log_odds(2 / 3))
     assert features.near.item() == pytest.approx(math.log(0.2))  # unknown for the first image
     assert features.middle.item() == pytest.approx(math.log(0.4))
     assert math.isnan(features.deep.item())
-    first = window_features(images, torch.tensor([[True, True, False, False]]))
+    assert features.concentration.item() == pytest.approx(math.log(1 / 2 - 1 / 3 + 0.02))
+    first = window_features(images, torch.tensor([[True, True, False, False]]), CLASSES)
     assert first.confidence.item() == pytest.approx(log_odds(0.65))
+    nobody = window_features(images, torch.tensor([[False, True, False, False]]), CLASSES)
+    assert math.isnan(nobody.source.item())  # the source was not asked
 
 
-def test_the_model_is_linear_in_log_odds_and_does_not_extrapolate():
-    inside = Features(*(torch.tensor(term.mean) for term in ESTIMATOR.terms))
-    assert ESTIMATOR.accuracy(inside).item() == pytest.approx(1 / (1 + math.exp(-0.4)))
-    above = ESTIMATOR.accuracy(inside._replace(confidence=torch.tensor(3.0)))
-    assert above.item() == pytest.approx(1 / (1 + math.exp(-(0.4 + 0.8 * 2))))
-    assert torch.equal(ESTIMATOR.accuracy(inside._replace(confidence=torch.tensor(9.0))), above)
-    unknown = inside._replace(near=torch.tensor(math.nan))
-    assert torch.equal(ESTIMATOR.accuracy(unknown), ESTIMATOR.accuracy(inside))
+def test_the_accuracy_is_what_the_model_says_of_the_features():
+    features = Features(*torch.randn(F, 5, generator=torch.Generator().manual_seed(1)))
+    expected = torch.sigmoid(ESTIMATOR.model.value(torch.stack(features, -1)))
+    assert torch.equal(ESTIMATOR.accuracy(features), expected)
+    surer = ESTIMATOR.accuracy(features._replace(confidence=features.confidence + 1))
+    assert (surer > ESTIMATOR.accuracy(features)).all()
 
 
 @pytest.mark.parametrize("batch", [1, 3, 7, 20])
 def test_a_ring_of_the_last_images_equals_keeping_all(batch):
-    state, kept, shares, shifts, ended = ESTIMATOR.init(), [], [], [], 0.0
+    state, kept, shares, shifts, sources, ended = ESTIMATOR.init(), [], [], [], [], 0.0
     for step in range(12):
         x, share = logits(1, batch, step), 0.5 + step / 40
         said = answers(1, batch, step)
@@ -73,19 +76,20 @@ def test_a_ring_of_the_last_images_equals_keeping_all(batch):
         kept += list(x[0])
         shifts += [said.shift[0]] * batch
         shares += [share] * batch
+        same = said.logits[0, 0].argmax() == x[0, 0].argmax()
+        sources += [1.0 if same else -1.0] + [0.0] * (batch - 1)
         last = slice(max(len(kept) - 7, 0), None)
         confidence = (torch.stack(kept) / 2.0).softmax(-1).amax(-1)
         far = torch.stack(shifts)[last].unbind(1)
         predicted = torch.stack(kept)[last].argmax(-1)
-        images = Images(confidence[last], torch.tensor(shares)[last], *far, predicted)
-        features = window_features(images, torch.ones_like(images.confidence, dtype=torch.bool))
+        images = Images(confidence[last], torch.tensor(shares)[last], torch.tensor(sources)[last], *far, predicted)
+        features = window_features(images, torch.ones_like(images.confidence, dtype=torch.bool), CLASSES)
         now, read = ESTIMATOR.accuracy(features).item(), ESTIMATOR.read(state)
         ended += 7 * now * (len(kept) // 7 - (len(kept) - batch) // 7)
         assert read.accuracy.item() == pytest.approx(now, abs=1e-6)
         assert read.overall.item() == pytest.approx((ended + now * (len(kept) % 7)) / len(kept), abs=1e-5)
         assert read.images.item() == len(kept)
-        uneven = sum((predicted.tolist().count(k) / len(predicted)) ** 2 for k in range(CLASSES)) - 1 / CLASSES
-        half = ESTIMATOR.half_width(torch.tensor(now), torch.tensor(len(predicted)), torch.tensor(max(uneven, 0)))
+        half = ESTIMATOR.half_width(features, torch.tensor(len(predicted)))
         assert read.high.item() == pytest.approx(min(now + half.item(), 1), abs=1e-5)
 
 
@@ -122,8 +126,14 @@ def test_before_the_first_image_nothing_is_known():
     assert all(bool(t.isfinite().all()) for t in read)
 
 
-def test_the_interval_holds_the_models_error_and_the_luck_of_the_draw():
-    half = ESTIMATOR.half_width(torch.tensor(0.5), torch.tensor(100), torch.tensor(0.0))
-    assert half.item() == pytest.approx(1.6449 * math.sqrt(0.25 / 100 + 0.03**2))
-    half = ESTIMATOR.half_width(torch.tensor(0.5), torch.tensor(100), torch.tensor(2 / 3))  # a single class of three
-    assert half.item() == pytest.approx(1.6449 * math.sqrt(0.25 / 100 + 0.03**2 + 0.2**2 * 2 / 3))
+def test_the_interval_holds_the_models_error_the_luck_of_the_draw_and_the_classes():
+    features = Features(*torch.zeros(F, 1))
+    for concentrated in (0.0, 2 / 3):  # the second is a single class of three
+        features = features._replace(concentration=torch.tensor([concentrated + 0.02]).log())
+        p = ESTIMATOR.accuracy(features).item()
+        variance = ESTIMATOR.model.variance(torch.stack(features, -1)).item()
+        assert variance > NOISE
+        error = (0.8 * p * (1 - p)) ** 2 * variance
+        half = ESTIMATOR.half_width(features, torch.tensor(100)).item()
+        expected = 1.6449 * math.sqrt(p * (1 - p) / 100 + error + 0.2**2 * concentrated)
+        assert half == pytest.approx(expected, rel=1e-4)

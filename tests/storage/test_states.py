@@ -207,7 +207,10 @@ def test_a_file_from_before_states_reported_agreement_still_loads(tmp_path, meth
     assert torch.equal(other(images(1, 6, 2)[0]), adapter(images(1, 6, 2)[0]))
 
 
-@pytest.mark.parametrize(("method", "later"), [("tribe+time", "time.confidence"), ("tribe+guard", "watch.recent")])
+@pytest.mark.parametrize(
+    ("method", "later"),
+    [("tribe+time", "time.confidence"), ("tribe+guard", "watch.recent"), ("tribe+watch", "rings.source")],
+)
 def test_a_file_from_before_a_state_had_a_field_still_loads(tmp_path, method, later):
     adapter = tribe.adapt(small_network(), tribe.methods.create(method, classes=4))
     adapter(images(1, 6, 0)[0])

@@ -1,7 +1,8 @@
 """Calibration: what health must know of a network and a method, from labelled source images that no training used.
 
 The method plays the images as three streams, clean and under the corruptions of their family: all mixed, one
-corruption after another, and in bursts of classes, some of which are rare. The labels say how accurate each window was;
+corruption for hundreds of images after another, and the same with bursts of classes, some of which are rare. The labels
+say how accurate each window was;
 `tribe.health.fitting` learns it from signals without labels.
 Every method adapts, and is over-confident, in its own way: so an estimator belongs to one network and one method.
 
@@ -10,7 +11,7 @@ Every method adapts, and is over-confident, in its own way: so an estimator belo
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any
@@ -24,16 +25,18 @@ from tribe.engine.losses import cross_entropy, entropy, probabilities
 from tribe.engine.rules import Frozen
 from tribe.engine.screening import sound
 from tribe.fields import is_whole, require
-from tribe.health.estimate import WINDOW, Estimator, Features, Images, Term, sense
+from tribe.health.estimate import WINDOW, Estimator, Features, Images, sense
 from tribe.health.fitting import Labelled, fit
 from tribe.health.martingale import LEVELS, Reference, refer
 from tribe.health.probe import ask, start_shift
-from tribe.health.rehearsal import Condition, choose_conditions, corrupt_images, plan_streams
+from tribe.health.regression import GaussianProcess
+from tribe.health.rehearsal import Condition, Plan, choose_conditions, corrupt_images, plan_streams
 from tribe.knowledge import Knowledge, KnowledgeError
 from tribe.methods import Method, count_classes
 from tribe.storage.json_files import Where, check
 
 NAME = "health"  # of the knowledge in a file
+MODEL = "model."  # begins the names of the estimator's tensors in a file
 ADVICE = "tribe source health --model ... --dataset ..."
 BATCH = 64
 PROBE = 4  # one image in so many is also predicted by the source
@@ -68,10 +71,10 @@ class Calibration:
         """The calibration as source knowledge."""
         fields = {**vars(self), "corruptions": list(self.corruptions)}
         normal = fields.pop("normal")
-        fields["estimator"] = {name: value for name, value in vars(self.estimator).items() if name != "terms"}
-        numbers = {"entropies": fields.pop("entropies"), "terms": self.estimator.terms}  # the digest covers tensors
-        tensors = {name: torch.tensor(value, dtype=torch.float64) for name, value in numbers.items()}
-        return Knowledge(NAME, {**tensors, **normal._asdict()}, fields.pop("network"), fields)
+        fields["estimator"] = {name: value for name, value in vars(self.estimator).items() if name != "model"}
+        tensors = {"entropies": torch.tensor(fields.pop("entropies"), dtype=torch.float64), **normal._asdict()}
+        tensors |= {MODEL + name: t for name, t in self.estimator.model._asdict().items()}  # the digest covers tensors
+        return Knowledge(NAME, tensors, fields.pop("network"), fields)
 
     @staticmethod
     def load(path: str | PathLike[str]) -> "Calibration":
@@ -116,9 +119,9 @@ SCHEMA: dict[str, Any] = {  # of a calibration in the header of its file
         "classes": _count(2, 2**20),
         "window": _count(2, 2**20),
         "temperature": Where(float, lambda v: v > 0, "above 0"),
-        "intercept": float,
-        "sigma": SHARE,
+        "widening": Where(float, lambda v: v > 0, "above 0"),
         "spread": SHARE,
+        "unseen": SHARE,
     },
     "method": str,
     "images": _count(1, 2**62),
@@ -132,19 +135,25 @@ SCHEMA: dict[str, Any] = {  # of a calibration in the header of its file
 def _decode(known: Knowledge) -> Calibration:
     """The calibration in source knowledge; ValueError if there is none."""
     spec = check(dict(known.spec), SCHEMA, "its header")
-    entropies, terms = (known.tensors.get(name, torch.empty(0)) for name in ("entropies", "terms"))
+    entropies = known.tensors.get("entropies", torch.empty(0))
     if entropies.shape != (QUANTILES,) or not bool(entropies.isfinite().all()):
         raise ValueError(f"entropies of shape {tuple(entropies.shape)}; expected {QUANTILES} finite quantiles")
-    shape = len(Features._fields), len(Term._fields)
-    if terms.shape != shape or not bool(terms.isfinite().all()):
-        raise ValueError(f"terms of shape {tuple(terms.shape)}; expected {shape}, finite")
     fields = {name: spec[name] for name in SCHEMA if name != "estimator"} | {"corruptions": tuple(spec["corruptions"])}
     fitted = {name: spec["estimator"][name] for name in SCHEMA["estimator"]}
-    fitted["terms"] = tuple(Term(*row) for row in terms.tolist())
-    normal = _normal(known, fitted["classes"])
-    return Calibration(
-        Estimator(**fitted), network=known.network, entropies=tuple(entropies.tolist()), normal=normal, **fields
-    )
+    estimator = Estimator(model=_model(known), **fitted)
+    normal = _normal(known, estimator.classes)
+    return Calibration(estimator, network=known.network, entropies=tuple(entropies.tolist()), normal=normal, **fields)
+
+
+def _model(known: Knowledge) -> GaussianProcess:
+    """The model of the estimator; ValueError if the knowledge does not hold it."""
+    model = GaussianProcess(*(known.tensors.get(MODEL + n, torch.empty(0)).float() for n in GaussianProcess._fields))
+    features, points = len(Features._fields), len(model.weights)
+    expected = ((), *[(features,)] * 4, (points, features), (points,), (points, points), ())
+    for name, tensor, shape in zip(model._fields, model, expected, strict=True):
+        if tensor.shape != shape or not bool(tensor.isfinite().all()):
+            raise ValueError(f"{MODEL}{name} of shape {tuple(tensor.shape)}; expected {shape}, finite")
+    return model
 
 
 def _normal(known: Knowledge, classes: int) -> Reference:
@@ -283,25 +292,48 @@ def _play(
     seed: int,
     progress: Progress | None,
 ) -> list[Labelled]:
-    """Play the method over one stream of each order, side by side."""
+    """Play the method over one stream of each order; streams of equal length play side by side."""
     plans = plan_streams(labels, conditions, seed)
+    lengths = dict.fromkeys(len(plan.number) for plan in plans)
+    batches, done = sum(math.ceil(length / BATCH) for length in lengths), 0
+    kinds = {name: k for k, name in enumerate(dict.fromkeys(name for name, _ in conditions))}
+    kind = torch.tensor([kinds[name] for name, _ in conditions])
+    streams = list[Labelled]()
+    for length in lengths:
+        together = [plan for plan in plans if len(plan.number) == length]
+        seen, right = list[Images](), list[Tensor]()
+        for signals, hits in _steps(net, method, images, labels, together, conditions, temperature, seed):
+            seen.append(signals)
+            right.append(hits)
+            done += 1
+            if progress is not None:
+                progress(done, batches)
+        whole = Images(*(torch.cat(column, 1) for column in zip(*seen, strict=True)))
+        hits = torch.cat(right, 1)
+        for s, plan in enumerate(together):
+            streams.append(Labelled(Images(*(t[s] for t in whole)), hits[s], kind[plan.condition]))
+    return streams
+
+
+def _steps(
+    net: Backbone,
+    method: Method,
+    images: Tensor,
+    labels: Tensor,
+    plans: Sequence[Plan],
+    conditions: Sequence[Condition],
+    temperature: float,
+    seed: int,
+) -> Iterator[tuple[Images, Tensor]]:
+    """Of each batch of streams of equal length: what an estimator sees of it, and which predictions are right."""
     domain = torch.stack([plan.condition for plan in plans])  # (S, N)
     number = torch.stack([plan.number for plan in plans])
-    state, shift, seen = method.init(net, len(plans), seed), start_shift(net, len(plans)), list[Images]()
-    right = list[Tensor]()
-    pieces = list(zip(domain.split(BATCH, 1), number.split(BATCH, 1), strict=True))
-    for done, (d, i) in enumerate(pieces, 1):
+    state, shift = method.init(net, len(plans), seed), start_shift(net, len(plans))
+    for d, i in zip(domain.split(BATCH, 1), number.split(BATCH, 1), strict=True):
         x = corrupt_images(images, i.flatten(), [conditions[k] for k in d.flatten()], seed).unflatten(0, i.shape)
         x, every = x.to(net.device), torch.ones_like(d, dtype=torch.bool, device=net.device)
         answers, shift = ask(net, shift, x, every, PROBE)
         output, state = method.step(net, state, x)
         logits = output.clamp_min(torch.finfo(output.dtype).tiny).log() if method.output == "probabilities" else output
-        seen.append(Images(*(t.cpu() for t in sense(logits, temperature, state.info.student_agreement, answers))))
-        right.append(logits.argmax(-1).cpu() == labels[i])
-        if progress is not None:
-            progress(done, len(pieces))
-    whole = Images(*(torch.cat(column, 1) for column in zip(*seen, strict=True)))
-    kinds = {name: k for k, name in enumerate(dict.fromkeys(name for name, _ in conditions))}
-    condition = torch.tensor([kinds[name] for name, _ in conditions])[domain]
-    hits = torch.cat(right, 1)
-    return [Labelled(Images(*(t[s] for t in whole)), hits[s], condition[s]) for s in range(len(plans))]
+        signals = Images(*(t.cpu() for t in sense(logits, temperature, state.info.student_agreement, answers)))
+        yield signals, logits.argmax(-1).cpu() == labels[i]

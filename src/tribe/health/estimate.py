@@ -1,18 +1,21 @@
 """Estimate the accuracy of a stream without labels, over its last 500 images and over all of it.
 
-Signals of a window become features. A linear model gives the log-odds of the accuracy:
+Signals of a window become features. A Gaussian process gives the log-odds of the accuracy, and how much it knows:
 
     confidence    the mean probability of the predicted class, after a temperature
     agreement     of teacher and student, where the method has a student
+    source        the share of images on which the source agrees, of those that it predicts, too
     near, middle, deep      how far the statistics of the images are from the source's, in the first, middle and last
                   third of the network: the source passes some images, see `tribe.health.probe`. Unlike the others it
                   does not depend on what the network believes
+    concentration           how unequal the predicted classes are: images of one class have other statistics than
+                  those of all
 
 `tribe.health.calibration` fits the model. The functions here are pure, over rows with a state of fixed size, and read
 no value on the host, so that a step that calls them can be captured in a CUDA graph.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -22,10 +25,12 @@ from tribe.engine.losses import probabilities
 from tribe.fields import document
 from tribe.health.changes import DEPTHS
 from tribe.health.probe import Answers
+from tribe.health.regression import GaussianProcess
 
 WINDOW = 500  # images
 Z90 = 1.6449  # 90 % of a normal distribution lie within so many standard deviations
-TINY = 1e-3  # so far from 1 is a share of equal neighbours that can be compared
+TINY = 1e-3  # the least distance of statistics
+EVEN = 0.02  # added to a concentration before its logarithm is taken
 CLIP = 0.005  # shares stay so far from 0 and 1 before their log-odds are taken
 
 
@@ -34,9 +39,11 @@ class Features(NamedTuple):
 
     confidence: Tensor  # log-odds of the mean confidence
     agreement: Tensor  # log-odds of the share on which teacher and student agree
+    source: Tensor  # log-odds of the share on which the source agrees
     near: Tensor  # logarithm
     middle: Tensor  # logarithm
     deep: Tensor  # logarithm
+    concentration: Tensor  # logarithm
 
 
 class Images(NamedTuple):
@@ -44,13 +51,14 @@ class Images(NamedTuple):
 
     confidence: Tensor
     agreement: Tensor  # of the image's batch; 1 without a student
+    source: Tensor  # 1: the source predicts the same class; -1: another; 0: unknown
     near: Tensor  # distances of statistics when the image came; 0: unknown
     middle: Tensor
     deep: Tensor
     predicted: Tensor  # the class; it says how many classes a window shows
 
 
-def window_features(images: Images, filled: Tensor) -> Features:
+def window_features(images: Images, filled: Tensor, classes: int) -> Features:
     """The features of windows of W images, of which those ``filled`` (..., W) count."""
     weight = filled.to(images.confidence.dtype)
     count = weight.sum(-1).clamp_min(1)
@@ -59,8 +67,15 @@ def window_features(images: Images, filled: Tensor) -> Features:
         return (values * weight).sum(-1) / count
 
     distances = images.near, images.middle, images.deep
-    far = (((v * weight).sum(-1) / (weight * (v > 0)).sum(-1)).clamp_min(TINY).log() for v in distances)  # or 0 / 0
-    return Features(log_odds(mean(images.confidence)), log_odds(mean(images.agreement)), *far)
+    near, middle, deep = (
+        ((v * weight).sum(-1) / (weight * (v > 0)).sum(-1)).clamp_min(TINY).log()  # or 0 / 0
+        for v in distances
+    )
+    asked = (weight * images.source.abs()).sum(-1)
+    agreed = (weight * images.source.clamp_min(0)).sum(-1) / asked  # or 0 / 0
+    believed = log_odds(mean(images.confidence)), log_odds(mean(images.agreement)), log_odds(agreed)
+    uneven = concentration(images.predicted, filled, classes)
+    return Features(*believed, near, middle, deep, (uneven + EVEN).log())
 
 
 def concentration(predicted: Tensor, filled: Tensor, classes: int) -> Tensor:
@@ -82,21 +97,17 @@ def sense(logits: Tensor, temperature: float, agreement: Tensor | None, answers:
     unknown = confidence.new_zeros(len(confidence), DEPTHS)
     shift = unknown if answers is None else answers.shift.to(confidence.dtype)
     near, middle, deep = (t.expand_as(confidence) for t in shift.split(1, 1))
-    return Images(confidence, share, near, middle, deep, logits.argmax(-1))
+    predicted = logits.argmax(-1)
+    source = torch.zeros_like(confidence)
+    if answers is not None:
+        same = torch.where(answers.logits.argmax(-1) == predicted, 1.0, -1.0)
+        source = torch.where(answers.known, same, 0).to(confidence.dtype)
+    return Images(confidence, share, source, near, middle, deep, predicted)
 
 
 def log_odds(share: Tensor) -> Tensor:
     """The log-odds of shares between 0 and 1, clipped."""
     return share.clamp(CLIP, 1 - CLIP).logit()
-
-
-class Term(NamedTuple):
-    """What a feature adds to the log-odds of the accuracy: weight * (feature, kept within [low, high], - mean)."""
-
-    weight: float
-    mean: float
-    low: float  # the range that calibration saw, and a little more: the model does not extrapolate far
-    high: float
 
 
 @dataclass(frozen=True)
@@ -105,27 +116,30 @@ class Estimator:
 
     classes: int
     temperature: float
-    intercept: float
-    terms: tuple[Term, ...]  # one for each of `Features`
-    sigma: float  # the standard error of an estimate on a corruption that calibration did not see
+    model: GaussianProcess = field(compare=False)  # of the log-odds of the accuracy
+    widening: float = 1.0  # of the model's standard error, so that intervals hold corruptions that it has not seen
     spread: float = 0.0  # the standard deviation of the accuracy between predicted classes, under one corruption
+    unseen: float = 0.0  # the mean absolute error on a corruption that calibration has not seen
     window: int = WINDOW
+
+    def to(self, device: torch.device) -> "Estimator":
+        """The same on a device."""
+        return replace(self, model=self.model.to(device))
 
     def accuracy(self, features: Features) -> Tensor:
         """Features of windows (...) -> accuracy (...)."""
-        parts = (
-            (value.nan_to_num(term.mean).clamp(term.low, term.high) - term.mean) * term.weight
-            for value, term in zip(features, self.terms, strict=True)
-        )
-        return torch.sigmoid(sum(parts, torch.zeros_like(features.confidence)) + self.intercept)
+        return torch.sigmoid(self.model.value(torch.stack(features, -1)))
 
-    def half_width(self, accuracy: Tensor, images: Tensor, concentrated: Tensor) -> Tensor:
-        """Half of the 90 % interval of an estimate over so many images, of this `concentration`.
+    def half_width(self, features: Features, images: Tensor) -> Tensor:
+        """Half of the 90 % interval of an estimate over so many images.
 
         It holds the model's error, the luck of the draw, and that some classes are easier than others.
         """
-        chance = accuracy * (1 - accuracy) / images.clamp_min(1)
-        return Z90 * (chance + self.sigma**2 + self.spread**2 * concentrated).sqrt()
+        accuracy, variance = self.accuracy(features), self.model.variance(torch.stack(features, -1))
+        slope = accuracy * (1 - accuracy)  # of the accuracy over its log-odds
+        error = (slope * self.widening).square() * variance
+        concentrated = (features.concentration.exp() - EVEN).clamp_min(0)
+        return Z90 * (slope / images.clamp_min(1) + error + self.spread**2 * concentrated).sqrt()
 
     # -- over a stream ------------------------------------------------------------------------------------------------
 
@@ -163,27 +177,24 @@ class Estimator:
         ended = after // self.window - state.images // self.window  # (S,) windows that end in this batch
         if ended.device.type == "cpu" and not ended.any():  # on other devices this would synchronise
             return moved
-        return moved._replace(total=state.total + self._now(moved) * ended)
+        return moved._replace(total=state.total + self.accuracy(self._features(moved)) * ended)
 
     @torch.no_grad()
     def read(self, state: "EstimateState") -> "Estimate":
         """The estimates of all streams; before the first image the interval is everything."""
-        accuracy, seen = self._now(state), state.images.clamp_max(self.window)
-        concentrated = concentration(state.rings.predicted[:, :-1], self._filled(state), self.classes)
-        half = torch.where(seen > 0, self.half_width(accuracy, seen, concentrated), 1)
+        features, seen = self._features(state), state.images.clamp_max(self.window)
+        accuracy = self.accuracy(features)
+        half = torch.where(seen > 0, self.half_width(features, seen), 1)
         ended = state.images // self.window * self.window
         whole = self.window * state.total + accuracy * (state.images - ended)  # the last window has not ended
         overall = torch.where(state.images > 0, whole / state.images.clamp_min(1), accuracy).to(accuracy.dtype)
         low, high = (accuracy - half).clamp_min(0), (accuracy + half).clamp_max(1)
         return Estimate(accuracy, low, high, overall, state.images)
 
-    def _now(self, state: "EstimateState") -> Tensor:
-        """The accuracy of the last images (S,)."""
-        return self.accuracy(window_features(Images(*(r[:, :-1] for r in state.rings)), self._filled(state)))
-
-    def _filled(self, state: "EstimateState") -> Tensor:
-        """Which places of the rings hold an image (S, W)."""
-        return torch.arange(self.window, device=state.images.device) < state.images.unsqueeze(1)
+    def _features(self, state: "EstimateState") -> Features:
+        """The features of the last images (S,)."""
+        filled = torch.arange(self.window, device=state.images.device) < state.images.unsqueeze(1)  # (S, W)
+        return window_features(Images(*(r[:, :-1] for r in state.rings)), filled, self.classes)
 
 
 class EstimateState(NamedTuple):

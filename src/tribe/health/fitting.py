@@ -1,25 +1,21 @@
 """Fit the estimator of accuracy to windows whose accuracy is known."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tribe.health.estimate import Estimator, Features, Images, Term, log_odds, window_features
+from tribe.health.estimate import CLIP, Z90, Estimator, Features, Images, log_odds, window_features
+from tribe.health.regression import AMPLITUDE, GaussianProcess
 
-PIECES = (1, 2, 4, 8)  # of a stream that a window of the fit is made of: a window may see one corruption or many
-REPEATS = 100  # windows of each number of pieces, of each stream
-RIDGE = 3.0  # strength of the penalty on weights, in windows
-SIGNS = Features(1, 1, -1, -1, -1)  # type: ignore[arg-type]  # of the weights; a feature with the other sign is left out
-LEAST_SIGMA = 0.035  # streams differ from a rehearsal in more than the corruption: see docs/health.md
-BEYOND = 0.3  # how far beyond the range of a feature in calibration the model goes on, as a share of that range
+SHARES = (4, 2, 1)  # windows of a stretch of one corruption are this share of a window, and as long as the stretch
+PIECES = (1, 2, 4, 8)  # of a stream that a window that mixes corruptions is made of
+REPEATS = 15  # such windows of each number of pieces, of each stream
+MIXED = -1  # in place of the condition of a window that shows several
+LEAST_WIDENING = 0.5  # a few stretches say too little of the errors to narrow intervals further
 LEAST_STRETCH = 20  # images of a stretch of one corruption from which its accuracy can be measured
-LEAST_SPREAD = 1e-3  # a feature that varies less is constant: agreement, for a method without a student
-
-Measure = Callable[[Images, Tensor], Features]  # as `window_features`; a study compares others
-Split = tuple[Tensor, Tensor]  # (M,) each: windows to fit to, and windows to test on
 
 
 class Labelled(NamedTuple):
@@ -35,33 +31,91 @@ class Windows(NamedTuple):
 
     features: Tensor  # (M, F)
     accuracy: Tensor  # (M,)
-    share: Tensor  # (M, conditions), how much of a window each condition is
-    stream: Tensor  # (M,) int64, the place of its stream
+    images: Tensor  # (M,) how many
+    condition: Tensor  # (M,) int64, or MIXED
 
 
 def fit(streams: Sequence[Labelled], classes: int, temperature: float, window: int) -> Estimator:
-    """Ridge regression of the log-odds of accuracy; its error is that on corruptions left out of the fit."""
-    windows = cut(streams, window)
-    error = standard_error(windows, streams, window)
-    return Estimator(classes, temperature, *ridge(windows), error, class_spread(streams), window)
+    """Regress the log-odds of accuracy on features; intervals hold corruptions that were left out of the fit."""
+    windows = cut(streams, window, classes)
+    errors = left_out(windows, window)
+    unseen = float(errors.found.abs().mean()) if len(errors.found) else 0.0
+    model, wider, spread = regress(windows), widening(errors), class_spread(streams)
+    return Estimator(classes, temperature, model, wider, spread, unseen, window)
 
 
-def cut(streams: Sequence[Labelled], window: int, measure: Measure = window_features) -> Windows:
-    """Windows of pieces of the streams, drawn at random, with their features."""
-    count = 1 + max(int(stream.condition.max()) for stream in streams)
+def cut(streams: Sequence[Labelled], window: int, classes: int) -> Windows:
+    """Windows of the streams, with their features: of stretches of one corruption, and of pieces drawn at random.
+
+    A deployed stream shows one corruption for hours, or many that alternate.
+    """
     draw = torch.Generator().manual_seed(0)
     parts = []
-    for place, stream in enumerate(streams):
-        for pieces in PIECES:
-            size = -(-window // pieces)
-            first = torch.randint(0, len(stream.right) - size + 1, (REPEATS, pieces, 1), generator=draw)
-            index = (first + torch.arange(size)).flatten(1)[:, :window]  # (M, W)
+    for stream in streams:
+        found = [*_of_stretches(stream.condition, window), *_of_pieces(len(stream.right), window, draw)]
+        for condition, index in found:
             images = Images(*(t[index] for t in stream.images))
-            features = torch.stack(measure(images, torch.ones_like(index, dtype=torch.bool)), -1).double()
-            shares = torch.nn.functional.one_hot(stream.condition[index], count).double().mean(1)
-            accuracy = stream.right[index].double().mean(1)
-            parts.append((features, accuracy, shares, torch.full((REPEATS,), place)))
-    return Windows(*(torch.cat(column) for column in zip(*parts, strict=True)))
+            features = window_features(images, torch.ones_like(index, dtype=torch.bool), classes)
+            right = stream.right[index].double().mean()
+            parts.append((torch.stack(features).double(), right, torch.tensor(len(index)), torch.tensor(condition)))
+    return Windows(*(torch.stack(column) for column in zip(*parts, strict=True)))
+
+
+def _of_stretches(condition: Tensor, window: int) -> list[tuple[int, Tensor]]:
+    """The images of windows of one condition, with its number."""
+    found = []
+    for number, stretch in stretches(condition):
+        images = torch.arange(stretch.start, stretch.stop)
+        sizes = {min(window // share, len(images)) for share in SHARES}
+        found += [(number, images[i : i + n]) for n in sorted(sizes) for i in range(0, len(images) - n + 1, n)]
+    return found
+
+
+def _of_pieces(images: int, window: int, draw: torch.Generator) -> list[tuple[int, Tensor]]:
+    """The images of windows that are made of pieces of the stream."""
+    found = []
+    for pieces in PIECES:
+        size = min(-(-window // pieces), images)
+        first = torch.randint(0, images - size + 1, (REPEATS, pieces, 1), generator=draw)
+        found += [(MIXED, index[:window]) for index in (first + torch.arange(size)).flatten(1)]
+    return found
+
+
+def regress(windows: Windows, chosen: Tensor | None = None, amplitude: float = AMPLITUDE) -> GaussianProcess:
+    """The model of windows, or of those that are ``chosen`` (M,); each window's accuracy has its own luck."""
+    features, accuracy, images = (t if chosen is None else t[chosen] for t in windows[:3])
+    p = accuracy.clamp(CLIP, 1 - CLIP)
+    luck = 1 / (images * p * (1 - p)).clamp_min(1)
+    return GaussianProcess.fit(features, log_odds(accuracy), luck, amplitude)
+
+
+class Errors(NamedTuple):
+    """Of estimates for windows of corruptions that were left out of the fit, in accuracy."""
+
+    found: Tensor  # (N,)
+    expected: Tensor  # (N,) the standard error of model and luck
+
+
+def left_out(windows: Windows, window: int, amplitude: float = AMPLITUDE) -> Errors:
+    """The errors on each corruption of a fit to the others; empty if none can be fitted."""
+    found = [torch.empty(2, 0, dtype=torch.float64)]
+    for number in windows.condition.unique():
+        seen = (windows.condition != number) & (windows.condition != MIXED)
+        tested = (windows.condition == number) & (windows.images >= window // SHARES[0])
+        if number == MIXED or seen.sum() <= len(Features._fields) or not tested.any():
+            continue
+        model, features = regress(windows, seen, amplitude), windows.features[tested].float()
+        p = torch.sigmoid(model.value(features)).double()
+        slope = p * (1 - p)
+        variance = slope.square() * model.variance(features).double() + slope / windows.images[tested]
+        found.append(torch.stack((p - windows.accuracy[tested], variance.sqrt())))
+    return Errors(*torch.cat(found, 1))
+
+
+def widening(errors: Errors) -> float:
+    """What the model's standard error is multiplied by, so that 90 % of intervals hold a corruption it has not seen."""
+    distances = errors.found.abs() / errors.expected
+    return max(float(distances.quantile(0.9)) / Z90, LEAST_WIDENING) if len(distances) else 1.0
 
 
 def class_spread(streams: Sequence[Labelled]) -> float:
@@ -82,82 +136,6 @@ def class_spread(streams: Sequence[Labelled]) -> float:
             products += float(total.square().sum() - deviation.square().sum())
             pairs += int((count * (count - 1)).sum())
     return math.sqrt(max(products / max(pairs, 1), 0.0))
-
-
-def ridge(windows: Windows, chosen: Tensor | None = None, penalty: float = RIDGE) -> tuple[float, tuple[Term, ...]]:
-    """Intercept and terms of the model of windows, or of those that are ``chosen`` (M,)."""
-    features, accuracy = windows[:2] if chosen is None else (windows.features[chosen], windows.accuracy[chosen])
-    means, scales = features.mean(0), features.std(0)
-    y, signs = log_odds(accuracy), torch.tensor(SIGNS, dtype=features.dtype)
-    used = scales > LEAST_SPREAD
-    for _ in signs:  # until all signs are right: every round leaves out at least one feature
-        x = torch.where(used, (features - means) / scales.clamp_min(LEAST_SPREAD), 0)  # (M, F)
-        gram = x.T @ x + penalty * torch.eye(x.shape[1], dtype=x.dtype)
-        weights = torch.linalg.solve(gram, x.T @ (y - y.mean()))
-        used = used & (weights * signs >= 0)
-    weights = torch.where(used, weights / scales.clamp_min(LEAST_SPREAD), 0)
-    low, high = features.amin(0), features.amax(0)
-    margin = BEYOND * (high - low)
-    rows = zip(weights, means, low - margin, high + margin, strict=True)
-    return float(y.mean()), tuple(Term(*map(float, row)) for row in rows)
-
-
-def standard_error(
-    windows: Windows,
-    streams: Sequence[Labelled],
-    window: int,
-    measure: Measure = window_features,
-    penalty: float = RIDGE,
-) -> float:
-    """The standard error of the model of windows on a corruption that it has not seen.
-
-    Windows of the fit show several corruptions, and errors average out. A deployed stream may show one for hours, so
-    the error on stretches of one corruption counts where it is larger.
-    """
-    mixed = left_out_error(windows, window, corruptions_left_out(windows), penalty)
-    return max(mixed, stretch_error(windows, streams, measure, penalty), LEAST_SIGMA)
-
-
-def corruptions_left_out(windows: Windows) -> list[Split]:
-    """For each corruption: the windows without it, and those that show it half of the time or more."""
-    return [(share == 0, share >= 0.5) for share in windows.share.unbind(1)]
-
-
-def left_out_error(windows: Windows, window: int, splits: Sequence[Split], penalty: float = RIDGE) -> float:
-    """The standard error of fits to some windows on others, beyond the luck of the draw; 0 if none can be fitted."""
-    squares = []
-    for seen, tested in splits:
-        model = _model(windows, seen, penalty)
-        if model is not None and tested.any():
-            found = model.accuracy(Features(*windows.features[tested].unbind(-1)))
-            squares.append((found - windows.accuracy[tested]).square())
-    if not squares:
-        return 0.0
-    luck = (windows.accuracy * (1 - windows.accuracy)).mean() / window
-    return float((torch.cat(squares).mean() - luck).clamp_min(0).sqrt())
-
-
-def stretch_error(
-    windows: Windows, streams: Sequence[Labelled], measure: Measure = window_features, penalty: float = RIDGE
-) -> float:
-    """The standard error on stretches of one corruption that was left out of the fit, beyond luck; 0 without any."""
-    models = [_model(windows, share == 0, penalty) for share in windows.share.unbind(1)]  # by condition
-    squares = []
-    for stream in streams:
-        for condition, stretch in stretches(stream.condition):
-            model = models[condition]
-            if model is not None:
-                images, right = Images(*(t[stretch] for t in stream.images)), stream.right[stretch]
-                p = right.double().mean()
-                found = model.accuracy(measure(images, torch.ones_like(right)))
-                squares.append((found - p).square() - p * (1 - p) / len(right))
-    return float(torch.stack(squares).mean().clamp_min(0).sqrt()) if squares else 0.0
-
-
-def _model(windows: Windows, seen: Tensor, penalty: float) -> Estimator | None:
-    """The model of the windows that are ``seen`` (M,); None if they are too few."""
-    few = seen.sum() <= len(Features._fields)
-    return None if few else Estimator(2, 1.0, *ridge(windows, seen, penalty), 0.0)
 
 
 def stretches(condition: Tensor) -> list[tuple[int, slice]]:

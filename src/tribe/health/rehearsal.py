@@ -1,8 +1,8 @@
 """The streams that calibration plays: labelled source images, clean and corrupted, in several orders.
 
 A `Plan` says which image comes when, and under which condition; it depends on labels alone. There is one plan for each
-of `ORDERS`. Some streams mix all conditions, in others one condition follows another; classes come in random order, or
-in bursts with rare classes. So the windows that an estimator is fitted to are like those that it will meet.
+of `ORDERS`. One stream mixes all conditions, in the others one condition follows another; classes come in random order,
+or in bursts with rare classes. So the windows that an estimator is fitted to are like those that it will meet.
 """
 
 from collections.abc import Sequence
@@ -16,8 +16,8 @@ from tribe import scenarios
 from tribe.registry import nearest
 
 ORDERS = ("iid", "continual", "ptta")  # scenarios: conditions mixed, one after another, and with bursts of classes
-LENGTH = 3584  # images of a stream, about; so many for each condition that all come equally often
-LEAST_OF_A_CONDITION, MOST_OF_A_CONDITION = 64, 256
+STRETCH = 512  # images of one condition after another: a method is better at the end of a stretch than at its beginning
+MIXED = 128  # images of each condition where all are mixed: there are no stretches
 LEAST_CORRUPTIONS = 3
 IMBALANCE = 100.0  # the most images of a class over the fewest, in the stream with bursts
 SEVERITIES = {"mnist": (5,)}  # MNIST-C has a single strength
@@ -52,17 +52,14 @@ def choose_conditions(shape: Sequence[int], names: Sequence[str] | None) -> list
 
 
 def plan_streams(labels: Tensor, conditions: Sequence[Condition], seed: int) -> list[Plan]:
-    """A plan for each of `ORDERS`, of equal length."""
+    """A plan for each of `ORDERS`."""
     return [_plan(labels, conditions, order, seed) for order in ORDERS]
 
 
 def _plan(labels: Tensor, conditions: Sequence[Condition], order: str, seed: int) -> Plan:
-    """In bursts, each condition has its own frequent classes: a long tail of imbalance 1 to 100, with replacement.
-
-    The other orders show the same images.
-    """
+    """In bursts, each condition has its own frequent classes: a long tail of imbalance 1 to 100, with replacement."""
     draw = torch.Generator().manual_seed(seed)
-    count = min(max(LENGTH // len(conditions), LEAST_OF_A_CONDITION), MOST_OF_A_CONDITION, len(labels))
+    count = min(MIXED if order == "iid" else STRETCH, len(labels))
     present, class_number = labels.unique(return_inverse=True)
     chosen = []
     for _ in conditions:

@@ -14,10 +14,11 @@ from tribe.engine.backbone import Backbone
 from tribe.fields import document
 from tribe.health.alarms import KINDS, Alarms, AlarmState
 from tribe.health.calibration import Calibration
-from tribe.health.estimate import EstimateState, Estimator, Features, Term
+from tribe.health.estimate import EstimateState, Estimator, Features
 from tribe.health.frames import Verdict
 from tribe.health.martingale import Reference
 from tribe.health.probe import Answers, ShiftState, ask, start_shift
+from tribe.health.regression import GaussianProcess
 
 RECENT = 500  # images of the means: of the agreement with the source, and of what a method reports of its batches
 
@@ -47,9 +48,10 @@ class Watcher:
     def of(classes: int, probe: int, calibration: Calibration | None, device: torch.device) -> "Watcher":
         """What watches streams on a device; without a calibration nothing is estimated."""
         if calibration is None:
-            empty = (Term(0.0, 0.0, 0.0, 0.0),) * len(Features._fields)
-            return Watcher(classes, probe, Estimator(classes, 1.0, 0.0, empty, sigma=1.0), None)
-        return Watcher(classes, probe, calibration.estimator, Reference(*(t.to(device) for t in calibration.normal)))
+            empty = GaussianProcess.flat(len(Features._fields)).to(device)
+            return Watcher(classes, probe, Estimator(classes, 1.0, empty), None)
+        normal = Reference(*(t.to(device) for t in calibration.normal))
+        return Watcher(classes, probe, calibration.estimator.to(device), normal)
 
     def init(self, net: Backbone, streams: int) -> WatchState:
         """The state before the first image."""

@@ -48,6 +48,7 @@ LATER = (  # older files lack tensors with these endings
     ["info", "anchor_agreement"],
     ["time", "confidence"],  # of the time filter
     ["watch", "recent"],  # of what watches
+    ["rings", "source"],  # of the estimate of accuracy
 )
 
 

@@ -164,9 +164,9 @@ def _health(wanted: Wanted, method: str) -> tuple[Knowledge, Path, str]:
             net, x, y, method=built, seed=wanted.seed, progress=lambda n, of: bar.update(task, completed=n, total=of)
         )
     target = wanted.out or knowledge_path(HEALTH, wanted.model, wanted.dataset, wanted.root, {"method": method})
-    known, error = calibration.knowledge(), 100 * calibration.estimator.sigma
+    known, error = calibration.knowledge(), 100 * calibration.estimator.unseen
     origin = {"model": wanted.model, "dataset": wanted.dataset, "seed": wanted.seed}
-    title = f"{method}, source accuracy {100 * calibration.accuracy:.1f} %, estimates within about {error:.1f} points"
+    title = f"{method}, source accuracy {100 * calibration.accuracy:.1f} %, estimates off by about {error:.1f} points"
     return dataclasses.replace(known, spec={**origin, **known.spec}), target, title
 
 
