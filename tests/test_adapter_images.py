@@ -157,6 +157,12 @@ def test_a_network_that_gives_probabilities_is_told_of_once(recwarn):
     assert told.filename == __file__
 
 
+def test_padding_does_not_hide_that_a_network_gives_probabilities(recwarn):
+    adapter = learner(nn.Sequential(small_network(), nn.Softmax(-1)))
+    adapter(batch(), valid=torch.arange(len(batch())) > 0)
+    assert "Remove its Softmax" in str(recwarn.pop().message)
+
+
 def test_poison_everywhere_touches_nothing():
     model = adapter()
     before = model.snapshot().state

@@ -1,5 +1,7 @@
 """States that are kept: saved, cast, loaded into adapters that share a network, snapshots that do not fit."""
 
+import pickle
+
 import pytest
 import torch
 from torch import nn
@@ -13,6 +15,37 @@ from tribe.testing import images, informed, ready, small_network
 METHODS = tribe.methods.names()
 
 PLAIN = [name for name in METHODS if tribe.methods.get(name).needs is None]
+
+
+COMPOSED = ["tribe+watch", "tribe+guard", "rotta+time", "tent+guard+time"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("method", COMPOSED)
+def test_an_adapter_with_parts_that_was_cast_can_be_loaded(tmp_path, method, dtype):
+    """What watches keeps sums in float64 and numbers in float32, whatever the network's precision is."""
+    adapter = tribe.adapt(small_network(), tribe.methods.create(method, classes=4))
+    adapter(batch())
+    adapter.to(dtype)
+    adapter(batch(1))
+    adapter.save(tmp_path / "a")
+    resumed = tribe.load(tmp_path / "a", Backbone(small_network()).to(dtype))
+    assert resumed.digest() == adapter.digest()
+    fleet = tribe.fleet(Backbone(small_network()).to(dtype), tribe.methods.create(method, classes=4))
+    fleet.load("camera", tmp_path / "a")
+    assert torch.equal(fleet({"camera": batch(2)})["camera"], resumed(batch(2)))
+    adapter(batch(2))
+    assert resumed.digest() == adapter.digest()
+
+
+@pytest.mark.parametrize("method", ["tribe", *COMPOSED])
+def test_an_adapter_goes_through_pickle(method):
+    adapter = tribe.adapt(small_network(), tribe.methods.create(method, classes=4))
+    adapter(batch())
+    again = pickle.loads(pickle.dumps(adapter))
+    assert again.method == adapter.method
+    assert type(again.method) is type(adapter.method)
+    assert torch.equal(again(batch(1)), adapter(batch(1)))
 
 
 def test_a_network_that_counts_is_known_again(tmp_path):

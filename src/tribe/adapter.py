@@ -226,13 +226,14 @@ class Adapter(NetworkInterface):
             if ranks is not None:
                 images, valid = in_order(images, ranks), None if valid is None else in_order(valid, ranks)
             bad = self._checks.find_bad(images, valid)
+            unused = bad if valid is None else ~valid if bad is None else bad | ~valid
             if images.shape[1] == 0:
                 logits = images.new_zeros(self.streams, 0, self.classes)
             elif learn:
                 old = self.state
                 self._recorder.before_step(self.method, self.net, old)
                 logits, state = self._steps(old, images, valid, self._retired)
-                self._checks.check_logits(logits, bad)
+                self._checks.check_logits(logits, unused)
                 self._put(state)
                 self._retired = old  # the next step may reuse its memory; a step that fails has changed no other
                 self._recorder.after_step(images.shape[1], valid)
@@ -240,7 +241,7 @@ class Adapter(NetworkInterface):
             else:
                 old = self.state
                 logits, state = self.method.follow(self.net, old, images, valid)
-                self._checks.check_logits(logits, bad)
+                self._checks.check_logits(logits, unused)
                 if follow and state is not old:
                     self._put(state)
             if ranks is not None:
@@ -254,6 +255,11 @@ class Adapter(NetworkInterface):
         """Replace the state; nothing else does."""
         self._poisoned = self._retired = None  # first: the new state may lie in the memory of the retired one
         self.adapted.put(state)
+
+    def _replace(self, state: Any) -> None:
+        """Replace the state by one that no step made: what it knows of alarms is not new."""
+        self._put(state)
+        self._observer.resume(self.method, state)
 
     # -- life cycle ---------------------------------------------------------------------------------------------------
 
@@ -312,7 +318,7 @@ class Adapter(NetworkInterface):
         fresh = self.method.init(self.net, self.streams, int(self.state.key.seed[0]))
         if stream is not None:
             fresh = put_stream(fresh, self.state, self._stream(stream))
-        self._put(fresh)
+        self._replace(fresh)
         return self
 
     @locked
@@ -328,7 +334,7 @@ class Adapter(NetworkInterface):
         if not isinstance(snapshot, Snapshot):
             raise TypeError(f"restore takes what snapshot() gave; got {type(snapshot).__name__}")
         check_snapshot(snapshot, self.method, self.net, self.streams)
-        self._put(copy_like(snapshot.state, self.state))
+        self._replace(copy_like(snapshot.state, self.state))
         self._frozen = snapshot.frozen
         return self
 
@@ -358,7 +364,7 @@ class Adapter(NetworkInterface):
         snapshot, kept = self._recorder.look_up(to, index, images, seconds)
         check_snapshot(snapshot, self.method, self.net, self.streams)
         state, entries, report = self._recorder.go_back(snapshot, kept, self.state, index)
-        self._put(state)
+        self._replace(state)
         self._recorder.entries = entries
         return report
 
@@ -431,7 +437,7 @@ class Adapter(NetworkInterface):
             self.method.init(net)  # refuses source knowledge of another network
             self.net, self._steps = net, Steps(self.method, net, self._steps.graphs, self._steps.deterministic)
             self._recorder.clear()
-        self._put(copy_like(rebuild(self.state, leaves(self.state) | adapted), self.state))
+        self._replace(copy_like(rebuild(self.state, leaves(self.state) | adapted), self.state))
         return _IncompatibleKeys(sorted(own.keys() - state_dict.keys()), sorted(state_dict.keys() - own.keys()))
 
     @locked
@@ -459,6 +465,7 @@ class Adapter(NetworkInterface):
         self._steps.forget()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._place = place_of(self.net)
+        self._put(self.method.recast(self.net, self.state))
         return self
 
     def extra_repr(self) -> str:

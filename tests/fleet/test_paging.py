@@ -1,11 +1,16 @@
 """A fleet has bounded memory: states that were not used for long move to host memory, then to files, and come back."""
 
+import errno
+import logging
+import os
+
 import pytest
 import torch
 
 import tribe
 from tribe.engine.state import leaves
 from tribe.health.recorder import count_bytes
+from tribe.storage import states
 from tribe.testing import images
 from tribe.testing.samples import small_backbone
 
@@ -96,6 +101,59 @@ def test_a_state_that_no_file_can_hold_stays_in_memory(tmp_path):
     leaves(fleet._pool.entries["a"].state)["affine.weight"].fill_(torch.nan)
     fleet({"b": images(1, 1)[0], "c": images(1, 1)[0]})
     assert places(fleet) == {"a": "host", "b": "file", "c": "device"}
+
+
+def test_a_full_disk_loses_nothing_and_is_reported_once(tmp_path, monkeypatch, caplog):
+    """Paging out is not part of a step: the step has learned, and its alarms are heard."""
+    heard = []
+    fleet = tribe.fleet(NET, rows=1, spill=tmp_path, megabytes=0, health=True, on_event=heard.append)
+    write = states.write_atomically
+
+    def full(path, data):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(states, "write_atomically", full)
+    with caplog.at_level(logging.WARNING, "tribe.fleet"):
+        for _ in range(2):
+            fleet({name: torch.zeros(40, 3, 8, 8) for name in "abc"})
+    assert {name: fleet.clock(name) for name in "abc"} == dict.fromkeys("abc", 2)
+    assert {event.kind for event in heard} >= {"black"}
+    assert places(fleet) == {"a": "host", "b": "host", "c": "device"}
+    (message,) = (record.getMessage() for record in caplog.records if record.name == "tribe.fleet")
+    assert "No space left on device" in message
+    monkeypatch.setattr(states, "write_atomically", write)
+    fleet({"c": torch.zeros(1, 3, 8, 8)})
+    assert places(fleet) == {"a": "file", "b": "file", "c": "device"}
+
+
+def test_a_file_that_something_else_removed_is_an_error_in_words(tmp_path):
+    fleet = tribe.fleet(NET, rows=1, spill=tmp_path, megabytes=0)
+    for name in "abc":
+        fleet({name: images(1, 1)[0]})
+    for file in files(tmp_path):
+        file.unlink()
+    for use in (fleet.predict, fleet):
+        with pytest.raises(tribe.StateFileError, match=r"is gone.*stream 'a'.*reset\('a'\)"):
+            use({"a": images(1, 1)[0]})
+    fleet.reset("a")
+    fleet.drop("b")
+    fleet({"a": images(1, 1)[0], "c": images(1, 1)[0]})
+    assert fleet.clock("a") == 1
+    assert fleet.clock("c") == 2
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform cannot fork")
+def test_a_forked_child_leaves_the_files_of_its_parent(tmp_path):
+    fleet = tribe.fleet(NET, rows=1, spill=tmp_path, megabytes=0)
+    fleet(batch(NAMES, 0))
+    kept = files(tmp_path)
+    child = os.fork()
+    if not child:
+        fleet._pool._finalizer()  # as at the exit of the child
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert files(tmp_path) == kept
+    assert len(kept) == 5
 
 
 def test_a_state_of_a_stream_shares_no_memory_with_those_of_others():

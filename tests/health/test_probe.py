@@ -60,6 +60,24 @@ def test_nothing_is_known_before_the_first_probe_and_padding_is_none(net):
     assert torch.allclose(padded.shift, plain.shift, atol=1e-6)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])
+def test_an_image_that_does_not_count_leaves_no_trace_wherever_it_stands(net, value):
+    x = images(2, 8)
+    bad = torch.full_like(x[:, :1], value)
+    plain, left = ask(net, start_shift(net, 2), x, every(x), 4)
+    for place in (0, 3, 4, 8):
+        with_bad = torch.cat((x[:, :place], bad, x[:, place:]), 1)
+        valid = every(with_bad)
+        valid[:, place] = False
+        answers, state = ask(net, start_shift(net, 2), with_bad, valid, 4)
+        assert torch.equal(answers.shift, plain.shift)
+        assert all(map(torch.equal, state, left))
+        kept = [i for i in range(9) if i != place]
+        assert torch.equal(answers.known[:, kept], plain.known)
+        assert torch.allclose(answers.logits[:, kept], plain.logits, atol=1e-6)
+        assert not answers.known[:, place].any()
+
+
 def test_streams_together_equal_streams_alone(net):
     x = images(3, 8)
     together, _ = ask(net, start_shift(net, 3), x, every(x), 2)

@@ -63,6 +63,31 @@ def test_entropy_and_trusted_are_of_the_last_images_not_of_the_last_batch():
     assert 0 < adapter.health[0].trusted < 1  # in batches of one a report is 0 or 1
 
 
+def test_an_alarm_after_a_reset_is_new_and_one_of_a_snapshot_is_not():
+    heard = []
+    adapter = tribe.adapt(small_network(), health=True, history=True, on_event=lambda event: heard.append(event.kind))
+    black, clean = torch.zeros(64, 3, 8, 8), pictures(1, 64)[0]
+    adapter(black)
+    assert "black" in heard
+    snapshot, heard[:] = adapter.snapshot(), []
+    adapter.reset()
+    adapter(black)
+    assert "black" in heard
+    for go_back in (adapter.restore, adapter.rollback):
+        for _ in range(4):
+            adapter(clean)
+        adapter(black)
+        heard.clear()
+        go_back(snapshot)
+        adapter(clean)
+        assert "black" not in heard
+    weights = adapter.state_dict()
+    adapter.reset()
+    adapter.load_state_dict(weights)
+    adapter(clean)
+    assert "black" not in heard
+
+
 def test_a_black_camera_raises_an_alarm_once_in_words_to_callback_log_and_record(caplog, tmp_path):
     heard = []
     net = small_network()

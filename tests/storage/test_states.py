@@ -220,3 +220,6 @@ def test_a_file_from_before_a_state_had_a_field_still_loads(tmp_path, method, la
     states.write(tmp_path / "old", saved._replace(tensors=older))
     resumed = tribe.load(tmp_path / "old", small_network())
     assert torch.equal(resumed(images(1, 6, 1)[0]), adapter(images(1, 6, 1)[0]))
+    fleet = tribe.fleet(small_network(), tribe.methods.create(method, classes=4))
+    fleet.load("camera", tmp_path / "old")
+    assert fleet({"camera": images(1, 6, 2)[0]})["camera"].shape == (6, 4)

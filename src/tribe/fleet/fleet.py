@@ -254,6 +254,7 @@ class Fleet:
         began, seen = self._watching.after_step({name: fresh.get(name) or self._entry(name) for name in after}, after)
         self._commit(fresh, after, marked, seen)
         self._watching.log.add(*began)
+        self._pool.page_out()
         return {name: results[name] for name in arrived}
 
     def _commit(
@@ -268,7 +269,6 @@ class Fleet:
                     entry = replace(entry.moved(after[name]), seen=seen.get(name, entry.seen))
                 entries[name] = replace(entry, bad=bad)
             self._pool.put_entries(entries)
-        self._pool.page_out()
 
     def _groups(self, arrived: Mapping[str, Arrived], kinds: Mapping[str, Any]) -> Iterable[tuple[Any, Group]]:
         runner = self._runner
@@ -378,8 +378,7 @@ class Fleet:
     @torch.inference_mode(False)
     def reset(self, name: str) -> "Fleet":
         """Return a stream to the source model."""
-        seed = int(self._peek(name).state.key.seed[0])
-        return self._replace(name, self.method.init(self.net, 1, seed))
+        return self._replace(name, self.method.init(self.net, 1, self._entry(name).find_seed()))
 
     @torch.inference_mode(False)
     def snapshot(self, name: str) -> Snapshot:

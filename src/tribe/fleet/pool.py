@@ -4,8 +4,9 @@ A state is a named tuple of tensors that nobody changes: a step makes a new one.
 a whole, under a lock that is held for a moment only, and a reader that has an entry needs no lock to use it.
 """
 
-import contextlib
 import hashlib
+import logging
+import os
 import shutil
 import tempfile
 import weakref
@@ -29,11 +30,12 @@ from tribe.methods import Deployed
 from tribe.storage.states import StateFileError
 
 Residence = Literal["device", "host", "file"]
+log = logging.getLogger("tribe.fleet")
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One stream. Where the state is in a file, ``info`` holds what it says of the stream."""
+    """One stream. Where the state is in a file, ``info`` and ``seed`` hold what it says of the stream."""
 
     state: Any  # a state of one stream; None: it is in the file
     frozen: bool = False
@@ -42,6 +44,7 @@ class Entry:
     place: Residence = "device"
     file: Path | None = None
     info: StreamInfo | None = None
+    seed: int | None = None
     deployed: Deployed | None = None  # what `Method.deployed` made of this state
     seen: Any = None  # how often each alarm had begun when it was last read
 
@@ -54,7 +57,11 @@ class Entry:
     def moved(self, state: Any) -> "Entry":
         """The stream with another state, which is on the device."""
         new = replace(self, state=state, version=self.version + 1, place="device")
-        return replace(new, file=None, info=None, deployed=None)
+        return replace(new, file=None, info=None, seed=None, deployed=None)
+
+    def find_seed(self) -> int:
+        """The seed of the stream."""
+        return int(self.state.key.seed[0]) if self.seed is None else self.seed
 
 
 class _Report(NamedTuple):
@@ -113,10 +120,11 @@ class Pool:
         self._paging = Lock()  # one thread at a time moves states out
         self._files = files
         self._folder: Path | None = None
+        self._warned = False
         if folder is not None:
             Path(folder).mkdir(parents=True, exist_ok=True)
             self._folder = Path(tempfile.mkdtemp(prefix="fleet-", dir=folder))
-            self._finalizer = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+            self._finalizer = weakref.finalize(self, _remove_folder, self._folder, os.getpid())
 
     def get(self, name: str) -> Entry | None:
         """The entry of a stream; None: there is none."""
@@ -159,8 +167,9 @@ class Pool:
                     if name in self.entries:
                         self.entries.move_to_end(name)
                 return entry
-            if (state := self._read(entry)) is not None:
-                back = replace(entry, state=self._to(state, self.device), place="device", file=None, info=None)
+            if (state := self._read(name, entry)) is not None:
+                back = replace(entry, state=self._to(state, self.device), place="device")
+                back = replace(back, file=None, info=None, seed=None)
                 if self._swap(name, entry, back):
                     _remove([entry.file])
                     self.page_out(keep=name)
@@ -170,7 +179,7 @@ class Pool:
     def peek(self, name: str) -> Entry | None:
         """As `fetch`, but the state stays where it is, and may come on the host."""
         while (entry := self.get(name)) is not None:
-            if (state := self._read(entry)) is not None:
+            if (state := self._read(name, entry)) is not None:
                 return replace(entry, state=state)
         return None
 
@@ -188,24 +197,47 @@ class Pool:
             for name, entry in self._too_many("host", int(self.limit // self.size), keep):
                 digest = hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
                 file = self._folder / f"{digest}-{entry.version}.safetensors"
-                with contextlib.suppress(StateFileError):  # a state that no file can hold stays where it is
+                try:
                     self._files.write(file, entry)
-                    away = replace(entry, state=None, place="file", file=file, info=entry.describe())
-                    if not self._swap(name, entry, away):
-                        _remove([file])
+                except StateFileError:  # a state that no file can hold stays where it is
+                    continue
+                except OSError as error:  # as does one for which there is no room: nothing is lost but memory
+                    self._warn(error)
+                    return
+                away = replace(entry, state=None, place="file", file=file, info=entry.describe())
+                away = replace(away, seed=entry.find_seed())
+                if not self._swap(name, entry, away):
+                    _remove([file])
+
+    def _warn(self, error: OSError) -> None:
+        """Say once that states cannot be written."""
+        if not self._warned:
+            self._warned = True
+            log.warning(
+                "states stay in host memory, above the limit: %s cannot be written (%s). Free space there, or give "
+                "another folder",
+                self._folder,
+                error,
+            )
 
     def _too_many(self, place: Residence, most: int, keep: str | None) -> list[tuple[str, Entry]]:
         with self.lock:
             there = [(name, entry) for name, entry in self.entries.items() if entry.place == place]
         return [(name, entry) for name, entry in there[: max(len(there) - most, 0)] if name != keep]
 
-    def _read(self, entry: Entry) -> Any:
+    def _read(self, name: str, entry: Entry) -> Any:
         """The state of an entry; None: its file was removed meanwhile, because the entry was replaced."""
         if entry.file is None:
             return entry.state
-        with contextlib.suppress(FileNotFoundError):
+        try:
             return self._files.read(entry.file)
-        return None
+        except FileNotFoundError:
+            if self.get(name) is not entry:
+                return None
+            raise StateFileError(
+                f"{entry.file}, which the fleet wrote, is gone, and with it what stream {name!r} has learned: "
+                f"something else removed it. reset({name!r}) starts it at the source model, drop({name!r}) forgets it"
+            ) from None
 
     def _swap(self, name: str, old: Entry, new: Entry) -> bool:
         with self.lock:
@@ -229,6 +261,12 @@ def check_place(net: Backbone, place: Place) -> None:
             f"the network is {of_network}, the states of this fleet {of_states}: the network was moved or cast "
             "after the fleet was made. Move it first, then call tribe.fleet"
         )
+
+
+def _remove_folder(folder: Path, process: int) -> None:
+    """Remove the folder of a pool that is gone; a forked child must not, because its parent still uses it."""
+    if os.getpid() == process:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _remove(files: Iterable[Path | None]) -> None:

@@ -35,6 +35,7 @@ from tribe.health.lean import (
     lean,
     squared_half,
 )
+from tribe.health.snapshots import copy_like
 from tribe.health.watch import Health, Watcher, WatchState, alarms_on
 from tribe.knowledge import Knowledge, KnowledgeError, KnowledgeLike
 from tribe.methods import (
@@ -211,6 +212,13 @@ class Guarded(Composed):
         good = clone(inner) if self.acts and self.part.good_every is not None else Nothing()
         watch = self.watcher(net).init(net, streams)
         return GuardedState(inner, GuardState(watch, none, none.clone(), none.clone(), good))
+
+    def recast(self, net: Backbone, state: GuardedState) -> GuardedState:
+        """What watches has the same precision on every network: sums of float64, all else of float32."""
+        inner, guard = self.inner.recast(net, state.inner), state.guard
+        good = guard.good if isinstance(guard.good, Nothing) else self.inner.recast(net, guard.good)
+        watch = copy_like(guard.watch, self.watcher(net).init(net, len(guard.held)))
+        return GuardedState(inner, guard._replace(watch=watch, good=good))
 
     def step(
         self, net: Backbone, state: GuardedState, x: Tensor, valid: Tensor | None = None, retired: Any = None

@@ -1,8 +1,8 @@
 """What the source network says of some images of a stream, in one pass: a second opinion that does not adapt.
 
-Every so many images of a batch, one is a probe. The pass normalises with the source's statistics, and looks at those
-that the probes have: how far they are from the source's tells how much the images have changed, whatever the network
-predicts.
+Of every so many valid images of a batch, one is a probe. The pass normalises with the source's statistics, and looks at
+those that the probes have: how far they are from the source's tells how much the images have changed, whatever the
+network predicts.
 """
 
 from dataclasses import dataclass
@@ -70,17 +70,21 @@ def start_shift(net: Backbone, streams: int) -> ShiftState:
 def ask(
     net: Backbone, state: ShiftState, x: Tensor, valid: Tensor, every: int, measures: bool = True
 ) -> tuple[Answers, ShiftState]:
-    """Pass one in ``every`` images (S, B, ...) of a batch through the source.
+    """Pass one in ``every`` of the valid images (S, B, ...) of a batch through the source.
 
     Without ``measures`` it only predicts, which is half the work: statistics tell something with a calibration only.
     """
-    chosen = slice(None, None, every)
+    place = (~valid).byte().argsort(dim=1, stable=True)[:, ::every]  # (S, n), valid images first
+    real = valid.gather(1, place)
+    row = torch.arange(len(x), device=x.device).unsqueeze(1)
+    probes = x[row, place].masked_fill(~real.view(*real.shape, *[1] * (x.dim() - 2)), 0)  # others may be NaN
     affine, stats = net.origin.get() if len(x) == 1 else net.source(len(x))
-    output = net(x[:, chosen], affine, stats, Looking() if measures else Frozen(), valid=valid[:, chosen])
+    output = net(probes, affine, stats, Looking() if measures else Frozen(), valid=real)
     some = output.logits.float()
-    fine = valid[:, chosen] & some.isfinite().all(2)
-    logits, known = some.new_zeros(*valid.shape, some.shape[2]), torch.zeros_like(valid)
-    logits[:, chosen], known[:, chosen] = torch.where(fine.unsqueeze(2), some, 0), fine
+    fine = real & some.isfinite().all(2)
+    logits = some.new_zeros(*valid.shape, some.shape[2])
+    logits[row, place] = torch.where(fine.unsqueeze(2), some, 0)
+    known = torch.zeros_like(valid).scatter(1, place, fine)
     if not measures:
         return Answers(logits, known, state.weight.new_zeros(len(x), DEPTHS)), state
     state = _remember(state, output.stats, fine.sum(1))

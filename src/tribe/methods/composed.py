@@ -83,6 +83,10 @@ class Composed(Method):
         """The network of the method alone."""
         return self.inner.deployed(net, state.inner)
 
+    def recast(self, net: Backbone, state: Any) -> Any:
+        """As the method alone."""
+        return state._replace(inner=self.inner.recast(net, state.inner))
+
     @classmethod
     def around(cls, method: Method, part: Any) -> Self:
         """A method and a part that are built already, as one."""
@@ -90,6 +94,15 @@ class Composed(Method):
         fields = {field.name: getattr(built, field.name) for built in both for field in dataclasses.fields(built)}
         made: Self = compose(cls, type(method), type(part))(**fields)  # type: ignore[assignment, arg-type]
         return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For pickle and copy: no module holds the class, so it is made again from the classes of its parts."""
+        layers, cls = [], type(self)
+        while issubclass(cls, Composed):
+            layers.append((cls.__bases__[0], cls.part_class))
+            cls = cls.inner_class
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return _make_again, (cls, layers[::-1], fields)
 
 
 class ComposedState:
@@ -108,6 +121,13 @@ class ComposedState:
         """The method's report."""
         info: Info = self.inner.info
         return info
+
+
+def _make_again(cls: Any, layers: Any, fields: dict[str, Any]) -> Any:
+    """The method that `Composed.__reduce__` describes."""
+    for base, part in layers:
+        cls = compose(base, cls, part)
+    return cls(**fields)
 
 
 @functools.cache

@@ -190,6 +190,10 @@ class Method(ABC):
     def deployed(self, net: Backbone, state: Any) -> Deployed:
         """The network this state predicts with."""
 
+    def recast(self, net: Backbone, state: Any) -> Any:
+        """A state that was cast with the network, where parts of it keep a precision of their own."""
+        return state
+
     def anchored(self, net: Backbone, state: Any) -> Stats | None:
         """The stream's statistics under the source's parameters, (S, 1, C); None if the method keeps none.
 
