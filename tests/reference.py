@@ -331,6 +331,8 @@ class Chain:
         self.rate = min(max(rate, f.least_rate), 1.0)
         step = max(1 / (self.images + 2), f.marginal_step)
         self.confidence = (1 - step) * self.confidence + step * max(chance)
+        if not self.has_a_say():
+            self.evidence = -f.evidence_on
         self.images += 1
 
 
@@ -341,7 +343,7 @@ class MarkovFilter:
         self.fields, self.chains = fields, [Chain(t, classes, fields) for t in fields.temperatures]
 
     def on(self) -> bool:
-        return any(chain.evidence > self.fields.evidence_on for chain in self.chains if chain.has_a_say())
+        return any(chain.evidence > self.fields.evidence_on for chain in self.chains)
 
     def chosen(self) -> Chain:
         """The sharpest of the chains with a say that predicted the last images about best."""

@@ -225,6 +225,24 @@ def test_a_bias_among_many_classes_is_no_burst(within, monkeypatch):
     assert errors(answers, labels) > errors(logits, labels)
 
 
+@pytest.mark.parametrize("within", ["past", "batch"])
+def test_a_temperature_without_a_say_gathers_no_evidence(within):
+    """Else a bias that it took for a burst turns the filter on when the network is sure again: on ImageNet-C, for the
+    first hundreds of images of a milder corruption."""
+    _, biased = biased_predictions(512)
+    labels, sure = biased_predictions(512)
+    sure = 0.5 * sure + torch.nn.functional.one_hot(labels, 1000) * 40.0
+    rule = Markov(within=within)
+    _, _, state = play(rule, biased, batch=64)
+    silent = state.confidence < markov.LEAST_CONFIDENCE
+    assert silent[0, -1]
+    assert not silent[0, 0]
+    assert bool((state.evidence[silent] == -rule.evidence_on).all())
+    _, used, state = play(rule, sure, state, batch=64)
+    assert bool((state.confidence >= markov.LEAST_CONFIDENCE).all())
+    assert not used.any()
+
+
 def test_with_ten_classes_every_temperature_has_a_say():
     rule, logits = Markov(), 0.1 * predictions(labels_in_bursts(2, 300, CLASSES, 0.9), CLASSES)
     _, _, state = play(rule, logits)

@@ -12,7 +12,8 @@ What the network says of an image is the likelihood of its classes, l = softmax(
 A bank of temperatures T runs side by side. While the evidence of any, the sum of log (prior . l) - log null, is above a
 threshold, the answer is p, else the network's own prediction. The sharpest temperature answers of those whose prior
 predicted the last images about best, by the sum of log (prior . l). A temperature at which the likeliest class of an
-image has less than a tenth has no say: with many classes it adds up what the network is biased to, not what it sees.
+image has less than a tenth has no say, and gathers no evidence: with many classes it adds up what the network is biased
+to, not what it sees.
 See docs/time.md for the derivation.
 """
 
@@ -166,8 +167,8 @@ class Markov(TimeFilter):
         return [FilterInfo(e > self.evidence_on, 1 / rate, self.temperatures[m], e) for m, rate, e in rows]
 
     def _evidence(self, after: MarkovState | Scanned) -> Tensor:
-        """The most evidence (...) of the temperatures that have a say; without any, less than turns the filter on."""
-        return after.evidence.masked_fill(after.confidence < LEAST_CONFIDENCE, -self.evidence_on).amax(-1)
+        """The most evidence (...) of all temperatures; one without a say has less than turns the filter on."""
+        return after.evidence.amax(-1)
 
     def _chosen(self, after: MarkovState | Scanned) -> Tensor:
         """The temperature that answers: the first, so the sharpest, with a say and a sum (..., M) within the margin."""
@@ -185,8 +186,8 @@ class Markov(TimeFilter):
         if kernels.can_filter(images.likelihood):
             return _scan_in_one_launch(self, state, images.likelihood, images.counted)
         beliefs, rates, total, local, (belief, marginal, rate) = self._follow(state, images)
-        recents, evidences, (weight, recent, evidence) = self._compare(state, images, total, local)
         confidences = self._confidence(state, images)
+        recents, evidences, (weight, recent, evidence) = self._compare(state, images, total, local, confidences)
         seen = state.images + images.counted.sum(1)
         ends = MarkovState(belief, marginal, weight, rate, recent, evidence, confidences[:, -1], seen)
         return Scanned(beliefs, rates, recents, evidences, confidences), ends
@@ -224,7 +225,7 @@ class Markov(TimeFilter):
         return torch.stack(beliefs, 1), rates_, total, local, (belief, marginal, rate.squeeze(-1))
 
     def _compare(
-        self, state: MarkovState, images: Images, total: Tensor, local: Tensor
+        self, state: MarkovState, images: Images, total: Tensor, local: Tensor, confidences: Tensor
     ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
         """How well the last images were predicted, and the evidence, after each image: (S, B, M) each."""
         weight, recent, evidence = state.weight, state.recent, state.evidence
@@ -241,7 +242,9 @@ class Markov(TimeFilter):
             recent = added if images.every[b] else torch.where(images.mask(b), added, recent)
             recents.append(recent)
         gained = (total / torch.stack(nulls, 1)).log_().sub_(self.evidence_drift)
-        for gain in gained.masked_fill_(~images.counted.unsqueeze(-1), 0).unbind(1):
+        gained.masked_fill_(~images.counted.unsqueeze(-1), 0)
+        gained.masked_fill_(confidences < LEAST_CONFIDENCE, -math.inf)  # it starts again when it has a say
+        for gain in gained.unbind(1):
             evidence = (evidence + gain).clamp_(-self.evidence_on, self.evidence_most)
             evidences.append(evidence)
         return torch.stack(recents, 1), torch.stack(evidences, 1), (weight, recent, evidence)
@@ -287,7 +290,8 @@ def _scan_in_one_launch(
     """`Markov._scan` as one kernel: a program for each stream and temperature goes through the images."""
     constants = (
         *(rule.rate_step, rule.least_rate, rule.marginal_step, rule.recent_memory),
-        *(rule.evidence_on, rule.evidence_most, rule.evidence_drift, PATIENCE, FIRST, SURE, UNSEEN, FORGET),
+        *(rule.evidence_on, rule.evidence_most, rule.evidence_drift, PATIENCE, FIRST, SURE, LEAST_CONFIDENCE),
+        *(UNSEEN, FORGET),
     )
     parts, (belief, marginal, weight, rate, recent, evidence, sure) = kernels.scan(
         likelihood, counted, state, constants
