@@ -20,6 +20,7 @@ NAMES = {
     "aetta": "AETTA",
 }
 
+TODAY = "gaussian process"  # the model of accuracy; files without it are of a linear one
 METHODS = ("tribe", "rotta", "tent", "bn", "source")
 STREAMS = ("iid", "continual", "ptta", "gli-f", "gli-v")
 
@@ -53,6 +54,11 @@ def covered(rows: Rows) -> float:
     """The share of windows whose accuracy lies in our interval, in %."""
     inside = [low <= t <= high for r in rows for low, t, high in zip(r["low"], r["true"], r["high"], strict=True)]
     return 100 * statistics.mean(inside)
+
+
+def half_width(rows: Rows) -> float:
+    """Half of the mean width of our intervals, in points."""
+    return statistics.mean((high - low) / 2 for r in rows for low, high in zip(r["low"], r["high"], strict=True))
 
 
 def errors(folder: Path) -> str:
@@ -104,17 +110,26 @@ def _caption(dataset: str, model: str, rows: Rows) -> str:
 
 
 def summary(folder: Path) -> str:
-    """For each network and kind of stream: our error, that of the best baseline, that for TRIBE, and coverage."""
+    """For each network and kind of stream: our error, that of the best baseline, that for TRIBE, and intervals."""
+    return _summary(_rows(folder))
+
+
+def older(folder: Path) -> str:
+    """The same for networks that were measured with the linear model, on short streams."""
+    return _summary(_rows(folder, of_today=False))
+
+
+def _summary(all_rows: Rows) -> str:
     lines = []
-    for (dataset, model, stream), rows in _groups(_rows(folder), "dataset", "model", "stream"):
+    for (dataset, model, stream), rows in _groups(all_rows, "dataset", "model", "stream"):
         found = [of for _, of in _groups(rows, "method")]
         means = _means(found)
         ours, others = means.pop("ours"), {name: value for name, value in means.items() if value < float("inf")}
         best = min(others, key=others.__getitem__)
-        tribe = [row for row in rows if row["method"] == "tribe"]
-        cells = [f"{ours:.1f}", f"{others[best]:.1f} ({NAMES[best]})", f"{mean_errors(tribe)['ours']:.1f}"]
-        lines.append([f"{model} on {dataset}", stream, *cells, f"{covered(rows):.0f}"])
-    head = ["network", "stream", "tribe", "best baseline", "tribe, for TRIBE alone", "in the interval, %"]
+        alone = mean_errors([row for row in rows if row["method"] == "tribe"]).get("ours")
+        cells = [f"{ours:.1f}", f"{others[best]:.1f} ({NAMES[best]})", "" if alone is None else f"{alone:.1f}"]
+        lines.append([f"{model} on {dataset}", stream, *cells, f"{covered(rows):.0f}", f"{half_width(rows):.1f}"])
+    head = ["network", "stream", "tribe", "best baseline", "tribe, for TRIBE alone", "in the interval, %", "±"]
     return table(head, lines)
 
 
@@ -136,8 +151,8 @@ def bias(folder: Path) -> str:
     return table(["network", "stream", "tribe", "ATC", "AETTA"], lines)
 
 
-def _rows(folder: Path) -> Rows:
-    rows = read("health_*.json", folder)
+def _rows(folder: Path, of_today: bool = True) -> Rows:
+    rows = [row for row in read("health_*.json", folder) if (row.get("model_of_accuracy") == TODAY) == of_today]
     places = [*STREAMS, *METHODS]
     return sorted(rows, key=lambda row: (row["file"], places.index(row["stream"]), places.index(row["method"])))
 
@@ -150,4 +165,7 @@ def _groups(rows: Rows, *names: str) -> Iterator[tuple[tuple[Any, ...], Rows]]:
     yield from groups.items()
 
 
-BLOCKS: dict[str, Callable[[Path], str]] = {"summary": summary, "left-out": left_out, "errors": errors, "bias": bias}
+BLOCKS: dict[str, Callable[[Path], str]] = {
+    **{"summary": summary, "older": older, "left-out": left_out},
+    **{"errors": errors, "bias": bias},
+}

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.health_pages import mean_errors
+from benchmarks.health_pages import TODAY, mean_errors
 from benchmarks.health_play import PROBE, REHEARSAL, Columns, Played, Records, load
 from benchmarks.time_play import write
 from tribe.engine.losses import probabilities
@@ -153,6 +153,7 @@ def score(records: Records, out: Path, seeds: Sequence[int] | None = None) -> Pa
     header = records.header
     corruptions = [name for name in dict.fromkeys(name for name, _ in header["conditions"]) if name != "clean"]
     shared = {"dataset": header["dataset"], "model": header["model"], "machine": header["machine"]}
+    shared["model_of_accuracy"] = TODAY
     target = out / f"health_{header['dataset']}_{header['model']}.json"
     write(target, {**shared, **header["settings"], "corruptions": corruptions}, rows)
     return target

@@ -46,6 +46,8 @@ def test_a_study_plays_and_its_results_become_tables(tmp_path, small, monkeypatc
     text = health_pages.errors(tmp_path)
     assert "| iid | source |" in text
     assert "live-mnist-c" in health_pages.bias(tmp_path)
+    assert "| compact on live-mnist-c | iid |" in health_pages.summary(tmp_path)
+    assert "compact" not in health_pages.older(tmp_path)  # results of the linear model do not say what model they had
     assert "source: ours" in capsys.readouterr().out
     health_compare.main([str(path), "--seeds", "1"])
     lines = capsys.readouterr().out.splitlines()
@@ -109,4 +111,5 @@ def test_errors_and_coverage_by_hand():
     row["estimates"] = {"ours": [75.0, 65.0], "atc": [90.0, 61.0]}
     assert health_pages.mean_errors([row]) == {"ours": 5.0, "atc": 5.5}
     assert health_pages.covered([row]) == 50
+    assert health_pages.half_width([row]) == 6
     assert health_pages.differences([row], "atc") == [10.0, 1.0]
