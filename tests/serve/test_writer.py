@@ -8,7 +8,7 @@ import pytest
 from tribe.serve import writer as writing
 from tribe.serve.events import Events
 from tribe.serve.ownership import Served
-from tribe.serve.policy import Policy
+from tribe.serve.policy import NotStored, Policy
 from tribe.serve.store import SqliteStore
 from tribe.serve.store.protocol import StoreDown
 from tribe.serve.writer import Writer
@@ -116,6 +116,45 @@ def test_a_stream_that_is_refused_does_not_keep_the_others_from_being_stored(sto
     assert [served.dirty_since for served in streams] == [None, None, 3.0]
     assert store.read("cam0").blob == b"state"
     assert (writer.fenced.total(), writer.writes.total(), writer.failed.total()) == (1, 1, 1)
+
+
+def test_a_write_that_comes_after_its_stream_was_claimed_anew_does_not_lose_the_stream(store):
+    """A reset claims the stream anew while an older state is on its way to the store."""
+    (served,), calls = claimed(store, 1), []
+
+    async def in_thread(function):
+        calls.append(function)
+        if len(calls) == 2:  # the state was captured
+            store.release(served.claim)
+            served.claim = store.claim("cam0", "me", 60)
+            served.touch(9.0)
+        return function()
+
+    writer = new_writer(store, in_thread)
+    asyncio.run(writer.round([served]))
+    assert (served.dirty_since, served.writing_since, writer.fenced.total()) == (9.0, None, 0)
+    asyncio.run(writer.round([served]))
+    assert store.read("cam0").generation == 2
+
+
+def test_a_state_that_cannot_be_stored_is_said_once_and_is_tried_again(store):
+    (served,), bad = claimed(store, 1), [True]
+
+    def to_bytes(name):
+        if bad:
+            raise ValueError("it is not finite")
+        return b"state"
+
+    writer = new_writer(store, to_bytes=to_bytes)
+    asyncio.run(writer.round([served]))
+    for _ in range(2):
+        with pytest.raises(NotStored, match="'cam0' cannot be stored: it is not finite"):
+            asyncio.run(writer.write(served))
+    assert [event.kind for event in writer.events.kept] == ["not-stored"]
+    assert served.dirty_since == 1.0
+    bad.clear()
+    assert asyncio.run(writer.write(served)) == 5
+    assert not served.changed
 
 
 def test_a_store_that_fails_leaves_all_to_be_stored_later(store):

@@ -1,20 +1,28 @@
 """What can be done to one stream besides predicting: create, end, reset, freeze, roll back, drop, read and replace."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from contextlib import AbstractAsyncContextManager, suppress
 from typing import Any
 
+import torch
+
+from tribe.fleet import Fleet
+from tribe.fleet.files import StateFiles
 from tribe.serve.keeper import InThread, Keeper
-from tribe.serve.ownership import Served, read_intact
-from tribe.serve.policy import NotOwner, Overloaded, UnknownStream
+from tribe.serve.ownership import Kept, Served, read_intact
+from tribe.serve.policy import NotOwner, NotStored, Overloaded, UnknownStream
 from tribe.serve.store.protocol import Stored, StoreDown
+from tribe.storage import states
+
+Done = Coroutine[Any, Any, dict[str, Any]]  # an action, to be awaited: what is known of the stream after it
 
 
 class Controls:
     """Actions on streams, one at a time for each stream, and never during a step of it.
 
-    All but ``create``, ``end`` and reading a state need a stream that exists and that this worker owns.
+    All but ``create``, ``end`` and reading a state need a stream that exists and that this worker owns. An action that
+    has begun runs to its end, also if whoever asked for it is cancelled.
 
     ============  ===================================================================================================
     create        open the stream: claim it, resume its stored state or make a new one. It never resets.
@@ -40,14 +48,17 @@ class Controls:
 
     async def __call__(self, action: str, stream: str, **arguments: Any) -> dict[str, Any]:
         """Do it, and return what is known of the stream afterwards. A store that fails: `Overloaded`."""
-        actions: dict[str, Callable[..., Awaitable[dict[str, Any]]]] = {
+        actions: dict[str, Callable[..., Done]] = {
             **{"create": self._create, "end": self._end, "reset": self._reset, "freeze": self._freeze},
             **{"unfreeze": self._unfreeze, "snapshot": self._snapshot, "rollback": self._rollback, "drop": self._drop},
         }
         if action not in actions:
             raise ValueError(f"there is no action {action!r}; expected one of {', '.join(actions)}")
+        return await self._finish(actions[action](stream, **arguments))
+
+    async def _finish(self, action: Done) -> dict[str, Any]:
         try:
-            return await actions[action](stream, **arguments)
+            return await self.keeper.tasks.finish(action)
         except StoreDown as error:
             raise Overloaded(f"the store fails: {error}", self.policy.retry_most) from error
 
@@ -97,7 +108,8 @@ class Controls:
 
     async def _reset(self, stream: str) -> dict[str, Any]:
         served = await self._owned(stream)
-        return await self._replace(served, lambda: self.fleet.reset(stream), "reset", "returned to the source model")
+        words = "returned to the source model"
+        return await self._replace(served, lambda: self.fleet.reset(stream), (), "reset", words)
 
     async def _freeze(self, stream: str) -> dict[str, Any]:
         return await self._set_frozen(stream, True)
@@ -118,22 +130,22 @@ class Controls:
         served = await self._owned(stream)
         async with self._hold(stream):
             snapshot = await self._in_thread(lambda: self.fleet.snapshot(stream))
-            served.snapshots.append((served.clock, snapshot))
+            served.snapshots.append(Kept(served.clock, snapshot, tuple(served.recent)))
             while len(served.snapshots) > self.policy.snapshots:
                 served.snapshots.popleft()
-        return self._describe(stream) | {"snapshot": served.snapshots[-1][0]}
+        return self._describe(stream) | {"snapshot": served.snapshots[-1].clock}
 
     async def _rollback(self, stream: str, to: int | None = None) -> dict[str, Any]:
         served = await self._owned(stream)
-        found = [(clock, snapshot) for clock, snapshot in served.snapshots if to is None or clock == to]
+        found = [kept for kept in served.snapshots if to is None or kept.clock == to]
         if not found:
-            kept = ", ".join(str(clock) for clock, _ in served.snapshots) or "none: take one first"
+            known = ", ".join(str(kept.clock) for kept in served.snapshots) or "none: take one first"
             raise UnknownStream(
-                f"stream {stream!r} has no snapshot{'' if to is None else f' of clock {to}'}; it has {kept}"
+                f"stream {stream!r} has no snapshot{'' if to is None else f' of clock {to}'}; it has {known}"
             )
-        clock, snapshot = found[-1]
+        clock, snapshot, requests = found[-1]
         words = f"returned to the snapshot of clock {clock}"
-        return await self._replace(served, lambda: self.fleet.restore(stream, snapshot), "rollback", words)
+        return await self._replace(served, lambda: self.fleet.restore(stream, snapshot), requests, "rollback", words)
 
     async def _drop(self, stream: str) -> dict[str, Any]:
         if stream in self.keeper.streams:
@@ -142,22 +154,34 @@ class Controls:
             await self.keeper.delete_stored(stream)
         return {"name": stream, "state": "deleted"}
 
-    async def _replace(self, served: Served, change: Callable[[], Any], kind: str, words: str) -> dict[str, Any]:
+    async def _replace(
+        self, served: Served, change: Callable[[], Any], requests: Iterable[str], kind: str, words: str
+    ) -> dict[str, Any]:
         """Change the state of a stream to one whose clock may be earlier, and store it at once.
 
         A stored clock never falls within a generation, so the stream is stored as it is and claimed anew first.
+
+        Args:
+            served: the stream.
+            change: replaces the state in the fleet.
+            requests: ids of the last requests that the new state has learned, as far as they are known.
+            kind: of the event.
+            words: of the event.
         """
         writer, name = self.keeper.writer, served.name
         if writer is not None:
-            await writer.write(served)
+            with suppress(NotStored):  # it is replaced: a state that is not finite can be reset
+                await writer.write(served)
         try:
             async with self._hold(name):
                 await self.keeper.claim_anew(served)
                 await self._in_thread(change)
+                served.recent = dict.fromkeys(requests)
                 self.keeper.read_fleet(served)
                 served.touch(self.keeper.clock())
         except NotOwner as error:
-            await self.keeper.lose(served, str(error))
+            if served.claim is not None:
+                await self.keeper.lose(served, str(error))
             raise
         self.keeper.events.add(kind, words, name)
         if writer is not None:
@@ -186,11 +210,20 @@ class Controls:
 
     async def put_state(self, stream: str, data: bytes) -> dict[str, Any]:
         """Replace the state of a stream by that of a file, or make a stream of it; a wrong file changes nothing."""
-        try:
-            if self.keeper.ready(stream, self.keeper.clock()) is None:
-                await self.keeper.open(stream)
-            served = await self._owned(stream)
-            words = "its state was replaced"
-            return await self._replace(served, lambda: self.fleet.from_bytes(stream, data), "replaced", words)
-        except StoreDown as error:
-            raise Overloaded(f"the store fails: {error}", self.policy.retry_most) from error
+        return await self._finish(self._put_state(stream, data))
+
+    async def _put_state(self, stream: str, data: bytes) -> dict[str, Any]:
+        await self._in_thread(lambda: check_state(self.fleet, stream, data))  # before a stream is made for it
+        if self.keeper.ready(stream, self.keeper.clock()) is None:
+            await self.keeper.open(stream)
+        served = await self._owned(stream)
+        words = "its state was replaced"  # a file does not say which requests it has learned
+        return await self._replace(served, lambda: self.fleet.from_bytes(stream, data), (), "replaced", words)
+
+
+@torch.inference_mode(False)
+def check_state(fleet: Fleet, stream: str, data: bytes) -> None:
+    """Refuse bytes that are no state file of a single stream of this fleet's method and network; change nothing."""
+    source = f"the state for stream {stream!r}"
+    files = StateFiles(fleet.method, fleet.net, fleet.method.init(fleet.net))
+    files.state(source, states.decode(data, source))

@@ -3,16 +3,17 @@
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager
 from typing import Any
 
 from tribe.fleet import Fleet
 from tribe.serve.condition import plain
 from tribe.serve.events import Events
 from tribe.serve.ownership import Found, Served, look_up, new_generation
-from tribe.serve.policy import NotOwner, Policy, UnknownStream, WrongState
-from tribe.serve.store.protocol import Store, StoreDown
+from tribe.serve.policy import NotOwner, NotStored, Policy, UnknownStream, WrongState
+from tribe.serve.store.protocol import Claim, Store, StoreDown
+from tribe.serve.tasks import Tasks
 from tribe.serve.writer import Writer
 from tribe.storage.states import StateFileError
 
@@ -52,6 +53,7 @@ class Keeper:
         self.clock, self.events = clock, events
         self._in_thread, self._in_states, self._hold, self._closed = in_thread, in_states, hold, closed
         self.streams: dict[str, Served] = {}
+        self.tasks = Tasks()  # changes of streams, which run to their end
         self.writer: Writer | None = None  # set by the worker
         self._opening: dict[str, asyncio.Task[Served]] = {}
 
@@ -78,8 +80,7 @@ class Keeper:
         """Claim a stream, or read what its owner stored last. Callers at the same time share one look-up."""
         task = self._opening.get(name)
         if task is None:
-            task = asyncio.get_running_loop().create_task(self._open(name))
-            self._opening[name] = task
+            task = self._opening[name] = self.tasks.start(self._open(name))
             task.add_done_callback(lambda _: self._opening.pop(name, None))
         return await asyncio.shield(task)
 
@@ -133,7 +134,7 @@ class Keeper:
             if name in self.fleet:
                 await self._in_states(lambda: self.fleet.drop(name))
             await self._in_states(lambda: self.fleet.add(name))
-            served.loaded = True
+            served.recent, served.loaded = {}, True
         first = served.checked == -math.inf
         served.checked, served.mark = asked, found.mark
         if found.claim is not None:
@@ -183,29 +184,45 @@ class Keeper:
             if name in renewed:
                 served.renewed(renewed[name], asked, self.policy.lease, self.policy.margin)
             else:
-                await self.lose(served, "its lease ended and another worker has claimed it")
+                await self.lose(served, "its claim has ended, or another worker has claimed it")
 
     async def lose(self, served: Served, why: str) -> None:
         """Forget a stream that another worker owns now; what was learned and not stored is lost."""
         lag = served.lag(self.clock())
         served.claim, served.learn_until = None, -math.inf
         served.dirty_since = served.writing_since = None
-        await self._forget(served)
+        async with self._hold(served.name):
+            await self._forget(served)
         self.events.add("fenced", f"{why}. What it learned here and did not store is lost", served.name,
                         logging.WARNING, seconds=lag)  # fmt: skip
 
     async def _forget(self, served: Served) -> None:
-        async with self._hold(served.name):
-            if self.streams.get(served.name) is served:
-                del self.streams[served.name]
-                if served.loaded:
-                    await self._in_states(lambda: self.fleet.drop(served.name))
-            self._closed(served.name)
+        """Drop a stream that is held; its waiting requests are placed again."""
+        if self.streams.get(served.name) is served:
+            del self.streams[served.name]
+            if served.loaded:
+                await self._in_states(lambda: self.fleet.drop(served.name))
+        self._closed(served.name)
+
+    @contextmanager
+    def _claim_at_stake(self, served: Served) -> Iterator[None]:
+        """In this context the store is asked to end or to replace a stream's claim.
+
+        If it fails, nobody knows whether the claim holds. Nothing is learned until a renewal confirms it.
+        """
+        claim = served.claim
+        try:
+            yield
+        except BaseException as error:
+            served.claim, served.learn_until = claim, -math.inf
+            if isinstance(error, StoreDown) and self.writer is not None:
+                self.writer.note_failure(error)
+            raise
 
     # -- releasing ----------------------------------------------------------------------------------------------------
 
     async def release(self, served: Served) -> None:
-        """Store a stream if it changed, end its claim, and forget it. `StoreDown`: it stays.
+        """Store a stream if it changed, end its claim, and forget it. `StoreDown` or `NotStored`: it stays.
 
         Without a store there is nowhere to keep it, so it stays in the fleet.
         """
@@ -213,32 +230,41 @@ class Keeper:
             return
         if self.writer is not None:
             await self.writer.write(served)
-        claim, store = served.claim, self.store
-        if self.streams.get(served.name) is not served or served.dirty_since is not None:
-            return  # lost meanwhile, or it has learned again: later
-        served.claim, served.learn_until = None, -math.inf  # from here on nothing is learned
-        if claim is not None:
-            await self._in_thread(lambda: store.release(claim))
-        await self._forget(served)
+        await self.tasks.finish(self._release_stored(served, self.store))
+
+    async def _release_stored(self, served: Served, store: Store) -> None:
+        async with self._hold(served.name):
+            if self.streams.get(served.name) is not served or served.changed:
+                return  # lost meanwhile, or it has learned again: later
+            if (claim := served.claim) is not None:
+                with self._claim_at_stake(served):
+                    served.claim, served.learn_until = None, -math.inf  # new requests need not wait for the store
+                    await self._in_thread(lambda: store.release(claim))
+            await self._forget(served)
         self.events.add("released", "stored and released" if claim else "forgotten", served.name)
 
     async def release_idle(self, busy: Callable[[str], bool]) -> None:
-        """Release streams without a request for a while."""
+        """Release streams without a request for a while. One that cannot be stored stays, and keeps no other."""
         before = self.clock() - self.policy.idle
         for served in [s for s in self.streams.values() if s.used < before and not busy(s.name)]:
             try:
                 await self.release(served)
+            except NotStored:
+                continue  # the writer has said so
             except StoreDown:
                 return
 
     async def delete(self, served: Served) -> None:
         """Delete the stored states of an owned stream, and forget it."""
-        claim, store = served.claim, self.store
+        store = self.store
         async with self._hold(served.name):
-            if claim is not None and store is not None:
-                await self._in_thread(lambda: store.delete(claim))
-            served.claim, served.dirty_since, served.learn_until = None, None, -math.inf
-        await self._forget(served)
+            claim = self._check_still_here(served)
+            with self._claim_at_stake(served):
+                served.claim, served.learn_until = None, -math.inf
+                if claim is not None and store is not None:
+                    await self._in_thread(lambda: store.delete(claim))
+            served.dirty_since = None
+            await self._forget(served)
         self.events.add("deleted", "deleted, with its stored states", served.name)
 
     async def delete_stored(self, name: str) -> None:
@@ -257,12 +283,20 @@ class Keeper:
 
         Call it while the stream is held, with everything stored.
         """
-        claim, store = served.claim, self.store
+        claim, store = self._check_still_here(served), self.store
         if claim is None or store is None:
             return
         asked = self.clock()
-        new = await self._in_thread(lambda: new_generation(store, claim, self.policy.lease))
-        if new is None:
-            served.claim, served.learn_until = None, -math.inf
-            raise NotOwner(f"another worker has claimed stream {served.name!r} at this moment; nothing was changed")
+        with self._claim_at_stake(served):
+            new = await self._in_thread(lambda: new_generation(store, claim, self.policy.lease))
+            if new is None:
+                raise NotOwner(f"another worker has claimed stream {served.name!r} at this moment; nothing was changed")
         served.renewed(new, asked, self.policy.lease, self.policy.margin)
+
+    def _check_still_here(self, served: Served) -> Claim | None:
+        """The claim of a stream that is held; refuse one that was released or lost before it was held."""
+        if self.streams.get(served.name) is not served or (served.claim is None and self.store is not None):
+            raise NotOwner(
+                f"stream {served.name!r} was released or lost at this moment; nothing was changed. Try again"
+            )
+        return served.claim

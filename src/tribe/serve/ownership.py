@@ -22,6 +22,14 @@ def new_owner() -> str:
     return f"{socket.gethostname()[:100]}-{os.getpid()}-{secrets.token_hex(4)}"
 
 
+class Kept(NamedTuple):
+    """A copy of a stream's state for rollback, and what belongs to it."""
+
+    clock: int
+    snapshot: Any
+    requests: tuple[str, ...]  # ids of the last requests that it has learned
+
+
 @dataclass(eq=False)
 class Served:
     """A stream that this worker answers for."""
@@ -35,12 +43,13 @@ class Served:
     checked: float = -math.inf  # when the store was last asked
     loaded: bool = True  # whether the fleet has a state of it; without one the source model predicts
     frozen: bool = False
-    recent: dict[str, None] = field(default_factory=dict)  # ids of the last learned requests, the oldest first
+    recent: dict[str, None] = field(default_factory=dict)  # ids of the last requests that its state has learned
     clock: int = 0
     dirty_since: float | None = None  # when the oldest step was taken that no write has begun to store
     writing_since: float | None = None  # the same of the write that runs
+    unstorable: str | None = None  # why its state cannot be stored
     learned_at: float = 0.0  # wall clock of the last step, stored with the state
-    snapshots: deque[tuple[int, Any]] = field(default_factory=deque)
+    snapshots: deque[Kept] = field(default_factory=deque)
     images: int = 0  # images that came since it was opened
     condition: dict[str, Any] = field(default_factory=dict)  # its health after the last step; see condition.py
     holding: bool = False  # whether the guard let it learn nothing in the last step
@@ -56,6 +65,11 @@ class Served:
         """How old the oldest step is that is not stored."""
         times = [since for since in (self.dirty_since, self.writing_since) if since is not None]
         return now - min(times) if times else 0.0
+
+    @property
+    def changed(self) -> bool:
+        """Whether something of it is not stored yet."""
+        return self.dirty_since is not None or self.writing_since is not None
 
     def touch(self, now: float) -> None:
         """Note that the state has changed and must be written."""

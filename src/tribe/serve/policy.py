@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from tribe.fields import is_number, require, require_whole
 from tribe.fleet.fleet import UnknownStream
 
-__all__ = ["NotOwner", "Overloaded", "Policy", "UnknownStream"]
+__all__ = ["NotOwner", "NotStored", "Overloaded", "Policy", "UnknownStream"]
 
 
 @dataclass(frozen=True)
@@ -75,3 +75,7 @@ class WrongState(RuntimeError):
 
 class NotOwner(RuntimeError):
     """Another worker owns the stream, so this one cannot change it."""
+
+
+class NotStored(RuntimeError):
+    """The state of the stream cannot be stored for a reason of its own, such as a number that is not finite."""

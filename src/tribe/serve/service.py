@@ -1,6 +1,7 @@
 """What HTTP and gRPC share: check the token, give the images to the worker, and turn its errors into answers."""
 
 import asyncio
+import logging
 from collections.abc import Awaitable
 from typing import Any, TypeVar
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from tribe.serve.backend import Action, Backend
 from tribe.serve.limits import Limits
-from tribe.serve.policy import NotOwner, Overloaded, WrongState
+from tribe.serve.policy import NotOwner, NotStored, Overloaded, WrongState
 from tribe.serve.protocol.errors import BadInput, Conflict, NotFound, ServeError, TooMany, Unavailable
 from tribe.serve.protocol.messages import Answer, Images, ModelInfo, Request
 from tribe.serve.security import Access, Holder
@@ -18,6 +19,7 @@ from tribe.serve.store.protocol import StoreDamaged
 from tribe.serve.thumbnails import Thumbnails
 
 T = TypeVar("T")
+log = logging.getLogger("tribe.serve")
 LARGE = 2**20  # bytes of images that are converted in a thread: the event loop goes on meanwhile
 
 
@@ -50,11 +52,19 @@ class Service:
         )
         if stream is not None and request.end and holder.can("end"):
             self.thumbnails.forget(stream)
-            await translated(self.worker.control("end", stream))
+            await self._end(stream)
         if stream is not None and not request.end:
             self.thumbnails.note(stream, tensor)
         logits = result.logits.detach().to("cpu", torch.float32).contiguous().numpy()
         return Answer(logits, stream, result.adapted, result.clock, result.generation, result.health or {})
+
+    async def _end(self, stream: str) -> None:
+        """End a stream after its last request. A failure is logged: an error would say that nothing was learned."""
+        try:
+            await translated(self.worker.control("end", stream))
+        except Exception as error:
+            words = "stream %r was not released after its last request, and stays until it is idle: %s"
+            log.warning(words, stream, error, exc_info=not isinstance(error, ServeError))
 
     async def _admit(self, stream: str, request: Request, holder: Holder) -> bool:
         """Check the token, create the stream if need be, and return whether it may learn from the images."""
@@ -126,7 +136,7 @@ async def translated(doing: Awaitable[T]) -> T:
         raise Unavailable(f"there is not enough memory for this request: {_words(error)}. Send fewer images") from error
     except Overloaded as error:
         raise Unavailable(_words(error), error.retry_after) from error
-    except (NotOwner, WrongState) as error:
+    except (NotOwner, NotStored, WrongState) as error:
         raise Conflict(_words(error)) from error
     except OSError as error:  # the store fails
         raise Unavailable(_words(error)) from error

@@ -45,7 +45,7 @@ class Watch:
             "lag": self.lag(served, now),
             "queued": 0 if line is None else len(line.jobs),
             "idle": now - served.used,
-            "snapshots": [clock for clock, _ in served.snapshots],
+            "snapshots": [kept.clock for kept in served.snapshots],
         }
         known = served.condition | known
         with contextlib.suppress(LookupError):  # dropped from the fleet at this moment

@@ -32,7 +32,7 @@ from tribe.serve.meters import Meters
 from tribe.serve.ownership import Served, new_owner
 from tribe.serve.policy import Overloaded, Policy, UnknownStream
 from tribe.serve.scheduler import Scheduler
-from tribe.serve.store.protocol import Store, StoreDown, check_name
+from tribe.serve.store.protocol import Store, check_name
 from tribe.serve.watch import Watch
 from tribe.serve.writer import Writer
 
@@ -104,7 +104,6 @@ class Worker:
         self._controls = Controls(self.keeper, self.hold, self.drained, in_states, self.stream)
         self._filters = isinstance(getattr(fleet, "method", None), Timed)  # then also a frozen stream changes
         self._tasks: list[asyncio.Task[None]] = []
-        self._returned: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._progress = asyncio.Event()  # set and replaced whenever a batch ends
         self._accepting = self._stopped = False
@@ -137,18 +136,21 @@ class Worker:
         self._accepting = False
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.policy.drain):
+                await self.keeper.tasks.done()  # a request whose stream is being opened does not count as waiting
                 await self.drained()
+        self._stopped = True
         for job in self.scheduler.abandon():
             self._refuse(Refused(job, Overloaded("the server stops", 1.0)))
+        self._advance()  # an action may wait for what was abandoned
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.keeper.tasks.done()
         for served in list(self.keeper.streams.values()):
             try:
                 await self.keeper.release(served)
-            except StoreDown as error:
+            except Exception as error:  # of this stream or of the store: the others are tried all the same
                 self.log.add("not-stored", f"it was not stored: {error}", served.name, logging.ERROR)
-        self._stopped = True
         if self._timer is not None:
             self._timer.cancel()
         for thread in self._threads.values():
@@ -230,7 +232,11 @@ class Worker:
             if served is None:
                 check_name(job.stream)
                 served = await self._opened(job)
+                if job.answered or job.reply.done():
+                    return  # refused or canceled meanwhile
             self._prepare(job, served)
+        if self._stopped:
+            raise Overloaded("the server stops", 1.0)
         self.scheduler.offer(job, self.clock())
         self.pump()
 
@@ -388,9 +394,7 @@ class Worker:
                 if not job.reply.done():
                     job.reply.set_exception(error)
 
-        task = asyncio.get_running_loop().create_task(again())
-        self._returned.add(task)
-        task.add_done_callback(self._returned.discard)
+        self.keeper.tasks.start(again())
 
     async def _in_thread(self, thread: str, run: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._threads[thread], run)

@@ -15,7 +15,7 @@ from typing import Any
 from tribe.serve.events import Events
 from tribe.serve.exposition import Counter
 from tribe.serve.ownership import Served
-from tribe.serve.policy import Policy
+from tribe.serve.policy import NotStored, Policy
 from tribe.serve.store.protocol import Fenced, Store, StoreDown, Write
 
 TOGETHER = 64  # most streams that are held at the same time
@@ -52,7 +52,6 @@ class Writer:
         self.store, self.policy, self.clock, self.events = store, policy, clock, events
         self._in_thread, self._hold, self._to_bytes, self._lost = in_thread, hold, to_bytes, lost
         self._lock = asyncio.Lock()  # one write at a time: an older state must not overtake a newer one
-        self._complained: set[str] = set()  # streams that could not be stored for a reason of their own
         self._size = 0  # bytes of the last state
         self._failures = 0
         self._paused_until = 0.0
@@ -83,10 +82,16 @@ class Writer:
                 return
 
     async def write(self, served: Served) -> int:
-        """Store one stream if it has changed, and return how many bytes. `StoreDown`: nothing was stored."""
-        async with self._lock, self._all_or_dirty([served]):
-            captured = await self._capture(served)
-            return 0 if captured is None else await self._store([captured])
+        """Store one stream if it has changed, and return how many bytes.
+
+        Raises:
+            StoreDown: nothing was stored.
+            NotStored: its state cannot be stored. It counts as changed, and is tried again.
+        """
+        written = await self._write_all([served])
+        if served.unstorable is not None:
+            raise NotStored(f"stream {served.name!r} cannot be stored: {served.unstorable}")
+        return written
 
     async def _write_all(self, group: list[Served]) -> int:
         """Store some streams. All are held at the same time: one after another, each would wait for a step."""
@@ -118,14 +123,15 @@ class Writer:
             if reason is None:
                 served.writing_since = None
                 self._size = len(write.blob)
-                self._complained.discard(served.name)
+                served.unstorable = None
                 self.writes.add()
                 self.bytes.add(len(write.blob))
                 written += len(write.blob)
             elif isinstance(reason, Fenced):
-                self.fenced.add()
                 served.writing_since = None
-                await self._lost(served, str(reason))
+                if served.claim is None or served.claim.generation == write.claim.generation:
+                    self.fenced.add()
+                    await self._lost(served, str(reason))  # else it was claimed anew, and this state was replaced
             else:
                 self._put_back(served)
                 self._complain(served, reason)
@@ -149,8 +155,8 @@ class Writer:
     def _complain(self, served: Served, error: BaseException) -> None:
         """A stream cannot be stored for a reason of its own, such as a state that is not finite."""
         self.failed.add()
-        if served.name not in self._complained:
-            self._complained.add(served.name)
+        said, served.unstorable = served.unstorable is not None, str(error)
+        if not said:
             self.events.add("not-stored", f"it cannot be stored: {error}", served.name, logging.ERROR)
 
     async def _capture(self, served: Served) -> Captured | None:

@@ -79,7 +79,10 @@ class Conflict(ServeError):
 
     status = 409
     code = "FAILED_PRECONDITION"
-    when = "it does not fit the stream: the state of another model or method, or another worker owns the stream"
+    when = (
+        "it does not fit the stream: the state of another model or method, another worker owns the stream, or its "
+        "state is not finite and cannot be stored"
+    )
 
 
 class TooLarge(ServeError):

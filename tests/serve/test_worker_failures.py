@@ -1,0 +1,455 @@
+"""The worker when something ends in the middle: the store fails, a client goes away, a state cannot be stored."""
+
+import asyncio
+import threading
+
+import pytest
+from replays import batch, new_fleet, replay
+from small_server import MODEL
+
+import tribe
+from tribe.serve.limits import Limits
+from tribe.serve.policy import NotStored, Overloaded, Policy
+from tribe.serve.protocol.errors import Conflict, Unavailable
+from tribe.serve.protocol.messages import Request
+from tribe.serve.security import Access
+from tribe.serve.service import Service
+from tribe.serve.store import SqliteStore
+from tribe.serve.store.protocol import StoreDown
+from tribe.serve.worker import Worker
+from tribe.storage.states import StateFileError
+from tribe.testing import small_network
+
+# Nothing happens unless a test asks for it.
+POLICY = Policy(gather=0, write_every=1000, renew=300, lease=1000, idle=1000, drain=1000)
+
+
+class Guided:
+    """A store whose calls fail or wait while a test says so."""
+
+    def __init__(self, store):
+        self.store = store
+        self.fails = set()  # names of calls that do nothing and fail
+        self.fails_after = set()  # those that do what they should, and fail: nobody hears that they did
+        self.waits, self.go, self.reached = None, threading.Event(), threading.Event()
+
+    def wait_in(self, name):
+        """From now on a call of this name waits for `go`."""
+        self.waits = name
+        self.go.clear()
+        self.reached.clear()
+
+    def __getattr__(self, name):
+        call = getattr(self.store, name)
+
+        def guided(*arguments, **options):
+            if name == self.waits:
+                self.reached.set()
+                self.go.wait()
+            if name in self.fails:
+                raise StoreDown("the disk is full")
+            result = call(*arguments, **options)
+            if name in self.fails_after:
+                raise StoreDown("the connection was closed")
+            return result
+
+        return guided
+
+
+@pytest.fixture
+def store(tmp_path):
+    kept = SqliteStore(tmp_path / "data")
+    guided = Guided(kept)
+    yield guided
+    guided.go.set()
+    kept.close()
+
+
+def play(scenario, store, fleet=None, **options):
+    """Run a scenario, an async function of a worker without tasks that act by themselves. It is stopped at the end."""
+
+    async def run():
+        worker = Worker(new_fleet() if fleet is None else fleet, store, policy=POLICY, **options)
+        worker._accepting = True
+        try:
+            return await scenario(worker)
+        finally:
+            store.go.set()
+            await worker.stop()
+
+    return asyncio.run(run())
+
+
+def kinds(worker):
+    return [event.kind for event in worker.log.kept]
+
+
+async def until(event):
+    while not event.is_set():
+        await asyncio.sleep(0)
+
+
+async def cancel_in(worker, name, doing):
+    """Cancel something while it waits for a call of the store; then let the call go on, and all that follows."""
+    worker.store.wait_in(name)
+    task = asyncio.create_task(doing)
+    await until(worker.store.reached)
+    task.cancel()
+    await asyncio.wait([task])
+    assert task.cancelled()
+    worker.store.go.set()
+    await worker.keeper.tasks.done()
+
+
+# -- the store fails --------------------------------------------------------------------------------------------------
+
+
+def test_a_stream_that_could_not_be_released_learns_again_when_the_store_answers(store):
+    async def scenario(worker):
+        await worker.infer("cam", batch(0))
+        store.fails = {"release"}
+        with pytest.raises(Overloaded, match="the store fails: the disk is full"):
+            await worker.control("end", "cam")
+        during = await worker.infer("cam", batch(1))
+        assert (during.adapted, during.clock, worker.stream("cam")["state"]) == (False, 1, "lease")
+        store.fails = set()
+        await worker.keeper.renew()
+        after = await worker.infer("cam", batch(2))
+        assert (after.adapted, after.clock, after.generation) == (True, 2, 1)
+        assert kinds(worker) == ["opened", "store-down"]
+        assert (await worker.control("end", "cam"))["state"] == "released"
+
+    play(scenario, store)
+    assert (store.read("cam").clock, store.entry("cam").owner) == (2, None)
+
+
+def test_a_stream_that_was_released_although_the_store_failed_is_opened_again_and_loses_nothing(store):
+    async def scenario(worker):
+        await worker.infer("cam", batch(0))
+        store.fails_after = {"release"}
+        with pytest.raises(Overloaded, match="the connection was closed"):
+            await worker.control("end", "cam")
+        store.fails_after = set()
+        assert not (await worker.infer("cam", batch(1))).adapted
+        await worker.keeper.renew()  # says that the claim has ended
+        return await worker.infer("cam", batch(2))
+
+    after = play(scenario, store)
+    assert (after.adapted, after.clock, after.generation) == (True, 2, 2)
+
+
+@pytest.mark.parametrize("how", ["fails", "fails_after"])
+@pytest.mark.parametrize("call", ["release", "claim"])
+def test_a_reset_that_fails_in_the_store_changes_nothing_and_nothing_is_learned_that_would_be_lost(store, call, how):
+    fleet = new_fleet()
+
+    async def scenario(worker):
+        await worker.infer("cam", batch(0))
+        setattr(store, how, {call})
+        with pytest.raises(Overloaded, match="the store fails"):
+            await worker.control("reset", "cam")
+        setattr(store, how, set())
+        assert fleet.digest("cam") == replay(fleet, "cam", [batch(0)])
+        assert not (await worker.infer("cam", batch(1))).adapted  # nobody knows whether the claim holds
+        await worker.keeper.renew()
+        return await worker.infer("cam", batch(2))
+
+    after = play(scenario, store, fleet)
+    assert (after.adapted, after.clock) == (True, 2)
+    fleet.from_bytes("cam", store.read("cam").blob)
+    assert fleet.digest("cam") == replay(fleet, "cam", [batch(0), batch(2)])
+
+
+@pytest.mark.parametrize("how", ["fails", "fails_after"])
+def test_a_stream_that_could_not_be_deleted_is_deleted_or_goes_on_when_the_store_answers(store, how):
+    async def scenario(worker):
+        await worker.infer("cam", batch(0))
+        await worker.write_round()
+        setattr(store, how, {"delete"})
+        with pytest.raises(Overloaded, match="the store fails"):
+            await worker.control("drop", "cam")
+        setattr(store, how, set())
+        assert not (await worker.infer("cam", batch(1))).adapted
+        await worker.keeper.renew()
+        return await worker.infer("cam", batch(2))
+
+    after = play(scenario, store)
+    assert (after.adapted, after.clock) == (True, 2 if how == "fails" else 1)
+
+
+@pytest.mark.parametrize("call", ["write_many", "release"])
+def test_the_last_request_of_a_stream_is_answered_although_the_stream_cannot_be_released(store, call):
+    """A 503 would say that nothing was learned."""
+
+    async def scenario(worker):
+        service = Service(worker, MODEL, Limits(), Access())
+        store.fails = {call}
+        request = Request(batch(0).numpy(), stream="cam", id="7", end=True)
+        answer = await service.infer(request, service.access.everybody, worker.clock())
+        assert (answer.adapted, answer.clock) == (True, 1)
+        with pytest.raises(Unavailable, match="the store fails"):
+            await service.control("end", "cam", service.access.everybody)
+        store.fails = set()
+        await worker.keeper.renew()
+        repeated = await service.infer(request, service.access.everybody, worker.clock())
+        assert (repeated.adapted, repeated.clock) == (False, 1)
+        assert worker.streams() == []
+
+    play(scenario, store)
+    assert store.read("cam").requests == ("7",)
+
+
+# -- a client goes away -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", ["write_many", "release"])
+def test_a_stream_whose_end_was_cancelled_is_released_and_learns_again(store, call):
+    async def scenario(worker):
+        await worker.infer("cam", batch(0))
+        await cancel_in(worker, call, worker.control("end", "cam"))
+        assert worker.streams() == []
+        assert store.entry("cam").owner is None
+        return await worker.infer("cam", batch(1))
+
+    after = play(scenario, store)
+    assert (after.adapted, after.clock, after.generation) == (True, 2, 2)
+
+
+@pytest.mark.parametrize("call", ["write_many", "release", "claim"])
+def test_a_cancelled_reset_is_made_and_the_stream_is_not_lost(store, call):
+    async def scenario(worker):
+        await worker.infer("cam", batch(0))
+        await cancel_in(worker, call, worker.control("reset", "cam"))
+        assert (store.read("cam").clock, store.entry("cam").generation) == (0, 2)
+        after = await worker.infer("cam", batch(1))
+        await worker.keeper.renew()
+        assert kinds(worker) == ["opened", "reset"]
+        return after
+
+    after = play(scenario, store)
+    assert (after.adapted, after.clock, after.generation) == (True, 1, 2)
+    assert store.read("cam").clock == 1
+
+
+def test_what_fails_after_its_client_has_gone_is_logged(store, caplog):
+    async def scenario(worker):
+        await worker.infer("cam", batch(0))
+        store.fails = {"release"}
+        await cancel_in(worker, "release", worker.control("end", "cam"))
+        store.fails = set()
+        await worker.keeper.renew()
+        return await worker.infer("cam", batch(1))
+
+    assert play(scenario, store).adapted
+    assert "nobody waits for it any more, and it failed: StoreDown: the disk is full" in caplog.text
+
+
+def test_an_idle_stream_is_released_once_although_the_server_stops_meanwhile(store):
+    async def scenario(worker):
+        await worker.infer("cam", batch(0))
+        await worker.write_round()
+        worker.keeper.streams["cam"].used -= 1001
+        await cancel_in(worker, "release", worker.release_idle())
+        assert kinds(worker) == ["opened", "released"]
+
+    play(scenario, store)
+
+
+@pytest.mark.parametrize("gone", ["cancelled", "late"])
+def test_a_request_that_has_ended_while_its_stream_was_opened_again_does_not_wait_for_ever(store, gone):
+    now = [0.0]
+
+    async def scenario(worker):
+        await worker.infer("cam", batch(0))
+        async with worker.hold("cam"):
+            asked = asyncio.create_task(worker.infer("cam", batch(1), deadline=1000.0))
+            while not worker.scheduler.waiting:
+                await asyncio.sleep(0)
+            losing = asyncio.create_task(worker.keeper.lose(worker.keeper.streams["cam"], "another has claimed it"))
+            await asyncio.sleep(0)
+            store.wait_in("entry")
+        await losing
+        await until(store.reached)  # the stream of the request is opened again
+        if gone == "cancelled":
+            asked.cancel()
+        else:
+            now[0] = 1000.0
+            worker.pump()
+        await asyncio.wait([asked])
+        store.go.set()
+        await worker.keeper.tasks.done()
+        assert worker.scheduler.waiting == 0
+        assert not worker._is_busy(None)
+
+    play(scenario, store, clock=lambda: now[0])
+
+
+def test_a_request_whose_stream_is_being_opened_is_answered_before_the_worker_stops(store):
+    async def scenario(worker):
+        store.wait_in("entry")
+        asked = asyncio.create_task(worker.infer("cam", batch(0)))
+        await until(store.reached)
+        stopping = asyncio.create_task(worker.stop())
+        await asyncio.sleep(0)
+        store.go.set()
+        await stopping
+        return await asked
+
+    async def run():
+        worker = Worker(new_fleet(), store, policy=POLICY)
+        worker._accepting = True
+        return await scenario(worker)
+
+    assert asyncio.run(run()).adapted
+    assert (store.read("cam").clock, store.entry("cam").owner) == (1, None)
+
+
+# -- a state that cannot be stored ------------------------------------------------------------------------------------
+
+
+def new_fleet_with_bad(*names):
+    """A fleet that cannot turn the states of some streams into bytes once they have learned."""
+    fleet = new_fleet()
+    plain = fleet.to_bytes
+
+    def to_bytes(name):
+        if name in names and fleet.clock(name):
+            raise StateFileError("the state is not finite")
+        return plain(name)
+
+    fleet.to_bytes = to_bytes
+    return fleet
+
+
+def test_a_state_that_cannot_be_stored_keeps_no_other_stream_from_being_stored_when_the_worker_stops(store):
+    async def scenario(worker):
+        for name in ("a", "b", "c"):
+            await worker.infer(name, batch(0))
+        return worker
+
+    worker = play(scenario, store, new_fleet_with_bad("a"))
+    assert [store.read(name) and store.read(name).clock for name in "abc"] == [None, 1, 1]
+    assert [store.entry(name).owner for name in "bc"] == [None, None]
+    assert [event.stream for event in worker.log.kept if event.kind == "not-stored"] == ["a", "a"]  # tried, given up
+    assert all(thread._shutdown for thread in worker._threads.values())
+
+
+def test_a_state_that_cannot_be_stored_keeps_no_idle_stream_from_being_released(store):
+    async def scenario(worker):
+        for name in ("a", "b"):
+            await worker.infer(name, batch(0))
+            worker.keeper.streams[name].used -= 1001
+        for _ in range(2):
+            await worker.release_idle()
+        assert [each["name"] for each in worker.streams()] == ["a"]
+        assert kinds(worker).count("not-stored") == 1
+        with pytest.raises(NotStored, match="stream 'a' cannot be stored: the state is not finite"):
+            await worker.control("end", "a")
+        service = Service(worker, MODEL, Limits(), Access())
+        with pytest.raises(Conflict, match="not finite"):
+            await service.control("end", "a", service.access.everybody)
+
+    play(scenario, store, new_fleet_with_bad("a"))
+
+
+def test_a_stream_whose_state_cannot_be_stored_can_be_reset(store):
+    async def scenario(worker):
+        await worker.infer("a", batch(0))
+        assert (await worker.control("reset", "a"))["clock"] == 0
+        assert (await worker.control("end", "a"))["state"] == "released"
+
+    play(scenario, store, new_fleet_with_bad("a"))
+    assert store.read("a").clock == 0
+
+
+# -- which requests a state has learned -------------------------------------------------------------------------------
+
+
+def test_a_rollback_returns_to_the_request_ids_of_the_snapshot(store):
+    fleet = new_fleet()
+
+    async def scenario(worker):
+        await worker.infer("cam", batch(1), request_id="r1")
+        await worker.control("snapshot", "cam")
+        await worker.infer("cam", batch(2), request_id="r2")
+        await worker.control("rollback", "cam")
+        assert (store.read("cam").clock, store.read("cam").requests) == (1, ("r1",))
+        known = await worker.infer("cam", batch(1), request_id="r1")
+        again = await worker.infer("cam", batch(2), request_id="r2")
+        assert (known.adapted, again.adapted, again.clock) == (False, True, 2)
+        await worker.control("rollback", "cam")  # what was learned since has not changed the snapshot
+        return store.read("cam").requests
+
+    assert play(scenario, store, fleet) == ("r1",)
+
+
+def test_a_reset_forgets_all_request_ids(store):
+    async def scenario(worker):
+        await worker.infer("cam", batch(1), request_id="r1")
+        await worker.control("reset", "cam")
+        assert (store.read("cam").clock, store.read("cam").requests) == (0, ())
+        return await worker.infer("cam", batch(1), request_id="r1")
+
+    again = play(scenario, store)
+    assert (again.adapted, again.clock) == (True, 1)
+    assert store.read("cam").requests == ("r1",)
+
+
+def test_a_state_that_is_put_begins_without_request_ids(store):
+    """The file does not say which requests it has learned, so the ids are those that the stream has learned since."""
+    fleet = new_fleet()
+
+    async def scenario(worker):
+        await worker.infer("cam", batch(1), request_id="r1")
+        data = await worker.get_state("cam")
+        await worker.infer("cam", batch(2), request_id="r2")
+        await worker.put_state("cam", data)
+        assert (store.read("cam").clock, store.read("cam").requests) == (1, ())
+        return await worker.infer("cam", batch(2), request_id="r2")
+
+    again = play(scenario, store, fleet)
+    assert (again.adapted, again.clock) == (True, 2)
+    assert store.read("cam").requests == ("r2",)
+    fleet.from_bytes("cam", store.read("cam").blob)
+    assert fleet.digest("cam") == replay(fleet, "cam", [batch(1), batch(2)])
+
+
+def test_a_stream_that_its_owner_has_deleted_begins_without_request_ids(store):
+    now = [100.0]
+
+    async def scenario(worker):
+        owner = Worker(new_fleet(), store, policy=POLICY, owner="another", clock=lambda: now[0])
+        owner._accepting = True
+        await owner.infer("cam", batch(0), request_id="r1")
+        await owner.write_round()
+        followed = await worker.infer("cam", batch(0), request_id="r1")
+        await owner.control("drop", "cam")
+        await owner.stop()
+        now[0] += 1.5  # past the staleness
+        return followed, await worker.infer("cam", batch(0), request_id="r1")
+
+    followed, again = play(scenario, store, clock=lambda: now[0])
+    assert (followed.adapted, followed.clock) == (False, 1)
+    assert (again.adapted, again.clock) == (True, 1)
+
+
+# -- a wrong file -----------------------------------------------------------------------------------------------------
+
+
+def test_a_wrong_state_for_a_new_name_leaves_nothing_behind(store):
+    fleet, other = new_fleet(), tribe.fleet(small_network(), "tent")
+    other({"cam": batch(0)})
+
+    async def scenario(worker):
+        for wrong, words in ((b"no state", "stream 'new'"), (other.to_bytes("cam"), "tent")):
+            with pytest.raises(StateFileError, match=words):
+                await worker.put_state("new", wrong)
+        assert (worker.streams(), kinds(worker), fleet.names) == ([], [], [])
+        assert store.list() == []
+        first = await worker.infer("new", batch(0))
+        with pytest.raises(StateFileError):
+            await worker.put_state("new", b"no state")
+        return first, await worker.infer("new", batch(1))
+
+    first, second = play(scenario, store, fleet)
+    assert (first.generation, second.generation, second.clock) == (1, 1, 2)
