@@ -331,8 +331,8 @@ class Chain:
         self.rate = min(max(rate, f.least_rate), 1.0)
         step = max(1 / (self.images + 2), f.marginal_step)
         self.confidence = (1 - step) * self.confidence + step * max(chance)
-        if not self.has_a_say():
-            self.evidence = -f.evidence_on
+        if not self.has_a_say():  # it starts again
+            self.belief, self.rate, self.evidence = [1 / self.classes] * self.classes, 0.5, -f.evidence_on
         self.images += 1
 
 

@@ -226,7 +226,7 @@ def test_a_bias_among_many_classes_is_no_burst(within, monkeypatch):
 
 
 @pytest.mark.parametrize("within", ["past", "batch"])
-def test_a_temperature_without_a_say_gathers_no_evidence(within):
+def test_a_temperature_without_a_say_waits_where_it_started(within):
     """Else a bias that it took for a burst turns the filter on when the network is sure again: on ImageNet-C, for the
     first hundreds of images of a milder corruption."""
     _, biased = biased_predictions(512)
@@ -238,6 +238,8 @@ def test_a_temperature_without_a_say_gathers_no_evidence(within):
     assert silent[0, -1]
     assert not silent[0, 0]
     assert bool((state.evidence[silent] == -rule.evidence_on).all())
+    assert bool((state.rate[silent] == markov.START).all())
+    assert torch.allclose(state.belief[silent], torch.tensor(1 / 1000))
     _, used, state = play(rule, sure, state, batch=64)
     assert bool((state.confidence >= markov.LEAST_CONFIDENCE).all())
     assert not used.any()

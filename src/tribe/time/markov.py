@@ -12,8 +12,8 @@ What the network says of an image is the likelihood of its classes, l = softmax(
 A bank of temperatures T runs side by side. While the evidence of any, the sum of log (prior . l) - log null, is above a
 threshold, the answer is p, else the network's own prediction. The sharpest temperature answers of those whose prior
 predicted the last images about best, by the sum of log (prior . l). A temperature at which the likeliest class of an
-image has less than a tenth has no say, and gathers no evidence: with many classes it adds up what the network is biased
-to, not what it sees.
+image has less than a tenth has no say, and waits where it started: with many classes it adds up what the network is
+biased to, not what it sees.
 See docs/time.md for the derivation.
 """
 
@@ -185,22 +185,26 @@ class Markov(TimeFilter):
         """Update the belief image by image, then compare it with the null model image by image."""
         if kernels.can_filter(images.likelihood):
             return _scan_in_one_launch(self, state, images.likelihood, images.counted)
-        beliefs, rates, total, local, (belief, marginal, rate) = self._follow(state, images)
         confidences = self._confidence(state, images)
-        recents, evidences, (weight, recent, evidence) = self._compare(state, images, total, local, confidences)
+        silent = confidences < LEAST_CONFIDENCE
+        beliefs, rates, total, local, (belief, marginal, rate) = self._follow(state, images, silent)
+        recents, evidences, (weight, recent, evidence) = self._compare(state, images, total, local, silent)
         seen = state.images + images.counted.sum(1)
         ends = MarkovState(belief, marginal, weight, rate, recent, evidence, confidences[:, -1], seen)
         return Scanned(beliefs, rates, recents, evidences, confidences), ends
 
     def _follow(
-        self, state: MarkovState, images: Images
+        self, state: MarkovState, images: Images, silent: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
         """The belief and rho of each image, and what they and pi say of it: prior . l and pi . l, each (S, B, M).
+
+        A temperature that is ``silent`` (S, B, M) after an image starts again.
 
         The loop has as few operations as possible: on so few numbers each costs as much as another.
         """
         belief, marginal, rate = state.belief, state.marginal, state.rate.unsqueeze(-1)  # (S, M, K or 1)
         classes, even = belief.shape[-1], torch.full_like(belief, 1 / belief.shape[-1])
+        some = silent.any(2).any(0).tolist() if silent.device.type == "cpu" else [True] * silent.shape[1]
         rate_step, marginal_step = self._steps(state.images, images.counted, rate.dtype)
         keep, spread, move = 1 - marginal_step, marginal_step * (UNSEEN / classes), marginal_step * (1 - UNSEEN)
         rows = zip(
@@ -220,12 +224,15 @@ class Markov(TimeFilter):
             rate = torch.lerp(rate, rate / (total * classes), step).clamp_(self.least_rate, 1)
             updated = joint.div_(total)
             belief = updated if images.every[b] else torch.where(images.mask(b).unsqueeze(-1), updated, belief)
+            if some[b]:
+                again = silent[:, b].unsqueeze(-1)
+                belief, rate = torch.where(again, even, belief), rate.masked_fill(again, START)
             beliefs.append(belief)
         rates_, total, local = (torch.stack(parts, 1).squeeze(-1) for parts in (rates, totals, locals_))
         return torch.stack(beliefs, 1), rates_, total, local, (belief, marginal, rate.squeeze(-1))
 
     def _compare(
-        self, state: MarkovState, images: Images, total: Tensor, local: Tensor, confidences: Tensor
+        self, state: MarkovState, images: Images, total: Tensor, local: Tensor, silent: Tensor
     ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
         """How well the last images were predicted, and the evidence, after each image: (S, B, M) each."""
         weight, recent, evidence = state.weight, state.recent, state.evidence
@@ -243,7 +250,7 @@ class Markov(TimeFilter):
             recents.append(recent)
         gained = (total / torch.stack(nulls, 1)).log_().sub_(self.evidence_drift)
         gained.masked_fill_(~images.counted.unsqueeze(-1), 0)
-        gained.masked_fill_(confidences < LEAST_CONFIDENCE, -math.inf)  # it starts again when it has a say
+        gained.masked_fill_(silent, -math.inf)
         for gain in gained.unbind(1):
             evidence = (evidence + gain).clamp_(-self.evidence_on, self.evidence_most)
             evidences.append(evidence)
@@ -290,7 +297,7 @@ def _scan_in_one_launch(
     """`Markov._scan` as one kernel: a program for each stream and temperature goes through the images."""
     constants = (
         *(rule.rate_step, rule.least_rate, rule.marginal_step, rule.recent_memory),
-        *(rule.evidence_on, rule.evidence_most, rule.evidence_drift, PATIENCE, FIRST, SURE, LEAST_CONFIDENCE),
+        *(rule.evidence_on, rule.evidence_most, rule.evidence_drift, START, PATIENCE, FIRST, SURE, LEAST_CONFIDENCE),
         *(UNSEEN, FORGET),
     )
     parts, (belief, marginal, weight, rate, recent, evidence, sure) = kernels.scan(

@@ -61,8 +61,8 @@ def _scan(
     likelihood, counted, belief0, marginal0, weight0, rate0, recent0, evidence0, sure0, images0,
     beliefs, rates, recents, evidences, sures, belief1, marginal1, weight1, rate1, recent1, evidence1, sure1,
     batch, bank, classes,
-    rate_step, least_rate, marginal_step, memory, threshold, most, drift, patience, first, sure_first, least_sure,
-    unseen, forget,
+    rate_step, least_rate, marginal_step, memory, threshold, most, drift, start, patience, first, sure_first,
+    least_sure, unseen, forget,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)  # streams x images x temperatures x classes can pass 2 ** 31
@@ -102,7 +102,10 @@ def _scan(
         step = tl.maximum(1.0 / (images + sure_first), marginal_step)
         sure = tl.where(real, sure + step * (tl.max(chance, 0) - sure), sure)
         evidence = tl.where(real, tl.minimum(tl.maximum(evidence + gained - drift, -threshold), most), evidence)
-        evidence = tl.where(sure < least_sure, -threshold, evidence)
+        silent = sure < least_sure
+        belief = tl.where(silent, tl.where(inside, even, 0.0), belief)
+        rate = tl.where(silent, start, rate)
+        evidence = tl.where(silent, -threshold, evidence)
         images = tl.where(real, images + 1.0, images)
         tl.store(beliefs + place * classes + k, belief, mask=inside)
         tl.store(recents + place, recent)
