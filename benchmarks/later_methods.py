@@ -98,7 +98,8 @@ def _error(results: list[Result], stream: str, seeds: tuple[int, ...]) -> str:
 
 def _title(result: Result) -> str:
     e = result.experiment
-    domains = len(result.metrics[str(e.seeds[0])]["domain_error"])
+    shown = result.metrics[str(e.seeds[0])]["domain_error"]
+    domains = ", ".join(name.partition("@")[0].replace("_", " ") for name in shown)
     images = sum(result.metrics[str(seed)]["images"] for seed in e.seeds)
     seeds = f"seed{'s' * (len(e.seeds) > 1)} {', '.join(map(str, e.seeds))}"
-    return f"{e.dataset.name}, {e.model.name}, {stream_name(e)}, {domains} domains, {images:,} images, {seeds}"
+    return f"{e.dataset.name}, {e.model.name}, {stream_name(e)}, {domains}, {images:,} images, {seeds}"

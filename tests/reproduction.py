@@ -60,6 +60,18 @@ def elsewhere(result, root, **changes):
     rename(result, spec | {"model": {"name": "wrn28_10", "fields": {}}}, root)
 
 
+def outdate(folder, error=0.99):
+    """A result as an older version of its method left it: other errors, another digest of its code, no records."""
+    for record in folder.glob("record-*.npz"):
+        record.unlink()
+    metrics, environment = (json.loads((folder / f"{n}.json").read_text()) for n in ("metrics", "environment"))
+    for scores in metrics["seeds"].values():
+        scores["instance_error"] = error
+    environment["code"]["method"] = "0" * 16
+    for name, content in (("metrics", metrics), ("environment", environment)):
+        (folder / f"{name}.json").write_text(json.dumps(content))
+
+
 def fabricate(
     errors,
     root,

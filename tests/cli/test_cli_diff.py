@@ -64,6 +64,18 @@ def test_results_without_records(runs, ids, tmp_path):
     assert "motion_blur@5" in result.stdout
 
 
+def test_a_lost_record_is_named(runs, tmp_path, few_digits):
+    for method in ("source", "bn"):
+        played = ("--methods", method, "--data", few_digits, "--out", tmp_path / "two", "--seeds", 2)
+        assert tribe_command("run", *TINY, *played).exit_code == 0
+    one, other = finished(tmp_path / "two")
+    (one.folder / "record-1.npz").unlink()
+    result = tribe_command("diff", one.folder, other.folder)
+    assert result.exit_code == 2
+    assert f"no record at {one.folder / 'record-1.npz'}" in message(result).replace("- ", "-")
+    assert "there is no result" not in message(result)
+
+
 def test_what_cannot_be_compared(runs, ids, tmp_path):
     unfinished = tmp_path / ids["bn", 0]
     shutil.copytree(runs / ids["bn", 0], unfinished)

@@ -192,6 +192,49 @@ def test_one_value_and_words_with_commas_are_sequences():
     assert made.spec["method"]["fields"]["frozen_tail"] == ["layers.13", "layers.16"]
 
 
+PICTURES = """
+import torch, tribe
+
+class Grey(torch.nn.Module):
+    def forward(self, x):
+        return x.mean(1, keepdim=True)
+
+net = torch.nn.Sequential(Grey(), tribe.models.load("compact", tribe.models.find("compact", "mnist", "nowhere")))
+"""
+
+
+@pytest.fixture
+def pictures():
+    """Options that play ten digits, one of each class, as pictures in a folder."""
+    image_library = pytest.importorskip("PIL.Image")
+    images, labels = mnist_test()
+    for k in range(10):
+        place = Path("pictures/day") / str(k)
+        place.mkdir(parents=True)
+        image_library.fromarray(images[labels == k][0].reshape(28, 28)).save(place / "0.png")
+    Path("grey.py").write_text(PICTURES)
+    return "--dataset", "folder", "--data", "pictures", "--model", "grey.py:net", "--scenario", "replay", "--no-chart"
+
+
+def test_names_of_classes_may_be_numbers(pictures):
+    names = [str(k) for k in range(9, -1, -1)]
+    played = ("--methods", "source", "--set", f"dataset.class_names={','.join(names)}", "--out", "out")
+    result = tribe_run(*pictures, *played)
+    assert result.exit_code == 0, result.output
+    found = record("out", "source")
+    assert found.spec["dataset"]["fields"]["class_names"] == names
+    assert found.label.tolist() == list(range(9, -1, -1)), "in the order of the names"
+
+
+def test_several_seeds_of_one_stream_are_warned_of(pictures):
+    result = tribe_run(*pictures, "--methods", "source,bn", "--seeds", 2)
+    assert result.exit_code == 0, result.output
+    assert message(result).count("2 seeds play the same images in the same order, and make no comparison surer") == 1
+    assert "warning" not in message(tribe_run(*pictures, "--methods", "source"))
+    drawn = tribe_run(*pictures, "--methods", "source", "--seeds", 2, "--set", "scenario.order=random")
+    assert "warning" not in message(drawn)
+
+
 def test_own_network_from_a_file():
     Path("mine.py").write_text("import tribe\ndef net():\n    return tribe.models.create('compact')\n")
     weights = tribe.models.find("compact", "mnist", "nowhere")
@@ -414,6 +457,14 @@ def test_variants_of_a_method_are_results_of_their_own():
         (["--imbalance", "1e30"], ["without an image"]),
         (["--severity", "6"], ["severity", "6"]),
         (["--severity", "x"], ["--severity"]),
+        (
+            ["--severity", "5", "--set", "dataset.severities=4"],
+            ["--severity and dataset.severities are the same setting"],
+        ),
+        (
+            ["--imbalance", "10", "--set", "scenario.imbalance=20"],
+            ["--imbalance and scenario.imbalance are the same setting: give one of them"],
+        ),
         (["--scenario", "ptta", "--imbalance", "10"], ["no field 'imbalance'"]),
         (["--set", "tribe.gama=1"], ["no field 'gama'", "gamma"]),
         (["--set", "tribe.rate_cap=perhaps"], ["rate_cap of tribe is True or False; got 'perhaps'"]),

@@ -5,9 +5,11 @@ import re
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from commands import message, tribe_command
+from layouts import write_folder
 from processes import Touches, ended, interrupted
 from tribe.lab.store import finished
 
@@ -109,6 +111,11 @@ def test_a_dry_run_lists_points():
         (("--grid", "tent.lr=1", "--set", "tent.lr=2"), "tent.lr is set and swept: leave out --set tent.lr"),
         (("--grid", "tent.lr=1", "--grid", "tent.lr=2"), "--grid names tent.lr twice"),
         (("--grid", "tent.lr=1", "--score", "luck"), "--score 'luck' is unknown"),
+        (("--grid", "scenario.imbalance=1,2"), "--imbalance and scenario.imbalance are the same setting"),
+        (
+            ("--severity", "5", "--grid", "dataset.severities=4,5"),
+            "--severity and dataset.severities are the same setting",
+        ),
     ],
 )
 def test_wrong_options_are_refused_before_anything_is_played(options, words):
@@ -143,3 +150,29 @@ def test_a_point_that_fails_does_not_stop_the_others():
     one, other = json.loads(Path("s.json").read_text())["points"]
     assert "trouble 1" in one["failed"]
     assert other["instance_error"][0] > 0
+
+
+NETWORK = """
+import torch, tribe
+
+class Grey(torch.nn.Module):
+    def forward(self, x):
+        return x.mean(1, keepdim=True)
+
+net = torch.nn.Sequential(Grey(), tribe.models.create("compact", classes=2))
+"""
+
+
+def test_folders_of_images_are_points():
+    """The spec of an experiment does not name the folder: what is built for one must not be used for the other."""
+    pytest.importorskip("PIL.Image")
+    for seed in (0, 1):
+        write_folder(Path(f"camera{seed}"), np.random.default_rng(seed))
+    Path("network.py").write_text(NETWORK)
+    played = ("--dataset", "folder", "--model", "network.py:net", "--scenario", "replay", "--json", "s.json")
+    result = sweep("--method", "bn", "--grid", "dataset.root=camera0,camera1", *played)
+    assert result.exit_code == 0, message(result)
+    results = [*finished("runs")]
+    assert len({result.experiment.images for result in results}) == 2
+    assert len({tuple(result.records()[0].confidence.tolist()) for result in results}) == 2
+    assert len({point["id"] for point in json.loads(Path("s.json").read_text())["points"]}) == 2

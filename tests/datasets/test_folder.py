@@ -57,6 +57,14 @@ def cut(path):
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
+def test_names_of_classes_are_text(camera):
+    for names in ((9, 8), 9, "cat", ("cat", 1)):
+        with pytest.raises(
+            ValueError, match="class_names are different names of folders, each a text such as '0'; got"
+        ):
+            folder(camera, class_names=names)
+
+
 # -- one picture ---------------------------------------------------------------------------------------------------
 
 

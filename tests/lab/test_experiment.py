@@ -1,6 +1,7 @@
 """Experiments: a name for all that matters, results that are found again, and that survive kills and damage."""
 
 import contextlib
+import dataclasses
 import fcntl
 import json
 import re
@@ -654,6 +655,22 @@ def test_a_method_is_built_once_for_all_streams(workbench):
     assert first is second
     other = workbench.prepare(DATA, ComponentSpec("compact"), streams[0], ComponentSpec("petal", {"spw": 0.0})).method
     assert other != first
+
+
+def test_source_knowledge_of_two_files_makes_two_methods(workbench, tmp_path):
+    """Specs name knowledge by its digest, so a sweep over files must not play the first for all."""
+    first = small(workbench, "petal")
+    known = workbench.prepare(first.dataset, first.model, first.scenario, first.method).method.knowledge
+    experiments = []
+    for scale in (1.0, 2.0):
+        tensors = {name: scale * t for name, t in known.tensors.items()}
+        dataclasses.replace(known, tensors=tensors, path=None).save(tmp_path / f"{scale}.safetensors")
+        method = ComponentSpec("petal", {"knowledge": str(tmp_path / f"{scale}.safetensors")})
+        experiments.append(small(workbench, method))
+    assert experiments[0].id != experiments[1].id
+    for e in experiments:
+        built = workbench.prepare(e.dataset, e.model, e.scenario, e.method).method
+        assert built.knowledge.digest == e.method.fields["knowledge"]["knowledge"]
 
 
 # -- one writer -------------------------------------------------------------------------------------------------------

@@ -376,3 +376,15 @@ def test_a_cluster_of_its_own_ends_with_the_work(workbench, tmp_path):
 def test_options_that_cannot_be_meant(options, words, tmp_path):
     with pytest.raises(ValueError, match=words):
         run_all([], tmp_path, **options)
+
+
+@pytest.mark.parametrize(
+    ("role", "words"),
+    [("model", "the network"), ("dataset", "the data set"), ("scenario", "the scenario")],
+)
+def test_custom_code_that_workers_do_not_get_is_refused_before_a_cluster_starts(role, words, workbench, tmp_path):
+    known = small(workbench, "bn")
+    custom = dataclasses.replace(known, **{role: dataclasses.replace(getattr(known, role), code="5f")})
+    with pytest.raises(ValueError, match=f"do not have the custom code of {words} .*Run it without Ray"):
+        run_all([known, custom], tmp_path / "runs", ray="auto", workbench=workbench)
+    assert not (tmp_path / "runs").exists()

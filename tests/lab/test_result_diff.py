@@ -48,6 +48,18 @@ def test_which_is_better_is_judged_over_seeds_and_else_on_one_stream():
     assert diff(unlabelled[:1], unlabelled[1:]).verdict is None
 
 
+def test_seeds_of_one_stream_are_no_repetition():
+    """The scenario replay plays the same images for every seed: three seeds are not surer than one."""
+    good, bad = (0, 1, 2, 0, 1, 2), (0, 1, 2, 0, 1, 0)
+    replay, drawn = ({"name": "replay", "fields": {"order": order}} for order in ("given", "random"))
+    for scenario, words in ((replay, "on this stream, not sure"), (drawn, "over 3 seeds")):
+        one, other = ([made(p, seed=s, scenario=scenario) for s in range(3)] for p in (good, bad))
+        assert f"16.67 points better {words}" in str(diff(one, other).verdict)
+    bare = side_of_records("B", [made(bad, seed=s, scenario=replay) for s in range(3)])._replace(records={})
+    one = side_of_records("A", [made(good, seed=s, scenario=replay) for s in range(3)])
+    assert diff_results(one, bare).verdict is None, "seeds alone prove nothing here"
+
+
 def test_source_code_that_was_edited_is_a_difference():
     one, other = (side_of_records(name, [made((0,) * 6)]) for name in "AB")
     one, other = one._replace(code={"method": "12", "model": "7"}), other._replace(code={"method": "34", "model": "7"})

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
+from reproduction import outdate
 from tribe.lab.execution import run_experiment
 from tribe.lab.experiment import Experiment
 from tribe.lab.spec import ComponentSpec
-from tribe.lab.store import combine, find, finished, keep, missing_seeds
+from tribe.lab.store import combine, find, finished, keep, missing_seeds, stale
 from tribe.lab.sweep import make_row
 from tribe.lab.workbench import Workbench
 
@@ -86,6 +87,60 @@ def test_a_damaged_record_costs_its_result_only(played, tmp_path):
             (place / path.name).write_bytes(path.read_bytes())
     (tmp_path / experiment.id / "record-3.npz").write_bytes(b"torn")
     assert missing_seeds(experiment.with_seeds([3, 9]), tmp_path) == (3,)
+
+
+def test_a_stale_result_counts_last_however_many_seeds_it_has(played, workbench, tmp_path):
+    """Else its numbers would be shown for ever: fresh ones are computed seed by seed, and never found."""
+    experiment, root = played
+    keep(root, tmp_path / "fresh")
+    run_experiment(experiment, tmp_path / "runs", workbench=workbench)
+    outdate(tmp_path / "runs" / experiment.id)
+    old = find(experiment, tmp_path / "runs")
+    assert (stale(old), old.error()) == (["method"], pytest.approx(0.99))
+    for seeds in ((7, 3), (4,)):
+        run_experiment(experiment.with_seeds(seeds), tmp_path / "runs", workbench=workbench)
+    expected = find(experiment, tmp_path / "fresh").metrics
+    for found in (
+        find(experiment, tmp_path / "runs", verified=True),
+        combine([*finished(tmp_path / "runs")], experiment.seeds),
+        combine([*finished(tmp_path / "runs")][::-1], experiment.seeds),
+    ):
+        assert found.metrics == expected
+        assert not stale(found)
+    outdate(tmp_path / "runs" / experiment.with_seeds([4]).id)
+    mixed = find(experiment, tmp_path / "runs")
+    assert [mixed.metrics[str(seed)]["instance_error"] == 0.99 for seed in (7, 3, 4)] == [False, False, True]
+    assert stale(mixed) == ["method"], "one of its parts is"
+
+
+def test_kept_results_that_are_stale_count_last(played, workbench, tmp_path):
+    experiment, root = played
+    run_experiment(experiment, tmp_path / "runs", workbench=workbench)
+    outdate(tmp_path / "runs" / experiment.id)
+    keep(tmp_path / "runs", tmp_path / "kept")
+    run_experiment(experiment.with_seeds([3]), tmp_path / "runs", workbench=workbench)
+    keep(tmp_path / "runs", tmp_path / "kept")
+    found = find(experiment.with_seeds([3]), tmp_path / "kept")
+    assert found.metrics == {"3": find(experiment, root).metrics["3"]}
+    assert find(experiment, tmp_path / "kept").metrics["3"] == found.metrics["3"]
+
+
+def test_a_result_that_is_put_together_twice_still_finds_its_records(played):
+    _, root = played
+    whole = combine([*finished(root)])
+    one = combine([whole], (9, 3))
+    assert [record.spec["seed"] for record in one.records()] == [9, 3]
+
+
+def test_whole_numbers_and_floats_are_one_family_with_two_ids(played, workbench, tmp_path):
+    """`tribe run` writes an imbalance of 100.0, `tribe reproduce` one of 100."""
+    experiment, root = played
+    stream = ComponentSpec("gli-v", {"imbalance": 1e6})
+    same = Experiment.of(DATA, "compact", stream, "tribe", seeds=(7, 3), batch=16, workbench=workbench)
+    assert same.family == experiment.family
+    assert same.id != experiment.with_seeds([7, 3]).id, "results that are on disk keep their ids"
+    assert find(same, root).metrics == find(experiment.with_seeds([7, 3]), root).metrics
+    assert missing_seeds(same.with_seeds([3, 5]), root) == (5,)
 
 
 def test_the_id_of_one_seed_does_not_depend_on_the_others(played):

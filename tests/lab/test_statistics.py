@@ -132,9 +132,27 @@ def test_few_seeds_decide_little():
     assert str(paired([1.0, 2.0], [1.0, 2.0])) == "no difference over 2 seeds"
     assert str(paired([1.0, 2.0], [2.0, 1.0])) == "no difference over 2 seeds (± 1.41)"
     assert "1 of 3 agree" in str(paired([1.0, 2.0, 4.0], [1.0, 2.0, 3.0])), "equal errors do not agree"
-    assert paired([1.0, 2.0], [2.0, 3.0]).p == 0.0, "the same difference in both"
     with pytest.raises(ValueError, match="as many numbers of A as of B"):
         paired([1.0], [])
+
+
+@pytest.mark.parametrize("hard", [(1.0, 2.0), (0.1, 0.7, 0.3)])
+def test_differences_without_a_spread_prove_nothing(hard):
+    """Else the same stream, played with several seeds, would make any difference certain."""
+    found = paired(hard, [error + 0.2 for error in hard])  # equal but for rounding
+    assert found.p is None
+    why = "not sure: the same in all seeds, so there is no spread to test"
+    assert str(found) == f"0.20 points better over {len(hard)} seeds ({why})"
+
+
+def test_an_interval_that_touches_zero_is_not_sure():
+    """One image of many: no drawn stream is worse, and a third of them have no difference."""
+    wrong = np.zeros(100)
+    wrong[50] = 1
+    found = duel([record(wrong)], [record(np.zeros(100))], block=1)
+    assert found.low == 0 < found.high
+    assert found.p > 0.5
+    assert str(found) == "1.00 points worse on this stream, not sure: +0.00 to +3.00"
 
 
 def test_seeds_are_put_together():

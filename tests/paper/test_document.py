@@ -205,6 +205,23 @@ def test_several_seeds_are_shown_with_their_spread():
     assert "is 0.61 points (root mean square" in page
 
 
+def test_the_document_holds_the_chosen_seeds_alone():
+    """Of results with several seeds, too, and of several results that add up."""
+    fabricate((20.0, 20.0), "results", method="tribe", seeds=(1, 2))
+    fabricate((11.0, 11.0), "results", method="tribe", seeds=(425,))
+    pages = {
+        seeds: call("document", "--runs", "results", *seeds).stdout for seeds in (("--seed", 425), ("--seed", 1), ())
+    }
+    for seeds, error, others, title in (
+        (("--seed", 425), "11.00", ("20.00", "17.00"), ", seed 425, batch"),
+        (("--seed", 1), "20.00", ("11.00", "17.00"), ", seed 1, batch"),
+        ((), "17.00 ± 5.20", (), ", seeds 1, 2, 425, batch"),
+    ):
+        assert f"| TRIBE | **{error}** (" in pages[seeds] or f"| TRIBE | {error} (" in pages[seeds]
+        assert title in pages[seeds]
+        assert not any(f"| TRIBE | {other}" in pages[seeds] or f"**{other}" in pages[seeds] for other in others)
+
+
 def test_no_line_is_too_long_and_tables_of_corruptions_are_files():
     document = make_document(ROOT / "results")
     assert max(map(len, document.page.split("\n"))) <= 300

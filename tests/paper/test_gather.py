@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 import tribe
-from commands import message
+from commands import message, tribe_command
 from places import ROOT
 from processes import Process
-from reproduction import SMALL, call, draw, fabricate, rename
+from reproduction import SMALL, call, draw, fabricate, outdate, rename
 from tribe.lab.experiment import Experiment
 from tribe.lab.spec import ComponentSpec
 from tribe.lab.store import finished
@@ -379,3 +379,58 @@ def test_draws_have_the_fingerprints_of_their_experiment():
     assert draws.are_of(experiment)
     assert not dataclasses.replace(draws, weights="0" * 32).are_of(experiment)
     assert not dataclasses.replace(draws, images="0" * 32).are_of(experiment)
+
+
+def test_a_stale_result_with_more_seeds_is_not_shown_beside_fresh_ones(played):
+    options, runs, parsed = played
+    for result in [*finished(runs)]:
+        outdate(result.folder)
+    one = [word if word != 2 else 1 for word in options]
+    assert call(*one).exit_code == 0
+    assert call(*one, "--seed", 1).exit_code == 0
+    for more in ((), ("--no-run",)):
+        again = json.loads(call(*options, *more, "--format", "json").stdout)
+        errors = [[cell["ours"] for cell in t["cells"] if cell["column"] != "seconds"] for t in (again, parsed)]
+        assert errors[0] == errors[1] != []
+        assert not any("Stale" in note for note in again["notes"])
+
+
+def test_a_result_of_tribe_run_is_not_computed_again():
+    """`tribe run` writes an imbalance of 100.0, `tribe reproduce` one of 100."""
+    stream = (*SMALL, "--scenario", "gli-f", "--imbalance", 100, "--precision", "float32")
+    assert tribe_command("run", *stream, "--methods", "source", "--out", "runs", "--no-chart").exit_code == 0
+    options = ("wall-clock", *SMALL, "--methods", "source,BN", "--runs", "runs")
+    assert call(*options).exit_code == 0
+    played = sorted((r.experiment.method.name, r.experiment.scenario.fields["imbalance"]) for r in finished("runs"))
+    assert played == [("bn", 100), ("source", 100.0)]
+    for result in [*finished("runs")]:  # results of both numbers, as older versions have left them
+        spec = result.experiment.json()
+        rename(result, spec | {"scenario": _with_other_number(spec["scenario"])}, Path("runs"))
+    assert len([*finished("runs")]) == 4
+    for words in ((*options, "--no-run"), ("claims", *SMALL, "--runs", "runs"), ("document", "--runs", "runs")):
+        shown = call(*words)
+        assert shown.exit_code == 0, message(shown)
+
+
+def _with_other_number(scenario):
+    """The same scenario with 100.0 in place of 100, or the reverse."""
+    imbalance = scenario["fields"]["imbalance"]
+    other = int(imbalance) if isinstance(imbalance, float) else float(imbalance)
+    return {**scenario, "fields": {**scenario["fields"], "imbalance": other}}
+
+
+def test_a_memory_for_large_images_is_found_without_running(tmp_path):
+    """A method with a memory has as much room as an image needs, and --no-run reads no image."""
+    table, choices = tables.get("mnist"), Choices("live-mnist-c", "compact", only=["RoTTA"])
+    plan = make_plan(table, choices, Workbench(device="cpu"))
+    experiments = [
+        dataclasses.replace(e, method=dataclasses.replace(e.method, fields={**e.method.fields, "room": 12288}))
+        for e in plan.experiments
+    ]
+    assert experiments
+    found = gather.plan_from_experiments(table, choices, experiments, Workbench(device="cpu"))
+    assert found.experiments == experiments
+    for room, count in ((12288, len(experiments)), (20000, 0)):
+        overridden = dataclasses.replace(choices, overrides={"rotta": {"room": room}})
+        found = gather.plan_from_experiments(table, overridden, experiments, Workbench(device="cpu"))
+        assert len(found.experiments) == count

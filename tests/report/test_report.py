@@ -10,6 +10,7 @@ from html.parser import HTMLParser
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import tribe
 import tribe.lab.record
@@ -319,6 +320,106 @@ def test_an_experiment_is_reported_with_its_machine_and_a_command_of_the_same_nu
     assert tribe_command(*words[2:]).exit_code == 0, command
     ours, again = (results(folder)["bn"].records()[1] for folder in ("runs", "again"))
     assert torch.equal(ours.prediction, again.prediction)
+
+
+FOLLOW = """
+from dataclasses import dataclass
+from tribe.methods.bn import BN
+
+@dataclass(frozen=True)
+class Follow(BN):
+    # batch statistics again
+    alpha: float = 0.02
+"""
+
+
+def test_a_command_names_the_file_of_custom_code_and_of_weights(tmp_path, monkeypatch, few_digits):
+    """Else the command on the page fails, or computes something else without a word."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TRIBE_DATA", few_digits)
+    (tmp_path / "follow.py").write_text(FOLLOW)
+    tensors = load_file(tribe.models.find("compact", "mnist"))
+    save_file({name: 1.001 * t if name.endswith("fc.weight") else t for name, t in tensors.items()}, "mine.safetensors")
+    options = ("--weights", "mine.safetensors", "--set", "follow.alpha=0.5")
+    try:
+        assert tribe_command("run", *SHORT, "--methods", "follow.py:Follow", *options, "--out", "runs").exit_code == 0
+    finally:
+        tribe.methods.registry._classes.pop("follow")
+    page = page_of(tmp_path / "runs")
+    (command,) = said_commands(tmp_path / "runs")
+    spec = results("runs")["follow"].experiment
+    assert "--methods follow.py:Follow" in command
+    assert "--weights FILE" in command
+    assert (
+        f"FILE holds weights of compact with the fingerprint {spec.weights}; those that are found here have"
+        in page.text
+    )
+    assert f"the method follow, follow.py:Follow, is custom code with the digest {spec.method.code}" in page.text
+    words = [word if word != "FILE" else "mine.safetensors" for word in shlex.split(command)]
+    try:
+        assert tribe_command(*words[2:]).exit_code == 0, command
+    finally:
+        tribe.methods.registry._classes.pop("follow")
+    assert results("again")["follow"].experiment == spec
+
+
+def test_what_a_result_does_not_say_of_custom_code_has_a_place_in_the_command():
+    spec = record("mine+time", scenario={"name": "mine", "fields": {}, "code": "5f"}).spec
+    spec |= {"method": {"name": "mine+time", "fields": {}, "code": "6e"}, "weights": "7a"}
+    spec |= {
+        "model": {"name": "net.py:net", "fields": {}, "code": "8b"},
+        "dataset": {"name": "live-mnist-c", "fields": {}},
+    }
+    made = report.command.command(spec, [0], {"scenario": "my.py:Stream"})
+    assert "--scenario my.py:Stream --methods FILE.py:CLASS+time" in made.lines[0]
+    assert "--weights" not in made.lines[0], "the file may have them"
+    assert [note.split(" is ")[0] for note in made.notes] == [
+        "the model net.py:net",
+        "the scenario mine, my.py:Stream,",
+        "the method mine+time, FILE.py:CLASS,",
+    ]
+    assert "weights with the fingerprint 7a" in made.notes[0]
+
+
+def test_the_weights_that_are_found_need_no_option(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRIBE_DATA", str(tmp_path))
+    mark = tribe.Backbone(tribe.models.load("compact", tribe.models.find("compact", "mnist"))).fingerprint()
+    spec = record(dataset="live-mnist-c", model={"name": "compact", "fields": {}}).spec
+    for weights, count in ((mark, 0), ("0" * 32, 1)):
+        assert report.command.command(spec | {"weights": weights}, [0]).lines[0].count("--weights FILE") == count
+    missing = report.command.command(spec | {"weights": mark, "model": "wrn28_10"}, [0])
+    assert missing.notes == (f"FILE holds weights of wrn28_10 with the fingerprint {mark}; none are found here",)
+
+
+def test_a_custom_norm_rule_is_named_by_its_file():
+    spec = record("selftrain", fields={"rule": "mine(share=0.1)"}).spec
+    spec["method"] = spec["method"] | {"code": "5f"}
+    (line,) = report.command.command(spec, [0], {"rule": "mine.py:Mine"}).lines
+    assert """--methods selftrain """ in line
+    assert 'selftrain.rule="mine.py:Mine(share=0.1)"' in line
+
+
+@pytest.mark.parametrize(("room", "count"), [(3072, 0), (12288, 0), (784, 1)])
+def test_room_for_larger_images_is_not_set_by_hand(room, count):
+    """`tribe run` gives a memory the room that the images need, and never less than the default."""
+    fields = json.loads(json.dumps(encode_fields(tribe.methods.create("rotta", classes=10, room=room))))
+    spec = record("rotta", fields=fields, dataset="live-mnist-c").spec
+    assert report.command.departures(spec) == ({"room": room} if count else {})
+    assert report.command.command(spec, [0]).lines[0].count("rotta.room") == count
+
+
+def test_a_stale_result_is_not_the_one_that_is_shown(tmp_path, monkeypatch, few_digits):
+    monkeypatch.chdir(tmp_path)
+    for folder, seeds in (("a", (0, 1)), ("b", (0,))):
+        options = ("--methods", "source", "--data", few_digits, "--out", f"runs/{folder}", "--seeds", len(seeds))
+        assert tribe_command("run", *SHORT, *options).exit_code == 0
+    (old,) = store.finished("runs/a")
+    environment = json.loads((old.folder / "environment.json").read_text())
+    environment["code"]["method"] = "0" * 16
+    (old.folder / "environment.json").write_text(json.dumps(environment))
+    (path, relation) = report.collect("runs").repeated[0]
+    assert path == f"a/{old.folder.name}/record-0.npz"
+    assert relation.startswith("predicts the same as b/")
 
 
 def test_the_spec_is_there_word_for_word(tmp_path):

@@ -1,6 +1,7 @@
 """Options of several commands, and functions that turn their values into components."""
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -64,8 +65,27 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs."
 
 def build_dataset(name: str, data: Path | None, severity: str | None, fields: dict[str, Any]) -> Dataset:
     """The data set of ``--dataset``, ``--data``, ``--severity`` and overrides of its fields."""
-    severities = {} if severity is None else {"severities": tuple(parse_severities(severity))}
-    return workbench.build_dataset(name, data, fields | severities)
+    return workbench.build_dataset(name, data, with_severity(fields, severity))
+
+
+def with_severity(fields: Mapping[str, Any], severity: str | None) -> dict[str, Any]:
+    """The fields of a data set with those of ``--severity``."""
+    severities = None if severity is None else tuple(parse_severities(severity))
+    return _with_option(fields, "--severity", "dataset", "severities", severities)
+
+
+def with_imbalance(fields: Mapping[str, Any], imbalance: float | None) -> dict[str, Any]:
+    """The fields of a scenario with that of ``--imbalance``."""
+    return _with_option(fields, "--imbalance", "scenario", "imbalance", imbalance)
+
+
+def _with_option(fields: Mapping[str, Any], option: str, owner: str, field: str, value: Any) -> dict[str, Any]:
+    """Add the field that an option sets. The option together with an override of the field is refused."""
+    if value is None:
+        return dict(fields)
+    if field in fields:
+        raise ValueError(f"{option} and {owner}.{field} are the same setting: give one of them")
+    return {**fields, field: value}
 
 
 def build_network(

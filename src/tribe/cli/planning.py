@@ -2,14 +2,15 @@
 
 import hashlib
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tribe.cli.custom import DATASET, SCENARIO, component_name, norm_text
-from tribe.cli.options import custom_network, parse_severities
+from tribe.cli.options import custom_network, with_imbalance, with_severity
 from tribe.lab.experiment import Experiment
-from tribe.lab.spec import ComponentSpec
+from tribe.lab.spec import ComponentSpec, same_for_all_seeds
 from tribe.lab.workbench import Workbench
 
 COMPONENTS = ("dataset", "scenario", "model")  # whose fields can be set, besides those of methods
@@ -48,11 +49,9 @@ class Planner:
     ) -> Experiment:
         """The experiment of a method with overrides of fields, by component; ``batch``: in place of the option's."""
         request, size = self._request, self._request.batch if batch is None else batch
-        severity = request.severity
-        severities = {} if severity is None else {"severities": parse_severities(severity)}
-        played = ComponentSpec(self._dataset, {**overrides.get("dataset", {}), **severities})
-        imbalance = {} if request.imbalance is None else {"imbalance": request.imbalance}
-        protocol = ComponentSpec(self._scenario, {**imbalance, **overrides.get("scenario", {})})
+        played = ComponentSpec(self._dataset, with_severity(overrides.get("dataset", {}), request.severity))
+        protocol = ComponentSpec(self._scenario, with_imbalance(overrides.get("scenario", {}), request.imbalance))
+        _warn_of_one_stream(protocol, request.seeds)
         self.workbench.stream(played, protocol, request.seeds, size)  # refuses missing data before the weights
         network = ComponentSpec(request.model, overrides.get("model", {}))
         adapting = ComponentSpec(method, _with_rule(overrides.get(method, {})))
@@ -70,6 +69,13 @@ def file_name(prefix: str, experiments: Sequence[Experiment]) -> str:
     first, ids = experiments[0], "".join(experiment.id for experiment in experiments)
     name = f"{prefix}{first.dataset.name}-{first.model.name}-{first.scenario.name}"
     return f"{re.sub(r'[^A-Za-z0-9._@+-]', '_', name)}-{hashlib.sha256(ids.encode()).hexdigest()[:8]}"
+
+
+def _warn_of_one_stream(scenario: ComponentSpec, seeds: Sequence[int]) -> None:
+    """Warn of several seeds for a scenario that ignores them."""
+    if len(seeds) > 1 and (why := same_for_all_seeds(scenario.json())):
+        again = f"{len(seeds)} seeds play the same images in the same order, and make no comparison surer"
+        warnings.warn(f"scenario {scenario.name}: {why}. The {again}: --seeds 1 is enough", stacklevel=3)
 
 
 def _with_rule(fields: Mapping[str, Any]) -> Mapping[str, Any]:

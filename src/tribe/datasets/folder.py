@@ -64,8 +64,10 @@ class Folder:
         require(self.size is None or is_whole(self.size, least=1), "size is a number of pixels, at least 1", self.size)
         check_reading(self.unreadable, self.workers)
         if self.class_names is not None:
-            different = not isinstance(self.class_names, str) and len(set(self.class_names)) == len(self.class_names)
-            require(different, "class_names are different names of folders", self.class_names)
+            several = isinstance(self.class_names, Sequence) and not isinstance(self.class_names, str)
+            text = several and all(isinstance(name, str) for name in self.class_names)
+            different = text and len(set(self.class_names)) == len(self.class_names)
+            require(different, "class_names are different names of folders, each a text such as '0'", self.class_names)
 
     @cached_property
     def classes(self) -> Sequence[str]:

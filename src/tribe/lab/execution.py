@@ -21,7 +21,7 @@ from tribe.lab.replay import replay
 from tribe.lab.runner import Progress, run
 from tribe.lab.scores import scores_of
 from tribe.lab.shared import SharedPlays, without_filter
-from tribe.lab.sources import changed, commit, sources_of
+from tribe.lab.sources import changed, commit, files_of, sources_of
 from tribe.lab.store import CHECKPOINT, ENVIRONMENT, METRICS, SPEC, NewerResults, Result, set_aside
 from tribe.lab.stream import Stream
 from tribe.lab.workbench import Workbench, in_precision
@@ -182,7 +182,7 @@ def _compute(root: Path, experiment: Experiment, options: Options) -> list[Recor
     """Play the streams, or replay the filter over a play of the method alone; write environment and records."""
     e = experiment
     workbench = options.workbench or Workbench(device=e.device)
-    components = workbench.prepare(e.dataset, e.model, e.scenario, e.method)
+    components = workbench.prepare(e.dataset, e.model, e.scenario, e.method, images=e.images)
     built = Experiment.of_components(components, e.seeds, e.batch, e.precision, workbench.device.type, e.threads)
     if built != e:
         apart = "; ".join(difference(e, built))
@@ -279,6 +279,7 @@ def _write(
 
 def _environment(experiment: Experiment, records: Sequence[Record], computer: Mapping[str, Any]) -> dict[str, Any]:
     times = {str(record.spec["seed"]): record.seconds.double() for record in records}
+    custom = {"files": found} if (found := files_of(experiment)) else {}
     return {
         "schema": store.SCHEMA,
         "id": experiment.id,
@@ -286,7 +287,7 @@ def _environment(experiment: Experiment, records: Sequence[Record], computer: Ma
         "seconds": sum(float(seconds.sum()) for seconds in times.values()),
         "seconds_per_image": {seed: float(seconds.mean()) for seed, seconds in times.items()},
         "finished": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        **({"code": commit() | sources_of(experiment)} if computer else {}),
+        **({"code": commit() | sources_of(experiment) | custom} if computer else {}),
     }
 
 

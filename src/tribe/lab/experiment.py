@@ -15,7 +15,7 @@ from typing import Any
 
 from tribe.engine.precision import check_precision, precision_on
 from tribe.fields import is_whole
-from tribe.lab.spec import ComponentSpec, canonical, describe, differences
+from tribe.lab.spec import ComponentSpec, canonical, describe, differences, with_whole_numbers
 from tribe.lab.stream import Stream
 from tribe.lab.workbench import Components, Workbench, model_code
 from tribe.methods.encoding import drop_added, fill_added
@@ -138,8 +138,11 @@ class Experiment:
 
     @cached_property
     def family(self) -> str:
-        """The same hash without the seeds: results of one family differ in their seeds only, and add up."""
-        return self._hash({name: value for name, value in self.json().items() if name != "seeds"})
+        """The same hash without the seeds: results of one family differ in their seeds only, and add up.
+
+        An id tells 100 from 100.0, as results that are on disk do. A family does not.
+        """
+        return self._hash(with_whole_numbers({name: value for name, value in self.json().items() if name != "seeds"}))
 
     def _hash(self, spec: dict[str, Any]) -> str:
         if self.method.code is None:
@@ -158,7 +161,7 @@ class Experiment:
 
     def stream(self, workbench: Workbench) -> Stream:
         """Its streams."""
-        return workbench.stream(self.dataset, self.scenario, self.seeds, self.batch)
+        return workbench.stream(self.dataset, self.scenario, self.seeds, self.batch, self.images)
 
     def length(self, workbench: Workbench) -> int:
         """How many images all its streams play."""

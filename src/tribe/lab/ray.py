@@ -6,8 +6,9 @@
 
 A worker gets an experiment as plain data and runs it as `run_experiment` does here. Device and threads are part of an
 experiment, so the numbers are the same, bit for bit, on every machine. What was finished before an interruption or a
-failure is kept; what was running resumes from its checkpoint when it is run again. Workers need tribe installed. The
-folder of results may be shared by all machines; if it is not, workers send their results.
+failure is kept; what was running resumes from its checkpoint when it is run again. Workers need tribe installed. They
+are sent custom methods and norm rules; custom networks, data sets and scenarios are refused on Ray. The folder of
+results may be shared by all machines; if it is not, workers send their results.
 
 Ray is the extra `ray`: ``pip install 'tribe-tta[ray]'``.
 """
@@ -47,6 +48,7 @@ from tribe.lab.store import Result, find
 from tribe.lab.workbench import Workbench
 from tribe.storage.lock import Busy
 
+NOT_SENT = {"dataset": "the data set", "model": "the network", "scenario": "the scenario"}  # if they are custom
 ExperimentProgress = Callable[[Experiment, int, int, float | None], None]  # batches done, in all, error so far
 
 
@@ -99,6 +101,8 @@ def run_all(
     requested = list(experiments)
     todo = list(dict.fromkeys(requested))
     _check(ray, workers, gpus, retries)
+    if ray is not None:
+        _refuse_custom(todo, root)
     with contextlib.ExitStack() as stack:
         executor: Executor
         if ray is None:
@@ -122,6 +126,18 @@ def _check(ray: str | None, workers: int | None, gpus: float, retries: int) -> N
         raise ValueError(f"gpus is a share of a GPU such as 0.25, or a whole number of them; got {gpus}")
     if retries < 0:
         raise ValueError(f"retries is how often a failed experiment is tried again, at least 0; got {retries}")
+
+
+def _refuse_custom(experiments: Sequence[Experiment], root: str | PathLike[str]) -> None:
+    """Refuse experiments that have to be run and have custom components which workers do not get."""
+    for experiment in experiments:
+        parts = {word: getattr(experiment, role) for role, word in NOT_SENT.items()}
+        custom = [f"{word} {part.name}" for word, part in parts.items() if part.code or ":" in part.name]
+        if custom and find(experiment, root, verified=True, current=True) is None:
+            raise ValueError(
+                f"workers of Ray do not have the custom code of {' and '.join(custom)}: only custom methods and norm "
+                "rules are sent to them. Run it without Ray"
+            )
 
 
 # -- the order of work ------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from tribe.lab import store
 from tribe.lab.experiment import COMPONENTS, STREAM
 from tribe.lab.record import Record
 from tribe.lab.scores import record_scores
-from tribe.lab.spec import differences
+from tribe.lab.spec import differences, same_for_all_seeds
 from tribe.lab.statistics import Duel, Paired, Spread, duel, paired, spread
 
 NOT_COMPARED = ("seed", "experiment")  # of a record's spec: streams are compared seed by seed
@@ -132,7 +132,7 @@ document(
     streams="The predictions for each of these; empty if a result has no records.",
     overall="The instance errors; None without labels.",
     domains="The errors in each domain that was visited; empty without labels.",
-    verdict="Whether the first is better: over seeds or, with one, on its stream; None without labels or records.",
+    verdict="Whether the first is better: over seeds or, with one stream, on it; None without labels or records.",
 )
 
 
@@ -150,9 +150,12 @@ def load_side(text: str | PathLike[str], runs: str | PathLike[str] = "runs") -> 
         raise ValueError(f"{path} is not finished: the command that began it goes on from there")
     if (path / store.METRICS).is_file() or not path.is_dir():
         try:
-            return _side_of_result(store.load(path))
+            result = store.load(path)
         except FileNotFoundError:
+            if path.is_dir():  # the message names the file that is missing
+                raise
             raise FileNotFoundError(f"there is no result {str(text)!r}; {EXPECTED}") from None
+        return _side_of_result(result)
     inside = list(store.finished(path))
     if len(inside) != 1:
         raise ValueError(f"{path} holds {len(inside)} finished results; {EXPECTED}")
@@ -214,13 +217,16 @@ def diff_results(a: Side, b: Side) -> ResultDiff:
 
 
 def _verdict(a: Side, b: Side, seeds: Sequence[Any]) -> Paired | Duel | None:
-    """Compare the instance errors of the seeds with labels, in percent; with one such seed, image by image."""
+    """Compare the instance errors of the seeds with labels, in percent; with one stream, image by image.
+
+    One stream: of one seed, or of a scenario that plays the same images for all seeds. There, seeds are no repetition.
+    """
     errors = {seed: [side.scores[seed]["instance_error"] for side in (a, b)] for seed in seeds}
     labelled = {seed: pair for seed, pair in errors.items() if None not in pair}
-    if len(labelled) > 1:
+    if len(labelled) > 1 and not same_for_all_seeds(a.spec.get("scenario")):
         return paired(*([100 * error for error in column] for column in zip(*labelled.values(), strict=True)))
-    records = [[side.records[seed] for seed in labelled if seed in side.records] for side in (a, b)]
-    return duel(*records) if all(records) else None
+    both = [seed for seed in labelled if seed in a.records and seed in b.records][:1]
+    return duel(*([side.records[seed] for seed in both] for side in (a, b))) if both else None
 
 
 def _refuse_different_data(a: Side, b: Side) -> None:

@@ -14,6 +14,7 @@ import ast
 import functools
 import hashlib
 import importlib
+import inspect
 import json
 import subprocess
 import sys
@@ -52,6 +53,21 @@ def changed(code: Mapping[str, Any] | None, experiment: Experiment) -> list[str]
     """The components whose source differs from that of a result, given as its environment has it; None: unknown."""
     today = sources_of(experiment) if code else {}
     return [role for role, digest in today.items() if (code or {}).get(role, digest) != digest]
+
+
+def files_of(experiment: Experiment) -> dict[str, str]:
+    """File and class of each custom component, such as "mine.py:Mine", by "method" and so on, and "rule": a norm rule.
+
+    Without the folder, which is private; the digest of the code is in the spec.
+    """
+    rule = find_class(experiment.method.fields.get("rule"))
+    found = {}
+    for role in COMPONENTS:
+        for part in _parts(experiment, role) if getattr(experiment, role).code is not None else ():
+            if isinstance(part, type) and part.__module__.partition(".")[0] != PACKAGE:
+                place = f"{Path(inspect.getfile(part)).name}:{part.__qualname__}"
+                found["rule" if part is rule else role] = place
+    return found
 
 
 def digest_of(*parts: Any) -> str | None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from tribe import scenarios
 from tribe.datasets import NOT_IN_SPECS, optional
 from tribe.lab.provenance import code_of, coded
 from tribe.methods import Composed, Method
@@ -52,6 +53,20 @@ def describe(name: str, component: Any, strict: bool = True) -> ComponentSpec:
     return ComponentSpec(name, json.loads(canonical(fields)), code)
 
 
+def same_for_all_seeds(scenario: Any) -> str | None:
+    """Why a scenario plays one stream for all seeds, given as a spec has it; None: it does not, or is unknown here.
+
+    >>> same_for_all_seeds({"name": "replay", "fields": {}})
+    "the stream is the order of the files; only order='random' depends on the seed"
+    >>> same_for_all_seeds({"name": "replay", "fields": {"order": "random"}}), same_for_all_seeds("gli-f")
+    (None, None)
+    """
+    name, fields = (scenario.get("name"), scenario.get("fields")) if isinstance(scenario, Mapping) else (scenario, {})
+    if name not in scenarios.registry.names() or (isinstance(fields, Mapping) and fields.get("order") == "random"):
+        return None
+    return scenarios.registry.get(name).same_for_all_seeds
+
+
 def decode_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Fields as a component takes them, from plain data; source knowledge is left out: it is found by its place."""
     known = {name: value for name, value in fields.items() if not is_knowledge(value)}
@@ -66,6 +81,19 @@ def is_knowledge(value: Any) -> bool:
 def canonical(value: Any) -> str:
     """The one JSON text of plain data: equal texts, equal data. Ids are hashes of it."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def with_whole_numbers(value: Any) -> Any:
+    """Plain data in which a number without a fraction is an integer: 100 and 100.0 mean the same.
+
+    >>> with_whole_numbers({"imbalance": 100.0, "scale": (0.9, 1.0)})
+    {'imbalance': 100, 'scale': [0.9, 1]}
+    """
+    if isinstance(value, Mapping):
+        return {key: with_whole_numbers(field) for key, field in value.items()}
+    if isinstance(value, list | tuple):
+        return [with_whole_numbers(item) for item in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def plain(value: Any) -> Any:

@@ -57,7 +57,7 @@ class Paired(NamedTuple):
     """Number of A minus number of B over the same seeds: negative where A is lower.
 
     ``p`` is two-sided, of the paired t test: the probability of a difference this large, in either direction, if A and
-    B were equally good. None for one seed, which shows no spread.
+    B were equally good. None where differences show no spread: for one seed, and where they are the same in all seeds.
     """
 
     difference: float  # the mean
@@ -69,10 +69,12 @@ class Paired(NamedTuple):
     def __str__(self) -> str:
         word = "better" if self.difference < 0 else "worse"
         gap = f"{abs(self.difference):.2f} points {word}" if self.difference else "no difference"
-        if self.deviation is None or self.p is None:
+        if self.deviation is None:
             return f"{gap} in one seed"
         if not self.difference:
             return f"{gap} over {self.seeds} seeds" + (f" (± {self.deviation:.2f})" if self.deviation else "")
+        if self.p is None:
+            return f"{gap} over {self.seeds} seeds (not sure: the same in all seeds, so there is no spread to test)"
         sure = "" if self.p < SURE else "not sure: "
         agree = f"{self.agree} of {self.seeds} agree"
         test = f"paired t test, two-sided p {_p_text(self.p)}"
@@ -89,11 +91,16 @@ def paired(a: Sequence[float], b: Sequence[float]) -> Paired:
         raise ValueError(f"a comparison needs as many numbers of A as of B, at least one; got {len(a)} and {len(b)}")
     gaps = [x - y for x, y in zip(a, b, strict=True)]
     found = spread(gaps)
-    p = None
-    if found.deviation is not None:
-        error = found.deviation / math.sqrt(len(gaps))
-        p = t_test(found.mean / error, len(gaps) - 1) if error > 0 else float(found.mean == 0)
-    return Paired(found.mean, found.deviation, p, len(gaps), sum(gap * found.mean > 0 for gap in gaps))
+    return Paired(found.mean, found.deviation, _p_of(gaps, found), len(gaps), sum(gap * found.mean > 0 for gap in gaps))
+
+
+def _p_of(gaps: Sequence[float], found: Spread) -> float | None:
+    """The p of differences with this spread; None where they show none."""
+    if found.deviation is None:
+        return None
+    if all(math.isclose(gap, gaps[0], rel_tol=1e-9, abs_tol=1e-12) for gap in gaps):  # equal but for rounding
+        return None if any(gaps) else 1.0
+    return t_test(found.mean * math.sqrt(len(gaps)) / found.deviation, len(gaps) - 1)
 
 
 def t_test(t: float, freedom: int) -> float:
@@ -149,7 +156,7 @@ class Duel(NamedTuple):
             return "no difference" if self.low == self.high else f"no difference, not sure: {around}"
         word = "better" if self.difference < 0 else "worse"
         gap, low, high = (100 * abs(x) for x in (self.difference, *sorted((self.low, self.high), key=abs)))
-        if self.low < 0 < self.high:
+        if self.p >= SURE or self.low <= 0 <= self.high:
             return f"{gap:.2f} points {word} on this stream, not sure: {around}"
         sure = f"{100 * self.level:g} %: {low:.2f} to {high:.2f}, two-sided p {_p_text(self.p)}"
         return f"{gap:.2f} points {word} on this stream ({sure}, blocks of {self.block} images)"

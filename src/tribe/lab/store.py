@@ -12,8 +12,8 @@ Layout of ``runs/<id>/``, where ``<id>`` is `Experiment.id`:
     environment.json        {"schema": 2, "id": ..., "machine": tribe.lab.provenance.machine(), "seconds": of all
                               streams together, "seconds_per_image": {"<seed>": ...}, "finished": ISO time,
                               "code": {"commit": ..., "clean": whether the checkout was as committed, "method": digest,
-                              "scenario": ...}, see tribe.lab.sources}: what differs between two computations of the
-                              same experiment
+                              "scenario": ..., "files": of custom components, such as {"method": "mine.py:Mine"}},
+                              see tribe.lab.sources}: what differs between two computations of the same experiment
     checkpoint.safetensors  until the records are written: where to resume
     *.damaged-<n>           a damaged file that was set aside
 
@@ -154,13 +154,16 @@ def find(
 ) -> Result | None:
     """The result of an experiment in ``root``, if it is complete: with all records or, if only JSON is kept, with none.
 
-    Its seeds may be spread over several results of the same family, see `combine`.
+    Its seeds may be spread over several results of the same family, see `combine`. A stale result counts only for the
+    seeds that no other result has, see `stale`.
 
     ``verified``: one that does not pass `verify` counts as missing. ``current``: one of other source code than today's
     counts as missing, see `stale`.
     """
-    found = _find_whole(experiment, Path(root), verified, current)
-    return found or _find_parts(experiment, Path(root), verified, current)
+    whole = _find_whole(experiment, Path(root), verified, current)
+    if whole is not None and not stale(whole):
+        return whole
+    return _find_parts(experiment, Path(root), verified, current) or whole
 
 
 def stale(result: Result) -> list[str]:
@@ -186,14 +189,15 @@ def combine(results: Sequence[Result], seeds: Sequence[int] | None = None) -> Re
     """The result of one family with all seeds, or with those named, from results that have some each.
 
     A stream does not depend on the streams beside it. So it does not matter how seeds were played: together, or one by
-    one. Where two results have the same seed, the first counts.
+    one. Where two results have the same seed, one that is not `stale` counts, and of such the one with more seeds.
     """
-    home = {seed: part for part in reversed(results) for seed in part.experiment.seeds}
+    ranked = sorted(results, key=_rank)
+    home = {seed: result.part_of(seed) for result in reversed(ranked) for seed in result.experiment.seeds}
     chosen = tuple(sorted(home)) if seeds is None else tuple(seeds)
     parts = tuple({home[seed].experiment.id: home[seed] for seed in chosen}.values())
     if len(parts) == 1 and parts[0].experiment.seeds == chosen:
         return parts[0]
-    experiment = results[0].experiment.with_seeds(chosen)
+    experiment = ranked[0].experiment.with_seeds(chosen)
     environment = dict(parts[0].environment)
     times = {str(seed): home[seed].environment.get("seconds_per_image", {}).get(str(seed)) for seed in chosen}
     metrics = {str(seed): home[seed].metrics[str(seed)] for seed in chosen}
@@ -203,6 +207,11 @@ def combine(results: Sequence[Result], seeds: Sequence[int] | None = None) -> Re
         "finished": max(str(part.environment.get("finished", "")) for part in parts),
     }
     return Result(experiment, parts[0].folder.parent / experiment.id, metrics, environment, parts)
+
+
+def _rank(result: Result) -> tuple[bool, int, str]:
+    """The order in which results of one family count: stale ones last."""
+    return bool(stale(result)), -len(result.experiment.seeds), result.experiment.id
 
 
 def _find_whole(experiment: Experiment, root: Path, verified: bool, current: bool) -> Result | None:
@@ -234,7 +243,7 @@ def _family(experiment: Experiment, root: Path, verified: bool, current: bool) -
     folders = (_spec_at(path, stat.st_mtime_ns, stat.st_size) for path, stat in ((p, p.stat()) for p in specs))
     alike = {e.id: e for e in (*packed, *folders) if e is not None and e.family == experiment.family}
     some = [e for e in alike.values() if not set(e.seeds).isdisjoint(experiment.seeds)]
-    found = (_find_whole(e, root, verified, current) for e in sorted(some, key=lambda e: (-len(e.seeds), e.id)))
+    found = (_find_whole(e, root, verified, current) for e in some)
     return [result for result in found if result is not None]
 
 

@@ -22,9 +22,10 @@ from tribe.datasets.imagenet import holds_classes
 from tribe.datasets.locations import data_root
 from tribe.engine.backbone import Backbone
 from tribe.engine.precision import choose_device
+from tribe.fields import is_number
 from tribe.knowledge import Knowledge, KnowledgeError, find_knowledge, knowledge_path
 from tribe.lab.provenance import code_at, code_of
-from tribe.lab.spec import ComponentSpec, canonical, decode_fields, describe, is_knowledge
+from tribe.lab.spec import ComponentSpec, canonical, decode_fields, describe
 from tribe.lab.stream import Stream
 from tribe.methods import Method, check_classes
 from tribe.scenarios import Scenario
@@ -71,31 +72,43 @@ class Workbench:
         self.threads = threads or torch.get_num_threads()
         self.weights = {name: Path(path) for name, path in (weights or {}).items()}
         self.networks = dict(networks or {})
-        self._datasets: dict[str, Dataset] = {}
+        self._datasets: dict[str, Dataset] = {}  # by name and fields, and by name, fields of a spec and fingerprint
         self._images: dict[int, str] = {}  # by the id of the data set
         self._nets: dict[str, tuple[Backbone, str]] = {}
         self._methods: dict[tuple[object, ...], Method] = {}
         self._streams: dict[str, Stream] = {}
 
     def prepare(
-        self, dataset: ComponentSpec, model: ComponentSpec, scenario: ComponentSpec, method: ComponentSpec
+        self,
+        dataset: ComponentSpec,
+        model: ComponentSpec,
+        scenario: ComponentSpec,
+        method: ComponentSpec,
+        *,
+        images: str | None = None,
     ) -> Components:
-        """Build the components of an experiment, or say why it cannot be done."""
+        """Build the components of an experiment, or say why it cannot be done; ``images``: see `dataset`."""
         try:
-            data = self.dataset(dataset)
+            data = self.dataset(dataset, images)
             request = Request(dataset.name, model.name, self.weights.get(model.name), self.data)
             net, weights = self.net(request, data, model)
-            protocol = build_scenario(scenario.name, None, decode_fields(scenario.fields))
+            protocol = build_scenario(scenario.name, decode_fields(scenario.fields))
             protocol = protocol if protocol.domains is not None else protocol.on(data.domains)
             adapting = self.method(request, data, net, model, method)
             names = dataset.name, model, scenario.name, method.name
-            return Components(data, net, protocol, adapting, self.fingerprint(dataset), weights, *names)
+            return Components(data, net, protocol, adapting, self._fingerprint(dataset.name, data), weights, *names)
         except TypeError as error:  # a field that a component does not have
             raise ValueError(str(error)) from error
 
-    def dataset(self, spec: ComponentSpec) -> Dataset:
-        """A data set, opened once."""
-        key = canonical([spec.name, spec.fields])
+    def dataset(self, spec: ComponentSpec, images: str | None = None) -> Dataset:
+        """A data set, opened once.
+
+        The spec of an experiment does not say in which folder the images are. ``images`` is their fingerprint: of the
+        data sets with this spec that were opened before, it selects the one with these images.
+        """
+        key = canonical([spec.name, spec.fields, images])
+        if images is None or key not in self._datasets:
+            key = canonical([spec.name, spec.fields])
         if key not in self._datasets:
             data = self._datasets[key] = build_dataset(spec.name, self.data, decode_fields(spec.fields))
             described = describe(spec.name, data, strict=False)  # as an experiment names it, with every default
@@ -104,9 +117,13 @@ class Workbench:
 
     def fingerprint(self, spec: ComponentSpec) -> str:
         """The fingerprint of a data set's images, computed once."""
-        data = self.dataset(spec)
+        return self._fingerprint(spec.name, self.dataset(spec))
+
+    def _fingerprint(self, name: str, data: Dataset) -> str:
         if id(data) not in self._images:
-            self._images[id(data)] = fingerprint(data)
+            images = self._images[id(data)] = fingerprint(data)
+            described = describe(name, data, strict=False)
+            self._datasets.setdefault(canonical([name, described.fields, images]), data)
         return self._images[id(data)]
 
     def net(self, request: "Request", data: Dataset, spec: ComponentSpec) -> tuple[Backbone, str]:
@@ -126,9 +143,7 @@ class Workbench:
         """A method, built once: it takes long to read its source knowledge and to check it against the network."""
 
         def key(fields: Mapping[str, Any]) -> tuple[object, ...]:
-            known = {name: value for name, value in fields.items() if not is_knowledge(value)}
-            requested = canonical([model.name, model.fields, spec.name, known])
-            return id(data), methods.get(spec.name), requested
+            return id(data), methods.get(spec.name), canonical([model.name, model.fields, spec.name, fields])
 
         if key(spec.fields) not in self._methods:
             method = build_method(spec.name, net, data, request, decode_fields(spec.fields))
@@ -138,13 +153,21 @@ class Workbench:
         return self._methods[key(spec.fields)]
 
     def stream(
-        self, dataset: ComponentSpec, scenario: ComponentSpec, seeds: Sequence[int] = (0,), batch: int = 64
+        self,
+        dataset: ComponentSpec,
+        scenario: ComponentSpec,
+        seeds: Sequence[int] = (0,),
+        batch: int = 64,
+        images: str | None = None,
     ) -> Stream:
-        """Streams of a data set, made once: experiments with the same data, scenario and seeds share them."""
-        key = canonical([dataset.json(), scenario.json(), list(seeds), batch])
+        """Streams of a data set, made once: experiments with the same data, scenario and seeds share them.
+
+        ``images``: see `dataset`.
+        """
+        key = canonical([dataset.json(), scenario.json(), list(seeds), batch, images])
         if key not in self._streams:
-            protocol = build_scenario(scenario.name, None, decode_fields(scenario.fields))
-            self._streams[key] = Stream(self.dataset(dataset), protocol, seeds, batch)
+            protocol = build_scenario(scenario.name, decode_fields(scenario.fields))
+            self._streams[key] = Stream(self.dataset(dataset, images), protocol, seeds, batch)
         return self._streams[key]
 
 
@@ -188,10 +211,9 @@ def build_dataset(name: str, data: Path | None, fields: Mapping[str, Any]) -> Da
     return datasets.create(name, **{**place, **_converted(datasets.get(name), fields)})
 
 
-def build_scenario(name: str, imbalance: float | None, fields: Mapping[str, Any]) -> Scenario:
+def build_scenario(name: str, fields: Mapping[str, Any]) -> Scenario:
     """A scenario by name."""
-    given = {"imbalance": imbalance} if imbalance is not None else {}
-    return scenarios.create(name, **{**given, **_converted(scenarios.get(name), fields)})
+    return scenarios.create(name, **_converted(scenarios.get(name), fields))
 
 
 def build_model(request: Request, data: Dataset, fields: Mapping[str, Any]) -> torch.nn.Module:
@@ -319,19 +341,30 @@ def _converted(component: type[Any], fields: Mapping[str, Any]) -> dict[str, Any
 def _convert(wanted: Any, value: Any) -> Any:
     """A value of a field's type: true, false and none in any case, and for a sequence one value, or words with commas.
 
+    Numbers become text where the field, or an item of its sequence, is text.
+
     >>> _convert(bool | None, "false"), _convert(bool | None, "NONE"), _convert(str, "none")
     (False, None, 'none')
     >>> _convert(Sequence[str] | None, "fog,snow"), _convert(Sequence[int], 5), _convert(str, "fog,snow")
     (('fog', 'snow'), (5,), 'fog,snow')
+    >>> _convert(Sequence[str] | None, (9, 8)), _convert(Sequence[str], 9), _convert(str, 2024)
+    (('9', '8'), ('9',), '2024')
     """
     kinds = get_args(wanted) if get_origin(wanted) in (Union, UnionType) else (wanted,)
     constants = {str(constant).lower(): constant for constant in (True, False, None) if type(constant) in kinds}
     if isinstance(value, str) and value.lower() in constants:
         return constants[value.lower()]
     several = [get_args(kind)[:1] for kind in kinds if get_origin(kind) in (Sequence, tuple)]
+    if not {int, float} & set(kinds) and (str in kinds or several == [(str,)]):
+        value = tuple(map(_text, value)) if isinstance(value, tuple) else _text(value)
     if type(value) in kinds or (type(value),) not in several:
         return value
     return tuple(word.strip() for word in value.split(",") if word.strip()) if isinstance(value, str) else (value,)
+
+
+def _text(value: Any) -> Any:
+    """A number as text; other values as they are."""
+    return str(value) if is_number(value) else value
 
 
 def _fields(name: str) -> set[str]:

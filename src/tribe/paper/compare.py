@@ -8,6 +8,7 @@ from typing import NamedTuple
 from tribe import methods, scenarios
 from tribe.lab import statistics
 from tribe.lab.experiment import Experiment, MixedResults, refuse_mixture
+from tribe.lab.spec import same_for_all_seeds
 from tribe.lab.store import Result, stale
 from tribe.paper import tables
 from tribe.paper.beyond import LATER_PAGE, MARK
@@ -310,9 +311,9 @@ def _duels(plan: Plan, results: Mapping[str, Result]) -> list[str]:
 
 
 def _verdict(one: Result, other: Result) -> statistics.Paired | statistics.Duel | None:
-    """The difference between two methods on the same streams, over seeds if there are several."""
+    """The difference between two methods on the same streams, over seeds if there are several streams."""
     seeds = [seed for seed in one.experiment.seeds if seed in other.experiment.seeds]
-    if len(seeds) > 1:
+    if len(seeds) > 1 and not same_for_all_seeds(one.experiment.scenario.json()):
         errors = [[100 * result.metrics[str(s)]["instance_error"] for s in seeds] for result in (one, other)]
         return statistics.paired(*errors)
     if not seeds or not (one.has_records and other.has_records):

@@ -165,7 +165,7 @@ class Document(NamedTuple):
 
 
 def make_document(root: str | PathLike[str], origin: Origin | None = None, folder: str = FOLDER) -> Document:
-    """The document. Only results of ``origin`` are shown, and no damaged ones.
+    """The document. Only results of ``origin`` are shown, with its seeds alone, and no damaged ones.
 
     ``folder``: where its files will be, as the page names it.
     """
@@ -176,7 +176,7 @@ def make_document(root: str | PathLike[str], origin: Origin | None = None, folde
         for result in finished(root, damaged="skip")
         if damage(result) is None and not origin.mismatches(result.experiment)
     ]
-    combined = [[*map(combine, _families(alike))] for alike in _alike(results)]
+    combined = [[combine(family, _seeds_of(family, origin)) for family in _families(s)] for s in _alike(results)]
     series = [Series({r.experiment.id: r for r in whole}, root, workbench, draws) for whole in combined]
     lines = [
         "# Reproduction",
@@ -248,6 +248,12 @@ def _families(results: Iterable[Result]) -> list[list[Result]]:
     for result in results:
         found.setdefault(result.experiment.family, []).append(result)
     return list(found.values())
+
+
+def _seeds_of(family: Iterable[Result], origin: Origin) -> list[int]:
+    """The seeds of a family that are shown."""
+    found = {seed for result in family for seed in result.experiment.seeds}
+    return sorted(found) if origin.seeds is None else [seed for seed in origin.seeds if seed in found]
 
 
 def _attribute(dataset: str, name: str) -> str:

@@ -36,6 +36,7 @@ from tribe.storage.json_files import Where
 FROM_DATASET = ("domains", "classes")  # fields of a scenario that the data set decides
 FROM_FILE = ("code",)  # of a custom network, whose file need not be here; its weights are in every result
 FROM_NETWORK = ("knowledge", "classes")  # fields of a method that depend on the network
+FROM_IMAGES = "room"  # a field of a method that depends on the size of the images, unless it is overridden
 NOTHING = "no result fits"
 REMEDY = "Where it can be run, `tribe reproduce` without --no-run computes it again; else move its folder away"
 SELECTING = (
@@ -193,7 +194,7 @@ def plan_from_experiments(
         wanted, names = origin or Origin(), (cell.method, choices.dataset_of(cell).name, choices.model_of(cell).name)
         alike = [(e, d) for e, d in described if (e.method.name, e.dataset.name, e.model.name) == names]
         expected = _expected(cell, choices, workbench) if alike else None  # it takes a while
-        matching = [experiment for experiment, description in alike if description == expected]
+        matching = [experiment for experiment, found in alike if expected is not None and _fits(found, expected)]
         fitting = [experiment for experiment in matching if not wanted.mismatches(experiment)]
         if len(fitting) > 1:
             raise MixedResults(
@@ -209,21 +210,23 @@ def plan_from_experiments(
 
 
 def _expected(cell: Cell, choices: Choices, workbench: Workbench) -> dict[str, Any]:
-    """The description of a cell's experiment, with every default filled in."""
+    """The description of a cell's experiment, with every default filled in; `FROM_IMAGES` only if it is overridden."""
     dataset, scenario, model = choices.dataset_of(cell), choices.scenario_of(cell), choices.model_of(cell)
     data, name = workbench.dataset(dataset), cell.method or ""
     clean = trained_on(data, dataset.name)
     published: Mapping[str, Any] = methods.get(name).presets.get(clean, {})
     tribes = methods.get("tribe").presets.get(clean, {})  # has all data sets of the paper: no file must be opened
     classes = tribes["classes"] if tribes else len(data.classes)
-    fields = {**published, "classes": classes, **choices.method_fields_of(cell, lambda: classes)}
-    protocol = describe(scenario.name, build_scenario(scenario.name, None, decode_fields(scenario.fields)))
+    overrides = choices.method_fields_of(cell, lambda: classes)
+    fields = {**published, "classes": classes, **overrides}
+    protocol = describe(scenario.name, build_scenario(scenario.name, decode_fields(scenario.fields)))
     method = describe(name, methods.create(name, **fields))
     return {
         "dataset": describe(dataset.name, data).json(),
         "model": _without(model.json(), FROM_FILE),
         "scenario": (protocol.name, _without(protocol.fields, FROM_DATASET), protocol.code),
-        "method": (name, _without(method.fields, FROM_NETWORK), method.code),
+        "method": (name, _without(method.fields, (*FROM_NETWORK, FROM_IMAGES)), method.code),
+        **({FROM_IMAGES: method.fields[FROM_IMAGES]} if FROM_IMAGES in overrides else {}),
     }
 
 
@@ -234,8 +237,14 @@ def _describe(experiment: Experiment) -> dict[str, Any]:
         "dataset": spec["dataset"],
         "model": _without(spec["model"], FROM_FILE),
         "scenario": (scenario.name, _without(spec["scenario"]["fields"], FROM_DATASET), scenario.code),
-        "method": (method.name, _without(spec["method"]["fields"], FROM_NETWORK), method.code),
+        "method": (method.name, _without(spec["method"]["fields"], (*FROM_NETWORK, FROM_IMAGES)), method.code),
+        FROM_IMAGES: spec["method"]["fields"].get(FROM_IMAGES),
     }
+
+
+def _fits(found: Mapping[str, Any], expected: Mapping[str, Any]) -> bool:
+    """Whether a finished experiment is what is expected; what is not mentioned may have any value."""
+    return all(found[part] == value for part, value in expected.items())
 
 
 def _without(fields: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:

@@ -17,9 +17,11 @@ from typing import Any, NamedTuple
 import torch
 
 from tribe.lab import metrics, store
+from tribe.lab.experiment import Experiment
 from tribe.lab.record import Record
 from tribe.lab.scores import record_scores
-from tribe.lab.spec import by_place
+from tribe.lab.sources import changed
+from tribe.lab.spec import by_place, with_whole_numbers
 from tribe.report.command import component, departures, is_known
 
 OF_A_ROW = ("method", "seed", "experiment")  # what may differ within a group
@@ -37,6 +39,7 @@ class Played(NamedTuple):
     path: str  # relative to the folder
     spec: Mapping[str, Any]
     machine: Mapping[str, Any]  # empty: unknown
+    code: Mapping[str, Any]  # of its components, see environment.json in tribe.lab.store; empty: unknown
     scores: Mapping[
         str, Any
     ]  # see metrics.json in tribe.lab.store; also "seconds_per_image" and, of a record, "confidence"
@@ -124,12 +127,12 @@ def collect(folder: str | PathLike[str]) -> Runs:
         raise NotADirectoryError(f"there is no folder {folder}; expected one with results, such as `tribe run` leaves")
     found: list[Played] = []
     damaged: list[tuple[str, str]] = []
-    machines: dict[Path, dict[str, Any]] = {}
+    environments: dict[Path, Mapping[str, Any]] = {}
     for file in sorted(file for file in root.rglob("*.npz") if file.is_file()):
         path = file.relative_to(root).as_posix()
         try:
             if not _is_another(file):
-                found.append(_read(file, path, machines))
+                found.append(_read(file, path, environments))
         except UNREADABLE as error:
             damaged.append((path, f"{error}".replace(str(file), "the file") or type(error).__name__))
     for path, result in _without_records(root):
@@ -160,13 +163,14 @@ def _without_records(root: Path) -> Iterator[tuple[str, store.Result | store.Dam
 
 def _of_result(path: str, result: store.Result) -> Iterator[Played]:
     """The streams of a result without records."""
-    spec, machine = store.record_spec(result.experiment), dict(result.environment.get("machine", {}))
+    spec, environment = store.record_spec(result.experiment), result.environment
+    machine, code = dict(environment.get("machine", {})), dict(environment.get("code", {}))
     for seed, seconds in zip(result.experiment.seeds, result.values("seconds_per_image"), strict=True):
         scores = {**result.metrics[str(seed)], "seconds_per_image": seconds}
         counts = scores["class_counts"]
         domains = tuple(counts or result.experiment.scenario.fields.get("domains") or ())
         classes = len(next(iter(counts.values()))) if counts else int(result.experiment.method.fields["classes"] or 0)
-        yield Played(path, {**spec, "seed": seed}, machine, scores, domains, classes, None)
+        yield Played(path, {**spec, "seed": seed}, machine, code, scores, domains, classes, None)
 
 
 # -- one file ---------------------------------------------------------------------------------------------------------
@@ -181,7 +185,7 @@ def _is_another(file: Path) -> bool:
         return False
 
 
-def _read(file: Path, path: str, machines: dict[Path, dict[str, Any]]) -> Played:
+def _read(file: Path, path: str, environments: dict[Path, Mapping[str, Any]]) -> Played:
     if not zipfile.is_zipfile(file):
         raise ValueError("it is not an npz file, or it was cut short")
     record = Record.load(file)
@@ -189,20 +193,21 @@ def _read(file: Path, path: str, machines: dict[Path, dict[str, Any]]) -> Played
         raise ValueError("it is empty: not one image was predicted")
     if len(record.domains) > MOST_DOMAINS:
         raise ValueError(f"it has {len(record.domains):,} domains; a page shows at most {MOST_DOMAINS:,}")
-    if file.parent not in machines:
-        machines[file.parent] = _machine(file.parent)
-    machine = machines[file.parent] if "experiment" in record.spec else {}
+    if file.parent not in environments:
+        environments[file.parent] = _environment(file.parent)
+    environment = environments[file.parent] if "experiment" in record.spec else {}
+    machine, code = dict(environment.get("machine", {})), dict(environment.get("code", {}))
     scores = record_scores(record) | {
         "seconds_per_image": metrics.seconds_per_image(record).item(),
         "confidence": record.confidence.double().mean().item(),
     }
-    return Played(path, record.spec, machine, scores, record.domains, record.classes, record)
+    return Played(path, record.spec, machine, code, scores, record.domains, record.classes, record)
 
 
-def _machine(folder: Path) -> dict[str, Any]:
-    """The machine of an experiment, if the file beside its records says it."""
+def _environment(folder: Path) -> Mapping[str, Any]:
+    """How an experiment was computed, if the file beside its records says it."""
     try:
-        return dict(store.read_environment(folder / store.ENVIRONMENT).get("machine", {}))
+        return store.read_environment(folder / store.ENVIRONMENT)
     except (OSError, ValueError):
         return {}
 
@@ -211,10 +216,13 @@ def _machine(folder: Path) -> dict[str, Any]:
 
 
 def _without_repeats(found: list[Played]) -> tuple[list[Played], list[tuple[str, str]]]:
-    """One result for each spec and seed: a copy would count twice in every mean. Those with records come first."""
+    """One result for each spec and seed: a copy would count twice in every mean.
+
+    A result of other source code than today's counts last. Of the others, those with records come first.
+    """
     kept: dict[str, Played] = {}
     repeated: list[tuple[str, str]] = []
-    for played in found:
+    for played in sorted(found, key=_is_stale):
         spec = {key: value for key, value in played.spec.items() if key != "experiment"}  # seed 0 alone, and beside 1
         first = kept.setdefault(_canonical([spec, played.domains, played.classes]), played)
         if first is not played:
@@ -222,6 +230,15 @@ def _without_repeats(found: list[Played]) -> tuple[list[Played], list[tuple[str,
             relation = "predicts the same as" if _same(first, played) else other
             repeated.append((played.path, f"{relation} {first.path}, which is the one shown"))
     return list(kept.values()), repeated
+
+
+def _is_stale(played: Played) -> bool:
+    """Whether the source code has changed since a stream was played; see `tribe.lab.store.stale`."""
+    spec = {key: value for key, value in played.spec.items() if key not in ("seed", "experiment")}
+    try:
+        return bool(played.code) and bool(changed(played.code, Experiment.from_json({**spec, "seeds": [played.seed]})))
+    except UNREADABLE:
+        return False
 
 
 def _same(one: Played, other: Played) -> bool:
@@ -332,15 +349,7 @@ def _short(value: Any) -> str:
 
 def _canonical(value: Any) -> str:
     """The same text for equal values, such as 100 and 100.0."""
-    return json.dumps(_whole(value), sort_keys=True, default=repr)
-
-
-def _whole(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _whole(field) for key, field in value.items()}
-    if isinstance(value, list | tuple):
-        return [_whole(item) for item in value]
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+    return json.dumps(with_whole_numbers(value), sort_keys=True, default=repr)
 
 
 def _natural(text: str) -> list[tuple[bool, float, str]]:

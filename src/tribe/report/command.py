@@ -1,17 +1,30 @@
 """The command that computes a result again: `tribe run` with the options of a spec, and notes on what it cannot set."""
 
 import dataclasses
+import functools
 import json
+import re
 import shlex
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from tribe import datasets, methods, scenarios
+from tribe import datasets, methods, models, norms, scenarios
+from tribe.engine.backbone import Backbone
+from tribe.fields import is_number
 from tribe.methods.encoding import decode_value, encode_fields, fill_added
 from tribe.registry import Registry
 
 Fields = Mapping[str, Any]
 FOUND = ("classes", "knowledge")  # fields of a method that `tribe run` sets by itself
+ROOM = "room"  # a field that `tribe run` raises for larger images
+REGISTRIES: Mapping[str, Registry[Any]] = {
+    "dataset": datasets.registry,
+    "scenario": scenarios.registry,
+    "method": methods.registry,
+}
+FILE_NAME = re.compile(r"[\w.+-]+")
+UNKNOWN_FILE = "FILE.py:CLASS"  # of a custom component, where the result does not say it
 
 
 class Command(NamedTuple):
@@ -45,7 +58,10 @@ def departures(spec: Fields) -> dict[str, Any]:
     if name is not None and fields:  # all that there were: a record may be older than a field
         fields = fill_added(name, fields)
     known = {key: value for key, value in fields.items() if key not in FOUND}
-    overrides = _differing(known, _built(name, data, fields, {}))
+    usual = _built(name, data, fields, {})
+    if ROOM in usual and is_number(known.get(ROOM)) and known[ROOM] >= usual[ROOM]:
+        del known[ROOM]
+    overrides = _differing(known, usual)
     for key in list(overrides):
         others = {other: value for other, value in overrides.items() if other != key}
         if _differing(known, _built(name, data, fields, others)).keys() <= _nested(others):
@@ -71,8 +87,11 @@ def _nested(fields: Fields) -> set[str]:
     return {key for key, value in fields.items() if isinstance(value, Mapping)}
 
 
-def command(spec: Fields, seeds: Sequence[int]) -> Command:
-    """The command that computes a spec again, for some seeds."""
+def command(spec: Fields, seeds: Sequence[int], files: Any = None) -> Command:
+    """The command that computes a spec again, for some seeds.
+
+    ``files``: of custom components by their role, such as {"method": "mine.py:Mine"}, as environment.json has them.
+    """
     (data, data_fields), (model, model_fields) = component(spec.get("dataset")), component(spec.get("model"))
     (protocol, protocol_fields), (method, method_fields) = (
         component(spec.get("scenario")),
@@ -81,7 +100,10 @@ def command(spec: Fields, seeds: Sequence[int]) -> Command:
     if data is None or model is None or protocol is None or method is None:
         missing = [k for k in ("dataset", "model", "scenario", "method") if component(spec.get(k))[0] is None]
         return Command((), (f"no command: the record does not say its {', '.join(missing)}",))
-    words = ["tribe", "run", "--dataset", data, "--model", model, "--scenario", protocol, "--methods", method]
+    places = _places(spec, files)
+    adapting = places["method"] + method.removeprefix(methods.base(method)) if "method" in places else method
+    words = ["tribe", "run", "--dataset", places.get("dataset", data), "--model", model]
+    words += ["--scenario", places.get("scenario", protocol), "--methods", adapting]
     if protocol_fields.get("imbalance") is not None:
         words += ["--imbalance", _literal(protocol_fields["imbalance"]).removesuffix(".0")]
     options = {"batch": "--batch", "precision": "--precision", "device": "--device"}
@@ -92,8 +114,14 @@ def command(spec: Fields, seeds: Sequence[int]) -> Command:
         "scenario": _settings_of(protocol, protocol_fields, data_fields),
         method: departures(spec),
     }
+    if "rule" in places:
+        overrides[method] = {**overrides[method], "rule": places["rule"]}
     unset = [f"{owner}.{field}" for owner, fields in overrides.items() for field in sorted(_nested(fields))]
     notes = [f"{field} cannot be set on the command line: see the spec" for field in unset]
+    notes += _notes_on_code(spec, places)
+    if (why := _other_weights(spec, model, data)) is not None:
+        words += ["--weights", "FILE"]
+        notes.append(why)
     if method_fields.get("knowledge") is not None:
         notes.append("it needs the source knowledge that the spec names; `tribe source` makes it")
     if data == "folder":
@@ -105,6 +133,75 @@ def command(spec: Fields, seeds: Sequence[int]) -> Command:
     starts = [["--seed", str(first), "--seeds", str(count), "--out", "again"] for first, count in _stretches(seeds)]
     threads = f"OMP_NUM_THREADS={spec['threads']} " if isinstance(spec.get("threads"), int) else ""
     return Command(tuple(threads + shlex.join(words + start) for start in starts), tuple(notes))
+
+
+def _places(spec: Fields, files: Any) -> dict[str, str]:
+    """File and class of each custom component by its role; "rule": of the method's norm rule."""
+    known = (
+        {role: place for role, place in files.items() if isinstance(place, str)} if isinstance(files, Mapping) else {}
+    )
+    custom = [
+        role
+        for role, registry in REGISTRIES.items()
+        if _code(spec, role) is not None and not _is_ours(registry, component(spec.get(role))[0])
+    ]
+    found = {role: known.get(role, UNKNOWN_FILE) for role in custom}
+    rule = component(spec.get("method"))[1].get("rule")
+    if _code(spec, "method") is not None and isinstance(rule, str):
+        name, bracket, rest = rule.partition("(")
+        if not _is_ours(norms.registry, name.strip()):
+            found["rule"] = known.get("rule", UNKNOWN_FILE) + bracket + rest
+    return found
+
+
+def _notes_on_code(spec: Fields, places: Mapping[str, str]) -> list[str]:
+    """A note on each component with custom code."""
+    notes = []
+    for role in ("dataset", "model", "scenario", "method"):
+        if (code := _code(spec, role)) is not None:
+            name = component(spec.get(role))[0]
+            place = places.get(role) or (places.get("rule") if role == "method" else None)
+            what = f"the {role} {name}" + (f", {place}," if place else "")
+            weights = f" and weights with the fingerprint {spec.get('weights')}" if role == "model" else ""
+            notes.append(f"{what} is custom code with the digest {code}{weights}, which a result does not keep")
+    return notes
+
+
+def _code(spec: Fields, role: str) -> str | None:
+    """The digest of a component's custom code; None: it is part of tribe, or of a library."""
+    value = spec.get(role)
+    code = value.get("code") if isinstance(value, Mapping) else None
+    return code if isinstance(code, str) else None
+
+
+def _is_ours(registry: Registry[Any], name: str | None) -> bool:
+    """Whether a component is part of tribe."""
+    cls = _class(registry, None if name is None else methods.base(name).partition("/")[0])
+    return cls is not None and cls.__module__.partition(".")[0] == "tribe"
+
+
+def _other_weights(spec: Fields, model: str, data: str) -> str | None:
+    """A note on the weights, if `tribe run` would find others or none; None: it finds the same, or cannot tell."""
+    mark, (_, fields) = spec.get("weights"), component(spec.get("model"))
+    if not isinstance(mark, str) or model not in models.names():
+        return None  # those of a library would have to be downloaded, those of a custom network come with its code
+    clean = datasets.optional(_class(datasets.registry, data), "clean_name") or data
+    try:
+        path = models.find(model, clean if FILE_NAME.fullmatch(clean) else "")
+        given = tuple((name, decode_value(value)) for name, value in sorted(fields.items()))
+        found = _fingerprint(model, path, path.stat().st_mtime_ns, given)
+        here = f"those that are found here have {found}"
+    except OSError:
+        found, here = None, "none are found here"
+    except (ValueError, TypeError):
+        found, here = None, "those that are found here do not fit"
+    return None if found == mark else f"FILE holds weights of {model} with the fingerprint {mark}; {here}"
+
+
+@functools.lru_cache(maxsize=64)
+def _fingerprint(model: str, path: Path, changed: int, fields: tuple[tuple[str, Any], ...]) -> str:
+    """The fingerprint of a network with weights from a file that was changed at a time; it takes a while."""
+    return Backbone(models.load(model, path, **dict(fields))).fingerprint()
 
 
 def _settings_of(name: str, fields: Fields, data_fields: Fields) -> dict[str, Any]:

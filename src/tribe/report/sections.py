@@ -81,7 +81,8 @@ def _results(group: Group, name: str, series: Series) -> Markup:
 def _origin(row: Row, name: str, series: Series) -> Markup:
     """The origin of a row: command, records with their numbers, machine, spec."""
     spec = {key: value for key, value in row.played[0].spec.items() if key not in ("seed", "experiment")}
-    rerun = command(spec, [played.seed for played in row.played if isinstance(played.seed, int)])
+    seeds = [played.seed for played in row.played if isinstance(played.seed, int)]
+    rerun = command(spec, seeds, row.played[0].code.get("files"))
     head = ["record", "seed", "images", *(column.name for column in LONG)]
     inside = tag(
         "div",

@@ -10,7 +10,7 @@ from rich.table import Column, Table
 import tribe
 from tribe.cli.app import app
 from tribe.cli.custom import DATASET, SCENARIO, component_name
-from tribe.cli.options import AsJson, DataRoot, Imbalance, Severity, build_dataset
+from tribe.cli.options import AsJson, DataRoot, Imbalance, Severity, build_dataset, with_imbalance
 from tribe.cli.output import errors_as_messages, print_json, shown, stdout_to_stderr
 from tribe.cli.overrides import parse_overrides
 from tribe.lab import plots
@@ -47,7 +47,7 @@ def schedule(
         dataset, scenario = component_name(DATASET, dataset), component_name(SCENARIO, scenario)
         overrides = parse_overrides(settings, ("dataset", "scenario"))
         images = build_dataset(dataset, data, severity, overrides["dataset"])
-        protocol = build_scenario(scenario, imbalance, overrides["scenario"])
+        protocol = build_scenario(scenario, with_imbalance(overrides["scenario"], imbalance))
         stream = tribe.Stream(images, protocol, (seed,))
         plan, labels = stream.schedules[0], stream.labels
         if out is not None:

@@ -43,7 +43,7 @@ from tribe.lab import plots
 from tribe.lab.experiment import STREAM, Experiment
 from tribe.lab.provenance import machine
 from tribe.lab.ray import Failure, run_all
-from tribe.lab.spec import plain
+from tribe.lab.spec import canonical, plain, with_whole_numbers
 from tribe.lab.store import find
 from tribe.lab.sweep import (
     SCORES,
@@ -262,7 +262,7 @@ class _Choice(NamedTuple):
 def _choose(rows: Sequence[Row], score: str) -> _Choice:
     name = default_score(rows) if score == AUTO else score
     specs = (row.result.experiment.json() for row in rows if row.result is not None)
-    streams = len({json.dumps([spec[part] for part in STREAM], sort_keys=True) for spec in specs})
+    streams = len({canonical(with_whole_numbers([spec[part] for part in STREAM])) for spec in specs})
     if streams > 1:
         return _Choice(name, None, None, streams)
     return _Choice(name, best_by_score(rows, name), best_by_labels(rows), streams)
