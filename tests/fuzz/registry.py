@@ -72,7 +72,7 @@ NO_READERS = {  # functions that call an opener, and why no file of a user can h
         (
             "tribe.serve.control.Controls._create",
             "tribe.serve.control.Controls._existing",
-            "tribe.serve.control.Controls.put_state",
+            "tribe.serve.control.Controls._put_state",
             "tribe.serve.worker.Worker._opened",
         ),
         "it opens a stream; the fleet and the store read the files",

@@ -5,15 +5,10 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from contextlib import AbstractAsyncContextManager, suppress
 from typing import Any
 
-import torch
-
-from tribe.fleet import Fleet
-from tribe.fleet.files import StateFiles
 from tribe.serve.keeper import InThread, Keeper
 from tribe.serve.ownership import Kept, Served, read_intact
 from tribe.serve.policy import NotOwner, NotStored, Overloaded, UnknownStream
 from tribe.serve.store.protocol import Stored, StoreDown
-from tribe.storage import states
 
 Done = Coroutine[Any, Any, dict[str, Any]]  # an action, to be awaited: what is known of the stream after it
 
@@ -213,17 +208,9 @@ class Controls:
         return await self._finish(self._put_state(stream, data))
 
     async def _put_state(self, stream: str, data: bytes) -> dict[str, Any]:
-        await self._in_thread(lambda: check_state(self.fleet, stream, data))  # before a stream is made for it
+        await self._in_thread(lambda: self.fleet.check_bytes(stream, data))  # before a stream is made for it
         if self.keeper.ready(stream, self.keeper.clock()) is None:
             await self.keeper.open(stream)
         served = await self._owned(stream)
         words = "its state was replaced"  # a file does not say which requests it has learned
         return await self._replace(served, lambda: self.fleet.from_bytes(stream, data), (), "replaced", words)
-
-
-@torch.inference_mode(False)
-def check_state(fleet: Fleet, stream: str, data: bytes) -> None:
-    """Refuse bytes that are no state file of a single stream of this fleet's method and network; change nothing."""
-    source = f"the state for stream {stream!r}"
-    files = StateFiles(fleet.method, fleet.net, fleet.method.init(fleet.net))
-    files.state(source, states.decode(data, source))
