@@ -50,10 +50,10 @@ class GaussianProcess(NamedTuple):
         return GaussianProcess(*(t.float() for t in made))
 
     @staticmethod
-    def flat(features: int) -> "GaussianProcess":
+    def flat(features: int, device: torch.device | str = "cpu") -> "GaussianProcess":
         """A fit to nothing: 0 everywhere."""
-        none = torch.zeros(features)
-        zero = torch.zeros(())
+        none = torch.zeros(features, device=device)
+        zero = none.new_zeros(())
         empty = none.new_zeros(0, features), none.new_zeros(0), none.new_zeros(0, 0)
         return GaussianProcess(zero, none, none, none, none, *empty, zero)
 

@@ -48,7 +48,7 @@ class Watcher:
     def of(classes: int, probe: int, calibration: Calibration | None, device: torch.device) -> "Watcher":
         """What watches streams on a device; without a calibration nothing is estimated."""
         if calibration is None:
-            empty = GaussianProcess.flat(len(Features._fields)).to(device)
+            empty = GaussianProcess.flat(len(Features._fields), device)
             return Watcher(classes, probe, Estimator(classes, 1.0, empty), None)
         normal = Reference(*(t.to(device) for t in calibration.normal))
         return Watcher(classes, probe, calibration.estimator.to(device), normal)
