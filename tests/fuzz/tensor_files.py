@@ -43,7 +43,7 @@ class State:
         return digest(adapter.digest(), adapter.streams, adapter.method)
 
 
-@reader("stream", "safetensors", ("tribe.fleet.fleet.Fleet.load", "tribe.fleet.fleet._decode"), sealed=True)
+@reader("stream", "safetensors", ("tribe.fleet.fleet.Fleet.load", "tribe.fleet.files.decode_bytes"), sealed=True)
 class StreamOfAFleet:
     @staticmethod
     def make(folder):

@@ -150,7 +150,7 @@ def test_a_reset_that_fails_in_the_store_changes_nothing_and_nothing_is_learned_
             await worker.control("reset", "cam")
         setattr(store, how, set())
         assert fleet.digest("cam") == replay(fleet, "cam", [batch(0)])
-        assert not (await worker.infer("cam", batch(1))).adapted  # nobody knows whether the claim holds
+        assert not (await worker.infer("cam", batch(1))).adapted  # it is unknown whether the claim holds
         await worker.keeper.renew()
         return await worker.infer("cam", batch(2))
 
@@ -241,7 +241,7 @@ def test_what_fails_after_its_client_has_gone_is_logged(store, caplog):
         return await worker.infer("cam", batch(1))
 
     assert play(scenario, store).adapted
-    assert "nobody waits for it any more, and it failed: StoreDown: the disk is full" in caplog.text
+    assert "its caller was cancelled, and it failed: StoreDown: the disk is full" in caplog.text
 
 
 def test_an_idle_stream_is_released_once_although_the_server_stops_meanwhile(store):

@@ -82,3 +82,11 @@ class StateFiles:
 def _is_given(value: Any) -> bool:
     """Whether a file does not hold a field: the fleet's own is used, and the digest of source knowledge compared."""
     return isinstance(value, dict) and ("callable" in value or "knowledge" in value)
+
+
+def decode_bytes(name: str, data: bytes) -> tuple[str, Saved]:
+    """What the bytes of a stream's state file hold, and what messages call them."""
+    if not isinstance(data, bytes | bytearray | memoryview):
+        raise TypeError(f"expected the bytes of a state file; got {type(data).__name__}")
+    source = f"the state for stream {name!r}"
+    return source, states.decode(bytes(data), source)

@@ -30,7 +30,7 @@ from tribe.fleet.batching import (
     group_streams,
     marked_bad,
 )
-from tribe.fleet.files import StateFiles
+from tribe.fleet.files import StateFiles, decode_bytes
 from tribe.fleet.pool import Entry, Pool, check_place, describe_entries
 from tribe.fleet.running import OWN_WEIGHTS, Runner, predict
 from tribe.fleet.watching import Listener, Seen, Watching
@@ -442,12 +442,14 @@ class Fleet:
     @torch.inference_mode(False)
     def from_bytes(self, name: str, data: bytes) -> "Fleet":
         """Replace a stream, or add one, by what the bytes of a state file hold."""
-        return self._take(name, *_decode(name, data))
+        check_name(name)
+        return self._take(name, *decode_bytes(name, data))
 
     @torch.inference_mode(False)
     def check_bytes(self, name: str, data: bytes) -> None:
         """Refuse what `from_bytes` refuses; change nothing."""
-        self._files.state(*_decode(name, data))
+        check_name(name)
+        self._files.state(*decode_bytes(name, data))
 
     def _take(self, name: str, source: str | PathLike[str], saved: Saved) -> "Fleet":
         state = self._files.state(source, saved)
@@ -494,12 +496,3 @@ class Fleet:
 
 class UnknownStream(LookupError):
     """A stream that a fleet does not have."""
-
-
-def _decode(name: str, data: bytes) -> tuple[str, Saved]:
-    """What the bytes of a state file hold, and what to call them in messages."""
-    check_name(name)
-    if not isinstance(data, bytes | bytearray | memoryview):
-        raise TypeError(f"expected the bytes of a state file; got {type(data).__name__}")
-    source = f"the state for stream {name!r}"
-    return source, states.decode(bytes(data), source)

@@ -17,7 +17,7 @@ class Controls:
     """Actions on streams, one at a time for each stream, and never during a step of it.
 
     All but ``create``, ``end`` and reading a state need a stream that exists and that this worker owns. An action that
-    has begun runs to its end, also if whoever asked for it is cancelled.
+    has begun runs to its end, also if its caller is cancelled.
 
     ============  ===================================================================================================
     create        open the stream: claim it, resume its stored state or make a new one. It never resets.

@@ -208,7 +208,7 @@ class Keeper:
     def _claim_at_stake(self, served: Served) -> Iterator[None]:
         """In this context the store is asked to end or to replace a stream's claim.
 
-        If it fails, nobody knows whether the claim holds. Nothing is learned until a renewal confirms it.
+        If it fails, it is unknown whether the claim holds. Nothing is learned until a renewal confirms it.
         """
         claim = served.claim
         try:

@@ -1,4 +1,4 @@
-"""Work that runs to its end although whoever asked for it is cancelled: a client goes away, or the server stops.
+"""Work that runs to its end although its caller is cancelled: a client goes away, or the server stops.
 
 A change of a stream is made in several places: in the store, in the fleet and in the worker's own notes. If it ended in
 the middle, they would not agree.
@@ -44,4 +44,4 @@ class Tasks:
 
 def _log_error(task: asyncio.Task[Any]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
-        log.warning("nobody waits for it any more, and it failed: %s: %s", type(error).__name__, error)
+        log.warning("its caller was cancelled, and it failed: %s: %s", type(error).__name__, error)
