@@ -82,8 +82,8 @@ def ask(
     output = net(probes, affine, stats, Looking() if measures else Frozen(), valid=real)
     some = output.logits.float()
     fine = real & some.isfinite().all(2)
-    logits = some.new_zeros(*valid.shape, some.shape[2])
-    logits[row, place] = torch.where(fine.unsqueeze(2), some, 0)
+    none = some.new_zeros(*valid.shape, some.shape[2])
+    logits = none.scatter(1, place.unsqueeze(2).expand_as(some), torch.where(fine.unsqueeze(2), some, 0))
     known = torch.zeros_like(valid).scatter(1, place, fine)
     if not measures:
         return Answers(logits, known, state.weight.new_zeros(len(x), DEPTHS)), state
