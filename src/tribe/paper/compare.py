@@ -247,7 +247,8 @@ def _settings(plan: Plan, results: Mapping[str, Result]) -> list[str]:
         for row, experiment in played.items():
             if name in experiment.method.fields:
                 rows.setdefault(experiment.method.fields[name], []).append(row)
-        words.append(f"{meaning} " + ", ".join(f"{value} ({', '.join(alike)})" for value, alike in rows.items()))
+        if rows:
+            words.append(f"{meaning} " + ", ".join(f"{value} ({', '.join(alike)})" for value, alike in rows.items()))
     return [f"Ours uses {'; '.join(words)}."]
 
 

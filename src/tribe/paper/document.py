@@ -380,23 +380,27 @@ def _data(experiments: Sequence[Experiment], root: Path) -> Iterator[str]:
     """The data sets that were played, and how their images were made."""
     described = {(fact["dataset"], fact["images"]): fact["words"] for fact in _facts("images")}
     for name in sorted({e.dataset.name for e in experiments}):
-        folder = _attribute(name, "folder")
         alike = [e for e in experiments if e.dataset.name == name]
-        marks = sorted({(_severities(e), f"fingerprint {e.images}") for e in alike})
-        words = f"- Data `{name}` ({'; '.join(': '.join(filter(None, mark)) for mark in marks)})"
-        if name.startswith(LIVE):
-            yield f"{words}: clean test images, which `tribe.corruptions` corrupts as they are read."
-        elif (made := read_manifest(root / DATA / folder)) is not None:
-            places = sorted({f"{block.device} with torch {block.torch}" for block in made.blocks.values()})
-            yield (
-                f"{words}: not the published archive, but our corruptions of the {made.images:,} clean test "
-                f"images of {made.dataset} (sha256 {made.clean}), made by `tribe corrupt` with seed {made.seed} on "
-                f"{' and '.join(places)}. The sha256 of each of its {len(made.blocks)} parts is in "
-                f"`{root.name}/{DATA}/{folder}/made.json`."
-            )
-        else:
-            unknown = "the results do not record how its images were made"
-            yield f"{words}: {'; '.join(sorted({described.get((name, e.images), unknown) for e in alike}))}."
+        for words in dict.fromkeys(described.get((name, e.images)) for e in alike):
+            same = [e for e in alike if described.get((name, e.images)) == words]
+            marks = sorted({(_severities(e), f"fingerprint {e.images}") for e in same})
+            what = f"- Data `{name}` ({'; '.join(': '.join(filter(None, mark)) for mark in marks)})"
+            yield f"{what}: {words or _how_made(name, root)}."
+
+
+def _how_made(name: str, root: Path) -> str:
+    """How the images of a data set were made, if it is not written down by hand."""
+    folder = _attribute(name, "folder")
+    if name.startswith(LIVE):
+        return "clean test images, which `tribe.corruptions` corrupts as they are read"
+    if (made := read_manifest(root / DATA / folder)) is None:
+        return "the results do not record how its images were made"
+    places = sorted({f"{block.device} with torch {block.torch}" for block in made.blocks.values()})
+    return (
+        f"not the published archive, but our corruptions of the {made.images:,} clean test images of {made.dataset} "
+        f"(sha256 {made.clean}), made by `tribe corrupt` with seed {made.seed} on {' and '.join(places)}. The sha256 "
+        f"of each of its {len(made.blocks)} parts is in `{root.name}/{DATA}/{folder}/made.json`"
+    )
 
 
 def _severities(experiment: Experiment) -> str:
