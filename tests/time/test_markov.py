@@ -125,8 +125,9 @@ def ratio(gap, temperature, classes, floor):
 
 @pytest.mark.parametrize("classes", [2, 10, 1000])
 @pytest.mark.parametrize("gap", [0.7, 2.0, 6.0, 30.0])
-def test_a_wrong_class_is_left_within_the_bound(classes, gap):
+def test_a_wrong_class_is_left_within_the_bound(classes, gap, monkeypatch):
     """A class that is believed with certainty: how long it takes depends on K, the least rate and the likelihoods."""
+    monkeypatch.setattr(markov, "LEAST_CONFIDENCE", 0.0)  # a temperature that starts again leaves it sooner
     for temperature in (1.0, 4.0):
         # It neither turns off, nor learns a faster rate: both would only shorten the time.
         rule = Markov(temperatures=(temperature,), evidence_most=1e6, rate_step=0)
@@ -234,21 +235,23 @@ def test_a_temperature_without_a_say_waits_where_it_started(within):
     sure = 0.5 * sure + torch.nn.functional.one_hot(labels, 1000) * 40.0
     rule = Markov(within=within)
     _, _, state = play(rule, biased, batch=64)
-    silent = state.confidence < markov.LEAST_CONFIDENCE
+    silent = state.confidence < markov.least_confidence(1000)
     assert silent[0, -1]
     assert not silent[0, 0]
     assert bool((state.evidence[silent] == -rule.evidence_on).all())
     assert bool((state.rate[silent] == markov.START).all())
     assert torch.allclose(state.belief[silent], torch.tensor(1 / 1000))
     _, used, state = play(rule, sure, state, batch=64)
-    assert bool((state.confidence >= markov.LEAST_CONFIDENCE).all())
+    assert bool((state.confidence >= markov.least_confidence(1000)).all())
     assert not used.any()
 
 
 def test_with_ten_classes_every_temperature_has_a_say():
     rule, logits = Markov(), 0.1 * predictions(labels_in_bursts(2, 300, CLASSES, 0.9), CLASSES)
     _, _, state = play(rule, logits)
-    assert bool((state.confidence >= markov.LEAST_CONFIDENCE).all())  # the likeliest of ten has a tenth or more
+    assert bool(
+        (state.confidence >= markov.least_confidence(CLASSES)).all()
+    )  # the likeliest of ten has a tenth or more
 
 
 def test_what_the_filter_reports():

@@ -12,9 +12,8 @@ What the network says of an image is the likelihood of its classes, l = softmax(
 A bank of temperatures T runs side by side. While the evidence of any, the sum of log (prior . l) - log null, is above a
 threshold, the answer is p, else the network's own prediction. The sharpest temperature answers of those whose prior
 predicted the last images about best, by the sum of log (prior . l). A temperature at which the likeliest class of an
-image has less than a tenth has no say, and waits where it started: with many classes it adds up what the network is
-biased to, not what it sees.
-See docs/time.md for the derivation.
+image has less than about a quarter has no say, and waits where it started: with many classes it adds up what the
+network is biased to, not what it sees. See docs/time.md for the derivation.
 """
 
 import functools
@@ -35,7 +34,8 @@ PATIENCE = 30  # images that the first rho counts for
 FIRST = 10  # images that the uniform first marginal counts for
 FORGET = 0.01  # share of w that returns to a half with every image, so that it can change
 SURE = 2  # images that the first confidence, 1, counts for
-LEAST_CONFIDENCE = 0.1  # mean likelihood of the likeliest class below which a temperature has no say
+LEAST_CONFIDENCE = 0.25  # mean likelihood of the likeliest of many classes below which a temperature has no say
+FEWER = 1.5  # divided by the number of classes it is less: with ten a tenth, which the likeliest always has
 UNSEEN = 0.01  # share of the marginal that is spread evenly, so that a class that was never seen can come
 
 
@@ -172,7 +172,7 @@ class Markov(TimeFilter):
 
     def _chosen(self, after: MarkovState | Scanned) -> Tensor:
         """The temperature that answers: the first, so the sharpest, with a say and a sum (..., M) within the margin."""
-        recent = after.recent.masked_fill(after.confidence < LEAST_CONFIDENCE, -math.inf)
+        recent = after.recent.masked_fill(after.confidence < least_confidence(after.belief.shape[-1]), -math.inf)
         best = recent.amax(-1, keepdim=True)
         return (recent >= best - self.temperature_margin * best.abs()).byte().argmax(-1)
 
@@ -186,7 +186,7 @@ class Markov(TimeFilter):
         if kernels.can_filter(images.likelihood):
             return _scan_in_one_launch(self, state, images.likelihood, images.counted)
         confidences = self._confidence(state, images)
-        silent = confidences < LEAST_CONFIDENCE
+        silent = confidences < least_confidence(images.likelihood.shape[-1])
         beliefs, rates, total, local, (belief, marginal, rate) = self._follow(state, images, silent)
         recents, evidences, (weight, recent, evidence) = self._compare(state, images, total, local, silent)
         seen = state.images + images.counted.sum(1)
@@ -291,14 +291,23 @@ class Markov(TimeFilter):
         return product / product.sum(-1, keepdim=True)
 
 
+def least_confidence(classes: int) -> float:
+    """The mean likelihood of the likeliest class below which a temperature has no say.
+
+    >>> [round(least_confidence(classes), 3) for classes in (6, 10, 100, 1000)]
+    [0.0, 0.1, 0.235, 0.248]
+    """
+    return LEAST_CONFIDENCE - FEWER / classes
+
+
 def _scan_in_one_launch(
     rule: Markov, state: MarkovState, likelihood: Tensor, counted: Tensor
 ) -> tuple[Scanned, MarkovState]:
     """`Markov._scan` as one kernel: a program for each stream and temperature goes through the images."""
     constants = (
         *(rule.rate_step, rule.least_rate, rule.marginal_step, rule.recent_memory),
-        *(rule.evidence_on, rule.evidence_most, rule.evidence_drift, START, PATIENCE, FIRST, SURE, LEAST_CONFIDENCE),
-        *(UNSEEN, FORGET),
+        *(rule.evidence_on, rule.evidence_most, rule.evidence_drift, START, PATIENCE, FIRST, SURE),
+        *(least_confidence(likelihood.shape[-1]), UNSEEN, FORGET),
     )
     parts, (belief, marginal, weight, rate, recent, evidence, sure) = kernels.scan(
         likelihood, counted, state, constants
