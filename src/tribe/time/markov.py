@@ -226,7 +226,7 @@ class Markov(TimeFilter):
             belief = updated if images.every[b] else torch.where(images.mask(b).unsqueeze(-1), updated, belief)
             if some[b]:
                 again = silent[:, b].unsqueeze(-1)
-                belief, rate = torch.where(again, even, belief), rate.masked_fill(again, START)
+                belief, rate = belief.masked_fill_(again, 1 / classes), rate.masked_fill_(again, START)
             beliefs.append(belief)
         rates_, total, local = (torch.stack(parts, 1).squeeze(-1) for parts in (rates, totals, locals_))
         return torch.stack(beliefs, 1), rates_, total, local, (belief, marginal, rate.squeeze(-1))
