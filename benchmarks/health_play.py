@@ -5,9 +5,8 @@ play side by side. What the source network says is the same for all methods: it 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +17,6 @@ from benchmarks.time_play import BATCH, Shortened, cell_scenario
 from tribe.engine.backbone import Backbone, Output
 from tribe.engine.losses import entropy, probabilities
 from tribe.engine.rules import Frozen
-from tribe.engine.state import Stats
-from tribe.health.changes import DEPTHS, constants, squared_moves
 from tribe.health.probe import ask, start_shift
 from tribe.lab.stream import Batch, Stream
 from tribe.methods import Method
@@ -102,38 +99,8 @@ def watch_source(net: Backbone, batches: Sequence[Batch], temperature: float) ->
         logits = net(batch.x, affine, stats, Frozen(), valid=batch.valid).logits.float()
         columns = {f"source_{name}": t for name, t in _certainty(logits, temperature).items()}
         answers, state = ask(net, state, batch.x, batch.valid, PROBE)
-        found.append({**columns, "shift": answers.shift, "apart": measure_images(net, batch.x, batch.valid)})
+        found.append({**columns, "shift": answers.shift})
     return found
-
-
-@dataclass(frozen=True)
-class OfEachImage:
-    """Normalise with the source's statistics, and return those of each image."""
-
-    classes: int  # images
-
-    observes: ClassVar[bool] = True
-
-    def __call__(
-        self, mean: Tensor, var: Tensor, count: int, stats: Stats, labels: Tensor | None, valid: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor, Stats]:
-        """The first of the stored statistics, which are all the same."""
-        return stats.mean[:, :1], stats.var[:, :1], Stats(mean, var)
-
-
-def measure_images(net: Backbone, x: Tensor, valid: Tensor) -> Tensor:
-    """How far the statistics of each probe are from the source's, by depth, (S, B, 3); 0 for other images.
-
-    Unlike the distance of the statistics of several images it does not depend on what comes before or beside an image.
-    """
-    chosen = slice(None, None, PROBE)
-    some, real = x[:, chosen], valid[:, chosen]
-    affine, stats = net.source(len(x), some.shape[1])
-    own = net(some, affine, stats, OfEachImage(some.shape[1]), valid=real).stats
-    squares = squared_moves(net, net.origin.get().stats, own) @ constants(net, own.mean).shares  # (S, n, 3)
-    apart = torch.zeros(*valid.shape, DEPTHS, device=x.device)
-    apart[:, chosen] = torch.where(real.unsqueeze(2), squares.sqrt(), 0).float()
-    return apart
 
 
 def watch_method(

@@ -39,6 +39,7 @@ from tribe import methods, models
 from tribe.engine.backbone import Backbone
 from tribe.engine.precision import choose_device, float32_precision, precision_on
 from tribe.health.calibration import fit_temperature, source_logits
+from tribe.health.rehearsal import side_by_side
 from tribe.lab.provenance import machine
 from tribe.lab.spec import ComponentSpec
 from tribe.lab.workbench import Workbench, in_precision, trained_on
@@ -101,9 +102,8 @@ def play(pack: Pack, o: argparse.Namespace) -> Path:
 
 def plays(pack: Pack, o: argparse.Namespace) -> list[tuple[str, list[tuple[str, int]]]]:
     """What plays side by side: streams of calibration of equal length, then all seeds of a kind of stream."""
-    lengths = dict.fromkeys(len(plan.number) for plan in pack.plans)
-    together = [[plan.order for plan in pack.plans if len(plan.number) == length] for length in lengths]
-    found = [(REHEARSAL, [(f"{REHEARSAL}-{order}", 0) for order in orders]) for orders in together]
+    groups = side_by_side(pack.plans)
+    found = [(REHEARSAL, [(f"{REHEARSAL}-{plan.order}", 0) for plan in group]) for group in groups]
     return [*found, *((stream, [(stream, seed) for seed in o.seeds]) for stream in o.streams)]
 
 

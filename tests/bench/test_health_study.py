@@ -8,7 +8,6 @@ from benchmarks import health_compare, health_pack, health_pages, health_play, h
 
 from places import ROOT
 from tribe.health import rehearsal
-from tribe.testing.samples import small_backbone
 
 
 def test_the_page_shows_the_results():
@@ -54,17 +53,6 @@ def test_a_study_plays_and_its_results_become_tables(tmp_path, small, monkeypatc
     assert len(lines) == 1 + 2 * len(health_compare.VARIANTS)
     ours = abs(row["estimates"]["ours"][0] - row["true"][0])
     assert lines[1].startswith(f"now                      {ours:.2f} | iid {ours:.2f}")
-
-
-def test_the_distance_of_an_image_does_not_depend_on_its_neighbours():
-    net, x = small_backbone(), torch.rand(1, 8, 3, 8, 8)
-    valid = torch.ones(1, 8, dtype=torch.bool)
-    valid[0, 4] = False
-    apart = health_play.measure_images(net, x, valid)
-    assert apart.shape == (1, 8, 3)
-    assert apart[0, :, 0].nonzero().flatten().tolist() == [0]  # probes are 0 and 4, which is padding
-    alone = health_play.measure_images(net, x[:, :1], valid[:, :1])
-    torch.testing.assert_close(alone[0, 0], apart[0, 0])
 
 
 def test_streams_play_no_image_that_calibrates(small, tmp_path):

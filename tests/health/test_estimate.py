@@ -54,8 +54,8 @@ def test_features_by_hand():
     assert features.concentration.item() == pytest.approx(math.log(1 / 2 - 1 / 3 + 0.02))
     first = window_features(images, torch.tensor([[True, True, False, False]]), CLASSES)
     assert first.confidence.item() == pytest.approx(log_odds(0.65))
-    nobody = window_features(images, torch.tensor([[False, True, False, False]]), CLASSES)
-    assert math.isnan(nobody.source.item())  # the source was not asked
+    unasked = window_features(images, torch.tensor([[False, True, False, False]]), CLASSES)
+    assert math.isnan(unasked.source.item())  # the source was not asked
 
 
 def test_the_accuracy_is_what_the_model_says_of_the_features():

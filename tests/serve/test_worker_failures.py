@@ -30,7 +30,7 @@ class Guided:
     def __init__(self, store):
         self.store = store
         self.fails = set()  # names of calls that do nothing and fail
-        self.fails_after = set()  # those that do what they should, and fail: nobody hears that they did
+        self.fails_after = set()  # those that do what they should, then fail: the caller hears of the failure only
         self.waits, self.go, self.reached = None, threading.Event(), threading.Event()
 
     def wait_in(self, name):

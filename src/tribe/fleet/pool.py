@@ -168,8 +168,8 @@ class Pool:
                         self.entries.move_to_end(name)
                 return entry
             if (state := self._read(name, entry)) is not None:
-                back = replace(entry, state=self._to(state, self.device), place="device")
-                back = replace(back, file=None, info=None, seed=None)
+                here = self._to(state, self.device)
+                back = replace(entry, state=here, place="device", file=None, info=None, seed=None)
                 if self._swap(name, entry, back):
                     _remove([entry.file])
                     self.page_out(keep=name)
@@ -204,8 +204,8 @@ class Pool:
                 except OSError as error:  # as does one for which there is no room: nothing is lost but memory
                     self._warn(error)
                     return
-                away = replace(entry, state=None, place="file", file=file, info=entry.describe())
-                away = replace(away, seed=entry.find_seed())
+                info, seed = entry.describe(), entry.find_seed()
+                away = replace(entry, state=None, place="file", file=file, info=info, seed=seed)
                 if not self._swap(name, entry, away):
                     _remove([file])
 

@@ -30,7 +30,7 @@ from tribe.health.fitting import Labelled, fit
 from tribe.health.martingale import LEVELS, Reference, refer
 from tribe.health.probe import ask, start_shift
 from tribe.health.regression import GaussianProcess
-from tribe.health.rehearsal import Condition, Plan, choose_conditions, corrupt_images, plan_streams
+from tribe.health.rehearsal import Condition, Plan, choose_conditions, corrupt_images, plan_streams, side_by_side
 from tribe.knowledge import Knowledge, KnowledgeError
 from tribe.methods import Method, count_classes
 from tribe.storage.json_files import Where, check
@@ -293,14 +293,12 @@ def _play(
     progress: Progress | None,
 ) -> list[Labelled]:
     """Play the method over one stream of each order; streams of equal length play side by side."""
-    plans = plan_streams(labels, conditions, seed)
-    lengths = dict.fromkeys(len(plan.number) for plan in plans)
-    batches, done = sum(math.ceil(length / BATCH) for length in lengths), 0
+    groups = side_by_side(plan_streams(labels, conditions, seed))
+    batches, done = sum(math.ceil(len(group[0].number) / BATCH) for group in groups), 0
     kinds = {name: k for k, name in enumerate(dict.fromkeys(name for name, _ in conditions))}
     kind = torch.tensor([kinds[name] for name, _ in conditions])
     streams = list[Labelled]()
-    for length in lengths:
-        together = [plan for plan in plans if len(plan.number) == length]
+    for together in groups:
         seen, right = list[Images](), list[Tensor]()
         for signals, hits in _steps(net, method, images, labels, together, conditions, temperature, seed):
             seen.append(signals)

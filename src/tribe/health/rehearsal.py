@@ -56,6 +56,12 @@ def plan_streams(labels: Tensor, conditions: Sequence[Condition], seed: int) -> 
     return [_plan(labels, conditions, order, seed) for order in ORDERS]
 
 
+def side_by_side(plans: Sequence[Plan]) -> list[list[Plan]]:
+    """The plans in groups of equal length: a method plays the streams of a group in one call."""
+    lengths = dict.fromkeys(len(plan.number) for plan in plans)
+    return [[plan for plan in plans if len(plan.number) == length] for length in lengths]
+
+
 def _plan(labels: Tensor, conditions: Sequence[Condition], order: str, seed: int) -> Plan:
     """In bursts, each condition has its own frequent classes: a long tail of imbalance 1 to 100, with replacement."""
     draw = torch.Generator().manual_seed(seed)
