@@ -32,7 +32,8 @@ class Variant(NamedTuple):
 VARIANTS = {
     "now": Variant(),
     "a line": Variant(amplitude=0.0),
-    "a line, five features": Variant(("source", "concentration"), amplitude=0.0),
+    "a line, five features": Variant(("source", "concentration", "repeated"), amplitude=0.0),
+    "without repeated": Variant(("repeated",)),
     "without source": Variant(("source",)),
     "without concentration": Variant(("concentration",)),
     "without agreement": Variant(("agreement",)),

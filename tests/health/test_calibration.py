@@ -109,7 +109,7 @@ def test_files_that_hold_no_calibration_are_refused(calibration, tmp_path):
             Calibration.load(path)
     for name, wrong, reason in (
         ("entropies", torch.zeros(3), "512 finite quantiles"),
-        ("model.mean", torch.zeros(5), r"model.mean of shape \(5,\); expected \(7,\)"),
+        ("model.mean", torch.zeros(5), r"model.mean of shape \(5,\); expected \(8,\)"),
         ("model.root", known.tensors["model.root"][1:], "model.root of shape"),
         ("model.weights", torch.full_like(known.tensors["model.weights"], torch.nan), "finite"),
     ):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tribe.engine.state import leaves, stream
-from tribe.health.estimate import Estimator, Features, Images, window_features
+from tribe.health.estimate import Estimator, Features, Images, repetition, window_features
 from tribe.health.probe import Answers
 from tribe.health.regression import NOISE, GaussianProcess
 
@@ -52,10 +52,19 @@ def test_features_by_hand():
     assert features.middle.item() == pytest.approx(math.log(0.4))
     assert math.isnan(features.deep.item())
     assert features.concentration.item() == pytest.approx(math.log(1 / 2 - 1 / 3 + 0.02))
+    assert features.repeated.item() == pytest.approx(0)  # the second and the fourth repeat; the first follows the fourth
     first = window_features(images, torch.tensor([[True, True, False, False]]), CLASSES)
     assert first.confidence.item() == pytest.approx(log_odds(0.65))
+    assert first.repeated.item() == pytest.approx(log_odds(0.995))  # one pair, clipped
     unasked = window_features(images, torch.tensor([[False, True, False, False]]), CLASSES)
     assert math.isnan(unasked.source.item())  # the source was not asked
+    assert math.isnan(unasked.repeated.item())  # no image was before it
+
+
+@pytest.mark.parametrize("start", range(7))
+def test_repetition_does_not_depend_on_where_a_ring_begins(start):
+    predicted = torch.tensor([0, 0, 1, 2, 2, 2, 1])
+    assert repetition(predicted.roll(start), torch.ones(7, dtype=torch.bool)).item() == pytest.approx(3 / 7)
 
 
 def test_the_accuracy_is_what_the_model_says_of_the_features():
@@ -83,7 +92,9 @@ def test_a_ring_of_the_last_images_equals_keeping_all(batch):
         far = torch.stack(shifts)[last].unbind(1)
         predicted = torch.stack(kept)[last].argmax(-1)
         images = Images(confidence[last], torch.tensor(shares)[last], torch.tensor(sources)[last], *far, predicted)
-        features = window_features(images, torch.ones_like(images.confidence, dtype=torch.bool), CLASSES)
+        missing = 7 - len(predicted)
+        window = Images(*(torch.nn.functional.pad(t, (0, missing)) for t in images))
+        features = window_features(window, torch.arange(7) < len(predicted), CLASSES)
         now, read = ESTIMATOR.accuracy(features).item(), ESTIMATOR.read(state)
         ended += 7 * now * (len(kept) // 7 - (len(kept) - batch) // 7)
         assert read.accuracy.item() == pytest.approx(now, abs=1e-6)

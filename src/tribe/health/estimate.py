@@ -10,6 +10,8 @@ Signals of a window become features. A Gaussian process gives the log-odds of th
                   does not depend on what the network believes
     concentration           how unequal the predicted classes are: images of one class have other statistics than
                   those of all
+    repeated      the share of images with the predicted class of the image before. Where classes come in bursts, two
+                  neighbours are predicted alike if both are right, and seldom if one is wrong
 
 `tribe.health.calibration` fits the model. The functions here are pure, over rows with a state of fixed size, and read
 no value on the host, so that a step that calls them can be captured in a CUDA graph.
@@ -44,6 +46,7 @@ class Features(NamedTuple):
     middle: Tensor  # logarithm
     deep: Tensor  # logarithm
     concentration: Tensor  # logarithm
+    repeated: Tensor  # log-odds of the share of images that are predicted like the image before
 
 
 class Images(NamedTuple):
@@ -55,7 +58,7 @@ class Images(NamedTuple):
     near: Tensor  # distances of statistics when the image came; 0: unknown
     middle: Tensor
     deep: Tensor
-    predicted: Tensor  # the class; it says how many classes a window shows
+    predicted: Tensor  # the class; it says how many classes a window shows, and how often they change
 
 
 def window_features(images: Images, filled: Tensor, classes: int) -> Features:
@@ -75,7 +78,8 @@ def window_features(images: Images, filled: Tensor, classes: int) -> Features:
     agreed = (weight * images.source.clamp_min(0)).sum(-1) / asked  # or 0 / 0
     believed = log_odds(mean(images.confidence)), log_odds(mean(images.agreement)), log_odds(agreed)
     uneven = concentration(images.predicted, filled, classes)
-    return Features(*believed, near, middle, deep, (uneven + EVEN).log())
+    repeated = log_odds(repetition(images.predicted, filled))
+    return Features(*believed, near, middle, deep, (uneven + EVEN).log(), repeated)
 
 
 def concentration(predicted: Tensor, filled: Tensor, classes: int) -> Tensor:
@@ -87,6 +91,15 @@ def concentration(predicted: Tensor, filled: Tensor, classes: int) -> Tensor:
     counts = counts.scatter_add(-1, predicted.long(), filled.to(counts.dtype))
     shares = counts / filled.sum(-1, keepdim=True).clamp_min(1)
     return (shares.square().sum(-1) - 1 / classes).clamp_min(0)
+
+
+def repetition(predicted: Tensor, filled: Tensor) -> Tensor:
+    """In windows (..., W), the share of images with the predicted class of the image before; NaN: there is none.
+
+    The first image of a full window follows the last: so a ring gives the same wherever it begins.
+    """
+    pairs = filled & filled.roll(1, -1)
+    return ((predicted == predicted.roll(1, -1)) & pairs).sum(-1) / pairs.sum(-1)
 
 
 @torch.no_grad()
