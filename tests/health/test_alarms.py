@@ -64,6 +64,15 @@ def test_a_healthy_method_raises_no_alarm_in_any_order(length, size, count):
     assert watch(logits(labels, 1), logits(labels, 2), size=size)[0] == []
 
 
+@pytest.mark.parametrize("every", [4, 16])
+@pytest.mark.parametrize(("before", "after"), [(1.0, 0.5), (0.9, 0.3), (0.3, 0.9)])
+def test_a_stream_whose_classes_become_more_or_less_even_is_healthy(before, after, every):
+    shares = torch.cat([torch.full((2500,), share) for share in (before, after)])
+    labels = torch.where(torch.rand(5000, generator=draw(7)) < shares, 0, mixed(5000, 8))
+    right = 20 * torch.eye(CLASSES)[labels][None]
+    assert watch(right, right, known=(torch.arange(5000) % every == 0)[None])[0] == []
+
+
 def test_predictions_of_one_class_are_a_collapse_only_if_the_source_sees_others():
     labels = mixed(3000)
     stuck = 20 * torch.eye(CLASSES)[torch.where(torch.arange(3000) < 1000, labels, 3)][None]
@@ -85,7 +94,7 @@ def test_without_the_source_only_a_long_run_of_one_class_is_a_collapse():
     assert event.kind == "collapse"
 
 
-@pytest.mark.parametrize("every", [1, 4])
+@pytest.mark.parametrize("every", [1, 4, 16])
 def test_predictions_that_do_not_follow_the_order_of_the_stream_are_found(every):
     labels = bursts(2000, 100)
     known = (torch.arange(2000) % every == 0)[None]
