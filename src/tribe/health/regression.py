@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 AMPLITUDE = 2.0  # of the curve, in units of the values
-REACH = 2.0  # how far the curve remembers a point, in standard deviations of every feature
+REACH = 1.5  # how far the curve remembers a point, in standard deviations of every feature
 NOISE = 0.2  # variance of the values around line and curve
 BEYOND = 0.3  # how far beyond the points of the fit the regression goes on, as a share of their range
 LEAST_SPREAD = 1e-3  # a feature that varies less is constant, and is left out
