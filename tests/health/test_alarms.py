@@ -94,14 +94,35 @@ def test_without_the_source_only_a_long_run_of_one_class_is_a_collapse():
     assert event.kind == "collapse"
 
 
-@pytest.mark.parametrize("every", [1, 4, 16])
-def test_predictions_that_do_not_follow_the_order_of_the_stream_are_found(every):
-    labels = bursts(2000, 100)
-    known = (torch.arange(2000) % every == 0)[None]
-    events, _ = watch(logits(mixed(2000, 5), 1), logits(labels, 2), known=known)
-    assert [event.kind for event in events] == ["scatter"]
-    assert events[0].image <= 1000
+@pytest.mark.parametrize(("every", "length", "most"), [(1, 100, 1000), (4, 100, 1000), (16, 500, 2500)])
+def test_predictions_that_do_not_follow_the_order_of_the_stream_are_found(every, length, most):
+    labels = bursts(4000, length)
+    known = (torch.arange(4000) % every == 0)[None]
+    events, _ = watch(logits(mixed(4000, 5), 1), logits(labels, 2), known=known)
+    assert [event.kind for event in events][:1] == ["scatter"]
+    assert events[0].image <= most
     assert events[0].numbers["source_order"] > events[0].numbers["order"]
+
+
+@pytest.mark.parametrize("every", [4, 16])
+def test_a_source_that_gets_stuck_on_one_class_is_no_scatter(every):
+    labels = mixed(5000, 3)
+    stuck = torch.where(torch.arange(5000) < 2500, labels, 7)
+    known = (torch.arange(5000) % every == 0)[None]
+    assert watch(logits(labels), 20 * torch.eye(CLASSES)[stuck][None], known=known)[0] == []
+
+
+@pytest.mark.parametrize("size", [1, SIZE])
+def test_a_class_that_returns_after_another_is_no_scatter_if_all_agree(size):
+    labels = torch.cat([torch.full((count,), kind) for kind, count in ((0, 3000), (1, 350), (0, 400))])
+    same = 20 * torch.eye(CLASSES)[labels][None]
+    assert watch(same, same, size=size)[0] == []
+
+
+def test_a_burst_that_a_poor_source_half_sees_is_no_collapse():
+    burst = torch.cat([mixed(1000), torch.full((1500,), 4)])
+    guess = torch.rand(2500, generator=draw(9)) < 0.6
+    assert watch(20 * torch.eye(CLASSES)[burst][None], logits(torch.where(guess, mixed(2500, 6), burst)))[0] == []
 
 
 def test_a_long_way_in_few_steps_is_drift_and_the_same_way_in_many_is_not():
@@ -110,6 +131,14 @@ def test_a_long_way_in_few_steps_is_drift_and_the_same_way_in_many_is_not():
     events, _ = watch(logits(labels), distance=fast)
     assert [(event.kind, event.image) for event in events] == [("drift", 4 * SIZE)]
     assert watch(logits(labels), distance=slow)[0] == []
+
+
+def test_a_long_stream_explains_no_more_drift_than_a_day():
+    state = start_collapse(1, CLASSES)._replace(steps=torch.tensor([10**6]))
+    one, valid = torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1, dtype=torch.bool)
+    far, near = (look_for_collapse(CollapseRules(), state, one, valid, torch.tensor([d]))[0].drift for d in (0.7, 0.5))
+    assert far
+    assert not near
 
 
 def test_a_shift_is_found_against_the_reference_and_the_source_counts_if_it_is_there():

@@ -52,7 +52,7 @@ def test_features_by_hand():
     assert features.middle.item() == pytest.approx(math.log(0.4))
     assert math.isnan(features.deep.item())
     assert features.concentration.item() == pytest.approx(math.log(1 / 2 - 1 / 3 + 0.02))
-    assert features.repeated.item() == pytest.approx(0)  # the second and the fourth repeat; the first follows the fourth
+    assert features.repeated.item() == pytest.approx(0)  # two of four repeat; the first follows the last
     first = window_features(images, torch.tensor([[True, True, False, False]]), CLASSES)
     assert first.confidence.item() == pytest.approx(log_odds(0.65))
     assert first.repeated.item() == pytest.approx(log_odds(0.995))  # one pair, clipped

@@ -179,7 +179,7 @@ WORDS = {
     "blurred": "the camera is blurred: {0:.0%} of the last frames are hardly more than a gradient",
     "shift": "the images differ from the source's: the mean rank of the entropy is {0:.2f}, normal is 0.50",
     "drift": "the parameters run away: they moved by {0:.3f} of their norm in {1:.0f} steps",
-    "collapse": "predictions collapse: {0:.0%} of the last ones are class {1:.0f}, and the source's are not",
+    "collapse": "predictions collapse: {0:.0%} of the last ones are class {1:.0f}, which the source does not confirm",
     "scatter": "predictions do not follow the stream: neighbours share their class by {0:.2f} more than chance, "
     "according to the source by {1:.2f}",
 }

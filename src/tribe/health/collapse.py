@@ -20,7 +20,11 @@ from tribe.fields import is_number, is_whole, require
 
 NEAR, MIDDLE, FAR = 32, 256, 2000  # images: neighbours, a burst, the mixture of bursts
 WINDOWS = (NEAR, MIDDLE, FAR, NEAR, MIDDLE)  # of the rows of `CollapseState.shares`: three adapted, two of the source
+EVERY = 4  # if the source predicts fewer than one image in so many, it takes longer to see a burst
 FEW = 2  # among so many predictions of the source half of the order is luck
+PURE = 0.4  # the share of a class above 1 / K at which the source sees a burst of it
+AGREES = 0.2  # the share of a class above 1 / K at which the source, too, sees it often
+MOST_STEPS = 2500  # after which no more drift is explained by steps: 0.6 of the norm
 PAIRS = 16  # weight of pairs with earlier images; a batch of n has (n - 1) / 2 pairs of its own for each image
 
 
@@ -52,6 +56,8 @@ class CollapseState(NamedTuple):
     steps: Tensor  # (S,) int64
     evidence: Tensor  # (S,) of scatter, in images
     length: Tensor  # (S,) int64, images since there was no evidence
+    burst: Tensor  # (S,) int64, the class of the source's last burst; -1: none
+    changed: Tensor  # (S,) int64, images since the source's bursts changed their class; FAR: never, or long ago
 
 
 class Signs(NamedTuple):
@@ -72,7 +78,7 @@ def start_collapse(streams: int, classes: int, device: torch.device | str | None
     one = torch.zeros(streams, device=device)
     shares = torch.zeros(streams, len(WINDOWS), classes, device=device)
     count = one.to(torch.int64)
-    return CollapseState(shares, shares[..., 0].clone(), count, one, count.clone())
+    return CollapseState(shares, shares[..., 0].clone(), count, one, count.clone(), count - 1, count + FAR)
 
 
 @torch.no_grad()
@@ -106,11 +112,15 @@ def look_for_collapse(
     means = state.shares / state.weight.unsqueeze(2).clamp_min(1e-6)
     near, far = means[:, ::3], means[:, 2::2]  # (S, 2, K) each: of `WINDOWS` 0 and 3, 2 and 4
     order, source_order = _order(batch, count, near, far).unbind(1)
+    lately = _order(batch[:, :1], count[:, :1], near[:, :1], means[:, 1:2])[:, 0]  # over the source's horizon
+    order = torch.maximum(order, lately)
     heard = their_count > 0
     asked = their_count / own_count.clamp_min(1) * own_count.clamp_min(NEAR)
     expected = rules.follow * asked / (asked + FEW) * source_order
     # NOTE: an order below 0 is a stream whose classes have become more even, not a lack of order.
     lack = own_count * (expected - order.clamp_min(0) - rules.margin)
+    # NOTE: a source that says one class after all classes may be stuck: bursts are those that change their class.
+    lack = torch.where(state.changed < FAR, lack, lack.clamp_max(0))
     started = heard & (state.weight[:, 3] > 0)
     evidence = (state.evidence + torch.where(started, lack, 0.0)).clamp_(0, 2 * rules.evidence)
 
@@ -120,14 +130,23 @@ def look_for_collapse(
     shares = torch.lerp(shown, state.shares, keep.unsqueeze(2))
     weight = torch.addcmul(1 - keep, state.weight, keep)
 
+    dense = (EVERY * their_count >= own_count).unsqueeze(1)
+    share, said = (shares[:, 3:] / weight[:, 3:, None].clamp_min(1e-6)).max(2)
+    share, said, filled = (torch.where(dense, t[:, :1], t[:, 1:])[:, 0] for t in (share, said, weight[:, 3:]))
+    pure = heard & (share >= 1 / shares.shape[2] + PURE) & (filled > 0.5)
+    switched = pure & (said != state.burst) & (state.burst >= 0)
+    burst = torch.where(pure, said, state.burst)
+    changed = torch.where(switched, 0, (state.changed + own_count).clamp_max(FAR))
+
     steps = state.steps + (own_count > 0)
     top_share, top = shares[:, 1].max(1)  # not divided by the weight: a short stream is no collapse
     spread = torch.linalg.vector_norm(shares[:, 4], dim=1) <= _norm_of_spread(rules, shares.shape[2]) * weight[:, 4]
     compared = weight[:, 4] > 0.5
+    agrees = shares[:, 4].gather(1, top.unsqueeze(1))[:, 0] >= (1 / shares.shape[2] + AGREES) * weight[:, 4]
     kept = (near * (near - far)).sum(2)  # for people; `_order` decides
     signs = Signs(
-        drift=(distance > rules.drift * steps.sqrt()) & (steps >= rules.steps),
-        collapse=torch.where(compared, (top_share >= rules.share) & spread, top_share >= rules.alone),
+        drift=(distance > rules.drift * steps.clamp_max(MOST_STEPS).sqrt()) & (steps >= rules.steps),
+        collapse=torch.where(compared, (top_share >= rules.share) & spread & ~agrees, top_share >= rules.alone),
         scatter=evidence >= rules.evidence,
         distance=distance,
         top=top,
@@ -136,7 +155,7 @@ def look_for_collapse(
         source_order=kept[:, 1],
     )
     length = torch.where(evidence > 0, state.length + own_count, 0)
-    return signs, CollapseState(shares, weight, steps, evidence, length)
+    return signs, CollapseState(shares, weight, steps, evidence, length, burst, changed)
 
 
 def _norm_of_spread(rules: CollapseRules, classes: int) -> float:
