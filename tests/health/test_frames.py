@@ -106,9 +106,25 @@ def test_a_frozen_camera_is_found_after_ten_equal_frames_and_freed_by_the_next_o
 
 def test_a_still_scene_with_sensor_noise_is_not_frozen():
     draw = torch.Generator().manual_seed(0)
-    for shape in ((3, 32, 32), (3, 224, 224)):
-        scene = photos(1, shape) + 0.005 * torch.randn(1, 30, *shape, generator=draw)
-        assert not play(scene)[0].frozen.any()
+    for shape in ((3, 32, 32), (3, 224, 224), (3, 480, 640)):
+        scene = photos(1, shape) + 0.005 * torch.randn(1, 20, *shape, generator=draw)
+        assert not play((scene * 255).round() / 255)[0].frozen.any()
+
+
+def test_lamps_at_night_and_small_digits_are_not_black():
+    lamps = torch.zeros(1, 16, 3, 64, 64)
+    for i in range(16):
+        lamps[0, i, :, 3 * i : 3 * i + 3, 30:33] = 1
+    assert found(lamps) == {}
+    small = torch.nn.functional.interpolate(digits(16)[0], (14, 14), mode="area")
+    assert found(torch.nn.functional.pad(small, (25,) * 4)[None]) == {}
+
+
+@pytest.mark.parametrize("fine", [lambda i: i[0] % 2, lambda i: i[1] % 2, lambda i: (i[0] + i[1]) % 2])
+def test_fine_regular_textures_are_not_noise(fine):
+    place = torch.meshgrid(torch.arange(64), torch.arange(64), indexing="ij")
+    levels = torch.linspace(0.3, 0.6, 12).view(1, 12, 1, 1, 1)
+    assert found(0.2 + levels * fine(place)) == {}
 
 
 def test_blur_is_found_but_does_not_stop_learning():

@@ -10,6 +10,7 @@ import tribe
 from tribe import methods
 from tribe.engine.backbone import Backbone
 from tribe.engine.state import Affine, Stats, clone, leaves, stream
+from tribe.health.alarms import KINDS
 from tribe.health.guard import Guard, Guarded, limit, pull_back
 from tribe.health.lean import distance_of_images, distance_of_statistics, farness, lean
 from tribe.methods import Deployed, Frozen, PerBatch
@@ -348,3 +349,30 @@ def test_a_guarded_adapter_resumes_bit_for_bit_and_exports_what_it_predicts(tmp_
 def test_the_part_that_a_check_changes_is_declared():
     assert small(ready("tribe+guard")).skip is False
     assert isinstance(ready("tribe+guard"), Guarded)
+
+
+def test_a_good_state_is_kept_under_a_shift_and_not_while_scatter_is_suspected():
+    net, guarded = small_backbone(), ready("tribe+guard", good_every=4, skip=False)
+    _, state = guarded.step(net, guarded.init(net), pictures(1, 6))
+    guard = state.guard
+
+    def kept(**alarms):
+        told = guard.watch._replace(alarms=guard.watch.alarms._replace(images=torch.tensor([60]), **alarms))
+        return int(guarded._return(state.inner, guard._replace(watch=told), guard.watch)[1].kept)
+
+    shifted, broken = torch.zeros_like(guard.watch.alarms.on), torch.zeros_like(guard.watch.alarms.on)
+    shifted[0, KINDS.index("shift")], broken[0, KINDS.index("frozen")] = True, True
+    assert kept(on=shifted) == 60
+    assert kept(on=broken) == 6
+    assert kept(on=shifted, collapse=guard.watch.alarms.collapse._replace(evidence=torch.tensor([1.0]))) == 6
+
+
+def test_cotta_reports_how_far_the_network_that_predicts_has_moved():
+    x = pictures(1, 24)[0]
+    told = []
+    for guard in (False, Guard(speed=None, skip=False, pull=0.0)):
+        model = tribe.adapt(small_network(), "cotta", guard=guard, seed=3)
+        for batch in x.split(8):
+            model(batch)
+        told.append(model.info[0].distance)
+    assert told[0] == told[1]

@@ -121,6 +121,14 @@ def test_a_class_without_enough_images_uses_those_of_all_classes():
     assert float(reference.tolerance) > float(REFERENCE.tolerance)
 
 
+def test_nothing_is_said_of_a_class_that_calibration_lacked():
+    entropy, predicted, labels = source(2000)
+    known = (labels != 2) & (predicted != 2)
+    reference = refer(entropy[known], predicted[known], labels[known], CLASSES)
+    assert reference.quantiles.isfinite().all()
+    assert rank(reference, torch.tensor([[0.0, 0.3, 1.0]]), torch.full((1, 3), 2)).tolist() == [[0.5, 0.5, 0.5]]
+
+
 def test_too_few_images_are_refused():
     with pytest.raises(ValueError, match="at least 20 images"):
         refer(*source(19), CLASSES)

@@ -101,7 +101,9 @@ def left_out(windows: Windows, window: int, amplitude: float = AMPLITUDE) -> Err
     found = [torch.empty(2, 0, dtype=torch.float64)]
     for number in windows.condition.unique():
         seen = (windows.condition != number) & (windows.condition != MIXED)
-        tested = (windows.condition == number) & (windows.images >= window // SHARES[0])
+        own = windows.condition == number
+        longest = int(windows.images[own].amax())
+        tested = own & (windows.images >= min(window // SHARES[0], longest))
         if number == MIXED or seen.sum() <= len(Features._fields) or not tested.any():
             continue
         model, features = regress(windows, seen, amplitude), windows.features[tested].float()

@@ -30,6 +30,7 @@ class FrameRules:
     flat: float = 0.0025  # standard deviation of grey, 0.6 of 255 levels; CIFAR's images have at least 0.0033
     dark: float = 0.04  # a pixel is dark below this grey and bright above one minus it
     share: float = 0.99  # of pixels, for a black or white frame; real images have at most 0.966 dark pixels
+    lamps: float = 0.03  # standard deviation of grey from which a dark frame shows lamps, or other small bright things
     deviations: float = 4.0  # noise has no more structure than white noise, by so many standard deviations
     blur: float = 0.7  # detail, where 1 is one wave across the image; defocused seas and skies have it, too ...
     blurred: int = 32  # ... so that it takes as many frames in a row: at most 46 % of a class, at severity 5, are below
@@ -39,7 +40,7 @@ class FrameRules:
     tolerance: float = 1 / 4096  # greatest change of a frozen picture; sensor noise of 0.5 % changes it more
 
     def __post_init__(self) -> None:
-        for name in ("flat", "dark", "deviations", "blur", "margin", "tolerance"):
+        for name in ("flat", "dark", "lamps", "deviations", "blur", "margin", "tolerance"):
             value = getattr(self, name)
             require(is_number(value) and value >= 0, f"{name} of FrameRules is a number, at least 0", value)
         require(is_number(self.share) and 0 < self.share <= 1, "share of FrameRules is above 0, at most 1", self.share)
@@ -74,14 +75,14 @@ document(
     sharpness="Mean absolute difference of neighbouring pixels.",
     detail="Squared differences of neighbours relative to the variance: 1 for one wave across the image.",
     structure="Standard deviations above white noise: the larger of two tests, of neighbours and of 8 x 8 blocks.",
-    picture="Grey in 8 x 8 blocks.",
+    picture="Grey in 8 x 8 blocks: the mean of the block and of the pixel in its middle.",
 )
 
 
 class FrameState(NamedTuple):
     """What is kept of the last frame of every stream."""
 
-    last: Tensor  # (S, 66) grey in 8 x 8 blocks, its standard deviation, and sharpness
+    last: Tensor  # (S, 66) the picture in 8 x 8 blocks, the standard deviation of grey, and sharpness
     runs: Tensor  # (S, 5) int64, how many frames in a row are white, flat, noise, blurred and equal to the one before
 
     @property
@@ -109,7 +110,7 @@ class Verdict(NamedTuple):
 
 document(
     Verdict,
-    black="Nearly all pixels are dark.",
+    black="Nearly all pixels are dark, and none is bright.",
     white="Nearly all pixels are bright, for several frames.",
     flat="All pixels have nearly the same grey, for several frames.",
     noise="No more structure than white noise, for several frames.",
@@ -136,36 +137,45 @@ def measure(x: Tensor, rules: FrameRules) -> Moments:
     dark, bright = (mask.mean((1, 2), dtype=torch.float32) for mask in (grey < rules.dark, grey > 1 - rules.dark))
     if picture:
         sharpness, detail, structure, blocks = _texture(grey, std)
+        pixels = grey[:, _centres(grey.shape[1])][:, :, _centres(grey.shape[2])]
+        sample = (blocks.squeeze(1) + pixels) / 2  # what moves is seen in blocks, the noise of a sensor in pixels
     else:
         sharpness = (grey[:, 0, 1:] - grey[:, 0, :-1]).abs().sum(1)
         detail = structure = torch.full_like(std, math.inf)
-        blocks = F.adaptive_avg_pool1d(grey, GRID * GRID)
+        sample = F.adaptive_avg_pool1d(grey, GRID * GRID)
     ends = low.float().flatten(), high.float().flatten()
-    flat = (mean, std, *ends, dark, bright, sharpness, detail, structure, blocks.flatten(1))  # (S * B, ...) each
+    flat = (mean, std, *ends, dark, bright, sharpness, detail, structure, sample.flatten(1))  # (S * B, ...) each
     return Moments(*(t.unflatten(0, lead) for t in flat))
 
 
-def _texture(grey: Tensor, std: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Sharpness, detail, structure (n,) and the blocks of grey images (n, H, W).
+def _centres(size: int) -> list[int]:
+    """The middle of each of 8 parts of so many pixels."""
+    return [(2 * i + 1) * size // (2 * GRID) for i in range(GRID)]
 
-    White noise: the correlation of neighbours is normal with variance 1 / (2 H W), and the variance of the means of
-    blocks is chi-square. The Wilson-Hilferty formula makes the second normal, too.
+
+def _texture(grey: Tensor, std: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Sharpness, detail, structure (n,) and the blocks (n, 1, 8, 8) of grey images (n, H, W).
+
+    White noise: the correlation of neighbours in a row is normal with variance 1 / (H W), that in a column likewise, so
+    that their mean has half of it. The variance of the means of blocks is chi-square; the Wilson-Hilferty formula makes
+    it normal, too.
     """
     height, width = grey.shape[1:]
     across, down = grey[:, :, 1:] - grey[:, :, :-1], grey[:, 1:] - grey[:, :-1]
     sharpness = (across.abs().mean((1, 2)) + down.abs().mean((1, 2))) / 2
-    squares = across.square_().mean((1, 2)) + down.square_().mean((1, 2))
     variance = std.square().clamp_min_(TINY)
-    rough = squares / variance / 4  # 1 minus the correlation of neighbours
+    alike = 1 - torch.stack([t.square_().mean((1, 2)) for t in (across, down)]) / (2 * variance)  # correlations (2, n)
+    together = alike.mean(0)
     side = max(2, height // GRID), max(2, width // GRID)
     blocks = F.avg_pool2d(grey.unsqueeze(1), side)
     spread = 2 / (9 * (blocks[0].numel() - 1))
     ratio = blocks.var((1, 2, 3)) / variance * (side[0] * side[1])  # 1 for white noise
     of_blocks = ratio.pow_(1 / 3).sub_(1 - spread).div_(math.sqrt(spread))
-    structure = torch.maximum((1 - rough).mul_(math.sqrt(2 * height * width)), of_blocks)
-    detail = rough * (height * width / (2 * math.pi**2))
-    picture = blocks if blocks.shape[2:] == (GRID, GRID) else F.adaptive_avg_pool2d(blocks, GRID)
-    return sharpness, detail, structure, picture
+    of_neighbours = torch.maximum(alike.abs().amax(0), math.sqrt(2) * together)  # stripes have -1 in one direction
+    structure = torch.maximum(of_neighbours.mul_(math.sqrt(height * width)), of_blocks)
+    detail = (1 - together) * (height * width / (2 * math.pi**2))
+    means = blocks if blocks.shape[2:] == (GRID, GRID) else F.adaptive_avg_pool2d(blocks, GRID)
+    return sharpness, detail, structure, means
 
 
 @torch.no_grad()
@@ -175,7 +185,7 @@ def judge(rules: FrameRules, state: FrameState, x: Tensor, valid: Tensor) -> tup
     real = valid & (moments.mean.abs() < math.inf)  # a frame that is not finite leaves no trace
     outside = ~((moments.low >= -rules.margin) & (moments.high <= 1 + rules.margin))
     inside = real & ~outside
-    black = moments.dark >= rules.share
+    black = (moments.dark >= rules.share) & (moments.std < rules.lamps)
     even = moments.std < rules.flat
     before, newest = _previous(real)  # places in the trail: 0 is the frame before the batch
     here = torch.cat((moments.picture, moments.std.unsqueeze(2), moments.sharpness.unsqueeze(2)), 2)

@@ -55,6 +55,7 @@ from tribe.methods import (
 
 _watchers: WeakKeyDictionary[Backbone, dict[Any, Watcher]] = WeakKeyDictionary()
 GONE_WRONG = slice(KINDS.index("drift"), len(KINDS))  # alarms of the method itself, not of the images
+HARMLESS = [KINDS.index(kind) for kind in ("blurred", "shift")]  # methods adapt to these
 
 
 @dataclass(frozen=True)
@@ -261,28 +262,36 @@ class Guarded(Composed):
         rule = self.part
         if rule.speed is not None:
             moved = limit(moved, before, rule.speed)
-        if rule.pull and self._per_batch(net, before):
+        per_batch, own_weights = self._predicts_with(net, before)
+        if rule.pull and per_batch:
             moved = pull_back(net, moved, rule.pull * (moved.key.clock > before.key.clock))  # it took a step
-        moved = moved._replace(info=moved.info._replace(distance=_distance(net, moved)))
+        if not own_weights:  # else what predicts is a mean of many steps, not what was limited
+            moved = moved._replace(info=moved.info._replace(distance=_distance(net, moved)))
         held = idle.any(1) & rule.skip
         skipped = torch.where(held, real.sum(1), 0)
         inner = select_joined(~held, moved, before)
         return inner._replace(info=inner.info._replace(skipped=inner.info.skipped + skipped)), skipped
 
-    def _per_batch(self, net: Backbone, state: Any) -> bool:
-        """Whether the method normalises with the batch's statistics; asked once: `deployed` may pool many classes."""
-        if "_batches" not in vars(self):
-            object.__setattr__(self, "_batches", isinstance(self.inner.deployed(net, state).norm, PerBatch))
-        answer: bool = self._batches  # type: ignore[attr-defined]
-        return answer
+    def _predicts_with(self, net: Backbone, state: Any) -> tuple[bool, bool]:
+        """Whether the method normalises with the batch's statistics, and whether it predicts with weights of its own.
+
+        It is asked once: `deployed` may pool many classes.
+        """
+        if "_kind" not in vars(self):
+            network = self.inner.deployed(net, state)
+            object.__setattr__(self, "_kind", (isinstance(network.norm, PerBatch), network.weights is not None))
+        kind: tuple[bool, bool] = self._kind  # type: ignore[attr-defined]
+        return kind
 
     def _return(self, inner: Any, guard: GuardState, before: WatchState) -> tuple[Any, GuardState]:
         """Return to the last good state where something has gone wrong; keep the state where all is well."""
         now, then = (watch.alarms.on[:, GONE_WRONG] for watch in (guard.watch, before))
         wrong = (now & ~then).any(1)
         inner = _mix(wrong, guard.good._replace(key=inner.key, info=inner.info), inner)
-        images = guard.watch.alarms.images
-        due = ~guard.watch.alarms.on.any(1) & (images - guard.kept >= self.part.good_every)
+        alarms = guard.watch.alarms
+        images, harmful = alarms.images, alarms.on.index_fill(1, _harmless(alarms.on.device), False)
+        doubted = harmful.any(1) | (alarms.collapse.evidence > 0)  # an alarm comes some time after its cause
+        due = ~doubted & (images - guard.kept >= self.part.good_every)
         return inner, guard._replace(
             returned=guard.returned + wrong,
             kept=torch.where(due, images, guard.kept),
@@ -356,6 +365,11 @@ def around(guard: Any, health: Any) -> Watch | None:
         return None if health is False else Watch(calibration)
     made = Guard() if guard is True else guard
     return made if calibration is None else replace(made, calibration=calibration)
+
+
+@functools.cache
+def _harmless(device: torch.device) -> Tensor:
+    return torch.tensor(HARMLESS, device=device)
 
 
 def _mix(chosen: Tensor, new: Any, old: Any) -> Any:
