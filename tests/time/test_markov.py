@@ -246,6 +246,23 @@ def test_a_temperature_without_a_say_waits_where_it_started(within):
     assert not used.any()
 
 
+def test_within_the_batch_an_image_keeps_its_prediction_where_the_temperature_had_no_say():
+    """The network is unsure in the first half of a batch, and sure, in bursts, in the second: the filter turns on at a
+    temperature that was silent in the first half, and knows nothing of its images."""
+    draw = torch.Generator().manual_seed(0)
+    classes, half = 100, 32
+    labels = torch.randint(0, classes, (7 * half,), generator=draw)
+    labels = torch.cat((labels, torch.arange(3).repeat_interleave(11)[:half]))
+    logits = 0.1 * torch.randn(1, 8 * half, classes, generator=draw)
+    gap = torch.cat((torch.full((7 * half,), 1.5), torch.full((half,), 12.0)))
+    logits[0, torch.arange(8 * half), labels] += gap
+    answers, used, _ = play(Markov(within="batch"), logits, batch=2 * half)
+    assert used[0, -5:].all()
+    assert not used[0, : 7 * half].any()
+    assert errors(logits, labels) == 0
+    assert errors(answers, labels) == 0
+
+
 def test_with_ten_classes_every_temperature_has_a_say():
     rule, logits = Markov(), 0.1 * predictions(labels_in_bursts(2, 300, CLASSES, 0.9), CLASSES)
     _, _, state = play(rule, logits)

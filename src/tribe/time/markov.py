@@ -151,8 +151,11 @@ class Markov(TimeFilter):
         images = Images.of(self._likelihood(z), counted)
         scanned, new = self._scan(state, images)
         if self.within == "batch":
-            belief = self._smooth(scanned, images, self._chosen(new))  # as it is at the end of the batch
-            on = (self._evidence(new) > self.evidence_on).unsqueeze(1)  # (S, 1)
+            chosen = self._chosen(new)  # as it is at the end of the batch
+            belief = self._smooth(scanned, images, chosen)
+            # Where it had no say it started again after the image, so its belief knows nothing of the image.
+            sure = _at(scanned.confidence, chosen.unsqueeze(1).expand(counted.shape))
+            on = (sure >= least_confidence(z.shape[-1])) & (self._evidence(new) > self.evidence_on).unsqueeze(1)
         else:
             belief = _at(scanned.belief, self._chosen(scanned))
             on = self._evidence(scanned) > self.evidence_on
