@@ -271,6 +271,17 @@ def test_with_ten_classes_every_temperature_has_a_say():
     )  # the likeliest of ten has a tenth or more
 
 
+@pytest.mark.parametrize("rule", [Markov(), Markov(within="batch"), time.create("cofa")], ids=["past", "batch", "cofa"])
+def test_huge_logits_mean_what_smaller_ones_with_the_same_differences_mean(rule):
+    """In float64, where a shift by 2^40 leaves the differences nearly as they are."""
+    logits = predictions(labels_in_bursts(2, 200, CLASSES, 0.95), CLASSES)
+    answers, used, _ = play(rule, logits)
+    far, far_used, _ = play(rule, logits + 2.0**40)
+    assert used.any()
+    assert torch.equal(used, far_used)
+    assert torch.allclose(answers[used], far[used], rtol=0, atol=1e-2)
+
+
 def test_what_the_filter_reports():
     labels = labels_in_bursts(1, 1600, CLASSES, 0.95)  # rho starts at bursts of two and needs that long
     rule, logits = Markov(), predictions(labels, CLASSES)

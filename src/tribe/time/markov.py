@@ -27,7 +27,7 @@ from torch import Tensor
 
 from tribe.engine import kernels
 from tribe.fields import is_number, require
-from tribe.time import Filtered, FilterInfo, TimeFilter, informative, register
+from tribe.time import Filtered, FilterInfo, TimeFilter, bounded, informative, register
 
 START = 0.5  # rho before the first image: bursts of two
 PATIENCE = 30  # images that the first rho counts for
@@ -146,6 +146,7 @@ class Markov(TimeFilter):
         """Filter a batch: update the belief image by image; smooth it backwards if the whole batch may be used."""
         z = logits.to(state.belief.dtype)
         counted = informative(z, valid)
+        z = bounded(z, counted)
         if self.training_shares is not None:
             z = z - _logs(tuple(self.training_shares), z.dtype, z.device)
         images = Images.of(self._likelihood(z), counted)
