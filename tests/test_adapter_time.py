@@ -90,6 +90,34 @@ def test_a_wrong_filter_is_refused_in_words(method, given, words):
         tribe.adapt(reader(), method, **given)
 
 
+class TwoHeads(nn.Module):
+    """The last Linear layer, with 7 outputs, does not classify; the one before, with 4, does."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.head, self.other = nn.BatchNorm2d(CLASSES), nn.Linear(CLASSES, CLASSES), nn.Linear(CLASSES, 7)
+
+    def forward(self, x):
+        return self.head(self.norm(x).mean((2, 3)))
+
+
+@pytest.mark.parametrize("rule", ["auto", "cofa"])
+def test_a_layer_that_was_wrongly_taken_to_classify_is_named(rule):
+    """Before the filter fails with the sizes of its tensors."""
+    (x,), _ = camera(images=6)
+    words = "the network gives 4 classes; the adapter was made for 7, the outputs of its layer 'other'"
+    adapter, fleet = tribe.adapt(TwoHeads(), "tent", time=rule), tribe.fleet(TwoHeads(), "tent", time=rule)
+    fleet.add("door")
+    for call in (adapter, adapter.predict):
+        with pytest.raises(ValueError, match=words):
+            call(x)
+    for call in (fleet, fleet.predict):
+        with pytest.raises(ValueError, match=words):
+            call({"door": x})
+    named = tribe.Backbone(TwoHeads(), classifier="head")
+    assert tribe.adapt(named, "tent", time=rule)(x).shape == (6, CLASSES)
+
+
 # -- life cycle --------------------------------------------------------------------------------------------------------
 
 
