@@ -75,6 +75,17 @@ def test_a_name_an_object_and_a_method_give_the_same_filter():
     assert whole.method == tribe.adapt(reader(), "tent+time", within="batch").method
 
 
+@pytest.mark.parametrize("given", [{"time": "auto"}, {"guard": True}, {"health": True, "time": "cofa"}], ids=str)
+@pytest.mark.parametrize("make", [tribe.adapt, tribe.fleet])
+def test_a_method_that_is_built_is_told_the_number_of_classes(make, given):
+    """For a network that does not tell it."""
+    headless = nn.Sequential(nn.Conv2d(3, CLASSES, 3), nn.BatchNorm2d(CLASSES), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    made = make(headless, tribe.methods.create("source"), classes=CLASSES, **given)
+    assert made.method == make(headless, "source", classes=CLASSES, **given).method
+    with pytest.raises(ValueError, match="the method was built for 5 classes; the network has 4"):
+        make(headless, tribe.methods.create("source", classes=5), classes=CLASSES, **given)
+
+
 @pytest.mark.parametrize(
     ("method", "given", "words"),
     [
