@@ -2,10 +2,11 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
-from tribe import time
+from tribe import methods, time
 from tribe.testing import labels_in_bursts, predictions
 from tribe.time import markov
 from tribe.time.markov import Markov
@@ -39,12 +40,16 @@ def errors(answers, labels):
         ({"within": "future"}, r"within is 'past' or 'batch'; got 'future'"),
         ({"temperatures": ()}, "temperatures is a sequence of positive numbers"),
         ({"temperatures": (1.0, 0.0)}, "temperatures is a sequence of positive numbers"),
-        ({"temperatures": 2.0}, "temperatures is a sequence of positive numbers"),
+        ({"temperatures": -2.0}, "temperatures is a sequence of positive numbers"),
+        ({"temperatures": True}, "temperatures is a sequence of positive numbers"),
         ({"temperatures": (2.0, 1.0)}, "temperatures is a sequence of positive numbers that rise"),
         ({"temperature_margin": 1.0}, "temperature_margin is a number, not negative and below 1"),
         ({"temperatures": "1"}, "temperatures is a sequence of positive numbers"),
         ({"temperatures": (1.0, math.nan)}, "temperatures is a sequence of positive numbers"),
         ({"training_shares": ()}, "training_shares is a sequence of positive shares"),
+        ({"training_shares": 0.5}, "training_shares is a sequence of positive shares"),
+        ({"training_shares": torch.ones(2, 2)}, "training_shares is a sequence of positive shares"),
+        ({"training_shares": torch.ones(())}, "training_shares is a sequence of positive shares"),
         ({"training_shares": (0.5, -0.5)}, "training_shares is a sequence of positive shares"),
         ({"rate_step": -0.1}, "rate_step is a number, not negative and below 1"),
         ({"least_rate": 1}, "least_rate is a number, not negative and below 1"),
@@ -69,6 +74,15 @@ def test_an_unknown_setting_or_filter_is_refused_in_words():
         time.create("tiem")
     assert time.resolve("auto") == Markov()
     assert time.resolve(rule := Markov(within="batch")) is rule
+
+
+def test_numbers_come_as_arrays_and_tensors_and_a_temperature_alone():
+    assert Markov(temperatures=1) == Markov(temperatures=(1.0,))
+    counts = [30, 10, 5]
+    expected = time.create("time", training_shares=counts)
+    for given in (np.array(counts), torch.tensor(counts), torch.tensor(counts, dtype=torch.bfloat16)):
+        assert time.create("time", training_shares=given) == expected
+        assert methods.create("source+time", training_shares=given).time_filter == expected
 
 
 def test_training_shares_are_one_for_each_class():
