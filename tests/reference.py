@@ -359,19 +359,21 @@ class MarkovFilter:
         images = {i: [v - math.log(s) for v, s in zip(batch[i], shares, strict=True)] for i in seen}
         answers: list[list[float] | None] = [None] * len(batch)
         history: dict[int, list[tuple[float, list[float]]]] = {}  # of each chain: rho before and p after each image
+        said: dict[int, list[bool]] = {}  # of each chain: whether it had a say after each image
         for i in seen:
             for chain in self.chains:
                 before = chain.rate
                 chain.add(images[i])
                 history.setdefault(id(chain), []).append((before, chain.belief))
+                said.setdefault(id(chain), []).append(chain.has_a_say())
             if self.on():
                 answers[i] = self.chosen().belief
         if self.fields.within == "past" or not seen:
             return answers
         chain, on = self.chosen(), self.on()
         smoothed = self.backward(chain, [images[i] for i in seen], history[id(chain)])
-        for i, answer in zip(seen, smoothed, strict=True):
-            answers[i] = answer if on else None
+        for i, answer, had_a_say in zip(seen, smoothed, said[id(chain)], strict=True):
+            answers[i] = answer if on and had_a_say else None
         return answers
 
     def backward(

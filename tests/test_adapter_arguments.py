@@ -123,6 +123,16 @@ MAKING = {
         ValueError,
         "neighbours of lame is a whole number; got 1.5",
     ),
+    "watched and guarded": (
+        lambda: tribe.adapt(small_network(), "tribe+watch+guard"),
+        ValueError,
+        r"tribe\+watch has a guard, or is watched, already: 'tribe\+watch\+guard' names two",
+    ),
+    "guarded twice, with a filter": (
+        lambda: tribe.adapt(small_network(), "tribe+guard+guard+time"),
+        ValueError,
+        r"tribe\+guard has a guard, or is watched, already",
+    ),
     "tribe without classes": (lambda: tribe.methods.create("tribe"), ValueError, "number of classes: classes="),
     "no streams": (lambda: tribe.adapt(small_network(), streams=0), ValueError, "streams.*at least 1; got 0"),
     "a fraction of a stream": (lambda: tribe.adapt(small_network(), streams=1.5), ValueError, "streams.*got 1.5"),

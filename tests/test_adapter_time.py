@@ -75,6 +75,17 @@ def test_a_name_an_object_and_a_method_give_the_same_filter():
     assert whole.method == tribe.adapt(reader(), "tent+time", within="batch").method
 
 
+@pytest.mark.parametrize("given", [{"time": "auto"}, {"guard": True}, {"health": True, "time": "cofa"}], ids=str)
+@pytest.mark.parametrize("make", [tribe.adapt, tribe.fleet])
+def test_a_method_that_is_built_is_told_the_number_of_classes(make, given):
+    """For a network that does not tell it."""
+    headless = nn.Sequential(nn.Conv2d(3, CLASSES, 3), nn.BatchNorm2d(CLASSES), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    made = make(headless, tribe.methods.create("source"), classes=CLASSES, **given)
+    assert made.method == make(headless, "source", classes=CLASSES, **given).method
+    with pytest.raises(ValueError, match="the method was built for 5 classes; the network has 4"):
+        make(headless, tribe.methods.create("source", classes=5), classes=CLASSES, **given)
+
+
 @pytest.mark.parametrize(
     ("method", "given", "words"),
     [
@@ -88,6 +99,34 @@ def test_a_name_an_object_and_a_method_give_the_same_filter():
 def test_a_wrong_filter_is_refused_in_words(method, given, words):
     with pytest.raises(ValueError, match=words):
         tribe.adapt(reader(), method, **given)
+
+
+class TwoHeads(nn.Module):
+    """The last Linear layer, with 7 outputs, does not classify; the one before, with 4, does."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.head, self.other = nn.BatchNorm2d(CLASSES), nn.Linear(CLASSES, CLASSES), nn.Linear(CLASSES, 7)
+
+    def forward(self, x):
+        return self.head(self.norm(x).mean((2, 3)))
+
+
+@pytest.mark.parametrize("rule", ["auto", "cofa"])
+def test_a_layer_that_was_wrongly_taken_to_classify_is_named(rule):
+    """Before the filter fails with the sizes of its tensors."""
+    (x,), _ = camera(images=6)
+    words = "the network gives 4 classes; the adapter was made for 7, the outputs of its layer 'other'"
+    adapter, fleet = tribe.adapt(TwoHeads(), "tent", time=rule), tribe.fleet(TwoHeads(), "tent", time=rule)
+    fleet.add("door")
+    for call in (adapter, adapter.predict):
+        with pytest.raises(ValueError, match=words):
+            call(x)
+    for call in (fleet, fleet.predict):
+        with pytest.raises(ValueError, match=words):
+            call({"door": x})
+    named = tribe.Backbone(TwoHeads(), classifier="head")
+    assert tribe.adapt(named, "tent", time=rule)(x).shape == (6, CLASSES)
 
 
 # -- life cycle --------------------------------------------------------------------------------------------------------
@@ -216,6 +255,35 @@ def test_order_carries_the_mask_and_bad_images_along():
     assert torch.equal(ties(x, valid, order=torch.zeros(90, dtype=torch.int64)), wanted)  # ties keep their order
 
 
+@pytest.mark.parametrize("method", ["source", "tribe"])
+def test_padding_has_no_time(method):
+    """Whatever ``order`` says of it, NaN too."""
+    (x,), _ = camera(images=60)
+    valid = torch.arange(60) % 7 != 3
+    times = torch.arange(60.0).flip(0)
+    answers = []
+    for none in (torch.nan, 0.0, torch.inf):
+        adapter = tribe.adapt(reader(), method, time="auto")
+        answers.append((adapter(x, valid, order=times.where(valid, none)), adapter.digest()))
+    for logits, digest_ in answers[1:]:
+        assert torch.equal(logits, answers[0][0])
+        assert digest_ == answers[0][1]
+    with pytest.raises(ValueError, match="order holds NaN"):
+        adapter(x, valid, order=times.where(~valid, torch.nan))
+
+
+def test_predict_and_learn_take_an_order():
+    (x,), _ = camera(images=240)
+    one, other = (tribe.adapt(reader(), "source", time="auto") for _ in range(2))
+    back = torch.arange(120).flip(0)
+    one.learn(x[:120])
+    other.learn(x[:120].flip(0), order=back)
+    assert other.digest() == one.digest()
+    assert one.time[0].on
+    assert torch.equal(other.predict(x[120:].flip(0), order=back), one.predict(x[120:]).flip(0))
+    assert not torch.equal(other.predict(x[120:].flip(0)), one.predict(x[120:]).flip(0))
+
+
 @pytest.mark.parametrize(
     ("order", "words"),
     [
@@ -223,9 +291,11 @@ def test_order_carries_the_mask_and_bad_images_along():
         (torch.arange(6).view(1, 6), r"of shape \(6,\)"),
         (torch.tensor([0, 1, 2, 3, float("nan"), 5]), "order holds NaN"),
         (torch.ones(6, dtype=torch.bool), "order is a tensor of numbers.*got torch.bool"),
+        (torch.ones(6, dtype=torch.complex64), "order is a tensor of numbers.*got torch.complex64"),
+        (torch.ones(6).to(torch.float8_e4m3fn), "order is a tensor of numbers.*got torch.float8_e4m3fn"),
         ([0, 1, 2, 3, 4, 5], r"order is a tensor of numbers.*got \[0, 1, 2, 3, 4, 5\]"),
     ],
-    ids=["too few", "a row too many", "nan", "bool", "list"],
+    ids=["too few", "a row too many", "nan", "bool", "complex", "float8", "list"],
 )
 def test_a_wrong_order_is_refused_in_words_and_changes_nothing(order, words):
     (x,), _ = camera(images=6)

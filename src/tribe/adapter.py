@@ -198,7 +198,7 @@ class Adapter(NetworkInterface):
         stream that has fewer images than the others. Padding gets equal logits, changes nothing and is not counted.
 
         The order of the images in the batch is their order in time. ``order``, of the same shape as ``valid``, gives
-        another: larger numbers are later. Answers come back in the order of ``x``.
+        another: larger numbers are later. Answers come back in the order of ``x``. Padding needs no time: NaN will do.
 
         Images given as ``pixel_values``, as a Hugging Face pipeline does, come back as an object with ``.logits``.
         """
@@ -206,13 +206,13 @@ class Adapter(NetworkInterface):
         return logits if pixel_values is None else LogitsOutput(logits=logits)
 
     @locked
-    def predict(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
-        """Predict without adapting: the state stays as it is."""
-        return self._run(x, valid, learn=False)
+    def predict(self, x: Tensor, valid: Tensor | None = None, order: Tensor | None = None) -> Tensor:
+        """Predict without adapting: the state stays as it is. ``valid`` and ``order`` are as for a call."""
+        return self._run(x, valid, learn=False, order=order)
 
-    def learn(self, x: Tensor, valid: Tensor | None = None) -> None:
-        """Adapt to images and return nothing. A frozen adapter learns nothing."""
-        self(x, valid)
+    def learn(self, x: Tensor, valid: Tensor | None = None, order: Tensor | None = None) -> None:
+        """Adapt to images and return nothing. A frozen adapter learns nothing; its time filter goes on."""
+        self(x, valid, order)
 
     def _run(
         self, x: Tensor, valid: Tensor | None, learn: bool, order: Tensor | None = None, follow: bool = False
@@ -222,7 +222,7 @@ class Adapter(NetworkInterface):
             images, squeeze = as_streams(x, self.net, self.streams)
             self._check_place()
             valid = None if valid is None else as_mask(valid, images, squeeze)
-            ranks = None if order is None else as_order(order, images, squeeze)
+            ranks = None if order is None else as_order(order, images, squeeze, valid)
             if ranks is not None:
                 images, valid = in_order(images, ranks), None if valid is None else in_order(valid, ranks)
             bad = self._checks.find_bad(images, valid)

@@ -88,6 +88,16 @@ def test_another_network_or_method_is_refused(calibration, net):
         calibration.check(net, tribe.methods.create("bn"))
 
 
+def test_a_time_filter_is_left_out(calibration, net):
+    """Health is about the predictions before the filter, so an adapter with a filter takes the calibration."""
+    made = tribe.calibrate(net, *digits(0, COUNT), method="source+time", corruptions=NAMES, window=200)
+    assert made.method == "source"
+    assert all(map(torch.equal, made.estimator.model, calibration.estimator.model))
+    adapter = tribe.adapt(net, "source", time="auto", health=made)
+    adapter(digits(0, 20)[0])
+    assert adapter.health[0].accuracy is not None
+
+
 def test_files_that_hold_no_calibration_are_refused(calibration, tmp_path):
     known = calibration.knowledge()
     path = tmp_path / "other.safetensors"

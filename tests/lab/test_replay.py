@@ -125,6 +125,17 @@ def test_a_checkpoint_without_outputs_or_of_other_classes_is_refused(tmp_path):
 def test_records_without_outputs_are_refused_in_words(tmp_path):
     records = play(ready("source"), keep_outputs=True)
     records[0].save(tmp_path / "record.npz")
-    with pytest.raises(ValueError, match="keep_outputs=True"):
+    with pytest.raises(ValueError, match=r"keep_outputs=True.*tribe run --logits.*Record\.save\(path, outputs=True\)"):
         replay([Record.load(tmp_path / "record.npz")], time.create("cofa"))
+    records[0].save(tmp_path / "whole.npz", outputs=True)
+    assert len(replay([Record.load(tmp_path / "whole.npz")], time.create("cofa"))) == 1
     assert replay([], time.create("cofa")) == []
+
+
+def test_a_record_that_is_filtered_already_is_refused():
+    words = r"of source\+time, which has a time filter already: replay a filter over a record of source$"
+    filtered = play(ready("source+time"), keep_outputs=True)
+    again = replay(play(ready("source"), keep_outputs=True), time.create("time"))
+    for records in (filtered, again):
+        with pytest.raises(ValueError, match=words):
+            replay(records, time.create("cofa"))

@@ -150,6 +150,6 @@ def test_probabilities_of_zero_are_filtered():
     method = with_filter(Lame(classes=CLASSES), EAGER)
     time = method.time_filter.init(1, CLASSES, torch.empty(0))
     certain = torch.eye(CLASSES)[torch.tensor([[0, 0, 0, 1, 1, 0]])]
-    answer, time = method._filter(time, certain, None)
+    answer, time = method.filter_after(Backbone(small_network()), time, certain, None)
     assert answer.isfinite().all()
     assert torch.allclose(answer.sum(-1), torch.ones(()), atol=1e-5)

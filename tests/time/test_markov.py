@@ -2,10 +2,11 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
-from tribe import time
+from tribe import methods, time
 from tribe.testing import labels_in_bursts, predictions
 from tribe.time import markov
 from tribe.time.markov import Markov
@@ -39,12 +40,16 @@ def errors(answers, labels):
         ({"within": "future"}, r"within is 'past' or 'batch'; got 'future'"),
         ({"temperatures": ()}, "temperatures is a sequence of positive numbers"),
         ({"temperatures": (1.0, 0.0)}, "temperatures is a sequence of positive numbers"),
-        ({"temperatures": 2.0}, "temperatures is a sequence of positive numbers"),
+        ({"temperatures": -2.0}, "temperatures is a sequence of positive numbers"),
+        ({"temperatures": True}, "temperatures is a sequence of positive numbers"),
         ({"temperatures": (2.0, 1.0)}, "temperatures is a sequence of positive numbers that rise"),
         ({"temperature_margin": 1.0}, "temperature_margin is a number, not negative and below 1"),
         ({"temperatures": "1"}, "temperatures is a sequence of positive numbers"),
         ({"temperatures": (1.0, math.nan)}, "temperatures is a sequence of positive numbers"),
         ({"training_shares": ()}, "training_shares is a sequence of positive shares"),
+        ({"training_shares": 0.5}, "training_shares is a sequence of positive shares"),
+        ({"training_shares": torch.ones(2, 2)}, "training_shares is a sequence of positive shares"),
+        ({"training_shares": torch.ones(())}, "training_shares is a sequence of positive shares"),
         ({"training_shares": (0.5, -0.5)}, "training_shares is a sequence of positive shares"),
         ({"rate_step": -0.1}, "rate_step is a number, not negative and below 1"),
         ({"least_rate": 1}, "least_rate is a number, not negative and below 1"),
@@ -69,6 +74,15 @@ def test_an_unknown_setting_or_filter_is_refused_in_words():
         time.create("tiem")
     assert time.resolve("auto") == Markov()
     assert time.resolve(rule := Markov(within="batch")) is rule
+
+
+def test_numbers_come_as_arrays_and_tensors_and_a_temperature_alone():
+    assert Markov(temperatures=1) == Markov(temperatures=(1.0,))
+    counts = [30, 10, 5]
+    expected = time.create("time", training_shares=counts)
+    for given in (np.array(counts), torch.tensor(counts), torch.tensor(counts, dtype=torch.bfloat16)):
+        assert time.create("time", training_shares=given) == expected
+        assert methods.create("source+time", training_shares=given).time_filter == expected
 
 
 def test_training_shares_are_one_for_each_class():
@@ -246,12 +260,40 @@ def test_a_temperature_without_a_say_waits_where_it_started(within):
     assert not used.any()
 
 
+def test_within_the_batch_an_image_keeps_its_prediction_where_the_temperature_had_no_say():
+    """The network is unsure in the first half of a batch, and sure, in bursts, in the second: the filter turns on at a
+    temperature that was silent in the first half, and knows nothing of its images."""
+    draw = torch.Generator().manual_seed(0)
+    classes, half = 100, 32
+    labels = torch.randint(0, classes, (7 * half,), generator=draw)
+    labels = torch.cat((labels, torch.arange(3).repeat_interleave(11)[:half]))
+    logits = 0.1 * torch.randn(1, 8 * half, classes, generator=draw)
+    gap = torch.cat((torch.full((7 * half,), 1.5), torch.full((half,), 12.0)))
+    logits[0, torch.arange(8 * half), labels] += gap
+    answers, used, _ = play(Markov(within="batch"), logits, batch=2 * half)
+    assert used[0, -5:].all()
+    assert not used[0, : 7 * half].any()
+    assert errors(logits, labels) == 0
+    assert errors(answers, labels) == 0
+
+
 def test_with_ten_classes_every_temperature_has_a_say():
     rule, logits = Markov(), 0.1 * predictions(labels_in_bursts(2, 300, CLASSES, 0.9), CLASSES)
     _, _, state = play(rule, logits)
     assert bool(
         (state.confidence >= markov.least_confidence(CLASSES)).all()
     )  # the likeliest of ten has a tenth or more
+
+
+@pytest.mark.parametrize("rule", [Markov(), Markov(within="batch"), time.create("cofa")], ids=["past", "batch", "cofa"])
+def test_huge_logits_mean_what_smaller_ones_with_the_same_differences_mean(rule):
+    """In float64, where a shift by 2^40 leaves the differences nearly as they are."""
+    logits = predictions(labels_in_bursts(2, 200, CLASSES, 0.95), CLASSES)
+    answers, used, _ = play(rule, logits)
+    far, far_used, _ = play(rule, logits + 2.0**40)
+    assert used.any()
+    assert torch.equal(used, far_used)
+    assert torch.allclose(answers[used], far[used], rtol=0, atol=1e-2)
 
 
 def test_what_the_filter_reports():

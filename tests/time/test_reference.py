@@ -74,6 +74,29 @@ def test_markov_equals_the_slow_loop(fields, least, monkeypatch):
     assert not on.all()
 
 
+@pytest.mark.parametrize("within", ["past", "batch"])
+def test_markov_equals_the_slow_loop_where_a_temperature_gets_its_say_within_a_batch(within):
+    """The network is unsure of single images, then sure of bursts: in the second stream later."""
+    images, classes = 96, 100
+    bursts = torch.arange(3).repeat_interleave(11)[:32].expand(2, -1)
+    labels = torch.cat((labels_in_bursts(2, 64, classes, 0), bursts), 1)
+    unsure = torch.arange(images) < torch.tensor([[64], [70]])
+    logits = torch.where(unsure, 1.5, 12.0).double().unsqueeze(-1) * torch.nn.functional.one_hot(labels, classes)
+    logits += 0.1 * predictions(labels, classes, margin=0)
+    valid = torch.arange(images) % 5 != 3
+    rule, slow = Markov(within=within), [MarkovFilter(classes, Markov(within=within)) for _ in range(2)]
+    state, used = rule.init(2, classes, logits.new_empty(0)), []
+    for z, real in zip(logits.split(48, 1), valid.expand(2, -1).split(48, 1), strict=True):
+        filtered = rule.step(state, z, real)
+        state = filtered.state
+        used.append(filtered.used)
+        for row, one in enumerate(slow):
+            check(one.add(z[row].tolist(), real[row].tolist()), filtered, row)
+    on = torch.cat(used, 1)
+    assert on[:, -10:].any(1).all()
+    assert not on[:, :50].any()
+
+
 def test_cofa_equals_the_slow_loop():
     rule, (logits, valid) = Cofa(), stream()
     slow = [CofaFilter() for _ in range(STREAMS)]

@@ -44,18 +44,23 @@ class Checks:
         """Refuse logits of another number of classes; warn once of probabilities in place of logits."""
         if self._dense and (logits.dim() != 3 or logits.shape[-1] != self.classes):
             return  # no logits
-        if logits.shape[-1] != self.classes:
-            raise ValueError(
-                f"the network gives {logits.shape[-1]} classes; the adapter was made for {self.classes}, the outputs "
-                f"of its layer {self._classifier!r}. Name the layer that classifies: "
-                "tribe.adapt(tribe.Backbone(model, classifier=...))"
-            )
+        check_count(logits, self.classes, self._classifier)
         if self._output_checked:
             return
         if (kept := logits if bad is None else logits[~bad]).numel():
             self._output_checked = True  # once: reading the values waits for the device
             if are_probabilities(kept):
                 warn(PROBABILITIES)
+
+
+def check_count(logits: Tensor, classes: int | None, classifier: str | None) -> None:
+    """Refuse logits (..., K) of another number of classes than the outputs of the layer that was taken to classify."""
+    if logits.shape[-1] != classes:
+        raise ValueError(
+            f"the network gives {logits.shape[-1]} classes; the adapter was made for {classes}, the outputs "
+            f"of its layer {classifier!r}. Name the layer that classifies: "
+            "tribe.adapt(tribe.Backbone(model, classifier=...))"
+        )
 
 
 def check_source(net: Backbone) -> None:

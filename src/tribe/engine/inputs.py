@@ -42,20 +42,31 @@ def as_mask(valid: Tensor, x: Tensor, added: bool) -> Tensor:
     return valid.unsqueeze(0) if added else valid
 
 
-def as_order(order: Tensor, x: Tensor, added: bool) -> Tensor:
+def as_order(order: Tensor, x: Tensor, added: bool, valid: Tensor | None = None) -> Tensor:
     """Turn times of images (S, B, ...) into the positions (S, B) that sort them, or refuse them; ties keep their order.
+
+    Images that are not ``valid`` (S, B) have no time, whatever ``order`` says, and come last.
 
     >>> as_order(torch.tensor([0.3, 0.1, 0.2]), torch.zeros(1, 3, 4), added=True)
     tensor([[1, 2, 0]])
     """
     expected = tuple(x.shape[added:2])
-    if not isinstance(order, Tensor) or tuple(order.shape) != expected or order.dtype == torch.bool:
+    if not isinstance(order, Tensor) or tuple(order.shape) != expected or not _can_sort(order.dtype):
         found = f"{order.dtype} of shape {tuple(order.shape)}" if isinstance(order, Tensor) else repr(order)
         raise ValueError(f"order is a tensor of numbers, one for each image, of shape {expected}; got {found}")
-    if order.is_floating_point() and bool(order.isnan().any()):
-        raise ValueError("order holds NaN; expected a time, or a position in time, for each image")
     order = order.to(x.device)
-    return torch.argsort(order.unsqueeze(0) if added else order, dim=1, stable=True)
+    order = order.unsqueeze(0) if added else order
+    if order.is_floating_point() and bool((order.isnan() if valid is None else order.isnan() & valid).any()):
+        raise ValueError("order holds NaN; expected a time, or a position in time, for each image")
+    positions = torch.argsort(order, dim=1, stable=True)
+    if valid is None:
+        return positions
+    return in_order(positions, torch.argsort(in_order(~valid, positions).byte(), dim=1, stable=True))
+
+
+def _can_sort(dtype: torch.dtype) -> bool:
+    """Whether torch sorts such numbers: no truth values, no complex numbers, no floating point of 8 bits."""
+    return not (dtype == torch.bool or dtype.is_complex or (dtype.is_floating_point and dtype.itemsize < 2))
 
 
 def in_order(values: Tensor, positions: Tensor) -> Tensor:

@@ -14,7 +14,6 @@ from tribe.engine.graphs import Steps, Switch
 from tribe.engine.state import digest
 from tribe.fleet.batching import Group, gather, gather_deployed, scatter
 from tribe.methods import Deployed, Method, Timed, finite, quiet, screen
-from tribe.methods.timed import filter_output
 
 RECORDINGS = 16  # shapes of groups whose CUDA graphs are kept
 OWN_WEIGHTS = "each stream has weights of its own, which cannot be batched"
@@ -120,9 +119,7 @@ def predict(
     rows = len(x)
     if isinstance(method, Timed):
         output = predict(method.inner, net, [state.inner for state in states], deployed, x, valid)
-        real = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if valid is None else valid
-        belief = gather([state.time for state in states], rows)
-        return filter_output(method.time_filter, belief, output, real, method.output)[0]
+        return method.filter_after(net, gather([state.time for state in states], rows), output, valid)[0]
     if method.more_than_a_pass is not None:
         return method.predict(net, gather(states, rows), x, valid)
     x, seen, _ = screen(x, valid)

@@ -32,7 +32,7 @@ from tribe.health.probe import ask, start_shift
 from tribe.health.regression import GaussianProcess
 from tribe.health.rehearsal import Condition, Plan, choose_conditions, corrupt_images, plan_streams, side_by_side
 from tribe.knowledge import Knowledge, KnowledgeError
-from tribe.methods import Method, count_classes
+from tribe.methods import Method, Timed, count_classes
 from tribe.storage.json_files import Where, check
 
 NAME = "health"  # of the knowledge in a file
@@ -183,7 +183,8 @@ def calibrate(
         images: (N, C, H, W) in [0, 1], at least 200, better 1,000 or more. The network must not have been trained on
             them: on its training images it is right more often than on any others.
         labels: (N,) class numbers.
-        method: the method that will adapt, or its name.
+        method: the method that will adapt, or its name. A time filter is left out: health is about the predictions
+            before it.
         corruptions: names from ``tribe.corruptions.names(family)``, at least three; by default all.
         window: images that an estimate is for.
         seed: of the order of images and of the corruptions.
@@ -191,6 +192,7 @@ def calibrate(
     """
     backbone = net if isinstance(net, Backbone) else Backbone(net)
     built = method if isinstance(method, Method) else methods.create(method, classes=count_classes(backbone, None))
+    built = built.inner if isinstance(built, Timed) else built
     require(is_whole(window, least=50), "window is how many images an estimate is for, at least 50", window)
     images, labels = _checked(images, labels)
     conditions = choose_conditions(images.shape[1:], corruptions)

@@ -145,7 +145,7 @@ class Health(NamedTuple):
 document(
     Health,
     images="Images that came, learned from or not.",
-    accuracy="Estimated accuracy of the last 500 images; None without a calibration.",
+    accuracy="Estimated accuracy of the last 500 images, before the time filter; None without a calibration.",
     low="Lower end of its 90 % interval; None without a calibration.",
     high="Upper end of its 90 % interval; None without a calibration.",
     overall="Estimated accuracy over the whole stream; None without a calibration.",
@@ -157,7 +157,7 @@ document(
     statistics="How far the statistics have moved, in standard deviations: see tribe.health.lean; None: none are kept.",
     followed="The share of the adapted statistics in those that predict; None for methods that keep none.",
     source_agreement="Share of the last images on which the source agrees, of those that it predicted too; None: none.",
-    predicted="How often each class was predicted.",
+    predicted="How often each class was predicted, before the time filter.",
     held="Images that a guard did not let the method learn from.",
     returned="How often a guard returned the stream to its last good state.",
 )

@@ -22,6 +22,7 @@ from tribe.lab.provenance import code_of, coded
 from tribe.lab.record import Record
 from tribe.lab.runner import Progress
 from tribe.lab.spec import plain
+from tribe.methods import alone
 from tribe.methods.encoding import encode_fields
 from tribe.methods.timed import filter_output
 from tribe.time import TimeFilter
@@ -76,10 +77,16 @@ def replay(
 
 
 def _outputs(record: Record) -> Outputs:
+    name = str(record.spec.get("method", {}).get("name"))
+    if (method := alone(name)) != name:
+        raise ValueError(
+            f"the record is of {name}, which has a time filter already: replay a filter over a record of {method}"
+        )
     if record.outputs is None:
         raise ValueError(
             "a filter is played over what a method returned, and this record does not hold it: "
-            "tribe.run(..., keep_outputs=True) keeps it, and a file of Record.save does not"
+            "tribe.run(..., keep_outputs=True) and tribe run --logits keep it, and Record.save(path, outputs=True) "
+            "writes it"
         )
     return record.outputs
 

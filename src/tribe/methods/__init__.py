@@ -89,6 +89,8 @@ def get(name: str) -> type[Method]:
     cls = registry.get(method.partition("/")[0])
     for part in name.removeprefix(method).split("+")[1:]:
         if part in wrappers:
+            if issubclass(cls, wrappers[part].base):
+                raise ValueError(f"{cls.name} has a guard, or is watched, already: {name!r} names two")
             cls = compose(wrappers[part].base, cls, wrappers[part].part)  # type: ignore[arg-type]  # a class is hashable
         else:
             cls = timed(cls, time_filters.get(part))

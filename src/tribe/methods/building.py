@@ -1,6 +1,7 @@
 """A method for a network, from what a person names: for everything that adapts a network."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -27,13 +28,17 @@ def build_method(
     fields: Mapping[str, Any],
     guard: Any = None,
 ) -> Method:
-    """Build a method by its name and fields, with a guard and a time filter if asked; a method that is built stays."""
+    """Build a method by its name and fields, with a guard and a time filter if asked.
+
+    A method that is built stays as it is; one that does not know how many classes there are is told.
+    """
     if isinstance(method, Method):
         if fields:
             raise TypeError(
                 f"the method is built already: tribe.methods.create({method.name!r}, ...) sets {', '.join(fields)}"
             )
-        built = method
+        counted = method.classes is None and classes is not None
+        built = replace(method, classes=_count(net, classes)) if counted else method
     else:
         get(method)  # report an unknown name before anything else
         built = create(method, classes=_count(net, classes), **fields)

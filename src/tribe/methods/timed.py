@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tribe.engine.backbone import Backbone
+from tribe.engine.checks import check_count
 from tribe.engine.moments import wide
 from tribe.methods.composed import Composed, ComposedState, compose
 from tribe.methods.method import Method
@@ -42,7 +43,7 @@ class Timed(Composed):
 
     def init(self, net: Backbone, streams: int = 1, seed: int = 0) -> TimedState:
         """The first states of the method and of the filter."""
-        classes = self.classes if self.classes is not None else net.classes
+        classes = self._count(net)
         if classes is None:
             raise ValueError(
                 "a time filter needs the number of classes, which cannot be read from the network: classes="
@@ -56,7 +57,7 @@ class Timed(Composed):
     ) -> tuple[Tensor, TimedState]:
         """Take the method's step, then filter its predictions."""
         output, inner = self.inner.step_reusing(net, state.inner, x, valid, retired and retired.inner)
-        answer, after = self._filter(state.time, output, valid)
+        answer, after = self.filter_after(net, state.time, output, valid)
         return answer, TimedState(inner, after)
 
     def predict(self, net: Backbone, state: TimedState, x: Tensor, valid: Tensor | None = None) -> Tensor:
@@ -67,16 +68,21 @@ class Timed(Composed):
         self, net: Backbone, state: TimedState, x: Tensor, valid: Tensor | None = None
     ) -> tuple[Tensor, TimedState]:
         """Predict without adapting the network; the filter goes on."""
-        answer, after = self._filter(state.time, self.inner.predict(net, state.inner, x, valid), valid)
+        answer, after = self.filter_after(net, state.time, self.inner.predict(net, state.inner, x, valid), valid)
         return answer, state._replace(time=after)
 
     def filter_info(self, state: TimedState) -> list[FilterInfo] | None:
         """What the filter does for each stream."""
         return self.time_filter.info(state.time)
 
-    def _filter(self, state: Any, output: Tensor, valid: Tensor | None) -> tuple[Tensor, Any]:
+    def filter_after(self, net: Backbone, state: Any, output: Tensor, valid: Tensor | None) -> tuple[Tensor, Any]:
+        """Filter what the method returned, (S, B, K), with a state of the filter: answers, and its next state."""
+        check_count(output, self._count(net), net.classifier)  # a filter would fail with the sizes of its tensors
         real = torch.ones(output.shape[:2], dtype=torch.bool, device=output.device) if valid is None else valid
         return filter_output(self.time_filter, state, output, real, self.output)
+
+    def _count(self, net: Backbone) -> int | None:
+        return self.classes if self.classes is not None else net.classes
 
 
 @torch.no_grad()

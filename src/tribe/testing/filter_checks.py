@@ -164,12 +164,13 @@ def padding_changes_nothing(filter: TimeFilter) -> None:
     """Catches images that are not valid and enter a belief, a rate or a count, wherever they are in the batch."""
     certain = torch.zeros(CLASSES, dtype=torch.float64)
     certain[7] = 50
-    _change_nothing(filter, certain, valid=False)
+    for extra in (certain, certain * torch.nan, certain.log()):  # what is not valid may be anything
+        _change_nothing(filter, extra, valid=False)
 
 
 def an_image_that_says_nothing_changes_nothing(filter: TimeFilter) -> None:
-    """Catches a bad image that ends a burst or counts as an image: the logits of a bad image are equal."""
-    for value in (0.0, 7.25, -3.5):
+    """Catches a bad image that ends a burst or counts as an image: its logits are equal, or not finite."""
+    for value in (0.0, 7.25, -3.5, torch.nan, torch.inf):
         _change_nothing(filter, torch.full((CLASSES,), value, dtype=torch.float64), valid=True)
 
 
@@ -204,6 +205,9 @@ def stays_finite(filter: TimeFilter) -> None:
         cases = {
             "logits of 1e4 and -1e4": torch.where(certain.bool(), 1e4, -1e4),
             "one logit of -1e4": torch.where(certain.bool(), -1e4, z),
+            "logits of 2e38 and -2e38": torch.where(certain.bool(), 2e38, -2e38),
+            "logits near -2e38": torch.where(certain.bool(), -2e38, -3e38),
+            "a logit of minus infinity": torch.where(certain.roll(1, -1).bool(), -torch.inf, z),
             "equal logits": torch.zeros_like(z),
             "one image": z[:, :1],
             "one class only": z[:, :1].expand_as(z) * 20,

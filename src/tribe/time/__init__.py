@@ -5,7 +5,7 @@ that use this: ``tribe.adapt(net, "tribe", time="auto")``. To add one, put a fil
 `@register("name")`; it imports what it needs from here. See docs/time.md.
 """
 
-from tribe.time.filter import Filtered, FilterInfo, TimeFilter, informative, register, registry
+from tribe.time.filter import Filtered, FilterInfo, TimeFilter, bounded, informative, register, registry
 
 create, names, get = registry.create, registry.names, registry.get
 
@@ -21,6 +21,7 @@ __all__ = [
     "FilterInfo",
     "Filtered",
     "TimeFilter",
+    "bounded",
     "create",
     "get",
     "informative",

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tribe.time import Filtered, TimeFilter, informative, register
+from tribe.time import Filtered, TimeFilter, bounded, informative, register
 
 
 class CofaState(NamedTuple):
@@ -33,6 +33,7 @@ class Cofa(TimeFilter):
         """Average each image with the image before it; the average is used where its largest probability is larger."""
         z = logits.to(state.logits.dtype)
         counted = informative(z, valid)
+        z = bounded(z, counted)
         # (S, 1 + B, K): the last image of the state and those of the batch; (S, B): where the last one that counts is
         both, places = torch.cat((state.logits.unsqueeze(1), z), 1), torch.arange(1, z.shape[1] + 1, device=z.device)
         last = torch.where(counted, places, 0).cummax(1).values

@@ -4,12 +4,16 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
+import torch
 from torch import Tensor
 
 from tribe.registry import Registry
 
 registry: Registry["TimeFilter"] = Registry("time filter")
 register = registry.register
+
+LARGE = 1e4  # a largest logit beyond which logits are shifted: smaller ones keep their bits
+LEAST = -1e30  # a logit below it is as good as this: sums of two, and quotients, stay finite
 
 
 class Filtered(NamedTuple):
@@ -52,7 +56,10 @@ class TimeFilter(ABC):
 
     @abstractmethod
     def step(self, state: Any, logits: Tensor, valid: Tensor) -> Filtered:
-        """Filter the finite logits (S, B, K) of the images that are ``valid`` (S, B); the others change nothing."""
+        """Filter the logits (S, B, K) of the images that are ``valid`` (S, B); the others change nothing.
+
+        `informative` says which images count, and `bounded` makes their logits safe.
+        """
 
     def info(self, state: Any) -> list[FilterInfo] | None:
         """What the filter does for each stream; None if it has nothing to report."""
@@ -60,6 +67,17 @@ class TimeFilter(ABC):
 
 
 def informative(logits: Tensor, valid: Tensor) -> Tensor:
-    """Which images (S, B) count: the valid ones, unless all their logits are equal, as those of a bad image are."""
-    counted: Tensor = valid & (logits.amax(-1) > logits.amin(-1))
+    """Which images (S, B) count: valid ones with finite logits that are not all equal, as those of a bad image are."""
+    high, low = logits.amax(-1), logits.amin(-1)  # NaN if one is
+    counted: Tensor = valid & (high > low) & (high < torch.inf) & (low > -torch.inf)
     return counted
+
+
+def bounded(logits: Tensor, counted: Tensor) -> Tensor:
+    """Logits (S, B, K) of the same probabilities that do not overflow; those of images that do not count are 0.
+
+    What does not count must not be NaN either: a product with 0 would still be NaN.
+    """
+    known = logits.masked_fill(~counted.unsqueeze(-1), 0)
+    high = known.amax(-1, keepdim=True)
+    return (known - torch.where(high.abs() > LARGE, high, 0)).clamp_min(LEAST)

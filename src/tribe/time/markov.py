@@ -22,12 +22,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tribe.engine import kernels
 from tribe.fields import is_number, require
-from tribe.time import Filtered, FilterInfo, TimeFilter, informative, register
+from tribe.time import Filtered, FilterInfo, TimeFilter, bounded, informative, register
 
 START = 0.5  # rho before the first image: bursts of two
 PATIENCE = 30  # images that the first rho counts for
@@ -89,7 +90,7 @@ class Markov(TimeFilter):
     """
 
     within: Literal["past", "batch"] = "past"  # which images of its batch an answer uses
-    temperatures: Sequence[float] = (0.5, 0.9, 1.5, 2.4, 4.0)  # T, rising; above 4 any bias looks like a burst
+    temperatures: Sequence[float] = (0.5, 0.9, 1.5, 2.4, 4.0)  # T, rising, or one; above 4 any bias looks like a burst
     temperature_margin: float = 0.03  # share of the best sum that a sharper temperature may miss; rare classes need it
     training_shares: Sequence[float] | None = None  # of the classes, divided out; None: all were equal
     rate_step: float = 0.01  # of rho: about the last 100 images; slower than the marginal, so that bias is not a burst
@@ -105,6 +106,8 @@ class Markov(TimeFilter):
 
     def __post_init__(self) -> None:
         require(self.within in ("past", "batch"), "within is 'past' or 'batch'", self.within)
+        if is_number(self.temperatures):  # --set tribe+time.temperatures=1
+            object.__setattr__(self, "temperatures", (self.temperatures,))
         expected = "temperatures is a sequence of positive numbers that rise"
         self._set_numbers("temperatures", expected)
         require(list(self.temperatures) == sorted(set(self.temperatures)), expected, self.temperatures)
@@ -121,6 +124,7 @@ class Markov(TimeFilter):
 
     def _set_numbers(self, name: str, expected: str) -> None:
         given = getattr(self, name)
+        given = given.tolist() if isinstance(given, np.ndarray | Tensor) else given
         several = isinstance(given, Sequence) and not isinstance(given, str) and len(given) > 0
         require(several and all(is_number(v) and v > 0 for v in given), expected, given)
         object.__setattr__(self, name, tuple(float(v) for v in given))
@@ -146,13 +150,17 @@ class Markov(TimeFilter):
         """Filter a batch: update the belief image by image; smooth it backwards if the whole batch may be used."""
         z = logits.to(state.belief.dtype)
         counted = informative(z, valid)
+        z = bounded(z, counted)
         if self.training_shares is not None:
             z = z - _logs(tuple(self.training_shares), z.dtype, z.device)
         images = Images.of(self._likelihood(z), counted)
         scanned, new = self._scan(state, images)
         if self.within == "batch":
-            belief = self._smooth(scanned, images, self._chosen(new))  # as it is at the end of the batch
-            on = (self._evidence(new) > self.evidence_on).unsqueeze(1)  # (S, 1)
+            chosen = self._chosen(new)  # as it is at the end of the batch
+            belief = self._smooth(scanned, images, chosen)
+            # Where it had no say it started again after the image, so its belief knows nothing of the image.
+            sure = _at(scanned.confidence, chosen.unsqueeze(1).expand(counted.shape))
+            on = (sure >= least_confidence(z.shape[-1])) & (self._evidence(new) > self.evidence_on).unsqueeze(1)
         else:
             belief = _at(scanned.belief, self._chosen(scanned))
             on = self._evidence(scanned) > self.evidence_on

@@ -163,6 +163,7 @@ def _health(wanted: Wanted, method: str) -> tuple[Knowledge, Path, str]:
         calibration: Calibration = tribe.calibrate(
             net, x, y, method=built, seed=wanted.seed, progress=lambda n, of: bar.update(task, completed=n, total=of)
         )
+    method = tribe.methods.alone(method)  # what was calibrated
     target = wanted.out or knowledge_path(HEALTH, wanted.model, wanted.dataset, wanted.root, {"method": method})
     known, error = calibration.knowledge(), 100 * calibration.estimator.unseen
     origin = {"model": wanted.model, "dataset": wanted.dataset, "seed": wanted.seed}
