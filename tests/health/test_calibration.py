@@ -255,9 +255,9 @@ def test_intervals_hold_a_corruption_that_was_left_out():
 
 
 def test_a_window_longer_than_all_stretches_is_tested_with_the_longest():
-    condition = torch.arange(8).repeat_interleave(90)
-    share = torch.where(torch.arange(8) % 2 == 0, 0.9, 0.5)[condition]
-    assert fit([played(condition, share, torch.full((720,), 0.7))], 10, 1.0, 700).unseen > 0.1
+    condition = torch.arange(20).repeat_interleave(90)
+    share = torch.where(torch.arange(20) % 2 == 0, 0.9, 0.5)[condition]
+    assert fit([played(condition, share, torch.full((1800,), 0.7))], 10, 1.0, 700).unseen > 0.1
 
 
 def test_the_widening_is_the_share_that_is_held():
