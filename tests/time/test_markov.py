@@ -308,3 +308,20 @@ def test_what_the_filter_reports():
     assert 5 < info.burst < 40  # bursts of 20 images; a sharp temperature takes an error for a new class
     assert info.temperature in (1.5, 2.4)  # the logits are twice too large
     assert 10 < info.evidence <= 60
+
+
+@pytest.mark.parametrize("within", ["past", "batch"])
+def test_classes_that_a_network_excludes_do_not_stop_the_filter(within):
+    rule, draw = create("time", within=within), torch.Generator().manual_seed(0)
+    state, wrong, raw = rule.init(1, 10, torch.zeros(0)), 0, 0
+    for batch in range(40):
+        right = torch.full((1, 8), batch // 4 % 5)
+        seen = torch.where(torch.rand(1, 8, generator=draw) < 0.3, torch.randint(5, (1, 8), generator=draw), right)
+        logits = torch.randn(1, 8, 10, generator=draw) + 4 * torch.eye(10)[seen]
+        logits[..., 7:] = -torch.inf
+        filtered = rule.step(state, logits, torch.ones(1, 8, dtype=torch.bool))
+        state = filtered.state
+        answer = torch.where(filtered.used.unsqueeze(-1), filtered.logits, logits).argmax(-1)
+        wrong, raw = wrong + int((answer != right).sum()), raw + int((logits.argmax(-1) != right).sum())
+    assert state.belief.isfinite().all()
+    assert wrong < raw / 2

@@ -67,9 +67,12 @@ class TimeFilter(ABC):
 
 
 def informative(logits: Tensor, valid: Tensor) -> Tensor:
-    """Which images (S, B) count: valid ones with finite logits that are not all equal, as those of a bad image are."""
+    """Which images (S, B) count: valid ones whose logits are not all equal, as those of a bad image are, nor NaN.
+
+    A logit of minus infinity is a class that is excluded; one of plus infinity says nothing.
+    """
     high, low = logits.amax(-1), logits.amin(-1)  # NaN if one is
-    counted: Tensor = valid & (high > low) & (high < torch.inf) & (low > -torch.inf)
+    counted: Tensor = valid & (high > low) & (high < torch.inf)
     return counted
 
 
