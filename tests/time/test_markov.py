@@ -312,7 +312,7 @@ def test_what_the_filter_reports():
 
 @pytest.mark.parametrize("within", ["past", "batch"])
 def test_classes_that_a_network_excludes_do_not_stop_the_filter(within):
-    rule, draw = create("time", within=within), torch.Generator().manual_seed(0)
+    rule, draw = Markov(within), torch.Generator().manual_seed(0)
     state, wrong, raw = rule.init(1, 10, torch.zeros(0)), 0, 0
     for batch in range(40):
         right = torch.full((1, 8), batch // 4 % 5)
