@@ -324,4 +324,4 @@ def test_classes_that_a_network_excludes_do_not_stop_the_filter(within):
         answer = torch.where(filtered.used.unsqueeze(-1), filtered.logits, logits).argmax(-1)
         wrong, raw = wrong + int((answer != right).sum()), raw + int((logits.argmax(-1) != right).sum())
     assert state.belief.isfinite().all()
-    assert wrong < raw / 2
+    assert wrong < 0.7 * raw
