@@ -137,7 +137,7 @@ def measure(x: Tensor, rules: FrameRules) -> Moments:
     dark, bright = (mask.mean((1, 2), dtype=torch.float32) for mask in (grey < rules.dark, grey > 1 - rules.dark))
     if picture:
         sharpness, detail, structure, blocks = _texture(grey, std)
-        pixels = grey[:, _centres(grey.shape[1])][:, :, _centres(grey.shape[2])]
+        pixels = grey[:, _middles(grey.shape[1]), _middles(grey.shape[2])]
         sample = (blocks.squeeze(1) + pixels) / 2  # what moves is seen in blocks, the noise of a sensor in pixels
     else:
         sharpness = (grey[:, 0, 1:] - grey[:, 0, :-1]).abs().sum(1)
@@ -148,9 +148,10 @@ def measure(x: Tensor, rules: FrameRules) -> Moments:
     return Moments(*(t.unflatten(0, lead) for t in flat))
 
 
-def _centres(size: int) -> list[int]:
+def _middles(size: int) -> slice:
     """The middle of each of 8 parts of so many pixels."""
-    return [(2 * i + 1) * size // (2 * GRID) for i in range(GRID)]
+    step = size // GRID
+    return slice(step // 2, step * GRID, step)
 
 
 def _texture(grey: Tensor, std: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

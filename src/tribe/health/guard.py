@@ -54,8 +54,8 @@ from tribe.methods import (
 )
 
 _watchers: WeakKeyDictionary[Backbone, dict[Any, Watcher]] = WeakKeyDictionary()
+FAULTY = slice(0, KINDS.index("blurred"))  # alarms of frames that teach nothing; methods adapt to blur and shift
 GONE_WRONG = slice(KINDS.index("drift"), len(KINDS))  # alarms of the method itself, not of the images
-HARMLESS = [KINDS.index(kind) for kind in ("blurred", "shift")]  # methods adapt to these
 
 
 @dataclass(frozen=True)
@@ -289,8 +289,8 @@ class Guarded(Composed):
         wrong = (now & ~then).any(1)
         inner = _mix(wrong, guard.good._replace(key=inner.key, info=inner.info), inner)
         alarms = guard.watch.alarms
-        images, harmful = alarms.images, alarms.on.index_fill(1, _harmless(alarms.on.device), False)
-        doubted = harmful.any(1) | (alarms.collapse.evidence > 0)  # an alarm comes some time after its cause
+        images, suspected = alarms.images, alarms.collapse.evidence > 0  # an alarm comes some time after its cause
+        doubted = alarms.on[:, FAULTY].any(1) | now.any(1) | suspected
         due = ~doubted & (images - guard.kept >= self.part.good_every)
         return inner, guard._replace(
             returned=guard.returned + wrong,
@@ -365,11 +365,6 @@ def around(guard: Any, health: Any) -> Watch | None:
         return None if health is False else Watch(calibration)
     made = Guard() if guard is True else guard
     return made if calibration is None else replace(made, calibration=calibration)
-
-
-@functools.cache
-def _harmless(device: torch.device) -> Tensor:
-    return torch.tensor(HARMLESS, device=device)
 
 
 def _mix(chosen: Tensor, new: Any, old: Any) -> Any:
