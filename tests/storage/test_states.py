@@ -209,7 +209,13 @@ def test_a_file_from_before_states_reported_agreement_still_loads(tmp_path, meth
 
 @pytest.mark.parametrize(
     ("method", "later"),
-    [("tribe+time", "time.confidence"), ("tribe+guard", "watch.recent"), ("tribe+watch", "rings.source")],
+    [
+        ("tribe+time", "time.confidence"),
+        ("tribe+guard", "watch.recent"),
+        ("tribe+watch", "rings.source"),
+        ("tribe+guard", "collapse.burst"),
+        ("tribe+guard", "collapse.changed"),
+    ],
 )
 def test_a_file_from_before_a_state_had_a_field_still_loads(tmp_path, method, later):
     adapter = tribe.adapt(small_network(), tribe.methods.create(method, classes=4))

@@ -45,7 +45,7 @@ def as_mask(valid: Tensor, x: Tensor, added: bool) -> Tensor:
 def as_order(order: Tensor, x: Tensor, added: bool, valid: Tensor | None = None) -> Tensor:
     """Turn times of images (S, B, ...) into the positions (S, B) that sort them, or refuse them; ties keep their order.
 
-    Images that are not ``valid`` (S, B) have no time, whatever ``order`` says, and come last.
+    Images that are not ``valid`` (S, B) have no time, whatever ``order`` says, and stay where they are.
 
     >>> as_order(torch.tensor([0.3, 0.1, 0.2]), torch.zeros(1, 3, 4), added=True)
     tensor([[1, 2, 0]])
@@ -58,10 +58,16 @@ def as_order(order: Tensor, x: Tensor, added: bool, valid: Tensor | None = None)
     order = order.unsqueeze(0) if added else order
     if order.is_floating_point() and bool((order.isnan() if valid is None else order.isnan() & valid).any()):
         raise ValueError("order holds NaN; expected a time, or a position in time, for each image")
-    positions = torch.argsort(order, dim=1, stable=True)
     if valid is None:
-        return positions
-    return in_order(positions, torch.argsort(in_order(~valid, positions).byte(), dim=1, stable=True))
+        return torch.argsort(order, dim=1, stable=True)
+    places = _valid_first(torch.arange(x.shape[1], device=x.device).expand(x.shape[:2]), valid)
+    images = _valid_first(torch.argsort(torch.where(valid, order, 0), dim=1, stable=True), valid)
+    return torch.empty_like(images).scatter_(1, places, images)
+
+
+def _valid_first(positions: Tensor, valid: Tensor) -> Tensor:
+    """Positions (S, B), those of valid images first; otherwise they keep their order."""
+    return in_order(positions, torch.argsort((~in_order(valid, positions)).byte(), dim=1, stable=True))
 
 
 def _can_sort(dtype: torch.dtype) -> bool:

@@ -1,7 +1,8 @@
 """Signs that adapting goes wrong, in what a method predicts and how far it moved; each is compared with a cause.
 
 drift        the affine parameters moved further than the number of steps explains
-collapse     nearly all predictions are one class, while the source's predictions of the same images are not
+collapse     nearly all predictions are one class, while the source's predictions of the same images are spread, and
+             it hardly sees this class
 scatter      neighbours share their class according to the source, but not according to the adapted network: batches of
              few classes are normalised with their own statistics, and answers spread over classes that are not there
 

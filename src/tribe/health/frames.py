@@ -74,7 +74,7 @@ document(
     bright="Share of bright pixels.",
     sharpness="Mean absolute difference of neighbouring pixels.",
     detail="Squared differences of neighbours relative to the variance: 1 for one wave across the image.",
-    structure="Standard deviations above white noise: the larger of two tests, of neighbours and of 8 x 8 blocks.",
+    structure="Standard deviations from white noise: the largest of tests of rows, of columns and of 8 x 8 blocks.",
     picture="Grey in 8 x 8 blocks: the mean of the block and of the pixel in its middle.",
 )
 
@@ -110,7 +110,7 @@ class Verdict(NamedTuple):
 
 document(
     Verdict,
-    black="Nearly all pixels are dark, and none is bright.",
+    black="Nearly all pixels are dark, and fewer than about one in 1,000 is white.",
     white="Nearly all pixels are bright, for several frames.",
     flat="All pixels have nearly the same grey, for several frames.",
     noise="No more structure than white noise, for several frames.",
@@ -137,8 +137,8 @@ def measure(x: Tensor, rules: FrameRules) -> Moments:
     dark, bright = (mask.mean((1, 2), dtype=torch.float32) for mask in (grey < rules.dark, grey > 1 - rules.dark))
     if picture:
         sharpness, detail, structure, blocks = _texture(grey, std)
-        pixels = grey[:, _middles(grey.shape[1]), _middles(grey.shape[2])]
-        sample = (blocks.squeeze(1) + pixels) / 2  # what moves is seen in blocks, the noise of a sensor in pixels
+        pixels = F.interpolate(grey.unsqueeze(1), (GRID, GRID), mode="nearest-exact")  # those in the middles of blocks
+        sample = (blocks + pixels) / 2  # what moves is seen in blocks, the noise of a sensor in pixels
     else:
         sharpness = (grey[:, 0, 1:] - grey[:, 0, :-1]).abs().sum(1)
         detail = structure = torch.full_like(std, math.inf)
@@ -146,12 +146,6 @@ def measure(x: Tensor, rules: FrameRules) -> Moments:
     ends = low.float().flatten(), high.float().flatten()
     flat = (mean, std, *ends, dark, bright, sharpness, detail, structure, sample.flatten(1))  # (S * B, ...) each
     return Moments(*(t.unflatten(0, lead) for t in flat))
-
-
-def _middles(size: int) -> slice:
-    """The middle of each of 8 parts of so many pixels."""
-    step = size // GRID
-    return slice(step // 2, step * GRID, step)
 
 
 def _texture(grey: Tensor, std: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -49,6 +49,8 @@ LATER = (  # older files lack tensors with these endings
     ["time", "confidence"],  # of the time filter
     ["watch", "recent"],  # of what watches
     ["rings", "source"],  # of the estimate of accuracy
+    ["collapse", "burst"],  # of the alarms
+    ["collapse", "changed"],
 )
 
 
