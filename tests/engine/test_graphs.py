@@ -8,6 +8,7 @@ import pytest
 import torch
 from benchmarks.operations import count
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tribe
@@ -54,6 +55,16 @@ class Device(TorchDispatchMode):
         return result
 
 
+class NoLists(TorchFunctionMode):
+    """Refuses places given as a list or an array, which torch copies to the device without a word."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__):
+            places = args[1] if isinstance(args[1], tuple) else (args[1],)
+            assert not any(isinstance(place, (list, np.ndarray)) for place in places), "a list of places is copied"
+        return func(*args, **(kwargs or {}))
+
+
 def step_without_values(method, streams=2):
     """On torch's meta device tensors have no values: a step that reads one fails."""
     home = Backbone(small_network())
@@ -61,7 +72,7 @@ def step_without_values(method, streams=2):
     net, x = home.to("meta"), images(streams, 6).to("meta")
     if isinstance(known := getattr(method, "knowledge", None), tribe.knowledge.Knowledge):
         known.on(net)  # moved once, not in every step
-    with Device():
+    with Device(), NoLists():
         return method.step_reusing(net, state, x, retired=clone(state))
 
 
@@ -99,7 +110,7 @@ def test_a_segment_reads_no_value(name, fields):
         case = work.__name__, *(str(value) for value in abroad)  # of a tensor: its shape and type
         if case not in seen:
             seen.add(case)
-            with Device():
+            with Device(), NoLists():
                 work(*abroad)
         done.add(work.__name__)
         return work(*args)
@@ -127,6 +138,8 @@ def test_the_harness_catches_operations_that_synchronise():
         torch.ones(2, device="meta").nonzero()
     with Device(), pytest.raises((AssertionError, RuntimeError)):
         bool(torch.ones(2, device="meta").any())
+    with Device(), NoLists(), pytest.raises(AssertionError, match="list of places"):
+        torch.ones(4, device="meta")[[0, 1]]
 
 
 # -- static memory, ping-pong and padding, with work repeated instead of recorded --------------------------------------
