@@ -112,9 +112,10 @@ def look_for_collapse(
     own_count, their_count = count.unbind(1)
     means = state.shares / state.weight.unsqueeze(2).clamp_min(1e-6)
     near, far = means[:, ::3], means[:, 2::2]  # (S, 2, K) each: of `WINDOWS` 0 and 3, 2 and 4
-    order, source_order = _order(batch, count, near, far).unbind(1)
-    lately = _order(batch[:, :1], count[:, :1], near[:, :1], means[:, 1:2])[:, 0]  # over the source's horizon
-    order = torch.maximum(order, lately)
+    alike, their_alike = _alike(batch, count, near).unbind(1)
+    chance, their_chance = (batch * far).sum(2).unbind(1)
+    lately = (batch[:, 0] * means[:, 1]).sum(1)  # over the source's horizon
+    order, source_order = alike - torch.minimum(chance, lately), their_alike - their_chance
     heard = their_count > 0
     asked = their_count / own_count.clamp_min(1) * own_count.clamp_min(NEAR)
     expected = rules.follow * asked / (asked + FEW) * source_order
@@ -131,20 +132,12 @@ def look_for_collapse(
     shares = torch.lerp(shown, state.shares, keep.unsqueeze(2))
     weight = torch.addcmul(1 - keep, state.weight, keep)
 
-    dense = (EVERY * their_count >= own_count).unsqueeze(1)
-    share, said = (shares[:, 3:] / weight[:, 3:, None].clamp_min(1e-6)).max(2)
-    share, said, filled = (torch.where(dense, t[:, :1], t[:, 1:])[:, 0] for t in (share, said, weight[:, 3:]))
-    pure = heard & (share >= 1 / shares.shape[2] + PURE) & (filled > 0.5)
-    switched = pure & (said != state.burst) & (state.burst >= 0)
-    burst = torch.where(pure, said, state.burst)
-    changed = torch.where(switched, 0, (state.changed + own_count).clamp_max(FAR))
-
     steps = state.steps + (own_count > 0)
     top_share, top = shares[:, 1].max(1)  # not divided by the weight: a short stream is no collapse
     spread = torch.linalg.vector_norm(shares[:, 4], dim=1) <= _norm_of_spread(rules, shares.shape[2]) * weight[:, 4]
     compared = weight[:, 4] > 0.5
     agrees = shares[:, 4].gather(1, top.unsqueeze(1))[:, 0] >= (1 / shares.shape[2] + AGREES) * weight[:, 4]
-    kept = (near * (near - far)).sum(2)  # for people; `_order` decides
+    kept = (near * (near - far)).sum(2)  # for people; `order` decides
     signs = Signs(
         drift=(distance > rules.drift * steps.clamp_max(MOST_STEPS).sqrt()) & (steps >= rules.steps),
         collapse=torch.where(compared, (top_share >= rules.share) & spread & ~agrees, top_share >= rules.alone),
@@ -156,7 +149,8 @@ def look_for_collapse(
         source_order=kept[:, 1],
     )
     length = torch.where(evidence > 0, state.length + own_count, 0)
-    return signs, CollapseState(shares, weight, steps, evidence, length, burst, changed)
+    bursts = _follow_bursts(state, shares[:, 3:], weight[:, 3:], own_count, their_count)
+    return signs, CollapseState(shares, weight, steps, evidence, length, *bursts)
 
 
 def _norm_of_spread(rules: CollapseRules, classes: int) -> float:
@@ -164,11 +158,24 @@ def _norm_of_spread(rules: CollapseRules, classes: int) -> float:
     return math.sqrt(rules.spread * (1 - 1 / classes) + 1 / classes)
 
 
-def _order(batch: Tensor, count: Tensor, near: Tensor, far: Tensor) -> Tensor:
-    """How much more often neighbours share their class than images far apart do (S, 2).
+def _follow_bursts(
+    state: CollapseState, shares: Tensor, weight: Tensor, own_count: Tensor, their_count: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The next ``burst`` and ``changed``, from the source's near and middle windows (S, 2, K) and their weight."""
+    dense = (EVERY * their_count >= own_count).unsqueeze(1)
+    share, said = (shares / weight.unsqueeze(2).clamp_min(1e-6)).max(2)
+    share, said, filled = (torch.where(dense, t[:, :1], t[:, 1:])[:, 0] for t in (share, said, weight))
+    pure = (their_count > 0) & (share >= 1 / shares.shape[2] + PURE) & (filled > 0.5)
+    switched = pure & (said != state.burst) & (state.burst >= 0)
+    changed = torch.where(switched, 0, (state.changed + own_count).clamp_max(FAR))
+    return torch.where(pure, said, state.burst), changed
+
+
+def _alike(batch: Tensor, count: Tensor, near: Tensor) -> Tensor:
+    """How often neighbours share their class (S, 2).
 
     The n (n - 1) / 2 pairs of a batch count beside `PAIRS` n pairs with earlier images: all divided by n.
     """
     half = count.unsqueeze(2) / 2
     same = (batch * torch.add(half * batch, near, alpha=PAIRS)).sum(2)  # n / 2 pairs are of an image with itself
-    return (same - 0.5) / (half[:, :, 0] + (PAIRS - 0.5)) - (batch * far).sum(2)
+    return (same - 0.5) / (half[:, :, 0] + (PAIRS - 0.5))

@@ -100,12 +100,12 @@ def left_out(windows: Windows, window: int, amplitude: float = AMPLITUDE) -> Err
     """The errors on each corruption of a fit to the others; empty if none can be fitted."""
     found = [torch.empty(2, 0, dtype=torch.float64)]
     for number in windows.condition.unique():
-        seen = (windows.condition != number) & (windows.condition != MIXED)
         own = windows.condition == number
+        seen = ~own & (windows.condition != MIXED)
+        if number == MIXED or seen.sum() <= len(Features._fields):
+            continue
         longest = int(windows.images[own].amax())
         tested = own & (windows.images >= min(window // SHARES[0], longest))
-        if number == MIXED or seen.sum() <= len(Features._fields) or not tested.any():
-            continue
         model, features = regress(windows, seen, amplitude), windows.features[tested].float()
         p = torch.sigmoid(model.value(features)).double()
         slope = p * (1 - p)

@@ -136,7 +136,8 @@ def refer(entropy: Tensor, predicted: Tensor, labels: Tensor, classes: int) -> R
     levels = (torch.arange(LEVELS, device=entropy.device) + 0.5) / LEVELS
     pooled = torch.quantile(entropy, levels)
     unknown = torch.where(levels < 0.5, -1.0, 2.0)  # every entropy, a share of log K, has the rank 1/2
-    shown = torch.bincount(labels, minlength=classes) > 0
+    counts = torch.bincount(labels, minlength=classes)
+    shown = counts > 0
     rows = []
     for label in range(classes):
         own = entropy[predicted == label]
@@ -144,9 +145,8 @@ def refer(entropy: Tensor, predicted: Tensor, labels: Tensor, classes: int) -> R
         rows.append(torch.quantile(own, levels) if len(own) >= FEW else few)
     reference = Reference(torch.stack(rows), torch.zeros((), device=entropy.device))
     ranks = rank(reference, entropy, predicted)
-    counts = torch.bincount(labels, minlength=classes).clamp_min(1)
-    means = torch.bincount(labels, ranks, minlength=classes) / counts
-    error = SURE / (12 * counts).sqrt()  # a uniform rank has variance 1/12
+    means = torch.bincount(labels, ranks, minlength=classes) / counts.clamp_min(1)
+    error = SURE / (12 * counts.clamp_min(1)).sqrt()  # a uniform rank has variance 1/12
     off = torch.where(shown, (means - 0.5).abs() + error, 0.0).amax()
     return reference._replace(tolerance=off.clamp_max(0.4).float())
 

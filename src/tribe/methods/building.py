@@ -30,7 +30,7 @@ def build_method(
 ) -> Method:
     """Build a method by its name and fields, with a guard and a time filter if asked.
 
-    A method that is built stays as it is; one that does not know how many classes there are is told.
+    A method that is already built is used as it is. If it does not know the number of classes, it takes ``classes``.
     """
     if isinstance(method, Method):
         if fields:
