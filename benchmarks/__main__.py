@@ -8,8 +8,8 @@ import typer
 
 import tribe
 from benchmarks.released import Released
-from tribe.bench import METHODS, Contender, Workload, contender
 from tribe.cli.commands.bench import bench
+from tribe.experiments.bench import METHODS, Contender, Workload, contender
 
 RELEASED = "released"
 

@@ -21,14 +21,14 @@ from torch import Tensor
 
 from benchmarks.time_play import RESULTS, write
 from tribe import datasets, methods, models, scenarios
-from tribe.engine.backbone import Backbone
-from tribe.engine.losses import entropy
+from tribe.core.backbone import Backbone
+from tribe.core.losses import entropy
+from tribe.experiments.provenance import machine
+from tribe.experiments.stream import Stream
 from tribe.health.alarms import Alarms, read
 from tribe.health.events import Event
 from tribe.health.frames import FrameRules, Verdict, judge, start_frames
 from tribe.health.martingale import Martingale, Reference, rank, refer
-from tribe.lab.provenance import machine
-from tribe.lab.stream import Stream
 
 BATCH, PART = 64, 4  # images of a batch; one in so many is also predicted by the source
 CALIBRATION = 2000  # clean images that the reference is learned from

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 import tribe
-from tribe.bench.clock import resident
-from tribe.engine.graphs import Steps
-from tribe.engine.precision import PRECISIONS, choose_device, float32_precision, precision_on
-from tribe.lab.modules import from_file
-from tribe.lab.provenance import machine
-from tribe.lab.workbench import in_precision, restrict
+from tribe.core.graphs import Steps
+from tribe.core.precision import PRECISIONS, choose_device, float32_precision, precision_on
+from tribe.experiments.bench.clock import resident
+from tribe.experiments.modules import from_file
+from tribe.experiments.provenance import machine
+from tribe.experiments.workbench import in_precision, restrict
 
 WARM = 20  # steps that are not timed
 SHOWN = 20  # readings of the memory

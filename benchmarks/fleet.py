@@ -23,14 +23,14 @@ import torch
 from torch import Tensor
 
 import tribe
-from tribe.bench.clock import peak_memory, summary, time_in_turns, warm_up
-from tribe.bench.networks import build, noise
-from tribe.datasets.embedded import mnist_test
-from tribe.engine.precision import PRECISIONS, choose_device, float32_precision, precision_on
-from tribe.engine.state import digest
-from tribe.fleet.batching import gather, scatter
+from tribe.core.precision import PRECISIONS, choose_device, float32_precision, precision_on
+from tribe.core.state import digest
+from tribe.data.datasets.embedded import mnist_test
+from tribe.experiments.bench.clock import peak_memory, summary, time_in_turns, warm_up
+from tribe.experiments.bench.networks import build, noise
+from tribe.experiments.provenance import machine
 from tribe.health.recorder import count_bytes
-from tribe.lab.provenance import machine
+from tribe.streams.batching import gather, scatter
 
 RESULTS = Path(__file__).parent / "results"
 ALONE = 8  # streams that are measured one by one: each has recordings of its own, which take a second to make

@@ -22,22 +22,22 @@ import torch
 import tribe
 from benchmarks import growth
 from benchmarks.released import Released
-from tribe.bench.clock import peak_memory, summary, time_in_turns, warm_up
-from tribe.bench.networks import build, noise
-from tribe.bench.text import table
-from tribe.engine import kernels
-from tribe.engine.graphs import Switch
-from tribe.engine.precision import float32_precision
-from tribe.lab.provenance import machine
+from tribe.core import kernels
+from tribe.core.graphs import Switch
+from tribe.core.precision import float32_precision
+from tribe.experiments.bench.clock import peak_memory, summary, time_in_turns, warm_up
+from tribe.experiments.bench.networks import build, noise
+from tribe.experiments.bench.text import table
+from tribe.experiments.provenance import machine
 
 TESTS = {  # in parallel: most of their time is compilation
-    "gpu": ["tests/engine/test_gpu.py"],
-    "graphs": ["tests/engine/test_graphs.py"],
-    "fusion": ["tests/engine/test_fusion.py"],
-    "kernels": ["tests/engine/test_kernels.py", "-k", "not passes"],
-    "passes-float32": ["tests/engine/test_kernels.py", "-k", "passes and dtype0"],
-    "passes-bfloat16": ["tests/engine/test_kernels.py", "-k", "passes and dtype1"],
-    "passes-float16": ["tests/engine/test_kernels.py", "-k", "passes and dtype2"],
+    "gpu": ["tests/core/test_gpu.py"],
+    "graphs": ["tests/core/test_graphs.py"],
+    "fusion": ["tests/core/test_fusion.py"],
+    "kernels": ["tests/core/test_kernels.py", "-k", "not passes"],
+    "passes-float32": ["tests/core/test_kernels.py", "-k", "passes and dtype0"],
+    "passes-bfloat16": ["tests/core/test_kernels.py", "-k", "passes and dtype1"],
+    "passes-float16": ["tests/core/test_kernels.py", "-k", "passes and dtype2"],
 }
 MARK = "result "  # starts a line with a number
 LIMITS = {"wrn": 60, "others": 60, "bf16": 60, "resnext": 60, "streams": 45, "apart": 45, "resnet50": 60}  # seconds

@@ -13,11 +13,11 @@ from functools import partial
 import torch
 
 import tribe
-from tribe.bench.clock import memory, seconds, warm_up
-from tribe.bench.networks import build, noise
-from tribe.bench.text import size, table
-from tribe.engine import kernels
-from tribe.engine.precision import float32_precision
+from tribe.core import kernels
+from tribe.core.precision import float32_precision
+from tribe.experiments.bench.clock import memory, seconds, warm_up
+from tribe.experiments.bench.networks import build, noise
+from tribe.experiments.bench.text import size, table
 
 WINDOWS = 10
 BATCHES = 8  # distinct batches, used in turn: new images at every step would also time the generator

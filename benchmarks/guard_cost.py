@@ -18,10 +18,10 @@ from torch import nn
 
 import tribe
 from benchmarks.time_play import Clock, add_cost_options, write
-from tribe.bench.clock import Call, peak_memory, summary, time_in_turns, warm_up
-from tribe.bench.networks import build, noise
-from tribe.engine.precision import choose_device, float32_precision, precision_on
-from tribe.lab.provenance import machine
+from tribe.core.precision import choose_device, float32_precision, precision_on
+from tribe.experiments.bench.clock import Call, peak_memory, summary, time_in_turns, warm_up
+from tribe.experiments.bench.networks import build, noise
+from tribe.experiments.provenance import machine
 
 
 def pictures(shape: tuple[int, ...], place: torch.device) -> torch.Tensor:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from tribe import corruptions, datasets
-from tribe.datasets import Dataset
-from tribe.engine.backbone import Backbone
-from tribe.engine.graphs import Steps
-from tribe.engine.state import clone
+from tribe.core.backbone import Backbone
+from tribe.core.graphs import Steps
+from tribe.core.state import clone
+from tribe.data.datasets import Dataset
 
 BATCH = 64
 NORMAL = "fog", 3  # the world before and after a fault

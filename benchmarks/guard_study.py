@@ -26,11 +26,11 @@ from benchmarks import pages, time_play
 from benchmarks.guard_play import NORMAL, Player, Some, Source, faults
 from benchmarks.pages import RESULTS
 from tribe import methods, scenarios
-from tribe.engine.backbone import Backbone
-from tribe.engine.precision import PRECISIONS, choose_device, float32_precision
+from tribe.core.backbone import Backbone
+from tribe.core.precision import PRECISIONS, choose_device, float32_precision
+from tribe.experiments import metrics
+from tribe.experiments.record import Record
 from tribe.health.guard import Guard
-from tribe.lab import metrics
-from tribe.lab.record import Record
 
 PAGE = Path(__file__).parents[1] / "docs" / "health.md"
 BEFORE, AFTER, LATER = 1000, 2000, 1000  # images before a fault, after it, and of those the last ones

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tribe.datasets import Dataset
-from tribe.datasets.corrupted import to_bytes
+from tribe.data.datasets import Dataset
+from tribe.data.datasets.corrupted import to_bytes
 from tribe.health.rehearsal import Condition, Plan, choose_conditions, corrupt_images, plan_streams
 from tribe.storage import tensors as tensor_file
 from tribe.storage.tensors import Kind
@@ -32,7 +32,7 @@ PACK = Kind(
 
 
 class Shown:
-    """Some images of each domain of a data set, in memory: what `tribe.lab.stream.Stream` plays."""
+    """Some images of each domain of a data set, in memory: what `tribe.experiments.stream.Stream` plays."""
 
     def __init__(self, images: dict[str, Tensor], labels: dict[str, Tensor], classes: int) -> None:
         self._images, self._labels = images, labels

@@ -14,11 +14,11 @@ from torch.nn import functional
 
 from benchmarks.health_pack import Pack
 from benchmarks.time_play import BATCH, Shortened, cell_scenario
-from tribe.engine.backbone import Backbone, Output
-from tribe.engine.losses import entropy, probabilities
-from tribe.engine.rules import Frozen
+from tribe.core.backbone import Backbone, Output
+from tribe.core.losses import entropy, probabilities
+from tribe.core.rules import Frozen
+from tribe.experiments.stream import Batch, Stream
 from tribe.health.probe import ask, start_shift
-from tribe.lab.stream import Batch, Stream
 from tribe.methods import Method
 from tribe.storage import tensors as tensor_file
 from tribe.storage.tensors import Kind

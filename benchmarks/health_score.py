@@ -10,7 +10,7 @@ from torch import Tensor
 from benchmarks.health_pages import TODAY, mean_errors
 from benchmarks.health_play import PROBE, REHEARSAL, Columns, Played, Records, load
 from benchmarks.time_play import write
-from tribe.engine.losses import probabilities
+from tribe.core.losses import probabilities
 from tribe.health import baselines
 from tribe.health.calibration import fit_temperature
 from tribe.health.estimate import WINDOW, Estimator, Features, Images, window_features

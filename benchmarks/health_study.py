@@ -36,13 +36,13 @@ from benchmarks.health_pages import METHODS, STREAMS
 from benchmarks.health_play import REHEARSAL, Played
 from benchmarks.time_play import Clock, add_options
 from tribe import methods, models
-from tribe.engine.backbone import Backbone
-from tribe.engine.precision import choose_device, float32_precision, precision_on
+from tribe.core.backbone import Backbone
+from tribe.core.precision import choose_device, float32_precision, precision_on
+from tribe.experiments.provenance import machine
+from tribe.experiments.spec import ComponentSpec
+from tribe.experiments.workbench import Workbench, in_precision, trained_on
 from tribe.health.calibration import fit_temperature, source_logits
 from tribe.health.rehearsal import side_by_side
-from tribe.lab.provenance import machine
-from tribe.lab.spec import ComponentSpec
-from tribe.lab.workbench import Workbench, in_precision, trained_on
 
 SEEDS = 5, 6, 7, 8  # not those that anything was chosen with: 1 to 4
 

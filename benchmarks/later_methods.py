@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.pages import RESULTS, table
-from tribe.lab.experiment import Experiment
-from tribe.lab.store import Result, finished
+from tribe.experiments.experiment import Experiment
+from tribe.experiments.store import Result, finished
 from tribe.paper.beyond import LATER
 from tribe.paper.compare import stream_name
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from tribe._openmp import VARIABLE
-from tribe.lab.provenance import machine
+from tribe.experiments.provenance import machine
 from tribe.storage.atomic import write_atomically
 
 LIMIT = 3.0  # times as long as on a quiet machine, at most

@@ -14,8 +14,8 @@ import torch
 
 import tribe
 from benchmarks import later_methods
-from tribe.bench.contenders import with_knowledge as studied
-from tribe.engine.state import leaves
+from tribe.core.state import leaves
+from tribe.experiments.bench.contenders import with_knowledge as studied
 from tribe.methods import Method
 from tribe.methods.cotta import AveragedTeacher
 from tribe.testing import CLASSES, images, informed, small_network
@@ -50,7 +50,7 @@ def main() -> None:
     print(FILTERS)
     names = ["time filter", "paper", *(f"state, K = {classes}" for classes in CLASSES_OF_FILTERS), "fields"]
     print(f"| {' | '.join(names)} |\n|{'---|' * len(names)}")
-    for name in tribe.time.names():
+    for name in tribe.filters.names():
         print(f"| {' | '.join(filter_row(name))} |")
     print(f"\n{later_methods.section()}", end="")
 
@@ -65,7 +65,7 @@ def row(name: str) -> list[str]:
 
 def filter_row(name: str) -> list[str]:
     """A time filter's cells."""
-    rule = tribe.time.create(name)
+    rule = tribe.filters.create(name)
     sizes = [in_words(size(rule.init(1, classes, torch.empty(0)))) for classes in CLASSES_OF_FILTERS]
     fields = [f"{field.name}={getattr(rule, field.name)!r}" for field in dataclasses.fields(rule)]
     return [f"`{name}`", rule.paper, *sizes, ", ".join(fields) or "none"]

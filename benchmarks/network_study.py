@@ -17,14 +17,14 @@ from benchmarks.pages import RESULTS, rendered, table
 from benchmarks.time_play import Clock, Progress, read, write
 from tribe import scenarios
 from tribe.cli.custom import load_custom_model
-from tribe.datasets import Dataset, optional
-from tribe.engine.precision import PRECISIONS, float32_precision, precision_on
-from tribe.lab import metrics
-from tribe.lab.provenance import machine
-from tribe.lab.runner import run
-from tribe.lab.spec import ComponentSpec
-from tribe.lab.stream import Stream
-from tribe.lab.workbench import Request, Workbench, in_precision, restrict
+from tribe.core.precision import PRECISIONS, float32_precision, precision_on
+from tribe.data.datasets import Dataset, optional
+from tribe.experiments import metrics
+from tribe.experiments.provenance import machine
+from tribe.experiments.runner import run
+from tribe.experiments.spec import ComponentSpec
+from tribe.experiments.stream import Stream
+from tribe.experiments.workbench import Request, Workbench, in_precision, restrict
 
 PAGE = Path(__file__).parents[1] / "docs" / "networks.md"
 CORRUPTIONS = "gaussian_noise,motion_blur,fog,contrast"

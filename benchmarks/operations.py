@@ -13,9 +13,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tribe
-from tribe.bench.networks import build
-from tribe.bench.text import table
-from tribe.engine.state import tree_map
+from tribe.core.state import tree_map
+from tribe.experiments.bench.networks import build
+from tribe.experiments.bench.text import table
 
 FREE = {
     "promote_types",

@@ -26,8 +26,8 @@ from torch import Tensor
 
 import tribe
 from benchmarks.time_play import RESULTS
-from tribe.datasets.embedded import mnist_test
-from tribe.lab.provenance import machine
+from tribe.data.datasets.embedded import mnist_test
+from tribe.experiments.provenance import machine
 from tribe.serve.listener import shorten_collections
 from tribe.serve.policy import Overloaded
 from tribe.serve.store import SqliteStore

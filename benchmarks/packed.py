@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tribe.engine.backbone import Backbone
-from tribe.engine.state import Stats, tree_map
+from tribe.core.backbone import Backbone
+from tribe.core.state import Stats, tree_map
 from tribe.health.changes import squared_moves
 from tribe.health.recorder import count_bytes
 from tribe.methods import create

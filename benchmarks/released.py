@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from tribe.engine.rng import Key
+from tribe.core.rng import Key
 from tribe.methods.tribe import Tribe
 
 

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import tribe
-from tribe.bench.clock import Call, peak_memory, summary, time_in_turns, warm_up
-from tribe.bench.networks import build, estimate_statistics, noise
-from tribe.engine import fusion
-from tribe.engine.precision import choose_device, float32_precision
-from tribe.lab.modules import from_file
-from tribe.lab.provenance import machine
+from tribe.core import fusion
+from tribe.core.precision import choose_device, float32_precision
+from tribe.experiments.bench.clock import Call, peak_memory, summary, time_in_turns, warm_up
+from tribe.experiments.bench.networks import build, estimate_statistics, noise
+from tribe.experiments.modules import from_file
+from tribe.experiments.provenance import machine
 from tribe.methods import tribe as tribe_method
 
 DTYPES = {"tf32": torch.float32, "bf16": torch.bfloat16}

@@ -27,7 +27,7 @@ import torch
 import uvicorn
 
 from benchmarks.time_play import RESULTS
-from tribe.lab.provenance import machine
+from tribe.experiments.provenance import machine
 from tribe.serve.listener import Listener
 from tribe.serve.protocol.messages import ModelInfo
 from tribe.storage.atomic import write_atomically

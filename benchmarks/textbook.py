@@ -20,11 +20,11 @@ from torch import Tensor, nn
 
 import tribe
 from tribe import metrics
-from tribe.datasets import Dataset
-from tribe.datasets.fingerprint import fingerprint
-from tribe.engine.precision import PRECISIONS, choose_device, deterministic, float32_precision
-from tribe.lab import workbench
-from tribe.lab.provenance import machine
+from tribe.core.precision import PRECISIONS, choose_device, deterministic, float32_precision
+from tribe.data.datasets import Dataset
+from tribe.data.datasets.fingerprint import fingerprint
+from tribe.experiments import workbench
+from tribe.experiments.provenance import machine
 from tribe.storage.atomic import write_atomically
 
 BATCH = 64

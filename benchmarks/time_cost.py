@@ -16,11 +16,11 @@ import torch
 
 import tribe
 from benchmarks.time_play import Clock, add_cost_options, write
-from tribe.bench.clock import Call, summary, time_in_turns, warm_up
-from tribe.bench.networks import build, noise
-from tribe.engine.precision import choose_device, float32_precision, precision_on
-from tribe.lab.provenance import machine
-from tribe.time import create
+from tribe.core.precision import choose_device, float32_precision, precision_on
+from tribe.experiments.bench.clock import Call, summary, time_in_turns, warm_up
+from tribe.experiments.bench.networks import build, noise
+from tribe.experiments.provenance import machine
+from tribe.filters import create
 
 FILTERS = {within: create("time", within=within) for within in ("past", "batch")}
 

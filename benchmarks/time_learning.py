@@ -31,10 +31,10 @@ from benchmarks.time_play import (
     write,
 )
 from benchmarks.time_play import settings as shared_settings
-from tribe.engine.precision import float32_precision
+from tribe.core.precision import float32_precision
+from tribe.filters.markov import Markov, MarkovState
 from tribe.methods import Affine, Agreement, Backbone, Info, Key, Stats, finish, losses, optim, screen, view, wide
 from tribe.methods.tribe import Tribe, interleave, twice
-from tribe.time.markov import Markov, MarkovState
 
 CELLS = "F100", "V100"
 SEEDS = 1, 2, 3, 4
@@ -196,7 +196,11 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     o = options(argv)
     bench, clock, rows = open_bench(o), Clock(), []
-    shared = {**shared_settings(o, bench.device), "seeds": list(o.seeds), "filter": "the filter of tribe.time.markov"}
+    shared = {
+        **shared_settings(o, bench.device),
+        "seeds": list(o.seeds),
+        "filter": "the filter of tribe.filters.markov",
+    }
     shared["category"] = "the mean over domains of the mean over classes"
     path = o.out / "time_learning.json"
     with float32_precision(o.precision):

@@ -17,22 +17,22 @@ from torch import Tensor
 
 from benchmarks.pages import RESULTS
 from tribe import scenarios
-from tribe.datasets import Dataset
-from tribe.engine.backbone import Backbone
-from tribe.engine.precision import PRECISIONS, precision_on
-from tribe.lab import metrics
-from tribe.lab.provenance import machine
-from tribe.lab.record import Record
-from tribe.lab.replay import replay
-from tribe.lab.runner import run
-from tribe.lab.spec import ComponentSpec
-from tribe.lab.stream import Stream
-from tribe.lab.workbench import Request, Workbench, in_precision
+from tribe.core.backbone import Backbone
+from tribe.core.precision import PRECISIONS, precision_on
+from tribe.data.datasets import Dataset
+from tribe.data.scenarios import Scenario, Schedule
+from tribe.experiments import metrics
+from tribe.experiments.provenance import machine
+from tribe.experiments.record import Record
+from tribe.experiments.replay import replay
+from tribe.experiments.runner import run
+from tribe.experiments.spec import ComponentSpec
+from tribe.experiments.stream import Stream
+from tribe.experiments.workbench import Request, Workbench, in_precision
+from tribe.filters import Filtered, TimeFilter, create, informative
+from tribe.filters.markov import Markov, MarkovState
 from tribe.methods import Method
-from tribe.scenarios import Scenario, Schedule
 from tribe.storage.atomic import write_atomically
-from tribe.time import Filtered, TimeFilter, create, informative
-from tribe.time.markov import Markov, MarkovState
 
 BATCH = 64
 FILTERS: dict[str, TimeFilter | None] = {  # by the words of the results

@@ -33,10 +33,10 @@ from benchmarks.time_play import (
     write,
 )
 from tribe import scenarios
-from tribe.engine.precision import float32_precision
-from tribe.lab import metrics
-from tribe.lab.record import Record
-from tribe.scenarios import Scenario, Schedule
+from tribe.core.precision import float32_precision
+from tribe.data.scenarios import Scenario, Schedule
+from tribe.experiments import metrics
+from tribe.experiments.record import Record
 
 SEEDS = 425, 5, 6, 7, 8  # of parts a, e and f; the other parts play the first one
 STICKY = "F100", "V100"  # the streams of parts e and f

@@ -1,4 +1,4 @@
-"""Run a grid of small experiments that is killed at given points; tests/lab/test_experiment.py starts it as a process.
+"""Run a grid of small experiments that is killed at given points; test_experiment.py starts it.
 
 usage: grid.py RUNS SPECS [FILE:COUNT ...]. For each FILE:COUNT a new process runs the grid and is killed just before
 the file of this name is replaced for the COUNT-th time. At the end the grid runs without a kill.
@@ -11,10 +11,10 @@ import sys
 import torch
 
 from processes import watch_files
-from tribe.lab.execution import run_experiment
-from tribe.lab.experiment import Experiment
-from tribe.lab.spec import ComponentSpec
-from tribe.lab.workbench import Workbench
+from tribe.experiments.execution import run_experiment
+from tribe.experiments.experiment import Experiment
+from tribe.experiments.spec import ComponentSpec
+from tribe.experiments.workbench import Workbench
 
 METHODS = ("source", "tribe", "bn", "rotta", "tent", "selftrain/fixmatch")
 

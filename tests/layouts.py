@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image
 
 from tribe import datasets
-from tribe.datasets.embedded import mnist_test
+from tribe.data.datasets.embedded import mnist_test
 
 PER = 20  # images a severity; the published files have 10,000
 WNIDS = ("n01440764", "n01443537", "n02123045")

@@ -19,9 +19,9 @@ import sys, warnings
 from pathlib import Path
 import numpy as np, torch
 from tribe import datasets
-from tribe.datasets.image_files import read_image
-from tribe.datasets.unpickle import UnpickleError, unpickle
-import tribe.datasets.image_generation, PIL.Image
+from tribe.data.datasets.image_files import read_image
+from tribe.data.datasets.unpickle import UnpickleError, unpickle
+import tribe.data.datasets.image_generation, PIL.Image
 PIL.Image.init()
 """
 

@@ -4,5 +4,5 @@ from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent  # of the repository
-DATA = TESTS / "data"  # recorded numbers
+DATA = TESTS / "goldens"  # recorded numbers
 SHARED = ROOT.parent / "shared"  # more of them; not in a plain clone

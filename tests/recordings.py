@@ -8,7 +8,7 @@ from torch import nn
 
 from places import SHARED
 from tribe import methods
-from tribe.engine.backbone import Backbone
+from tribe.core.backbone import Backbone
 from tribe.knowledge import Knowledge
 from tribe.methods import petal
 

@@ -337,7 +337,7 @@ class Chain:
 
 
 class MarkovFilter:
-    """A bank of chains; ``fields`` has the names of `tribe.time.markov.Markov`."""
+    """A bank of chains; ``fields`` has the names of `tribe.filters.markov.Markov`."""
 
     def __init__(self, classes: int, fields: Any) -> None:
         self.fields, self.chains = fields, [Chain(t, classes, fields) for t in fields.temperatures]

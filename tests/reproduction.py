@@ -5,9 +5,11 @@ import re
 from pathlib import Path
 
 from commands import tribe_command
-from tribe import bench, datasets, methods, scenarios
-from tribe.lab.experiment import Experiment
-from tribe.lab.spec import ComponentSpec, describe
+from tribe import methods
+from tribe.data import datasets, scenarios
+from tribe.experiments import bench
+from tribe.experiments.experiment import Experiment
+from tribe.experiments.spec import ComponentSpec, describe
 from tribe.paper import gather
 from tribe.paper.compare import compare_plan
 from tribe.paper.document import make_document

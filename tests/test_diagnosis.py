@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tribe
 from tribe import methods
-from tribe.engine import fusion
+from tribe.core import fusion
 from tribe.health.recorder import count_bytes
 from tribe.testing import CLASSES, images, small_network
 

@@ -16,10 +16,10 @@ from commands import message
 from commands import tribe_command as command
 from processes import ended
 from tribe import methods
-from tribe.engine.backbone import Backbone
-from tribe.engine.state import digest
+from tribe.core.backbone import Backbone
+from tribe.core.state import digest
+from tribe.experiments.store import finished
 from tribe.knowledge import SHIPPED, Knowledge, KnowledgeError, find_knowledge, knowledge_path
-from tribe.lab.store import finished
 from tribe.testing import images, informed, small_network
 
 

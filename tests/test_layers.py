@@ -14,23 +14,20 @@ from places import ROOT
 
 SOURCE = ROOT / "src" / "tribe"
 
-LAYERS = (  # from the lowest to the highest; a room imports itself and what stands below it
+LAYERS = (  # from the lowest to the highest; a package imports itself and what is below it
     (("_version", "_openmp", "registry", "fields"), "the version, names of components, checks of their fields"),
-    (("engine",), "what computes: backbone, slots, state, kernels, graphs, losses, random numbers"),
-    (("storage",), "files: one container for tensors, one atomic writer, one lock"),
-    (("norms",), "norm rules"),
-    (("knowledge", "time"), "what some methods must know of the source data; what the order of images says"),
+    (("core",), "network, slots, state, random numbers, kernels, capture"),
+    (("storage",), "files: one container for tensors, atomic writes, locks"),
+    (("norms", "data"), "norm rules; data sets, corruptions, scenarios, networks"),
+    (("knowledge", "filters"), "statistics of the source data; time filters"),
     (("methods",), "how a classifier adapts"),
-    (("scenarios", "corruptions"), "in what order images come, and what happens to them"),
-    (("health",), "how well an adapter does, what changed in it, and the way back"),
-    (("datasets",), "images and labels"),
-    (("models",), "networks and their weights"),
-    (("adapter", "fleet", "diagnosis"), "what an engineer calls: adapt, load, fleet, doctor"),
-    (("lab",), "streams, runs, records, metrics, experiments and the store of their results"),
-    (("train", "bench", "report", "testing"), "source networks, speed, pages, the contract"),
-    (("paper",), "the paper's tables and claims, and their reproduction"),
+    (("health",), "estimate, alarms, guard, history"),
+    (("streams", "diagnosis"), "named states: adapt, load, fleet, doctor"),
+    (("experiments",), "streams of data, runs, records, metrics, results, report, bench"),
+    (("train", "testing"), "source networks, the contract"),
+    (("paper",), "the paper's tables and their reproduction"),
     (("tribe",), "the public API: tribe/__init__.py"),
-    (("serve",), "one network for many cameras, over the network: the store of their states"),
+    (("serve",), "an inference server for many streams"),
     (("cli",), "the command line"),
     (("__main__",), "python -m tribe"),
 )

@@ -14,7 +14,7 @@ import pytest
 import tribe
 import wheels
 from places import ROOT
-from tribe.lab.experiment import Experiment
+from tribe.experiments.experiment import Experiment
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from tribe import norms
-from tribe.engine.backbone import Backbone, Output
-from tribe.engine.state import Affine, Stats
-from tribe.models.layers import BatchNormReLU
+from tribe.core.backbone import Backbone, Output
+from tribe.core.state import Affine, Stats
+from tribe.data.models.layers import BatchNormReLU
 from tribe.norms import Norm
 from tribe.norms.balanced import Balanced
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tribe import corruptions, datasets, scenarios
-from tribe.lab.plots import COLOURS
+from tribe.experiments.plots import COLOURS
 from website.scene import landscape
 
 # Size, and where it is published, of the pictures of a family; the parameters depend on the size.

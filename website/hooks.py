@@ -13,7 +13,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from tribe.report import collect, render
+from tribe.experiments.report import collect, render
 from website import galleries, links, reference
 
 REPORT = "report.html"

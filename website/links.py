@@ -46,8 +46,8 @@ def targets(text: str) -> list[str]:
 def repository_path(page: str, target: str) -> str:
     """The path in the repository that a target means on a page, which is given by its path in the repository.
 
-    >>> repository_path("docs/decisions/0001-row-axis.md", "../../src/tribe/adapter.py")
-    'src/tribe/adapter.py'
+    >>> repository_path("docs/decisions/0001-row-axis.md", "../../src/tribe/streams/adapter.py")
+    'src/tribe/streams/adapter.py'
     """
     return posixpath.normpath(posixpath.join(posixpath.dirname(page), target))
 
@@ -55,8 +55,8 @@ def repository_path(page: str, target: str) -> str:
 def address(path: str) -> str:
     """Where a file or folder of the repository is on the site, as the path of its source.
 
-    >>> address("docs/time.md"), address("CONTRIBUTING.md"), address("src/tribe/adapter.py")
-    ('time.md', 'project/contributing.md', 'source/src/tribe/adapter.py.md')
+    >>> address("docs/time.md"), address("CONTRIBUTING.md"), address("src/tribe/streams/adapter.py")
+    ('time.md', 'project/contributing.md', 'source/src/tribe/streams/adapter.py.md')
     """
     if not (ROOT / path).exists() and not path.startswith(f"{DOCS}/"):  # MkDocs names links that are missing in docs/
         raise ValueError(f"a page links to {path}, which is not in the repository")

@@ -12,8 +12,8 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 import tribe
-from tribe.lab.plots import COLOURS, save
-from tribe.lab.plots import errors as errors_chart
+from tribe.experiments.plots import COLOURS, save
+from tribe.experiments.plots import errors as errors_chart
 from tribe.methods import Balanced, Frozen, PerBatch, Robust
 from website.links import ROOT
 

@@ -14,24 +14,25 @@ The method is TRIBE (AAAI-24); read `tribe.methods.tribe` and `tribe.norms.balan
 from tribe import _openmp  # noqa: F401  first: it must run before torch loads
 
 # isort: split
-from tribe import corruptions, datasets, health, methods, models, norms, scenarios, time
+from tribe import filters, health, methods, norms
 from tribe._version import __version__
-from tribe.adapter import Adapter, adapt, load
+from tribe.core.augment import Augment
+from tribe.core.backbone import Backbone
+from tribe.core.normalize import Normalize
+from tribe.core.state import Affine, Stats
+from tribe.data import corruptions, datasets, models, scenarios
 from tribe.diagnosis import Report, doctor
-from tribe.engine.augment import Augment
-from tribe.engine.backbone import Backbone
-from tribe.engine.normalize import Normalize
-from tribe.engine.state import Affine, Stats
-from tribe.fleet import Fleet, fleet
+from tribe.experiments import metrics
+from tribe.experiments.record import Record
+from tribe.experiments.runner import run
+from tribe.experiments.stream import Batch, Stream
 from tribe.health.calibration import Calibration, calibrate
 from tribe.health.guard import Guard
 from tribe.health.history import History
 from tribe.health.snapshots import Snapshot, StreamInfo
-from tribe.lab import metrics
-from tribe.lab.record import Record
-from tribe.lab.runner import run
-from tribe.lab.stream import Batch, Stream
 from tribe.storage.states import StateFileError
+from tribe.streams import Fleet, fleet
+from tribe.streams.adapter import Adapter, adapt, load
 
 __all__ = [
     "Adapter",
@@ -57,6 +58,7 @@ __all__ = [
     "corruptions",
     "datasets",
     "doctor",
+    "filters",
     "fleet",
     "health",
     "load",
@@ -66,5 +68,4 @@ __all__ = [
     "norms",
     "run",
     "scenarios",
-    "time",
 ]

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from tribe import methods
-from tribe.engine.backbone import Backbone
-from tribe.engine.losses import entropy
-from tribe.engine.model_copy import by_reason
-from tribe.engine.moments import observe
-from tribe.engine.screening import PROBABILITIES, are_probabilities, sound
-from tribe.engine.slots import Slot, StatisticsSlot
-from tribe.engine.state import Affine
+from tribe.core.backbone import Backbone
+from tribe.core.losses import entropy
+from tribe.core.model_copy import by_reason
+from tribe.core.moments import observe
+from tribe.core.screening import PROBABILITIES, are_probabilities, sound
+from tribe.core.slots import Slot, StatisticsSlot
+from tribe.core.state import Affine
 from tribe.health.recorder import count_bytes
 from tribe.norms import pool_batch
 from tribe.norms.frozen import Frozen

@@ -19,9 +19,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from tribe.engine.backbone import Backbone
-from tribe.engine.screening import sound
-from tribe.engine.state import hash_tensors
+from tribe.core.backbone import Backbone
+from tribe.core.screening import sound
+from tribe.core.state import hash_tensors
 from tribe.storage import tensors as tensor_file
 
 SHIPPED = Path(__file__).parent / "models" / "shipped"  # knowledge for the network in the package

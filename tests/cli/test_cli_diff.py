@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from commands import message, tribe_command
-from tribe.lab.store import finished, keep
+from tribe.experiments.store import finished, keep
 
 TINY = ("--set", "dataset.corruptions=('impulse_noise','motion_blur')", "--imbalance", "1000000", "--no-chart")
 

@@ -6,8 +6,8 @@ import pytest
 
 from commands import message, tribe_command
 from tribe import norms
-from tribe.lab.jobs import CustomMethod
-from tribe.lab.store import finished
+from tribe.experiments.jobs import CustomMethod
+from tribe.experiments.store import finished
 
 TINY = ("--set", "dataset.corruptions=('impulse_noise',)", "--imbalance", "1000000", "--no-chart")
 RULE = """

@@ -17,8 +17,8 @@ import tribe
 from commands import message, tribe_command
 from processes import ended
 from tribe import scenarios
-from tribe.datasets.embedded import mnist_test
-from tribe.lab.store import finished
+from tribe.data.datasets.embedded import mnist_test
+from tribe.experiments.store import finished
 
 SHORT = (
     "--set",
@@ -610,9 +610,9 @@ def test_the_command_runs_as_a_process_with_nothing_on_stdout_but_json(tmp_path)
 OWN_PARTS = """
 from dataclasses import dataclass
 import torch, tribe
-from tribe.datasets.corrupted import LiveMnistC
+from tribe.data.datasets.corrupted import LiveMnistC
 from tribe.methods.bn import BN
-from tribe.scenarios import Scenario
+from tribe.data.scenarios import Scenario
 
 print("words at import")
 

@@ -11,7 +11,7 @@ import pytest
 from commands import message, tribe_command
 from layouts import write_folder
 from processes import Touches, ended, interrupted
-from tribe.lab.store import finished
+from tribe.experiments.store import finished
 
 TINY = ("--set", "dataset.corruptions=('impulse_noise',)", "--imbalance", "1000000")
 TENT = ("--method", "tent", *TINY)

@@ -6,18 +6,18 @@ import pytest
 from typer.testing import CliRunner
 
 import tribe
-from tribe import bench
 from tribe.cli.commands import app
 from tribe.cli.options import method_names
-from tribe.lab.experiment import Experiment
-from tribe.lab.jobs import CustomMethod
-from tribe.lab.modules import from_file
-from tribe.lab.provenance import code_at
-from tribe.lab.shared import without_filter
-from tribe.lab.spec import ComponentSpec
-from tribe.lab.workbench import MissingKnowledge, Workbench
+from tribe.experiments import bench
+from tribe.experiments.experiment import Experiment
+from tribe.experiments.jobs import CustomMethod
+from tribe.experiments.modules import from_file
+from tribe.experiments.provenance import code_at
+from tribe.experiments.report import command
+from tribe.experiments.shared import without_filter
+from tribe.experiments.spec import ComponentSpec
+from tribe.experiments.workbench import MissingKnowledge, Workbench
 from tribe.paper.plan import Costs
-from tribe.report import command
 
 MINE = '''
 from dataclasses import dataclass
@@ -66,14 +66,14 @@ def test_a_custom_method_takes_a_filter_and_its_file_counts(mine, workbench):
 def test_a_filter_from_a_file_counts_too(tmp_path, workbench):
     file = tmp_path / "filters.py"
     file.write_text(
-        "from dataclasses import dataclass\nfrom tribe.time import register\nfrom tribe.time.cofa import Cofa\n\n"
+        "from dataclasses import dataclass\nfrom tribe.filters import register\nfrom tribe.filters.cofa import Cofa\n\n"
         '@register("other")\n@dataclass(frozen=True)\nclass Other(Cofa):\n    """Another."""\n'
     )
     try:
         from_file(file, "custom_filters")
         assert planned(workbench, "bn+other").method.code == code_at(str(file))
     finally:
-        tribe.time.registry._classes.pop("other", None)
+        tribe.filters.registry._classes.pop("other", None)
 
 
 @pytest.mark.parametrize("command", [("run", "--methods"), ("bench", "--model", "compact", "--methods")])

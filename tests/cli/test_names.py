@@ -11,9 +11,9 @@ import torch
 import tribe
 from commands import message, tribe_command
 from tribe import methods, scenarios
+from tribe.experiments import plots
+from tribe.experiments.record import Record
 from tribe.fields import printable
-from tribe.lab import plots
-from tribe.lab.record import Record
 from tribe.paper import render
 from tribe.paper.chart import draw_chart
 from tribe.paper.compare import Comparison, Entry
@@ -168,10 +168,13 @@ def test_a_chart_of_the_paper_draws_names_as_they_are():
 
 
 def test_the_table_of_a_benchmark_shows_names_as_they_are():
-    setting = tribe.bench.Setting("\x1b[2Jnet", (3, 8, 8), 4)
-    row = tribe.bench.BenchRow("\u202etent", 1.0, 0.1, {"plain": 2.0}, 1.0, 0.5, None, 3)
-    tribe.bench.write(
-        "old.json", tribe.bench.to_data(tribe.bench.BenchResult(setting, {"device": "\x9b"}, 3, 1.0, (row,)))
+    setting = tribe.experiments.bench.Setting("\x1b[2Jnet", (3, 8, 8), 4)
+    row = tribe.experiments.bench.BenchRow("\u202etent", 1.0, 0.1, {"plain": 2.0}, 1.0, 0.5, None, 3)
+    tribe.experiments.bench.write(
+        "old.json",
+        tribe.experiments.bench.to_data(
+            tribe.experiments.bench.BenchResult(setting, {"device": "\x9b"}, 3, 1.0, (row,))
+        ),
     )
     result = tribe_command("bench", "--compare", "old.json", "--model", "compact", "--methods", "source")
     assert_shown(result.output, ())

@@ -8,10 +8,10 @@ import torch
 import layouts
 from fuzz.registry import digest, reader
 from tribe import datasets
-from tribe.datasets.array_generation import generate
-from tribe.datasets.embedded import mnist_test
-from tribe.datasets.fingerprint import fingerprint
-from tribe.datasets.image_generation import generate_imagenet
+from tribe.data.datasets.array_generation import generate
+from tribe.data.datasets.embedded import mnist_test
+from tribe.data.datasets.fingerprint import fingerprint
+from tribe.data.datasets.image_generation import generate_imagenet
 
 UNPICKLE = ("tribe.datasets.unpickle.unpickle", "tribe.datasets.unpickle.Machine.run")
 NPY = ("tribe.datasets.array_files._map", "tribe.datasets.array_files._read_header")

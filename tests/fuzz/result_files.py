@@ -7,21 +7,21 @@ import torch
 from fuzz.registry import digest, reader
 from fuzz.tensor_files import InOrder
 from places import ROOT
-from tribe import bench, report, scenarios
-from tribe.lab import metrics, store
-from tribe.lab.outputs import Outputs
-from tribe.lab.record import Record
-from tribe.lab.trace import Trace
-from tribe.lab.watched import Watched
+from tribe.data import scenarios
+from tribe.experiments import bench, metrics, report, store
+from tribe.experiments.outputs import Outputs
+from tribe.experiments.record import Record
+from tribe.experiments.trace import Trace
+from tribe.experiments.watched import Watched
 from tribe.paper.gather import read_draws
 from tribe.testing import CLASSES
 
 STORE = {
-    store.SPEC: ("tribe.lab.store.read_spec",),
-    store.METRICS: ("tribe.lab.store._load_folder",),
-    store.ENVIRONMENT: ("tribe.lab.store.read_environment",),
+    store.SPEC: ("tribe.experiments.store.read_spec",),
+    store.METRICS: ("tribe.experiments.store._load_folder",),
+    store.ENVIRONMENT: ("tribe.experiments.store.read_environment",),
 }
-PACK = ("tribe.lab.store.read_pack", "tribe.lab.store._read_line")
+PACK = ("tribe.experiments.store.read_pack", "tribe.experiments.store._read_line")
 
 
 def packed_line():
@@ -61,7 +61,7 @@ def written_record():
 RECORD_READERS = ("Record.load", "_read_header", "_read_watched", "_read_trace", "_read_outputs")
 
 
-@reader("record", "npz", tuple(f"tribe.lab.record.{name}" for name in RECORD_READERS))
+@reader("record", "npz", tuple(f"tribe.experiments.record.{name}" for name in RECORD_READERS))
 class RecordFile:
     @staticmethod
     def make(folder):
@@ -88,7 +88,11 @@ def written_report(folder):
     return digest([group.title for group in runs.groups], bool(runs.damaged))
 
 
-@reader("record-in-report", "npz", ("tribe.report.collect._is_another", "tribe.report.collect._read"))
+@reader(
+    "record-in-report",
+    "npz",
+    ("tribe.experiments.report.collect._is_another", "tribe.experiments.report.collect._read"),
+)
 class RecordInReport:
     make = RecordFile.make
 
@@ -137,7 +141,7 @@ class Pack:
         )
 
 
-@reader("packed-results-kept", "lines", ("tribe.lab.store._write_pack", *PACK))
+@reader("packed-results-kept", "lines", ("tribe.experiments.store._write_pack", *PACK))
 class KeptPack:
     @staticmethod
     def make(folder):
@@ -159,7 +163,7 @@ class KeptPack:
         return digest(len(new))
 
 
-@reader("bench", "json", ("tribe.bench.results.read",))
+@reader("bench", "json", ("tribe.experiments.bench.results.read",))
 class Bench:
     @staticmethod
     def make(folder):

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import save
 
 from fuzz.mutations import BOUNDARIES, in_order, members, zipped
-from tribe.lab.experiment import Experiment
+from tribe.experiments.experiment import Experiment
 from tribe.storage.tensors import content_digest
 
 # Texts that no value of Python is written as; they take the place of a word.

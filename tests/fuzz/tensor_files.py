@@ -14,15 +14,15 @@ from fuzz.mutations import in_order
 from fuzz.registry import digest, reader
 from tribe import methods, models
 from tribe.cli.commands import app
-from tribe.engine.backbone import Backbone
+from tribe.core.backbone import Backbone
+from tribe.data.scenarios import Scenario, Schedule
+from tribe.experiments import runner
+from tribe.experiments.stream import Stream
 from tribe.health.calibration import Calibration
 from tribe.health.estimate import Estimator, Features
 from tribe.health.martingale import LEVELS, Reference
 from tribe.health.regression import GaussianProcess
 from tribe.knowledge import Knowledge
-from tribe.lab import runner
-from tribe.lab.stream import Stream
-from tribe.scenarios import Scenario, Schedule
 from tribe.storage import tensors as tensor_file
 from tribe.storage.states import StateFileError
 from tribe.testing import CLASSES, images, ready, small_network
@@ -43,7 +43,7 @@ class State:
         return digest(adapter.digest(), adapter.streams, adapter.method)
 
 
-@reader("stream", "safetensors", ("tribe.fleet.fleet.Fleet.load", "tribe.fleet.files.decode_bytes"), sealed=True)
+@reader("stream", "safetensors", ("tribe.streams.fleet.Fleet.load", "tribe.streams.files.decode_bytes"), sealed=True)
 class StreamOfAFleet:
     @staticmethod
     def make(folder):
@@ -130,7 +130,7 @@ def play(path, **options):
     return runner.run(Backbone(small_network()), ready("tent"), stream, **kept, **options)
 
 
-@reader("run-checkpoint", "safetensors", ("tribe.lab.runner._Checkpoint.resume",), sealed=True)
+@reader("run-checkpoint", "safetensors", ("tribe.experiments.runner._Checkpoint.resume",), sealed=True)
 class RunCheckpoint:
     @staticmethod
     def make(folder):

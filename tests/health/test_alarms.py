@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tribe.engine.state import leaves, select, stream
+from tribe.core.state import leaves, select, stream
 from tribe.health.alarms import KINDS, Alarms, read
 from tribe.health.collapse import CollapseRules, look_for_collapse, start_collapse
 from tribe.health.events import Event, EventLog

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 import tribe
 from commands import message
 from commands import tribe_command as command
-from tribe.engine.backbone import Backbone
+from tribe.core.backbone import Backbone
 from tribe.health.calibration import Calibration, fit_temperature
 from tribe.health.estimate import Features, Images
 from tribe.health.fitting import MIXED, Errors, Labelled, class_spread, cut, fit, left_out, stretches, widening

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from tribe.engine.state import leaves, stream
+from tribe.core.state import leaves, stream
 from tribe.health.estimate import Estimator, Features, Images, repetition, window_features
 from tribe.health.probe import Answers
 from tribe.health.regression import NOISE, GaussianProcess

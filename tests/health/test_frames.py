@@ -8,8 +8,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tribe import corruptions
-from tribe.datasets.embedded import mnist_test
-from tribe.engine.state import stream
+from tribe.core.state import stream
+from tribe.data.datasets.embedded import mnist_test
 from tribe.health.frames import FrameRules, Verdict, judge, measure, start_frames
 
 RULES = FrameRules()

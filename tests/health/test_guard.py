@@ -8,8 +8,8 @@ from torch import nn
 
 import tribe
 from tribe import methods
-from tribe.engine.backbone import Backbone
-from tribe.engine.state import Affine, Stats, clone, leaves, stream
+from tribe.core.backbone import Backbone
+from tribe.core.state import Affine, Stats, clone, leaves, stream
 from tribe.health.alarms import KINDS
 from tribe.health.guard import Guard, Guarded, limit, pull_back
 from tribe.health.lean import distance_of_images, distance_of_statistics, farness, lean

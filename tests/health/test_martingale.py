@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tribe.engine.state import stream
+from tribe.core.state import stream
 from tribe.health.martingale import LEAST, Martingale, Reference, rank, refer
 
 CLASSES = 4

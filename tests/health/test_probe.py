@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tribe
-from tribe.engine.backbone import Backbone
+from tribe.core.backbone import Backbone
 from tribe.health.probe import SPAN, ask, start_shift
 from tribe.testing import small_network
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import tribe
-from tribe.engine.rng import Key
+from tribe.core.rng import Key
 from tribe.health import recorder
 from tribe.health.recorder import Entry, Recorder, count_bytes, thin
 from tribe.health.snapshots import Snapshot

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import tribe
-from tribe.engine.state import leaves
+from tribe.core.state import leaves
 from tribe.health import Guard
 from tribe.health.guard import Nothing, Watch
 from tribe.health.watch import Health

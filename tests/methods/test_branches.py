@@ -3,7 +3,7 @@
 import pytest
 
 import tribe
-from tribe.engine.state import digest, leaves, tree_map
+from tribe.core.state import digest, leaves, tree_map
 from tribe.methods import tribe as module
 from tribe.testing import CLASSES, images, small_network
 

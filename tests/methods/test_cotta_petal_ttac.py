@@ -12,12 +12,12 @@ from torch import nn
 
 import tribe
 from tribe import methods
-from tribe.engine import all_weights as weights
-from tribe.engine.all_weights import WeightLayout
-from tribe.engine.augment import Augment
-from tribe.engine.backbone import Backbone
-from tribe.engine.rng import Key
-from tribe.engine.state import leaves, stream, tree_map
+from tribe.core import all_weights as weights
+from tribe.core.all_weights import WeightLayout
+from tribe.core.augment import Augment
+from tribe.core.backbone import Backbone
+from tribe.core.rng import Key
+from tribe.core.state import leaves, stream, tree_map
 from tribe.knowledge import KnowledgeError
 from tribe.methods import petal, ttac
 from tribe.testing import CLASSES, images, informed, small_network

@@ -11,9 +11,9 @@ from torch import nn
 
 from recordings import GOLDENS, Net, fisher, part
 from tribe import methods
-from tribe.engine.augment import Augment
-from tribe.engine.backbone import Backbone
-from tribe.engine.state import Affine, digest, stream
+from tribe.core.augment import Augment
+from tribe.core.backbone import Backbone
+from tribe.core.state import Affine, digest, stream
 from tribe.knowledge import Knowledge, KnowledgeError
 from tribe.methods.lame import nearest
 from tribe.norms.batch import PerBatch

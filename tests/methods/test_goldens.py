@@ -1,6 +1,6 @@
 """Conformance: the numbers recorded from the implementation released with the paper, step by step.
 
-`tests/data/methods*.npz` hold the first steps and travel with the repository; where the full recordings lie beside it
+`tests/goldens/methods*.npz` hold the first steps and are in the repository; where the full recordings lie beside it
 (`../shared/goldens`) all steps are compared, and the parameters at the end.
 """
 

@@ -9,8 +9,8 @@ from torch import nn
 
 import plain_methods
 from tribe import methods, models
-from tribe.engine import memory, rng
-from tribe.engine.backbone import Backbone
+from tribe.core import memory, rng
+from tribe.core.backbone import Backbone
 from tribe.methods.deyo import SHUFFLE, shuffled
 from tribe.norms.renorm import Renorm
 from tribe.norms.training import Training

@@ -10,10 +10,10 @@ from torch import Tensor
 import reference
 import tribe
 from tribe import methods, norms
-from tribe.engine.backbone import Backbone
-from tribe.engine.memory import images as pictures
-from tribe.engine.optim import adam_init, adam_step
-from tribe.engine.state import Affine, digest, leaves, stream
+from tribe.core.backbone import Backbone
+from tribe.core.memory import images as pictures
+from tribe.core.optim import adam_init, adam_step
+from tribe.core.state import Affine, digest, leaves, stream
 from tribe.methods.note import Note
 from tribe.methods.rotta import Rotta
 from tribe.norms.frozen import Frozen
@@ -124,7 +124,7 @@ def test_rotta_updates_after_every_tenth_image_wherever_in_a_batch(batch: int) -
 def test_rotta_plays_one_image_at_a_time_as_it_plays_batches() -> None:
     """With a teacher that stands still batches cannot matter, the random views included, which count updates."""
     net, x = network(), shots(64)
-    method = rotta(alpha=0.0, nu=0.0, augment=tribe.engine.augment.Augment())
+    method = rotta(alpha=0.0, nu=0.0, augment=tribe.core.augment.Augment())
     states = [play(method, net, x, batch)[1] for batch in (1, 7, 64)]
     assert int(states[0].adam.steps) == 6
     for state in states[1:]:

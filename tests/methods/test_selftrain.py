@@ -9,8 +9,8 @@ import torch
 from places import DATA
 from recordings import RECORDED, replay
 from tribe import methods
-from tribe.engine.backbone import Backbone
-from tribe.engine.state import Stats, leaves
+from tribe.core.backbone import Backbone
+from tribe.core.state import Stats, leaves
 from tribe.testing import CLASSES, images, small_network
 
 SELFTRAIN = methods.get("selftrain")

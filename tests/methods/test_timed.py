@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from tribe import methods
-from tribe.engine.backbone import Backbone
-from tribe.engine.state import digest
+from tribe.core.backbone import Backbone
+from tribe.core.state import digest
+from tribe.filters.cofa import Cofa
+from tribe.filters.markov import Markov
 from tribe.methods import Timed, timed, with_filter
 from tribe.methods.lame import Lame
 from tribe.methods.source import Source
 from tribe.testing import CLASSES, images, ready, small, small_network
-from tribe.time.cofa import Cofa
-from tribe.time.markov import Markov
 
 EAGER = Markov(evidence_on=0, evidence_drift=0)  # on from the first images, so that something is filtered
 PROBABILITIES = {name for name in methods.names() if methods.get(name).output == "probabilities"}

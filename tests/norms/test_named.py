@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tribe import methods, norms
-from tribe.engine.backbone import Backbone
-from tribe.engine.rules import Frozen, PerBatch
+from tribe.core.backbone import Backbone
+from tribe.core.rules import Frozen, PerBatch
 from tribe.norms import Stats
 from tribe.norms.named import find_class, from_text
 from tribe.norms.robust import Robust

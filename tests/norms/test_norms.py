@@ -15,9 +15,9 @@ from torch import Tensor, nn
 import reference
 from places import DATA, SHARED
 from tribe import norms
-from tribe.engine.backbone import Backbone
-from tribe.engine.moments import observe
-from tribe.engine.state import Affine, Stats
+from tribe.core.backbone import Backbone
+from tribe.core.moments import observe
+from tribe.core.state import Affine, Stats
 from tribe.norms import Norm
 from tribe.norms.balanced import Balanced
 

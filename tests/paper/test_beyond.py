@@ -11,8 +11,8 @@ import pytest
 from commands import message
 from reproduction import EMBEDDED, SMALL, call, fabricate, lines_of, page_of
 from tribe import methods
-from tribe.lab.store import finished
-from tribe.lab.workbench import Workbench
+from tribe.experiments.store import finished
+from tribe.experiments.workbench import Workbench
 from tribe.paper import gather, tables
 from tribe.paper.beyond import LATER, MARK, OF_ALL_METHODS, ROWS, TABLES, extend
 from tribe.paper.chart import draw_chart

@@ -8,9 +8,9 @@ import pytest
 
 from commands import message
 from reproduction import EMBEDDED, SMALL, call, compared, elsewhere, fabricate, measure, page_of
-from tribe.lab.experiment import MixedResults
-from tribe.lab.store import finished
-from tribe.lab.workbench import Workbench
+from tribe.experiments.experiment import MixedResults
+from tribe.experiments.store import finished
+from tribe.experiments.workbench import Workbench
 from tribe.paper import gather, tables
 from tribe.paper.claims import claims
 from tribe.paper.compare import Comparison, Entry, judge_claims

@@ -10,8 +10,8 @@ from commands import message
 from places import ROOT
 from reproduction import call, draw, fabricate, lines_of, measure, page_of, rename
 from tribe import methods
-from tribe.datasets.manifest import Block, Manifest
-from tribe.lab.store import finished
+from tribe.data.datasets.manifest import Block, Manifest
+from tribe.experiments.store import finished
 from tribe.paper import tables
 from tribe.paper.claims import Verdict, claims
 from tribe.paper.compare import Judged

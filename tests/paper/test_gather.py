@@ -15,10 +15,10 @@ from commands import message, tribe_command
 from places import ROOT
 from processes import Process
 from reproduction import SMALL, call, draw, fabricate, outdate, rename
-from tribe.lab.experiment import Experiment
-from tribe.lab.spec import ComponentSpec
-from tribe.lab.store import finished
-from tribe.lab.workbench import Workbench
+from tribe.experiments.experiment import Experiment
+from tribe.experiments.spec import ComponentSpec
+from tribe.experiments.store import finished
+from tribe.experiments.workbench import Workbench
 from tribe.paper import gather, tables
 from tribe.paper.gather import read_draws
 from tribe.paper.plan import Choices, make_plan
@@ -367,7 +367,7 @@ def test_unreadable_draws_are_named(content, words):
 def test_draws_have_the_fingerprints_of_their_experiment():
     textbook = pytest.importorskip("benchmarks.textbook")
     words = ["--dataset", "live-mnist-c", "--model", "compact", "--device", "cpu", "--precision", "float32"]
-    setting = textbook.setting(textbook.options(words), tribe.engine.precision.choose_device("cpu"))
+    setting = textbook.setting(textbook.options(words), tribe.core.precision.choose_device("cpu"))
     errors = {"inst": [1.0], "cat": [2.0]}
     Path("draws").mkdir()
     Path("draws/one.json").write_text(json.dumps(setting | {"ours": errors, "textbook": errors}))

@@ -7,8 +7,8 @@ import pytest
 
 from commands import message
 from reproduction import EMBEDDED, SMALL, call, compared
-from tribe.lab.store import finished
-from tribe.lab.workbench import Workbench
+from tribe.experiments.store import finished
+from tribe.experiments.workbench import Workbench
 from tribe.paper import gather, tables
 from tribe.paper.plan import Choices, make_plan
 

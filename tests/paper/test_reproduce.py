@@ -15,9 +15,9 @@ from commands import message
 from processes import Touches, ended, interrupted
 from reproduction import EMBEDDED, MINE, SMALL, call
 from tribe.cli.custom import import_file
-from tribe.lab.store import finished
+from tribe.data.scenarios import CIFAR_C
+from tribe.experiments.store import finished
 from tribe.paper import tables
-from tribe.scenarios import CIFAR_C
 
 pytestmark = [pytest.mark.usefixtures("nowhere"), pytest.mark.filterwarnings("ignore:an imbalance of")]
 

@@ -13,7 +13,7 @@ import time
 import torch
 
 import tribe
-from tribe.datasets.embedded import mnist_test
+from tribe.data.datasets.embedded import mnist_test
 from tribe.serve.policy import Policy
 from tribe.serve.store import SqliteStore
 from tribe.serve.worker import Worker

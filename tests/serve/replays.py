@@ -1,8 +1,8 @@
 """A fleet on a small network, and the replay of what a stream learned: what the worker's streams are compared with."""
 
 import tribe
-from tribe.engine.state import digest
-from tribe.fleet.fleet import stream_seed
+from tribe.core.state import digest
+from tribe.streams.fleet import stream_seed
 from tribe.testing import images, small_network
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tribe import methods
-from tribe.engine.backbone import Backbone
-from tribe.engine.state import digest
+from tribe.core.backbone import Backbone
+from tribe.core.state import digest
 from tribe.testing import images, ready, small, small_network
 
 NAMES = [*methods.names(), "tribe+time", "lame+time"]

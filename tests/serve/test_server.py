@@ -14,9 +14,9 @@ import tribe
 import tribe.serve
 from commands import message, tribe_command
 from processes import Prints, ended, interrupted
-from tribe.fleet import fleet
 from tribe.serve import Client, ClientError, Server
 from tribe.serve.protocol.plain import encode_npy
+from tribe.streams import fleet
 from tribe.testing import small_network
 from watching import calibration_of
 

@@ -9,12 +9,12 @@ import torch
 from replays import batch, new_fleet, replay
 
 import tribe
-from tribe.fleet.fleet import UnknownStream, stream_seed
 from tribe.serve.policy import NotOwner, Overloaded, Policy
 from tribe.serve.store import SqliteStore
 from tribe.serve.store.protocol import StoreDown
 from tribe.serve.worker import Worker
 from tribe.storage.states import StateFileError
+from tribe.streams.fleet import UnknownStream, stream_seed
 from tribe.testing import small_network
 
 # Nothing happens unless a test asks for it, and nobody waits for company: the clock may stand still.

@@ -204,4 +204,4 @@ def test_a_state_that_is_not_finite_is_not_saved_over_a_good_one(tmp_path):
     assert (tmp_path / "a").read_bytes() == good
     model.reset(stream=0).reset(stream=2).save(tmp_path / "b")
     model.restore(snapshot).save(tmp_path / "c")
-    assert tribe.load(tmp_path / "c", small_network()).digest() == tribe.engine.state.digest(snapshot.state)
+    assert tribe.load(tmp_path / "c", small_network()).digest() == tribe.core.state.digest(snapshot.state)

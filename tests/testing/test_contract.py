@@ -3,7 +3,8 @@
 import pytest
 
 import layouts
-from tribe import datasets, methods, norms, scenarios, time
+from tribe import filters, methods, norms
+from tribe.data import datasets, scenarios
 from tribe.testing import DATASET_CHECKS, FILTER_CHECKS, METHOD_CHECKS, NORM_CHECKS, SCENARIO_CHECKS, ready, small
 
 
@@ -20,9 +21,9 @@ def test_norm(name, check):
 
 
 @pytest.mark.parametrize("check", FILTER_CHECKS, ids=lambda check: check.__name__)
-@pytest.mark.parametrize("name", [*time.names(), "time within batch"])
+@pytest.mark.parametrize("name", [*filters.names(), "time within batch"])
 def test_filter(name, check):
-    check(time.create("time", within="batch") if name == "time within batch" else time.create(name))
+    check(filters.create("time", within="batch") if name == "time within batch" else filters.create(name))
 
 
 @pytest.mark.parametrize("check", METHOD_CHECKS, ids=lambda check: check.__name__)

@@ -6,10 +6,10 @@ from typing import ClassVar, NamedTuple
 import pytest
 import torch
 
-from tribe import testing, time
-from tribe.time import Filtered, informative
-from tribe.time.cofa import Cofa
-from tribe.time.markov import Markov
+from tribe import filters, testing
+from tribe.filters import Filtered, informative
+from tribe.filters.cofa import Cofa
+from tribe.filters.markov import Markov
 
 CHECKS = {check.__name__: check for check in testing.FILTER_CHECKS}
 
@@ -178,7 +178,7 @@ class GrowingState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Growing(time.TimeFilter):
+class Growing(filters.TimeFilter):
     """Averages an image with all images before it."""
 
     def init(self, streams, classes, like):

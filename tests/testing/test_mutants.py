@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from tribe import testing
-from tribe.engine.losses import entropy
-from tribe.engine.memory import images
-from tribe.engine.optim import Adam, adam_step
-from tribe.engine.rng import Key
-from tribe.engine.state import Affine, Info, Stats
+from tribe.core.losses import entropy
+from tribe.core.memory import images
+from tribe.core.optim import Adam, adam_step
+from tribe.core.rng import Key
+from tribe.core.state import Affine, Info, Stats
+from tribe.data.scenarios.replay import Replay
 from tribe.methods import Deployed, finish, screen
 from tribe.methods.cotta import Cotta
 from tribe.methods.lame import Lame
@@ -26,7 +27,6 @@ from tribe.methods.tribe import Tribe
 from tribe.norms.balanced import Balanced
 from tribe.norms.batch import PerBatch
 from tribe.norms.robust import Robust
-from tribe.scenarios.replay import Replay
 
 K = testing.CLASSES
 ALL_CHECKS = testing.METHOD_CHECKS + testing.NORM_CHECKS + testing.SCENARIO_CHECKS + testing.DATASET_CHECKS

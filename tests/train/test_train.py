@@ -19,7 +19,7 @@ from torch import nn
 import tribe
 from layouts import write_digits
 from processes import Prints, ended, killed
-from tribe.datasets.locations import MissingData
+from tribe.data.datasets.locations import MissingData
 from tribe.train import AugMix, CheckpointError, Progress, Recipe, TrainingError, change, preset, train
 from tribe.train.augmix import OPERATIONS, consistency, operate
 from tribe.train.learner import Learner
@@ -281,7 +281,7 @@ def test_each_image_gets_its_own_operation():
 
 def test_mixtures_stay_near_the_image_and_differ_from_each_other():
     x = torch.from_numpy(photographs().transpose(0, 3, 1, 2).copy())
-    key = tribe.engine.rng.Key(torch.tensor([0]), torch.tensor([7]))
+    key = tribe.core.rng.Key(torch.tensor([0]), torch.tensor([7]))
     mixed = AugMix()(x, key)
     assert mixed.shape == (2, 5, 3, 32, 32)
     assert 0 <= mixed.min() <= mixed.max() <= 1 + 1e-6

@@ -17,7 +17,7 @@ PAGES = [*links.OUTSIDE, *(path.relative_to(ROOT).as_posix() for path in (ROOT /
         ("docs/decisions", "decisions/index.md"),
         ("CONTRIBUTING.md", "project/contributing.md"),
         ("results", "project/results.md"),
-        ("src/tribe/adapter.py", "source/src/tribe/adapter.py.md"),
+        ("src/tribe/streams/adapter.py", "source/src/tribe/streams/adapter.py.md"),
         ("benchmarks/results/h200.json", "source/benchmarks/results/h200.json"),
         ("NOTICE", "source/NOTICE.md"),
     ],
@@ -32,9 +32,9 @@ def test_a_link_to_nothing_is_refused():
 
 
 def test_links_are_rewritten_outside_code_only():
-    text = "See [a](../src/tribe/adapter.py#L1), [b](time.md) and [c](https://x.org/).\n\n```\n[d](../src/no.py)\n```\n[e](#f)"
+    text = "See [a](../src/tribe/streams/adapter.py#L1), [b](time.md) and [c](https://x.org/).\n\n```\n[d](../src/no.py)\n```\n[e](#f)"
     assert links.for_the_site(text, "docs/page.md", "page.md") == (
-        "See [a](source/src/tribe/adapter.py.md#L1), [b](time.md) and [c](https://x.org/).\n\n"
+        "See [a](source/src/tribe/streams/adapter.py.md#L1), [b](time.md) and [c](https://x.org/).\n\n"
         "```\n[d](../src/no.py)\n```\n[e](#f)"
     )
     moved = links.for_the_site("[a](docs/time.md) [b](NOTICE)", "README.md", "project/readme.md")

@@ -18,7 +18,7 @@ def main() -> None:
         if (error.name or "").partition(".")[0] not in ("typer", "rich"):
             raise
         sys.exit(MISSING)
-    from tribe.engine.precision import keep_memory
+    from tribe.core.precision import keep_memory
 
     keep_memory()
     with checked_stdout():

@@ -16,11 +16,11 @@ from torch import nn
 
 import tribe
 from tribe.cli.output import describe_error, fail
-from tribe.lab import modules
+from tribe.data.scenarios import Scenario
+from tribe.experiments import modules
 from tribe.methods import Method
 from tribe.norms.named import split_text
 from tribe.registry import Registry, nearest
-from tribe.scenarios import Scenario
 
 
 class ComponentKind(NamedTuple):
@@ -83,7 +83,7 @@ def method_name(text: str) -> str:
     attribute, plus, rule = target.partition("+")
     if not (colon and plus):
         return component_name(METHOD, text)
-    tribe.time.get(rule)  # raises if there is no such filter
+    tribe.filters.get(rule)  # raises if there is no such filter
     return f"{component_name(METHOD, f'{place}:{attribute}')}+{rule}"
 
 

@@ -10,9 +10,9 @@ import typer
 
 import tribe
 from tribe.cli.custom import load_custom_model, method_name
-from tribe.datasets import Dataset
-from tribe.engine.backbone import Backbone
-from tribe.lab import workbench
+from tribe.core.backbone import Backbone
+from tribe.data.datasets import Dataset
+from tribe.experiments import workbench
 from tribe.methods import registry
 
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")]

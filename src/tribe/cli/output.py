@@ -12,9 +12,9 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from tribe.experiments.spec import plain
+from tribe.experiments.statistics import spread
 from tribe.fields import printable
-from tribe.lab.spec import plain
-from tribe.lab.statistics import spread
 from tribe.storage.atomic import check_file
 
 

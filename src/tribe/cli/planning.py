@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 from tribe.cli.custom import DATASET, SCENARIO, component_name, norm_text
 from tribe.cli.options import custom_network, with_imbalance, with_severity
-from tribe.lab.experiment import Experiment
-from tribe.lab.spec import ComponentSpec, same_for_all_seeds
-from tribe.lab.workbench import Workbench
+from tribe.experiments.experiment import Experiment
+from tribe.experiments.spec import ComponentSpec, same_for_all_seeds
+from tribe.experiments.workbench import Workbench
 
 COMPONENTS = ("dataset", "scenario", "model")  # whose fields can be set, besides those of methods
 

@@ -11,14 +11,14 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from tribe.cli.output import stdout_to_stderr
+from tribe.experiments.experiment import Experiment
+from tribe.experiments.ray import ExperimentProgress, Failure
+from tribe.experiments.store import Result
 from tribe.fields import printable
-from tribe.lab.experiment import Experiment
-from tribe.lab.ray import ExperimentProgress, Failure
-from tribe.lab.store import Result
 
 
 class Followers(NamedTuple):
-    """What `tribe.lab.ray.run_all` calls."""
+    """What `tribe.experiments.ray.run_all` calls."""
 
     progress: ExperimentProgress
     done: Callable[[Experiment, Result | Failure], None]

@@ -13,8 +13,8 @@ from rich.table import Column
 from rich.table import Table as Grid
 
 from tribe.cli.output import shown
+from tribe.experiments.spec import plain
 from tribe.fields import printable
-from tribe.lab.spec import plain
 from tribe.paper.beyond import MARK
 from tribe.paper.compare import Comparison, Judged
 from tribe.paper.plan import Plan

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tribe.engine.losses import entropy
+from tribe.core.losses import entropy
 from tribe.fields import is_whole, require
 from tribe.health.collapse import MIDDLE, CollapseRules, CollapseState, Signs, look_for_collapse, start_collapse
 from tribe.health.events import Event

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from tribe import methods
-from tribe.engine.backbone import Backbone
-from tribe.engine.losses import cross_entropy, entropy, probabilities
-from tribe.engine.rules import Frozen
-from tribe.engine.screening import sound
+from tribe.core.backbone import Backbone
+from tribe.core.losses import cross_entropy, entropy, probabilities
+from tribe.core.rules import Frozen
+from tribe.core.screening import sound
 from tribe.fields import is_whole, require
 from tribe.health.estimate import WINDOW, Estimator, Features, Images, sense
 from tribe.health.fitting import Labelled, fit

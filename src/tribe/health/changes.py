@@ -14,10 +14,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from tribe.engine.backbone import Backbone
-from tribe.engine.packed import PackedStats, cat_layers
-from tribe.engine.rules import PerBatch
-from tribe.engine.state import Stats, rows_of
+from tribe.core.backbone import Backbone
+from tribe.core.packed import PackedStats, cat_layers
+from tribe.core.rules import PerBatch
+from tribe.core.state import Stats, rows_of
 from tribe.fields import document
 from tribe.methods import Deployed, Method
 

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tribe.engine.losses import probabilities
+from tribe.core.losses import probabilities
 from tribe.fields import document
 from tribe.health.changes import DEPTHS
 from tribe.health.probe import Answers

@@ -18,10 +18,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from tribe.engine.backbone import Backbone
-from tribe.engine.beside import Beside
-from tribe.engine.screening import sound
-from tribe.engine.state import Affine, Info, clone, per_stream, select_joined
+from tribe.core.backbone import Backbone
+from tribe.core.beside import Beside
+from tribe.core.screening import sound
+from tribe.core.state import Affine, Info, clone, per_stream, select_joined
 from tribe.fields import is_number, is_whole, plain_numbers, require
 from tribe.health.alarms import KINDS
 from tribe.health.calibration import Calibration

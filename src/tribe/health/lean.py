@@ -13,10 +13,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from tribe.engine.backbone import Backbone
-from tribe.engine.rules import PerBatch, pool_batch
-from tribe.engine.screening import sound
-from tribe.engine.state import Affine, Stats
+from tribe.core.backbone import Backbone
+from tribe.core.rules import PerBatch, pool_batch
+from tribe.core.screening import sound
+from tribe.core.state import Affine, Stats
 from tribe.health.calibration import source_logits
 from tribe.health.changes import DEPTHS, constants
 from tribe.methods import Deployed

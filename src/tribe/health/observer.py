@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from tribe.engine.backbone import Backbone
+from tribe.core.backbone import Backbone
 from tribe.health.alarms import read
 from tribe.health.events import Event, EventLog
 from tribe.health.guard import Guarded

@@ -11,9 +11,9 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from tribe.engine.backbone import Backbone
-from tribe.engine.rules import Frozen, pool_batch
-from tribe.engine.state import Stats
+from tribe.core.backbone import Backbone
+from tribe.core.rules import Frozen, pool_batch
+from tribe.core.state import Stats
 from tribe.fields import document
 from tribe.health.changes import DEPTHS, moves_by_depth
 

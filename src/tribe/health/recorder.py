@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tribe.engine.backbone import Backbone
-from tribe.engine.state import leaves, select, tree_map
+from tribe.core.backbone import Backbone
+from tribe.core.state import leaves, select, tree_map
 from tribe.health.ages import Age, as_age, show_seconds
 from tribe.health.history import History, Kept, RolledBack
 from tribe.health.snapshots import Snapshot, copy_like

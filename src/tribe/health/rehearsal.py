@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tribe import corruptions as corrupting
-from tribe import scenarios
+from tribe.data import corruptions as corrupting
+from tribe.data import scenarios
 from tribe.registry import nearest
 
 ORDERS = ("iid", "continual", "ptta")  # scenarios: conditions mixed, one after another, and with bursts of classes

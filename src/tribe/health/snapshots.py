@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tribe.engine.backbone import Backbone
-from tribe.engine.state import tree_map
+from tribe.core.backbone import Backbone
+from tribe.core.state import tree_map
 from tribe.fields import document
 from tribe.methods import Method
 

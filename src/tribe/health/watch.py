@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tribe.engine.backbone import Backbone
+from tribe.core.backbone import Backbone
 from tribe.fields import document
 from tribe.health.alarms import KINDS, Alarms, AlarmState
 from tribe.health.calibration import Calibration

@@ -5,17 +5,18 @@ To add one, put a file beside this one, with `@register("name")`; it imports wha
 
 from typing import Any
 
-from tribe.engine import all_weights, losses, memory, optim
-from tribe.engine.all_weights import Parameters, WeightLayout
-from tribe.engine.augment import Augment, View, view
-from tribe.engine.backbone import Backbone, Output
-from tribe.engine.memory import ROOM, Reservoir, Timely
-from tribe.engine.moments import wide
-from tribe.engine.packed import PackedStats
-from tribe.engine.rng import Key
-from tribe.engine.rules import Frozen, PerBatch
-from tribe.engine.segments import segment
-from tribe.engine.state import Affine, Info, Stats, clone, rows_of, select, tree_map
+from tribe.core import all_weights, losses, memory, optim
+from tribe.core.all_weights import Parameters, WeightLayout
+from tribe.core.augment import Augment, View, view
+from tribe.core.backbone import Backbone, Output
+from tribe.core.memory import ROOM, Reservoir, Timely
+from tribe.core.moments import wide
+from tribe.core.packed import PackedStats
+from tribe.core.rng import Key
+from tribe.core.rules import Frozen, PerBatch
+from tribe.core.segments import segment
+from tribe.core.state import Affine, Info, Stats, clone, rows_of, select, tree_map
+from tribe.filters import registry as time_filters
 from tribe.knowledge import (
     Knowledge,
     KnowledgeError,
@@ -44,7 +45,6 @@ from tribe.norms.instance import Instance
 from tribe.norms.named import from_text as norm_from_text
 from tribe.norms.robust import Robust
 from tribe.registry import build, nearest
-from tribe.time import registry as time_filters
 
 names = registry.names
 

@@ -18,8 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tribe.engine.moments import observe
-from tribe.engine.slots import Slot, StatisticsSlot, current_pass
+from tribe.core.moments import observe
+from tribe.core.slots import Slot, StatisticsSlot, current_pass
 from tribe.methods import (
     Backbone,
     Balanced,

@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import nn
 
-from tribe.engine.backbone import Backbone
-from tribe.engine.checks import check_source, warn_of_layers_left_alone
+from tribe.core.backbone import Backbone
+from tribe.core.checks import check_source, warn_of_layers_left_alone
+from tribe.filters import TimeFilter, resolve
 from tribe.methods import Method, Timed, check_fits, count_classes, create, get, with_filter, wrappers
-from tribe.time import TimeFilter, resolve
 
 
 def backbone_for(model: nn.Module | Backbone, method: str | Method, alone: bool = True) -> Backbone:

@@ -8,9 +8,9 @@ import functools
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Self
 
-from tribe.engine.backbone import Backbone
-from tribe.engine.rng import Key
-from tribe.engine.state import Info
+from tribe.core.backbone import Backbone
+from tribe.core.rng import Key
+from tribe.core.state import Info
 from tribe.knowledge import Knowledge
 from tribe.methods.method import Deployed, Method
 
@@ -146,7 +146,7 @@ def compose(base: type[Composed], method: type[Method], part: type[Any]) -> type
     shared = {name: getattr(method, name) for name in SHARED}
     shared["more_than_a_pass"] = base.more_than_a_pass or method.more_than_a_pass
     shared["small"] = {**method.small, **getattr(part, "small", {})}
-    # A custom method's file counts among the code that a result depends on: see tribe.lab.provenance.
+    # A custom method's file counts among the code that a result depends on: see tribe.experiments.provenance.
     names = {"__module__": method.__module__, "__doc__": f"{_summary(method)} Then: {_summary(part)}"}
     names |= {"name": f"{method.name}+{part.name}", "paper": f"{method.paper}; {part.paper}"}
     fields = [(field.name, field.type, _copy(field)) for field in (*own, *added)]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from tribe.engine import rng
+from tribe.core import rng
 from tribe.methods import (
     Affine,
     Backbone,

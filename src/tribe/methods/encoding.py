@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from os import PathLike
 from typing import Any
 
-from tribe.engine.augment import Augment
+from tribe.core.augment import Augment
 from tribe.knowledge import Knowledge, KnowledgeError
 from tribe.methods import Method, create, get
 from tribe.storage.states import STATE, StateFileError

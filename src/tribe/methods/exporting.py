@@ -4,8 +4,8 @@ from typing import Any
 
 from torch import nn
 
-from tribe.engine.backbone import Backbone
-from tribe.engine.rules import Frozen, PerBatch
+from tribe.core.backbone import Backbone
+from tribe.core.rules import Frozen, PerBatch
 from tribe.methods.method import Method
 
 NOT_EXPORTED = (

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tribe.engine.augment import View, check_view
-from tribe.engine.backbone import DENSE, NO_AFFINE, Backbone, Output
-from tribe.engine.rng import Key
-from tribe.engine.rules import Frozen, PerBatch
-from tribe.engine.state import Affine, Info, Stats, streams_of
+from tribe.core.augment import View, check_view
+from tribe.core.backbone import DENSE, NO_AFFINE, Backbone, Output
+from tribe.core.rng import Key
+from tribe.core.rules import Frozen, PerBatch
+from tribe.core.state import Affine, Info, Stats, streams_of
 from tribe.fields import is_number, is_whole, plain_numbers, require
 from tribe.knowledge import Knowledge, resolve_knowledge
 from tribe.methods.stepping import finite, quiet, screen
@@ -91,8 +91,8 @@ class Method(ABC):
     # Fields that are newer than results and state files of this method, with what the method did before: a spec without
     # the field means this value, and an experiment with this value has the id that it had before. See methods/encoding.
     added: ClassVar[Mapping[str, Any]] = {}
-    eager_only: ClassVar[str | None] = None  # why a step cannot be captured in one CUDA graph; see tribe.engine.graphs
-    in_segments: ClassVar[bool] = False  # but it can be captured in several; see tribe.engine.segments
+    eager_only: ClassVar[str | None] = None  # why a step cannot be captured in one CUDA graph; see tribe.core.graphs
+    in_segments: ClassVar[bool] = False  # but it can be captured in several; see tribe.core.segments
     needs: ClassVar[str | None] = None  # what it must know of the source data; see tribe.knowledge
     works_on: ClassVar[tuple[Literal["affine", "statistics", "features"], ...]] = ()  # what a network must have for it
     reuses_memory: ClassVar[bool] = False  # whether step takes `retired`; set for every subclass

@@ -3,7 +3,7 @@
 Per batch:
 
     predict        instance-aware BN on the running statistics                -> what is returned, and labels
-    remember       add each image to a prediction-balanced reservoir; see `tribe.engine.memory`
+    remember       add each image to a prediction-balanced reservoir; see `tribe.core.memory`
     learn          one Adam step down the mean entropy of the whole memory, instance-aware BN on its batch statistics,
                    which the running ones follow slowly; affine only. At the end of the batch or, with `every`, after
                    so many images, also in the middle of a batch

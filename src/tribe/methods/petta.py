@@ -7,7 +7,7 @@ batch:
     sense      gamma, between 0 and 1: how far the moving mean of the features of each predicted class has gone from
                the source's, in units of the source's variance                                   (Eq. 6 of the paper)
     adjust     lambda = gamma lambda_0 and alpha = (1 - gamma) alpha_0                            (Eq. 7)
-    remember   add each image to the memory; see `tribe.engine.memory`
+    remember   add each image to the memory; see `tribe.core.memory`
     learn      the student, on the memory and its augmentation: L_CLS, agreement with the teacher, + L_AL, with the
                anchor, + lambda R, the distance of its parameters from the source's; one Adam step, affine only
     follow     teacher <- (1 - alpha) teacher + alpha student

@@ -4,7 +4,7 @@ A teacher predicts and a student learns from a category-balanced memory, because
 bursts. Per batch:
 
     predict        the teacher, with its present statistics           -> what is returned, and labels for the memory
-    remember       add each image to the memory; see `tribe.engine.memory`
+    remember       add each image to the memory; see `tribe.core.memory`
     every 64       images, also in the middle of a batch: the teacher and the student, with Robust BN, see the memory
                    and its augmentation; the student follows the teacher, older images weighing less (one Adam step,
                    affine only), and the teacher follows the student (a moving average)

@@ -6,16 +6,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tribe.engine import optim
-from tribe.engine.backbone import Backbone
-from tribe.engine.losses import entropy, mean_over
-from tribe.engine.packed import PackedStats
-from tribe.engine.screening import sound
-from tribe.engine.state import Affine, Info, Stats, leaves, select
+from tribe.core import optim
+from tribe.core.backbone import Backbone
+from tribe.core.losses import entropy, mean_over
+from tribe.core.packed import PackedStats
+from tribe.core.screening import sound
+from tribe.core.state import Affine, Info, Stats, leaves, select
 
 
 def screen(x: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Replace padding and bad images (see `tribe.engine.screening`) before the first layer.
+    """Replace padding and bad images (see `tribe.core.screening`) before the first layer.
 
     A copy of the stream's first good image replaces them. They weigh nothing, but must be finite in every layer: a
     network that standardises each image would make 0 / 0 of zeros.

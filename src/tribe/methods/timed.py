@@ -1,6 +1,6 @@
 """Any method with a time filter after it: its predictions pass through the filter; what it learns stays the same.
 
-``tribe+time`` names TRIBE with the Markov filter of `tribe.time.markov`. The filter never feeds what the method learns:
+``tribe+time`` names TRIBE with the filter of `tribe.filters.markov`. The filter never feeds what the method learns:
 see docs/time.md for what happens if it does.
 """
 
@@ -10,12 +10,12 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from tribe.engine.backbone import Backbone
-from tribe.engine.checks import check_count
-from tribe.engine.moments import wide
+from tribe.core.backbone import Backbone
+from tribe.core.checks import check_count
+from tribe.core.moments import wide
+from tribe.filters import FilterInfo, TimeFilter
 from tribe.methods.composed import Composed, ComposedState, compose
 from tribe.methods.method import Method
-from tribe.time import FilterInfo, TimeFilter
 
 
 class _TimedState(NamedTuple):

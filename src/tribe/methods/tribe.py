@@ -15,8 +15,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from tribe.engine.packed import cat_layers
-from tribe.engine.state import copy_missing, room_for
+from tribe.core.packed import cat_layers
+from tribe.core.state import copy_missing, room_for
 from tribe.methods import (
     Affine,
     Agreement,
@@ -93,7 +93,7 @@ class Tribe(Method):
     pooled_ddof: int | None = None  # see Balanced
     rate_cap: bool | None = None
     gamma_over: Literal["present", "all"] | None = None
-    # How class statistics are kept between steps. "packed": 8 bits a number, for many classes; see tribe.engine.packed.
+    # How class statistics are kept between steps. "packed": 8 bits a number, for many classes; see tribe.core.packed.
     class_stats: Literal["full", "packed"] = "full"
 
     paper = "Su et al., Towards real-world TTA: tri-net self-training with balanced normalization, AAAI 2024"

@@ -4,8 +4,8 @@ To add one, put a file beside this one: a frozen dataclass with `@register("name
 imports what it needs from here. See CONTRIBUTING.
 """
 
-from tribe.engine.rules import Norm, pool_batch
-from tribe.engine.state import Stats
+from tribe.core.rules import Norm, pool_batch
+from tribe.core.state import Stats
 from tribe.fields import is_whole, require
 from tribe.registry import Registry, build
 

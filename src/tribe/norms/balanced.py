@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tribe.engine import kernels
-from tribe.engine.packed import PackedStats
+from tribe.core import kernels
+from tribe.core.packed import PackedStats
 from tribe.norms import Stats, is_whole, register, require
 
 Convention = Literal["released", "paper"]

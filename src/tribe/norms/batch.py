@@ -1,6 +1,6 @@
 """Normalise each batch with its mean and variance, and leave the stored ones (Schneider et al., NeurIPS 2020)."""
 
-from tribe.engine.rules import PerBatch
+from tribe.core.rules import PerBatch
 from tribe.norms import register
 
 register("batch")(PerBatch)

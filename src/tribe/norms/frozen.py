@@ -1,6 +1,6 @@
 """Normalise with the stored statistics, and leave them: ordinary inference."""
 
-from tribe.engine.rules import Frozen
+from tribe.core.rules import Frozen
 from tribe.norms import register
 
 register("frozen")(Frozen)

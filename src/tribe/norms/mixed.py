@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from tribe.engine.rules import PerBatch
+from tribe.core.rules import PerBatch
 from tribe.norms import Stats, pool_batch, register, require
 
 

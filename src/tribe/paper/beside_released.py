@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from tribe.lab import statistics
+from tribe.experiments import statistics
 from tribe.paper import tables
 from tribe.paper.compare import APART, Comparison, Entry
 from tribe.paper.gather import KINDS, Draws

@@ -5,7 +5,7 @@ Rows beyond the paper are dashed or hatched, and drawn only if they have numbers
 
 from typing import TYPE_CHECKING, Any
 
-from tribe.lab.plots import COLOURS, MARKERS, plain_label
+from tribe.experiments.plots import COLOURS, MARKERS, plain_label
 from tribe.paper.beyond import MARK
 from tribe.paper.compare import Comparison
 from tribe.paper.tables import Value

@@ -5,19 +5,20 @@ from dataclasses import dataclass, field
 from os import PathLike
 from typing import NamedTuple
 
-from tribe import methods, scenarios
-from tribe.lab import statistics
-from tribe.lab.experiment import Experiment, MixedResults, refuse_mixture
-from tribe.lab.spec import same_for_all_seeds
-from tribe.lab.store import Result, stale
+from tribe import methods
+from tribe.data import scenarios
+from tribe.data.scenarios import Scenario, class_counts
+from tribe.data.scenarios.sampling import LongTail, Natural, Shuffled
+from tribe.experiments import statistics
+from tribe.experiments.experiment import Experiment, MixedResults, refuse_mixture
+from tribe.experiments.spec import same_for_all_seeds
+from tribe.experiments.store import Result, stale
 from tribe.paper import tables
 from tribe.paper.beyond import LATER_PAGE, MARK
 from tribe.paper.claims import Claim, Measured, Verdict, claims, judge, of_paper
 from tribe.paper.gather import SELECTING, measured_alone
 from tribe.paper.plan import Plan, Planned, stream_of
 from tribe.paper.tables import Cell, Table, Value
-from tribe.scenarios import Scenario, class_counts
-from tribe.scenarios.sampling import LongTail, Natural, Shuffled
 
 ALONE = "seconds are those of `tribe bench` with nothing else running"
 TRIBE = "tribe"  # the method that added methods are compared with

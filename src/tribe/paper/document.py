@@ -18,11 +18,12 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tribe import datasets, methods
-from tribe.datasets.manifest import read_manifest
-from tribe.lab.experiment import Experiment
-from tribe.lab.store import Result, combine, finished
-from tribe.lab.workbench import Workbench
+from tribe import methods
+from tribe.data import datasets
+from tribe.data.datasets.manifest import read_manifest
+from tribe.experiments.experiment import Experiment
+from tribe.experiments.store import Result, combine, finished
+from tribe.experiments.workbench import Workbench
 from tribe.paper import tables
 from tribe.paper.beside_released import BesideReleased, Times
 from tribe.paper.beyond import extend

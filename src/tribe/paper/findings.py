@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from tribe.lab import statistics
+from tribe.experiments import statistics
 from tribe.paper import tables
 from tribe.paper.compare import APART, Comparison, Entry, Judged
 from tribe.paper.render import VERDICTS, ours, table_head, table_row

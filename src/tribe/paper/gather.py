@@ -18,16 +18,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tribe import bench as benchmark
 from tribe import methods
-from tribe.engine.precision import precision_on
-from tribe.lab import statistics
-from tribe.lab.experiment import Experiment, MixedResults, difference
-from tribe.lab.jobs import error_message
-from tribe.lab.ray import ExperimentProgress, Failure, run_all
-from tribe.lab.spec import decode_fields, describe
-from tribe.lab.store import Damaged, Result, find, finished, missing_seeds, survey, verify
-from tribe.lab.workbench import Workbench, build_scenario, trained_on
+from tribe.core.precision import precision_on
+from tribe.experiments import bench as benchmark
+from tribe.experiments import statistics
+from tribe.experiments.experiment import Experiment, MixedResults, difference
+from tribe.experiments.jobs import error_message
+from tribe.experiments.ray import ExperimentProgress, Failure, run_all
+from tribe.experiments.spec import decode_fields, describe
+from tribe.experiments.store import Damaged, Result, find, finished, missing_seeds, survey, verify
+from tribe.experiments.workbench import Workbench, build_scenario, trained_on
 from tribe.paper.plan import Choices, Costs, Plan, plan_with
 from tribe.paper.tables import Cell, Table
 from tribe.storage import json_files
@@ -61,7 +61,7 @@ def run(
     Args:
         plan: the plan of a table.
         root: the folder of results.
-        ray: None runs them in this process; see `tribe.lab.ray.run_all` for this and the others.
+        ray: None runs them in this process; see `tribe.experiments.ray.run_all` for this and the others.
         workers: cores of a cluster that is started on this machine.
         progress: called as experiments advance.
         done: called after each experiment, with its result or its failure.

@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from tribe import datasets, methods, models, scenarios
-from tribe.lab.experiment import Experiment, MixedResults
-from tribe.lab.jobs import error_message
-from tribe.lab.spec import ComponentSpec
-from tribe.lab.store import Result
-from tribe.lab.stream import Stream
-from tribe.lab.workbench import Workbench
+from tribe import methods
+from tribe.data import datasets, models, scenarios
+from tribe.experiments.experiment import Experiment, MixedResults
+from tribe.experiments.jobs import error_message
+from tribe.experiments.spec import ComponentSpec
+from tribe.experiments.store import Result
+from tribe.experiments.stream import Stream
+from tribe.experiments.workbench import Workbench
 from tribe.paper.claims import matching
 from tribe.paper.tables import Cell, Table
 from tribe.registry import nearest

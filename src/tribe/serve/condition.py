@@ -10,11 +10,11 @@ from collections import Counter as Tally
 from collections.abc import Iterable
 from typing import Any
 
-from tribe.fleet import Fleet
 from tribe.health import Event, Health
 from tribe.serve.events import Events
 from tribe.serve.exposition import Counter, Labels, gauge
 from tribe.serve.ownership import Served
+from tribe.streams import Fleet
 
 NAMES = {  # of numbers in answers and descriptions: the field of `tribe.health.Health`
     "accuracy": "accuracy",

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tribe.fleet import Fleet
 from tribe.serve import condition
 from tribe.serve.jobs import Job
+from tribe.streams import Fleet
 
 
 class Result(NamedTuple):

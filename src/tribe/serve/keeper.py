@@ -7,7 +7,6 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
 from typing import Any
 
-from tribe.fleet import Fleet
 from tribe.serve.condition import plain
 from tribe.serve.events import Events
 from tribe.serve.ownership import Found, Served, look_up, new_generation
@@ -16,6 +15,7 @@ from tribe.serve.store.protocol import Claim, Store, StoreDown
 from tribe.serve.tasks import Tasks
 from tribe.serve.writer import Writer
 from tribe.storage.states import StateFileError
+from tribe.streams import Fleet
 
 InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
 

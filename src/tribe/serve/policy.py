@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from tribe.fields import is_number, require, require_whole
-from tribe.fleet.fleet import UnknownStream
+from tribe.streams.fleet import UnknownStream
 
 __all__ = ["NotOwner", "NotStored", "Overloaded", "Policy", "UnknownStream"]
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import nn
 
-from tribe.engine.backbone import Backbone
+from tribe.core.backbone import Backbone
 from tribe.fields import is_whole, require
 from tribe.methods import Method
 from tribe.serve.app import App

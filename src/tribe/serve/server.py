@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from tribe.engine.backbone import Backbone
+from tribe.core.backbone import Backbone
 from tribe.fields import is_whole, require
-from tribe.fleet import fleet
+from tribe.filters import TimeFilter
 from tribe.health import Calibration, Guard
 from tribe.methods import Method
 from tribe.serve.limits import Limits
@@ -20,7 +20,7 @@ from tribe.serve.protocol.names import NAME, RULE
 from tribe.serve.security import Token
 from tribe.serve.store import Store, open_store
 from tribe.serve.worker import Worker
-from tribe.time import TimeFilter
+from tribe.streams import fleet
 
 
 class Server(Listener):

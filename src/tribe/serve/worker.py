@@ -18,7 +18,6 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor
 
 from tribe.fields import document
-from tribe.fleet import Fleet
 from tribe.methods import Timed
 from tribe.serve import execution
 from tribe.serve.budget import Times
@@ -35,6 +34,7 @@ from tribe.serve.scheduler import Scheduler
 from tribe.serve.store.protocol import Store, check_name
 from tribe.serve.watch import Watch
 from tribe.serve.writer import Writer
+from tribe.streams import Fleet
 
 THREADS = ("step", "predict", "claims", "states", "writer")
 LONGEST_ID = 1000  # characters of a request id

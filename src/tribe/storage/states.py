@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from tribe.engine.backbone import Backbone
-from tribe.engine.state import per_stream
+from tribe.core.backbone import Backbone
+from tribe.core.state import per_stream
 from tribe.storage import tensors as tensor_file
 from tribe.storage.atomic import write_atomically
 from tribe.storage.tensors import Kind, SizeLimit, TensorFileError

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tribe._version import __version__
-from tribe.engine.state import hash_tensors
+from tribe.core.state import hash_tensors
 from tribe.fields import is_whole
 from tribe.storage import json_files
 from tribe.storage.atomic import write_atomically

@@ -14,10 +14,11 @@ checks over all registries, and over mutants: components with one bug each, whic
 from collections.abc import Callable
 from typing import Any
 
-from tribe.datasets import Dataset
+from tribe.data.datasets import Dataset
+from tribe.data.scenarios import Scenario
+from tribe.filters import TimeFilter
 from tribe.methods import Method
 from tribe.norms import Norm
-from tribe.scenarios import Scenario
 from tribe.testing.dataset_checks import DATASET_CHECKS
 from tribe.testing.filter_checks import FILTER_CHECKS
 from tribe.testing.method_checks import METHOD_CHECKS
@@ -34,7 +35,6 @@ from tribe.testing.samples import (
     small_network,
 )
 from tribe.testing.scenario_checks import SCENARIO_CHECKS, label_sets
-from tribe.time import TimeFilter
 
 
 def check_method(method: Method) -> None:

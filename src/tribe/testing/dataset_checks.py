@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tribe.datasets import Dataset
+from tribe.data.datasets import Dataset
 from tribe.testing.samples import generators_stay, seed_generators
 
 SAMPLES = 7  # images of a domain that the checks read

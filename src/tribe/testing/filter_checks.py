@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from tribe.engine.state import clone, digest, leaves, rebuild, stream
+from tribe.core.state import clone, digest, leaves, rebuild, stream
+from tribe.filters import TimeFilter
 from tribe.testing.samples import generators_stay, labels_in_bursts, predictions, require_documentation, seed_generators
-from tribe.time import TimeFilter
 
 CLASSES = 10
 STAY = 0.95  # probability that the next image has the same class: bursts of about 20 images

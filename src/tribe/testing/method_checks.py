@@ -9,12 +9,12 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from tribe.engine.backbone import Backbone, Output
-from tribe.engine.memory import Reservoir, Timely
-from tribe.engine.packed import PackedStats
-from tribe.engine.screening import sound
-from tribe.engine.slots import SlotHook
-from tribe.engine.state import Affine, Stats, clone, digest, hash_tensors, leaves, rebuild, stream
+from tribe.core.backbone import Backbone, Output
+from tribe.core.memory import Reservoir, Timely
+from tribe.core.packed import PackedStats
+from tribe.core.screening import sound
+from tribe.core.slots import SlotHook
+from tribe.core.state import Affine, Stats, clone, digest, hash_tensors, leaves, rebuild, stream
 from tribe.methods import Method, Timed
 from tribe.norms import Norm
 from tribe.testing.samples import (

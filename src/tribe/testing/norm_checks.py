@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from tribe.engine.state import Stats
+from tribe.core.state import Stats
 from tribe.norms import Norm
 
 

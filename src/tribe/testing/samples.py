@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from tribe import methods
-from tribe.engine.backbone import Backbone
-from tribe.engine.rng import Key, normal, uniform
+from tribe.core.backbone import Backbone
+from tribe.core.rng import Key, normal, uniform
 from tribe.methods import Method
 
 CLASSES = 4  # of the small network

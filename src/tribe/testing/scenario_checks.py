@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tribe.engine.state import digest
-from tribe.scenarios import LongTail, Natural, Scenario, Schedule, class_counts
+from tribe.core.state import digest
+from tribe.data.scenarios import LongTail, Natural, Scenario, Schedule, class_counts
 from tribe.testing.samples import CLASSES, generators_stay
 
 PER_CLASS = 120  # images of each of the 4 classes in each domain: a long tail of 100 leaves none empty

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tribe.engine import rng
-from tribe.engine.rng import Key
+from tribe.core import rng
+from tribe.core.rng import Key
 
 OPERATIONS = (
     "autocontrast",

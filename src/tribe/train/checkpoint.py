@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tribe.lab.spec import differences
+from tribe.experiments.spec import differences
 from tribe.storage import tensors as tensor_file
 from tribe.storage.json_files import Where
 

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tribe.engine.precision import float32_precision
-from tribe.engine.rng import Key
+from tribe.core.precision import float32_precision
+from tribe.core.rng import Key
 from tribe.train import checkpoint
 from tribe.train.augmix import consistency
 from tribe.train.recipe import Recipe

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 from safetensors.torch import save as to_bytes
 from torch import Tensor, nn
 
-from tribe.datasets import Dataset
-from tribe.lab.provenance import machine
+from tribe.data.datasets import Dataset
+from tribe.experiments.provenance import machine
 from tribe.storage.atomic import check_folder, write_atomically
 from tribe.storage.tensors import portable
 from tribe.train.learner import SEED_LIMIT, Learner

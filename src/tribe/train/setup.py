@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from tribe import datasets, models
-from tribe.datasets import Dataset
-from tribe.datasets.clean import Clean
-from tribe.engine.precision import choose_device
+from tribe.core.precision import choose_device
+from tribe.data import datasets, models
+from tribe.data.datasets import Dataset
+from tribe.data.datasets.clean import Clean
 from tribe.registry import nearest
 from tribe.storage.atomic import check_file
 from tribe.train.checkpoint import CheckpointError

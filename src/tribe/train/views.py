@@ -12,9 +12,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from tribe.datasets import Dataset
-from tribe.engine import rng
-from tribe.engine.rng import Key
+from tribe.core import rng
+from tribe.core.rng import Key
+from tribe.data.datasets import Dataset
 
 ORDER, PLACE, HOLE = 0x5452414F, 0x54524150, 0x54524148  # purposes of the draws ("TRAO", "TRAP", "TRAH" in ASCII)
 CHUNK = 2000  # images read at once

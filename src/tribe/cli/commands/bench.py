@@ -13,14 +13,14 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from torch import nn
 
 import tribe
-import tribe.bench
-from tribe.bench import REPEATS, BenchResult
-from tribe.bench.measurement import BenchProgress
 from tribe.cli.app import app
 from tribe.cli.custom import load_custom_model
 from tribe.cli.options import Device, Precision, method_names, parse_shape
 from tribe.cli.output import check_json_file, errors_as_messages, fail, print_json, stdout_to_stderr
-from tribe.engine.precision import choose_device, precision_on
+from tribe.core.precision import choose_device, precision_on
+from tribe.experiments import bench as speed
+from tribe.experiments.bench import REPEATS, BenchResult
+from tribe.experiments.bench.measurement import BenchProgress
 from tribe.fields import printable
 
 
@@ -40,7 +40,7 @@ def bench(
     ] = None,
     methods: Annotated[
         str, typer.Option(help="Methods to measure, comma-separated; file.py:Class for a custom one.")
-    ] = ",".join(tribe.bench.METHODS),
+    ] = ",".join(speed.METHODS),
     batch: Annotated[int, typer.Option(help="Images a stream and step.")] = 64,
     streams: Annotated[int, typer.Option(help="Independent streams in one step.")] = 1,
     precision: Precision = "tf32",
@@ -68,14 +68,14 @@ def bench(
     """
     with errors_as_messages(), _out_of_memory_as_message():
         check_json_file(json_file)
-        old = None if compare_file is None else tribe.bench.read(compare_file)
+        old = None if compare_file is None else speed.read(compare_file)
         where = choose_device(device)
         with stdout_to_stderr():
             names = method_names(methods)
-            tribe.bench.check_names(names)
+            speed.check_names(names)
             name = model or ("wrn28_10" if where.type == "cuda" else "resnet20")
             build, count, size = _network(name, classes, None if shape is None else parse_shape(shape))
-            setting = tribe.bench.Setting(
+            setting = speed.Setting(
                 model=name,
                 shape=size,
                 classes=count,
@@ -88,10 +88,10 @@ def bench(
                 threads=threads,
             )
             if old is not None:
-                tribe.bench.check_comparable(old.setting, setting)  # before the work, not after it
+                speed.check_comparable(old.setting, setting)  # before the work, not after it
             with _progress() as show:
                 net = build(where)
-                result = tribe.bench.measure(net, setting, names, compiled=compiled, repeats=repeats, progress=show)
+                result = speed.measure(net, setting, names, compiled=compiled, repeats=repeats, progress=show)
     _print(result, old, json_file)
 
 
@@ -107,20 +107,23 @@ def _out_of_memory_as_message() -> Iterator[None]:
 
 def _print(result: BenchResult, old: BenchResult | None, json_file: str | None) -> None:
     """Print the table, and the changes since an old result; write the JSON file."""
-    console, data = Console(stderr=json_file == "-"), tribe.bench.to_data(result)
-    texts = [tribe.bench.show(result)]
+    console, data = Console(stderr=json_file == "-"), speed.to_data(result)
+    texts = [speed.show(result)]
     if old is not None:
-        changes, differences = tribe.bench.compare(old, result), tribe.bench.machine_differences(old, result)
+        changes, differences = (
+            speed.compare(old, result),
+            speed.machine_differences(old, result),
+        )
         ratios = {change.name: change.ratio for change in changes}
         data["compared"] = {"surroundings": differences, "now_over_then": ratios}
-        texts.append(tribe.bench.show_changes(changes, differences))
+        texts.append(speed.show_changes(changes, differences))
     for text in texts:
         console.print(printable(f"{text}\n", keep="\n"), soft_wrap=True, markup=False, highlight=False)
     if json_file == "-":
         print_json(data)
     elif json_file is not None:
         try:
-            tribe.bench.write(json_file, data)
+            speed.write(json_file, data)
         except OSError as error:
             fail(f"the results above could not be written: {error}")
 
@@ -132,7 +135,7 @@ def _network(
     if ":" not in name:
         fields: dict[str, Any] = {} if classes is None else {"classes": classes}
         design = tribe.models.architecture(name, **fields)
-        return partial(tribe.bench.build, name, design.classes), design.classes, shape or design.shape
+        return partial(speed.build, name, design.classes), design.classes, shape or design.shape
     if shape is None:
         raise ValueError(f"the shape of the images of {name} is unknown: give it, such as --shape 3,224,224")
     net = load_custom_model(name)

@@ -13,10 +13,10 @@ from rich.text import Text
 from tribe.cli.app import app
 from tribe.cli.options import AsJson, parse_severities
 from tribe.cli.output import errors_as_messages, print_json, shown
-from tribe.datasets.array_generation import LAYOUTS, generate
-from tribe.datasets.generation import GenerationProgress, Summary
-from tribe.datasets.image_generation import generate_imagenet
-from tribe.datasets.locations import data_root
+from tribe.data.datasets.array_generation import LAYOUTS, generate
+from tribe.data.datasets.generation import GenerationProgress, Summary
+from tribe.data.datasets.image_generation import generate_imagenet
+from tribe.data.datasets.locations import data_root
 from tribe.fields import printable
 from tribe.registry import nearest
 from tribe.storage.atomic import check_folder

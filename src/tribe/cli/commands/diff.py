@@ -11,8 +11,8 @@ from tribe.cli.app import app
 from tribe.cli.options import AsJson
 from tribe.cli.output import errors_as_messages, print_json, shown
 from tribe.cli.terminal import OutputTarget
-from tribe.lab.result_diff import DomainDiff, ResultDiff, Side, StreamDiff, diff_results, load_side
-from tribe.lab.statistics import Spread
+from tribe.experiments.result_diff import DomainDiff, ResultDiff, Side, StreamDiff, diff_results, load_side
+from tribe.experiments.statistics import Spread
 
 WHAT = "A result: an id of --runs or its first digits, a folder such as runs/ID, or a record-SEED.npz."
 Runs = Annotated[Path, typer.Option(help="Folder of results that ids are found in.")]

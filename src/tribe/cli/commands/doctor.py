@@ -19,10 +19,10 @@ from tribe.cli.app import app
 from tribe.cli.custom import load_custom_model
 from tribe.cli.options import AsJson, DataRoot, build_dataset, parse_shape
 from tribe.cli.output import describe_error, errors_as_messages, fail, print_json, stdout_to_stderr
-from tribe.datasets import Dataset
-from tribe.datasets.array_files import open_array
+from tribe.data.datasets import Dataset
+from tribe.data.datasets.array_files import open_array
+from tribe.experiments.workbench import restrict
 from tribe.fields import printable
-from tribe.lab.workbench import restrict
 from tribe.storage.arrays import read_single
 from tribe.storage.tensors import open_safetensors
 

@@ -13,10 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 import tribe
-from tribe import corruptions
 from tribe.cli.app import app
 from tribe.cli.options import AsJson
 from tribe.cli.output import fail, print_json
+from tribe.data import corruptions
 from tribe.fields import printable
 from tribe.registry import Registry, nearest
 

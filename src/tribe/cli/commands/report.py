@@ -6,11 +6,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from tribe import report as pages
 from tribe.cli.app import app
 from tribe.cli.output import fail, print_json, print_message
+from tribe.experiments import report as pages
+from tribe.experiments.report.elements import plural
 from tribe.fields import printable
-from tribe.report.elements import plural
 
 
 @app.command()

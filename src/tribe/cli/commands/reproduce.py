@@ -15,14 +15,14 @@ from tribe.cli.output import errors_as_messages, stdout_to_stderr
 from tribe.cli.overrides import parse_overrides
 from tribe.cli.progress import experiment_bars, message_on_interrupt
 from tribe.cli.terminal import OutputTarget, list_tables, print_problems, show_claims, show_comparison, show_runs
-from tribe.datasets.locations import data_root
-from tribe.datasets.manifest import FILE as MANIFEST
-from tribe.engine.precision import check_precision
+from tribe.core.precision import check_precision
+from tribe.data.datasets.locations import data_root
+from tribe.data.datasets.manifest import FILE as MANIFEST
+from tribe.experiments import plots
+from tribe.experiments.experiment import Experiment
+from tribe.experiments.store import Damaged, find, finished, keep, survey
+from tribe.experiments.workbench import Workbench
 from tribe.fields import printable
-from tribe.lab import plots
-from tribe.lab.experiment import Experiment
-from tribe.lab.store import Damaged, find, finished, keep, survey
-from tribe.lab.workbench import Workbench
 from tribe.methods import alone
 from tribe.methods import names as method_names
 from tribe.paper import gather, tables

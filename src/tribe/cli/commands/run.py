@@ -1,7 +1,7 @@
 """``tribe run``: play a stream to some methods and print their errors. Without options: offline, on real digits.
 
-Each method is an `Experiment`, whose result is in the store: ``OUT/<id>/``, see `tribe.lab.store`. What is there is not
-computed again, and a run that was killed goes on from its checkpoint.
+Each method is an `Experiment`, whose result is in the store: ``OUT/<id>/``, see `tribe.experiments.store`. It is
+not computed again, and a run that was killed goes on from its checkpoint.
 """
 
 import json
@@ -48,15 +48,15 @@ from tribe.cli.output import (
 from tribe.cli.overrides import parse_overrides
 from tribe.cli.planning import COMPONENTS, Planner, Request, file_name
 from tribe.cli.progress import print_warnings
+from tribe.experiments import plots
+from tribe.experiments.execution import run_experiment
+from tribe.experiments.experiment import Experiment
+from tribe.experiments.provenance import machine
+from tribe.experiments.shared import SharedPlays, in_groups
+from tribe.experiments.spec import plain
+from tribe.experiments.store import Result
+from tribe.experiments.workbench import MissingKnowledge, Workbench
 from tribe.fields import printable
-from tribe.lab import plots
-from tribe.lab.execution import run_experiment
-from tribe.lab.experiment import Experiment
-from tribe.lab.provenance import machine
-from tribe.lab.shared import SharedPlays, in_groups
-from tribe.lab.spec import plain
-from tribe.lab.store import Result
-from tribe.lab.workbench import MissingKnowledge, Workbench
 from tribe.registry import nearest
 from tribe.storage.atomic import CannotWrite, check_folder, write_atomically
 

@@ -13,9 +13,9 @@ from tribe.cli.custom import DATASET, SCENARIO, component_name
 from tribe.cli.options import AsJson, DataRoot, Imbalance, Severity, build_dataset, with_imbalance
 from tribe.cli.output import errors_as_messages, print_json, shown, stdout_to_stderr
 from tribe.cli.overrides import parse_overrides
-from tribe.lab import plots
-from tribe.lab.workbench import build_scenario
-from tribe.scenarios import class_counts, digest, local_balance, save
+from tribe.data.scenarios import class_counts, digest, local_balance, save
+from tribe.experiments import plots
+from tribe.experiments.workbench import build_scenario
 from tribe.storage.atomic import check_file
 
 MOST = 20  # classes in a table

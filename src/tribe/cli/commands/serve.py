@@ -13,7 +13,7 @@ from tribe.cli.custom import method_name
 from tribe.cli.options import Device, custom_network, parse_shape
 from tribe.cli.output import errors_as_messages, print_message
 from tribe.cli.overrides import parse_overrides
-from tribe.engine.precision import choose_device
+from tribe.core.precision import choose_device
 from tribe.serve.limits import Limits
 from tribe.serve.policy import Policy
 

@@ -17,14 +17,14 @@ from tribe.cli.custom import DATASET, component_name, method_name
 from tribe.cli.options import AsJson, Device, Model, Weights, build_dataset, build_network
 from tribe.cli.output import errors_as_messages, print_json, stdout_to_stderr
 from tribe.cli.overrides import parse_overrides
-from tribe.datasets import Dataset
-from tribe.engine.backbone import Backbone
-from tribe.engine.precision import choose_device, deterministic, float32_precision
-from tribe.engine.screening import sound
+from tribe.core.backbone import Backbone
+from tribe.core.precision import choose_device, deterministic, float32_precision
+from tribe.core.screening import sound
+from tribe.data.datasets import Dataset
+from tribe.experiments.workbench import Request, departures, plain_method, trained_on
 from tribe.health.calibration import NAME as HEALTH
 from tribe.health.calibration import Calibration
 from tribe.knowledge import Knowledge, knowledge_path
-from tribe.lab.workbench import Request, departures, plain_method, trained_on
 from tribe.methods import Method
 from tribe.storage.atomic import check_file, check_folder
 

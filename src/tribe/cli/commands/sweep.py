@@ -38,14 +38,13 @@ from tribe.cli.overrides import parse_lists, parse_overrides
 from tribe.cli.planning import COMPONENTS, Planner, Request, file_name
 from tribe.cli.progress import experiment_bars, message_on_interrupt, print_warnings
 from tribe.cli.terminal import OutputTarget
-from tribe.fields import is_whole, printable
-from tribe.lab import plots
-from tribe.lab.experiment import STREAM, Experiment
-from tribe.lab.provenance import machine
-from tribe.lab.ray import Failure, run_all
-from tribe.lab.spec import canonical, plain, with_whole_numbers
-from tribe.lab.store import find
-from tribe.lab.sweep import (
+from tribe.experiments import plots
+from tribe.experiments.experiment import STREAM, Experiment
+from tribe.experiments.provenance import machine
+from tribe.experiments.ray import Failure, run_all
+from tribe.experiments.spec import canonical, plain, with_whole_numbers
+from tribe.experiments.store import find
+from tribe.experiments.sweep import (
     SCORES,
     Axis,
     Point,
@@ -57,6 +56,7 @@ from tribe.lab.sweep import (
     make_row,
     points_of,
 )
+from tribe.fields import is_whole, printable
 from tribe.registry import nearest
 from tribe.storage.atomic import check_folder, write_atomically
 

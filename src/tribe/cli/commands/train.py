@@ -14,7 +14,7 @@ from rich.progress import Progress as Bar
 from tribe.cli.app import app
 from tribe.cli.options import AsJson, DataRoot, Device
 from tribe.cli.output import fail, print_json, print_message
-from tribe.datasets.locations import data_root
+from tribe.data.datasets.locations import data_root
 from tribe.train import DEFAULT, AugMix, Progress, Trained, TrainingError, change, preset
 from tribe.train import train as train_network
 from tribe.train.loop import SAVE_EVERY, OnProgress

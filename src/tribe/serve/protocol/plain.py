@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tribe.corruptions.pillow import require_pillow
-from tribe.datasets.image_files import EIGHT_BITS, SCANS
+from tribe.data.corruptions.pillow import require_pillow
+from tribe.data.datasets.image_files import EIGHT_BITS, SCANS
 from tribe.serve.protocol.datatypes import EXPECTED, byte_size, from_bytes
 from tribe.serve.protocol.errors import BadInput, BadRequest, TooLarge, WrongType
 from tribe.serve.protocol.messages import INPUT, Answer, Images, ModelInfo, Request

@@ -1,0 +1,489 @@
+"""A frozen classifier whose normalisation is an argument.
+
+Convolution weights are frozen and shared. Parameters and statistics of normalisation, which differ between student,
+teacher and anchor and between cameras, are arguments of each pass: matrices with a row each. Rows fold into the batch
+for convolutions and unfold for normalisation (`tribe.core.slots`).
+"""
+
+import copy
+import itertools
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from tribe.core.fusion import Fusion, Mismatch
+from tribe.core.model_copy import (
+    ThreadCopies,
+    copy_model,
+    deepcopy_module,
+    is_channels_last,
+    nothing_to_adapt,
+    refuse_scripts,
+    refuse_unknown_sizes,
+    unwrap,
+    with_memory_format,
+)
+from tribe.core.moments import fold
+from tribe.core.packed import PackedStats, pack
+from tribe.core.placement import SourceNorm, common_eps, place_slots, replace_module, source_norm
+from tribe.core.rules import Frozen, Norm, group_labels
+from tribe.core.slots import NORMS, Pass, Slot, SlotHook, current_pass, set_current_pass
+from tribe.core.state import Affine, Stats, Store, copy_missing, hash_tensors, room_for, tree_map
+from tribe.core.view_order import views_come_first
+
+USUAL_EPS = 1e-5  # the default of every normalisation layer of torch
+NO_GRADIENT = (
+    "the network returns logits without a gradient, so its normalisation layers cannot learn: its forward cuts the "
+    "gradient, by torch.no_grad, torch.inference_mode or .detach(). Give the network without that (tribe takes "
+    "gradients only where it needs them), or choose a method that needs none, such as bn"
+)
+NO_AFFINE = (
+    "no normalisation layer of the network has affine parameters to learn (they were made with affine=False), and this "
+    "method learns nothing else. Choose one that needs none: bn, lame, cotta, petal or ttac"
+)
+DENSE = (
+    "Methods that never look at the output, source and bn, take any tensor with a row for each image, as of a "
+    "segmentation head or a feature backbone: tribe.adapt(model, 'bn'), without guard, health or time"
+)
+NO_VIEW = "view size is not compatible"  # torch's error for x.view(len(x), -1) of a channels-last tensor
+UNCALLED = (
+    "It may use them without calling them: by a method taken earlier (f = self.norm.forward), or by their tensors, "
+    "taken earlier, in F.batch_norm and the like. Let its forward call them, as in self.norm(x)"
+)
+_layout_lock = threading.Lock()  # one for all networks: an object that holds a lock cannot be copied
+
+
+class Output(NamedTuple):
+    """The result of a pass."""
+
+    logits: Tensor  # (R, B, K)
+    features: Tensor | None  # (R, B, F), the classifier's input; None if no classifier layer was found
+    stats: Any  # (R, K, C), to keep for the next pass: Stats, or PackedStats if those were given
+
+
+class Backbone(nn.Module):
+    """A frozen classifier whose normalisation is an argument; the caller's model is copied and never changed.
+
+    Args:
+        model: any `nn.Module` with BatchNorm, SyncBatchNorm, LayerNorm or GroupNorm layers, nested anywhere, that
+            returns logits (N, K) or an object with ``.logits``. DataParallel and `torch.compile` wrappers are
+            removed. Affine parameters that two layers share adapt separately; hooks on normalisation layers that do not
+            change the output are not called.
+        classifier: name of the layer whose input are the features; by default the last Linear that a pass calls.
+        dense: the output may be any tensor (N, ...), as of a segmentation head or a feature backbone. Only methods that
+            never look at it adapt such a network: source and bn.
+
+    >>> net = Backbone(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 5)))
+    >>> affine, stats = net.source(rows=2)
+    >>> from tribe.core.rules import Frozen
+    >>> net(torch.rand(2, 7, 3, 8, 8), affine, stats, Frozen()).logits.shape
+    torch.Size([2, 7, 5])
+    """
+
+    @torch.inference_mode(False)  # the copies must be able to carry gradients
+    def __init__(self, model: nn.Module, classifier: str | None = None, dense: bool = False) -> None:
+        super().__init__()
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"expected a torch.nn.Module; got {type(model).__name__}")
+        model = unwrap(model)
+        _refuse_backbones(model)
+        refuse_scripts(model)
+        refuse_unknown_sizes(model)
+        device = next((t.device for t in itertools.chain(model.parameters(), model.buffers())), torch.device("cpu"))
+        # left_alone: the normalisation layers that stay as they are, and why
+        self.model, self.slots, self.left_alone = place_slots(copy_model(model).eval().requires_grad_(False))
+        if not self.slots:
+            raise ValueError(nothing_to_adapt(self.model, self.left_alone))
+        self._given_channels_last, self._channels_last = is_channels_last(self.model), True  # which is faster
+        self.moves = 0  # how often the weights moved in memory: a recording that knows their addresses checks it
+        self.model._apply(lambda t: with_memory_format(t, channels_last=True))
+        self._buffers_given = {name: t.clone() for name, t in self.model.named_buffers()}
+        self.origin = Store(source_norm([slot.layer for slot in self.slots], device))
+        self._widths = [slot.channels for slot in self.slots]
+        self._eps = common_eps(self.slots)
+        self._candidates = self._classifiers(classifier)
+        for layer in self._candidates.values():
+            layer.register_forward_pre_hook(_record_features)
+        self._thread_copies = ThreadCopies()
+        self._warned, self.dense = False, dense
+        self.fusion = Fusion()  # of other calls with normalisation, where kernels run
+        self.outputs: Tensor | None
+        self.register_buffer("outputs", None, persistent=False)  # (K,) those that are kept; None: all
+
+    @torch.inference_mode(False)
+    def restricted_to(self, outputs: Sequence[int]) -> "Backbone":
+        """A copy that returns only these outputs of the network, in this order: the classes of a data set with fewer.
+
+        ImageNet-R and ImageNet-A are evaluated like this, with 200 of 1,000 classes. A network that is exported from
+        an adapter has all outputs.
+
+        >>> net = Backbone(nn.Sequential(nn.Flatten(), nn.BatchNorm1d(4), nn.Linear(4, 5))).restricted_to([3, 1])
+        >>> net.classes
+        2
+        """
+        kept, count = [int(k) for k in outputs], self.classes
+        if self.dense:
+            raise ValueError("outputs are classes, and this network may return something else: dense=True")
+        if self.outputs is not None:
+            raise ValueError(f"this network is restricted to {count} outputs already; restrict the whole one")
+        if len(kept) < 2 or len(set(kept)) < len(kept) or min(kept) < 0 or (count is not None and max(kept) >= count):
+            some = f"{min(kept)} to {max(kept)}" if kept else "none"
+            raise ValueError(
+                f"outputs are two or more different numbers below {count or 'the number of outputs'}; got {len(kept)}, "
+                f"{some}"
+            )
+        copied = copy.deepcopy(self)
+        copied.outputs = torch.tensor(kept, device=self.device)
+        return copied
+
+    def _classifiers(self, name: str | None) -> dict[str, nn.Module]:
+        modules = dict(self.model.named_modules())
+        if name is not None:
+            if name not in modules:
+                raise ValueError(
+                    f"the model has no layer {name!r} to take features from; it has {_first_names(modules)}"
+                )
+            return {name: modules[name]}
+        linear = [n for n, m in modules.items() if isinstance(m, nn.Linear)]
+        pointwise = [n for n, m in modules.items() if isinstance(m, nn.Conv2d) and m.kernel_size == (1, 1)]
+        return {n: modules[n] for n in linear or pointwise}
+
+    @property
+    def classes(self) -> int | None:
+        """The number of outputs of the classifier layer, or of those kept; None if it is not known before a pass."""
+        if self.outputs is not None:
+            return len(self.outputs)
+        for layer in reversed(self._candidates.values()):
+            width = getattr(layer, "out_features", getattr(layer, "out_channels", None))
+            return int(width) if width is not None else None
+        return None
+
+    @property
+    def classifier(self) -> str | None:
+        """The name of the layer that `classes` was read from."""
+        return next(reversed(self._candidates), None)
+
+    @property
+    def channels(self) -> int:
+        """C: normalised channels of the whole network."""
+        return sum(self._widths)
+
+    @property
+    def has_statistics(self) -> bool:
+        """Whether any layer keeps statistics that can adapt (BatchNorm); LayerNorm and GroupNorm keep none."""
+        return self.origin.get().stats.mean.numel() > 0  # type: ignore[no-any-return]
+
+    @property
+    def has_affine(self) -> bool:
+        """Whether any normalisation layer has affine parameters, which gradients can move."""
+        return any(slot.layer.weight is not None for slot in self.slots)
+
+    @cached_property  # it is read for each batch, and a network has hundreds of modules
+    def rank(self) -> int | None:
+        """The number of axes of a batch of images (B, ...), from the first convolution; None if there is none."""
+        first = self._first_convolution()
+        return None if first is None else 2 + len(first.kernel_size)
+
+    def _first_convolution(self) -> nn.Conv1d | nn.Conv2d | nn.Conv3d | None:
+        layers = [m for m in self.model.modules() if isinstance(m, nn.Conv1d | nn.Conv2d | nn.Conv3d)]
+        gates = [layer for layer in layers if layer.in_channels == layer.out_channels == 1]  # attention, as in ECA
+        return next((layer for layer in layers if layer not in gates), next(iter(layers), None))
+
+    def _expected(self, shape: tuple[int, ...]) -> str:
+        """What the first convolution expects, if images of this shape do not fit it: the end of an error message."""
+        first = self._first_convolution()
+        if first is None or self.rank is None:
+            return ""
+        if len(shape) != self.rank - 1:
+            return f". Its first layer takes batches with {self.rank} axes, (B, {first.in_channels}, ...)"
+        return f". Its first layer takes {first.in_channels} channels" if shape[0] != first.in_channels else ""
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the network."""
+        return next(self.origin.buffers()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The precision of the network's weights, which images are converted to."""
+        floating = (p.dtype for p in self.model.parameters() if p.is_floating_point())
+        return next(floating, torch.float32)
+
+    def source(self, rows: int = 1, classes: int = 1) -> tuple[Affine, Stats]:
+        """The source model's affine parameters (rows, C) and statistics (rows, classes, C), fresh copies."""
+        source: SourceNorm = self.origin.get()
+        affine = Affine(*(t.expand(rows, -1).clone() for t in source.affine))
+        stats = Stats(*(t.expand(rows, classes, -1).clone() for t in source.stats))
+        return affine, stats
+
+    def packed_source(self, rows: int, classes: int) -> PackedStats:
+        """The source's statistics for every class, packed: see `tribe.core.packed`."""
+        _, stats = self.source(rows)
+        eps = [stats.mean.new_full((s.columns.stop - s.columns.start,), s.layer_eps) for s in self.slots]
+        return pack(stats, torch.cat(eps), classes, len(self.slots))
+
+    def fingerprint(self, exact: bool = True) -> str:
+        """A hash of the source model's weights, statistics and layer names; not ``exact``: of their float32 values."""
+        # All buffers as they were given: a network may count or cache in them while it predicts.
+        named = {**dict(self.model.named_parameters()), **self._buffers_given} | self.origin.state_dict()
+        # Only an unusual eps is hashed, so that fingerprints from before eps was hashed stay valid.
+        norms = [(name, m) for name, m in self.model.named_modules() if isinstance(m, (Slot, *NORMS))]
+        eps = {f"{name}.eps": (m.layer if isinstance(m, Slot) else m).eps for name, m in norms}
+        named |= {name: torch.tensor(value, dtype=torch.float64) for name, value in eps.items() if value != USUAL_EPS}
+        if not exact:
+            named = {name: t.float() if t.is_floating_point() else t for name, t in named.items()}
+        return hash_tensors(named)
+
+    def not_finite(self) -> list[str]:
+        """The names of normalisation parameters and statistics that hold NaN or infinity."""
+        source: SourceNorm = self.origin.get()
+        if source.affine.weight.is_meta or all(bool(t.isfinite().all()) for t in (*source.affine, *source.stats)):
+            return []
+        rows = (zip(self.slots, t[0].split(self._widths), strict=True) for t in source.affine)
+        named = {f"{slot.name}.{n}": t for n, row in zip(("weight", "bias"), rows, strict=True) for slot, t in row}
+        for name, t in zip(("running_mean", "running_var"), source.stats, strict=True):
+            named |= {f"{slot.name}.{name}": t[..., slot.columns] for slot in self.slots}
+        return [name for name, t in named.items() if not t.isfinite().all()]
+
+    def train(self, mode: bool = True) -> "Backbone":
+        """Stay in evaluation mode: dropout and the like would make predictions random."""
+        return super().train(False)
+
+    def forward(
+        self,
+        x: Tensor,
+        affine: Affine,
+        stats: Stats | PackedStats,
+        norm: Norm,
+        labels: Tensor | None = None,
+        valid: Tensor | None = None,
+        weights: Mapping[str, Tensor] | None = None,
+        spare: Stats | PackedStats | None = None,
+        slot_hook: SlotHook | None = None,
+    ) -> Output:
+        """One pass over (R, B, ...) images, each row with its own normalisation.
+
+        Args:
+            x: images, (R, B, ...).
+            affine: (R, C); gradients flow to it.
+            stats: (R, K, C); not changed, the updated ones are in the output.
+            norm: the rule.
+            labels: (R, B) pseudo labels for rules that use them.
+            valid: (R, B); False marks padding, which weighs nothing in any statistic.
+            weights: other weights by name instead of the frozen ones (`torch.func.functional_call`, on the copy of
+                the network in `ThreadCopies`).
+            spare: statistics that are no longer needed, whose memory may hold the new ones.
+            slot_hook: called with each slot that the network calls, and with its input.
+        """
+        rows, batch = x.shape[:2]
+        self._check_shapes(rows, affine, stats, norm)
+        if valid is None:
+            valid = torch.ones(rows, batch, dtype=torch.bool, device=x.device)
+        grouped = None if labels is None else group_labels(norm, labels, valid, affine.weight.dtype)
+        current = self._new_pass(batch, affine, stats, norm, grouped, valid, slot_hook)
+        if grouped is not None and (prepare := getattr(norm, "prepare", None)):
+            current.room = room_for(current.stats, spare)
+            current.prepared = prepare(grouped, current.stats, current.room)
+        if self._eps is not None and not norm.observes:  # one fold for the whole network
+            both = fold(current.stats.mean, current.stats.var, *affine, self._eps)
+            current.folded = tuple(zip(*(t.split(self._widths, 2) for t in both), strict=True))
+        channels_last = self._channels_last
+        images = with_memory_format(x.flatten(0, 1).to(self.dtype), channels_last)
+        if images.data_ptr() == x.data_ptr() != 0:  # 0: on the meta device
+            images = images.clone()  # the network may write into them, as in x.sub_(mean), and other passes need x
+        model = self.model if weights is None else self._thread_copies.of(self.model)
+        current.find_order = lambda slot: views_come_first(slot, model, images[:1], self._source_pass)
+        fusing = None
+        if weights is None and slot_hook is None:
+            current.fusing = fusing = self.fusion.start(model, images, self._source_pass)
+        try:
+            with set_current_pass(current), fusing or nullcontext():
+                if weights is None:
+                    result = model(images)
+                else:
+                    named = {n: t if channels_last else with_memory_format(t, False) for n, t in weights.items()}
+                    result = torch.func.functional_call(model, named, (images,))
+            if fusing is not None:
+                fusing.finish()
+        except Mismatch as why:
+            self.fusion.give_up(why)
+            return Backbone.forward(self, x, affine, stats, norm, labels, valid, weights, spare, slot_hook)
+        except (torch.OutOfMemoryError, torch.AcceleratorError):
+            raise  # a fault of the device, not of the images
+        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+            if NO_VIEW in str(error) and channels_last:
+                self._give_up_channels_last()  # unless another thread has
+                return Backbone.forward(self, x, affine, stats, norm, labels, valid, weights, spare, slot_hook)
+            shape = tuple(x.shape[2:])
+            raise ValueError(
+                f"the network could not take images of shape {shape}: {error}{self._expected(shape)}"
+            ) from error
+        logits = _logits(result, len(images), self.dense).unflatten(0, (rows, batch))
+        if self.outputs is not None:
+            logits = logits.index_select(-1, self.outputs)
+        if len(current.called) < len(self.slots):
+            self._report_uncalled(current.called)
+        wants_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in affine)
+        if wants_gradient and not logits.requires_grad:
+            raise ValueError(NO_GRADIENT if self.has_affine or weights is not None else NO_AFFINE)
+        return Output(logits, _features(current), self._collect(current, spare))
+
+    def _check_shapes(self, rows: int, affine: Affine, stats: Stats | PackedStats, norm: Norm) -> None:
+        if affine.weight.shape != (rows, self.channels):
+            raise ValueError(
+                f"x has {rows} rows and the network {self.channels} channels; affine is {tuple(affine.weight.shape)}"
+            )
+        if stats.mean.shape != (rows, norm.classes, self.slots[-1].columns.stop):
+            raise ValueError(
+                f"x has {rows} rows, the rule keeps {norm.classes} statistics per channel and the network "
+                f"{self.slots[-1].columns.stop} channels with statistics; stats is {tuple(stats.mean.shape)}"
+            )
+
+    def _new_pass(
+        self,
+        batch: int,
+        affine: Affine,
+        stats: Stats | PackedStats,
+        norm: Norm,
+        labels: Any,
+        valid: Tensor,
+        slot_hook: SlotHook | None,
+    ) -> Pass:
+        weight, bias = affine.weight.split(self._widths, 1), affine.bias.split(self._widths, 1)
+        stats = tree_map(Tensor.detach, stats)
+        return Pass(len(valid), batch, weight, bias, stats, norm, labels, valid, slot_hook=slot_hook)
+
+    def _report_uncalled(self, called: set[int]) -> None:
+        """Refuse a network that called no slot; warn once about slots that it did not call."""
+        if not called:
+            raise ValueError(f"the network called none of its normalisation layers, so none can adapt. {UNCALLED}")
+        if not self._warned:
+            self._warned = True
+            names = [slot.name for slot in self.slots if slot.index not in called]
+            warnings.warn(
+                f"normalisation layers that the network did not call do not adapt: {_first_names(names)}. That is fine "
+                f"if they serve training only, as in an auxiliary head. {UNCALLED}",
+                UserWarning,
+                stacklevel=2,
+            )
+
+    def _source_pass(self, batch: int, slot_hook: SlotHook | None) -> Pass:
+        """A pass of one row with the source's normalisation, in which images do not affect each other."""
+        affine, stats = self.source()
+        valid = torch.ones(1, batch, dtype=torch.bool, device=self.device)
+        return self._new_pass(batch, affine, stats, Frozen(), None, valid, slot_hook)
+
+    @torch.inference_mode(False)
+    def _give_up_channels_last(self) -> None:
+        """Change the order of weights in memory, and with it that of activations, permanently."""
+        with _layout_lock:
+            if self._channels_last:
+                self.model._apply(lambda t: with_memory_format(t, channels_last=False))
+                # After the change of the weights, so that a pass which began before it sees the change.
+                self._channels_last, self._thread_copies, self.fusion = False, ThreadCopies(), Fusion()
+                self.moves += 1
+
+    @torch.inference_mode(False)
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Backbone":
+        self._thread_copies = ThreadCopies()  # the old ones keep another device or precision
+        self._buffers_given = {name: fn(t) for name, t in self._buffers_given.items()}
+        return super()._apply(fn, recurse)  # type: ignore[no-any-return,no-untyped-call]
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As for any module; afterwards it is another source model."""
+        incompatible_keys = super().load_state_dict(state_dict, strict, assign)
+        self._thread_copies = ThreadCopies()
+        self._buffers_given = {name: t.clone() for name, t in self.model.named_buffers()}
+        return incompatible_keys
+
+    @torch.inference_mode(False)
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Backbone":
+        return deepcopy_module(self, memo)
+
+    def _collect(self, current: Pass, spare: Any) -> Any:
+        """The statistics that each slot's rule keeps, together; those of layers that were not called stay."""
+        if not current.norm.observes or not current.kept:
+            return current.stats
+        by_slot = [current.kept.get(slot.index) or current.stats.layer(slot.columns, slot.index) for slot in self.slots]
+        room = room_for(current.stats, spare) if current.room is None else current.room
+        if current.prepared is None:
+            for out, columns in zip(room, zip(*by_slot, strict=True), strict=True):
+                torch.cat(columns, -1, out=out)
+            return room
+        for slot, kept in zip(self.slots, by_slot, strict=True):
+            copy_missing(kept, room.layer(slot.columns, slot.index))  # the rule has kept most of them there
+        return room
+
+    @torch.inference_mode(False)
+    def plain(self, affine: Affine, stats: Stats | None, weights: Mapping[str, Tensor] | None = None) -> nn.Module:
+        """A plain module with ordinary layers that hold these affine parameters (1, C) and statistics (1, 1, C).
+
+        Without statistics (None) its BatchNorm layers normalise each batch with that batch's. ``weights`` replace the
+        source's weights of other layers, by name.
+        """
+        model: nn.Module = copy.deepcopy(self.model)._apply(lambda t: with_memory_format(t, self._given_channels_last))
+        with torch.no_grad():
+            for name, value in (weights or {}).items():
+                model.get_parameter(name).copy_(value)
+        for layer in model.modules():
+            for key in [k for k, hook in layer._forward_pre_hooks.items() if hook is _record_features]:
+                del layer._forward_pre_hooks[key]
+        scales, biases = affine.weight.split(self._widths, 1), affine.bias.split(self._widths, 1)
+        for name, slot in list(model.named_modules(remove_duplicate=False)):
+            if isinstance(slot, Slot):
+                # A slot with two names gives the same layer twice.
+                model = replace_module(model, name, slot.plain(scales[slot.index], biases[slot.index], stats))
+        return model.eval().requires_grad_(False)
+
+
+def _refuse_backbones(model: nn.Module) -> None:
+    if any(isinstance(m, Backbone) for m in model.modules()):
+        raise ValueError(
+            f"{type(model).__name__} is or holds a tribe.Backbone, whose layers no longer hold its normalisation. "
+            "tribe.adapt takes a Backbone as it is; of an adapter give its .net to start from the source again, or its "
+            ".export() to start from what it has learned"
+        )
+
+
+def _record_features(_: nn.Module, args: tuple[Any, ...]) -> None:
+    """Record the input of a candidate for the classifier; the last one that is called counts."""
+    current = current_pass.get()
+    if current is not None and args and isinstance(args[0], Tensor):
+        current.features = args[0]
+
+
+def _features(current: Pass) -> Tensor | None:
+    """The recorded features (R, B, F); None if there are none, or not one row for each image (frames, crops)."""
+    features, samples = current.features, current.rows * current.batch
+    if features is None or features.shape[0] != samples:
+        return None
+    features = features.flatten(2).mean(2) if features.dim() == 4 else features.flatten(1)
+    by_row: Tensor = features.unflatten(0, (current.rows, current.batch))
+    return by_row
+
+
+def _logits(result: Any, samples: int, dense: bool) -> Tensor:
+    logits = getattr(result, "logits", result)
+    if not isinstance(logits, Tensor):
+        raise TypeError(
+            f"the model returned {type(result).__name__}; expected logits or an object with .logits. Wrap it in a "
+            "module whose forward picks them out, as in self.net(x)[0] or self.net(x)['logits']"
+        )
+    shape = tuple(logits.shape)
+    if not dense and (len(shape) != 2 or shape[0] != samples):
+        hint = f". {DENSE}" if len(shape) > 2 and shape[0] == samples else ""
+        raise ValueError(f"the model returned {shape} for {samples} images; expected logits (N, classes){hint}")
+    if dense and (len(shape) < 2 or shape[0] != samples):
+        raise ValueError(f"the model returned {shape} for {samples} images; expected a row for each, (N, ...)")
+    return logits
+
+
+def _first_names(names: Iterable[str]) -> str:
+    shown = [name for name in names if name]
+    return ", ".join(shown[:12]) + (", ..." if len(shown) > 12 else "")

@@ -1,0 +1,442 @@
+"""Find what stands around a normalisation layer, and compute it in the layer's own passes over its activations.
+
+Bias of the convolution before, residual addition and ReLU after: each would read and write all activations once more.
+They are found by a trial pass with two random images, which records every call of a torch function and of a slot, and
+which call uses whose result. So it does not matter how the network is written. A plan names calls by their number:
+
+    conv (bias) -> slot -> add (residual) -> relu      the slot computes all four; the later calls return its result
+
+A value that is fused away must have no other use: no other call takes it, nothing holds it after the pass, and no
+compiled code computes what the record does not show. The trial is repeated with the plan, and its logits must agree:
+in float32 at least, as the rounding of bfloat16 alone can move logits by a tenth.
+Each pass checks that it makes the same calls on the same tensors. A network that does not is computed call by call from
+then on; `Fusion.reason` says why.
+"""
+
+import copy
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tribe.core import convolution, kernels
+from tribe.core.moments import Around, wide
+from tribe.core.slots import Pass, Slot, SlotHook, StatisticsSlot, full_precision, set_current_pass
+from tribe.core.state import tree_map
+
+RELU = (F.relu, F.relu_, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_)
+ADD = (torch.add, Tensor.add, Tensor.add_)  # the operators + and += call them
+IN_PLACE = (Tensor.add_, F.relu_, torch.relu_, Tensor.relu_)
+QUESTIONS: tuple[Any, ...] = (Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.stride)
+QUESTIONS += (Tensor.__len__, Tensor.is_contiguous, Tensor.is_floating_point, Tensor.element_size, Tensor.get_device)
+FACTS = ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "requires_grad", "itemsize", "nbytes")
+# The largest difference of logits in a trial, relative to the largest logit, in the first precision that reaches it.
+CLOSE = {torch.float32: 0.05, torch.float64: 1e-4}  # float32 may mean TF32
+
+Switch = Literal["auto", "always", "off"]
+_switch: Switch = "auto"  # "auto": where kernels run
+
+Kind = Literal["slot", "convolution", "add", "relu", "other"]
+
+
+@contextmanager
+def using(switch: Switch) -> Iterator[None]:
+    """Fuse where kernels run ("auto"), everywhere ("always") or nowhere ("off"), in the whole process; for tests."""
+    global _switch
+    before, _switch = _switch, switch
+    try:
+        yield
+    finally:
+        _switch = before
+
+
+class FusedLayer(NamedTuple):
+    """The numbers of the calls that one call of a slot computes; None where there is no such call."""
+
+    slot: int  # the slot's index
+    bias: int | None  # the convolution whose bias is added
+    residual: int | None  # the call whose result is added
+    add: int | None
+    relu: int | None
+
+
+class Plan(NamedTuple):
+    """What a pass fuses: calls by their number, in the order of the network."""
+
+    calls: int  # in the whole pass
+    layers: dict[int, FusedLayer]  # by the number of the slot's call
+    convolutions: dict[int, int]  # those without their bias, and the call of the slot that adds it
+    skipped: dict[int, int]  # additions and ReLU, and the call of the slot that has computed them
+    sources: dict[int, int]  # the calls whose results are residuals, and the last call of a slot that adds each
+
+    @staticmethod
+    def of(layers: dict[int, FusedLayer], calls: int) -> "Plan":
+        """The plan for these layers."""
+        convolutions = {layer.bias: at for at, layer in layers.items() if layer.bias is not None}
+        skipped = {n: at for at, layer in layers.items() for n in (layer.add, layer.relu) if n is not None}
+        sources = {layer.residual: at for at, layer in layers.items() if layer.residual is not None}
+        return Plan(calls, layers, convolutions, skipped, sources)
+
+
+class Mismatch(BaseException):
+    """A pass deviates from its plan. A BaseException, so that the network does not catch it."""
+
+
+class Fusion:
+    """Fuses the passes of one network."""
+
+    def __init__(self) -> None:
+        self.plan: Plan | None = None
+        self.reason: str | None = "there was no pass on a GPU yet"  # why nothing is fused
+        self.tried = False  # whether there was a trial pass: on a CPU there is none
+
+    def describe(self) -> str:
+        """What is fused, or why nothing is, in words."""
+        if self.plan is None:
+            return f"nothing is fused: {self.reason}"
+        layers = self.plan.layers.values()
+        named = {"bias": "biases of convolutions", "add": "residual additions", "relu": "ReLU"}
+        counts = {words: sum(getattr(layer, field) is not None for layer in layers) for field, words in named.items()}
+        found = ", ".join(f"{count} {words}" for words, count in counts.items() if count)
+        return f"computed together with normalisation: {found}"
+
+    def start(
+        self, model: nn.Module, images: Tensor, source_pass: Callable[[int, SlotHook | None], Pass]
+    ) -> "FusedPass | None":
+        """The mode that fuses a pass; None if it is to be computed call by call."""
+        if _switch == "off" or (_switch == "auto" and not kernels.can_run(images)):
+            return None
+        if torch.is_inference_mode_enabled():
+            return None  # whether a residual has changed is not known: inference tensors have no version
+        if not self.tried:
+            if images.is_cuda and torch.cuda.is_current_stream_capturing():
+                return None  # a trial reads values
+            self.tried = True
+            self.plan, self.reason = _try(model, images, source_pass)
+        return None if self.plan is None else FusedPass(self.plan)
+
+    def give_up(self, why: Mismatch) -> None:
+        """Fuse no more passes of this network."""
+        self.plan, self.reason = None, f"a pass differed from the trial: {why}"
+
+
+# -- the trial ---------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def _try(
+    model: nn.Module, images: Tensor, source_pass: Callable[[int, SlotHook | None], Pass]
+) -> tuple[Plan | None, str | None]:
+    """The plan of a network, or why there is none."""
+    noise = torch.rand(2, *images.shape[1:], generator=torch.Generator().manual_seed(0), device="cpu")
+    form = torch.channels_last if images.is_contiguous(memory_format=torch.channels_last) else torch.contiguous_format
+    noise = noise.to(images).contiguous(memory_format=form) if images.dim() == 4 else noise.to(images)
+
+    def logits(mode: "Trial | FusedPass", network: nn.Module, x: Tensor) -> Tensor:
+        current, x = source_pass(len(x), None), x.clone()  # the network may write into x
+        current.fusing, precision = mode, wide(x.dtype)
+        current.stats = tree_map(lambda t: t.to(precision), current.stats)
+        current.weight, current.bias = (tuple(t.to(precision) for t in ts) for ts in (current.weight, current.bias))
+        with set_current_pass(current), Unseen(mode) if isinstance(mode, Trial) else nullcontext(), mode:
+            result = network(x)
+        mode.finish()
+        found: Tensor = getattr(result, "logits", result)
+        return found
+
+    try:
+        logits(trial := Trial(), model, noise)
+        if trial.unseen is not None:
+            return None, f"compiled code computes {trial.unseen}"
+        plan = trial.plan()
+        if not plan.layers:
+            return None, "no bias, addition or ReLU belongs to one normalisation layer alone"
+        difference = 0.0
+        for dtype, close in CLOSE.items():
+            if torch.finfo(dtype).bits >= torch.finfo(noise.dtype).bits:
+                if dtype != noise.dtype:
+                    model, noise = copy.deepcopy(model).to(dtype), noise.to(dtype)
+                with full_precision(noise.device.type):
+                    wanted, found = (logits(FusedPass(p), model, noise) for p in (Plan.of({}, plan.calls), plan))
+                difference = float((found - wanted).abs().max() / wanted.abs().max().clamp_min(1e-6))
+                if difference <= close:
+                    return plan, None
+    except (Exception, Mismatch) as error:  # a network may raise anything
+        return None, f"the trial failed ({type(error).__name__}: {error})"
+    return None, f"in the trial it changed logits by {difference:.1%}"
+
+
+class Call(NamedTuple):
+    """A call of a torch function or of a slot."""
+
+    kind: Kind
+    inputs: tuple[int | None, ...]  # by tensor, the number of the call that made it; None: not a result
+    fusable: bool  # by its arguments alone
+    in_place: bool  # it writes its result into its first input
+    slot: int  # the slot's index, or -1
+    result: "weakref.ref[Tensor] | None"
+
+
+class Trial(TorchFunctionMode):
+    """Records the calls of a pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Call] = []
+        self.paused = False  # inside a call
+        self.unseen: str | None = None  # what was computed outside of all calls
+        self._makers: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # by id, the tensor and the call that made it
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self.paused or _only_asks(func):
+            return func(*args, **kwargs)
+        inputs = self._inputs(tensors_in((args, kwargs)))
+        self.paused = True
+        result = func(*args, **kwargs)
+        self.paused = False
+        kind = _kind(func)
+        self._record(kind, inputs, _fusable(kind, args, kwargs, result), -1, result, func in IN_PLACE)
+        return result
+
+    def enter(self, slot: Slot, x: Tensor) -> Around:
+        """A slot is called with x: what it computes beside its normalisation."""
+        self._entered = self._inputs([x])
+        self.paused = True
+        return Around()
+
+    def leave(self, slot: Slot, y: Tensor) -> None:
+        """A slot has computed y."""
+        self.paused = False
+        fusable = isinstance(slot, StatisticsSlot) and not slot.relu and not len(slot.after)
+        self._record("slot", self._entered, fusable, slot.index, y)
+
+    def finish(self) -> None:
+        """The pass is over."""
+
+    def _inputs(self, found: list[Tensor]) -> tuple[int | None, ...]:
+        made = [self._makers.get(id(t)) for t in found]
+        return tuple(m[1] if m is not None and m[0]() is t else None for m, t in zip(made, found, strict=True))
+
+    def _record(
+        self,
+        kind: Kind,
+        inputs: tuple[int | None, ...],
+        fusable: bool,
+        slot: int,
+        result: Any,
+        in_place: bool = False,
+    ) -> None:
+        made = tensors_in(result)
+        one = weakref.ref(made[0]) if len(made) == 1 and made[0] is result else None
+        for t in made:
+            self._makers[id(t)] = weakref.ref(t), len(self.calls)
+        self.calls.append(Call(kind, inputs, fusable and one is not None, in_place, slot, one))
+
+    def plan(self) -> Plan:
+        """What can be fused."""
+        users: dict[int, list[int]] = {}
+        for number, call in enumerate(self.calls):
+            for made in call.inputs:
+                if made is not None:
+                    users.setdefault(made, []).append(number)
+
+        def only_user(number: int, kind: Kind) -> int | None:
+            """The call that alone uses a result, if it is of this kind and nothing holds the result."""
+            result = self.calls[number].result
+            held = result is not None and (t := result()) is not None and self._makers[id(t)][1] == number
+            using = users.get(number, [])
+            fits = len(using) == 1 and not held and self.calls[using[0]].kind == kind
+            return using[0] if fits and self.calls[using[0]].fusable else None
+
+        layers = {}
+        for number, call in enumerate(self.calls):
+            if call.kind != "slot" or not call.fusable:
+                continue
+            maker = call.inputs[0]
+            before = maker is not None and self.calls[maker].kind == "convolution" and self.calls[maker].fusable
+            bias = maker if maker is not None and before and only_user(maker, "slot") == number else None
+            add, residual = only_user(number, "add"), None
+            if add is not None:
+                residual = self._residual(add, number)
+                add = None if residual is None else add
+            relu = only_user(number if add is None else add, "relu")
+            if any(n is not None for n in (bias, add, relu)):
+                layers[number] = FusedLayer(call.slot, bias, residual, add, relu)
+        return Plan.of(layers, len(self.calls))
+
+    def _residual(self, add: int, slot: int) -> int | None:
+        """The call whose result is added to that of a slot; None if it comes later, or if it is overwritten."""
+        call = self.calls[add]
+        others = [made for made in call.inputs if made is not None and made < slot]
+        usable = len(others) == 1 and self.calls[others[0]].result is not None
+        return others[0] if usable and (not call.in_place or call.inputs[0] == slot) else None
+
+
+class Unseen(TorchDispatchMode):
+    """Notes what a network computes without calling a torch function, as code of torch.jit does."""
+
+    def __init__(self, seen: Trial) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen = seen
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if not self.seen.paused:
+            self.seen.unseen = str(func)
+        return func(*args, **(kwargs or {}))
+
+
+def _kind(func: Any) -> Kind:
+    if func in convolution.FUNCTIONS:
+        return "convolution"
+    return "relu" if func in RELU else "add" if func in ADD else "other"
+
+
+def _fusable(kind: Kind, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> bool:
+    """Whether a call, by its arguments, is one that a slot can compute."""
+    if kind == "add":
+        plain = len(args) == 2 and not kwargs and all(isinstance(t, Tensor) for t in args)
+        return plain and args[0] is not args[1] and args[0].shape == args[1].shape and args[0].dtype == args[1].dtype
+    if kind == "relu":
+        return isinstance(args[0], Tensor) if args else False
+    if kind == "convolution":
+        return convolution.bias_of(args, kwargs) is not None and isinstance(result, Tensor)
+    return False
+
+
+def _only_asks(func: Any) -> bool:
+    """Whether a function reads facts of a tensor, and no values."""
+    if getattr(func, "__name__", "") == "__get__":
+        return getattr(getattr(func, "__self__", None), "__name__", "") in FACTS
+    return func in QUESTIONS
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors in nested tuples, lists and dicts, in order."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, tuple | list):
+        return [t for item in value for t in tensors_in(item)]
+    return tensors_in(list(value.values())) if isinstance(value, dict) else []
+
+
+# -- the passes --------------------------------------------------------------------------------------------------------
+
+
+class Open(NamedTuple):
+    """A tensor that does not have the value that the network believes it has, until its user is called."""
+
+    tensor: Tensor  # held, so that no other tensor gets its id
+    user: int  # the number of the call that may use it
+    bias: Tensor | None  # what is still to be added
+    residual: Tensor | None  # what has been added already
+    version: int  # of the residual
+    with_grad: bool
+
+
+class FusedPass(TorchFunctionMode):
+    """Fuses the calls of one pass as planned; raises `Mismatch` where the network makes others."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__()
+        self.plan = plan
+        self.paused = False
+        self._number = 0  # of the next call
+        self._open: dict[int, Open] = {}  # by id
+        self._sources: dict[int, Tensor] = {}  # by call
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self.paused or _only_asks(func):
+            return func(*args, **kwargs)
+        number, self._number = self._number, self._number + 1
+        if number in self.plan.skipped:
+            result = self._skip(number, func, args)
+        else:
+            if self._open and any(id(t) in self._open for t in tensors_in((args, kwargs))):
+                raise Mismatch(f"{func} uses a value that is fused away")
+            result = self._call(number, func, args, kwargs)
+        if number in self.plan.sources:
+            self._sources[number] = result
+        return result
+
+    def _call(self, number: int, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if func not in convolution.FUNCTIONS:
+            if number in self.plan.convolutions:
+                raise Mismatch(f"{func} is called in place of a convolution")
+            return func(*args, **kwargs)
+        bias = convolution.bias_of(args, kwargs)
+        user = self.plan.convolutions.get(number)
+        if user is None:
+            return convolution.compute(func, args, kwargs)
+        if bias is None:
+            raise Mismatch("a convolution has no bias")
+        result = convolution.compute(func, args, kwargs, add_bias=False)
+        self._open[id(result)] = Open(result, user, bias, None, 0, torch.is_grad_enabled())
+        return result
+
+    def _skip(self, number: int, func: Any, args: Sequence[Any]) -> Tensor:
+        """The result of an addition or of ReLU, which the slot has computed."""
+        layer = self.plan.layers[self.plan.skipped[number]]
+        found = [t for t in args[:2] if isinstance(t, Tensor) and id(t) in self._open]
+        one = self._open.pop(id(found[0])) if len(found) == 1 else None
+        if one is None or one.user != number or func not in (ADD if number == layer.add else RELU):
+            raise Mismatch(f"{func} is called in place of an addition or ReLU")
+        if one.with_grad != torch.is_grad_enabled():
+            raise Mismatch("an activation is computed without gradients, or a normalisation layer is")
+        if number == layer.add:
+            others = [t for t in args if t is not one.tensor]
+            if len(others) != 1 or others[0] is not one.residual or one.residual._version != one.version:
+                raise Mismatch("another residual is added, or it has changed")
+            if func in IN_PLACE and args[0] is not one.tensor:
+                raise Mismatch("the sum is written into the residual")
+            if layer.relu is not None:
+                self._open[id(one.tensor)] = one._replace(user=layer.relu, residual=None)
+        return one.tensor
+
+    def enter(self, slot: Slot, x: Tensor) -> Around:
+        """A slot is called with x: what it computes beside its normalisation."""
+        number, self._number = self._number, self._number + 1
+        self.paused, self._entered = True, number
+        layer, given = self.plan.layers.get(number), self._open.pop(id(x), None)
+        if layer is None and given is None:
+            return Around()
+        if layer is None or layer.slot != slot.index or (given is None) != (layer.bias is None):
+            raise Mismatch(f"layer {slot.name!r} is called at another place, or with another input")
+        if given is not None and given.user != number:
+            raise Mismatch(f"layer {slot.name!r} receives the input of another layer")
+        residual = None if layer.residual is None else self._sources[layer.residual]
+        if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
+            raise Mismatch(f"the residual of layer {slot.name!r} has another shape or type")
+        return Around(layer.relu is not None, None if given is None else given.bias, residual)
+
+    def leave(self, slot: Slot, y: Tensor) -> None:
+        """A slot has computed y."""
+        number = self._entered
+        if number in self.plan.sources:
+            self._sources[number] = y
+        layer = self.plan.layers.get(number)
+        user = None if layer is None else layer.relu if layer.add is None else layer.add
+        if layer is not None and user is not None:
+            residual = None if layer.residual is None else self._sources[layer.residual]
+            if layer.residual is not None and self.plan.sources[layer.residual] == number:
+                del self._sources[layer.residual]  # it needs no memory any more
+            version = 0 if residual is None else residual._version
+            self._open[id(y)] = Open(y, user, None, residual, version, torch.is_grad_enabled())
+        self.paused = False
+
+    def finish(self) -> None:
+        """The pass is over: it must have made all the calls of the plan."""
+        if self._open or self._number != self.plan.calls:
+            raise Mismatch(f"the pass made {self._number} calls, the trial {self.plan.calls}")

@@ -1,0 +1,282 @@
+"""A method's whole step as one launch: recorded in CUDA graphs for one shape of batch, then replayed.
+
+A step is thousands of small launches, and a fast GPU waits for most of them. A CUDA graph replays them all at once, but
+always on the memory it was recorded with. So there are two states in static memory and two graphs that alternate: one
+reads state 0 and writes state 1, the other the reverse. Nothing large is copied between steps, not even the statistics
+of K = 1000 classes. Images are copied into static memory; a batch smaller than the recorded one is padded with images
+that are not `valid`, which weigh nothing.
+
+A step in which the host decides something midway is captured in segments (`tribe.core.segments`), one launch each.
+Their arguments are copied into static memory, and their results out of it.
+
+The steps of a recording are discarded, which affects no stream: a step is pure.
+"""
+
+import contextlib
+import warnings
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from tribe.core import kernels
+from tribe.core.augment import Augment
+from tribe.core.backbone import Backbone
+from tribe.core.precision import deterministic
+from tribe.core.segments import flatten, map_tensors, run_segments_with
+from tribe.core.state import clone, copy_missing, leaves
+
+Switch = bool | Literal["auto"]  # capture steps; "auto": where that is possible
+Work = Callable[[], None]
+Recorder = Callable[[Work], Work]  # records work on static memory; the result repeats it
+
+
+class SteppedMethod(Protocol):
+    """The members of `tribe.methods.Method` that this module uses."""
+
+    name: ClassVar[str]
+    eager_only: ClassVar[str | None]  # why a step cannot be captured in one CUDA graph
+    in_segments: ClassVar[bool]  # True: it can be captured in several, see `tribe.core.segments`
+
+    def step_reusing(
+        self, net: Backbone, state: Any, x: Tensor, valid: Tensor | None = None, retired: Any = None
+    ) -> tuple[Tensor, Any]:
+        """Predict, then adapt."""
+        ...
+
+
+SHAPES = 8  # shapes of batches that "auto" records before it gives up: recording each costs more than it saves
+WARM_UP = 3  # eager steps before a recording: libraries choose algorithms and allocate, kernels are compiled
+
+
+def refusal(method: SteppedMethod, device: torch.device) -> str | None:
+    """Why the steps of a method cannot be captured, or None."""
+    if device.type != "cuda":
+        return f"CUDA graphs need a CUDA device; the network is on {device.type}"
+    if method.eager_only is not None and not method.in_segments:
+        return f"{method.name} cannot be captured in a CUDA graph: {method.eager_only}"
+    if not isinstance(getattr(method, "augment", Augment()), Augment):
+        return f"{method.name} has a custom augment=, which may read values; only tribe.Augment can be captured"
+    return None
+
+
+class Steps:
+    """Takes a method's steps on a network, captured in CUDA graphs if that is requested and possible.
+
+    Args:
+        method: what adapts.
+        net: the network, which must not be changed afterwards: a recording uses the addresses of its weights.
+        graphs: True captures, or raises with the reason; "auto" captures where it can; False never captures.
+        deterministic: choose algorithms that give the same bits every time, see `tribe.core.precision.deterministic`.
+    """
+
+    def __init__(
+        self, method: SteppedMethod, net: Backbone, graphs: Switch = "auto", deterministic: bool = False
+    ) -> None:
+        if graphs not in (True, False, "auto"):
+            raise ValueError(f"graphs is True, False or 'auto'; got {graphs!r}")
+        if graphs is True and (reason := refusal(method, net.device)):
+            raise ValueError(f"{reason}. With graphs='auto' its steps are taken one launch at a time")
+        self.method, self.net, self.graphs, self.deterministic = method, net, graphs, deterministic
+        self.failed: str | None = None  # why a recording failed
+        self._captured: Captured | CapturedSegments | None = None
+
+    @property
+    def eager_because(self) -> str | None:
+        """Why steps are taken one launch at a time; None: they are captured, whole or in segments."""
+        if self.graphs is False:
+            return "graphs=False"
+        return self.failed or refusal(self.method, self.net.device)
+
+    def __call__(self, state: Any, x: Tensor, valid: Tensor | None = None, retired: Any = None) -> tuple[Tensor, Any]:
+        """As `Method.step`. The state that a captured step returns is valid until the step after the next."""
+        on_its_device = torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()  # where kernels launch
+        with on_its_device, deterministic() if self.deterministic else contextlib.nullcontext():
+            if self.eager_because is None and x.shape[1]:
+                try:
+                    if self._captured is None:
+                        whole = self.method.eager_only is None
+                        self._captured = (Captured if whole else CapturedSegments)(self.method, self.net)
+                    result = self._captured.step(state, x, valid)
+                    if self._captured.recorded > SHAPES and self.graphs == "auto":
+                        self.failed = f"batches had more than {SHAPES} shapes, and each shape needs a recording"
+                        self._captured = None
+                    return result
+                except RuntimeError as error:
+                    if self.graphs is True or isinstance(error, torch.OutOfMemoryError):
+                        raise
+                    self.failed, self._captured = f"the step could not be captured in a CUDA graph ({error})", None
+                    warnings.warn(f"{self.failed}; it is taken one launch at a time", RuntimeWarning, stacklevel=2)
+            return self.method.step_reusing(self.net, state, x, valid, retired)
+
+    def forget(self) -> None:
+        """Drop the recordings, as when the network moves."""
+        self._captured = self.failed = None
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.method, self.net, self.graphs, self.deterministic)  # without the recordings
+
+
+class Captured:
+    """A method's steps in two graphs over two static states, for the shape of the last batch.
+
+    ``record`` makes a `Recorder`; by default it records CUDA graphs.
+    """
+
+    def __init__(self, method: SteppedMethod, net: Backbone, record: Callable[[], Recorder] | None = None) -> None:
+        self.method, self.net = method, net
+        self._record = record or cuda_graphs
+        self.recorded = 0  # shapes of batches so far
+        self._setting: Any = None  # what the recording depends on
+        self._states: tuple[Any, Any]
+        self._x: Tensor
+        self._valid: Tensor
+        self._logits: Tensor | None = None
+        self._replay: list[Work] = []
+
+    @torch.no_grad()
+    def step(self, state: Any, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Any]:
+        """As `Method.step`; ``state`` is copied into static memory, unless the last step returned it."""
+        batch = x.shape[1]
+        if self._setting != _setting(self.net, x) or batch > self._x.shape[1]:
+            self._capture(state, x)
+        turn = next((i for i in (0, 1) if _same(self._states[i], state)), None)
+        if turn is None:
+            turn = 0
+            copy_missing(state, self._states[0])
+        self._x[:, :batch].copy_(x)
+        self._valid[:, batch:].fill_(False)
+        self._valid[:, :batch].copy_(valid) if valid is not None else self._valid[:, :batch].fill_(True)
+        self._replay[turn]()
+        assert self._logits is not None
+        return self._logits[:, :batch].clone(), self._states[1 - turn]
+
+    def _capture(self, state: Any, x: Tensor) -> None:
+        """Record both directions for batches of this shape."""
+        self._setting = None  # in case recording fails
+        self._states, self._x = (clone(state), clone(state)), x.clone()
+        self._valid = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
+        self._logits, self._replay = None, []
+        record = self._record()
+        self._replay = [record(lambda: self._work(0)), record(lambda: self._work(1))]
+        self._setting = _setting(self.net, x)
+        self.recorded += 1
+
+    def _work(self, turn: int) -> None:
+        old, spare = self._states[turn], self._states[1 - turn]
+        logits, new = self.method.step_reusing(self.net, old, self._x, self._valid, spare)
+        if self._logits is None:
+            self._logits = torch.empty_like(logits)
+        self._logits.copy_(logits)
+        copy_missing(new, spare)
+
+
+class CapturedSegments:
+    """A method's steps with each of their segments recorded, for the shape of the last batch."""
+
+    def __init__(self, method: SteppedMethod, net: Backbone, record: Callable[[], Recorder] | None = None) -> None:
+        self.method, self.net = method, net
+        self._record = record or cuda_graphs
+        self.recorded = 0  # shapes of batches so far
+        self._setting: Any = None  # what the recordings depend on
+        self._batch = 0
+        self._recordings: Callable[..., Any]
+
+    @torch.no_grad()
+    def step(self, state: Any, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Any]:
+        """As `Method.step`; no tensor that it returns is in static memory."""
+        batch = x.shape[1]
+        if self._setting != _setting(self.net, x) or batch > self._batch:
+            self._recordings, self._setting, self._batch = Recordings(self._record()), _setting(self.net, x), batch
+            self.recorded += 1
+        valid = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if valid is None else valid
+        if short := self._batch - batch:
+            x, valid = (nn.functional.pad(t, [0, 0] * (t.dim() - 2) + [0, short]) for t in (x, valid))
+        with run_segments_with(self._recordings):
+            logits, state = self.method.step_reusing(self.net, state, x, valid)
+        return logits[:, :batch], state
+
+
+class Recordings:
+    """Runs functions on static memory: recorded at the first call with arguments of a kind, then replayed."""
+
+    def __init__(self, record: Recorder) -> None:
+        self._record = record
+        self._recordings: dict[Any, tuple[Any, list[Any], Work]] = {}  # arguments and results, in static memory
+
+    def __call__(self, work: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """``work(*args)``."""
+        kind = work.__qualname__, *(_kind(value) for value in flatten(args))
+        if kind not in self._recordings:
+            self._recordings[kind] = self._recorded(work, args)
+        static, results, replay = self._recordings[kind]
+        _copy_tensors(args, static)
+        replay()
+        return map_tensors(Tensor.clone, results[0])
+
+    def _recorded(self, work: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, list[Any], Work]:
+        static: Any = map_tensors(Tensor.clone, args)
+        results: list[Any] = []
+
+        def run() -> None:
+            done = work(*static)
+            results[:] = results or [map_tensors(torch.empty_like, done)]
+            _copy_tensors(done, results[0])
+
+        return static, results, self._record(run)
+
+
+def cuda_graphs() -> Recorder:
+    """Record work as CUDA graphs that share their memory, as they never run at the same time."""
+    pool = torch.cuda.graph_pool_handle()
+
+    def record(work: Work) -> Work:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(WARM_UP):
+                work()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        # Capture this thread only: others may pin memory for the next batch at the same time.
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            work()
+        return graph.replay
+
+    return record
+
+
+def _setting(net: Backbone, x: Tensor) -> tuple[Any, ...]:
+    """All that a recording depends on, apart from the number of images."""
+    kind = x.device.type
+    autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    backends: Any = torch.backends
+    return (
+        net.moves,
+        x.device,
+        x.dtype,
+        len(x),
+        x.shape[2:],
+        autocast and torch.get_autocast_dtype(kind),
+        backends.cuda.matmul.fp32_precision,
+        backends.cudnn.conv.fp32_precision,
+        backends.cudnn.benchmark,
+        torch.are_deterministic_algorithms_enabled(),
+        kernels.mode(),
+    )
+
+
+def _kind(value: Any) -> Any:
+    """What a recording depends on of an argument: not the values of a tensor."""
+    return (value.shape, value.dtype, value.device) if isinstance(value, Tensor) else value
+
+
+def _same(a: Any, b: Any) -> bool:
+    return all(s is t for s, t in zip(leaves(a).values(), leaves(b).values(), strict=True))
+
+
+def _copy_tensors(values: Any, targets: Any) -> None:
+    for value, target in zip(flatten(values), flatten(targets), strict=True):
+        if isinstance(target, Tensor):
+            target.copy_(value)

@@ -1,0 +1,56 @@
+"""The random numbers of `tribe.core.rng`, one launch a draw."""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, attr-defined"
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tribe.core.kernels.launch import LINE, tl, triton
+
+
+def uniform(key: Any, purpose: int, shape: Sequence[int]) -> Tensor:
+    """The same numbers as `tribe.core.rng.uniform`."""
+    return _draw(key, purpose, shape, normal=False)
+
+
+def normal(key: Any, purpose: int, shape: Sequence[int]) -> Tensor:
+    """The same numbers as `tribe.core.rng.normal`, up to the last digits of logarithm and cosine."""
+    return _draw(key, purpose, shape, normal=True)
+
+
+def _draw(key: Any, purpose: int, shape: Sequence[int], normal: bool) -> Tensor:
+    streams, n = len(key.seed), math.prod(shape)
+    out = torch.empty(streams, *shape, device=key.seed.device)
+    blocks = triton.cdiv(n, 4)
+    _philox[streams, triton.cdiv(blocks, LINE)](
+        key.seed.contiguous(), key.clock.contiguous(), out, n, purpose, normal, LINE
+    )
+    return out
+
+
+@triton.jit
+def _philox(seed, clock, out, n, PURPOSE: tl.constexpr, NORMAL: tl.constexpr, LINE: tl.constexpr):
+    s, block = tl.program_id(0).to(tl.int64), tl.program_id(1) * LINE + tl.arange(0, LINE)
+    tick, zero = tl.load(clock + s), tl.zeros([LINE], tl.uint32)
+    purpose = zero + tl.full([LINE], PURPOSE, tl.uint32)
+    w0, w1, w2, w3 = tl.philox(
+        tl.load(seed + s), block.to(tl.uint32), zero + tick.to(tl.uint32), zero + (tick >> 32).to(tl.uint32), purpose
+    )
+    if NORMAL:  # Box-Muller, twice a block
+        r0 = tl.sqrt(-2.0 * tl.log((w0.to(tl.float32) + 0.5) * 2.3283064365386963e-10))  # 2 ** -32
+        r1 = tl.sqrt(-2.0 * tl.log((w2.to(tl.float32) + 0.5) * 2.3283064365386963e-10))
+        a0, a1 = w1.to(tl.float32) * 1.4629180792671596e-09, w3.to(tl.float32) * 1.4629180792671596e-09  # 2 pi 2 ** -32
+        v0, v1, v2, v3 = r0 * tl.cos(a0), r0 * tl.sin(a0), r1 * tl.cos(a1), r1 * tl.sin(a1)
+    else:
+        v0, v1 = (w0 >> 8).to(tl.float32) * 5.9604644775390625e-08, (w1 >> 8).to(tl.float32) * 5.9604644775390625e-08
+        v2, v3 = (w2 >> 8).to(tl.float32) * 5.9604644775390625e-08, (w3 >> 8).to(tl.float32) * 5.9604644775390625e-08
+    at = 4 * block
+    out += s * n
+    tl.store(out + at, v0, at < n)
+    tl.store(out + at + 1, v1, at + 1 < n)
+    tl.store(out + at + 2, v2, at + 2 < n)
+    tl.store(out + at + 3, v3, at + 3 < n)

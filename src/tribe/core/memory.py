@@ -1,0 +1,307 @@
+"""Memories that hold a few images of every class, for streams with uneven classes. Each arriving image is one decision.
+
+Two memories of M places, for S streams at once, as pure functions over tensors:
+
+    Timely      category-balanced, with timeliness and uncertainty: old or uncertain images leave (RoTTA)
+    Reservoir   prediction-balanced reservoir sampling: every arrival of a class is equally likely to be held (NOTE);
+                or every newcomer is held, and an image of one of the largest classes leaves (SoTTA)
+
+Each decision depends on those before it, so the B images of a batch are decided one after the other. That loop moves
+only marks of N *entries*, the M places and the B newcomers; ages, scores, draws and equal classes are computed before
+it. It is a chain of a thousand tiny operations, each of which would be a launch on a GPU. So it runs on the host, for
+all streams at once: the host waits once a batch for the labels, and images stay on the device. They are gathered once,
+after the loop.
+
+Images that are not valid do not arrive: they are not held, do not age others and draw no random number. The first
+`held` places are taken, in order of arrival; the others hold zeros. Images are stored flat, `room` values each, in the
+network's precision, so the size of a memory, S x M x room, is known before the first image. A memory holds images
+of one shape: it is emptied when the shape of a stream's images changes.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tribe.core import rng
+from tribe.core.moments import wide
+from tribe.core.rng import Key
+from tribe.fields import is_whole, require
+
+ROOM = 3 * 32 * 32  # the default number of values of an image that a memory has room for
+DRAWS = 0x4E4F5445  # purpose of the reservoir's random numbers ("NOTE" in ASCII)
+
+
+class Timely(NamedTuple):
+    """RoTTA's memory. It stores when an image arrived, so that ages need no update."""
+
+    image: Tensor  # (S, M, room), in the network's precision
+    label: Tensor  # (S, M) int64, the class predicted on arrival
+    arrival: Tensor  # (S, M) int64, how many images arrived before
+    uncertainty: Tensor  # (S, M) the entropy of that prediction, float32 at least
+    held: Tensor  # (S,) int64, places taken
+    arrivals: Tensor  # (S,) int64, so far
+    shape: Tensor  # (S,) int64, a number that stands for the images' shape
+
+    @property
+    def filled(self) -> Tensor:
+        """Which places are taken: (S, M)."""
+        return _filled(self)
+
+    @property
+    def age(self) -> Tensor:
+        """The number of arrivals since that of each image, itself included: (S, M)."""
+        return self.arrivals.unsqueeze(1) - self.arrival
+
+
+class Reservoir(NamedTuple):
+    """NOTE's memory."""
+
+    image: Tensor  # (S, M, room), in the network's precision
+    label: Tensor  # (S, M) int64, the class predicted on arrival
+    predicted: Tensor  # (S, K) int64, how often each class was predicted so far
+    held: Tensor  # (S,) int64, places taken
+    arrivals: Tensor  # (S,) int64, so far
+    shape: Tensor  # (S,) int64, a number that stands for the images' shape
+
+    @property
+    def filled(self) -> Tensor:
+        """Which places are taken: (S, M)."""
+        return _filled(self)
+
+
+Memory = TypeVar("Memory", Timely, Reservoir)
+
+
+class Turnover(NamedTuple):
+    """Which entries were held, and when, while a batch arrived."""
+
+    entered: Tensor  # (S, N) bool, was held before the batch or was admitted
+    since: Tensor  # (N,) int64, after how many images of the batch: 0 if held before it
+    until: Tensor  # (S, N) int64, after how many images it left; B + 1: it stayed
+
+    def present(self, passed: Tensor) -> Tensor:
+        """Which entries are held after the first ``passed`` (S,) images of the batch: (S, N)."""
+        passed = passed.unsqueeze(1)
+        return self.entered & (self.since <= passed) & (passed < self.until)
+
+
+def new_timely(streams: int, size: int, *, room: int, dtype: torch.dtype, device: torch.device) -> Timely:
+    """An empty memory for RoTTA."""
+    image, label, count = _places(streams, size, room, dtype, device)
+    uncertainty = torch.zeros(streams, size, dtype=wide(dtype), device=device)
+    return Timely(image, label, label.clone(), uncertainty, count, count.clone(), count.clone())
+
+
+def new_reservoir(
+    streams: int, size: int, classes: int, *, room: int, dtype: torch.dtype, device: torch.device
+) -> Reservoir:
+    """An empty memory for NOTE."""
+    image, label, count = _places(streams, size, room, dtype, device)
+    predicted = torch.zeros(streams, classes, dtype=torch.int64, device=device)
+    return Reservoir(image, label, predicted, count, count.clone(), count.clone())
+
+
+def check_size(size: int, room: int) -> None:
+    """Refuse a memory that can hold nothing."""
+    words = {"size": "how many images the memory holds", "room": "how many values of each image it has room for"}
+    for name, value in (("size", size), ("room", room)):
+        require(is_whole(value, least=1), f"{name} is {words[name]}, a whole number of at least 1", value)
+
+
+def fit(memory: Memory, x: Tensor) -> Memory:
+    """Check that the memory has room for such images (S, B, ...), and drop images of another shape."""
+    if (values := math.prod(x.shape[2:])) > (room := memory.image.shape[2]):
+        raise ValueError(
+            f"images of shape {tuple(x.shape[2:])} have {values} values each; the memory has room for {room}. "
+            f"Make the method with room={values}"
+        )
+    number = 1
+    for n in x.shape[2:]:
+        number = (number * 1_000_003 + n) % 2**61
+    held = torch.where(memory.shape == number, memory.held, 0)
+    return memory._replace(held=held, shape=torch.full_like(memory.shape, number))
+
+
+def images(memory: Memory, shape: tuple[int, ...]) -> Tensor:
+    """The images, (S, M, *shape); a free place holds a copy of the first image, which is finite in every layer."""
+    streams, size, _ = memory.image.shape
+    seen = memory.image[..., : math.prod(shape)]
+    return torch.where(memory.filled.unsqueeze(-1), seen, seen[:, :1]).reshape(streams, size, *shape)
+
+
+def hold(memory: Memory, newcomers: Mapping[str, Tensor], turnover: Turnover, valid: Tensor, passed: Tensor) -> Memory:
+    """The memory after the first ``passed`` (S,) newcomers: one gather for each of its columns.
+
+    ``newcomers`` has a tensor (S, B, ...) for each column (S, M, ...) of the memory; images may be of any shape that
+    `fit` accepted.
+    """
+    present, size = turnover.present(passed), memory.label.shape[1]
+    entry = (~present).to(torch.uint8).sort(dim=1, stable=True).indices[:, :size]  # (S, M), in order of arrival
+    held = present.sum(1)
+    free = torch.arange(size, device=entry.device) >= held.unsqueeze(1)
+
+    def column(old: Tensor, new: Tensor) -> Tensor:
+        new = new.flatten(2).to(old.dtype) if old.dim() > 2 else new.to(old.dtype)
+        index, blank = (t.view(*t.shape, *[1] * (old.dim() - 2)) for t in (entry, free))
+        entries = torch.cat((old[:, :, : new.shape[2]] if old.dim() > 2 else old, new), 1)
+        kept = entries.gather(1, index.expand(-1, -1, *entries.shape[2:])).masked_fill_(blank, 0)
+        if kept.shape != old.shape:  # images smaller than the room
+            kept = torch.cat((kept, torch.zeros_like(old[:, :, kept.shape[2] :])), 2)
+        return kept
+
+    columns: dict[str, Any] = {name: column(getattr(memory, name), new) for name, new in newcomers.items()}
+    came = valid & (torch.arange(valid.shape[1], device=valid.device) < passed.unsqueeze(1))
+    return memory._replace(**columns, held=held, arrivals=memory.arrivals + came.sum(1))
+
+
+def arrival_numbers(memory: Memory, valid: Tensor) -> Tensor:
+    """How many images arrived before each image of a batch: (S, B)."""
+    return memory.arrivals.unsqueeze(1) + valid.cumsum(1) - valid.long()
+
+
+# -- RoTTA: category-balanced, timely, certain -----------------------------------------------------------------------
+
+
+def admit_timely(memory: Timely, labels: Tensor, uncertainty: Tensor, valid: Tensor, classes: int) -> Turnover:
+    """Decide which images are held while a batch arrives: (S, B) labels, uncertainties and valid marks.
+
+    A class accepts an image while it holds less than its quota M / K (a real number) and the memory is not full. At its
+    quota the candidates to leave are its images; below it, those of the classes that hold the most. The candidate of
+    the highest score, sigmoid(age / M) + uncertainty / log K, the later on a tie, leaves if its score exceeds the
+    newcomer's, whose age is 0; else the newcomer is dropped.
+    """
+    entries = _entries(memory, labels, valid)
+    size, rows = entries.size, entries.rows
+    number = _host(arrival_numbers(memory, valid))  # (S, B)
+    arrival = np.concatenate((_host(memory.arrival), number), 1)  # (S, N)
+    doubt = np.concatenate((_host(memory.uncertainty), _host(uncertainty)), 1).astype(np.float64) / math.log(classes)
+    age = (number[:, :, None] - arrival[:, None, :]).clip(0)  # 0 for later newcomers
+    score = 1 / (1 + np.exp(-age / size)) + doubt[:, None, :]  # (S, B, N), when each newcomer arrives
+
+    def decide(j: int, counts: Array, alive: Array) -> tuple[Array, Array, Array]:
+        below = counts[:, size + j] < size / classes
+        candidate = entries.candidates(j, counts, alive, same_class=~below)
+        now = np.where(candidate, score[:, j], -np.inf)
+        leaver = now.shape[1] - 1 - now[:, ::-1].argmax(1)  # the last one of the highest score
+        return below, leaver, now[rows, leaver] > score[:, j, size + j]
+
+    return entries.turnover(decide, memory.held.device)
+
+
+# -- NOTE: prediction-balanced reservoir -----------------------------------------------------------------------------
+
+
+def admit_reservoir(
+    memory: Reservoir, labels: Tensor, valid: Tensor, seed: Tensor, *, always: bool = False
+) -> Turnover:
+    """Decide which images are held while a batch arrives: (S, B) labels and valid marks.
+
+    While a place is free, every newcomer enters. Then: if the newcomer's class is not among those that hold the most, a
+    random image of a random one of these leaves; else, with probability m_c / n_c (held of the class, predictions of it
+    so far), a random image of the same class; else the newcomer is dropped. Classes that hold the most hold the same
+    number, so all their images are equally likely. ``seed`` (S,) and the number of the arrival decide the draws.
+
+    ``always``: no newcomer is dropped; the probability is 1 instead of m_c / n_c.
+    """
+    entries = _entries(memory, labels, valid)
+    size, (streams, batch) = entries.size, labels.shape
+    key = Key(seed.cpu().repeat_interleave(batch), arrival_numbers(memory, valid).cpu().flatten())
+    coin, lot = rng.uniform(key, DRAWS, (2,)).double().view(streams, batch, 2).unbind(2)
+    earlier = entries.same[:, size:, size:] & entries.valid[:, None, :] & np.tri(batch, dtype=bool)
+    predictions = _host(memory.predicted.gather(1, labels)) + earlier.sum(2)  # n_c, this one included
+    needed = _host(coin) * predictions  # the coin is below m_c / n_c if m_c reaches this
+    lots = _host(lot)
+
+    def decide(j: int, counts: Array, alive: Array) -> tuple[Array, Array, Array]:
+        mine = counts[:, size + j]
+        among = mine >= (counts * alive).max(1)  # its class is one of those that hold the most
+        nth = entries.candidates(j, counts, alive, same_class=among).cumsum(1)
+        leaver = (nth <= (lots[:, j] * nth[:, -1])[:, None]).sum(1)
+        leaver = np.minimum(leaver, nth.shape[1] - 1)  # for an empty memory
+        return np.ones_like(among), leaver, ~among | always | (mine >= needed[:, j])
+
+    return entries.turnover(decide, memory.held.device)
+
+
+def count_predictions(memory: Reservoir, labels: Tensor, valid: Tensor) -> Reservoir:
+    """Add a batch's predictions to the counts."""
+    return memory._replace(predicted=memory.predicted.scatter_add(1, labels, valid.long()))
+
+
+# -- common to both -------------------------------------------------------------------------------------------------
+
+Array = NDArray[Any]
+
+# (newcomer j, held images of each entry's class (S, N), which entries are held (S, N))
+# -> whether j may take a free place, which entry would leave for it otherwise, whether it leaves: (S,) each
+Decide = Callable[[int, Array, Array], tuple[Array, Array, Array]]
+
+
+class _Entries(NamedTuple):
+    """The N entries that the decisions on one batch are about, on the host: the M places, then the B newcomers."""
+
+    same: Array  # (S, N, N) bool, which share a class
+    filled: Array  # (S, M) bool
+    valid: Array  # (S, B) bool
+    rows: Array  # (S,) 0, 1, 2, ...
+
+    @property
+    def size(self) -> int:
+        """M."""
+        return int(self.filled.shape[1])
+
+    def candidates(self, j: int, counts: Array, alive: Array, same_class: Array) -> Array:
+        """Which entries may leave for newcomer j (S, N): its class where ``same_class`` (S,), else the largest."""
+        crowd = counts * alive
+        largest = crowd == crowd.max(1, keepdims=True)
+        among: Array = np.where(same_class[:, None], self.same[:, self.size + j], largest) & alive
+        return among
+
+    def turnover(self, decide: Decide, device: torch.device) -> Turnover:
+        """Decide on the newcomers, one after the other."""
+        (streams, batch), rows, size = self.valid.shape, self.rows, self.size
+        alive = np.concatenate((self.filled, np.zeros((streams, batch), bool)), 1)  # (S, N)
+        held = self.filled.sum(1)
+        counts = (self.same & alive[:, None, :]).sum(2)  # (S, N), held images of each entry's class
+        until = np.full(alive.shape, batch + 1)
+        for j in range(batch):
+            accepts, leaver, leaves = decide(j, counts, alive)
+            free = accepts & (held < size) & self.valid[:, j]
+            leaves = leaves & ~free & self.valid[:, j]
+            enters = free | leaves
+            alive[rows, leaver] &= ~leaves
+            alive[:, size + j] = enters
+            counts += self.same[:, size + j] & enters[:, None]
+            counts -= self.same[rows, leaver] & leaves[:, None]
+            until[rows, leaver] = np.where(leaves, j + 1, until[rows, leaver])
+            held += free
+        entered, since = alive | (until <= batch), np.arange(1 - size, batch + 1).clip(0)
+        return Turnover(*(torch.from_numpy(t).to(device) for t in (entered, since, until)))
+
+
+def _entries(memory: Timely | Reservoir, labels: Tensor, valid: Tensor) -> _Entries:
+    label = _host(torch.cat((memory.label, labels), 1))  # (S, N)
+    same = label[:, :, None] == label[:, None, :]
+    return _Entries(same, _host(_filled(memory)), _host(valid), np.arange(len(label)))
+
+
+def _host(t: Tensor) -> Array:
+    array: Array = t.cpu().numpy()
+    return array
+
+
+def _filled(memory: Timely | Reservoir) -> Tensor:
+    return torch.arange(memory.label.shape[1], device=memory.held.device) < memory.held.unsqueeze(1)
+
+
+def _places(
+    streams: int, size: int, room: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    image = torch.zeros(streams, size, room, dtype=dtype, device=device)
+    label = torch.zeros(streams, size, dtype=torch.int64, device=device)
+    return image, label, torch.zeros(streams, dtype=torch.int64, device=device)

@@ -1,0 +1,200 @@
+"""The two passes over activations that every norm rule needs, with one joint backward.
+
+A rule (`tribe.norms`) is a function of per-sample moments. So a normalisation layer has three steps: *observe* the mean
+and variance of each sample; let the rule turn these into a scale and a shift; *apply* them. Only the first and the last
+read pixels. Computed separately, their backwards would each write a gradient as large as the activations, and then add
+the two. Here one pass computes both:
+
+    dx = g * scale + x * a + b,    a = 2 dvar / L,    b = dmean / L - a * mean
+
+where dmean and dvar are the gradients that autograd takes through the rule.
+
+What stands around a layer can be computed in the same passes (`tribe.core.fusion` finds it): the ``offset`` (C,) that
+is still to be added to x, the bias of the convolution before; the ``residual`` that is added after; and ReLU.
+
+Every function has a kernel in `tribe.core.kernels`, which is used where it can run.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from tribe.core import kernels
+
+# Per-sample mean and var (R, B, C) -> scale and shift (R, 1|B, C).
+Rule = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The precision of statistics: float32 at least."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def observe(x: Tensor, offset: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Mean and (biased) variance of each sample and channel over its pixels: (R, B, C, ...) -> (R, B, C) twice."""
+    if kernels.can_normalise(x):
+        return kernels.observe(x, offset)
+    mean, var = _observe(x.to(wide(x.dtype)))
+    return (mean if offset is None else mean + offset), var
+
+
+def _observe(x: Tensor) -> tuple[Tensor, Tensor]:
+    pixels = tuple(range(3, x.dim()))
+    if not pixels:
+        return x.clone(), torch.zeros_like(x)
+    if x.device.type != "cpu":
+        var, mean = torch.var_mean(x, pixels, correction=0)
+        return mean, var
+    # On the CPU var_mean is many times slower than two plain sums. Centred first: E[x^2] - E[x]^2 would cancel.
+    mean = x.mean(pixels)
+    centred = x - _over_pixels(mean, x)
+    return mean, centred.mul_(centred).mean(pixels)
+
+
+class Around(NamedTuple):
+    """What a layer computes beside its normalisation."""
+
+    relu: bool = False  # set negative results to zero
+    offset: Tensor | None = None  # (C,) to add to x first
+    residual: Tensor | None = None  # (R, B, C, ...) to add to the result, before ReLU
+
+
+NOTHING = Around()
+
+
+def normalise(x: Tensor, rule: Rule, around: Around = NOTHING) -> Tensor:
+    """Scale and shift (R, B, C, ...) as ``rule`` says for its per-sample moments; gradients flow through both."""
+    if not torch.is_grad_enabled():
+        return _apply(x, *rule(*observe(x, around.offset)), around)
+    joint = _Joint()
+    seen, mean, var = _Observe.apply(x, joint, around.offset)  # type: ignore[no-untyped-call]
+    return _Apply.apply(seen, *rule(mean, var), around.residual, joint, around)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def scale_and_shift(x: Tensor, scale: Tensor, shift: Tensor, around: Around = NOTHING) -> Tensor:
+    """x * scale + shift for (R, B, C, ...) and (R, 1|B, C), where scale and shift do not depend on x."""
+    if not torch.is_grad_enabled():
+        return _apply(x, scale, shift, around)
+    return _Apply.apply(x, scale, shift, around.residual, None, around)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def fold(mean: Tensor, var: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Turn statistics (R, 1|B, C) and affine parameters (R, C) into a scale and a shift, (R, 1|B, C)."""
+    if kernels.can_run(mean) and mean.dtype == weight.dtype == torch.float32:
+        return _Fold.apply(mean, var, weight, bias, eps)  # type: ignore[no-any-return,no-untyped-call]
+    scale = weight.unsqueeze(1) * torch.rsqrt(var + eps)
+    return scale, bias.unsqueeze(1) - mean * scale
+
+
+def _over_pixels(t: Tensor, x: Tensor) -> Tensor:
+    return t.view(*t.shape, *[1] * (x.dim() - t.dim()))
+
+
+def _apply(x: Tensor, scale: Tensor, shift: Tensor, around: Around = NOTHING) -> Tensor:
+    relu, offset, residual = around
+    if kernels.can_normalise(x):
+        residual = None if residual is None else kernels.match_layout(residual, x)
+        return kernels.apply(x, scale, shift, relu, offset, residual)
+    if offset is not None:
+        shift = torch.addcmul(shift, scale, offset.to(shift.dtype))
+    y = torch.addcmul(_over_pixels(shift, x), x.to(shift.dtype), _over_pixels(scale, x))
+    y = (y if residual is None else y.add_(residual)).to(x.dtype)
+    return y.relu_() if relu else y
+
+
+class _Joint:
+    """Links the two backwards: `_Apply` passes g and its scale to `_Observe` instead of their product."""
+
+    scale: Tensor
+    shift: Tensor
+    relu: bool  # whether g is still to be set to zero where ReLU was not active
+
+
+class _Observe(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, joint: _Joint, offset: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        mean, var = observe(x, offset)
+        ctx.save_for_backward(x, mean, offset)
+        ctx.joint, ctx.by_kernel = joint, kernels.can_normalise(x)
+        return x.view_as(x), mean, var
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor, dmean: Tensor, dvar: Tensor) -> tuple[Tensor, None, None]:
+        x, mean, offset = ctx.saved_tensors
+        joint: _Joint = ctx.joint
+        if ctx.by_kernel:
+            g, seen = kernels.match_layout(g, x), (mean, dmean, dvar)
+            return kernels.joint_backward(g, x, joint.scale, joint.shift, seen, joint.relu, offset), None, None
+        count = max(x[0, 0, 0].numel(), 1)
+        a = dvar * (2 / count)
+        b = dmean / count - a * (mean if offset is None else mean - offset)
+        dx = _apply(x.to(mean.dtype), a, b).addcmul_(g.to(mean.dtype), _over_pixels(joint.scale, x))
+        return dx.to(x.dtype), None, None
+
+
+class _Apply(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        scale: Tensor,
+        shift: Tensor,
+        residual: Tensor | None,  # also in ``around``; here for its gradient
+        joint: _Joint | None,
+        around: Around,
+    ) -> Tensor:
+        ctx.joint, ctx.relu, ctx.by_kernel = joint, around.relu, kernels.can_normalise(x)
+        # Where ReLU was active: kernels compute it again from x, or save it in a byte each if a residual was added.
+        # Without kernels the output shows it, which the next layer saves anyway.
+        active = None
+        if ctx.by_kernel and around.relu and residual is not None:
+            active, residual = torch.empty_like(x, dtype=torch.int8), kernels.match_layout(residual, x)
+            y = kernels.apply(x, scale, shift, True, around.offset, residual, active)
+        else:
+            y = _apply(x, scale, shift, around)
+            active = y if around.relu and not ctx.by_kernel else None
+        ctx.save_for_backward(x, scale, shift, around.offset, active)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        x, scale, shift, offset, active = ctx.saved_tensors
+        joint: _Joint | None = ctx.joint
+        relu = ctx.relu and ctx.by_kernel and active is None  # still to be applied to g
+        if joint is not None:  # detached: with their graph they would form a cycle that is never freed
+            joint.scale, joint.shift, joint.relu = scale.detach(), shift.detach(), relu
+        if ctx.by_kernel:
+            g = kernels.match_layout(g, x)
+            by_scale, by_shift, g = kernels.apply_backward(g, x, scale, shift, relu, offset, active)
+            dx = g if joint is not None else kernels.joint_backward(g, x, scale, shift, None, relu, offset)
+            return dx, by_scale, by_shift, g if ctx.needs_input_grad[3] else None, None, None
+        if active is not None:
+            g = torch.ops.aten.threshold_backward(g, active, 0)
+        pixels = tuple(range(3, x.dim())) + ((1,) if scale.shape[1] != x.shape[1] else ())
+        wide_g = g.to(scale.dtype)
+        dshift, dscale = wide_g, wide_g * x
+        if pixels:
+            dshift, dscale = (t.sum(pixels).view_as(scale) for t in (dshift, dscale))
+        if offset is not None:
+            dscale = torch.addcmul(dscale, dshift, offset.to(dshift.dtype))
+        dx = g if joint is not None else (wide_g * _over_pixels(scale, x)).to(x.dtype)
+        return dx, dscale, dshift, g if ctx.needs_input_grad[3] else None, None, None
+
+
+class _Fold(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, mean: Tensor, var: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(mean, var, weight)
+        ctx.eps = eps
+        return kernels.fold(mean, var, weight, bias, eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dscale: Tensor, dshift: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None]:
+        mean, var, weight = ctx.saved_tensors
+        return *kernels.fold_backward(dscale, dshift, mean, var, weight, ctx.eps), None

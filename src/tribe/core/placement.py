@@ -1,0 +1,182 @@
+"""Replace a model's normalisation layers by slots, and read the source's parameters and statistics from them."""
+
+import copy
+import inspect
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from tribe.core.layer_norms import ChannelSlot, has_tensors, is_called_norm, resembles_layer_norm
+from tribe.core.moments import wide
+from tribe.core.rules import Frozen
+from tribe.core.slots import (
+    KNOWN_FORWARDS,
+    NORMS,
+    AffineSlot,
+    Pass,
+    Slot,
+    StatisticsSlot,
+    channels_of,
+    normalized_shape,
+    set_current_pass,
+)
+from tribe.core.state import Affine, Stats
+
+
+class SourceNorm(NamedTuple):
+    """The parameters and statistics of the source network's normalisation layers, one row."""
+
+    affine: Affine  # (1, C)
+    stats: Stats  # (1, 1, C)
+
+
+def place_slots(model: nn.Module) -> tuple[nn.Module, list[Slot], dict[str, str]]:
+    """Replace the normalisation layers of a model, in place.
+
+    Returns the model (a slot, where the model itself is a normalisation layer), the slots, and the names of the layers
+    that stay as they are, each with the reason.
+    """
+    slots: dict[int, Slot] = {}  # by layer: one that has two names is one slot
+    kept: dict[str, str] = {}
+    columns = 0
+    attention = (m for m in model.modules() if isinstance(m, nn.MultiheadAttention))
+    tokens_first = any(not m.batch_first for m in attention)
+    for name, layer in list(model.named_modules(remove_duplicate=False)):
+        if isinstance(layer, Slot) or not (isinstance(layer, NORMS) or (is_called_norm(layer) and has_tensors(layer))):
+            continue
+        if id(layer) not in slots:
+            kind = slot_kind(layer)
+            if isinstance(kind, str):
+                kept[name] = kind
+                continue
+            slots[id(layer)] = slot = slot_for(layer, kind, name, len(slots), columns)
+            slot.tokens_first = tokens_first
+            slot.redirect_layer_calls()
+            columns = slot.columns.stop
+        model = replace_module(model, name, slots[id(layer)])
+    return model, list(slots.values()), kept
+
+
+def replace_module(model: nn.Module, name: str, module: nn.Module) -> nn.Module:
+    """Replace the module of this name; returns the model, which is the new module if the name is empty."""
+    if not name:
+        return module
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, module)
+    return model
+
+
+def common_eps(slots: list[Slot]) -> float | None:
+    """The eps of all layers, if all are BatchNorm with statistics and parameters and have the same one."""
+    fields = ("running_mean", "weight", "bias")
+    complete = all(getattr(slot.layer, field, None) is not None for slot in slots for field in fields)
+    found = {slot.layer_eps for slot in slots}
+    return found.pop() if complete and len(found) == 1 else None
+
+
+def source_norm(layers: Sequence[nn.Module], device: torch.device) -> SourceNorm:
+    """Concatenate the parameters and statistics of layers into one row."""
+
+    def row(name: str, default: float | None) -> Tensor:
+        columns = []
+        for layer in layers:
+            values: Tensor | None = getattr(layer, name, None)
+            if values is not None:
+                columns.append(values.detach().flatten().to(wide(values.dtype), copy=True))
+            elif default is not None:
+                columns.append(torch.full((channels_of(layer),), default, dtype=torch.float32, device=device))
+        return torch.cat(columns) if columns else torch.empty(0, dtype=torch.float32, device=device)
+
+    affine = Affine(row("weight", 1.0)[None], row("bias", 0.0)[None])
+    stats = Stats(row("running_mean", None)[None, None], row("running_var", None)[None, None])
+    return SourceNorm(affine, stats)
+
+
+def slot_kind(layer: nn.Module) -> type[Slot] | str:
+    """The kind of slot that can replace a normalisation layer, or why none can."""
+    name, known = type(layer).__name__, type(layer).forward in KNOWN_FORWARDS
+    if isinstance(layer, _BatchNorm):
+        kinds: list[type[Slot]] = [StatisticsSlot]
+    elif isinstance(layer, nn.GroupNorm):
+        kinds = [AffineSlot]
+    elif isinstance(layer, nn.LayerNorm) or resembles_layer_norm(layer):
+        kinds = [AffineSlot, ChannelSlot] if len(normalized_shape(layer)) == 1 else [AffineSlot]
+    else:
+        return f"{name} is of a kind that tribe does not adapt"
+    if not isinstance(layer, _BatchNorm) and layer.weight is None:
+        return "it has neither statistics nor affine parameters"
+    if layer._backward_hooks or layer._backward_pre_hooks:
+        return "it has hooks on its gradient"
+    hooked = bool(layer._forward_hooks or layer._forward_pre_hooks)
+    if "forward" in vars(layer) or (not known and not _takes_one_argument(layer)):
+        return f"{name} has a custom forward"
+    if known and not hooked:
+        return kinds[0]
+    found = next((kind for kind in kinds if _slot_agrees(layer, kind)), None)
+    return found or ("its hooks change its output" if hooked else f"{name} has a custom forward")
+
+
+def _takes_one_argument(layer: nn.Module) -> bool:
+    """Whether a layer's forward takes the images and nothing else, which a slot would ignore."""
+    return len(inspect.signature(layer.forward).parameters) == 1
+
+
+def slot_for(layer: nn.Module, kind: type[Slot], name: str = "", index: int = 0, column: int = 0) -> Slot:
+    """The slot that replaces a layer; its statistics begin at ``column``."""
+    width = channels_of(layer) if getattr(layer, "running_mean", None) is not None else 0
+    return kind(name, layer, index, slice(column, column + width))
+
+
+@torch.no_grad()
+def _slot_agrees(layer: nn.Module, kind: type[Slot]) -> bool:
+    """Whether a slot computes what a layer with a custom forward, or with hooks, computes: a trial on random numbers.
+
+    The trial uses copies, on the CPU and in float64, so that no state changes and only the rounding of layers that
+    compute in float32 is allowed for.
+    The copies get random parameters and statistics: those of a new layer, 0 and 1, would hide differences.
+    """
+    generator = torch.Generator().manual_seed(0)
+    try:
+        theirs = copy.deepcopy(layer)
+        if any(t.is_meta for t in itertools.chain(theirs.parameters(), theirs.buffers())):
+            theirs = theirs.to_empty(device="cpu")  # without values, which the trial does not use
+        theirs = theirs.to("cpu", torch.float64)
+        for name in ("weight", "bias", "running_mean", "running_var"):
+            if (values := theirs._parameters.get(name, theirs._buffers.get(name))) is not None:
+                values.uniform_(0.5, 1.5, generator=generator)
+        ours = copy.deepcopy(theirs)
+    except Exception:  # a custom layer may raise anything
+        return False
+    slot, source = slot_for(ours, kind), source_norm([ours], torch.device("cpu"))
+    same = []
+    for shape in _trial_shapes(layer, kind):
+        x = 3 * torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+        valid = torch.ones(1, len(x), dtype=torch.bool, device="cpu")
+        current = Pass(1, len(x), source.affine[:1], source.affine[1:], source.stats, Frozen(), None, valid)
+        with torch.random.fork_rng(devices=[]), set_current_pass(current):
+            try:
+                same.append(_close(theirs(x.clone()), slot(x)))
+            except Exception:
+                continue  # it does not take this shape
+    return bool(same) and all(same)
+
+
+def _trial_shapes(layer: nn.Module, kind: type[Slot]) -> list[tuple[int, ...]]:
+    """Shapes of inputs for a trial. No other size equals the number of channels, which shows which axis they are on."""
+    channels = channels_of(layer)
+    batch, height, width = [size for size in (4, 3, 2, 5) if size != channels][:3]
+    pixels: list[tuple[int, ...]] = [(), (height,), (height, width)]
+    if kind is ChannelSlot:
+        return [(batch, channels, height, width)]
+    if not isinstance(layer, _BatchNorm | nn.GroupNorm):
+        shape = normalized_shape(layer)  # without pixels, channels that come first are also last
+        return [(batch, *p, *shape) for p in (pixels[1:] if len(shape) == 1 else pixels)]
+    return [(batch, channels, *p) for p in (*pixels, (2, 2, 2))]
+
+
+def _close(a: Any, b: Tensor) -> bool:
+    return isinstance(a, Tensor) and a.shape == b.shape and torch.allclose(a.to(b), b, 1e-5, 1e-5, equal_nan=True)

@@ -1,0 +1,102 @@
+"""The protocol of a norm rule, and the two rules that the engine itself needs: stored and batch statistics."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from tribe.core import kernels
+from tribe.core.state import Stats
+
+
+class Norm(Protocol):
+    """A function from the per-sample moments of a batch to the statistics that normalise it.
+
+    A rule may also have ``group(labels, valid, dtype)``. It is called once a pass, and every layer gets its result in
+    place of the labels. So work that is the same for all layers is done once. With ``prepare(groups, stats, room)`` a
+    rule may also work on the statistics of all layers at once: it gets the result of ``group``, the statistics before
+    the pass and memory for those after it, and returns what a layer gets in place of the labels at its first call, as a
+    function of its columns (or None). A layer may keep its statistics in that memory. A rule whose gradient is not that
+    of what it computes, on purpose, says why in ``stops_gradient``.
+    """
+
+    @property
+    def classes(self) -> int:
+        """K, the statistics kept per channel."""
+        ...
+
+    observes: ClassVar[bool]  # False: the rule ignores mean and var, which are then not computed
+
+    def __call__(
+        self,
+        mean: Tensor,  # (R, B, C) over the `count` pixels of each sample
+        var: Tensor,  # (R, B, C) biased
+        count: int,
+        stats: Stats,  # (R, K, C) as they stood before this batch
+        labels: Tensor | None,  # (R, B) pseudo labels, if there are any
+        valid: Tensor,  # (R, B) False: padding or a bad image, which weighs nothing
+        eps: float,
+    ) -> tuple[Tensor, Tensor, Stats]:
+        """Return the mean and var to normalise with, (R, 1|B, C), and the statistics to keep."""
+        ...
+
+
+def group_labels(norm: Norm, labels: Tensor, valid: Tensor, dtype: torch.dtype) -> Any:
+    """The labels as ``norm`` takes them: what its ``group`` makes of them, if it has one."""
+    group = getattr(norm, "group", None)
+    return labels if group is None else group(labels, valid, dtype)
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """The stored statistics (R, 1, C), for every batch."""
+
+    classes: ClassVar[int] = 1
+    observes: ClassVar[bool] = False
+
+    def __call__(
+        self, mean: Tensor, var: Tensor, count: int, stats: Stats, labels: Tensor | None, valid: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor, Stats]:
+        """Return the stored statistics."""
+        return stats.mean, stats.var, stats
+
+
+def pool_batch(mean: Tensor, var: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+    """Pool per-sample moments (R, B, C) over the valid samples: (R, 1, C) mean and biased variance."""
+    if kernels.can_pool(mean):
+        return _PoolBatch.apply(mean, var, valid)  # type: ignore[no-any-return,no-untyped-call]
+    share = valid.to(mean.dtype)
+    share = (share / share.sum(1, keepdim=True).clamp_min(1)).unsqueeze(-1)  # (R, B, 1)
+    centre = (share * mean).sum(1, keepdim=True)
+    return centre, (share * (var + (mean - centre).square())).sum(1, keepdim=True)
+
+
+class _PoolBatch(torch.autograd.Function):
+    """`pool_batch` by a kernel."""
+
+    @staticmethod
+    def forward(ctx: Any, mean: Tensor, var: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+        centre, spread, count = kernels.pool(mean, var, valid)
+        ctx.save_for_backward(mean, valid, centre, count)
+        return centre, spread
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, by_centre: Tensor, by_spread: Tensor) -> tuple[Tensor, Tensor, None]:
+        return *kernels.pool_backward(by_centre, by_spread, *ctx.saved_tensors), None
+
+
+@dataclass(frozen=True)
+class PerBatch:
+    """The statistics of the batch. A batch of one sample without pixels normalises to the bias."""
+
+    classes: ClassVar[int] = 1
+    observes: ClassVar[bool] = True
+
+    def __call__(
+        self, mean: Tensor, var: Tensor, count: int, stats: Stats, labels: Tensor | None, valid: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor, Stats]:
+        """Return the batch's statistics; the stored ones stay."""
+        return *pool_batch(mean, var, valid), stats

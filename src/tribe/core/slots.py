@@ -1,0 +1,318 @@
+"""Slots: stateless layers that replace normalisation layers and read their arguments from the current pass.
+
+A third-party module offers no way to hand an argument to a nested layer. So `Backbone` replaces each normalisation
+layer by a slot and sets the current pass, a ContextVar that each thread has its own value of; the slots read it. It is
+the only dynamic scope in the library that arguments travel through.
+"""
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils import parametrize
+
+from tribe.core.moments import Around, fold, normalise, scale_and_shift
+from tribe.core.rules import Norm, PerBatch
+from tribe.core.state import Stats, tree_map
+
+NORMS = (_BatchNorm, nn.LayerNorm, nn.GroupNorm)
+KNOWN_FORWARDS = {
+    cls.forward
+    for cls in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.LayerNorm, nn.GroupNorm)
+}
+
+
+@dataclasses.dataclass
+class Pass:
+    """The arguments of one forward pass, and what its slots record."""
+
+    rows: int
+    batch: int
+    weight: tuple[Tensor, ...]  # per slot (R, c)
+    bias: tuple[Tensor, ...]
+    stats: Any  # (R, K, C) before this pass: Stats or PackedStats
+    norm: Norm
+    labels: Any  # what the rule makes of the labels (R, B), or None
+    valid: Tensor
+    called: set[int] = dataclasses.field(default_factory=set)  # indices of the slots that were called
+    kept: dict[int, Any] = dataclasses.field(default_factory=dict)  # by slot, (R, K, c), after this pass
+    room: Any = None  # memory for the statistics after this pass
+    prepared: Callable[[slice], Any] | None = None  # by columns, what a layer gets in place of labels when first called
+    folded: tuple[tuple[Tensor, Tensor], ...] | None = None  # by slot, scale and shift if the rule ignores the batch
+    features: Tensor | None = None  # the input of the classifier
+    slot_hook: "SlotHook | None" = None  # called with each slot and its input
+    find_order: Callable[["Slot"], bool] | None = None  # a trial: whether views come before samples at a slot
+    fusing: "Fusing | None" = None  # what computes more than the normalisation in the passes of a slot
+
+
+class Fusing(Protocol):
+    """What slots tell `tribe.core.fusion`."""
+
+    def enter(self, slot: "Slot", x: Tensor) -> Around:
+        """A slot is called with x: what it computes beside its normalisation."""
+        ...
+
+    def leave(self, slot: "Slot", y: Tensor) -> None:
+        """A slot has computed y."""
+        ...
+
+
+SlotHook = Callable[["Slot", Tensor], None]
+current_pass: ContextVar[Pass | None] = ContextVar("tribe_pass", default=None)
+
+
+@contextmanager
+def set_current_pass(current: Pass) -> Iterator[None]:
+    """Set the current pass; clear it on exit."""
+    token = current_pass.set(current)
+    try:
+        yield
+    finally:
+        current_pass.reset(token)
+
+
+class Slot(nn.Module, ABC):
+    """A layer in place of a normalisation layer. It holds nothing that adapts, only the position of its columns."""
+
+    def __init__(self, name: str, layer: nn.Module, index: int, columns: slice) -> None:
+        super().__init__()
+        self.name, self.index, self.columns = name, index, columns
+        self.channels = channels_of(layer)
+        self.layer_eps = float(layer.eps)  # type: ignore[arg-type]
+        # torch's fused transformer layer would read .weight without calling the slot. It is not used where two eps
+        # differ, and a NaN differs from everything.
+        self.eps = float("nan")
+        after = [m for m in _layers_after(layer) if not isinstance(m, nn.Identity)]
+        self.relu = len(after) == 1 and type(after[0]) is nn.ReLU and isinstance(layer, _BatchNorm)  # fused
+        self.after = nn.Sequential(*([] if self.relu else after))
+        self.tokens_first = False  # whether tokens may come before samples, (T, N, C)
+        self.views_first: bool | None = None  # the order where views (crops, time) are folded into N; None: unknown
+        self._template = (layer,)  # in a tuple, so that the layer is no submodule: it serves exports
+
+    @property
+    def layer(self) -> Any:
+        """The layer that this slot replaces."""
+        return self._template[0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise with the arguments of the current pass."""
+        current = current_pass.get()
+        if current is None:
+            raise RuntimeError(
+                f"normalisation layer {self.name!r} was used outside a pass: call the Backbone, not the model inside "
+                "it. If you did, the model itself leaves the pass: by torch.utils.checkpoint, which runs layers again "
+                "during backward (turn checkpointing off), or by running layers in another thread (run them in the "
+                "caller's)"
+            )
+        current.called.add(self.index)
+        if current.slot_hook is not None:
+            current.slot_hook(self, x)
+        weight, bias = current.weight[self.index], current.bias[self.index]  # (R, c)
+        if self.layer.weight is None:
+            weight = torch.ones_like(weight)
+        if self.layer.bias is None:
+            bias = torch.zeros_like(bias)
+        if current.fusing is None:
+            return self.after(self.normalise(x, weight, bias, current, Around(self.relu)))  # type: ignore[no-any-return]
+        around = current.fusing.enter(self, x)
+        around = around._replace(relu=around.relu or self.relu)
+        y: Tensor = self.after(self.normalise(x, weight, bias, current, around))
+        current.fusing.leave(self, y)
+        return y
+
+    def __getattr__(self, name: str) -> Any:
+        """Other attributes of the layer: settings, but no tensors, which are arguments of each pass."""
+        layer = vars(self).get("_template", (None,))[0]
+        if name in vars(self).get("_modules", ()) or not hasattr(layer, name):
+            return super().__getattr__(name)
+        value = getattr(layer, name)
+        if value is None or isinstance(value, int | float | str | tuple):
+            return value
+        raise AttributeError(
+            f"the network reads {name!r} of its normalisation layer {self.name!r} without calling the layer, and the "
+            "adapting network has no such attribute: parameters and statistics of normalisation are arguments of each "
+            "pass. Let its forward call the layer, as in self.norm(x), in place of F.batch_norm and the like"
+        )
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "Slot":
+        self.layer._apply(fn)  # exports have the network's device and precision
+        return super()._apply(fn, recurse)  # type: ignore[no-any-return,no-untyped-call]
+
+    @abstractmethod
+    def normalise(self, x: Tensor, weight: Tensor, bias: Tensor, current: Pass, around: Around) -> Tensor:
+        """Normalise (N, ...) with each row's affine parameters (R, c)."""
+
+    def plain(self, weight: Tensor, bias: Tensor, stats: Stats | None) -> nn.Module:
+        """The layer that the slot replaced, with these affine parameters (1, c) and statistics (1, 1, C).
+
+        Without statistics (None) a BatchNorm normalises each batch with that batch's.
+        """
+        layer = self.layer
+        vars(layer).pop("forward", None)  # see `redirect_layer_calls`
+        for hooks in (layer._forward_hooks, layer._forward_pre_hooks):  # the slot called none, see placement.py
+            hooks.clear()
+        _remove_parametrizations(layer)
+        for name, row in (("weight", weight), ("bias", bias)):
+            if (old := getattr(layer, name)) is not None:  # it may be shared with another layer, or computed
+                _set_parameter(layer, name, row.detach().view_as(old).to(old, copy=True))
+        if getattr(layer, "running_mean", None) is None:
+            return layer  # type: ignore[no-any-return]
+        if stats is None:
+            layer.track_running_stats = False
+            layer.running_mean = layer.running_var = layer.num_batches_tracked = None
+        else:
+            layer.running_mean = stats.mean[0, 0, self.columns].to(layer.running_mean, copy=True)
+            layer.running_var = stats.var[0, 0, self.columns].to(layer.running_var, copy=True)
+        return layer  # type: ignore[no-any-return]
+
+    def redirect_layer_calls(self) -> None:
+        """Make calls of the layer call the slot: a network may hold the layer outside its modules too, as in a list."""
+        self.layer.forward = self.forward
+
+    def unfold(self, x: Tensor, current: Pass) -> Any:
+        """(N, C, ...) -> (R, B, C, ...); time or views that a model folds into N become pixels."""
+        rows, batch = current.rows, current.batch
+        if x.shape[0] == rows * batch:
+            return x.unflatten(0, (rows, batch))
+        if not batch or x.shape[0] % (rows * batch):
+            raise self.mixed_images(x.shape[0], current)
+        if self.puts_views_first(current):
+            return x.unflatten(0, (-1, rows, batch)).movedim(0, 3)
+        return x.unflatten(0, (rows, batch, -1)).movedim(2, 3)
+
+    def refold(self, y: Tensor, shape: torch.Size) -> Tensor:
+        """The inverse of `unfold`, to (N, C, ...)."""
+        if y.dim() == len(shape) + 1:
+            y = y.flatten(0, 1)
+        else:
+            y = y.movedim(3, 0 if self.views_first else 2).reshape(shape)
+        return y
+
+    def puts_views_first(self, current: Pass) -> bool:
+        """Whether the views of an image, folded into N, are a batch apart (as after torch.cat) or adjacent."""
+        if self.views_first is None and current.find_order is not None:
+            self.views_first = current.find_order(self)
+        return bool(self.views_first)
+
+    def mixed_images(self, samples: int, current: Pass) -> RuntimeError:
+        """The error of a layer whose input does not have one sample, or several, for each image."""
+        return RuntimeError(
+            f"layer {self.name!r} received {samples} samples where the pass has {current.rows} x {current.batch}: the "
+            "model mixes or drops images before this layer, so statistics per image cannot be computed"
+        )
+
+
+class StatisticsSlot(Slot):
+    """BatchNorm of any dimension: statistics and affine parameters."""
+
+    def normalise(self, x: Tensor, weight: Tensor, bias: Tensor, current: Pass, around: Around) -> Tensor:
+        """Normalise with the scale and shift that the norm rule makes of the moments."""
+        if x.dim() < 2 or x.shape[1] != self.channels:
+            raise RuntimeError(f"layer {self.name!r} has {self.channels} channels; it received {tuple(x.shape)}")
+        # A layer without stored statistics uses each batch's, as it did before.
+        tracked = self.layer.running_mean is not None
+        norm = current.norm if tracked else PerBatch()
+        # The second call of a layer continues from the first.
+        stats = current.kept.get(self.index) or current.stats.layer(self.columns, self.index)
+        labels = current.labels
+        if current.prepared is not None and self.index not in current.kept:
+            labels = current.prepared(self.columns)
+        folded = self.unfold(x, current)  # (R, B, C, ...)
+        count = folded.shape[3:].numel()
+
+        def rule(mean: Tensor, var: Tensor) -> tuple[Tensor, Tensor]:
+            mean, var, kept = norm(mean, var, count, stats, labels, current.valid, self.layer_eps)
+            if tracked:
+                current.kept[self.index] = tree_map(Tensor.detach, kept)
+            return fold(mean, var, weight, bias, self.layer_eps)
+
+        if around.residual is not None:
+            around = around._replace(residual=self.unfold(around.residual, current))
+        # Autocast is off: statistics stay in full precision.
+        with full_precision(x.device.type):
+            if norm.observes:
+                y = normalise(folded, rule, around)
+            elif current.folded is not None:
+                y = scale_and_shift(folded, *current.folded[self.index], around)
+            else:
+                y = scale_and_shift(folded, *fold(stats.mean, stats.var, weight, bias, self.layer_eps), around)
+        return self.refold(y, x.shape)
+
+
+class AffineSlot(Slot):
+    """LayerNorm or GroupNorm: their statistics are per image, so only the affine parameters adapt."""
+
+    def normalise(self, x: Tensor, weight: Tensor, bias: Tensor, current: Pass, around: Around) -> Tensor:
+        """Normalise as the layer does, then scale and shift by row."""
+        y, shape = self.standardise(x)
+        samples = current.rows * current.batch
+        axis = int(self.tokens_first and x.shape[0] != samples and x.shape[1:-1] == (samples,))  # of the samples
+        if current.rows > 1 and x.shape[axis] % samples:
+            raise self.mixed_images(x.shape[axis], current)
+        if current.rows > 1 and self.tokens_first and x.shape[:-1] == (samples, samples):
+            raise RuntimeError(
+                f"layer {self.name!r} received as many tokens as samples, {samples}, and the model has attention that "
+                "puts tokens first: which axis holds samples is ambiguous. Use another batch size, or batch_first=True"
+            )
+        weight, bias = (t.view(current.rows, 1, *shape) for t in (weight, bias))
+        if current.rows > 1 and not axis and x.shape[0] > samples and self.puts_views_first(current):
+            y = y.unflatten(0, (-1, current.rows, current.batch))  # (V, R, B, ...)
+            return torch.addcmul(bias, y.to(bias.dtype), weight).to(x.dtype).flatten(0, 2)
+        y = y.unflatten(axis, (current.rows, -1)).movedim(axis, 0)  # (R, N / R, ...) or (R, T, N / R, ...)
+        y = torch.addcmul(bias, y.to(bias.dtype), weight).to(x.dtype)
+        return y.movedim(0, axis).flatten(axis, axis + 1)
+
+    def standardise(self, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+        """Normalise as the layer does before it scales and shifts; and the shape of its parameters beside an image."""
+        layer: Any = self.layer
+        if isinstance(layer, nn.GroupNorm):
+            return F.group_norm(x, layer.num_groups, eps=self.layer_eps), (self.channels, *[1] * (x.dim() - 2))
+        shape = normalized_shape(layer)
+        return F.layer_norm(x, shape, eps=self.layer_eps), (*[1] * (x.dim() - 1 - len(shape)), *shape)
+
+
+def full_precision(device: str) -> Any:
+    """Turn autocast off, where it is on."""
+    enabled = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if enabled else nullcontext()
+
+
+def channels_of(layer: nn.Module) -> int:
+    """The number of channels that a normalisation layer scales and shifts, or would."""
+    if isinstance(layer, _BatchNorm | nn.GroupNorm):
+        return int(getattr(layer, "num_features", 0) or layer.num_channels)  # type: ignore[arg-type]
+    return torch.Size(normalized_shape(layer)).numel()
+
+
+def normalized_shape(layer: Any) -> tuple[int, ...]:
+    """The shape that a LayerNorm normalises over; of one that is no nn.LayerNorm, the size of its parameters."""
+    return tuple(layer.normalized_shape) if isinstance(layer, nn.LayerNorm) else (layer.weight.numel(),)
+
+
+def _layers_after(layer: nn.Module) -> list[nn.Module]:
+    """The layers inside a normalisation layer that it applies afterwards: dropout and activation, as in timm."""
+    if type(layer).forward in KNOWN_FORWARDS:
+        return []
+    return [m for m in (getattr(layer, n, None) for n in ("drop", "act")) if isinstance(m, nn.Module)]
+
+
+def _set_parameter(layer: nn.Module, name: str, value: Tensor) -> None:
+    vars(layer).pop(name, None)  # a tensor that a hook made
+    layer.register_parameter(name, nn.Parameter(value, requires_grad=False))
+
+
+def _remove_parametrizations(layer: nn.Module) -> None:
+    """Keep the values that parametrizations made. Torch's function would break all copies, which share a class."""
+    if parametrize.is_parametrized(layer):
+        made = {name: getattr(layer, name).detach() for name in layer.parametrizations}  # type: ignore[union-attr]
+        layer.__class__ = parametrize.type_before_parametrizations(layer)
+        del layer.parametrizations
+        for name, value in made.items():
+            _set_parameter(layer, name, value)

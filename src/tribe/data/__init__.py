@@ -1,0 +1,1 @@
+"""Data: data sets, corruptions, scenarios and networks."""

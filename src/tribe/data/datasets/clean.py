@@ -1,0 +1,223 @@
+"""MNIST, CIFAR-10 and CIFAR-100 as published, in any of their formats; one domain, "clean"."""
+
+import gzip
+import math
+import shlex
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import IO, Any, ClassVar, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tribe.data.datasets import register
+from tribe.data.datasets.array_files import positions
+from tribe.data.datasets.embedded import mnist_test
+from tribe.data.datasets.locations import data_root, download_hint, find
+from tribe.data.datasets.unpickle import unpickle
+from tribe.fields import is_whole
+from tribe.storage.regular import open_regular
+
+DOMAIN = "clean"
+LARGEST_IDX = 2**27  # bytes of an idx file; MNIST's training images have 47 MB
+Bytes = NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class Clean(ABC):
+    """Images in their published files; the binary versions of CIFAR are memory-mapped."""
+
+    data: str | None = None  # root folder; None: $TRIBE_DATA or the cache directory
+    split: Literal["test", "train"] = "test"
+
+    count: ClassVar[int] = 10
+    shape: ClassVar[tuple[int, int, int]] = (3, 32, 32)
+
+    def __post_init__(self) -> None:
+        if self.split not in ("test", "train"):
+            raise ValueError(f"split is 'test' or 'train'; got {self.split!r}")
+
+    @property
+    def classes(self) -> Sequence[str]:
+        """The numbers of the classes: the files have no names."""
+        return tuple(str(k) for k in range(self.count))
+
+    @property
+    def domains(self) -> Sequence[str]:
+        """One domain."""
+        return (DOMAIN,)
+
+    def labels(self, domain: str = DOMAIN) -> Tensor:
+        """The labels, in file order."""
+        self._check(domain)
+        return self._opened[1]
+
+    def images(self, domain: str, index: Tensor) -> Tensor:
+        """Read some images."""
+        self._check(domain)
+        pixels, labels = self._opened
+        rows = pixels[positions(index, len(labels), domain)]
+        return torch.from_numpy(rows).float().div_(255).view(len(rows), *self.shape)
+
+    def _check(self, domain: str) -> None:
+        if domain != DOMAIN:
+            raise ValueError(f"unknown domain {domain!r}; the only domain is {DOMAIN!r}")
+
+    @property
+    def _root(self) -> Path:
+        return data_root(self.data)
+
+    @cached_property
+    def _opened(self) -> tuple[Bytes, Tensor]:
+        pixels, labels = self._open()
+        if not len(labels):
+            raise ValueError(f"the files of {type(self).__name__} under {self._root} hold no images")
+        if labels.min() < 0 or labels.max() >= self.count:
+            span = f"{labels.min()} to {labels.max()}; expected 0 to {self.count - 1}"
+            raise ValueError(f"the files of {type(self).__name__} under {self._root} hold labels {span}")
+        return pixels, torch.from_numpy(labels.astype(np.int64))
+
+    @abstractmethod
+    def _open(self) -> tuple[Bytes, NDArray[Any]]:
+        """Pixels (n, ...), memory-mapped if possible, and integer labels (n,)."""
+
+
+@register("mnist")
+@dataclass(frozen=True)
+class Mnist(Clean):
+    """Handwritten digits (LeCun et al., 1998), idx files, gzipped or not; the test images come with the package."""
+
+    shape = (1, 28, 28)
+
+    def _open(self) -> tuple[Bytes, NDArray[Any]]:
+        stem, folder = "t10k" if self.split == "test" else "train", self._root / "mnist"
+        if self.split == "test" and not any(folder.glob(f"{stem}-*")):
+            return mnist_test()
+        names = f"{stem}-images-idx3-ubyte", f"{stem}-labels-idx1-ubyte"
+        pixels, labels = (_idx(self._find(folder, name, names), axes) for name, axes in zip(names, (3, 1), strict=True))
+        if len(pixels) != len(labels) or pixels.shape[1:] != (28, 28):
+            raise ValueError(f"{folder} holds {len(labels)} labels for images {pixels.shape}; expected one each, 28x28")
+        return pixels, labels
+
+    def _find(self, folder: Path, name: str, names: Sequence[str]) -> Path:
+        place, url = shlex.quote(str(folder)), "https://storage.googleapis.com/cvdf-datasets/mnist"
+        each = f"for f in {' '.join(names)}; do curl -fL {url}/$f.gz | gunzip > {place}/$f; done"
+        hint = f"To place it, run: mkdir -p {place} && {each}"
+        return find(folder, name, f"{name}.gz", what=f"MNIST's {name}", hint=hint)
+
+
+@dataclass(frozen=True)
+class Cifar(Clean):
+    """Small photographs (Krizhevsky, 2009): the binary version, else the python version."""
+
+    title: ClassVar[str]
+    binary: ClassVar[str]  # folders of the two versions
+    python: ClassVar[str]
+    archive: ClassVar[str]
+    labels_per_row: ClassVar[int]  # in the binary version; the last one is used
+    key: ClassVar[bytes]  # of the labels in the python version
+
+    @property
+    @abstractmethod
+    def _files(self) -> Sequence[str]:
+        """The files of the split, without suffix."""
+
+    def _open(self) -> tuple[Bytes, NDArray[Any]]:
+        parts = [self._part(self._find(name)) for name in self._files]
+        if len(parts) == 1:
+            return parts[0]
+        pixels, labels = zip(*parts, strict=True)
+        return np.concatenate(pixels), np.concatenate(labels)
+
+    def _find(self, name: str) -> Path:
+        hint = download_hint(f"https://www.cs.toronto.edu/~kriz/{self.archive}", self._root)
+        names = f"{self.binary}/{name}.bin", f"{self.python}/{name}"
+        return find(self._root, *names, what=f"{self.title}'s {name}", hint=hint)
+
+    def _part(self, path: Path) -> tuple[Bytes, NDArray[Any]]:
+        return _rows(path, self.labels_per_row) if path.suffix == ".bin" else _pickled(path, self.key)
+
+
+@register("cifar10")
+@dataclass(frozen=True)
+class Cifar10(Cifar):
+    """Small photographs of ten classes (Krizhevsky, 2009), binary or python version."""
+
+    title, archive = "CIFAR-10", "cifar-10-binary.tar.gz"
+    binary, python = "cifar-10-batches-bin", "cifar-10-batches-py"
+    labels_per_row, key = 1, b"labels"
+
+    @property
+    def _files(self) -> Sequence[str]:
+        return ["test_batch"] if self.split == "test" else [f"data_batch_{i}" for i in range(1, 6)]
+
+
+@register("cifar100")
+@dataclass(frozen=True)
+class Cifar100(Cifar):
+    """Small photographs of a hundred classes (Krizhevsky, 2009), binary or python version; the fine labels."""
+
+    count = 100
+    title, archive = "CIFAR-100", "cifar-100-binary.tar.gz"
+    binary, python = "cifar-100-binary", "cifar-100-python"
+    labels_per_row, key = 2, b"fine_labels"
+
+    @property
+    def _files(self) -> Sequence[str]:
+        return [self.split]
+
+
+def _rows(path: Path, labels: int) -> tuple[Bytes, Bytes]:
+    """Records of label bytes and 3 x 32 x 32 pixels."""
+    width = labels + 3 * 32 * 32
+    size = path.stat().st_size  # 0 for a pipe or a device
+    if size == 0 or size % width:
+        raise ValueError(f"{path} has {size} bytes; expected records of {width} bytes each: it was cut short")
+    rows = np.memmap(path, np.uint8, "r").reshape(-1, width)
+    return rows[:, labels:], np.array(rows[:, labels - 1])
+
+
+def _pickled(path: Path, key: bytes) -> tuple[Bytes, NDArray[Any]]:
+    """A dictionary with the pixels, (n, 3072) bytes, and a list of labels."""
+    content = unpickle(path)
+    pixels, labels = (content.get(k) if isinstance(content, dict) else None for k in (b"data", key))
+    if not isinstance(labels, list) or not all(is_whole(label) and abs(label) < 2**63 for label in labels):
+        raise ValueError(f"{path} holds no labels; expected {key!r}, a list of integers")
+    if not isinstance(pixels, np.ndarray) or pixels.dtype != np.uint8 or pixels.shape != (len(labels), 3 * 32 * 32):
+        got = f"{pixels.dtype} of shape {pixels.shape}" if isinstance(pixels, np.ndarray) else "no array"
+        raise ValueError(f"{path} holds {got} as b'data'; expected uint8 of shape ({len(labels)}, 3072)")
+    return pixels, np.array(labels, dtype=np.int64)
+
+
+def _idx(path: Path, axes: int) -> Bytes:
+    """An idx file of bytes, which may be compressed: two zeros, the type (8), the number of axes, their sizes, values.
+
+    The sizes are compared with `LARGEST_IDX` before so many values are read.
+    """
+    start = 4 * (1 + axes)
+    try:
+        with open_regular(path, LARGEST_IDX) as file, _unpacked(file, path) as content:
+            header = np.frombuffer(head if len(head := content.read(start)) == start else bytes(start), ">u4")
+            if header[0] != (8 << 8) + axes:
+                raise ValueError(f"{path} is not an idx file of bytes with {axes} axes")
+            shape = tuple(map(int, header[1:]))
+            if (size := math.prod(shape)) > LARGEST_IDX:
+                raise ValueError(f"{path}: its header promises {size:,} bytes; expected {LARGEST_IDX:,} at most")
+            values = content.read(size + 1)
+    except (OSError, EOFError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"{path} cannot be unpacked ({reason}): it was cut short, or is no gzip file") from error
+    if len(values) != size:
+        raise ValueError(f"{path}: its header promises {size} values; it has fewer or more: it was cut short")
+    return np.frombuffer(values, np.uint8).reshape(shape)
+
+
+def _unpacked(file: IO[bytes], path: Path) -> IO[bytes]:
+    """The contents of a file, unpacked while they are read if it is compressed."""
+    return gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file  # type: ignore[return-value]

@@ -1,0 +1,247 @@
+"""Your own images: ``root/<domain>/<class>/*``, or without labels ``root/<domain>/*``."""
+
+import hashlib
+import os
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tribe.data.datasets import register
+from tribe.data.datasets.array_files import positions
+from tribe.data.datasets.class_folders import outputs_of, wnids
+from tribe.data.datasets.image_files import (
+    LARGEST_FILE,
+    SKIP,
+    ImageFileError,
+    Unreadable,
+    check_reading,
+    image_file_size,
+    is_folder,
+    is_image_file,
+    read_image,
+    read_images,
+)
+from tribe.data.datasets.locations import MissingData
+from tribe.fields import is_whole, plain_numbers, require
+from tribe.registry import nearest
+from tribe.storage.regular import read_regular
+
+PIXELS_KEPT = 2**24  # of an image that is not resized, 4096 x 4096: 201 MB of floats
+HASHED = 16  # images of a domain whose bytes are part of its digest; of the others only names and sizes are
+UNREADABLE = "unreadable"  # in a digest, instead of a size or of bytes
+LAYOUT = "expected root/<domain>/<class>/images, or root/<domain>/images without labels"
+
+
+class _Domain(NamedTuple):
+    paths: tuple[Path, ...]
+    kinds: tuple[str | None, ...]  # the class folder of each image; None: no label
+    closed: tuple[str, ...]  # class folders that cannot be listed
+
+
+@register("folder")
+@dataclass(frozen=True)
+class Folder:
+    """Images in folders: domains sorted by name, each in the order of class and file names; hidden files are ignored.
+
+    A domain has class folders, or its images have no labels (-1) and the scenario "replay" plays them. Only file names
+    are held in memory.
+    """
+
+    root: str  # the folder of the domains
+    size: int | None = None  # resize the shorter side, crop the middle; None: all images have one size already
+    class_names: Sequence[str] | None = None  # in the order of the network's outputs; None: all class folders, sorted
+    unreadable: Unreadable = "raise"  # "skip": warn, and mark the image as not valid; leave out folders
+    workers: int | None = None  # threads that decode; None: one for each core
+
+    def __post_init__(self) -> None:
+        plain_numbers(self)
+        require(self.size is None or is_whole(self.size, least=1), "size is a number of pixels, at least 1", self.size)
+        check_reading(self.unreadable, self.workers)
+        if self.class_names is not None:
+            several = isinstance(self.class_names, Sequence) and not isinstance(self.class_names, str)
+            text = several and all(isinstance(name, str) for name in self.class_names)
+            different = text and len(set(self.class_names)) == len(self.class_names)
+            require(different, "class_names are different names of folders, each a text such as '0'", self.class_names)
+
+    @cached_property
+    def classes(self) -> Sequence[str]:
+        """``class_names``, or the class folders of all domains, sorted; empty if no image has a label.
+
+        A class folder that cannot be listed counts, so that the others keep their numbers.
+        """
+        listed = {kind for domain in self._listed.values() for kind in (*domain.kinds, *domain.closed)}
+        kinds = sorted(kind for kind in listed if kind is not None)
+        if self.class_names is None:
+            return tuple(kinds)
+        if unknown := [kind for kind in kinds if kind not in self.class_names]:
+            raise ValueError(
+                f"{self._root} has a class folder {unknown[0]!r} that class_names lacks: "
+                f"{nearest(unknown[0], self.class_names)}"
+            )
+        return tuple(self.class_names)
+
+    @property
+    def outputs(self) -> Sequence[int] | None:
+        """The outputs of an ImageNet network that are the classes, if they have the names of ImageNet's ("wnids")."""
+        return outputs_of(self.classes) if all(name in wnids() for name in self.classes) else None
+
+    @property
+    def domains(self) -> Sequence[str]:
+        """The folders in the root, sorted."""
+        return tuple(self._domains)
+
+    def labels(self, domain: str) -> Tensor:
+        """The numbers of the classes, in file order; -1 where there are no class folders."""
+        number: dict[str | None, int] = {kind: k for k, kind in enumerate(self.classes)}
+        return torch.tensor([number.get(kind, -1) for kind in self._domain(domain).kinds])
+
+    def images(self, domain: str, index: Tensor) -> Tensor:
+        """Decode some images."""
+        paths = self._domain(domain).paths
+        return read_images(
+            [paths[i] for i in positions(index, len(paths), domain)],
+            self._size,
+            hint="all images of a stream have one size; size= would resize and crop them",
+            resize=self.size,
+            unreadable=self.unreadable,
+            warned=self._warned,
+            workers=self.workers,
+        )
+
+    def digest(self, domain: str) -> str:
+        """A hash of all names and sizes and of the bytes of a few files."""
+        paths = self._domain(domain).paths
+        names = [f"{path.relative_to(self._root)} {self._file_size(path)}" for path in paths]
+        digest = hashlib.sha256("\n".join(names).encode("utf-8", "surrogateescape"))
+        for path in paths[:: max(1, len(paths) // HASHED)]:
+            digest.update(self._content(path))
+        return digest.hexdigest()
+
+    def _file_size(self, path: Path) -> int | str:
+        try:
+            return image_file_size(path)
+        except ImageFileError as error:
+            self._skip(error)
+            return UNREADABLE
+
+    def _content(self, path: Path) -> bytes:
+        try:
+            return read_regular(path, LARGEST_FILE)
+        except OSError as error:
+            self._skip(ImageFileError(f"{path} cannot be read as an image: {error.strerror or error}"))
+            return UNREADABLE.encode()
+
+    def _skip(self, error: ImageFileError) -> None:
+        """Raise an error, unless what cannot be read is skipped."""
+        if self.unreadable == "raise":
+            raise ImageFileError(f"{error}; {SKIP}") from error
+
+    @property
+    def _root(self) -> Path:
+        return Path(self.root).expanduser()
+
+    @cached_property
+    def _warned(self) -> set[Path]:
+        return set()
+
+    @cached_property
+    def _size(self) -> tuple[int, int]:
+        """Height and width: ``size``, or those of the first readable image."""
+        if self.size is not None:
+            return self.size, self.size
+        for path in (path for domain in self._domains.values() for path in domain.paths):
+            try:
+                height, width = read_image(path).shape[1:]
+            except ImageFileError as error:
+                self._skip(error)
+                continue
+            if height * width > PIXELS_KEPT:
+                large = f"{path} is {width}x{height} pixels; expected {PIXELS_KEPT:,} at most without size="
+                raise ValueError(f"{large}: size= (--set dataset.size=224) would resize and crop all images")
+            return height, width
+        raise ImageFileError(f"none of the images in {self._root} can be read")
+
+    def _domain(self, name: str) -> _Domain:
+        if name not in self._domains:
+            raise ValueError(f"unknown domain {name!r}: {nearest(name, self._domains)}")
+        return self._domains[name]
+
+    @property
+    def _domains(self) -> dict[str, _Domain]:
+        """The domains that have images."""
+        return {name: domain for name, domain in self._listed.items() if domain.paths}
+
+    @cached_property
+    def _listed(self) -> dict[str, _Domain]:
+        if not self._root.is_dir():
+            raise MissingData(f"there is no folder {self._root}; {LAYOUT}")
+        folders, images, ignored = _entries(self._root)
+        if images:
+            raise ValueError(f"{self._root} itself holds images, such as {images[0].name}; {LAYOUT}")
+        if not folders:
+            raise MissingData(f"{self._root} holds no folders; {LAYOUT}")
+        if all(folder.name in wnids() for folder in folders):
+            instead = f"--dataset imagenet --data {self._root}, or the folder above it"
+            raise ValueError(f"{self._root} holds the classes of ImageNet, not domains; {LAYOUT}. Use {instead}")
+        domains = {}
+        for folder in folders:
+            domains[folder.name] = self._list_domain(folder, ignored)
+        if not any(domain.paths for domain in domains.values()):
+            raise ImageFileError(f"none of the folders in {self._root} can be listed")
+        if ignored:
+            more = f" and {len(ignored) - 1} more" if len(ignored) > 1 else ""
+            warnings.warn(f"ignored, no image by its name: {ignored[0]}{more}", stacklevel=2)
+        return domains
+
+    def _list_domain(self, folder: Path, ignored: list[Path]) -> _Domain:
+        """List a domain; add the files in it that are not images to ``ignored``."""
+        if (entries := self._list_folder(folder)) is None:
+            return _Domain((), (), ())
+        kinds, images, others = entries
+        ignored += others
+        if kinds and images:
+            both = f"images, such as {images[0].name}, beside class folders, such as {kinds[0].name}"
+            raise ValueError(f"{folder} holds {both}; {LAYOUT}")
+        found: list[tuple[Path, str | None]] = [(path, None) for path in images]
+        closed = []
+        for kind in kinds:
+            if (entries := self._list_folder(kind)) is None:
+                closed.append(kind.name)
+                continue
+            deeper, images, others = entries
+            if deeper:
+                raise ValueError(f"{kind} is a class folder, but holds a folder, {deeper[0].name}; {LAYOUT}")
+            found += [(path, kind.name) for path in images]
+            ignored += others
+        if not found and not closed:
+            raise MissingData(f"domain {folder} holds no images; remove it, or add some: {LAYOUT}")
+        return _Domain(tuple(path for path, _ in found), tuple(kind for _, kind in found), tuple(closed))
+
+    def _list_folder(self, folder: Path) -> tuple[list[Path], list[Path], list[Path]] | None:
+        """The entries of a folder; None, and a warning, if it cannot be listed and is skipped."""
+        try:
+            return _entries(folder)
+        except OSError as error:
+            refusal = ImageFileError(f"{folder} cannot be listed: {error.strerror or error}")
+            self._skip(refusal)
+            warnings.warn(f"skipped: {refusal}", stacklevel=2)
+            return None
+
+
+def _entries(folder: Path) -> tuple[list[Path], list[Path], list[Path]]:
+    """Folders, images and other files, each sorted by name, without hidden ones."""
+    folders: list[Path] = []
+    images: list[Path] = []
+    others: list[Path] = []
+    with os.scandir(folder) as entries:
+        for entry in sorted(entries, key=lambda entry: entry.name):
+            if not entry.name.startswith("."):
+                kind = folders if is_folder(entry) else images if is_image_file(entry.name) else others
+                kind.append(Path(entry.path))
+    return folders, images, others

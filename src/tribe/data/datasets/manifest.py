@@ -1,0 +1,121 @@
+"""The manifest of a folder of corrupted images, ``made.json``: which images it holds and how they were made.
+
+The published archives have no manifest and count as complete. A folder with a manifest holds the blocks that the
+manifest lists and no others, even if its files are larger.
+"""
+
+import contextlib
+import dataclasses
+import json
+import shlex
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tribe.data.datasets.locations import MissingData
+from tribe.storage import json_files
+
+FILE = "made.json"
+SCHEMA = 1
+FIELDS = {
+    **dict.fromkeys(("dataset", "clean", "family", "rounding"), str),
+    **dict.fromkeys(("images", "seed"), int),
+    "blocks": {...: dict.fromkeys(("sha256", "device", "torch", "tribe"), str)},
+}
+
+
+@dataclass(frozen=True)
+class Block:
+    """All clean images under one corruption at one severity."""
+
+    sha256: str  # of its bytes
+    device: str  # where it was made; the last bit of a pixel may differ between devices and versions
+    torch: str
+    tribe: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """How a folder was made: what all of its blocks share, and the blocks by domain ("fog@5")."""
+
+    dataset: str  # the clean data set
+    images: int  # number of clean images
+    clean: str  # sha256 of the clean images
+    seed: int
+    family: str  # of the corruptions
+    rounding: str  # of pixels to bytes, "nearest" or "down"
+    blocks: Mapping[str, Block] = field(default_factory=dict)
+
+    def json(self) -> str:
+        """The content of the file."""
+        return json.dumps({"schema": SCHEMA, **dataclasses.asdict(self)}, indent=2, sort_keys=True) + "\n"
+
+    def difference(self, other: "Manifest") -> str | None:
+        """The first field other than the blocks in which another manifest differs, as part of an error message."""
+        for name in ("dataset", "clean", "images", "seed", "family", "rounding"):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if mine != theirs:
+                return f"{'clean set, sha256' if name == 'clean' else name} {mine}, not {theirs}"
+        return None
+
+
+def read_manifest(folder: Path) -> Manifest | None:
+    """Read the manifest of a folder; None if it has none, like a published archive."""
+    path, advice = folder / FILE, f"Remove the folder {folder} and make it again"
+    try:
+        fields = json_files.read(path, {"schema": int}, advice)
+    except FileNotFoundError:
+        return None
+    if fields.pop("schema") != SCHEMA:
+        raise ValueError(f"{path} was written by another version of tribe. {advice}")
+    json_files.check(fields, FIELDS, str(path), advice)
+    try:
+        blocks = {domain: Block(**block) for domain, block in fields.pop("blocks").items()}
+        return Manifest(**fields, blocks=blocks)
+    except TypeError as error:  # a field that it does not have
+        raise ValueError(f"{path} is damaged ({error}). {advice}") from error
+
+
+def is_published(folder: Path) -> bool:
+    """Whether the folder holds files but no manifest."""
+    return not (folder / FILE).exists() and any(not entry.name.startswith(".") for entry in folder.iterdir())
+
+
+def corrupt_command(dataset: str, out: Path, *, corruptions: Iterable[str] = (), severities: Iterable[int] = ()) -> str:
+    """The command that makes a corrupted data set from the clean one.
+
+    >>> corrupt_command("cifar10", Path("my data"), corruptions=("fog", "snow"), severities=(5,))
+    "tribe corrupt cifar10 --severity 5 --corruptions fog,snow --out 'my data'"
+    """
+    options = {"severity": ",".join(map(str, severities)), "corruptions": ",".join(corruptions), "out": str(out)}
+    words = [word for name, value in options.items() if value for word in (f"--{name}", value)]
+    return shlex.join(["tribe", "corrupt", dataset, *words])
+
+
+def remedy(folder: Path, command: str) -> str:
+    """What to do about an incomplete folder; ``command`` makes it."""
+    action = "unpack the published archive again" if is_published(folder) else f"make it with `{command}`"
+    return f"The folder is incomplete: {action}"
+
+
+def require_block(folder: Path, domain: str, command: str) -> None:
+    """Raise an error if the folder has a manifest that does not list a block; ``command`` makes the block."""
+    manifest = read_manifest(folder)
+    if manifest is not None and domain not in manifest.blocks:
+        listed = ", ".join(sorted(manifest.blocks)) or "none yet"
+        raise MissingData(f"{domain} was not made in {folder}; there: {listed}. Make it with `{command}`")
+
+
+def block_digest(folder: Path, domain: str) -> str | None:
+    """The sha256 of a block in the manifest; None for a published archive."""
+    manifest = read_manifest(folder)
+    return None if manifest is None else manifest.blocks[domain].sha256
+
+
+@contextlib.contextmanager
+def with_remedy(folder: Path, command: str) -> Iterator[None]:
+    """Add to the message of a ValueError what to do about the folder."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{error}. {remedy(folder, command)}") from error

@@ -1,0 +1,56 @@
+"""Scenarios ("protocols"): the order of a stream. A scenario makes a schedule, plain data, from labels alone.
+
+    scenario = tribe.scenarios.create("gli-f", imbalance=100, domains=("fog@5", "snow@5"))
+    schedule = scenario.schedule([fog_labels, snow_labels], seed=425)
+    schedule.domain, schedule.index                # sample t is image index[t] of scenario.domain_names[domain[t]]
+
+To add one, put a file beside this one: a frozen dataclass, a `Scenario`, with `@register("name")`. See CONTRIBUTING.
+"""
+
+from tribe.data.scenarios.orders import CIFAR_C, IMAGENET_C, MNIST_C, at_severity, paper_order
+from tribe.data.scenarios.real_world import RealWorld
+from tribe.data.scenarios.sampling import Dirichlet, Local, LongTail, Natural, Profile, Shuffled
+from tribe.data.scenarios.scenario import Scenario, Visit, register, registry
+from tribe.data.scenarios.schedules import (
+    Schedule,
+    ScheduleFileError,
+    class_counts,
+    digest,
+    load,
+    local_balance,
+    played_labels,
+    save,
+)
+
+create, names, get = registry.create, registry.names, registry.get
+registry.load(__name__, __path__)
+
+__all__ = [
+    "CIFAR_C",
+    "IMAGENET_C",
+    "MNIST_C",
+    "Dirichlet",
+    "Local",
+    "LongTail",
+    "Natural",
+    "Profile",
+    "RealWorld",
+    "Scenario",
+    "Schedule",
+    "ScheduleFileError",
+    "Shuffled",
+    "Visit",
+    "at_severity",
+    "class_counts",
+    "create",
+    "digest",
+    "get",
+    "load",
+    "local_balance",
+    "names",
+    "paper_order",
+    "played_labels",
+    "register",
+    "registry",
+    "save",
+]

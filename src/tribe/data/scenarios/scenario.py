@@ -1,0 +1,197 @@
+"""The base class of scenarios: it turns visits to domains, with a class profile and a local draw, into a schedule."""
+
+import dataclasses
+from abc import ABC
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, ClassVar, Literal, NamedTuple, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tribe.data.scenarios.orders import paper_order
+from tribe.data.scenarios.sampling import Draw, Ints, Local, Natural, Profile, Random, Shuffled
+from tribe.data.scenarios.schedules import Schedule
+from tribe.fields import is_whole, plain_numbers, require
+from tribe.registry import Registry
+
+registry: Registry["Scenario"] = Registry("scenario")
+register = registry.register
+MOST_CLASSES = 2**16  # the limit if `classes` is not given: a larger label is a mistake that would exhaust the memory
+
+
+class Visit(NamedTuple):
+    """A stretch of the stream."""
+
+    base: int  # the domain whose images are played
+    domain: int  # the domain they are played as; another one if a base domain has several severities
+
+
+@dataclass(frozen=True)
+class Scenario(ABC):
+    """A stream protocol: it makes a schedule from labels alone, before any image is read.
+
+    A scenario visits domains. The samples of a domain are drawn once, at its first visit, from one generator; a second
+    visit replays them, or draws again if the scenario has ``redraw``. Without ``domains`` there are as many domains as
+    label sets. To add a scenario override `profile`, `local`, `visits` or `mix`.
+    """
+
+    domains: Sequence[str] | None = None  # names, in the order of the label sets
+    _: KW_ONLY
+    draw: Draw = "released"  # "released": the samplers of the paper's code; "paper": the paper's generative model
+    order: Literal["given", "random", "paper"] = "given"  # of the domains; "random" depends on the seed
+    classes: int | None = None  # K; None: the largest label + 1
+
+    name: ClassVar[str]  # set by @register
+    paper: ClassVar[str | None] = None  # where the protocol comes from
+    resets: ClassVar[bool] = False  # True: reset to the source model at every visit
+    needs_labels: ClassVar[bool] = True  # False: it can play images without a label (-1)
+    same_for_all_seeds: ClassVar[str | None] = None  # why the stream ignores the seed; None: it depends on the seed
+
+    def __post_init__(self) -> None:
+        plain_numbers(self)
+        require(self.draw in ("released", "paper"), "draw is 'released' or 'paper'", self.draw)
+        require(self.order in ("given", "random", "paper"), "order is 'given', 'random' or 'paper'", self.order)
+        require(self.classes is None or is_whole(self.classes, least=1), "classes is K, at least 1", self.classes)
+        if self.domains is not None:
+            object.__setattr__(self, "domains", _check_names(self.domains))
+        _ = self.profile, self.local  # so that wrong numbers raise now, not when the stream is made
+        if self.order == "paper":
+            require(self.domains is not None, "order 'paper' needs the names of the domains", self.domains)
+            paper_order(self.domains or ())
+
+    @property
+    def profile(self) -> Profile:
+        """How many images of each class a visit plays."""
+        return Natural()
+
+    @property
+    def local(self) -> Local:
+        """The order of the images of a visit."""
+        return Shuffled()
+
+    @property
+    def variants(self) -> tuple[str, ...]:
+        """The domains that the scenario makes of each base domain, as endings of its name."""
+        return ("",)
+
+    @property
+    def redraw(self) -> bool:
+        """Whether a second visit to a domain draws again; otherwise it replays the first."""
+        return False
+
+    @property
+    def domain_names(self) -> tuple[str, ...]:
+        """The names that a schedule's domain numbers refer to."""
+        if self.domains is None:
+            raise ValueError("this scenario has no domain names: set domains=..., or use scenario.on(names)")
+        return tuple(f"{name}{ending}" for name in self.domains for ending in self.variants)
+
+    def on(self, domains: Sequence[str]) -> Self:
+        """Return the same scenario on named domains, such as those of a data set."""
+        return dataclasses.replace(self, domains=domains)
+
+    def visits(self, order: Sequence[int]) -> list[Visit]:
+        """The visits of the stream, given the order of the base domains."""
+        return [Visit(base, base) for base in order]
+
+    def play(self, labels: Ints, classes: int, rng: Random) -> Ints:
+        """Choose and order the images of one visit, given the labels in file order."""
+        pool = self.profile.select(by_class(labels, classes), self.draw, rng)
+        return self.local.arrange(pool, self.draw, rng)
+
+    def mix(self, schedule: Schedule, rng: Random) -> Schedule:
+        """Reorder the finished stream; by default it stays."""
+        return schedule
+
+    def expand(self, labels: Sequence[Tensor]) -> list[Tensor]:
+        """Check the labels and return one tensor per domain number; there is one per base domain or per domain name."""
+        return [y for y in self._base_labels(labels) for _ in self.variants]
+
+    def schedule(self, labels: Sequence[Tensor], seed: int) -> Schedule:
+        """Make the stream of one seed.
+
+        ``labels``: one tensor per base domain, in file order; or one per `domain_names` if ``domains`` is given.
+        """
+        require(is_whole(seed, least=0) and seed < 2**32, "seed is an integer from 0 to 2^32 - 1", seed)
+        bases = [y.cpu().numpy() for y in self._base_labels(labels)]
+        classes = self.classes or 1 + max(int(y.max()) for y in bases)
+        rng = Random(seed)
+        drawn: dict[int, Ints] = {}
+        stretches = []
+        for base, domain in self.visits(self._order(len(bases), seed)):
+            if base not in drawn or self.redraw:
+                drawn[base] = self.play(bases[base], classes, rng)
+                if not len(drawn[base]):
+                    raise ValueError(f"{self._domain_name(base, len(bases))} keeps no image with {self.profile}")
+            index = torch.from_numpy(np.array(drawn[base], np.int64))  # a copy: torch takes no reversed views
+            reset = torch.zeros(len(index), dtype=torch.bool)
+            reset[:1] = self.resets
+            stretches.append(Schedule(torch.full_like(index, domain), index, reset))
+        return self.mix(Schedule(*map(torch.cat, zip(*stretches, strict=True))), rng)
+
+    def _order(self, count: int, seed: int) -> list[int]:
+        if self.order == "random":  # another generator, so that the samples of a domain do not depend on `order`
+            return [int(i) for i in Random([seed, 1]).permutation(count)]
+        return paper_order(self.domains or ()) if self.order == "paper" else list(range(count))
+
+    def _base_labels(self, labels: Sequence[Tensor]) -> list[Tensor]:
+        """One checked label tensor per base domain."""
+        if isinstance(labels, Tensor) or len(labels) == 0:
+            raise ValueError("labels is a sequence of label tensors, one per domain, at least one")
+        least = 0 if self.needs_labels else -1
+        checked = [
+            _check_labels(y, self._domain_name(i, len(labels)), least, self.classes) for i, y in enumerate(labels)
+        ]
+        if self.domains is None or len(checked) == len(self.domains):
+            return checked
+        per = len(self.variants)
+        if per == 1 or len(checked) != per * len(self.domains):
+            expected = f"{len(self.domains)}" + (
+                f" (or {per * len(self.domains)}, one per severity)" if per > 1 else ""
+            )
+            relation = "more domains than" if len(self.domains) > len(checked) else "fewer domains than"
+            raise ValueError(f"{relation} label sets: got {len(checked)} label tensors; expected {expected}")
+        for i, y in enumerate(checked):
+            if not torch.equal(y, checked[i - i % per]):
+                names = self.domain_names
+                raise ValueError(f"{names[i]} has other labels than {names[i - i % per]}; expected the same images")
+        return checked[::per]
+
+    def _domain_name(self, i: int, count: int) -> str:
+        for names in (self.domains, self.domains and self.domain_names):
+            if names and len(names) == count:
+                return f"domain {names[i]!r}"
+        return f"domain {i}"
+
+
+def by_class(labels: Ints, classes: int) -> list[Ints]:
+    """The images of each class, in file order."""
+    ends = np.cumsum(np.bincount(labels, minlength=classes))
+    return np.split(np.argsort(labels, kind="stable"), ends[:-1])
+
+
+def _check_names(domains: Any) -> tuple[str, ...]:
+    if isinstance(domains, str) or not all(isinstance(name, str) and name for name in domains):
+        raise ValueError(f"domains is a sequence of names such as 'fog@3'; got {domains!r}")
+    names = tuple(domains)
+    require(bool(names), "domains holds at least one name", names)
+    require(len(set(names)) == len(names), "domains are different names", names)
+    return names
+
+
+def _check_labels(labels: Any, of: str, least: int, classes: int | None) -> Tensor:
+    y = torch.as_tensor(labels)
+    if y.ndim != 1 or y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
+        raise ValueError(f"labels of {of} are {y.dtype} of shape {tuple(y.shape)}; expected integers, one per image")
+    if len(y) == 0:
+        raise ValueError(f"{of} has no images: its labels are empty")
+    if int(y.min()) < least:
+        classes_as_domains = "If the domains are classes, as in an ImageFolder, name the folder above them"
+        hint = "" if least else f"; only the scenario 'replay' plays images without a label. {classes_as_domains}"
+        raise ValueError(f"labels of {of} hold {int(y.min())}; expected classes from 0{hint}")
+    most = MOST_CLASSES if classes is None else classes
+    if int(y.max()) >= most:
+        raise ValueError(f"labels of {of} hold {int(y.max())}; expected classes from 0 to {most - 1}")
+    return y.long()

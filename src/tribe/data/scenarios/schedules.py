@@ -1,0 +1,105 @@
+"""A schedule: a stream as plain data, one image of one domain per sample. Save it, hash it, plot it."""
+
+import io
+import math
+from collections.abc import Sequence
+from os import PathLike
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tribe.core.state import digest
+from tribe.storage.arrays import read_npz
+from tribe.storage.atomic import write_atomically
+
+
+class Schedule(NamedTuple):
+    """One entry per sample, in the order of the stream."""
+
+    domain: Tensor  # (T,) int64, a position in the scenario's domain_names
+    index: Tensor  # type: ignore[assignment]  # hides tuple.index; (T,) int64, the image's place in its domain's files
+    reset: Tensor  # (T,) bool, True: reset to the source model before this sample
+
+
+class ScheduleFileError(ValueError):
+    """A schedule file that cannot be used, and why."""
+
+
+DTYPES = {"domain": np.dtype(np.int64), "index": np.dtype(np.int64), "reset": np.dtype(np.bool_)}
+
+
+def save(path: str | PathLike[str], schedule: Schedule) -> None:
+    """Write a schedule as npz; an interrupted write leaves the old file."""
+    buffer = io.BytesIO()
+    np.savez_compressed(buffer, allow_pickle=False, **{k: t.cpu().numpy() for k, t in schedule._asdict().items()})
+    write_atomically(path, buffer.getvalue())
+
+
+def load(path: str | PathLike[str]) -> Schedule:
+    """Read a schedule, or raise an error that says why the file is not one."""
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"no schedule file at {path}")
+    try:
+        arrays = read_npz(path, {name: dtype.kind for name, dtype in DTYPES.items()})
+    except ValueError as error:
+        raise ScheduleFileError(
+            f"{path} is not a schedule, or it was cut short ({error}); expected one written by scenarios.save"
+        ) from error
+    for name, array in arrays.items():
+        if array.dtype != DTYPES[name] or array.ndim != 1 or len(array) != len(arrays["domain"]):
+            raise ScheduleFileError(
+                f"{path}: {name} is {array.dtype} of shape {array.shape}; expected {DTYPES[name]} of shape "
+                f"({len(arrays['domain'])},)"
+            )
+        if name != "reset" and len(array) and array.min() < 0:
+            raise ScheduleFileError(f"{path}: {name} holds {array.min()}; expected nothing below 0")
+    return Schedule(*(torch.from_numpy(arrays[name]) for name in Schedule._fields))
+
+
+def played_labels(schedule: Schedule, labels: Sequence[Tensor]) -> Tensor:
+    """(T,) the class of every sample; ``labels``: one tensor per domain number (see ``Scenario.expand``)."""
+    if len(schedule.domain) and int(schedule.domain.max()) >= len(labels):
+        raise ValueError(f"the schedule plays domain {int(schedule.domain.max())}; there are labels of {len(labels)}")
+    starts = torch.tensor([0, *(len(y) for y in labels)]).cumsum(0)
+    if bool((schedule.index >= starts.diff()[schedule.domain]).any()):
+        raise ValueError("the schedule plays images beyond these labels: it was made from other labels")
+    return torch.cat([y.long() for y in labels])[starts[schedule.domain] + schedule.index]
+
+
+def class_counts(schedule: Schedule, labels: Sequence[Tensor], classes: int | None = None) -> Tensor:
+    """(D, K) how many samples of each class each domain plays, without those that have no label (-1).
+
+    >>> stream = Schedule(torch.tensor([0, 0, 1]), torch.tensor([2, 0, 1]), torch.zeros(3, dtype=torch.bool))
+    >>> class_counts(stream, [torch.tensor([0, 1, 1]), torch.tensor([0, 0])])
+    tensor([[1, 1],
+            [1, 0]])
+    """
+    classes = classes or 1 + max(int(y.max()) for y in labels)
+    y = played_labels(schedule, labels)
+    cell = (schedule.domain * classes + y)[y >= 0]
+    return torch.bincount(cell, minlength=len(labels) * classes).reshape(len(labels), classes)
+
+
+def local_balance(schedule: Schedule, labels: Sequence[Tensor], window: int = 64, classes: int | None = None) -> Tensor:
+    """(ceil(T / window),) evenness of the classes in each window of the stream, over time.
+
+    This is the entropy of the class shares over the largest entropy that so many samples of K classes can have: 1 for
+    the most even window (no class has two samples more than another), 0 for a single class, NaN without labels.
+    """
+    if window < 2:
+        raise ValueError(f"window is a number of samples, at least 2; got {window}")
+    y = played_labels(schedule, labels)
+    classes = classes or 1 + max(int(t.max()) for t in labels)
+    rows, windows = torch.arange(len(y)) // window, -(-len(y) // window)
+    cell = (rows * classes + y)[y >= 0]
+    counts = torch.bincount(cell, minlength=windows * classes).reshape(windows, classes)
+    size = counts.sum(1)
+    even = size[:, None] // classes + (torch.arange(classes) < size[:, None] % classes)
+    entropy, most = (torch.special.entr(n.double() / size[:, None]).sum(1) for n in (counts, even))
+    return torch.where(most > 0, entropy / most, 0.0).where(size > 0, math.nan)
+
+
+__all__ = ["Schedule", "ScheduleFileError", "class_counts", "digest", "load", "local_balance", "played_labels", "save"]

@@ -1,0 +1,188 @@
+"""Charts of streams and of the errors on them. They need matplotlib, the extra `plots`.
+
+figure = tribe.experiments.plots.errors(records)  # per-domain errors of some runs, and the classes they met
+figure = tribe.experiments.plots.schedule(schedule, labels)    # class counts per domain, local balance over time
+tribe.experiments.plots.save(figure, "chart.svg")
+"""
+
+import io
+from collections.abc import Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from tribe.data.scenarios.schedules import Schedule, class_counts, local_balance
+from tribe.experiments import metrics
+from tribe.experiments.record import Record
+from tribe.fields import printable
+from tribe.storage.atomic import check_file, write_atomically
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# Colour-blind readers can distinguish them (Okabe and Ito); darkest first.
+COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+MARKERS = "osD^v<>pX*"
+MARKS = ("#D55E00", "#CC79A7")
+MOST_CELLS = 400  # of a map whose cells show their numbers
+FORMATS = (".svg", ".png", ".pdf")
+
+
+def errors(records: Mapping[str, Sequence[Record]], title: str = "") -> "Figure":
+    """Instance error per domain of each method, mean over its records, above the classes each domain played.
+
+    Args:
+        records: by method, one for each seed; all of the same stream.
+        title: of the chart.
+    """
+    first = next(iter(records.values()))[0]
+    figure, (above, below) = _figure((max(6.0, 1.5 + 0.55 * len(first.domains)), 6.4), heights=(3, 2))
+    place = range(len(first.domains))
+    for i, (name, runs) in enumerate(records.items()):
+        error = 100 * torch.stack([metrics.domain_error(record) for record in runs]).nanmean(0)
+        mean = 100 * torch.stack([metrics.instance_error(record) for record in runs]).mean()
+        style = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)], "markersize": 4}
+        above.plot(place, error.numpy(), label=plain_label(f"{name}: {mean:.1f} %"), linewidth=1.2, **style)
+    above.set(
+        ylabel="instance error, %",
+        ylim=(0, None),
+        xlim=(-0.5, len(place) - 0.5),
+        xticks=place,
+        title=plain_label(title),
+    )
+    above.tick_params(labelbottom=False)
+    above.grid(axis="y", alpha=0.3)
+    above.legend(title="method: all domains", fontsize="small", ncols=2)
+    counts = torch.stack([metrics.class_counts(record) for record in next(iter(records.values()))]).double().mean(0)
+    _counts(below, counts, first.domains)
+    return figure
+
+
+def schedule(plan: Schedule, labels: Sequence[Tensor], domains: Sequence[str] = (), window: int = 64) -> "Figure":
+    """Class counts per domain, and how balanced the classes are in each window of the stream.
+
+    Args:
+        plan: the stream.
+        labels: one tensor per domain number, see ``Scenario.expand``.
+        domains: their names.
+        window: images in a window, such as a batch.
+    """
+    names = tuple(domains) or tuple(str(d) for d in range(len(labels)))
+    figure, (above, below) = _figure((max(6.0, 1.5 + 0.55 * len(names)), 6.0), heights=(3, 2))
+    _counts(above, class_counts(plan, labels), names)
+    balance = local_balance(plan, labels, window)
+    below.plot(window * torch.arange(len(balance)).numpy(), balance.numpy(), color=COLOURS[1], linewidth=0.8)
+    starts = torch.cat((torch.ones(1, dtype=torch.bool), plan.domain.diff() != 0)).nonzero().flatten()
+    if len(starts) <= 4 * len(names):  # a mixed stream changes its domain all the time
+        for start in starts.tolist():
+            below.axvline(start, color="#999999", linewidth=0.5)
+    below.set(xlabel="image of the stream", ylabel=f"balance in {window}", ylim=(0, 1.02), xlim=(0, len(plan.index)))
+    return figure
+
+
+def heat_maps(
+    maps: Mapping[str, Tensor],
+    across: Sequence[str],
+    downwards: Sequence[str],
+    names: tuple[str, str] = ("", ""),
+    marks: Mapping[str, tuple[int, int]] = MappingProxyType({}),
+) -> "Figure":
+    """Tables of numbers as maps, side by side, with the number in each cell; NaN stays white.
+
+    Args:
+        maps: (rows, columns) by title.
+        across: the labels of the columns.
+        downwards: the labels of the rows.
+        names: of the two axes.
+        marks: cells to put a frame around, as row and column, by what they are.
+    """
+    wide = max(3.2, 1.4 + max(0.75, 0.09 * max(map(len, across))) * len(across))
+    size = (wide * max(len(maps), 1) + 0.08 * max(map(len, downwards)), max(2.4, 1.6 + 0.42 * len(downwards)))
+    figure, panels = _figure(size, (1,), columns=max(len(maps), 1))
+    for axes, (title, numbers) in zip(panels, maps.items(), strict=False):
+        shown = axes.imshow(numbers.numpy(), aspect="auto", cmap="viridis")
+        axes.figure.colorbar(shown, ax=axes)
+        _cell_numbers(axes, numbers)
+        for i, (name, (row, column)) in enumerate(marks.items()):
+            inset = 0.42 - 0.07 * i  # a cell may have two frames
+            box = {"fill": False, "linewidth": 2.2, "edgecolor": MARKS[i % len(MARKS)], "label": plain_label(name)}
+            axes.add_patch(_rectangle((column - inset, row - inset), 2 * inset, **box))
+        axes.set(title=plain_label(title), xlabel=plain_label(names[0]), ylabel=plain_label(names[1]))
+        axes.set_xticks(range(len(across)), [plain_label(t) for t in across], rotation=40, ha="right", fontsize="small")
+        axes.set_yticks(range(len(downwards)), [plain_label(text) for text in downwards], fontsize="small")
+    if marks and maps:
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize="small")
+    return figure
+
+
+def _cell_numbers(axes: Any, numbers: Tensor) -> None:
+    """Write the number into each cell, if there is room for it."""
+    known = numbers[~numbers.isnan()]
+    if numbers.numel() > MOST_CELLS or not len(known):
+        return
+    middle, digits = (known.min() + known.max()) / 2, 2 if known.abs().max() >= 2 else 4
+    for row, column in (~numbers.isnan()).nonzero().tolist():
+        value = float(numbers[row, column])
+        colour = "black" if value > middle else "white"  # viridis ends in a bright yellow
+        axes.text(column, row, f"{value:.{digits}f}", ha="center", va="center", fontsize="x-small", color=colour)
+
+
+def _rectangle(corner: tuple[float, float], size: float, **style: Any) -> Any:
+    from matplotlib.patches import Rectangle
+
+    return Rectangle(corner, size, size, **style)
+
+
+def check_path(path: str | PathLike[str]) -> None:
+    """Raise an error if a chart cannot be written to this path: before the work, not after it."""
+    if Path(path).suffix.lower() not in FORMATS:
+        raise ValueError(f"a chart ends in {', '.join(FORMATS)}; got {path}")
+    check_file(path)
+
+
+def save(figure: "Figure", path: str | PathLike[str]) -> None:
+    """Write a chart, atomically; the ending decides the format."""
+    check_path(path)
+    from matplotlib import rc_context
+
+    ending = Path(path).suffix.lower()
+    buffer = io.BytesIO()
+    still = {"Creator": None, "Date": None} if ending == ".svg" else None  # the same bytes for the same picture
+    with rc_context({"svg.hashsalt": "tribe", "svg.fonttype": "none"}):
+        figure.savefig(buffer, format=ending[1:], metadata=still, dpi=150)
+    write_atomically(path, buffer.getvalue())
+
+
+def plain_label(text: str) -> str:
+    r"""Text as matplotlib draws it as it is: a pair of dollars would make it a formula.
+
+    >>> print(plain_label("fog, 5 $"))
+    fog, 5 \$
+    """
+    return printable(text).replace("$", r"\$")
+
+
+def _figure(size: tuple[float, float], heights: Sequence[float], columns: int = 1) -> tuple["Figure", Any]:
+    """A figure, and its panels: one for each height, or as many columns."""
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("charts need matplotlib: pip install 'tribe-tta[plots]'", name=error.name) from error
+    figure = Figure(figsize=size, layout="constrained")
+    return figure, figure.subplots(len(heights), columns, height_ratios=heights, squeeze=False).flatten()
+
+
+def _counts(axes: Any, counts: Tensor, domains: Sequence[str]) -> None:
+    """A map of class counts (D, K): domains across, classes upwards; darker is more."""
+    shown = axes.imshow(counts.T.log1p().numpy(), aspect="auto", cmap="Greys", vmin=0, origin="lower")
+    ticks = [t for t in (1, 10, 100, 1000, 10000) if t <= max(float(counts.max()), 1.0)]
+    bar = axes.figure.colorbar(shown, ax=axes, ticks=torch.tensor(ticks).log1p().tolist(), label="images")
+    bar.ax.set_yticklabels([str(t) for t in ticks])
+    axes.set(ylabel="class", xticks=range(len(domains)))
+    if counts.shape[1] <= 20:
+        axes.set_yticks(range(counts.shape[1]))
+    axes.set_xticklabels([plain_label(name) for name in domains], rotation=40, ha="right", fontsize="small")

@@ -1,0 +1,139 @@
+"""Play a time filter over what a method returned, without the method.
+
+A filter stands behind a method and never feeds what it learns. So one play of the method serves any number of filters:
+
+    records = run(net, method, stream, keep_outputs=True)
+    filtered = replay(records, tribe.filters.create("time", within="batch"))  # as in run(net, METHOD+time, stream)
+"""
+
+import contextlib
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from tribe.core.moments import wide
+from tribe.core.state import clone, select
+from tribe.experiments.outputs import Outputs, predictions
+from tribe.experiments.provenance import code_of, coded
+from tribe.experiments.record import Record
+from tribe.experiments.runner import Progress
+from tribe.experiments.spec import plain
+from tribe.filters import TimeFilter
+from tribe.methods import alone
+from tribe.methods.encoding import encode_fields
+from tribe.methods.timed import filter_output
+
+
+def replay(
+    records: Sequence[Record],
+    rule: TimeFilter,
+    *,
+    spec: Mapping[str, Any] | None = None,
+    device: str | torch.device = "cpu",
+    progress: Progress | None = None,
+) -> list[Record]:
+    """The records of a method with a filter, from those of the method alone: one for each stream.
+
+    Predictions and confidences are exactly those of a run of the method with the filter. Seconds are those of the
+    method alone, and what the filter takes here. The batches are those of the run, and a reset of the method is one of
+    the filter.
+
+    Args:
+        records: all streams of one `run` with ``keep_outputs=True``.
+        rule: the filter.
+        spec: of the new records, but for their seeds; by default that of the method alone, with the name and the fields
+            of the filter.
+        device: where the filter computes.
+        progress: called after every batch, as by `run`.
+    """
+    outputs = [_outputs(record) for record in records]
+    if not outputs:
+        return []
+    kind, values = outputs[0].kind, outputs[0].values
+    like = values.new_empty(0, dtype=wide(values.dtype), device=device)
+    source, steps = rule.init(len(outputs), values.shape[1], like), max(len(kept.sizes) for kept in outputs)
+    state, table = clone(source), _Answers(records)
+    parts = [kept.values.split(kept.sizes.tolist()) for kept in outputs]
+    marks = [kept.valid.split(kept.sizes.tolist()) for kept in outputs]
+    on_its_device = torch.cuda.device(device) if like.is_cuda else contextlib.nullcontext()  # where kernels launch
+    for step in range(steps):
+        values, valid = _batch(parts, step), _batch(marks, step)
+        reset = torch.tensor([step < len(kept.reset) and bool(kept.reset[step]) for kept in outputs])
+        begun = time.perf_counter()
+        if reset.any():
+            state = select(reset.to(device), clone(source), state)
+        with on_its_device:
+            output, state = filter_output(rule, state, values.to(device), valid.to(device), kind)
+        confidence, prediction = predictions(output, kind)
+        seconds = (time.perf_counter() - begun) / max(int(valid.sum()), 1)
+        table.append(valid, prediction, confidence, seconds)
+        if progress is not None:
+            progress(step + 1, steps, table.error())
+    return [record._replace(spec=_spec(record, rule, spec)) for record in table.records]
+
+
+def _outputs(record: Record) -> Outputs:
+    name = str(record.spec.get("method", {}).get("name"))
+    if (method := alone(name)) != name:
+        raise ValueError(
+            f"the record is of {name}, which has a time filter already: replay a filter over a record of {method}"
+        )
+    if record.outputs is None:
+        raise ValueError(
+            "a filter is played over what a method returned, and this record does not hold it: "
+            "tribe.run(..., keep_outputs=True) and tribe run --logits keep it, and Record.save(path, outputs=True) "
+            "writes it"
+        )
+    return record.outputs
+
+
+def _batch(parts: Sequence[Sequence[Tensor]], step: int) -> Tensor:
+    """A step of all streams, (S, B, ...), padded with zeros as `tribe.experiments.stream` pads batches."""
+    rows = [part[step] if step < len(part) else part[0][:0] for part in parts]
+    return pad_sequence(rows, batch_first=True)
+
+
+def _spec(record: Record, rule: TimeFilter, given: Mapping[str, Any] | None) -> dict[str, Any]:
+    if given is not None:
+        return {**given, "seed": record.spec.get("seed")}
+    method = record.spec.get("method", {})
+    code = method.get("code") or code_of(type(rule), strict=False)
+    fields = {**method.get("fields", {}), **plain(encode_fields(rule))}
+    return {**record.spec, "method": {"name": f"{method.get('name')}+{rule.name}", "fields": fields, **coded(code)}}
+
+
+class _Answers:
+    """Records whose predictions are replaced, batch after batch."""
+
+    def __init__(self, records: Sequence[Record]) -> None:
+        self.records = [
+            record._replace(
+                prediction=torch.empty_like(record.prediction),
+                confidence=torch.empty_like(record.confidence),
+                seconds=record.seconds.clone(),
+                outputs=None,
+            )
+            for record in records
+        ]
+        self._done = [0] * len(records)
+        self._wrong = self._labelled = 0
+
+    def append(self, valid: Tensor, prediction: Tensor, confidence: Tensor, seconds: float) -> None:
+        """Set the predictions (S, B) of the next batch."""
+        for s, record in enumerate(self.records):
+            answers, sure = prediction[s][valid[s]], confidence[s][valid[s]]
+            here = slice(self._done[s], self._done[s] + len(answers))
+            record.prediction[here], record.confidence[here] = answers, sure.float()
+            record.seconds[here] += seconds
+            label, self._done[s] = record.label[here], here.stop
+            known = label >= 0
+            self._wrong += int((label != answers)[known].sum())
+            self._labelled += int(known.sum())
+
+    def error(self) -> float | None:
+        """The error so far; None without labels."""
+        return self._wrong / self._labelled if self._labelled else None

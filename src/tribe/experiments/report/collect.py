@@ -1,0 +1,366 @@
+"""Find the results in a folder tree, and group those of the same stream and network.
+
+All of a spec but the method and the seed makes a *group*. In a group, a method with its fields is a *row*, whose
+results differ in nothing but the seed.
+"""
+
+import json
+import re
+import zipfile
+import zlib
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from tribe.experiments import metrics, store
+from tribe.experiments.experiment import Experiment
+from tribe.experiments.record import Record
+from tribe.experiments.report.command import component, departures, is_known
+from tribe.experiments.scores import record_scores
+from tribe.experiments.sources import changed
+from tribe.experiments.spec import by_place, with_whole_numbers
+
+OF_A_ROW = ("method", "seed", "experiment")  # what may differ within a group
+MOST_DOMAINS = 2**13  # of a record: each has a column, and a page of more takes minutes to write and to show
+NUMBER = re.compile(r"[0-9]+(\.[0-9]+)?")
+UNREADABLE = (
+    *(ValueError, KeyError, TypeError, AttributeError, IndexError, OSError, EOFError, RuntimeError, MemoryError),
+    *(zipfile.BadZipFile, zlib.error),
+)  # what numpy, zip, json and the checks of records raise on damaged bytes
+
+
+class Played(NamedTuple):
+    """The result of one stream: its metrics and, unless only these were kept, its record."""
+
+    path: str  # relative to the folder
+    spec: Mapping[str, Any]
+    machine: Mapping[str, Any]  # empty: unknown
+    code: Mapping[str, Any]  # of its components, see environment.json in tribe.experiments.store; empty: unknown
+    scores: Mapping[
+        str, Any
+    ]  # see metrics.json in tribe.experiments.store; also "seconds_per_image" and, of a record, "confidence"
+    domains: tuple[str, ...]
+    classes: int
+    record: Record | None
+
+    @property
+    def seed(self) -> Any:
+        """Of the stream."""
+        return self.spec.get("seed")
+
+    @property
+    def is_labelled(self) -> bool:
+        """Whether there are labels, and so errors."""
+        return self.scores.get("instance_error") is not None
+
+
+class Row(NamedTuple):
+    """A method with its fields, on the streams of a group."""
+
+    label: str  # the method, and the fields in which it departs from the published ones for the data set
+    played: tuple[Played, ...]  # by seed
+
+    @property
+    def records(self) -> list[Record]:
+        """The records, as far as they were kept."""
+        return [played.record for played in self.played if played.record is not None]
+
+    @property
+    def labelled(self) -> list[Played]:
+        """The streams with labels."""
+        return [played for played in self.played if played.is_labelled]
+
+    @property
+    def judged(self) -> list[Record]:
+        """The records with labels."""
+        return [record for record in self.records if bool((record.label >= 0).any())]
+
+    @property
+    def watched(self) -> list[Record]:
+        """The records with labels of streams that were watched or guarded."""
+        return [record for record in self.judged if record.watched is not None]
+
+
+class Group(NamedTuple):
+    """Rows that can be compared."""
+
+    facts: tuple[str, ...]  # data set, scenario, imbalance, network, and what else distinguishes it from other groups
+    rows: tuple[Row, ...]
+
+    @property
+    def title(self) -> str:
+        """Its facts in one line."""
+        return ", ".join(self.facts)
+
+    @property
+    def domains(self) -> tuple[str, ...]:
+        """The domains of its streams."""
+        return self.rows[0].played[0].domains
+
+    @property
+    def classes(self) -> int:
+        """The number of classes."""
+        return self.rows[0].played[0].classes
+
+
+class Runs(NamedTuple):
+    """All results in a folder."""
+
+    groups: tuple[Group, ...]
+    damaged: tuple[tuple[str, str], ...]  # path, reason
+    repeated: tuple[tuple[str, str], ...]  # path, and the result that says the same or contradicts it
+
+    @property
+    def labels(self) -> list[str]:
+        """The labels of all rows, the source network first."""
+        return sorted({row.label for group in self.groups for row in group.rows}, key=_source_first)
+
+
+def collect(folder: str | PathLike[str]) -> Runs:
+    """Read all records under a folder, and all results that were kept without records."""
+    root = Path(folder)
+    if not root.is_dir():
+        raise NotADirectoryError(f"there is no folder {folder}; expected one with results, such as `tribe run` leaves")
+    found: list[Played] = []
+    damaged: list[tuple[str, str]] = []
+    environments: dict[Path, Mapping[str, Any]] = {}
+    for file in sorted(file for file in root.rglob("*.npz") if file.is_file()):
+        path = file.relative_to(root).as_posix()
+        try:
+            if not _is_another(file):
+                found.append(_read(file, path, environments))
+        except UNREADABLE as error:
+            damaged.append((path, f"{error}".replace(str(file), "the file") or type(error).__name__))
+    for path, result in _without_records(root):
+        try:
+            if isinstance(result, store.Damaged):
+                raise result.error
+            found += _of_result(path, result)
+        except UNREADABLE as error:
+            damaged.append((path, str(error) or type(error).__name__))
+    if not found and not damaged:
+        raise FileNotFoundError(
+            f"there is no record or result under {folder}; expected what `tribe run` or tribe.Record.save leaves: make "
+            f"some with `tribe run --out {folder}`"
+        )
+    single, repeated = _without_repeats(found)
+    return Runs(_grouped(single), tuple(damaged), tuple(repeated))
+
+
+def _without_records(root: Path) -> Iterator[tuple[str, store.Result | store.Damaged]]:
+    """Results that were kept as JSON alone, in folders and in packs, by their path."""
+    for file in sorted(root.rglob(store.METRICS)):
+        if not any(file.parent.glob("record-*.npz")):
+            yield file.parent.relative_to(root).as_posix(), store.survey_folder(file.parent.resolve())
+    for pack in sorted(root.rglob(f"*{store.PACK}")):
+        for result in store.read_pack(pack):
+            yield f"{pack.relative_to(root).as_posix()}, {result.folder.name}", result
+
+
+def _of_result(path: str, result: store.Result) -> Iterator[Played]:
+    """The streams of a result without records."""
+    spec, environment = store.record_spec(result.experiment), result.environment
+    machine, code = dict(environment.get("machine", {})), dict(environment.get("code", {}))
+    for seed, seconds in zip(result.experiment.seeds, result.values("seconds_per_image"), strict=True):
+        scores = {**result.metrics[str(seed)], "seconds_per_image": seconds}
+        counts = scores["class_counts"]
+        domains = tuple(counts or result.experiment.scenario.fields.get("domains") or ())
+        classes = len(next(iter(counts.values()))) if counts else int(result.experiment.method.fields["classes"] or 0)
+        yield Played(path, {**spec, "seed": seed}, machine, code, scores, domains, classes, None)
+
+
+# -- one file ---------------------------------------------------------------------------------------------------------
+
+
+def _is_another(file: Path) -> bool:
+    """Whether this is an undamaged npz file of another kind, such as a schedule."""
+    try:
+        with zipfile.ZipFile(file) as inside:
+            return "words.npy" not in inside.namelist()
+    except UNREADABLE:
+        return False
+
+
+def _read(file: Path, path: str, environments: dict[Path, Mapping[str, Any]]) -> Played:
+    if not zipfile.is_zipfile(file):
+        raise ValueError("it is not an npz file, or it was cut short")
+    record = Record.load(file)
+    if not len(record.label):
+        raise ValueError("it is empty: not one image was predicted")
+    if len(record.domains) > MOST_DOMAINS:
+        raise ValueError(f"it has {len(record.domains):,} domains; a page shows at most {MOST_DOMAINS:,}")
+    if file.parent not in environments:
+        environments[file.parent] = _environment(file.parent)
+    environment = environments[file.parent] if "experiment" in record.spec else {}
+    machine, code = dict(environment.get("machine", {})), dict(environment.get("code", {}))
+    scores = record_scores(record) | {
+        "seconds_per_image": metrics.seconds_per_image(record).item(),
+        "confidence": record.confidence.double().mean().item(),
+    }
+    return Played(path, record.spec, machine, code, scores, record.domains, record.classes, record)
+
+
+def _environment(folder: Path) -> Mapping[str, Any]:
+    """How an experiment was computed, if the file beside its records says it."""
+    try:
+        return store.read_environment(folder / store.ENVIRONMENT)
+    except (OSError, ValueError):
+        return {}
+
+
+# -- many -------------------------------------------------------------------------------------------------------------
+
+
+def _without_repeats(found: list[Played]) -> tuple[list[Played], list[tuple[str, str]]]:
+    """One result for each spec and seed: a copy would count twice in every mean.
+
+    A result of other source code than today's counts last. Of the others, those with records come first.
+    """
+    kept: dict[str, Played] = {}
+    repeated: list[tuple[str, str]] = []
+    for played in sorted(found, key=_is_stale):
+        spec = {key: value for key, value in played.spec.items() if key != "experiment"}  # seed 0 alone, and beside 1
+        first = kept.setdefault(_canonical([spec, played.domains, played.classes]), played)
+        if first is not played:
+            other = "has the same spec and seed but PREDICTS OTHERWISE than"
+            relation = "predicts the same as" if _same(first, played) else other
+            repeated.append((played.path, f"{relation} {first.path}, which is the one shown"))
+    return list(kept.values()), repeated
+
+
+def _is_stale(played: Played) -> bool:
+    """Whether the source code has changed since a stream was played; see `tribe.experiments.store.stale`."""
+    spec = {key: value for key, value in played.spec.items() if key not in ("seed", "experiment")}
+    try:
+        return bool(played.code) and bool(changed(played.code, Experiment.from_json({**spec, "seeds": [played.seed]})))
+    except UNREADABLE:
+        return False
+
+
+def _same(one: Played, other: Played) -> bool:
+    if one.record is None or other.record is None:
+        return all(one.scores.get(key) == other.scores.get(key) for key in ("images", "instance_error", "domain_error"))
+    return len(one.record.prediction) == len(other.record.prediction) and all(
+        torch.equal(getattr(one.record, column), getattr(other.record, column))
+        for column in ("domain", "label", "prediction")
+    )
+
+
+def _grouped(found: list[Played]) -> tuple[Group, ...]:
+    groups: dict[str, dict[str, list[Played]]] = defaultdict(lambda: defaultdict(list))
+    for played in found:
+        shared = {key: value for key, value in played.spec.items() if key not in OF_A_ROW}
+        group = groups[_canonical([shared, played.domains, played.classes])]
+        group[_canonical(played.spec.get("method"))].append(played)
+    facts = sorted(_facts(list(groups)), key=lambda pair: (_natural(" ".join(pair[1])), pair[0]))
+    labels = _labels([played.spec for played in found])
+    return tuple(Group(texts, _rows(groups[key], labels)) for key, texts in facts)
+
+
+def _rows(rows: Mapping[str, list[Played]], named: Mapping[str, str]) -> tuple[Row, ...]:
+    labels: dict[str, list[str]] = defaultdict(list)
+    for key in sorted(rows):
+        labels[named[_canonical(rows[key][0].spec)]].append(key)
+    made = [
+        Row(
+            label + (f" ({i})" if i > 1 else ""),
+            tuple(sorted(rows[key], key=lambda played: _natural(str(played.seed)))),
+        )
+        for label, keys in labels.items()
+        for i, key in enumerate(keys, 1)
+    ]
+    return tuple(sorted(made, key=lambda row: _source_first(row.label)))
+
+
+def _labels(specs: list[Mapping[str, Any]]) -> dict[str, str]:
+    """For each spec the name of its method, with the fields that differ from the published ones for the data set.
+
+    The published fields of a method that is not registered here are unknown: there it is the fields that differ between
+    results.
+    """
+    values: dict[str | None, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+    for spec in specs:
+        name, fields = component(spec.get("method"))
+        for key, value in by_place(fields).items():
+            values[name][key].add(_canonical(value))
+    labels = {}
+    for spec in specs:
+        name, fields = component(spec.get("method"))
+        differing = {key: value for key, value in by_place(fields).items() if len(values[name][key]) > 1}
+        shown = by_place(departures(spec)) if is_known(name) else differing
+        labels[_canonical(spec)] = ", ".join(
+            (name or "no method named", *(_field(place, value) for place, value in shown.items()))
+        )
+    return labels
+
+
+def _facts(keys: list[str]) -> list[tuple[str, tuple[str, ...]]]:
+    """The main facts of each group; groups with equal facts also get the fields in which they differ."""
+    specs = {key: json.loads(key) for key in keys}
+    alike: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for key in sorted(keys):
+        alike[_main_facts(specs[key][0])].append(key)
+    found = []
+    for facts, same in alike.items():
+        flat = {key: by_place(specs[key][0]) for key in same}
+        fields = _distinguishing(flat)
+        if not fields:  # the specs are equal, only the tables differ
+            flat = {key: {"domains": specs[key][1], "classes": specs[key][2]} for key in same}
+            fields = _distinguishing(flat)
+        for key in same:
+            more = (_field(field.replace(".fields", ""), flat[key].get(field, "unknown")) for field in fields)
+            found.append((key, (*facts, *more)))
+    return found
+
+
+def _distinguishing(flat: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """The fields in which some differ."""
+    fields = sorted({field for found in flat.values() for field in found})
+    return [field for field in fields if len({_canonical(found.get(field)) for found in flat.values()}) > 1]
+
+
+def _main_facts(spec: Mapping[str, Any]) -> tuple[str, ...]:
+    (data, _), (model, _) = component(spec.get("dataset")), component(spec.get("model"))
+    scenario, fields = component(spec.get("scenario"))
+    imbalance = fields.get("imbalance")
+    rare = f"imbalance {_short(imbalance)}" if imbalance is not None else None
+    return tuple(fact for fact in (data or "no data set named", scenario, rare, model) if fact)
+
+
+def _field(place: str, value: Any) -> str:
+    """A field of a spec in a few characters; of source knowledge, the beginning of its digest."""
+    name = place.removesuffix(".knowledge")
+    return f"{place} {_short(value)}" if name == place else f"{name} {str(value)[:8]}"
+
+
+def _short(value: Any) -> str:
+    """A value in a few characters; a long list by its ends and length."""
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, list):
+        shown = ", ".join(map(_short, value if len(value) <= 3 else [value[0], "…", value[-1]]))
+        return f"({shown})" + (f" of {len(value)}" if len(value) > 3 else "")
+    return str(value) if len(str(value)) <= 40 else f"{str(value)[:39]}…"
+
+
+def _canonical(value: Any) -> str:
+    """The same text for equal values, such as 100 and 100.0."""
+    return json.dumps(with_whole_numbers(value), sort_keys=True, default=repr)
+
+
+def _natural(text: str) -> list[tuple[bool, float, str]]:
+    """A key by which "imbalance 10" comes before "imbalance 100".
+
+    >>> sorted(["imbalance 100", "imbalance 10", "iid"], key=_natural)
+    ['iid', 'imbalance 10', 'imbalance 100']
+    """
+    numbers = {word: float(word) for word in text.split() if NUMBER.fullmatch(word)}
+    return [(word not in numbers, numbers.get(word, 0.0), word) for word in text.split()]
+
+
+def _source_first(label: str) -> tuple[bool, str]:
+    return label != "source", label

@@ -1,0 +1,233 @@
+"""Uncertainty of a number: mean and deviation over seeds, and tests of "A beats B", over seeds and on one stream.
+
+Whether a method is better is judged over seeds (`paired`): every seed is another stream, both methods play the same
+streams, and the differences of their errors are independent. Two seeds are the least, and few decide little.
+
+One stream can only say what was better *on this stream* (`duel`). The images of a stream are not independent: classes
+come in bursts, a domain lasts for thousands of images, and a prediction depends on the images before it. The plain
+bootstrap draws single images as if they were independent, and its intervals are far too narrow. Here blocks of
+consecutive images are drawn, the same blocks for both methods: both had the same images in the same order, so what is
+hard for both cancels. Blocks must be long against the correlation: they have `BLOCK_TIMES` times the integrated
+autocorrelation time of the differences, which is estimated from the records. Where this is more than a
+`LEAST_BLOCKS`-th of the stream, the stream is too short, and the interval is too narrow all the same.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tribe.experiments.metrics import scored, wrong
+from tribe.experiments.record import Record
+
+DRAWS = 2000
+SURE = 0.05  # a smaller p is called a difference
+BLOCK_TIMES = 5  # a block of one correlation time would miss half of the variance of its sums, five miss a tenth
+LEAST_BLOCKS = 8  # fewer blocks show no spread
+WINDOW = 5  # correlation times of the sum, see `correlation_time`
+
+
+class Spread(NamedTuple):
+    """Mean and standard deviation over seeds."""
+
+    mean: float
+    deviation: float | None  # between seeds, of a sample; None for one seed
+    seeds: int
+
+    def __str__(self) -> str:
+        return f"{self.mean:.2f}" + (f" ± {self.deviation:.2f}" if self.deviation is not None else "")
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """Mean and standard deviation.
+
+    >>> str(spread([1.0, 2.0, 3.0]))
+    '2.00 ± 1.00'
+    """
+    if not values:
+        raise ValueError("there are no values to take a mean of")
+    numbers = np.asarray(values, dtype=np.float64)
+    return Spread(float(numbers.mean()), float(numbers.std(ddof=1)) if len(numbers) > 1 else None, len(numbers))
+
+
+class Paired(NamedTuple):
+    """Number of A minus number of B over the same seeds: negative where A is lower.
+
+    ``p`` is two-sided, of the paired t test: the probability of a difference this large, in either direction, if A and
+    B were equally good. None where differences show no spread: for one seed, and where they are the same in all seeds.
+    """
+
+    difference: float  # the mean
+    deviation: float | None  # of the differences, between seeds
+    p: float | None
+    seeds: int
+    agree: int  # seeds whose difference has the sign of the mean
+
+    def __str__(self) -> str:
+        word = "better" if self.difference < 0 else "worse"
+        gap = f"{abs(self.difference):.2f} points {word}" if self.difference else "no difference"
+        if self.deviation is None:
+            return f"{gap} in one seed"
+        if not self.difference:
+            return f"{gap} over {self.seeds} seeds" + (f" (± {self.deviation:.2f})" if self.deviation else "")
+        if self.p is None:
+            return f"{gap} over {self.seeds} seeds (not sure: the same in all seeds, so there is no spread to test)"
+        sure = "" if self.p < SURE else "not sure: "
+        agree = f"{self.agree} of {self.seeds} agree"
+        test = f"paired t test, two-sided p {_p_text(self.p)}"
+        return f"{gap} over {self.seeds} seeds ({sure}± {self.deviation:.2f}, {agree}, {test})"
+
+
+def paired(a: Sequence[float], b: Sequence[float]) -> Paired:
+    """Compare numbers of A and B, one for each seed, of the same seeds in the same order.
+
+    >>> str(paired([1.0, 2.0, 2.5], [2.0, 3.0, 4.0]))
+    '1.17 points better over 3 seeds (± 0.29, 3 of 3 agree, paired t test, two-sided p 0.020)'
+    """
+    if not a or len(a) != len(b):
+        raise ValueError(f"a comparison needs as many numbers of A as of B, at least one; got {len(a)} and {len(b)}")
+    gaps = [x - y for x, y in zip(a, b, strict=True)]
+    found = spread(gaps)
+    return Paired(found.mean, found.deviation, _p_of(gaps, found), len(gaps), sum(gap * found.mean > 0 for gap in gaps))
+
+
+def _p_of(gaps: Sequence[float], found: Spread) -> float | None:
+    """The p of differences with this spread; None where they show none."""
+    if found.deviation is None:
+        return None
+    if all(math.isclose(gap, gaps[0], rel_tol=1e-9, abs_tol=1e-12) for gap in gaps):  # equal but for rounding
+        return None if any(gaps) else 1.0
+    return t_test(found.mean * math.sqrt(len(gaps)) / found.deviation, len(gaps) - 1)
+
+
+def t_test(t: float, freedom: int) -> float:
+    """The two-sided p of Student's t with so many degrees of freedom: a finite sum.
+
+    >>> round(t_test(2.776, 4), 3), t_test(0.0, 4)
+    (0.05, 1.0)
+    """
+    angle = math.atan(abs(t) / math.sqrt(freedom))
+    cosine, term, total = math.cos(angle) ** 2, 1.0, 0.0
+    for k in range(freedom // 2):
+        total += term
+        term *= cosine * (2 * k + 1 + freedom % 2) / (2 * k + 2 + freedom % 2)
+    if freedom % 2 == 0:
+        return max(0.0, 1 - math.sin(angle) * total)
+    return max(0.0, 1 - 2 / math.pi * (angle + math.sin(angle) * math.cos(angle) * total))
+
+
+def correlation_time(gap: NDArray[np.float64]) -> float:
+    """The integrated autocorrelation time of a series, in steps: 1 if its numbers are independent.
+
+    One plus twice the sum of the autocorrelations, up to the first lag that is `WINDOW` times the sum so far: further
+    ones are noise, and their sum would grow with the length of the series.
+    """
+    centred = gap - gap.mean()
+    power = np.abs(np.fft.rfft(centred, 2 * len(centred))) ** 2
+    correlation = np.fft.irfft(power)[: len(centred)]
+    if correlation[0] <= 0:
+        return 1.0
+    times = 2 * np.cumsum(correlation / correlation[0]) - 1
+    ends = np.flatnonzero(np.arange(len(times)) >= WINDOW * times)
+    return max(1.0, float(times[ends[0] if len(ends) else -1]))
+
+
+class Duel(NamedTuple):
+    """Error of A minus error of B on the same streams, in shares: negative where A is better.
+
+    ``p`` is two-sided: the probability of a difference this large, in either direction, if A and B were equally good on
+    streams like these. The estimate is twice the share of drawn streams with no difference or one in the other
+    direction. It is the same for A against B as for B against A, and 1 if there is no difference.
+    """
+
+    difference: float
+    low: float  # of the interval
+    high: float
+    p: float
+    level: float  # of the interval
+    block: int  # consecutive images that are drawn together
+
+    def __str__(self) -> str:
+        around = f"{100 * self.low:+.2f} to {100 * self.high:+.2f}"
+        if self.difference == 0:
+            return "no difference" if self.low == self.high else f"no difference, not sure: {around}"
+        word = "better" if self.difference < 0 else "worse"
+        gap, low, high = (100 * abs(x) for x in (self.difference, *sorted((self.low, self.high), key=abs)))
+        if self.p >= SURE or self.low <= 0 <= self.high:
+            return f"{gap:.2f} points {word} on this stream, not sure: {around}"
+        sure = f"{100 * self.level:g} %: {low:.2f} to {high:.2f}, two-sided p {_p_text(self.p)}"
+        return f"{gap:.2f} points {word} on this stream ({sure}, blocks of {self.block} images)"
+
+
+def duel(
+    a: Sequence[Record],
+    b: Sequence[Record],
+    *,
+    block: int | None = None,
+    draws: int = DRAWS,
+    level: float = 0.95,
+    seed: int = 0,
+) -> Duel:
+    """The difference between the instance errors of A and B on the same streams, with its uncertainty.
+
+    Args:
+        a: records of A, one for each seed.
+        b: records of B on the same streams, in the same order.
+        block: consecutive images drawn together; None: as many as the correlation of the differences asks for.
+        draws: how many streams are drawn.
+        level: of the interval.
+        seed: of the draws.
+    """
+    if not a or len(a) != len(b):
+        raise ValueError(f"a duel needs as many records of A as of B, at least one; got {len(a)} and {len(b)}")
+    if not 0 < level < 1 or draws < 1:
+        raise ValueError(f"level lies between 0 and 1 and draws is at least 1; got {level} and {draws}")
+    gaps = [_gap(x, y) for x, y in zip(a, b, strict=True)]
+    images = min(len(gap) for gap in gaps)
+    block = block_length(gaps) if block is None else block
+    if not 1 <= block <= images:
+        raise ValueError(f"block is a number of images, from 1 to {images}; got {block}")
+    total = sum(len(gap) for gap in gaps)
+    rng = np.random.default_rng(seed)
+    drawn = np.sum([_block_sums(gap, block, draws, rng) for gap in gaps], axis=0) / total
+    observed = float(sum(gap.sum() for gap in gaps)) / total
+    low, high = np.quantile(drawn, [(1 - level) / 2, (1 + level) / 2])
+    other_side = drawn * np.sign(observed) <= 0  # everywhere if there is no difference
+    p = min(1.0, 2 * (1 + int(other_side.sum())) / (1 + draws))
+    return Duel(observed, float(low), float(high), p, level, block)
+
+
+def block_length(gaps: Sequence[NDArray[np.float64]]) -> int:
+    """How many consecutive images to draw together, for differences of errors image by image."""
+    longest = max(correlation_time(gap) for gap in gaps)
+    images = min(len(gap) for gap in gaps)
+    return max(1, min(math.ceil(BLOCK_TIMES * longest), images // LEAST_BLOCKS))
+
+
+def _gap(a: Record, b: Record) -> NDArray[np.float64]:
+    """(T,) whether A is wrong minus whether B is, image by image."""
+    same = all(torch.equal(x, y) for x, y in ((a.label, b.label), (a.domain, b.domain))) and a.domains == b.domains
+    if not same:
+        raise ValueError(
+            "the records are of different streams: A and B must have met the same images in the same order"
+        )
+    return (wrong(a) - wrong(b))[scored(a)].numpy()
+
+
+def _block_sums(gap: NDArray[np.float64], block: int, draws: int, rng: np.random.Generator) -> NDArray[np.float64]:
+    """(draws,) sums over as many images, in blocks that start anywhere; the end of the stream joins its start."""
+    count = len(gap)
+    total = np.concatenate(([0.0], np.cumsum(np.concatenate((gap, gap[:block])))))
+    whole, rest = divmod(count, block)
+    starts = rng.integers(0, count, size=(draws, whole + (rest > 0)))
+    sums = (total[starts[:, :whole] + block] - total[starts[:, :whole]]).sum(1)
+    if rest:
+        sums += total[starts[:, -1] + rest] - total[starts[:, -1]]
+    return np.asarray(sums)
+
+
+def _p_text(p: float) -> str:
+    return "< 0.001" if p < 0.001 else f"{p:.3f}"

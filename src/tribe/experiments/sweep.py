@@ -1,0 +1,206 @@
+"""A sweep: one experiment for each point of a grid of fields, and the best point, with labels and without.
+
+A point is chosen without labels by one of `SCORES`, which need nothing but the records. Labels of the stream say how
+good that choice was; a deployment does not have them.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from torch import Tensor
+
+from tribe.experiments.record import Record
+from tribe.experiments.store import Result
+from tribe.fields import document
+
+MOST_POINTS = 10_000
+
+
+# -- points -----------------------------------------------------------------------------------------------------------
+
+
+class Axis(NamedTuple):
+    """Fields that vary together, and the values that they take: one field in a grid, several in a list."""
+
+    places: tuple[str, ...]
+    values: tuple[tuple[Any, ...], ...]
+
+    @property
+    def name(self) -> str:
+        """The fields in one word."""
+        return ", ".join(self.places)
+
+    def labels(self) -> list[str]:
+        """The values in words, one for each point."""
+        return [", ".join(map(str, value)) for value in self.values]
+
+
+document(
+    Axis,
+    places="The fields, such as tribe.lr.",
+    values="For each point of the axis, a value for each field.",
+)
+
+Point = dict[str, Any]  # field, such as tribe.lr -> value
+
+
+def make_axes(grid: Mapping[str, Sequence[Any]], listed: Mapping[str, Sequence[Any]]) -> list[Axis]:
+    """The axes of a sweep: one for each field of ``grid``, and one for all fields of ``listed`` together.
+
+    >>> [axis.labels() for axis in make_axes({"tribe.lr": [0.1, 0.2]}, {"tribe.eta": [1, 2], "tribe.h0": [3, 4]})]
+    [['0.1', '0.2'], ['1, 3', '2, 4']]
+    """
+    if not grid and not listed:
+        raise ValueError("the sweep is empty: name a field and its values, such as --grid tribe.lr=1e-4,1e-3")
+    if both := sorted(grid.keys() & listed.keys()):
+        raise ValueError(f"{both[0]} is in a grid and in a list: name it once")
+    for place, values in (*grid.items(), *listed.items()):
+        if not values:
+            raise ValueError(f"the sweep is empty: {place} has no value; expected some, such as {place}=0.1,0.2")
+    lengths = {place: len(values) for place, values in listed.items()}
+    if len(set(lengths.values())) > 1:
+        counts = ", ".join(f"{place} has {count}" for place, count in lengths.items())
+        raise ValueError(f"fields of a list vary together and need as many values each: {counts}")
+    axes = [Axis((place,), tuple((value,) for value in _different(values))) for place, values in grid.items()]
+    if listed:
+        axes.append(Axis(tuple(listed), tuple(_different(list(zip(*listed.values(), strict=True))))))
+    if (count := math.prod(len(axis.values) for axis in axes)) > MOST_POINTS:
+        raise ValueError(f"the sweep has {count:,} points; expected at most {MOST_POINTS:,}")
+    return axes
+
+
+def points_of(axes: Sequence[Axis]) -> Iterator[Point]:
+    """All points of a sweep; the values of the last axis change fastest.
+
+    >>> list(points_of(make_axes({"a.x": [1, 2]}, {})))
+    [{'a.x': 1}, {'a.x': 2}]
+    """
+    for chosen in itertools.product(*(axis.values for axis in axes)):
+        pairs = zip(axes, chosen, strict=True)
+        yield {place: value for axis, values in pairs for place, value in zip(axis.places, values, strict=True)}
+
+
+def _different(values: Sequence[Any]) -> list[Any]:
+    """Values without repeats; 1, 1.0 and True are different."""
+    return list({(repr(value)): value for value in values}.values())
+
+
+# -- scores without labels --------------------------------------------------------------------------------------------
+
+
+class Score(NamedTuple):
+    """A score that needs no labels."""
+
+    words: str
+    better: Literal["higher", "lower"]
+    of: Callable[[Record], float | None]
+
+
+document(
+    Score,
+    words="What it is.",
+    better="Whether a higher or a lower value is better.",
+    of="The score of a record; None if the record does not have what it needs.",
+)
+
+
+def _estimate(record: Record) -> float | None:
+    return None if record.watched is None else _mean(record.watched.accuracy)
+
+
+def _agreement(record: Record) -> float | None:
+    return None if record.trace is None else _mean(record.trace.student_agreement)
+
+
+def _entropy(record: Record) -> float | None:
+    return None if record.trace is None else _mean(record.trace.entropy)
+
+
+def _confidence(record: Record) -> float | None:
+    return _mean(record.confidence)
+
+
+def _mean(column: Tensor) -> float | None:
+    """The mean of the values that are known; None if there is none."""
+    mean = float(column.double().nanmean()) if len(column) else math.nan
+    return mean if math.isfinite(mean) else None
+
+
+SCORES = {
+    "estimate": Score("estimated accuracy, of a method with +watch and a calibration", "higher", _estimate),
+    "entropy": Score("mean entropy of the predictions, as a share of log K", "lower", _entropy),
+    "confidence": Score("mean probability of the predicted class", "higher", _confidence),
+    # Not before the others: branches that have collapsed to the same few classes agree, too.
+    "agreement": Score("agreement of teacher and student", "higher", _agreement),
+}
+
+
+def predicted_classes(record: Record) -> float | None:
+    """How many classes are predicted, as their effective number: e to the entropy of their shares. 1: a collapse.
+
+    It is no score: how many classes a stream shows is not known without labels.
+    """
+    shares = record.prediction.bincount().double() / max(len(record.prediction), 1)
+    return float((-shares * shares.clamp_min(1e-300).log()).sum().exp()) if len(record.prediction) else None
+
+
+def mean_over_seeds(records: Sequence[Record], of: Callable[[Record], float | None]) -> float | None:
+    """The mean of a number over records; None if there are none, or one lacks what the number needs."""
+    found = [of(record) for record in records]
+    known = [value for value in found if value is not None]
+    return math.fsum(known) / len(known) if known and len(known) == len(found) else None
+
+
+# -- the outcome ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Row:
+    """A point of a sweep that was played, or the reason why it was not."""
+
+    point: Point
+    result: Result | None
+    scores: Mapping[str, float | None]  # of SCORES, by name
+    reason: str = ""
+    classes: float | None = None  # see `predicted_classes`
+
+    @property
+    def error(self) -> float | None:
+        """The mean instance error over the seeds; None without labels."""
+        error = math.nan if self.result is None else self.result.error()
+        return error if math.isfinite(error) else None
+
+
+def make_row(point: Point, outcome: Result | str) -> Row:
+    """The row of a point; an outcome in words is the reason why there is no result."""
+    if isinstance(outcome, str):
+        return Row(point, None, dict.fromkeys(SCORES), outcome)
+    records = outcome.records() if outcome.has_records else []
+    scores = {name: mean_over_seeds(records, score.of) for name, score in SCORES.items()}
+    return Row(point, outcome, scores, classes=mean_over_seeds(records, predicted_classes))
+
+
+def default_score(rows: Sequence[Row]) -> str:
+    """The first of `SCORES` that every result has and that differs between them; else the confidence."""
+    played = [row for row in rows if row.result is not None]
+    for name in SCORES:
+        values = [row.scores[name] for row in played]
+        if None not in values and len(set(values)) > 1:
+            return name
+    return "confidence"
+
+
+def best_by_score(rows: Sequence[Row], name: str) -> Row | None:
+    """The best point without labels; None if no result has the score."""
+    sign = 1 if SCORES[name].better == "lower" else -1
+    known = [(sign * value, row) for row in rows if (value := row.scores[name]) is not None]
+    return min(known, key=lambda pair: pair[0])[1] if known else None
+
+
+def best_by_labels(rows: Sequence[Row]) -> Row | None:
+    """The point with the lowest error; None without labels."""
+    known = [(error, row) for row in rows if (error := row.error) is not None]
+    return min(known, key=lambda pair: pair[0])[1] if known else None

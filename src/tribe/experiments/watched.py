@@ -1,0 +1,75 @@
+"""What a watched or guarded method knew of its own stream while it was played: estimates and alarms, image by image."""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tribe.core.backbone import Backbone
+from tribe.fields import document
+from tribe.health.alarms import KINDS
+from tribe.health.observer import find_guarded
+from tribe.methods import Method
+
+COLUMNS = {"accuracy": "f", "low": "f", "high": "f", "alarms": "i"}  # kinds of numbers
+MOST_KINDS = 62  # of alarms: a bit each
+
+
+class Watched(NamedTuple):
+    """Columns with a value for each image of a stream, of when its batch was done."""
+
+    accuracy: Tensor
+    low: Tensor
+    high: Tensor
+    alarms: Tensor
+    kinds: tuple[str, ...]
+
+    def beginnings(self) -> list[tuple[int, str]]:
+        """Image and kind of every alarm that began."""
+        found = []
+        for bit, kind in enumerate(self.kinds):
+            on = (self.alarms >> bit & 1).bool()
+            begins = on & ~torch.cat((torch.zeros(1, dtype=torch.bool), on[:-1]))
+            found += [(image, kind) for image in begins.nonzero()[:, 0].tolist()]
+        return sorted(found)
+
+    def damage(self) -> str | None:
+        """Why no run has written such columns; None for sound ones."""
+        if len({len(self.alarms), *(len(getattr(self, name)) for name in COLUMNS)}) > 1:
+            return "its columns of health differ in length"
+        if len(self.kinds) > MOST_KINDS:
+            return f"it names {len(self.kinds)} kinds of alarms; expected at most {MOST_KINDS}"
+        for name in ("accuracy", "low", "high"):
+            column = getattr(self, name)
+            if bool((column < 0).any() | (column > 1).any()):
+                return f"its column {name} holds {column.min()} to {column.max()}; expected shares"
+        if len(self.alarms) and (self.alarms.min() < 0 or self.alarms.max() >= 2 ** len(self.kinds)):
+            return f"its column alarms holds {self.alarms.min()} to {self.alarms.max()}; expected a bit for each kind"
+        return None
+
+
+document(
+    Watched,
+    accuracy="(T,) float32, the estimated accuracy of the last 500 images; NaN without a calibration.",
+    low="(T,) float32, the lower end of its 90 % interval.",
+    high="(T,) float32, its upper end.",
+    alarms="(T,) int64, which alarms were on: a bit for each of `kinds`.",
+    kinds="The names of the alarms.",
+)
+
+
+def look(method: Method, net: Backbone, state: Any) -> dict[str, Tensor] | None:
+    """The columns' values now, (S,) each; None if nothing watches. Waits for the device."""
+    found = find_guarded(method, state)
+    if found is None:
+        return None
+    guarded, own = found
+    watcher, watch = guarded.watcher(net), own.guard.watch
+    read = watcher.estimator.read(watch.estimate)
+    values = torch.stack((read.accuracy, read.low, read.high)).float().cpu()
+    if watcher.normal is None:  # without a calibration there is no estimate
+        values = torch.full_like(values, math.nan)
+    bits = 2 ** torch.arange(len(KINDS))
+    alarms = (watch.alarms.on.cpu() * bits).sum(1)
+    return dict(zip(COLUMNS, (*values, alarms), strict=True))

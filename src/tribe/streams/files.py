@@ -1,0 +1,92 @@
+"""The state files of single streams: what a fleet saves, and what it takes."""
+
+from os import PathLike
+from typing import Any
+
+from tribe.core.backbone import Backbone
+from tribe.core.state import leaves, rebuild
+from tribe.health.snapshots import copy_like
+from tribe.methods import Method
+from tribe.methods.encoding import method_for_file, method_from_file
+from tribe.storage import states
+from tribe.storage.states import Saved, StateFileError
+from tribe.streams.pool import Entry
+
+
+class StateFiles:
+    """Turns streams of one method on one network into state files and back.
+
+    Args:
+        method: what adapts.
+        net: the network.
+        like: a state of one stream.
+    """
+
+    def __init__(self, method: Method, net: Backbone, like: Any) -> None:
+        self.method, self.net, self.like = method, net, like
+        self._fingerprint: str | None = None
+
+    @property
+    def fingerprint(self) -> str:
+        """That of the network, computed once: its weights do not change."""
+        if self._fingerprint is None:
+            self._fingerprint = self.net.fingerprint()
+        return self._fingerprint
+
+    def saved(self, entry: Entry) -> Saved:
+        """What a file of this stream holds."""
+        fields = method_for_file(self.method)
+        return Saved(self.method.name, fields, 1, entry.frozen, self.fingerprint, leaves(entry.state))
+
+    def state(self, source: str | PathLike[str], saved: Saved) -> Any:
+        """A copy of the state in a file, if it is one of a single stream of this method on this network."""
+        if saved.streams != 1:
+            raise StateFileError(f"{source} holds {saved.streams} streams; a stream of a fleet is loaded from one")
+        found: str | Method = saved.method
+        if saved.method == self.method.name:
+            own = {name: getattr(self.method, name, None) for name, v in saved.fields.items() if _is_given(v)}
+            found = method_from_file(source, saved.method, saved.fields, own)
+        if found != self.method:
+            raise StateFileError(f"{source} was saved with {found}; this fleet runs {self.method}")
+        if saved.fingerprint != self.fingerprint:
+            states.check_fingerprint(source, saved.fingerprint, self.net)
+        like = leaves(self.like)
+        tensors = states.with_later_fields(saved.tensors, like)
+        states.check_tensors(source, tensors, like)
+        return copy_like(rebuild(self.like, tensors), self.like)
+
+    def check(self, state: Any) -> None:
+        """Refuse a state that is not one of a single stream of this method, or that is not finite."""
+        named = leaves(state) if isinstance(state, type(self.like)) else {}
+        like = leaves(self.like)
+        wrong = [
+            n for n in like if n not in named or (named[n].shape, named[n].dtype) != (like[n].shape, like[n].dtype)
+        ]
+        if wrong or len(named) != len(like):
+            raise ValueError(
+                f"the state is not one of a single stream of {self.method.name}: {', '.join(wrong[:4])} missing or of "
+                "another shape or type. Give what state() returned"
+            )
+        if names := states.not_finite(named):
+            raise ValueError(f"the state is not finite ({', '.join(names[:4])}), so it can predict nothing")
+
+    def write(self, path: str | PathLike[str], entry: Entry) -> None:
+        """Write a state that is paged out."""
+        states.write(path, self.saved(entry))
+
+    def read(self, path: str | PathLike[str]) -> Any:
+        """Read a state that was paged out."""
+        return rebuild(self.like, states.read(path).tensors)
+
+
+def _is_given(value: Any) -> bool:
+    """Whether a file does not hold a field: the fleet's own is used, and the digest of source knowledge compared."""
+    return isinstance(value, dict) and ("callable" in value or "knowledge" in value)
+
+
+def decode_bytes(name: str, data: bytes) -> tuple[str, Saved]:
+    """What the bytes of a stream's state file hold, and what messages call them."""
+    if not isinstance(data, bytes | bytearray | memoryview):
+        raise TypeError(f"expected the bytes of a state file; got {type(data).__name__}")
+    source = f"the state for stream {name!r}"
+    return source, states.decode(bytes(data), source)

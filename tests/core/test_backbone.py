@@ -1,0 +1,340 @@
+"""The backbone: the caller's network with normalisation as an argument, its features, weights and fingerprint."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils import parametrize
+
+import tribe
+from places import ROOT
+from tribe import norms
+from tribe.core.backbone import Backbone
+from tribe.core.slots import Slot
+from tribe.core.state import Affine
+from tribe.norms import Norm
+from zoo import BALANCED, BATCH, FROZEN, Doubled, build, different_rows, each_model, gap, images, logits, small
+
+# -- the same network ------------------------------------------------------------------------------------------------
+
+
+@each_model
+def test_frozen_rule_equals_the_model_in_eval_mode(name: str) -> None:
+    model, x = build(name), images(name)
+    net = Backbone(model)
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            assert gap(net(x, *net.source(), FROZEN).logits[0], logits(model(x[0]))) <= 1e-5
+
+
+@each_model
+def test_batch_rule_equals_the_model_with_its_batch_norms_in_train_mode(name: str) -> None:
+    model, x = build(name), images(name)
+    net = Backbone(model)
+    ours, before = net(x, *net.source(), BATCH), net.source()[1]
+    for layer in model.modules():
+        if isinstance(layer, _BatchNorm):
+            layer.train()
+    assert gap(ours.logits[0], logits(model(x[0]))) <= 1e-5
+    assert gap(ours.stats.mean, before.mean) == gap(ours.stats.var, before.var) == 0
+
+
+@pytest.mark.parametrize("norm", [FROZEN, BATCH, norms.create("robust", alpha=0.3), BALANCED], ids=str)
+@each_model
+def test_rows_together_equal_each_alone(name: str, norm: Norm) -> None:
+    """Catches rows that fold into the batch and unfold in another order."""
+    net = Backbone(build(name).double())
+    for batch in (5, 1):
+        x, arguments = images(name, 3, batch, dtype=torch.float64), different_rows(net, norm, 3, batch)
+        together = net(x, *arguments)
+        assert gap(together.logits[0], together.logits[1]) > 1e-4
+        for r in range(3):
+            alone = net(x[r : r + 1], *arguments.row(r))
+            assert gap(together.logits[r], alone.logits[0]) < 1e-10
+            assert max(gap(a[r], b[0]) for a, b in zip(together.stats, alone.stats, strict=True)) < 1e-10
+            if alone.features is not None:
+                assert together.features is not None
+                assert gap(together.features[r], alone.features[0]) < 1e-10
+
+
+@each_model
+def test_gradients_reach_the_affine_parameters_of_every_layer(name: str) -> None:
+    """And are zero where a layer has no such parameter."""
+    net = Backbone(build(name).double())
+    affine, stats = net.source(2)
+    affine = Affine(*(t.requires_grad_() for t in affine))
+    x = images(name, 2, dtype=torch.float64)
+    if not net.has_affine:
+        with pytest.raises(ValueError, match="no normalisation layer of the network has affine parameters to learn"):
+            net(x, affine, stats, BATCH)
+        return
+    y = net(x, affine, stats, BATCH).logits
+    grads = torch.autograd.grad(y.log_softmax(-1).square().sum(), affine)
+    for slot in net.slots:
+        columns = slice(start := sum(s.channels for s in net.slots[: slot.index]), start + slot.channels)
+        for grad, parameter in zip(grads, (slot.layer.weight, slot.layer.bias), strict=True):
+            part = grad[:, columns]
+            assert (part == 0).all() if parameter is None else (part.abs().amax(1) > 1e-9).all(), slot.name
+
+
+@each_model
+def test_the_callers_model_is_never_changed(name: str) -> None:
+    """Values, gradients, requires_grad, training flags and hooks, before and after a forward and a backward."""
+    model = build(name).train()
+    model.register_forward_hook(lambda *_: None)
+    first = next(model.parameters())
+    first.requires_grad_(False)
+
+    def everything() -> list[Any]:
+        hooks = [(len(m._forward_hooks), len(m._forward_pre_hooks), len(m._backward_hooks)) for m in model.modules()]
+        kept = {k: (v.clone(), v._version, v.stride()) for k, v in model.state_dict().items()}
+        flags = [(p.requires_grad, p.grad is None) for p in model.parameters()]
+        return [kept, hooks, flags, [(type(m), m.training) for m in model.modules()]]
+
+    before = everything()
+    net = Backbone(model)
+    arguments = different_rows(net, BALANCED, 2)
+    y = net(images(name, 2).requires_grad_(), *arguments).logits
+    y.square().sum().backward()
+    net.plain(*net.source()).double()
+    after = everything()
+    for (a, *rest), (b, *others) in zip(before[0].values(), after[0].values(), strict=True):
+        assert torch.equal(a, b)
+        assert rest == others
+    assert before[1:] == after[1:]
+
+
+@each_model
+def test_plain_round_trip_is_an_ordinary_model(name: str) -> None:
+    """With the source's rows it computes what the source does; with other rows, what the backbone does with them."""
+    model, x = build(name), images(name)
+    net = Backbone(model)
+    plain = net.plain(*net.source())
+    assert gap(logits(plain(x[0])), logits(model(x[0]))) <= 1e-5
+    assert [type(m) for m in plain.modules()] == [type(m) for m in model.modules()]
+    assert list(plain.state_dict()) == list(model.state_dict())
+    assert not any(m._forward_pre_hooks or m._forward_hooks for m in plain.modules())
+    affine, stats, *_ = different_rows(net, FROZEN, 1)
+    assert gap(logits(net.plain(affine, stats)(x[0])), net(x, affine, stats, FROZEN).logits[0]) <= 1e-5
+    assert gap(logits(net.plain(affine, None)(x[0])), net(x, affine, stats, BATCH).logits[0]) <= 1e-5
+    assert gap(logits(plain(x[0])), logits(model(x[0]))) <= 1e-5  # the first one stayed as it was
+
+
+class Exp(nn.Module):
+    """A parametrization: a scale that stays positive."""
+
+    def forward(self, w: Tensor) -> Tensor:
+        return w.exp()
+
+
+def tied(model: nn.Module) -> None:
+    model[1].weight = model[4].weight
+    model[1].running_var = model[4].running_var
+
+
+def parametrized(model: nn.Module) -> None:
+    parametrize.register_parametrization(model[1], "weight", Exp())
+    parametrize.register_parametrization(model[4], "bias", Exp())
+
+
+def remade(model: nn.Module) -> None:
+    """A hook makes the weight from something else at each call, as torch.nn.utils.prune does."""
+    layer = model[1]
+    half = 0.5 * layer.weight.detach()
+    del layer.weight
+    layer.weight = 2 * half
+    layer.register_forward_pre_hook(lambda layer, args: setattr(layer, "weight", 2 * half.to(layer.bias)))
+
+
+@pytest.mark.parametrize("change", [tied, parametrized, remade])
+def test_exported_layers_have_parameters_of_their_own(change: Callable[[nn.Module], None]) -> None:
+    """Catches a copy into a tensor that another layer shares, or that the next call computes again."""
+    torch.manual_seed(0)
+    model, x = small(lambda _: nn.BatchNorm2d(6)), images("BatchNorm2d")
+    model[3], model[8] = nn.Conv2d(6, 6, 3), nn.Linear(6, 4)
+    change(model.eval())
+    net = Backbone(model)
+    assert net.left_alone == {}
+    assert gap(net(x, *net.source(), FROZEN).logits[0], model(x[0])) <= 1e-5
+    affine, stats, *_ = different_rows(net, FROZEN, 1)
+    for _ in range(2):
+        for kept, norm in ((stats, FROZEN), (None, BATCH)):
+            assert gap(net.plain(affine, kept)(x[0]), net(x, affine, stats, norm).logits[0]) <= 1e-5
+    assert gap(net(x, *net.source(), FROZEN).logits[0], model(x[0])) <= 1e-5  # nothing was taken from the caller's
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@each_model
+def test_precision_of_the_model_is_kept(name: str, dtype: torch.dtype) -> None:
+    """For every precision of the images; statistics and affine parameters are float32 at least."""
+    model, x = build(name).to(dtype), images(name)
+    net = Backbone(model)
+    affine, stats = net.source(1, 4)
+    y, _, stats = net(x, affine, stats, BALANCED, torch.zeros(1, 6, dtype=torch.int64))
+    assert y.dtype == net.dtype == dtype
+    exact = dtype == torch.float64
+    if any(slot.layer.weight is not None for slot in net.slots):
+        assert affine.weight.dtype == affine.bias.dtype == (torch.float64 if exact else torch.float32)
+    if stats.mean.numel():
+        assert stats.mean.dtype == stats.var.dtype == (torch.float64 if exact else torch.float32)
+    theirs = logits(model(x[0].to(dtype)))
+    assert gap(net(x, *net.source(), FROZEN).logits[0], theirs) <= (1e-12 if exact else 5e-2)
+
+
+@pytest.mark.parametrize("norm", [FROZEN, BATCH, BALANCED], ids=str)
+def test_memory_format_of_the_images_changes_nothing(norm: Norm) -> None:
+    net, x = Backbone(build("BatchNorm2d")), images("BatchNorm2d", 2)
+    arguments = different_rows(net, norm, 2)
+    other = x.movedim(2, -1).contiguous().movedim(-1, 2)  # channels last
+    assert other.stride() != x.stride()
+    a, b = net(x, *arguments), net(other, *arguments)
+    assert max(gap(a.logits, b.logits), gap(a.stats.mean, b.stats.mean), gap(a.stats.var, b.stats.var)) < 1e-6
+
+
+def test_dropout_stays_off_after_train() -> None:
+    net, x = Backbone(build("dropout").train()), images("dropout")
+    assert net.train() is net
+    assert not any(m.training for m in net.modules())
+    assert torch.equal(net(x, *net.source(), FROZEN).logits, net(x, *net.source(), FROZEN).logits)
+
+
+# -- features --------------------------------------------------------------------------------------------------------
+
+
+def input_of(model: nn.Module, layer: nn.Module, x: Tensor) -> Tensor:
+    seen = []
+    handle = layer.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    model(x)
+    handle.remove()
+    return seen[-1]
+
+
+@pytest.mark.parametrize(
+    ("name", "found"), [("BatchNorm2d", "8"), ("nested", "head"), ("TransformerEncoder", "head"), ("video", "head")]
+)
+def test_features_are_the_classifiers_input_found_automatically(name: str, found: str) -> None:
+    model, x = build(name), images(name, 2)
+    net = Backbone(model)
+    assert (net.classifier, net.classes) == (found, 4)
+    features = net(x, *net.source(2), FROZEN).features
+    assert features is not None
+    for r in range(2):
+        assert gap(features[r], input_of(model, model.get_submodule(found), x[r])) <= 1e-5
+
+
+def test_features_are_the_input_of_the_layer_named() -> None:
+    model, x = build("BatchNorm2d"), images("BatchNorm2d")
+    net = Backbone(model, classifier="6")  # the pooling: its input has pixels, which are averaged
+    features = net(x, *net.source(), FROZEN).features
+    assert features is not None
+    assert gap(features[0], input_of(model, model[6], x[0]).mean((2, 3))) <= 1e-5
+
+
+def test_a_convolution_of_one_pixel_serves_as_classifier() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*small()[:7], nn.Conv2d(8, 4, 1), nn.Flatten()).eval()
+    net, x = Backbone(model), images("BatchNorm2d")
+    features = net(x, *net.source(), FROZEN).features
+    assert net.classes == 4
+    assert features is not None
+    assert gap(features[0], input_of(model, model[7], x[0]).flatten(1)) <= 1e-5
+
+
+def test_there_are_no_features_where_frames_are_classified_one_by_one() -> None:
+    """Catches features of B T frames that are returned as those of B images."""
+    net, x = Backbone(build("video by frame")), images("video by frame")
+    assert net(x, *net.source(), FROZEN).features is None
+
+
+def test_an_unknown_classifier_is_refused_with_the_known_layers() -> None:
+    with pytest.raises(ValueError, match=r"no layer 'fc' to take features from; it has 0, 1, "):
+        Backbone(small(), classifier="fc")
+
+
+# -- weights and identity --------------------------------------------------------------------------------------------
+
+
+def test_other_weights_change_the_logits_and_receive_gradients() -> None:
+    model, x = build("BatchNorm2d"), images("BatchNorm2d")
+    net = Backbone(model)
+    weights = {name: (1.1 * p.detach()).requires_grad_() for name, p in net.model.named_parameters()}
+    assert set(weights) == {"0.weight", "3.weight", "8.weight", "8.bias"}
+    y = net(x, *net.source(), FROZEN, weights=weights).logits
+    grads = torch.autograd.grad(y.square().sum(), list(weights.values()))
+    assert all(g.abs().max() > 1e-6 for g in grads)
+    before = net(x, *net.source(), FROZEN).logits
+    assert gap(y, before) > 1e-3
+    model.load_state_dict(weights, strict=False)
+    assert gap(y[0], model(x[0])) <= 1e-5
+    assert not any(p.requires_grad for p in net.model.parameters())
+
+
+def test_fingerprint_tells_models_apart_and_nothing_else() -> None:
+    model = build("BatchNorm2d")
+    mark = Backbone(model).fingerprint()
+    assert (
+        mark
+        == Backbone(copy.deepcopy(model)).fingerprint()
+        == Backbone(nn.DataParallel(copy.deepcopy(model))).fingerprint()
+    )
+    assert mark == Backbone(copy.deepcopy(model).to(memory_format=torch.channels_last).train()).fingerprint()
+    net = Backbone(model)
+    net(images("BatchNorm2d"), *net.source(1, 4), BALANCED, torch.zeros(1, 6, dtype=torch.int64))
+    assert mark == net.fingerprint()
+    for key in ("0.weight", "1.weight", "4.bias", "1.running_mean", "4.running_var", "8.bias"):
+        other = copy.deepcopy(model)
+        other.state_dict()[key].view(-1)[0] += 1e-3
+        assert Backbone(other).fingerprint() != mark, key
+
+
+def test_fingerprint_tells_eps_apart() -> None:
+    """The usual eps is not hashed: fingerprints from before eps was hashed must not change."""
+    model = build("BatchNorm2d")
+    model[4] = Doubled(8)  # left alone; it counts all the same
+    mark = Backbone(model).fingerprint()
+    for index, eps in ((1, 1e-3), (4, 1e-3), (1, 1e-6)):
+        other = copy.deepcopy(model)
+        other[index].eps = eps
+        assert Backbone(other).fingerprint() != mark
+        assert Backbone(other).fingerprint(exact=False) != Backbone(model).fingerprint(exact=False)
+
+
+def test_the_fingerprint_of_the_committed_network_is_the_one_in_the_results() -> None:
+    place = tribe.models.find("compact", "mnist", ROOT)
+    if place is None:
+        pytest.skip("its weights are not here")
+    net = Backbone(tribe.models.load("compact", place))
+    assert net.fingerprint() == "939b0640950ccd5ac9bba7820258a128"
+
+
+@each_model
+def test_every_model_has_a_fingerprint_of_its_own(name: str) -> None:
+    assert Backbone(build(name)).fingerprint() == Backbone(build(name)).fingerprint()
+    assert Backbone(build(name)).fingerprint() != Backbone(build(name, seed=1)).fingerprint()
+
+
+def test_source_hands_out_copies() -> None:
+    """Catches an adaptation that changes the stored source."""
+    net = Backbone(build("BatchNorm2d"))
+    affine, stats = net.source(2, 3)
+    assert affine.weight.shape == (2, 14)
+    assert stats.mean.shape == (2, 3, 14)
+    for t in (*affine, *stats):
+        t.add_(1)
+    assert gap(net.source(2, 3)[0].weight + 1, affine.weight) == 0
+    assert gap(net.source(2, 3)[1].var + 1, stats.var) == 0
+
+
+def test_slots_hold_nothing_that_adapts() -> None:
+    """After passes with different arguments, the first repeats exactly."""
+    net, x = Backbone(build("nested")), images("nested", 2)
+    one, two = different_rows(net, BALANCED, 2, seed=1), different_rows(net, BATCH, 2, seed=2)
+    before = net(x, *one)
+    net(x, *two)
+    assert torch.equal(before.logits, net(x, *one).logits)
+    assert not any(True for slot in net.slots for _ in slot.parameters())
+    assert all(isinstance(slot, Slot) for slot in net.slots)

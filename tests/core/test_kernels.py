@@ -1,0 +1,701 @@
+"""The kernels give the numbers of the tensor operations: on a GPU, or through Triton's interpreter."""
+
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import reference
+import tribe
+from places import DATA
+from recordings import RECORDED, replay
+from tribe import norms
+from tribe.core import kernels, moments, rng
+from tribe.core.augment import Augment
+from tribe.core.backbone import Backbone
+from tribe.core.graphs import Captured
+from tribe.core.kernels import activations, class_update, launch
+from tribe.core.precision import float32_precision
+from tribe.core.state import Affine, Stats, leaves, rows_of
+from tribe.filters.markov import Images, Markov
+from tribe.methods import tribe as tribe_method
+from tribe.norms import pool_batch
+from tribe.norms.balanced import Balanced
+from tribe.testing import CLASSES, images, labels_in_bursts, predictions, small_network
+
+DEVICE = "cpu" if kernels.INTERPRETED else "cuda"
+HERE = kernels.INSTALLED and (kernels.INTERPRETED or torch.cuda.is_available())
+runs = pytest.mark.skipif(not HERE, reason="needs Triton and a CUDA device, or Triton's interpreter")
+
+SHAPES = [
+    (1, 2, 5, 3, 3),
+    (2, 3, 16, 4, 4),
+    (3, 1, 7),
+    (2, 4, 33, 1, 1),
+    (1, 1, 1, 9, 5),
+    (2, 2, 3, 130),
+    (1, 2, 70, 2, 3, 4),
+]
+RULES = [
+    Balanced(4, 0.1),
+    Balanced(4, 0.3, 0.3),
+    Balanced(4, 0.05, 0.3, "paper"),
+    Balanced(70, 0.3, 1.0),
+    norms.create("frozen"),
+    norms.create("batch"),
+    norms.create("robust"),
+    norms.create("instance", k=0.5, observing=True),
+]
+
+
+def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def channels_last(x: torch.Tensor) -> torch.Tensor:
+    """(R, B, C, ...) whose channels are adjacent in memory."""
+    order = (0, 1, *range(3, x.dim()), 2)
+    back = (0, 1, x.dim() - 1, *range(2, x.dim() - 1))
+    return x.permute(order).contiguous().permute(back)
+
+
+def near(a: torch.Tensor, b: torch.Tensor, tolerance: float = 1e-5) -> bool:
+    """Relative to the size of the whole."""
+    a, b = a.detach().double().cpu(), b.detach().double().cpu()
+    assert a.shape == b.shape
+    return bool((a - b).abs().max() <= tolerance * max(float(b.abs().max()), 1e-3))
+
+
+# -- without Triton, or without a GPU ----------------------------------------------------------------------------------
+
+
+def test_nothing_is_launched_on_a_cpu_or_when_switched_off():
+    x = torch.rand(1, 2, 3, 4)
+    assert kernels.can_run(x) == kernels.INTERPRETED
+    assert not kernels.can_run(x.double())
+    assert not kernels.can_run(x[:, :0])
+    with kernels.using("off"):
+        assert not kernels.can_run(x)
+    assert kernels.mode() == "auto"
+
+
+@pytest.mark.parametrize("failing", ["a compiler", "an old GPU"])
+def test_kernels_that_cannot_be_built_warn_once(failing, monkeypatch):
+    """The errors of torch and Triton are simulated: no machine of the tests has them."""
+
+    class Broken:
+        def __getitem__(self, grid):
+            raise OSError("no C compiler was found")
+
+    capability = (7, 5) if failing == "an old GPU" else (9, 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(launch, "_try", Broken())
+    monkeypatch.setattr(torch, "zeros", lambda *shape, device: None)
+    kernels.works.cache_clear()
+    try:
+        reason = r"\(7, 5\)" if failing == "an old GPU" else "no C compiler"
+        with pytest.warns(RuntimeWarning, match=f"cannot be used on cuda:0.*{reason}"):
+            assert not kernels.works(0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert not kernels.works(0)
+    finally:
+        kernels.works.cache_clear()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_kernels_work_here():
+    assert kernels.works(0)
+
+
+def test_an_unknown_mode_is_refused():
+    with pytest.raises(ValueError, match="'auto' or 'off'"):
+        kernels.use("fast")  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not kernels.INSTALLED, reason="Triton is not installed (torch's CPU builds come without it)")
+@pytest.mark.skipif(kernels.INTERPRETED or torch.cuda.is_available(), reason="the kernels run in this process")
+def test_through_the_interpreter():
+    """In another process: Triton chooses the interpreter when it is imported."""
+    here = Path(__file__).resolve()
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "not gpu",
+        str(here),
+        str(here.with_name("test_fusion.py")),
+    ]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=environment, cwd=here.parents[2], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert " passed" in done.stdout
+    assert "1 skipped" in done.stdout  # this test alone
+
+
+# -- each kernel -----------------------------------------------------------------------------------------------------
+
+
+@runs
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("last", [True, False])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_passes_over_activations(shape, last, dtype):
+    """Against float64; the mean is a hundred times the spread, where E[x^2] - E[x]^2 would be lost."""
+    x = (drawn(*shape) + (100 if dtype is torch.float32 else 2)).to(dtype)
+    x, g = (channels_last(t) if last else t for t in (x, drawn(*shape, seed=1).to(dtype)))
+    scale, dmean, dvar = (drawn(*shape[:3], seed=seed) for seed in (2, 3, 4))
+    rounding = {torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3}[dtype]
+    wide_x, wide_g = x.double(), g.double()
+    mean, var = moments.observe(wide_x)
+
+    with kernels.using("auto"):
+        x, g = x.to(DEVICE), g.to(DEVICE)
+        assert kernels.can_normalise(x)
+        seen = kernels.observe(x)
+        assert near(seen[0], mean, 1e-6)
+        assert near(seen[1], var, 2e-5)
+        for s in (scale, scale[:, :1]):
+            over, on = moments._over_pixels(s.double(), wide_x), s.to(DEVICE)
+            y = kernels.apply(x, on, 2 * on)
+            assert y.stride() == x.stride()
+            assert near(y, wide_x * over + 2 * over, rounding)
+            assert torch.equal(kernels.apply(x, on, 2 * on, relu=True), y.relu())
+            by_scale, by_shift = kernels.apply_backward(g, x, on, on)[:2]
+            pixels = tuple(range(3, x.dim()))
+            wanted = [t.sum(pixels) if pixels else t for t in (wide_g * wide_x, wide_g)]
+            wanted = [t if s.shape == scale.shape else t.sum(1, keepdim=True) for t in wanted]
+            assert near(by_scale, wanted[0])
+            assert near(by_shift, wanted[1])
+            count = x[0, 0, 0].numel()
+            a = 2 * dvar.double() / count
+            b = dmean.double() / count - a * mean
+            a, b = (moments._over_pixels(t, wide_x) for t in (a, b))
+            given = tuple(t.float().to(DEVICE) for t in (mean, dmean, dvar))
+            dx = kernels.joint_backward(g, x, on, on, given)
+            assert (dx.double().cpu() - (wide_g * over + wide_x * a + b)).abs().max() <= max(rounding, 5e-5) * (
+                1 + float((wide_x * a).abs().max() if dtype is torch.float32 else (wide_g * over).abs().max())
+            )
+
+
+@runs
+def test_a_gradient_of_another_layout_gets_that_of_the_activations():
+    x, g = channels_last(drawn(2, 3, 4, 5, 5)).to(DEVICE), drawn(2, 3, 4, 1, 1).to(DEVICE).expand(2, 3, 4, 5, 5)
+    brought = kernels.match_layout(g, x)
+    assert brought.stride() == x.stride()
+    assert torch.equal(brought, g)
+    assert kernels.match_layout(brought, x) is brought
+
+
+@runs
+def test_layouts_without_one_run_are_left_to_the_tensor_operations():
+    x = drawn(2, 3, 4, 6, 6).to(DEVICE)
+    with kernels.using("auto"):
+        assert kernels.can_normalise(x)
+        assert not kernels.can_normalise(x[..., :4])
+        assert not kernels.can_normalise(x[:, :2].expand(2, 2, 4, 6, 6))
+
+
+@pytest.mark.skipif(not (HERE and kernels.INTERPRETED), reason="needs Triton's interpreter: a GPU would need 9 GB")
+def test_rows_may_hold_more_than_32_bits_can_count_but_a_sample_may_not(tmp_path):
+    """Catches offsets in int32: the second sample lies behind 2 ** 31 numbers, in a file without content before it."""
+    wide = torch.from_file(str(tmp_path / "sparse"), shared=True, size=2**31 + 6)
+    (tmp_path / "sparse").unlink()  # it stays mapped
+    assert not kernels.can_normalise(wide[: 2**31].view(1, 1, 2, 2**30))
+    assert kernels.can_normalise(wide[: 2**31].view(1, 2, 1, 2**30))
+    x = wide.as_strided((2, 2, 3), (2**31, 3, 1))  # samples, pixels, channels
+    x.copy_(drawn(2, 2, 3))
+    mean, var = torch.empty(2, 3), torch.empty(2, 3)
+    activations._moments[2,](x, x, mean, var, 3, 2, 2**31, 1, 3, 1, 2, False, 2, 4)
+    assert near(mean, x.mean(1))
+    assert near(var, x.var(1, correction=0))
+
+
+@runs
+@pytest.mark.parametrize("batch", [1, 64])
+def test_statistics_and_parameters_fold_into_scale_and_shift(batch):
+    mean, var = drawn(3, batch, 5), drawn(3, batch, 5, seed=1).abs()
+    affine = drawn(2, 3, 9, seed=2)[:, :, 2:7]  # a slice, as a layer has
+    results = []
+    for mode in ("off", "auto"):
+        inputs = [t.to(DEVICE).detach().requires_grad_() for t in (mean, var, *affine)]
+        with kernels.using(mode):
+            scale, shift = moments.fold(*inputs, 1e-5)
+            grads = torch.autograd.grad((scale * shift.sin()).sum(), inputs)
+        results.append((scale, shift, *grads))
+    for a, b in zip(*results, strict=True):
+        assert near(b, a)
+
+
+@runs
+@pytest.mark.parametrize("batch", [1, 5, 64, 150])
+def test_moments_pool_over_valid_samples(batch):
+    """The means lie far from zero, and rows have all, some and no valid samples."""
+    mean, var = drawn(3, batch, 21) + 100, drawn(3, batch, 21, seed=1).abs()
+    valid = torch.stack((torch.ones(batch).bool(), torch.arange(batch) % 3 == 0, torch.zeros(batch).bool()))
+    by = drawn(3, 1, 21, seed=2).to(DEVICE)
+    results = []
+    for mode in ("off", "auto"):
+        given = [t.to(DEVICE).requires_grad_() for t in (mean.clone(), var.clone())]
+        with kernels.using(mode):
+            pooled = pool_batch(*given, valid.to(DEVICE))
+            slopes = torch.autograd.grad((pooled[0] * by + pooled[1] * by.sin()).sum(), given)
+        results.append((*pooled, *slopes))
+    for a, b in zip(*results, strict=True):
+        assert near(b, a)
+    assert (results[1][0][2] == 0).all()
+
+
+# -- whole layers ------------------------------------------------------------------------------------------------------
+
+
+class Activated(nn.BatchNorm2d):
+    """BatchNorm with a built-in ReLU, as in timm."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels)
+        self.act = nn.ReLU()
+
+    def forward(self, x):
+        return self.act(super().forward(x))
+
+
+class Bare(nn.Module):
+    """One BatchNorm and nothing else."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.bn = layer
+        self.precision = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return self.bn(x).flatten(1)
+
+
+@pytest.mark.parametrize("norm", RULES, ids=str)
+def test_a_built_in_relu_is_a_relu(norm):
+    """It is fused, and computed again for the gradient: the numbers of a separate ReLU."""
+    x, valid = drawn(2, 5, 7, 3, 3).double(), torch.ones(2, 5, dtype=torch.bool)
+    stats = Stats(drawn(2, norm.classes, 7, seed=1).double(), drawn(2, norm.classes, 7, seed=2).abs().double() + 0.5)
+    results = []
+    for layer in (Activated, nn.BatchNorm2d):
+        net = Backbone(Bare(layer(7)).double())
+        given = [t.double().requires_grad_() for t in (x.clone(), drawn(2, 7, seed=4), drawn(2, 7, seed=5))]
+        y = net(given[0], Affine(*given[1:]), stats, norm, torch.zeros(2, 5, dtype=torch.int64), valid).logits
+        y = y if layer is Activated else y.relu()
+        results.append((y, *torch.autograd.grad(y.square().sum(), given)))
+    assert (results[0][0] == 0).any()
+    for a, b in zip(*results, strict=True):
+        assert near(a, b, 1e-12)
+
+
+@runs
+@pytest.mark.parametrize("pixels", [1, 3])
+@pytest.mark.parametrize("batch", [1, 6, 17])
+@pytest.mark.parametrize("layer", [nn.BatchNorm2d, Activated])
+@pytest.mark.parametrize("norm", RULES, ids=str)
+def test_a_layer_gives_the_same_numbers_and_gradients(norm, layer, batch, pixels):
+    """Rows with invalid samples, and one in which nothing is valid: its statistics stay bit for bit."""
+    rows, channels = 3, 21
+    generator = torch.Generator().manual_seed(batch)
+    x = drawn(rows, batch, channels, pixels, pixels) + 1
+    stats = Stats(drawn(rows, norm.classes, channels, seed=1), drawn(rows, norm.classes, channels, seed=2).abs() + 0.5)
+    labels = torch.randint(norm.classes, (rows, batch), generator=generator)
+    valid = torch.rand(rows, batch, generator=generator) > 0.25
+    valid[2] = False
+    net = Backbone(Bare(layer(channels))).to(DEVICE)
+    cotangent = drawn(rows, batch, channels * pixels * pixels, seed=3).to(DEVICE)
+    results = []
+    for mode in ("off", "auto"):
+        given = [
+            t.to(DEVICE).requires_grad_()
+            for t in (x.clone(), drawn(rows, channels, seed=4), drawn(rows, channels, seed=5))
+        ]
+        with kernels.using(mode):
+            here = Stats(*(t.to(DEVICE) for t in stats))
+            out = net(given[0], Affine(*given[1:]), here, norm, labels.to(DEVICE), valid.to(DEVICE))
+            grads = torch.autograd.grad(out.logits, given, cotangent)
+        with kernels.using(mode), torch.no_grad():
+            assert near(
+                net(given[0], Affine(*given[1:]), here, norm, labels.to(DEVICE), valid.to(DEVICE)).logits, out.logits
+            )
+        results.append((out.logits, *out.stats, *grads))
+    for name, a, b in zip(("y", "mean", "var", "dx", "dweight", "dbias"), *results, strict=True):
+        assert near(b, a, 3e-5), name
+    if norm.observes and norm.name != "instance":
+        assert torch.equal(results[1][1][2].cpu(), stats.mean[2])
+        assert torch.equal(results[1][2][2].cpu(), stats.var[2])
+
+
+@pytest.mark.skipif(not (HERE and kernels.INTERPRETED), reason="needs Triton's interpreter: a GPU would need 13 GB")
+@pytest.mark.parametrize("labels", [[3, 0, 3, 2, 3], [1, 0, 1, 0, 1]], ids=["present", "absent"])
+def test_class_statistics_may_be_larger_than_32_bits_can_count(labels, tmp_path):
+    """Catches offsets in int32: the fourth class lies behind 2 ** 31 numbers, in a file without content before it.
+
+    So does the memory for what is kept of it, whether the class is in the batch or not.
+    """
+    apart, norm = 2**30, Balanced(4, 0.2, 0.3)
+    wide = torch.from_file(str(tmp_path / "sparse"), shared=True, size=3 * apart + 32)
+    (tmp_path / "sparse").unlink()  # it stays mapped
+    parts = [wide[i : i + 3 * apart + 3].as_strided((1, 4, 3), (4 * apart, apart, 1)) for i in (0, 8, 16, 24)]
+    past, room = Stats(*parts[:2]), Stats(*parts[2:])
+    past.mean.copy_(drawn(1, 4, 3))
+    past.var.copy_(drawn(1, 4, 3, seed=1).abs())
+    mean, var, valid = drawn(1, 5, 3, seed=2), drawn(1, 5, 3, seed=3).abs(), torch.ones(1, 5, dtype=torch.bool)
+    groups = norm.group(torch.tensor([labels]), valid, mean.dtype)
+    prepare = norm.prepare(groups, past, room)
+    assert prepare is not None
+    results = []
+    for mode, given in (("off", groups), ("auto", groups), ("auto", prepare(slice(None)))):
+        with kernels.using(mode):
+            *pooled, kept = norm(mean, var, 9, past, given, valid, 1e-5)
+        results.append((*pooled, *kept))
+    assert kept.mean.data_ptr() == room.mean.data_ptr()
+    for wanted, *found in zip(*results, strict=True):
+        for t in found:
+            assert near(t, wanted)
+
+
+@runs
+@pytest.mark.parametrize("classes", [1, 63, 1000, 1031])
+@pytest.mark.parametrize("channels", [1, 21])
+def test_many_classes_are_pooled_in_parts(classes, channels):
+    """Against float64; the classes stand where pixels do. The mean is a thousand times the spread."""
+    norm, past = Balanced(classes), Stats(1000 + drawn(2, classes, channels), drawn(2, classes, channels, seed=1).abs())
+    wanted, found = norm.pool(Stats(*(t.double() for t in past))), norm.pool(Stats(*(t.to(DEVICE) for t in past)))
+    assert near(found.mean, wanted.mean, 1e-6)
+    assert near(found.var, wanted.var, 1e-5)
+
+
+def equations(norm: Balanced, x: torch.Tensor, past: Stats, labels: torch.Tensor, valid: torch.Tensor) -> list:
+    """Pooled mean and variance (R, 1, C) and what is kept (R, K, C), of images (R, B, C, L), by the slow loop."""
+    fields = {name: getattr(norm, name) for name in ("eta", "gamma", "pooled_ddof", "rate_cap", "gamma_over")}
+    given = [t.double().numpy() if t.is_floating_point() else t.numpy() for t in (x, labels, valid, *past)]
+    rows = [reference.balanced(*row, **fields) for row in zip(*given, strict=True)]
+    mean, var, *kept = (torch.from_numpy(np.stack(parts)) for parts in zip(*rows, strict=True))
+    return [mean.unsqueeze(1), var.unsqueeze(1), *kept]
+
+
+@runs
+@pytest.mark.parametrize("programs", [1, 14, 512])
+@pytest.mark.parametrize(
+    ("norm", "channels"),
+    [
+        (Balanced(1000, 0.5, 0.5), 19),
+        (Balanced(1000, 0.5, 0.5, rate_cap=False), 3),
+        (Balanced(130, 0.05), 19),
+        (Balanced(130, 0.065, 0.5, "paper"), 3),
+    ],
+    ids=str,
+)
+def test_many_classes_are_updated_as_the_equations_say(norm, channels, programs, monkeypatch):
+    """ImageNet's settings: few of many classes are present, some with more images than fill a class.
+
+    One program copies all other classes, or several copy an uneven part, or each copies a tile. Rows hold invalid
+    images, and one holds no other.
+    """
+    monkeypatch.setattr(class_update, "PROGRAMS", programs)
+    rows, batch = 3, 11
+    x, classes = drawn(rows, batch, channels, 2), norm.classes
+    past = Stats(drawn(rows, classes, channels, seed=1), drawn(rows, classes, channels, seed=2).abs() + 0.5)
+    labels = torch.tensor([0, classes - 1, 64, 64, 63, 7, 7, 7, 7, 127, 128]).expand(rows, batch)
+    valid = torch.ones(rows, batch, dtype=torch.bool)
+    valid[1, [0, 3, 5]], valid[2] = False, False
+    mean, var = (t.to(DEVICE) for t in moments.observe(x))
+    *pooled, kept = norm(mean, var, 2, Stats(*(t.to(DEVICE) for t in past)), labels.to(DEVICE), valid.to(DEVICE), 1e-5)
+    for a, b in zip(equations(norm, x, past, labels, valid), (*pooled, *kept), strict=True):
+        assert near(b, a)
+    assert torch.equal(kept.mean[2].cpu(), past.mean[2])
+    assert torch.equal(kept.var[2].cpu(), past.var[2])
+
+
+@runs
+def test_labels_may_lie_in_memory_in_any_order():
+    """Catches kernels that read the classes of samples row by row, as they do not lie in a transposed tensor."""
+    norm, past = Balanced(5, 0.3, 0.4), Stats(drawn(2, 5, 7).to(DEVICE), drawn(2, 5, 7, seed=1).abs().to(DEVICE) + 0.5)
+    mean, var = drawn(2, 6, 7, seed=2).to(DEVICE), drawn(2, 6, 7, seed=3).abs().to(DEVICE)
+    labels, valid = (torch.arange(12).view(6, 2) % 5).T.to(DEVICE), (torch.arange(12).view(6, 2) % 4 > 0).T.to(DEVICE)
+    results = []
+    for mode in ("off", "auto"):
+        with kernels.using(mode):
+            *pooled, kept = norm(mean, var, 9, past, labels, valid, 1e-5)
+        results.append((*pooled, *kept))
+    for a, b in zip(*results, strict=True):
+        assert near(b, a)
+
+
+@runs
+def test_batches_too_large_for_the_class_sums_fall_back():
+    with kernels.using("auto"):
+        assert kernels.can_update(torch.zeros(1, kernels.SAMPLES, 4, device=DEVICE))
+        assert not kernels.can_update(torch.zeros(1, kernels.SAMPLES + 1, 4, device=DEVICE))
+
+
+@runs
+def test_a_second_call_of_a_layer_continues_from_the_first():
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bn, self.fc = nn.BatchNorm1d(6), nn.Linear(6, 3)
+
+        def forward(self, x):
+            return self.fc(self.bn(self.bn(x).relu()))
+
+    net, norm = Backbone(Twice()).to(DEVICE), Balanced(3, 0.2, 0.1)
+    affine, stats = net.source(2, 3)
+    labels = torch.tensor([[0, 1, 1], [2, 2, 2]], device=DEVICE)
+    outputs = []
+    for mode in ("off", "auto"):
+        with kernels.using(mode):
+            outputs.append(net(drawn(2, 3, 6).to(DEVICE), affine, stats, norm, labels))
+    for a, b in zip(*((o.logits, *o.stats) for o in outputs), strict=True):
+        assert near(b, a)
+
+
+# -- time filters ------------------------------------------------------------------------------------------------------
+
+
+def stream_of_logits(classes: int, images: int = 96) -> tuple[torch.Tensor, torch.Tensor]:
+    """Three streams on the device, with padding and a bad image in the first and nothing valid in the last."""
+    labels = labels_in_bursts(3, images, classes, 0.9)
+    logits = predictions(labels, classes, margin=3).float()
+    logits[0, 17] = 0
+    valid = torch.arange(images) % 11 != 4
+    valid = torch.stack((valid, torch.ones(images, dtype=torch.bool), torch.zeros(images, dtype=torch.bool)))
+    return logits.to(DEVICE), valid.to(DEVICE)
+
+
+@runs
+@pytest.mark.parametrize("classes", [2, 10, 16, 17, 1000])
+def test_the_scan_and_the_smoothing_are_those_of_the_tensor_operations(classes):
+    """Image by image, in the middle of a stream: with and without images that count."""
+    rule, (logits, valid) = Markov(within="batch"), stream_of_logits(classes)
+    likelihood = rule._likelihood(logits)
+    with kernels.using("off"):
+        assert not kernels.can_filter(likelihood)
+        state = rule.step(rule.init(3, classes, logits[..., :0]), logits[:, :40], valid[:, :40]).state
+        seen = Images.of(likelihood, valid)
+        wanted, end = rule._scan(state, seen)
+        chosen = end.recent.argmax(-1)
+        smoothed = rule._smooth(wanted, seen, chosen)
+    with kernels.using("auto"):
+        assert kernels.can_filter(likelihood)
+        scanned, other = rule._scan(state, seen)
+        again = rule._smooth(wanted, seen, chosen)
+    for name in ("belief", "rate", "recent", "evidence", "confidence"):
+        assert near(getattr(scanned, name), getattr(wanted, name), 5e-5), name
+    for name in ("belief", "marginal", "rate", "recent", "evidence", "confidence"):
+        assert near(getattr(other, name), getattr(end, name), 5e-5), name
+        assert torch.equal(getattr(other, name)[2], getattr(state, name)[2]), name  # nothing counted: the same bits
+    assert torch.equal(other.images, end.images)
+    assert near(again, smoothed, 5e-5)
+    assert near(again.sum(-1), torch.ones(3, 96), 1e-5)
+
+
+@runs
+@pytest.mark.parametrize("within", ["past", "batch"])
+@pytest.mark.parametrize("batch", [1, 7, 96])
+def test_a_filter_gives_the_same_answers(batch, within):
+    rule, (logits, valid) = Markov(within=within), stream_of_logits(10)
+    answers, used = [], []
+    for mode in ("off", "auto"):
+        state, parts = rule.init(3, 10, logits[..., :0]), []
+        with kernels.using(mode):
+            for z, real in zip(logits.split(batch, 1), valid.split(batch, 1), strict=True):
+                filtered = rule.step(state, z, real)
+                state = filtered.state
+                parts.append((filtered.logits.exp(), filtered.used))
+        answers.append(torch.cat([p for p, _ in parts], 1))
+        used.append(torch.cat([u for _, u in parts], 1))
+    both = used[0] & used[1]
+    assert both[:2, 80:].any(1).all()
+    assert (used[0] != used[1]).sum() <= 2  # evidence may pass the threshold an image earlier
+    assert near(answers[1][both], answers[0][both], 1e-4)
+
+
+@runs
+def test_a_filter_in_double_precision_or_of_too_many_classes_is_left_to_the_tensor_operations():
+    with kernels.using("auto"):
+        assert kernels.can_filter(torch.rand(1, 2, 3, 4, device=DEVICE))
+        assert not kernels.can_filter(torch.rand(1, 2, 3, 4, device=DEVICE).double())
+        assert not kernels.can_filter(torch.rand(1, launch.CLASSES + 1, device=DEVICE))
+
+
+# -- random numbers and whole steps ------------------------------------------------------------------------------------
+
+
+@runs
+def test_random_numbers_are_the_generators_own():
+    key = rng.Key(torch.tensor([425, -3, 2**40 + 7]), torch.tensor([0, 2**33 + 5, -1]))
+    there = rng.Key(*(t.to(DEVICE) for t in key))
+    assert torch.equal(kernels.uniform(there, 0xABCDEF01, (5, 3)).cpu(), rng.uniform(key, 0xABCDEF01, (5, 3)))
+    assert near(kernels.normal(there, 7, (3, 11)), rng.normal(key, 7, (3, 11)), 1e-5)
+
+
+@runs
+@pytest.mark.parametrize("per", ["batch", "image"])
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("size", [(9, 7), (65, 64)], ids=str)
+def test_augmentation_is_the_same(size, channels, per):
+    """Images of more than 4,096 pixels are cut into tiles."""
+    x = torch.rand(3, 4, channels, *size, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    key = rng.Key(torch.arange(3, device=DEVICE), torch.arange(3, device=DEVICE))
+    plain = Augment(per=per)(x, key)
+    with kernels.using("auto"):
+        assert (Augment(per=per)(x, key) - plain).abs().max() <= 2e-5
+
+
+class CalledTwice(torch.nn.Module):
+    """One normalisation layer is called twice, another never."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.unused = (torch.nn.BatchNorm2d(c) for c in (20, 8, 4))
+        self.conv, self.fc = torch.nn.Conv2d(20, 8, 1), torch.nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.fc(self.b(self.conv(self.a(self.a(x).relu()))).mean((2, 3)))
+
+
+@runs
+@pytest.mark.filterwarnings("ignore:normalisation layers that the network did not call")
+@pytest.mark.parametrize("gamma", [0.0, 0.4])
+def test_statistics_of_many_classes_are_kept_in_spare_memory(gamma):
+    torch.manual_seed(0)
+    net, norm = Backbone(CalledTwice()).to(DEVICE), Balanced(150, 0.3, gamma)
+    stats = Stats(*(torch.rand(2, 150, net.channels, generator=torch.Generator().manual_seed(s)) for s in (1, 2)))
+    stats, x = Stats(*(t.to(DEVICE) for t in stats)), torch.rand(2, 5, 20, 3, 3, device=DEVICE)
+    labels = torch.tensor([[0, 149, 149, 64, 7], [3, 3, 3, 128, 127]], device=DEVICE)
+    found = []
+    for mode in ("off", "auto"):
+        affine, spare = net.source(2)[0].leaf(), Stats(*(torch.full_like(t, torch.nan) for t in stats))
+        with kernels.using(mode), float32_precision("float32"):
+            out = net(x, affine, stats, norm, labels, spare=spare)
+            found.append((out.logits, *out.stats, *affine.gradient(out.logits.square().sum())))
+        assert out.stats.mean.data_ptr() == spare.mean.data_ptr()
+    for a, b in zip(*found, strict=True):
+        assert torch.allclose(a, b, atol=1e-5)
+
+
+class OddWidths(torch.nn.Module):
+    """Layers whose columns begin at odd places; one has no statistics, and one no statistics to adapt."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = torch.nn.BatchNorm2d(5), torch.nn.BatchNorm2d(19)
+        self.own, self.group = torch.nn.BatchNorm2d(19, track_running_stats=False), torch.nn.GroupNorm(1, 19)
+        self.conv, self.c, self.fc = torch.nn.Conv2d(5, 19, 1), torch.nn.BatchNorm1d(19), torch.nn.Linear(19, 3)
+
+    def forward(self, x):
+        x = self.group(self.own(self.b(self.conv(self.a(x).relu()))))
+        return self.fc(self.c(x.mean((2, 3))))
+
+
+@runs
+@pytest.mark.parametrize(("dtype", "rounding"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05)], ids=str)
+def test_the_rows_of_one_branch_are_kept_between_those_of_the_other(dtype, rounding):
+    """As teacher and student apart do: past and spare memory are every second row, and the other rows stay."""
+    torch.manual_seed(0)
+    net, norm, branch = Backbone(OddWidths()).to(DEVICE, dtype), Balanced(130, 0.5, 0.5), slice(0, None, 2)
+    pair = Stats(drawn(4, 130, 43).to(DEVICE), drawn(4, 130, 43, seed=1).abs().to(DEVICE) + 0.5)
+    x, labels = drawn(2, 5, 5, 3, 3, seed=2).to(DEVICE), torch.tensor([[0, 129, 129, 64, 7], [3] * 5], device=DEVICE)
+    valid = torch.tensor([[True] * 5, [True, False, True, True, False]], device=DEVICE)
+    found = []
+    for mode in ("off", "auto"):
+        affine, spare = net.source(2)[0].leaf(), Stats(*(torch.full_like(t, torch.nan) for t in pair))
+        with kernels.using(mode), float32_precision("float32"):
+            out = net(x, affine, rows_of(pair, branch), norm, labels, valid, spare=rows_of(spare, branch))
+            found.append((out.logits, *out.stats, *affine.gradient(out.logits.square().sum())))
+        for t, kept in zip(spare, out.stats, strict=True):
+            assert t.data_ptr() == kept.data_ptr()
+            assert t[1::2].isnan().all()
+    for a, b in zip(*found, strict=True):
+        assert (a - b).norm() <= rounding * a.norm()
+
+
+@runs
+@pytest.mark.parametrize(
+    ("fields", "apart"),
+    [
+        ({}, False),
+        ({"gamma": 0.3, "h0": 0.5}, False),
+        ({"convention": "paper"}, False),
+        ({"gamma": 0.5, "eta": 0.5, "h0": 0.9}, True),  # ImageNet's
+    ],
+    ids=str,
+)
+def test_tribe_takes_the_same_steps(fields, apart, monkeypatch):
+    """Teacher and student in one pass, or ``apart`` as for large batches: then each keeps rows of one state."""
+    monkeypatch.setattr(tribe_method, "APART", 0 if apart else 2**20)
+    method = tribe.methods.create("tribe", classes=CLASSES, **fields)
+    net = Backbone(small_network()).to(DEVICE)
+    ends = []
+    for mode in ("off", "auto"):
+        state, outputs = method.init(net, 2), []
+        with kernels.using(mode):
+            for seed in range(3):
+                x = images(2, 6, seed).to(DEVICE)
+                x[0, 1] = torch.nan
+                logits, state = method.step(net, state, x)
+                outputs.append(logits)
+        ends.append((torch.stack(outputs), state))
+    assert (ends[0][0] - ends[1][0]).abs().max() <= 1e-4
+    for name, t in leaves(ends[0][1]).items():
+        assert torch.allclose(t.double(), leaves(ends[1][1])[name].double(), atol=2e-4), name
+
+
+@runs
+def test_the_recording_holds():
+    """Where rounding shows most: a hundred classes, half of every update shared. Catches a mean that is not exact."""
+    with np.load(DATA / "methods_k100.npz") as file:
+        data = {**file, "x": file["x"][:3]}
+    with kernels.using("auto"), float32_precision("float32"):
+        logits, _ = replay(data, "tribe_gamma5", *RECORDED["methods_k100"]["tribe_gamma5"], device=DEVICE)
+    golden = torch.from_numpy(data["logits/tribe_gamma5"][:3])
+    assert (logits[0].cpu() - golden).abs().max() <= 5e-5
+
+
+@runs
+def test_steps_from_static_memory_are_the_same_with_kernels():
+    """Catches kernels that do not write into the memory of the state before last, where CUDA graphs read it."""
+    method, net = tribe.methods.create("tribe", classes=CLASSES), Backbone(small_network()).to(DEVICE)
+
+    def repeated():
+        return lambda work: work
+
+    with kernels.using("auto"):
+        captured = Captured(method, net, repeated)
+        here = there = method.init(net, 2)
+        for seed, batch in enumerate((6, 6, 4, 6)):
+            x = images(2, batch, seed).to(DEVICE)
+            wanted, here = method.step(net, here, x)
+            logits, there = captured.step(there, x)
+            assert (logits - wanted).abs().max() <= 1e-4
+    for name, t in leaves(here).items():
+        assert torch.allclose(t.double(), leaves(there)[name].double(), atol=1e-4), name
+
+
+@runs
+@pytest.mark.parametrize("method", ["tent", "rotta", "source"])
+def test_other_methods_take_the_same_steps(method):
+    rule, ends = tribe.methods.create(method, classes=CLASSES), []
+    net = Backbone(small_network()).to(DEVICE)
+    for mode in ("off", "auto"):
+        state, outputs = rule.init(net, 2), []
+        with kernels.using(mode):
+            for seed in range(3):
+                logits, state = rule.step(net, state, images(2, 32, seed).to(DEVICE))
+                outputs.append(logits)
+        ends.append(torch.stack(outputs))
+    assert (ends[0] - ends[1]).abs().max() <= 1e-4

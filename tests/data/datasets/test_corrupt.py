@@ -1,0 +1,753 @@
+"""Corrupted data sets that are written, killed, gone on with and read back; the clean sets are small but official."""
+
+import contextlib
+import hashlib
+import io
+import json
+import os
+import pty
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+pytest.importorskip("PIL")
+
+from PIL import Image
+from typer.testing import CliRunner
+
+import tribe
+from processes import Prints, Process, interrupted, killed
+from tribe import corruptions, datasets
+from tribe.cli.commands import app
+from tribe.data.datasets.array_generation import generate
+from tribe.data.datasets.generation import GenerationProgress
+from tribe.data.datasets.image_files import read_image
+from tribe.data.datasets.image_generation import generate_imagenet
+from tribe.data.datasets.locations import MissingData
+from tribe.data.datasets.writing import CannotWrite, check_space, held, replacing
+from tribe.data.scenarios.orders import CIFAR_C, MNIST_C
+
+N = 20
+BLOCK = N * 32 * 32 * 3
+
+
+@pytest.fixture(scope="module")
+def clean(tmp_path_factory):
+    """The three test sets in their official binary formats."""
+    root, draw = tmp_path_factory.mktemp("clean"), np.random.default_rng(0)
+    for folder, file, classes in (
+        ("cifar-10-batches-bin", "test_batch", [10]),
+        ("cifar-100-binary", "test", [20, 100]),
+    ):
+        (root / folder).mkdir()
+        labels = [draw.integers(high, size=(N, 1), dtype=np.uint8) for high in classes]
+        pixels = draw.integers(256, size=(N, 3072), dtype=np.uint8)
+        (root / folder / f"{file}.bin").write_bytes(np.concatenate([*labels, pixels], 1).tobytes())
+    (root / "mnist").mkdir()
+    for file, shape in (("images-idx3", (N, 28, 28)), ("labels-idx1", (N,))):
+        header = np.array([0x800 + len(shape), *shape], ">u4").tobytes()
+        values = draw.integers(10 if len(shape) == 1 else 256, size=shape, dtype=np.uint8)
+        (root / f"mnist/t10k-{file}-ubyte").write_bytes(header + values.tobytes())
+    return root
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory):
+    """A small validation set: JPEGs of several sizes, one grey, in a folder a class."""
+    root, draw = tmp_path_factory.mktemp("val"), np.random.default_rng(1)
+    for name, sizes in (("n02", [(300, 260), (230, 400)]), ("n01", [(260, 280)])):
+        (root / name).mkdir()
+        for i, (width, height) in enumerate(sizes):
+            coarse = Image.fromarray(draw.integers(256, size=(8, 8, 3), dtype=np.uint8)).resize((width, height))
+            (coarse.convert("L") if i else coarse).save(root / name / f"val_{i}.JPEG", "JPEG")
+    return root
+
+
+def call(*args):
+    return CliRunner().invoke(app, ["corrupt", *map(str, args)], prog_name="tribe")
+
+
+def refused(result, *words):
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: ")
+    assert len(result.stderr.splitlines()) == 1
+    for word in words:
+        assert word in result.stderr
+    return True
+
+
+def tree(folder):
+    """Every visible file below a folder, by content; nothing hidden but the lock may be left."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert {path.name for path in files if path.name.startswith(".")} <= {".lock"}
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files if path.name != ".lock"}
+
+
+class Elsewhere:
+    """A process that forks children to do things that must not happen here: to be killed, to run out of space.
+
+    Not forked from the tests' own process, whose threads a child would lack.
+    """
+
+    def __init__(self):
+        self.process = subprocess.Popen(
+            [sys.executable, __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},  # of pytest
+        )
+
+    def __call__(self, do, *args, kill=None, limit=None, **fields):
+        """How a child ended that does something, and what it said if it ended by itself.
+
+        Killed when it touches a folder for the n-th time, or has made that many images, or where no file can grow
+        beyond a limit.
+        """
+        request = {"do": do, "args": list(map(str, args)), "fields": fields, "kill": kill, "limit": limit}
+        print(json.dumps(request), file=self.process.stdin, flush=True)
+        return json.loads(self.process.stdout.readline())
+
+
+def serve():
+    """The other end of it."""
+    for line in sys.stdin:
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                said, status = str(obey(**json.loads(line))), 0
+            except BaseException as error:
+                said, status = repr(error), 1
+            os.write(write, said.encode())
+            os._exit(status)
+        os.close(write)
+        with os.fdopen(read, "rb") as pipe:
+            said = pipe.read().decode()
+        print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), said]), flush=True)
+
+
+def obey(do, args, fields, kill, limit):
+    seen = 0
+
+    def touch():
+        nonlocal seen
+        seen += 1
+        if seen == kill[0]:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    class Touching(GenerationProgress):
+        def advance(self, domain, images):
+            touch()
+
+    def audit(event, args):
+        if event in ("open", "os.rename", "os.remove", "os.mkdir") and str(args[0]).startswith(kill[1]):
+            touch()
+
+    if kill is not None:
+        sys.addaudithook(audit)
+        fields["progress"] = Touching()
+    if limit is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    if do == "command":
+        result = call(*args)
+        return f"{result.exit_code} {result.stderr}"
+    return {"generate": generate, "generate_imagenet": generate_imagenet}[do](*args, **fields)
+
+
+@pytest.fixture(scope="module")
+def elsewhere():
+    other = Elsewhere()
+    yield other
+    other.process.communicate()
+
+
+# -- what is written ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "folder"), [("cifar10", "CIFAR-10-C"), ("cifar100", "CIFAR-100-C")])
+def test_cifar_is_written_as_published_and_read_back(clean, tmp_path, name, folder):
+    result = call(
+        name, "--data", clean, "--out", tmp_path, "--severity", "1-5", "--corruptions", "fog,jpeg_compression"
+    )
+    assert result.exit_code == 0, result.output
+    source = datasets.create(name, data=str(clean))
+    images = source.images("clean", torch.arange(N))
+    labels = np.load(tmp_path / folder / "labels.npy")
+    assert (labels.dtype, labels.shape) == (np.uint8, (5 * N,))
+    assert np.array_equal(labels, np.tile(source.labels(), 5))
+    data = datasets.create(f"{name}-c", data=str(tmp_path), corruptions=("fog",), severities=(1, 2, 3, 4, 5))
+    for corruption in ("fog", "jpeg_compression"):
+        array = np.load(tmp_path / folder / f"{corruption}.npy")
+        assert (array.dtype, array.shape) == (np.uint8, (5 * N, 32, 32, 3))
+        expected = [corruptions.apply(images, corruption, s, family="common") for s in range(1, 6)]
+        expected = np.floor(torch.cat(expected).permute(0, 2, 3, 1).numpy() * np.float32(255))
+        assert np.array_equal(array, expected)
+        file = io.BytesIO()
+        np.save(file, array)
+        assert (tmp_path / folder / f"{corruption}.npy").read_bytes() == file.getvalue(), "as numpy itself writes it"
+    fog = np.load(tmp_path / folder / "fog.npy")
+    for severity in range(1, 6):
+        read = (data.images(f"fog@{severity}", torch.arange(N)) * 255).round().byte().permute(0, 2, 3, 1).numpy()
+        assert np.array_equal(read, fog[(severity - 1) * N : severity * N])
+        assert torch.equal(data.labels(f"fog@{severity}"), source.labels())
+
+
+def test_mnist_is_written_as_published_and_read_back(clean, tmp_path):
+    summary = generate("mnist", data=str(clean), out=str(tmp_path))
+    assert summary.made == [f"{name}@5" for name in MNIST_C]
+    source = datasets.create("mnist", data=str(clean))
+    data = datasets.create("mnist-c", data=str(tmp_path))
+    for name in MNIST_C:
+        array = np.load(tmp_path / "mnist_c" / name / "test_images.npy")
+        labels = np.load(tmp_path / "mnist_c" / name / "test_labels.npy")
+        assert (array.dtype, array.shape) == (np.uint8, (N, 28, 28, 1))
+        assert (labels.dtype, labels.shape) == (np.int64, (N,))
+        expected = corruptions.apply(source.images("clean", torch.arange(N)), name, 5, family="mnist")
+        assert np.array_equal(array, np.rint(expected.permute(0, 2, 3, 1).numpy() * np.float32(255)))
+        assert torch.equal(data.labels(name), source.labels())
+        assert np.array_equal((data.images(name, torch.tensor([3])) * 255).round()[0, 0], array[3, :, :, 0])
+
+
+def test_the_default_is_the_benchmark_at_severity_5_below_the_data_root(clean, tmp_path, monkeypatch):
+    (tmp_path / "cifar-10-batches-bin").symlink_to(clean / "cifar-10-batches-bin")
+    monkeypatch.setenv("TRIBE_DATA", str(tmp_path))
+    result = call("cifar10", "--json")
+    assert result.exit_code == 0, result.output
+    told = json.loads(result.stdout)
+    assert told["folder"] == str(tmp_path / "CIFAR-10-C")
+    assert told["made"] == [f"{name}@5" for name in CIFAR_C]
+    assert (told["there"], told["images"]) == ([], N)
+    assert told["seconds"] > 0
+    assert "fog@5: done" in result.stderr.splitlines()
+    assert datasets.create("cifar10-c").images("frost@5", torch.tensor([0])).shape == (1, 3, 32, 32)
+
+
+def test_made_json_tells_how_it_was_made(clean, tmp_path):
+    args = ("cifar10", "--data", clean, "--corruptions", "fog", "--severity", 3, "--seed", 7)
+    for out in ("a", "b"):
+        assert call(*args, "--out", tmp_path / out).exit_code == 0
+    made = json.loads((tmp_path / "a/CIFAR-10-C/made.json").read_text())
+    block = (tmp_path / "a/CIFAR-10-C/fog.npy").read_bytes()[-3 * BLOCK : -2 * BLOCK]
+    record = np.fromfile(clean / "cifar-10-batches-bin/test_batch.bin", np.uint8).reshape(N, -1)
+    assert made == {
+        "schema": 1,
+        "dataset": "cifar10",
+        "images": N,
+        "clean": hashlib.sha256(record[:, 0].astype(np.int64).tobytes() + record[:, 1:].tobytes()).hexdigest(),
+        "seed": 7,
+        "family": "common",
+        "rounding": "down",
+        "blocks": {
+            "fog@3": {
+                "sha256": hashlib.sha256(block).hexdigest(),
+                "device": "cpu",
+                "torch": torch.__version__,
+                "tribe": tribe.__version__,
+            }
+        },
+    }
+    assert tree(tmp_path / "a") == tree(tmp_path / "b")
+    generate("mnist", data=str(clean), out=str(tmp_path), corruptions=["fog"])
+    assert json.loads((tmp_path / "mnist_c/made.json").read_text())["rounding"] == "nearest"
+
+
+def test_severities_not_asked_for_are_holes_that_the_reader_refuses(clean, tmp_path):
+    generate("cifar10", data=str(clean), out=str(tmp_path), corruptions=["fog"], severities=[4])
+    path = tmp_path / "CIFAR-10-C/fog.npy"
+    assert path.stat().st_size == 128 + 5 * BLOCK
+    assert path.stat().st_blocks * 512 < 2.5 * BLOCK
+    data = datasets.create("cifar10-c", data=str(tmp_path), corruptions=("fog", "snow"), severities=(3, 4))
+    assert data.images("fog@4", torch.tensor([0])).any()
+    again = f"tribe corrupt cifar10 --severity 3 --corruptions fog --out {tmp_path}"
+    wanted = f"fog@3 was not made in .*; there: fog@4. Make it with `{again}`"
+    for read in (data.labels, lambda domain: data.images(domain, torch.tensor([0]))):
+        with pytest.raises(MissingData, match=wanted):
+            read("fog@3")
+    with pytest.raises(MissingData, match="--severity 4 --corruptions snow"):
+        data.labels("snow@4")
+    # the command that the reader names makes it, for the same reader to read
+    (tmp_path / "cifar-10-batches-bin").symlink_to(clean / "cifar-10-batches-bin")
+    assert call("cifar10", "--severity", 3, "--corruptions", "fog", "--out", tmp_path).exit_code == 0
+    assert data.images("fog@3", torch.tensor([0])).any()
+
+
+def test_severities_are_added_to_those_that_are_there(clean, tmp_path):
+    fields = {"data": str(clean), "corruptions": ["fog", "glass_blur"]}
+    generate("cifar10", out=str(tmp_path / "whole"), severities=[1, 3, 5], **fields)
+    for severities, made in (([5], 2), ([1, 5], 2), ([3], 2), ([5, 1], 0)):
+        summary = generate("cifar10", out=str(tmp_path / "parts"), severities=severities, **fields)
+        assert len(summary.made) == made
+        assert len(summary.there) == 2 * len(severities) - made
+    assert tree(tmp_path / "parts") == tree(tmp_path / "whole")
+
+
+def test_another_file_of_the_folder_stays_as_it_is(clean, tmp_path):
+    for name in ("fog", "snow"):
+        generate("cifar10", data=str(clean), out=str(tmp_path), corruptions=[name])
+    blocks = json.loads((tmp_path / "CIFAR-10-C/made.json").read_text())["blocks"]
+    assert sorted(blocks) == ["fog@5", "snow@5"]
+
+
+# -- interruptions -----------------------------------------------------------------------------------------------------
+
+
+def survives_every_kill(elsewhere, do, *args, folder, **fields):
+    """Kill at every moment in turn; whoever runs again ends with the bytes of an uninterrupted run."""
+    function = {"generate": generate, "generate_imagenet": generate_imagenet}[do]
+    function(*args, out=str(folder / "whole"), **fields)
+    reference, out = tree(folder / "whole"), folder / "killed"
+    moment, killed = 1, 0
+    while (ended := elsewhere(do, *args, out=str(out), kill=[moment, str(out)], **fields))[0] != 0:
+        assert ended[0] == -signal.SIGKILL, ended[1]
+        moment, killed = moment + 1, killed + 1
+        if killed % 3 == 0:  # else the next one finds what several dead have left
+            function(*args, out=str(out), **fields)
+            assert tree(out) == reference
+            shutil.rmtree(out)
+    assert killed > 8
+    assert tree(out) == reference
+    return True
+
+
+def test_killed_at_any_moment_it_goes_on(clean, tmp_path, elsewhere):
+    fields = {"data": str(clean), "corruptions": ["contrast", "fog"], "severities": [2, 5]}
+    assert survives_every_kill(elsewhere, "generate", "cifar10", folder=tmp_path, **fields)
+
+
+def test_killed_while_adding_a_severity_nothing_is_lost(clean, tmp_path, elsewhere):
+    fields = {"data": str(clean), "corruptions": ["contrast"], "out": str(tmp_path)}
+    generate("cifar10", severities=[5], **fields)
+    before = np.load(tmp_path / "CIFAR-10-C/contrast.npy")[-N:]
+    data = datasets.create("cifar10-c", data=str(tmp_path), corruptions=("contrast",), severities=(1, 5))
+    for moment in range(1, 40):
+        status, _ = elsewhere("generate", "cifar10", severities=[1, 2], kill=[moment, str(tmp_path)], **fields)
+        again = datasets.create("cifar10-c", data=str(tmp_path), corruptions=("contrast",))
+        for reader in (data, again):
+            read = (reader.images("contrast@5", torch.arange(N)) * 255).round().byte().permute(0, 2, 3, 1).numpy()
+            assert np.array_equal(read, before)
+        if status == 0:
+            break
+    assert status == 0
+    assert moment > 5
+    assert data.images("contrast@1", torch.tensor([0])).any()
+
+
+def test_a_killed_command_goes_on(clean, tmp_path):
+    args = ["corrupt", "cifar10", "--data", clean, "--out", tmp_path / "killed"]
+    assert killed("-m", "tribe", *args, when=Prints("done\n")).err == "motion_blur@5: done\n"
+    result = call(*args[1:])
+    assert result.exit_code == 0
+    assert "already there: motion_blur@5" in result.stderr
+    generate("cifar10", data=str(clean), out=str(tmp_path / "whole"))
+    assert tree(tmp_path / "killed") == tree(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("options", "same"), [((), "the same command"), (("--force",), "the same command without --force")]
+)
+def test_stopped_by_hand_it_says_how_to_go_on(clean, tmp_path, options, same):
+    args = ("corrupt", "cifar10", "--data", clean, "--out", tmp_path, *options)
+    ended = interrupted("-m", "tribe", *args, when=Prints("done\n"))
+    assert ended.code == 130, ended.err
+    *before, last = ended.err.splitlines()
+    assert last == f"stopped; {same} continues"
+    assert set(before) == {"motion_blur@5: done"}
+    result = call("cifar10", "--data", clean, "--out", tmp_path)
+    assert result.exit_code == 0
+    assert "already there: motion_blur@5" in result.stderr
+
+
+def test_what_the_dead_left_is_removed_and_what_is_damaged_is_made_again(clean, tmp_path):
+    fields = {"data": str(clean), "corruptions": ["fog", "contrast"]}
+    generate("cifar10", out=str(tmp_path), **fields)
+    folder = tmp_path / "CIFAR-10-C"
+    whole = tree(folder)
+    (folder / ".fog.npy.99.tmp").write_bytes(b"half")
+    (folder / "labels.npy").write_bytes(b"")
+    (folder / "fog.npy").write_bytes(whole["fog.npy"][:-1])
+    (folder / "contrast.npy").write_bytes(whole["contrast.npy"][:-1] + bytes([whole["contrast.npy"][-1] ^ 1]))
+    summary = generate("cifar10", out=str(tmp_path), **fields)
+    assert (summary.made, summary.there) == (["fog@5", "contrast@5"], [])
+    assert tree(folder) == whole
+
+
+def test_two_writers_do_not_meet(clean, tmp_path, elsewhere):
+    with held(tmp_path / "CIFAR-10-C"):
+        status, said = elsewhere("generate", "cifar10", data=str(clean), out=str(tmp_path))
+        assert status == 1
+        assert "another process is writing to" in said
+        assert refused(call("cifar10", "--data", clean, "--out", tmp_path), "another process", "--out")
+    assert not list(tmp_path.rglob("*.npy"))
+    generate("cifar10", data=str(clean), out=str(tmp_path), corruptions=["fog"])
+
+
+def test_what_others_may_read_is_for_the_umask_to_say(clean, tmp_path):
+    before = os.umask(0o022)
+    try:
+        generate("cifar10", data=str(clean), out=str(tmp_path), corruptions=["contrast"])
+    finally:
+        os.umask(before)
+    for name in ("contrast.npy", "labels.npy", "made.json"):
+        assert (tmp_path / "CIFAR-10-C" / name).stat().st_mode & 0o777 == 0o644
+
+
+# -- a full disk -------------------------------------------------------------------------------------------------------
+
+
+def test_a_full_disk_is_told_and_what_is_finished_is_kept(clean, tmp_path, elsewhere):
+    args = ("cifar10", "--data", clean, "--out", tmp_path)
+    assert call(*args, "--severity", 1, "--corruptions", "contrast").exit_code == 0
+    whole = tree(tmp_path)
+    more = ("--severity", "1,5", "--corruptions", "contrast,fog")
+    _, said = elsewhere("command", *args, *more, limit=4 * BLOCK)
+    assert said.startswith("2 already there: contrast@1\nerror: ")
+    assert f"{tmp_path / 'CIFAR-10-C/contrast.npy'} could not be written: File too large." in said
+    assert "It needs 0.1 MB, and " in said
+    assert "MB are free. What was finished is kept" in said
+    assert tree(tmp_path) == whole
+    assert call(*args, *more).exit_code == 0
+
+
+def test_a_full_disk_stops_pictures_too(pictures, tmp_path, elsewhere):
+    args = ("imagenet", "--data", pictures, "--out", tmp_path, "--corruptions", "contrast,gaussian_noise")
+    _, said = elsewhere("command", *args, limit=20_000)
+    assert said.startswith("2 error: ")
+    assert "gaussian_noise/5/n01/val_0.JPEG could not be written: File too large" in said
+    assert "made.json" in tree(tmp_path / "ImageNet-C")
+    assert call(*args).exit_code == 0
+
+
+def test_too_little_room_is_told_before_the_work(clean, tmp_path, monkeypatch):
+    with pytest.raises(CannotWrite, match=r"too little room in .* needs 1,000,000,000\.0 MB, and .* MB are free"):
+        check_space(tmp_path, 10**15)
+    usage = type("Usage", (), {"free": 15 * BLOCK - 1})
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: usage)
+    assert refused(
+        call("cifar10", "--data", clean, "--out", tmp_path), "too little room", "0.9 MB", "Use another --out"
+    )
+    assert not list(tmp_path.rglob("fog.npy"))
+    usage.free += 1
+    assert call("cifar10", "--data", clean, "--out", tmp_path).exit_code == 0, "holes need no room"
+
+
+def test_an_error_in_the_middle_leaves_the_old_file_alone(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+    with contextlib.suppress(KeyboardInterrupt), replacing(path) as file:
+        file.write(b"new")
+        raise KeyboardInterrupt
+    assert tree(tmp_path) == {"file": b"old"}
+
+
+def test_a_place_that_cannot_be_written_to(clean, tmp_path):
+    (tmp_path / "file").write_text("")
+    assert refused(call("cifar10", "--data", clean, "--out", tmp_path / "file"), "cannot be a folder")
+
+
+# -- folders made otherwise --------------------------------------------------------------------------------------------
+
+
+def test_another_seed_or_clean_set_is_refused_unless_forced(clean, tmp_path):
+    args = ("cifar10", "--out", tmp_path, "--corruptions", "fog,contrast")
+    assert call(*args, "--data", clean).exit_code == 0
+    before = tree(tmp_path)
+    assert refused(call(*args, "--data", clean, "--seed", 1), "was made with seed 0, not 1", "--out", "--force")
+    other = tmp_path / "other/cifar-10-batches-bin"
+    other.mkdir(parents=True)
+    record = (clean / "cifar-10-batches-bin/test_batch.bin").read_bytes()
+    (other / "test_batch.bin").write_bytes(record[:-1] + bytes([record[-1] ^ 1]))
+    assert refused(call(*args, "--data", other.parent), "was made with clean set, sha256", "--force")
+    assert {k: v for k, v in tree(tmp_path).items() if not k.startswith("other")} == before
+    assert (
+        call("cifar10", "--data", clean, "--out", tmp_path, "--corruptions", "fog", "--seed", 1, "--force").exit_code
+        == 0
+    )
+    assert json.loads((tmp_path / "CIFAR-10-C/made.json").read_text())["seed"] == 1
+    assert tree(tmp_path)["CIFAR-10-C/fog.npy"] != before["CIFAR-10-C/fog.npy"]
+    data = datasets.create("cifar10-c", data=str(tmp_path))
+    with pytest.raises(MissingData, match="contrast@5 was not made"):  # that of the other seed
+        data.labels("contrast@5")
+
+
+def test_a_published_archive_is_read_as_complete_and_never_written_over(clean, tmp_path):
+    folder = tmp_path / "CIFAR-10-C"
+    folder.mkdir()
+    np.save(folder / "labels.npy", np.zeros(5 * N, np.uint8))
+    np.save(folder / "fog.npy", np.ones((5 * N, 32, 32, 3), np.uint8))
+    before = tree(folder)
+    assert datasets.create("cifar10-c", data=str(tmp_path)).images("fog@5", torch.tensor([0])).any()
+    assert refused(call("cifar10", "--data", clean, "--out", tmp_path), "but no made.json", "published", "--force")
+    assert tree(folder) == before
+    assert call("cifar10", "--data", clean, "--out", tmp_path, "--force", "--corruptions", "fog").exit_code == 0
+    assert tree(folder)["fog.npy"] != before["fog.npy"]
+
+
+def test_force_makes_again(clean, tmp_path):
+    fields = {"data": str(clean), "out": str(tmp_path), "corruptions": ["fog"]}
+    generate("cifar10", severities=[1, 5], **fields)
+    before = tree(tmp_path)
+    assert generate("cifar10", **fields, force=True).made == ["fog@5"]
+    assert tree(tmp_path) == before
+    (tmp_path / "CIFAR-10-C/made.json").write_text("{")
+    with pytest.raises(ValueError, match=r"made.json is damaged: .* make it again"):
+        generate("cifar10", **fields)
+    assert generate("cifar10", severities=[1, 5], **fields, force=True).made == ["fog@1", "fog@5"]
+    assert tree(tmp_path) == before
+
+
+# -- readers -----------------------------------------------------------------------------------------------------------
+
+
+def test_missing_data_names_the_command(tmp_path):
+    for name, made, folder in (
+        ("cifar10-c", "cifar10 --severity 5", "CIFAR-10-C"),
+        ("cifar100-c", "cifar100 --severity 5", "CIFAR-100-C"),
+        ("mnist-c", "mnist", "mnist_c"),
+    ):
+        data = datasets.create(name, data=str(tmp_path))
+        with pytest.raises(MissingData) as error:
+            data.labels(data.domains[0])
+        assert f"looked for {tmp_path / folder}" in str(error.value)
+        assert f"run `tribe corrupt {made} --out {tmp_path}`" in str(error.value)
+        assert "https://zenodo.org/records/" in str(error.value)
+
+
+def test_a_half_written_folder_names_the_command(clean, tmp_path):
+    def stop(progress):
+        with contextlib.suppress(KeyboardInterrupt):
+            generate("cifar10", data=str(clean), out=str(tmp_path), progress=progress)
+
+    class Stop(GenerationProgress):
+        def advance(self, domain, images):
+            raise KeyboardInterrupt
+
+    stop(Stop())
+    assert set(tree(tmp_path / "CIFAR-10-C")) == {"made.json", "labels.npy"}
+    with pytest.raises(MissingData, match=r"fog@5 was not made in .*; there: none yet. Make it with `tribe corrupt"):
+        datasets.create("cifar10-c", data=str(tmp_path)).labels("fog@5")
+    for name in ("made.json", "labels.npy"):
+        (tmp_path / "CIFAR-10-C" / name).unlink()
+    with pytest.raises(
+        MissingData, match=r"labels not found.*incomplete: make it with `tribe corrupt cifar10 --severity 5"
+    ):
+        datasets.create("cifar10-c", data=str(tmp_path)).labels("fog@5")
+
+
+@pytest.mark.parametrize("change", [lambda data: data[:-1], lambda data: data + b"x", lambda data: b""])
+@pytest.mark.parametrize(
+    ("name", "file", "again"),
+    [
+        ("cifar10", "CIFAR-10-C/fog.npy", "cifar10 --severity 5 --corruptions fog"),
+        ("mnist", "mnist_c/fog/test_images.npy", "mnist --corruptions fog"),
+    ],
+)
+def test_a_file_of_the_wrong_size_names_the_command(clean, tmp_path, name, file, again, change):
+    generate(name, data=str(clean), out=str(tmp_path), corruptions=["fog"])
+    path = tmp_path / file
+    path.write_bytes(change(path.read_bytes()))
+    data = datasets.create(f"{name}-c", data=str(tmp_path), corruptions=("fog",))
+    with pytest.raises(ValueError, match=rf"{path}.*make it with `tribe corrupt {again} --out {tmp_path}`"):
+        data.images(data.domains[0], torch.tensor([0]))
+
+
+# -- requests that cannot be met ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["cifra10"], ["unknown data set 'cifra10'", "did you mean 'cifar10'"]),
+        (["cifar10", "--severity", "6"], ["--severity is 1 to 5", "'6'"]),
+        (["cifar10", "--severity", "5-1"], ["--severity is 1 to 5", "'5-1'"]),
+        (["cifar10", "--severity", "x"], ["--severity is 1 to 5", "'x'"]),
+        (["mnist", "--severity", "3"], ["single strength", "severity 5", "got 3"]),
+        (["cifar10", "--corruptions", "fgo"], ["unknown corruption 'fgo'", "did you mean 'fog'"]),
+        (["cifar10", "--corruptions", "stripe"], ["unknown corruption 'stripe'"]),
+        (["cifar10", "--corruptions", ","], ["names none"]),
+        (["cifar10", "--device", "tpu"], ["cpu or cuda", "'tpu'"]),
+        (["cifar10", "--seed", "-1"], ["a seed is at least 0"]),
+    ],
+)
+def test_bad_requests(clean, tmp_path, args, words):
+    assert refused(call(*args, "--out", tmp_path, "--data", clean), *words)
+    assert not list(tmp_path.iterdir())
+
+
+def test_missing_clean_data_says_where_it_was_looked_for(tmp_path):
+    result = call("cifar10", "--data", tmp_path / "none", "--out", tmp_path)
+    assert refused(result, "not found", str(tmp_path / "none/cifar-10-batches-bin/test_batch.bin"), "--data")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_no_cuda(clean, tmp_path):
+    assert refused(call("cifar10", "--data", clean, "--out", tmp_path, "--device", "cuda"), "CUDA", "--device cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_writes_the_same_up_to_rounding(clean, tmp_path):
+    for device in ("cpu", "cuda"):
+        generate("cifar10", data=str(clean), out=str(tmp_path / device), device=device)
+    for name in CIFAR_C:
+        cpu, cuda = (np.load(tmp_path / device / f"CIFAR-10-C/{name}.npy").astype(int) for device in ("cpu", "cuda"))
+        assert (np.abs(cpu - cuda) > 1).mean() < 1e-3
+
+
+def test_help_tells_every_option():
+    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["corrupt", "--help"], prog_name="tribe")
+    assert result.exit_code == 0
+    for option in ("severity", "corruptions", "out", "data", "seed", "device", "force", "json"):
+        assert f"--{option}" in result.stdout
+
+
+def test_a_terminal_sees_a_bar(clean, tmp_path):
+    terminal, end = pty.openpty()
+    command = ("-m", "tribe", "corrupt", "cifar10", "--data", clean, "--out", tmp_path)
+    process = Process(*command, stdout=end, stderr=end, env={"TERM": "xterm", "COLUMNS": "120"})
+    os.close(end)
+    seen = b""
+    with contextlib.suppress(OSError):  # the terminal is gone when the command is
+        while part := os.read(terminal, 4096):
+            seen += part
+    os.close(terminal)
+    assert process.end().code == 0
+    assert b"reading the clean set" in seen
+    assert b"%" in seen
+    assert b"CIFAR-10-C: 15 made in" in seen
+
+
+# -- pictures ----------------------------------------------------------------------------------------------------------
+
+
+def test_pictures_are_prepared_corrupted_and_stored_as_published(pictures, tmp_path):
+    result = call(
+        "imagenet", "--data", pictures, "--out", tmp_path, "--corruptions", "contrast,fog", "--severity", "2,5"
+    )
+    assert result.exit_code == 0, result.output
+    paths = [pictures / "n01/val_0.JPEG", pictures / "n02/val_0.JPEG", pictures / "n02/val_1.JPEG"]
+    for name in ("contrast", "fog"):
+        for severity in (2, 5):
+            for i, path in enumerate(paths):
+                x = read_image(path, resize=256, crop=224)[None] / 255
+                expected = corruptions.apply(x, name, severity, index=torch.tensor([i])).mul(255).byte()[0]
+                file = io.BytesIO()
+                Image.fromarray(expected.permute(1, 2, 0).numpy()).save(file, "JPEG", quality=85)
+                place = tmp_path / "ImageNet-C" / name / str(severity) / path.parent.name / path.name
+                with Image.open(file) as one, Image.open(place) as other:
+                    assert other.format == "JPEG"
+                    assert np.abs(np.asarray(one).astype(int) - np.asarray(other)).max() <= 3
+    made = json.loads((tmp_path / "ImageNet-C/made.json").read_text())
+    assert sorted(made["blocks"]) == ["contrast@2", "contrast@5", "fog@2", "fog@5"]
+    again = call("imagenet", "--data", pictures, "--out", tmp_path, "--corruptions", "fog", "--severity", 5, "--json")
+    assert json.loads(again.stdout)["there"] == ["fog@5"]
+    assert refused(
+        call("imagenet", "--data", pictures, "--out", tmp_path, "--corruptions", "fog", "--seed", 1), "seed 0, not 1"
+    )
+
+
+def test_pictures_killed_at_any_moment_go_on(pictures, tmp_path, elsewhere):
+    fields = {"corruptions": ["contrast", "brightness"]}
+    assert survives_every_kill(elsewhere, "generate_imagenet", str(pictures), folder=tmp_path, **fields)
+
+
+def test_pictures_that_are_gone_are_made_again(pictures, tmp_path):
+    generate_imagenet(str(pictures), out=str(tmp_path), corruptions=["contrast"])
+    before = tree(tmp_path)
+    (tmp_path / "ImageNet-C/contrast/5/n02/val_1.JPEG").unlink()
+    assert generate_imagenet(str(pictures), out=str(tmp_path), corruptions=["contrast"]).made == ["contrast@5"]
+    assert tree(tmp_path) == before
+
+
+def test_pictures_that_are_none(tmp_path):
+    (tmp_path / "val/n01").mkdir(parents=True)
+    args = ("imagenet", "--data", tmp_path / "val", "--out", tmp_path / "out")
+    assert refused(call(*args), "no images in", "<class>/NAME.JPEG")
+    (tmp_path / "val/n01/a.JPEG").write_bytes(b"no picture")
+    assert refused(call(*args, "--corruptions", "fog"), "a.JPEG cannot be read as an image")
+    assert set(tree(tmp_path / "out")) == {"ImageNet-C/made.json"}
+
+
+def test_cropped_pictures_are_not_cropped_again(tmp_path):
+    (tmp_path / "val/0001").mkdir(parents=True)
+    path = tmp_path / "val/0001/a.jpg"
+    Image.fromarray(np.random.default_rng(0).integers(256, size=(224, 224, 3), dtype=np.uint8)).save(path)
+    generate_imagenet(str(tmp_path / "val"), out=str(tmp_path), corruptions=["brightness"], severities=[1])
+    expected = corruptions.apply(read_image(path)[None] / 255, "brightness", 1).mul(255).byte()[0]
+    made = read_image(tmp_path / "ImageNet-C/brightness/1/0001/a.jpg")
+    assert (made.float() - expected).abs().mean() < 20, "only the JPEG compression"
+    (tmp_path / "val/0001/b.jpg").write_bytes(path.read_bytes())
+    for i in range(40):  # the sample of sizes misses the odd one
+        shutil.copy(path, tmp_path / f"val/0001/c{i}.jpg")
+    Image.new("RGB", (300, 300)).save(tmp_path / "val/0001/b.jpg")
+    with pytest.raises(ValueError, match=r"b\.jpg is 300x300 pixels, and the others 224x224"):
+        generate_imagenet(str(tmp_path / "val"), out=str(tmp_path / "b"), corruptions=["brightness"], severities=[1])
+
+
+def test_the_data_root_is_the_place_of_clean_and_corrupted_pictures(pictures, tmp_path, monkeypatch):
+    shutil.copytree(pictures, tmp_path / "imagenet/val")
+    result = call("imagenet", "--data", tmp_path, "--corruptions", "contrast", "--json")
+    assert json.loads(result.stdout)["folder"] == str(tmp_path / "ImageNet-C")
+    monkeypatch.setenv("TRIBE_DATA", str(tmp_path / "root"))
+    result = call("imagenet", "--data", pictures, "--corruptions", "contrast", "--json")
+    assert json.loads(result.stdout)["folder"] == str(tmp_path / "root/ImageNet-C"), "not among the clean ones"
+    assert tree(tmp_path / "root/ImageNet-C") == tree(tmp_path / "ImageNet-C")
+
+
+def test_pictures_that_a_power_failure_cut_short_are_made_again(pictures, tmp_path):
+    class Stop(GenerationProgress):
+        def finish(self, domain):
+            raise KeyboardInterrupt
+
+    fields = {"out": str(tmp_path / "a"), "corruptions": ["contrast", "brightness"]}
+    with contextlib.suppress(KeyboardInterrupt):
+        generate_imagenet(str(pictures), progress=Stop(), **fields)
+    (tmp_path / "a/ImageNet-C/brightness/5/n01/val_0.JPEG").write_bytes(b"")
+    path = tmp_path / "a/ImageNet-C/brightness/5/n02/val_0.JPEG"
+    path.write_bytes(path.read_bytes()[:-100])
+    assert generate_imagenet(str(pictures), **fields).made == ["brightness@5"]
+    generate_imagenet(str(pictures), **fields | {"out": str(tmp_path / "b")})
+    assert tree(tmp_path / "a") == tree(tmp_path / "b")
+
+
+def test_force_removes_pictures_of_another_set(pictures, tmp_path):
+    shutil.copytree(pictures, tmp_path / "val")
+    shutil.copy(tmp_path / "val/n01/val_0.JPEG", tmp_path / "val/n01/more.JPEG")
+    args = ("imagenet", "--out", tmp_path, "--corruptions", "contrast", "--data")
+    assert call(*args, tmp_path / "val").exit_code == 0
+    assert refused(call(*args, pictures), "was made with clean set", "--force")
+    assert call(*args, pictures, "--force").exit_code == 0
+    assert not list(tmp_path.glob("ImageNet-C/*/5/n01/more.JPEG"))
+
+
+def test_pictures_of_all_kinds(tmp_path):
+    """Grey, printers' colours and turned by EXIF are corrupted; what cannot be read is named, and the rest stays."""
+    (tmp_path / "val/n01").mkdir(parents=True)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    for name, mode in (("a", "L"), ("b", "CMYK"), ("c", "RGB")):
+        image = Image.fromarray(np.random.default_rng(0).integers(256, size=(9, 7, 3), dtype=np.uint8))
+        image.resize((250, 300)).convert(mode).save(tmp_path / f"val/n01/{name}.jpg", exif=exif)
+    args = ("imagenet", "--data", tmp_path / "val", "--out", tmp_path, "--corruptions", "contrast", "--severity", 1)
+    assert call(*args).exit_code == 0
+    sizes = {read_image(path).shape for path in tmp_path.glob("ImageNet-C/contrast/1/n01/*.jpg")}
+    assert sizes == {(3, 224, 224)}
+    before = tree(tmp_path / "ImageNet-C")
+    (tmp_path / "val/n01/d.jpg").write_bytes((tmp_path / "val/n01/c.jpg").read_bytes()[:3000])
+    assert refused(call(*args, "--corruptions", "fog"), "was made with clean set")
+    assert refused(call(*args, "--out", tmp_path / "b"), "d.jpg cannot be read as an image")
+    assert tree(tmp_path / "ImageNet-C") == before
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,347 @@
+"""Data sets in their published layouts, written here small: the same folders, names, shapes and types."""
+
+import gzip
+import os
+import pickle
+import subprocess
+
+import numpy as np
+import pytest
+import torch
+
+import layouts
+from layouts import PER, made
+from tribe import datasets, scenarios
+from tribe.data.datasets.corrupted import Corrupted
+from tribe.data.datasets.locations import MissingData, data_root
+from tribe.data.datasets.unpickle import UnpickleError, unpickle
+from tribe.experiments.stream import Stream
+from tribe.testing import check_dataset
+
+
+@pytest.fixture
+def root(tmp_path):
+    return layouts.write(tmp_path)
+
+
+CLEAN = ("cifar10", "cifar100", "mnist")
+
+
+@pytest.mark.parametrize("name", datasets.names())
+def test_the_layouts_hold_every_registered_data_set(name, root):
+    """A data set that is added needs files to be held to the contract: write them in `layouts`."""
+    data = made(name, root)
+    assert len(data.domains) <= 2
+    assert len(data.images(data.domains[-1], torch.tensor([0]))) == 1
+
+
+@pytest.mark.parametrize("severity", [1, 3, 5])
+def test_a_severity_is_its_block_of_the_file(root, severity):
+    data = made("cifar10-c", root, severities=(severity,))
+    first = data.images(f"fog@{severity}", torch.arange(PER))[:, 0, 0, 0] * 255
+    assert first.round().tolist() == list(range(PER * (severity - 1), PER * severity))
+
+
+def test_images_are_the_bytes_of_the_file(root):
+    array = np.load(root / "CIFAR-10-C" / "snow.npy")
+    images = made("cifar10-c", root).images("snow@5", torch.tensor([7]))
+    assert torch.equal((images[0] * 255).round().byte(), torch.from_numpy(array[4 * PER + 7].transpose(2, 0, 1)))
+
+
+def test_files_are_mapped_and_not_read(root):
+    data = made("cifar10-c", root)
+    data.images("fog@5", torch.tensor([0]))
+    assert isinstance(data._arrays["fog"], np.memmap)
+
+
+@pytest.mark.parametrize("name", datasets.names())
+def test_they_play_as_streams(name, root):
+    stream = Stream(made(name, root), scenarios.create("ptta"), (0, 1), batch=16)
+    assert sum(int(b.valid.sum()) for b in stream) == 2 * sum(len(y) for y in stream.labels) > 0
+
+
+def test_clean_images_and_labels_are_those_of_the_file(root):
+    record = np.fromfile(root / "cifar-100-binary/test.bin", np.uint8).reshape(PER, 3074)[7]
+    data = made("cifar100", root)
+    assert data.labels()[7] == record[1], "the fine label, not the coarse one"
+    picture = torch.from_numpy(record[2:].reshape(3, 32, 32))
+    assert torch.equal((data.images("clean", torch.tensor([7]))[0] * 255).round().byte(), picture)
+    assert len(made("cifar10", root, split="train").labels()) == 5 * PER
+    first = made("cifar10", root, split="train").images("clean", torch.tensor([4 * PER]))[0, 0, 0, 0]
+    assert round(255 * float(first)) == 5, "the fifth training file"
+
+
+@pytest.mark.parametrize(("name", "chosen"), [("cifar10", ("fog", "contrast")), ("mnist", ("stripe", "rotate"))])
+def test_corrupted_on_the_fly_whatever_the_order(name, chosen, root):
+    clean = made(name, root)
+    data = Corrupted(clean, chosen, severities=(3, 5))
+    assert data.domains == tuple(f"{c}@{s}" for c in chosen for s in (3, 5))
+    for domain in data.domains:
+        whole = data.images(domain, torch.arange(PER))
+        assert torch.equal(whole[[7, 2]], data.images(domain, torch.tensor([7, 2])))
+        assert torch.equal((whole * 255).round() / 255, whole), "bytes, as the published files hold them"
+        assert not torch.equal(whole, clean.images("clean", torch.arange(PER)))
+    assert torch.equal(data.labels(data.domains[0]), clean.labels())
+    assert sum(int(b.valid.sum()) for b in Stream(data, scenarios.create("iid"), (0,))) == 4 * PER
+    with pytest.raises(ValueError, match="unknown domain 'fog@1'"):
+        data.labels("fog@1")
+
+
+CLEAN_FILES = {
+    "cifar10": "cifar-10-batches-bin/test_batch.bin",
+    "cifar100": "cifar-100-binary/test.bin",
+    "mnist": "mnist/t10k-images-idx3-ubyte",
+}
+
+
+@pytest.mark.parametrize("name", CLEAN)
+def test_clean_files_that_are_cut_short_or_missing_are_named(name, root):
+    path = root / CLEAN_FILES[name]
+    path.write_bytes(path.read_bytes()[:-5])
+    with pytest.raises(ValueError, match=f"{path.name}.*cut short"):
+        made(name, root).labels()
+    path.unlink()
+    with pytest.raises(MissingData, match=f"{path.stem} not found: looked for {path}"):
+        made(name, root).labels()
+    with pytest.raises(ValueError, match="split is 'test' or 'train'"):
+        made(name, root, split="val")
+
+
+def test_an_idx_file_of_another_kind_is_refused(root):
+    path = root / "mnist/t10k-labels-idx1-ubyte"
+    path.write_bytes(np.array([0x803, PER], ">u4").tobytes() + bytes(PER))
+    with pytest.raises(ValueError, match="not an idx file of bytes with 1 axes"):
+        made("mnist", root).labels()
+
+
+def to_protocol_2(value):
+    return pickle.dumps(value, protocol=2)
+
+
+@pytest.mark.parametrize("dump", [layouts.pickled, to_protocol_2], ids=["by Python 2", "by Python 3"])
+@pytest.mark.parametrize("split", ["test", "train"])
+@pytest.mark.parametrize("name", ["cifar10", "cifar100"])
+def test_the_python_version_holds_the_same_as_the_binary_one(name, split, dump, root):
+    layouts.write_cifar_python(root, dump)
+    binary = made(name, root, split=split)
+    everything = torch.arange(len(binary.labels()))
+    images = binary.images("clean", everything)
+    (root / CLEAN_FILES[name]).parent.rename(root / "gone")
+    python = made(name, root, split=split)
+    assert torch.equal(python.labels(), binary.labels())
+    assert torch.equal(python.images("clean", everything), images)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_pickle_of_python_2_is_read_without_a_word(tmp_path):
+    held = {b"data": np.arange(6, dtype=np.uint8).reshape(2, 3), b"labels": [3, 1], b"names": [b"x" * 300]}
+    (tmp_path / "batch").write_bytes(layouts.pickled(held))
+    assert b"numpy.core.multiarray" in (tmp_path / "batch").read_bytes()
+    read = unpickle(tmp_path / "batch")
+    assert np.array_equal(read.pop(b"data"), held.pop(b"data"))
+    assert read == held
+    assert np.dtype("u1") is np.dtype(np.uint8), "numpy's own type was not written into"
+
+
+class Malicious:
+    def __init__(self, function, *args):
+        self.called = function, args
+
+    def __reduce__(self):
+        return self.called
+
+
+@pytest.mark.parametrize("function", [os.mkdir, os.system, eval], ids=lambda f: f.__name__)
+def test_a_malicious_pickle_is_refused_and_runs_nothing(function, root):
+    trace = root / "trace"
+    args = {
+        os.mkdir: (str(trace),),
+        os.system: (f"mkdir {trace}",),
+        eval: (f"__import__('os').mkdir({str(trace)!r})",),
+    }[function]
+    layouts.write_cifar_python(root)
+    (root / "cifar-10-batches-bin").rename(root / "gone")
+    path = root / "cifar-10-batches-py/test_batch"
+    path.write_bytes(pickle.dumps({b"data": Malicious(function, *args), b"labels": []}, 2))
+    with pytest.raises(UnpickleError, match=rf"test_batch is refused: it uses \w+\.{function.__name__}"):
+        made("cifar10", root).labels()
+    assert not trace.exists()
+    pickle.loads(path.read_bytes())
+    assert trace.exists(), "the file is what it claims to be"
+
+
+BAD_PYTHON = {
+    "cut short": (lambda held: layouts.pickled(held)[:-20], "cut short"),
+    "no pickle": (lambda held: b"hello", "cannot be read as a pickle"),
+    "another codec": (lambda held: b"\x80\x02c_codecs\nencode\nX\x01\x00\x00\x00aX\x03\x00\x00\x00hex\x86R.", "latin1"),
+    "no dictionary": (lambda held: layouts.pickled([1]), "no labels"),
+    "no labels": (lambda held: layouts.pickled({b"data": held[b"data"]}), "no labels; expected b'labels'"),
+    "labels out of range": (lambda held: layouts.pickled(held | {b"labels": [10] * PER}), "10 to 10; expected 0 to 9"),
+    "labels below 0": (lambda held: layouts.pickled(held | {b"labels": [-1] * PER}), "-1 to -1; expected 0 to 9"),
+    "labels that are text": (lambda held: layouts.pickled(held | {b"labels": [b"cat"] * PER}), "a list of integers"),
+    "too few labels": (lambda held: layouts.pickled(held | {b"labels": [1]}), r"shape \(20, 3072\) as b'data'"),
+    "floats": (
+        lambda held: layouts.pickled(held | {b"data": held[b"data"] / 2}),
+        "elements of type .*f8.*expected bytes",
+    ),
+    "no pixels": (lambda held: layouts.pickled({b"labels": [1]}), "no array"),
+    "no images": (lambda held: layouts.pickled({b"data": np.empty((0, 3072), np.uint8), b"labels": []}), "no images"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_PYTHON)
+def test_bad_python_versions(case, root):
+    damage, words = BAD_PYTHON[case]
+    layouts.write_cifar_python(root)
+    (root / "cifar-10-batches-bin").rename(root / "gone")
+    path = root / "cifar-10-batches-py/test_batch"
+    path.write_bytes(damage(pickle.loads(path.read_bytes(), encoding="bytes")))
+    with pytest.raises(ValueError, match=words):
+        made("cifar10", root).labels()
+
+
+def test_mnist_is_read_gzipped_as_published(root):
+    plain = made("mnist", root)
+    everything = torch.arange(PER)
+    images = plain.images("clean", everything)
+    layouts.gzip_mnist(root / "mnist")
+    zipped = made("mnist", root)
+    assert torch.equal(zipped.labels(), plain.labels())
+    assert torch.equal(zipped.images("clean", everything), images)
+    path = root / "mnist/t10k-images-idx3-ubyte.gz"
+    whole = path.read_bytes()
+    for damaged, words in (
+        (whole[:-30], "cut short"),
+        (b"hello", "cannot be unpacked"),
+        (gzip.compress(b""), "not an idx"),
+    ):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=f"{path.name}.*{words}"):
+            made("mnist", root).labels()
+
+
+def test_the_mnist_test_images_come_with_the_package(tmp_path):
+    data = made("mnist", tmp_path)
+    assert torch.bincount(data.labels()).tolist() == [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]
+    check_dataset(data)
+    with pytest.raises(MissingData, match="train-images-idx3-ubyte not found"):
+        made("mnist", tmp_path, split="train").labels()
+
+
+def test_labels_out_of_range_and_empty_files_are_refused(root):
+    path = root / CLEAN_FILES["cifar10"]
+    path.write_bytes(bytes([10]) + path.read_bytes()[1:])
+    with pytest.raises(ValueError, match="to 10; expected 0 to 9"):
+        made("cifar10", root).labels()
+    for name in CLEAN:
+        (root / CLEAN_FILES[name]).write_bytes(b"")
+        with pytest.raises(ValueError, match=r"cut short|not an idx file"):
+            made(name, root).labels()
+
+
+TRAIN = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte")
+ARCHIVES = {  # address, then what the archive holds: folder and member
+    "cifar10": ("https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz", "", "cifar-10-batches-bin"),
+    "cifar100": ("https://www.cs.toronto.edu/~kriz/cifar-100-binary.tar.gz", "", "cifar-100-binary"),
+    "imagenet-c": ("https://zenodo.org/records/2235448/files/noise.tar", "ImageNet-C", "noise"),
+}
+CURL = """#!/bin/sh
+echo "$2" >> asked
+cat "$(basename "$2")"
+"""
+
+
+@pytest.mark.parametrize("name", [*ARCHIVES, "mnist"])
+def test_the_command_that_missing_data_suggests_places_it(name, root, tmp_path_factory):
+    """The command is run as it stands, with a curl that serves local archives by the last part of the address."""
+    there = tmp_path_factory.mktemp("elsewhere")
+    (there / "curl").write_text(CURL)
+    (there / "curl").chmod(0o755)
+    if name == "mnist":
+        urls = [f"https://storage.googleapis.com/cvdf-datasets/mnist/{file}.gz" for file in TRAIN]
+        for file in TRAIN:
+            (there / f"{file}.gz").write_bytes(gzip.compress((root / "mnist" / file).read_bytes()))
+    else:
+        urls = [ARCHIVES[name][0]]
+        target = there / urls[0].rpartition("/")[2]
+        flags = "czf" if target.suffix == ".gz" else "cf"
+        subprocess.run(["tar", flags, target, "-C", root / ARCHIVES[name][1], ARCHIVES[name][2]], check=True)
+    fields = {"corruptions": ("shot_noise",)} if name == "imagenet-c" else {"split": "train"}
+    empty = there / "a new root"
+    with pytest.raises(MissingData, match=f"looked for {empty}") as missing:
+        made(name, empty, **fields).labels("shot_noise@5" if name == "imagenet-c" else "clean")
+    said = str(missing.value)
+    assert "\n" not in said
+    assert "--data, data= or TRIBE_DATA" in said
+    command = said.partition("To place it, run: ")[2].rpartition("; the root")[0]
+    path = f"{there}:{os.environ['PATH']}"
+    subprocess.run(command, shell=True, check=True, cwd=there, env={**os.environ, "PATH": path})
+    assert (there / "asked").read_text().split() == urls
+    check_dataset(made(name, empty, **fields))
+
+
+@pytest.mark.parametrize("severities", [(1, 5), (3,)])
+def test_no_image_of_the_next_severity_is_read(root, severities):
+    check_dataset(made("cifar10-c", root, severities=severities))
+
+
+def test_the_root_is_given_or_of_the_environment_or_the_cache(monkeypatch, tmp_path):
+    assert data_root("/a/b").as_posix() == "/a/b"
+    monkeypatch.setenv("TRIBE_DATA", str(tmp_path))
+    assert data_root() == tmp_path
+    monkeypatch.delenv("TRIBE_DATA")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert data_root() == tmp_path / "tribe"
+
+
+def _cut(path):
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+FOG, LABELS = "CIFAR-10-C/fog.npy", "CIFAR-10-C/labels.npy"
+BAD = {
+    "no folder": (
+        lambda r: (r / "CIFAR-10-C").rename(r / "gone"),
+        MissingData,
+        "CIFAR-10-C not found: looked for .*data=",
+    ),
+    "no labels": (lambda r: (r / LABELS).unlink(), MissingData, "the labels not found"),
+    "no such corruption": (lambda r: (r / FOG).unlink(), MissingData, "corruption 'fog' not found"),
+    "truncated": (lambda r: _cut(r / FOG), ValueError, "fog.npy cannot be read as an array"),
+    "no array": (lambda r: (r / FOG).write_text("fog"), ValueError, "fog.npy cannot be read as an array"),
+    "wrong shape": (
+        lambda r: np.save(r / FOG, np.zeros((5 * PER, 32, 32), np.uint8)),
+        ValueError,
+        "expected uint8 .100, 32",
+    ),
+    "wrong length": (lambda r: np.save(r / FOG, np.zeros((7, 32, 32, 3), np.uint8)), ValueError, "expected uint8"),
+    "wrong type": (lambda r: np.save(r / FOG, np.zeros((5 * PER, 32, 32, 3))), ValueError, "holds float64"),
+    "labels out of range": (
+        lambda r: np.save(r / LABELS, np.full(5 * PER, 10)),
+        ValueError,
+        "10 to 10; expected 0 to 9",
+    ),
+    "labels that are no integers": (lambda r: np.save(r / LABELS, np.zeros(5 * PER)), ValueError, "expected integers"),
+    "labels that are no five blocks": (lambda r: np.save(r / LABELS, np.zeros(7, int)), ValueError, "5 blocks"),
+    "truncated labels": (lambda r: _cut(r / LABELS), ValueError, "labels.npy cannot be read"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_files(root, case):
+    damage, error, words = BAD[case]
+    damage(root)
+    with pytest.raises(error, match=words):
+        made("cifar10-c", root).images("fog@5", torch.tensor([0]))  # needs the labels too
+
+
+def test_bad_requests(root):
+    with pytest.raises(ValueError, match="severity is 1, 2, 3, 4 or 5; got 6"):
+        made("cifar10-c", root, severities=(6,))
+    with pytest.raises(ValueError, match="unknown domain 'fgo@5': did you mean 'fog@5'"):
+        made("cifar10-c", root).labels("fgo@5")
+    with pytest.raises(ValueError, match="unknown data set 'cifar-c'"):
+        datasets.create("cifar-c")
+    (root / "mnist_c/fog/test_labels.npy").unlink()
+    with pytest.raises(MissingData, match=r"corruption 'fog' not found: looked for .*test_labels.npy"):
+        made("mnist-c", root).labels("fog")

@@ -1,0 +1,697 @@
+"""The report: every number is that of the records, every file's words are only words, and what is damaged is named."""
+
+import json
+import random
+import re
+import shlex
+import shutil
+from collections import Counter
+from html.parser import HTMLParser
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import tribe
+import tribe.experiments.record
+from commands import tribe_command
+from places import ROOT
+from tribe import metrics
+from tribe.data import scenarios
+from tribe.experiments import report, store
+from tribe.experiments.execution import run_experiment
+from tribe.experiments.experiment import Experiment
+from tribe.experiments.report import markup, scores
+from tribe.experiments.spec import ComponentSpec
+from tribe.experiments.watched import Watched
+from tribe.methods.encoding import encode_fields
+from tribe.storage import json_files
+
+VOID = {"br", "hr", "input", "link", "meta"}
+
+
+def record(
+    method="tribe",
+    seed=0,
+    *,
+    images=600,
+    classes=4,
+    domains=("fog@5", "snow@5"),
+    error=0.3,
+    label=None,
+    fields=None,
+    **spec,
+):
+    """A record with an error of its own making; ``label=-1``: without labels."""
+    g = torch.Generator().manual_seed(seed + 1000 * len(method))
+    y = torch.randint(classes, (images,), generator=g)
+    p = torch.where(torch.rand(images, generator=g) < error, (y + 1) % classes, y)
+    words = {
+        "method": {"name": method, "fields": fields or {}},
+        "dataset": {"name": "cifar10-c", "fields": {}},
+        "model": {"name": "wrn", "fields": {}},
+        "scenario": {"name": "gli-f", "fields": {"imbalance": 100.0}},
+        "batch": 64,
+        "seed": seed,
+    }
+    domain = torch.arange(images) * len(domains) // images
+    y = y if label is None else torch.full_like(y, label)
+    seconds = torch.full((images,), 1e-3 * len(method))
+    return tribe.Record(domain, y, p, torch.rand(images, generator=g), seconds, domains, classes, words | spec)
+
+
+def keep(folder, **records):
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, kept in records.items():
+        kept.save(folder / f"{name}.npz")
+    return folder
+
+
+def results(folder):
+    """The results in a folder by the name of their method."""
+    return {result.experiment.method.name: result for result in store.finished(folder)}
+
+
+def tribe_report(*arguments):
+    return tribe_command("report", *arguments)
+
+
+class Page(HTMLParser):
+    """A page taken apart; raises where elements are not closed in order."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.elements, self.words = [], [], []
+        self.tables, self.cell = [], None
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, name, attributes):
+        self.elements.append((name, dict(attributes)))
+        if name not in VOID:
+            self.open.append(name)
+        if name == "table":
+            self.tables.append([])
+        if name == "tr":
+            self.tables[-1].append([])
+        if name in ("td", "th"):
+            self.cell = {"text": "", "bold": False}
+            self.tables[-1][-1].append(self.cell)
+        if name == "b" and self.cell is not None:
+            self.cell["bold"] = True
+
+    def handle_endtag(self, name):
+        assert self.open.pop() == name
+        if name in ("td", "th"):
+            self.cell = None
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] not in ("script", "style"):
+            self.words.append(data)
+        if self.cell is not None:
+            self.cell["text"] += data
+
+    def count(self, name):
+        return sum(element == name for element, _ in self.elements)
+
+    def attributes(self, key):
+        return [found[key] for _, found in self.elements if key in found]
+
+    @property
+    def text(self):
+        return " ".join(self.words)
+
+
+def page_of(folder, out=None):
+    out = out or folder.parent / "report.html"
+    report.write(folder, out)
+    return Page(out.read_text(encoding="utf-8"))
+
+
+# -- the numbers ------------------------------------------------------------------------------------------------------
+
+
+def test_the_overview_holds_the_means_and_spreads_of_the_records_and_the_lowest_is_bold(tmp_path):
+    runs = {f"{m}{s}": record(m, s, error=e) for m, e in (("source", 0.5), ("tribe", 0.1), ("bn", 0.3)) for s in (0, 1)}
+    page = page_of(keep(tmp_path / "runs", **runs))
+    _, _, *rows = page.tables[0]
+    assert [row[0]["text"] for row in rows] == ["source", "bn", "tribe"]
+    for name, *cells in rows:
+        mine = [runs[f"{name['text']}{seed}"] for seed in (0, 1)]
+        for cell, metric in zip(cells, (metrics.instance_error, metrics.category_error), strict=False):
+            values = 100 * torch.stack([metric(one) for one in mine])
+            assert cell["text"] == f"{values.mean():.2f} ± {values.std():.2f}"
+            assert cell["bold"] == (name["text"] == "tribe")
+        assert cells[2]["text"] == f"{len(name['text']):.2f}"  # ms per image
+        assert cells[2]["bold"] == (name["text"] == "bn")
+
+
+def test_per_domain_errors_calibration_confusion_and_class_counts_are_those_of_the_record(tmp_path):
+    # Domain a: 40 images of class 0, of which 10 are taken for 1; domain b: 20 of class 1, all right. All 90 % sure.
+    label = torch.tensor([0] * 40 + [1] * 20)
+    prediction = torch.tensor([1] * 10 + [0] * 30 + [1] * 20)
+    made = record(domains=("a", "b"), classes=2)._replace(
+        **{"domain": label, "label": label, "prediction": prediction},
+        **{"confidence": torch.full((60,), 0.9), "seconds": torch.full((60,), 0.001)},
+    )
+    page = page_of(keep(tmp_path / "runs", r=made))
+    tables = [[[cell["text"] for cell in row] for row in table] for table in page.tables]
+    assert [["domain", "tribe"], ["a", "25.00"], ["b", "0.00"]] in tables
+    assert ["87 to 93 %", "83 % of 60"] in next(t for t in tables if t[0][0] == "confidence")
+    assert [["", "0", "1"], ["a", "40", "·"], ["b", "·", "20"]] in tables  # played
+    assert [["", "0", "1"], ["0", "75", "25"], ["1", "·", "100"]] in tables  # confused
+    assert [["", "0", "1"], ["the labels", "67", "33"], ["tribe", "50", "50"]] in tables  # predicted
+    assert "most often predicts 0 as 1 (10 images)" in page.text
+
+
+def test_estimates_of_a_watched_stream_are_drawn_beside_its_accuracy_with_alarms(tmp_path):
+    plain = record("tribe+watch", images=600, error=0.3)
+    half, alarms = torch.full((600,), 0.5), torch.zeros(600, dtype=torch.int64)
+    alarms[400:450] = 2
+    watched = Watched(half, half - 0.1, half + 0.1, alarms, ("black", "collapse"))
+    page = page_of(keep(tmp_path / "runs", tribe=plain._replace(watched=watched), other=record("tent")))
+    assert "Accuracy, estimated and true" in page.text
+    assert "tribe+watch: alarm collapse, image 401" in page.text
+    points = abs(100 * float((plain.label == plain.prediction).double().mean()) - 50)
+    found = float(re.search(r"tribe\+watch: ([0-9.]+) points apart, 1 alarm", page.text).group(1))
+    assert found == pytest.approx(points, abs=5)
+    without = page_of(keep(tmp_path / "plain", tribe=record("tribe")))
+    assert "Accuracy, estimated and true" not in without.text
+
+
+def test_records_without_labels_are_shown_without_errors(tmp_path):
+    page = page_of(keep(tmp_path / "runs", a=record("tribe", label=-1), b=record("bn", label=-1)))
+    assert [cell["text"] for cell in page.tables[0][2]] == ["bn", "–", "–", "2.00"]
+    assert "No labels, so no errors." in page.text
+    assert "Error per domain" not in page.text
+    assert "Classes predicted" in page.text
+
+
+def test_in_a_group_with_and_without_labels_the_errors_are_those_of_the_labelled(tmp_path):
+    labelled = record("tribe", 0)
+    page = page_of(keep(tmp_path / "runs", a=labelled, b=record("tribe", 1, label=-1)))
+    assert page.tables[0][2][1]["text"] == f"{100 * metrics.instance_error(labelled):.2f}"
+
+
+@pytest.mark.parametrize("classes", [1, 3, 21, 150])
+def test_any_number_of_classes_fits(tmp_path, classes):
+    page = page_of(keep(tmp_path / "runs", a=record(classes=classes), b=record("bn", classes=classes)))
+    assert ("Confusion of tribe" in page.text) == (classes > 20)  # a map with a title, or a table
+
+
+def test_a_method_that_broke_down_is_shown(tmp_path):
+    broken = record()._replace(confidence=torch.full((600,), float("nan")))
+    page = page_of(keep(tmp_path / "runs", a=broken, b=record("bn")))
+    assert "ECE –" in page.text
+    assert page.count("svg") > 4
+
+
+# -- what belongs together --------------------------------------------------------------------------------------------
+
+
+def test_results_of_different_specs_are_never_in_one_group_and_the_title_says_what_differs(tmp_path):
+    whole = {"name": "gli-f", "fields": {"imbalance": 100}}  # the others have 100.0, which is the same
+    folder = keep(tmp_path / "runs", a=record(scenario=whole), b=record("bn"), c=record("bn", batch=32))
+    groups = report.collect(folder).groups
+    assert [(g.title, [row.label for row in g.rows]) for g in groups] == [
+        ("cifar10-c, gli-f, imbalance 100, wrn, batch 32", ["bn"]),
+        ("cifar10-c, gli-f, imbalance 100, wrn, batch 64", ["bn", "tribe"]),
+    ]
+
+
+def test_a_method_with_other_fields_is_a_row_of_its_own_named_by_what_differs(tmp_path):
+    usual = report.command._plain(encode_fields(tribe.methods.create("tribe", classes=10)))
+    preset = usual | tribe.methods.get("tribe").presets["cifar10"]
+    folder = keep(
+        tmp_path / "runs",
+        a=record(fields=preset),
+        b=record(fields=preset | {"gamma": 0.375}),
+        c=record("strange", fields={"x": 1, "y": 5}),
+        d=record("strange", fields={"x": 2, "y": 5}),
+        e=record("lone", fields={"x": 1}),
+    )
+    (group,) = report.collect(folder).groups
+    assert [row.label for row in group.rows] == ["lone", "strange, x 1", "strange, x 2", "tribe", "tribe, gamma 0.375"]
+
+
+def test_what_follows_from_another_field_is_not_said(tmp_path):
+    other = encode_fields(tribe.methods.create("tribe", classes=10, convention="paper"))
+    spec = record(fields=report.command._plain(other | tribe.methods.get("tribe").presets["cifar10"])).spec
+    assert report.command.departures(spec) == {"convention": "paper"}
+
+
+def test_a_record_that_is_there_twice_counts_once_and_one_that_contradicts_is_named(tmp_path):
+    made = record()
+    wrong = made._replace(prediction=(made.prediction + 1) % 4)
+    keep(tmp_path / "runs" / "x", r=made)
+    keep(tmp_path / "runs" / "y", r=made._replace(seconds=2 * made.seconds))
+    runs = report.collect(keep(tmp_path / "runs" / "z", r=wrong).parent)
+    assert [played.path for group in runs.groups for row in group.rows for played in row.played] == ["x/r.npz"]
+    (same, words), (other, loud) = runs.repeated
+    assert (same, other) == ("y/r.npz", "z/r.npz")
+    assert "predicts the same as x/r.npz" in words
+    assert "PREDICTS OTHERWISE" in loud
+
+
+def test_many_methods_and_groups_have_a_navigation_and_every_link_leads_somewhere(tmp_path):
+    runs = {
+        f"r{m}x{i}": record(f"m{m}", scenario={"name": "gli-v", "fields": {"imbalance": i}})
+        for m in range(10)
+        for i in (1, 10, 100, 200)
+    }
+    page = page_of(keep(tmp_path / "runs", **runs))
+    ids = page.attributes("id")
+    assert max(Counter(ids).values()) == 1
+    links = page.attributes("href")
+    assert {link[1:] for link in links if link.startswith("#")} <= set(ids)
+    assert page.text.index("imbalance 10 ") < page.text.index("imbalance 100 ")
+    assert page.count("section") == 6  # overview, four groups, about
+    charts = [i for i, (name, a) in enumerate(page.elements) if name == "svg" and a.get("role") == "img"]
+    assert len(charts) == 4 * 4
+    assert all([page.elements[i + k][0] for k in (1, 2)] == ["title", "desc"] for i in charts)
+
+
+# -- where the numbers come from --------------------------------------------------------------------------------------
+
+SHORT = ("--set", "dataset.corruptions=('impulse_noise',)", "--imbalance", "400", "--no-chart")
+
+
+def said_commands(folder):
+    page = (folder.parent / "report.html").read_text(encoding="utf-8")
+    found = re.findall(r'<pre class="command"><code>(.*?)</code>', page, re.S)
+    return [line.replace("&quot;", '"').replace("&#x27;", "'").replace("&amp;", "&") for line in found]
+
+
+def test_the_command_on_the_page_makes_the_same_records_again(tmp_path, monkeypatch, few_digits):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TRIBE_DATA", few_digits)
+    asked = ["run", *SHORT, "--methods", "source,tent", "--set", "tent.lr=0.01", "--set", "scenario.sigma=0.05"]
+    asked += ["--seed", "3", "--seeds", "2", "--out", "runs", "--scenario", "gli-v", "--batch", "50"]
+    assert tribe_command(*asked).exit_code == 0
+    page_of(tmp_path / "runs")
+    commands = said_commands(tmp_path / "runs")
+    assert len(commands) == 2
+    for command in commands:
+        assert tribe_command(*shlex.split(command)[2:]).exit_code == 0, command
+    for method in ("source", "tent"):
+        ((a, b), (c, d)) = (results(f)[method].records() for f in ("runs", "again"))
+        assert (a.spec, b.spec) == (c.spec, d.spec)
+        ours, again = b, d
+        assert torch.equal(ours.prediction, again.prediction)
+        assert torch.equal(ours.confidence, again.confidence)
+
+
+def test_an_experiment_is_reported_with_its_machine_and_a_command_of_the_same_numbers(
+    tmp_path, monkeypatch, few_digits
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TRIBE_DATA", few_digits)
+    data = ComponentSpec("live-mnist-c", {"corruptions": ["impulse_noise"]})
+    for method in ("source", "bn"):
+        run_experiment(
+            Experiment.of(data, "compact", ComponentSpec("gli-f", {"imbalance": 400}), method, seeds=(0, 1)), "runs"
+        )
+    page = page_of(tmp_path / "runs")
+    assert [row[0]["text"] for row in page.tables[0][2:]] == ["source", "bn"]
+    assert f"torch {torch.__version__}" in page.text
+    command = next(c for c in said_commands(tmp_path / "runs") if "--methods bn" in c)
+    words = shlex.split(command)
+    assert words[0] == f"OMP_NUM_THREADS={torch.get_num_threads()}"
+    assert tribe_command(*words[2:]).exit_code == 0, command
+    ours, again = (results(folder)["bn"].records()[1] for folder in ("runs", "again"))
+    assert torch.equal(ours.prediction, again.prediction)
+
+
+FOLLOW = """
+from dataclasses import dataclass
+from tribe.methods.bn import BN
+
+@dataclass(frozen=True)
+class Follow(BN):
+    # batch statistics again
+    alpha: float = 0.02
+"""
+
+
+def test_a_command_names_the_file_of_custom_code_and_of_weights(tmp_path, monkeypatch, few_digits):
+    """Else the command on the page fails, or computes something else without a word."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TRIBE_DATA", few_digits)
+    (tmp_path / "follow.py").write_text(FOLLOW)
+    tensors = load_file(tribe.models.find("compact", "mnist"))
+    save_file({name: 1.001 * t if name.endswith("fc.weight") else t for name, t in tensors.items()}, "mine.safetensors")
+    options = ("--weights", "mine.safetensors", "--set", "follow.alpha=0.5")
+    try:
+        assert tribe_command("run", *SHORT, "--methods", "follow.py:Follow", *options, "--out", "runs").exit_code == 0
+    finally:
+        tribe.methods.registry._classes.pop("follow")
+    page = page_of(tmp_path / "runs")
+    (command,) = said_commands(tmp_path / "runs")
+    spec = results("runs")["follow"].experiment
+    assert "--methods follow.py:Follow" in command
+    assert "--weights FILE" in command
+    assert (
+        f"FILE holds weights of compact with the fingerprint {spec.weights}; those that are found here have"
+        in page.text
+    )
+    assert f"the method follow, follow.py:Follow, is custom code with the digest {spec.method.code}" in page.text
+    words = [word if word != "FILE" else "mine.safetensors" for word in shlex.split(command)]
+    try:
+        assert tribe_command(*words[2:]).exit_code == 0, command
+    finally:
+        tribe.methods.registry._classes.pop("follow")
+    assert results("again")["follow"].experiment == spec
+
+
+def test_what_a_result_does_not_say_of_custom_code_has_a_place_in_the_command():
+    spec = record("mine+time", scenario={"name": "mine", "fields": {}, "code": "5f"}).spec
+    spec |= {"method": {"name": "mine+time", "fields": {}, "code": "6e"}, "weights": "7a"}
+    spec |= {
+        "model": {"name": "net.py:net", "fields": {}, "code": "8b"},
+        "dataset": {"name": "live-mnist-c", "fields": {}},
+    }
+    made = report.command.command(spec, [0], {"scenario": "my.py:Stream"})
+    assert "--scenario my.py:Stream --methods FILE.py:CLASS+time" in made.lines[0]
+    assert "--weights" not in made.lines[0], "the file may have them"
+    assert [note.split(" is ")[0] for note in made.notes] == [
+        "the model net.py:net",
+        "the scenario mine, my.py:Stream,",
+        "the method mine+time, FILE.py:CLASS,",
+    ]
+    assert "weights with the fingerprint 7a" in made.notes[0]
+
+
+def test_the_weights_that_are_found_need_no_option(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRIBE_DATA", str(tmp_path))
+    mark = tribe.Backbone(tribe.models.load("compact", tribe.models.find("compact", "mnist"))).fingerprint()
+    spec = record(dataset="live-mnist-c", model={"name": "compact", "fields": {}}).spec
+    for weights, count in ((mark, 0), ("0" * 32, 1)):
+        assert report.command.command(spec | {"weights": weights}, [0]).lines[0].count("--weights FILE") == count
+    missing = report.command.command(spec | {"weights": mark, "model": "wrn28_10"}, [0])
+    assert missing.notes == (f"FILE holds weights of wrn28_10 with the fingerprint {mark}; none are found here",)
+
+
+def test_a_custom_norm_rule_is_named_by_its_file():
+    spec = record("selftrain", fields={"rule": "mine(share=0.1)"}).spec
+    spec["method"] = spec["method"] | {"code": "5f"}
+    (line,) = report.command.command(spec, [0], {"rule": "mine.py:Mine"}).lines
+    assert """--methods selftrain """ in line
+    assert 'selftrain.rule="mine.py:Mine(share=0.1)"' in line
+
+
+@pytest.mark.parametrize(("room", "count"), [(3072, 0), (12288, 0), (784, 1)])
+def test_room_for_larger_images_is_not_set_by_hand(room, count):
+    """`tribe run` gives a memory the room that the images need, and never less than the default."""
+    fields = json.loads(json.dumps(encode_fields(tribe.methods.create("rotta", classes=10, room=room))))
+    spec = record("rotta", fields=fields, dataset="live-mnist-c").spec
+    assert report.command.departures(spec) == ({"room": room} if count else {})
+    assert report.command.command(spec, [0]).lines[0].count("rotta.room") == count
+
+
+def test_a_stale_result_is_not_the_one_that_is_shown(tmp_path, monkeypatch, few_digits):
+    monkeypatch.chdir(tmp_path)
+    for folder, seeds in (("a", (0, 1)), ("b", (0,))):
+        options = ("--methods", "source", "--data", few_digits, "--out", f"runs/{folder}", "--seeds", len(seeds))
+        assert tribe_command("run", *SHORT, *options).exit_code == 0
+    (old,) = store.finished("runs/a")
+    environment = json.loads((old.folder / "environment.json").read_text())
+    environment["code"]["method"] = "0" * 16
+    (old.folder / "environment.json").write_text(json.dumps(environment))
+    (path, relation) = report.collect("runs").repeated[0]
+    assert path == f"a/{old.folder.name}/record-0.npz"
+    assert relation.startswith("predicts the same as b/")
+
+
+def test_the_spec_is_there_word_for_word(tmp_path):
+    made = record(note={"deep": [1, 2.5, None], "word": "ü"})
+    report.write(keep(tmp_path / "runs", r=made), tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    (spec,) = re.findall(r"<pre><code>(.*?)</code>", page, re.S)
+    assert json.loads(spec.replace("&quot;", '"')) == {k: v for k, v in made.spec.items() if k != "seed"}
+
+
+def test_a_record_that_does_not_say_how_it_was_made_is_shown_and_the_page_says_so(tmp_path):
+    bare = record()._replace(spec={"method": "tribe", "seed": 0})
+    page = page_of(keep(tmp_path / "runs", r=bare))
+    assert "no data set named" in page.text
+    assert "the record does not say its dataset, model, scenario" in page.text
+
+
+def test_a_calibration_is_named_by_the_beginning_of_its_digest(tmp_path):
+    made = record("tribe+watch", fields={"calibration": {"knowledge": "e2b236fe54ef00fb94dadc7b766440d2"}})
+    page = page_of(keep(tmp_path / "runs", r=made))
+    assert "calibration e2b236fe" in page.text
+    assert "calibration e2b236fe5" not in page.text
+
+
+def test_a_command_says_what_it_needs_and_what_it_cannot_say():
+    spec = record("eata", dataset="folder", fields={"knowledge": {"digest": "a"}, "lr": 0.5, "odd": {"x": 1}}).spec
+    made = report.command.command(spec | {"scenario": {"name": "gli-f", "fields": {"imbalance": None}}}, [2, 0, 1, 7])
+    assert [shlex.split(line)[-6:-2] for line in made.lines] == [
+        ["--seed", "0", "--seeds", "3"],
+        ["--seed", "7", "--seeds", "1"],
+    ]
+    assert "--set eata.lr=0.5" in made.lines[0]
+    assert "--set scenario.imbalance=None" in made.lines[0]
+    assert [note.split(" ")[0] for note in made.notes] == ["eata.odd", "it", "IMAGES"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "set_"), [({"lr": 1e-3}, True), ({"fisher": "sum"}, True), ({"fisher": "mean"}, False), ({}, False)]
+)
+def test_a_record_that_is_older_than_a_field_is_computed_again_as_it_was(fields, set_):
+    fields = fields and {"classes": 10, **fields}
+    (line,) = report.command.command(record("eata", fields=fields).spec, [0]).lines
+    assert ("--set 'eata.fisher=\"sum\"'" in line) == set_, line
+    assert line.count("fisher") == set_
+
+
+@pytest.mark.parametrize("odd", [None, 3, "", [], {}, {"name": 3}, {"name": "tribe", "fields": [1]}, [[{}]], 1e400])
+def test_specs_of_any_form_are_shown(tmp_path, odd):
+    keys = ("method", "dataset", "model", "scenario", "batch", "fields", "seed", "threads", "experiment")
+    runs = {f"r{key}": record(**{key: odd}) if key not in ("method", "seed") else record() for key in keys}
+    runs |= {f"s{key}": (made := record())._replace(spec=made.spec | {key: odd}) for key in ("method", "seed")}
+    runs["fields"] = record(fields={"classes": odd, "gamma": odd, "augment": odd, "knowledge": odd})
+    runs["deep"] = record(scenario={"name": "gli-f", "fields": {"imbalance": odd, "domains": odd}})
+    page = page_of(keep(tmp_path / "runs", **runs))
+    assert "damaged" not in page.text
+
+
+# -- one file that is safe to open ------------------------------------------------------------------------------------
+
+
+def test_nothing_is_loaded_from_anywhere(tmp_path):
+    report.write(keep(tmp_path / "runs", a=record(), b=record("bn")), tmp_path / "report.html")
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    page = Page(text)
+    assert not page.attributes("src")
+    assert {link for link in page.attributes("href") if not link.startswith("#")} == {"data:,"}
+    assert not re.search(r"url\(|@import|//[a-z]+\.|https?:", text)
+    (policy,) = (a["content"] for _, a in page.elements if a.get("http-equiv") == "Content-Security-Policy")
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+
+
+EVIL = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>&amp;\x00\ud800</style></title>"
+
+
+def test_words_from_files_are_only_words(tmp_path):
+    evil = record(
+        EVIL, domains=(EVIL, "b"), fields={EVIL: EVIL}, dataset={"name": EVIL}, model=EVIL, more={EVIL: [EVIL]}
+    )
+    folder = keep(tmp_path / "runs" / "<b>folder", r=evil).parent
+    (folder / "<i>bad.npz").write_bytes(b"<u>")
+    page = page_of(folder)
+    assert page.count("script") == 1
+    assert page.count("style") == 1
+    assert not {"img", "u", "i"} & {name for name, _ in page.elements}
+    assert not any(key.startswith("on") for _, attributes in page.elements for key in attributes)
+    assert "<script>alert(1)</script>" in page.text  # as text
+    assert "<b>folder/r.npz" in page.text
+    assert "<i>bad.npz" in page.text
+
+
+def test_markup_escapes_text_and_attributes_and_nothing_twice():
+    inner = markup.tag("b", "<", title='"')
+    assert inner == '<b title="&quot;">&lt;</b>'
+    assert markup.tag("p", inner, None, [1, "&"]) == '<p><b title="&quot;">&lt;</b>1&amp;</p>'
+    assert markup.tag("p", inner + "x") != markup.tag("p", inner, "x")  # a sum of strings is no markup any more
+
+
+def test_the_same_records_make_the_same_bytes(tmp_path):
+    folder = keep(tmp_path / "runs", b=record("bn"), a=record(), c=record("bn", 1))
+    report.write(folder, tmp_path / "one.html")
+    other = tmp_path / "elsewhere"
+    for file in sorted(folder.iterdir(), reverse=True):
+        other.mkdir(exist_ok=True)
+        shutil.copy(file, other)
+    report.write(other, tmp_path / "two.html")
+    assert (tmp_path / "one.html").read_bytes() == (tmp_path / "two.html").read_bytes()
+
+
+def test_a_hundred_records_make_a_page_of_few_megabytes(tmp_path):
+    runs = {
+        f"r{m}x{i}x{s}": record(
+            f"m{m}", s, images=3000, classes=100, scenario={"name": "s", "fields": {"imbalance": i}}
+        )
+        for m in range(10)
+        for i in range(5)
+        for s in range(2)
+    }
+    report.write(keep(tmp_path / "runs", **runs), tmp_path / "report.html")
+    assert (tmp_path / "report.html").stat().st_size < 3e6
+
+
+# -- bad input --------------------------------------------------------------------------------------------------------
+
+
+def test_damaged_records_are_named_and_the_others_are_shown(tmp_path):
+    folder = keep(tmp_path / "runs", good=record(), cut=record("bn"))
+    whole = (folder / "cut.npz").read_bytes()
+    (folder / "cut.npz").write_bytes(whole[: len(whole) // 2])
+    (folder / "empty.npz").write_bytes(b"")
+    keep(folder, range=record()._replace(prediction=torch.full((600,), 4)), none=record(images=0))
+    result = tribe_report(folder, "-o", tmp_path / "report.html")
+    assert result.exit_code == 1
+    page = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
+    for name in ("cut.npz", "empty.npz", "range.npz", "none.npz"):
+        assert f"{name} is left out" in " ".join(result.stderr.split())
+        assert name in page.text
+    assert "its column prediction holds 4 to 4; expected 0 to 3" in page.text
+    assert [row[0]["text"] for row in page.tables[0][2:]] == ["tribe"]
+
+
+def test_flipped_bytes_never_stop_the_report(tmp_path):
+    folder = keep(tmp_path / "runs", good=record("bn"), r=record(images=50))
+    whole, rng = (folder / "r.npz").read_bytes(), random.Random(0)
+    found = Counter()
+    for _ in range(300):
+        flipped = bytearray(whole)
+        flipped[rng.randrange(len(whole))] ^= 1 << rng.randrange(8)
+        (folder / "r.npz").write_bytes(flipped)
+        found[len(report.collect(folder).damaged)] += 1
+    assert found[1] > 200  # nearly every one is noticed; the rest fell on bytes that mean nothing
+
+
+def test_files_of_other_kinds_are_passed_over(tmp_path):
+    folder = keep(tmp_path / "runs", r=record())
+    labels = [torch.arange(100) % 4]
+    scenarios.save(folder / "schedule.npz", scenarios.create("iid", domains=("fog",)).schedule(labels, 0))
+    (folder / "summary.json").write_text("{not json")
+    result = tribe_report(folder, "-o", tmp_path / "report.html", "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout) == {
+        "report": str(tmp_path / "report.html"),
+        "records": 1,
+        "groups": ["cifar10-c, gli-f, imbalance 100, wrn"],
+        "damaged": {},
+        "repeated": {},
+    }
+
+
+def test_a_record_of_schema_1_is_converted(tmp_path, monkeypatch):
+    new = record(fields={"lr": 0.1}, images_of="x")
+    spec = dict(new.spec, method="tribe", fields={"lr": 0.1}, code="c", model={"name": "wrn", "fingerprint": "f"})
+    monkeypatch.setattr("tribe.experiments.record.SCHEMA", 1)
+    keep(tmp_path / "runs", r=new._replace(spec=spec))
+    monkeypatch.undo()
+    read = tribe.Record.load(tmp_path / "runs" / "r.npz").spec
+    assert read["method"] == {"name": "tribe", "fields": {"lr": 0.1}, "code": "c"}
+    assert (read["model"], read["weights"]) == ({"name": "wrn"}, "f")
+    assert "fields" not in read
+    assert len(report.collect(tmp_path / "runs").groups) == 1
+
+
+def test_results_without_records_are_shown_and_each_file_is_read_once(tmp_path, monkeypatch):
+    """A folder of packs, as `tribe reproduce --keep` writes it."""
+    reads = Counter()
+    read_bytes = json_files.read_bytes
+    monkeypatch.setattr(json_files, "read_bytes", lambda path: reads.update([path.name]) or read_bytes(path))
+    runs = report.collect(ROOT / "results")
+    assert max(reads.values()) == 1
+    played = [p for group in runs.groups for row in group.rows for p in row.played]
+    assert not runs.damaged
+    assert not runs.repeated
+    found = {result.experiment.id: result for result in store.finished(ROOT / "results")}
+    assert len(played) == len(found)
+    for p in played:
+        assert found[p.spec["experiment"]].values("instance_error") == [p.scores["instance_error"]]
+    folder = tmp_path / "some"
+    folder.mkdir()
+    lines = (ROOT / "results" / "mnist-c-cpu.jsonl").read_text()
+    (folder / "mnist-c-cpu.jsonl").write_text(lines + "torn\n")
+    page = page_of(folder)
+    assert "No records were kept of" in page.text
+    assert "Error per domain" in page.text
+    assert "Error over time" not in page.text
+    assert f"mnist-c-cpu.jsonl, line {lines.count(chr(10)) + 1}" in page.text
+
+
+def test_results_without_records_in_folders_are_shown_beside_records(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    data, stream = ComponentSpec("live-mnist-c", {"corruptions": ["impulse_noise"]}), ComponentSpec("gli-f")
+    for method in ("source", "bn"):
+        run_experiment(Experiment.of(data, "compact", stream, method), "runs")
+    whole = report.collect("runs")
+    (results("runs")["bn"].folder / "record-0.npz").unlink()
+    page = page_of(tmp_path / "runs")
+    (group,) = report.collect("runs").groups
+    assert [len(row.records) for row in group.rows] == [1, 0]
+    assert "No records were kept of bn:" in page.text
+    before, after = ([scores.score(row, scores.INSTANCE) for row in g.rows] for g in (whole.groups[0], group))
+    assert before == after
+    store.keep("runs", "runs/packed")
+    assert {reason.partition(" ")[0] for _, reason in report.collect("runs").repeated} == {"predicts"}
+
+
+def test_a_record_of_a_newer_version_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("tribe.experiments.record.SCHEMA", 3)
+    folder = keep(tmp_path / "runs", r=record())
+    monkeypatch.undo()
+    (damaged,) = report.collect(folder).damaged
+    assert damaged == ("r.npz", "the file is of format tribe-record 3; this reads tribe-record 2")
+
+
+@pytest.mark.parametrize(
+    ("make", "out", "words"),
+    [
+        (lambda runs: None, "report.html", "there is no folder"),
+        (lambda runs: runs.mkdir(), "report.html", "there is no record or result under"),
+        (lambda runs: keep(runs, r=record()), "nowhere/report.html", "there is no folder"),
+        (lambda runs: keep(runs, r=record()), "runs/r.npz", "a report ends in .html"),
+    ],
+)
+def test_what_cannot_be_done_is_said_and_nothing_is_lost(tmp_path, make, out, words):
+    make(tmp_path / "runs")
+    (tmp_path / "report.html").write_text("older")
+    before = sorted(tmp_path.rglob("*"))
+    result = tribe_report(tmp_path / "runs", "-o", tmp_path / out)
+    assert result.exit_code == 2
+    assert words in " ".join(result.stderr.split())
+    assert sorted(tmp_path.rglob("*")) == before
+    assert (tmp_path / "report.html").read_text() == "older"
+    if (tmp_path / "runs" / "r.npz").exists():
+        tribe.Record.load(tmp_path / "runs" / "r.npz")
+
+
+def test_a_result_without_times_is_on_the_page_without_a_point_in_the_chart_of_cost(tmp_path):
+    line = json.loads((ROOT / "results/mnist-c-cpu.jsonl").read_bytes().splitlines()[0])
+    line["environment"]["seconds_per_image"] = {}
+    (tmp_path / "mnist-c-cpu.jsonl").write_text(json.dumps(line) + "\n")
+    runs = report.write(tmp_path, tmp_path / "page.html")
+    assert len(runs.groups) == 1
+    assert not runs.damaged
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [("domain_error", {}), ("class_counts", {}), ("instance_error", 1.5), ("instance_error", -1), ("images", 2**70)],
+)
+def test_a_result_whose_metrics_cannot_be_is_named_as_damaged(tmp_path, place, value):
+    line = json.loads((ROOT / "results/mnist-c-cpu.jsonl").read_bytes().splitlines()[0])
+    for of_seed in line["metrics"].values():
+        of_seed[place] = value
+    (tmp_path / "mnist-c-cpu.jsonl").write_text(json.dumps(line) + "\n")
+    ((_, reason),) = report.write(tmp_path, tmp_path / "page.html").damaged
+    assert "damaged" in reason

@@ -1,0 +1,257 @@
+"""Images that are refused, bad, padded or out of range: the error helps, and the state survives."""
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tribe
+from networks import batch, learner
+from tribe.core.screening import sound
+from tribe.core.state import leaves
+from tribe.testing import CLASSES, images, ready, small_network
+
+
+def adapter(streams=1, **fields):
+    made = tribe.adapt(small_network(), streams=streams, **fields)
+    made(images(streams, 6) if streams > 1 else batch())
+    return made
+
+
+class TupleOutput(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = small_network()
+
+    def forward(self, x):
+        return self.net(x), None
+
+
+IMAGES = {
+    "a numpy array": (np.zeros((2, 3, 8, 8), np.float32), TypeError, "expected a tensor.*ndarray.*from_numpy"),
+    "a list": ([1.0], TypeError, "expected a tensor of images; got list"),
+    "bytes as pixels": (torch.zeros(2, 3, 8, 8, dtype=torch.uint8), TypeError, r"uint8.*\.float\(\) / 255"),
+    "integers": (torch.zeros(2, 3, 8, 8, dtype=torch.int64), TypeError, "int64; expected floating point"),
+    "booleans": (torch.zeros(2, 3, 8, 8, dtype=torch.bool), TypeError, "bool; expected floating point"),
+    "complex numbers": (torch.zeros(2, 3, 8, 8, dtype=torch.complex64), TypeError, "complex64; expected"),
+    "a scalar": (torch.tensor(0.5), ValueError, r"expected images \(B, ...\)"),
+    "one axis": (torch.rand(3), ValueError, r"expected images \(B, ...\); got \(3,\)"),
+    "grey images for a colour network": (torch.rand(2, 1, 8, 8), ValueError, "first layer takes 3 channels"),
+    "channels last": (torch.rand(2, 8, 8, 3), ValueError, "first layer takes 3 channels"),
+    "one image without a batch": (torch.rand(3, 8, 8), ValueError, "batches with 4 axes"),
+    "video for an image network": (torch.rand(2, 4, 3, 8, 8), ValueError, "batches with 4 axes"),
+    "images without pixels": (torch.rand(2, 3, 0, 8), ValueError, r"could not take images of shape \(3, 0, 8\)"),
+    "images on another device": (torch.rand(2, 3, 8, 8, device="meta"), ValueError, "on meta, the network on cpu"),
+}
+
+
+@pytest.mark.parametrize("call", ["__call__", "predict", "learn"])
+@pytest.mark.parametrize("case", IMAGES)
+def test_images(case, call):
+    x, error, message = IMAGES[case]
+    model = adapter()
+    before = model.digest()
+    with pytest.raises(error, match=message):
+        getattr(model, call)(x)
+    assert model.digest() == before
+    assert model(batch()).isfinite().all(), "and it goes on"
+
+
+STREAMS = {
+    "a batch for one stream": (torch.rand(6, 3, 8, 8), r"expected images \(2, B, ...\): one row of images a stream"),
+    "too many streams": (torch.rand(3, 6, 3, 8, 8), r"got \(3, 6, 3, 8, 8\)"),
+}
+
+
+@pytest.mark.parametrize("case", STREAMS)
+def test_images_of_several_streams(case):
+    x, message = STREAMS[case]
+    model = adapter(streams=2)
+    before = model.digest()
+    with pytest.raises(ValueError, match=message):
+        model(x)
+    assert model.digest() == before
+
+
+def _failing(x):
+    raise RuntimeError("no such image")
+
+
+AUGMENTATIONS = {
+    "it changes the shape": (lambda x: x[:, :, ::2], ValueError, r"augment turned images of shape \(6, 3, 8, 8\)"),
+    "it fails": (_failing, RuntimeError, "no such image"),
+    "it returns no tensor": (lambda x: None, ValueError, r"augment turned .* into NoneType; expected the same"),
+}
+
+
+@pytest.mark.parametrize("case", AUGMENTATIONS)
+def test_augmentations(case):
+    augment, error, message = AUGMENTATIONS[case]
+    model = tribe.adapt(small_network(), augment=augment)
+    before = model.digest()
+    with pytest.raises(error, match=message):
+        model(batch())
+    assert model.digest() == before
+
+
+def test_the_default_augmentation_wants_images():
+    net = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    model = tribe.adapt(net)
+    before = model.digest()
+    with pytest.raises(ValueError, match="augment="):
+        model(torch.rand(4, 5))
+    assert model.digest() == before
+
+
+def test_outputs_that_are_no_logits():
+    with pytest.raises(TypeError, match="returned tuple; expected logits"):
+        tribe.adapt(TupleOutput())(batch())
+
+
+def test_an_empty_batch_returns_empty_logits():
+    model, many = adapter(), adapter(streams=2)
+    before = model.digest()
+    assert model(torch.rand(0, 3, 8, 8)).shape == (0, CLASSES)
+    assert model.predict(torch.rand(0, 3, 8, 8)).shape == (0, CLASSES)
+    assert many(torch.rand(2, 0, 3, 8, 8)).shape == (2, 0, CLASSES)
+    assert model.digest() == before
+
+
+@pytest.mark.parametrize("method", tribe.methods.names())
+def test_a_batch_of_one(method):
+    model = tribe.adapt(small_network(), ready(method))
+    for seed in range(3):
+        assert model(batch(seed, 1)).isfinite().all()
+
+
+def test_other_floating_precisions_are_converted():
+    model, other = adapter(), adapter()
+    assert torch.equal(model(batch(1).double()), other(batch(1)))
+
+
+@pytest.mark.parametrize(
+    ("scale", "shift", "cause"),
+    [(255, 0, "divide by 255"), (4, -2, "normalised already.*Normalize"), (1.5, 0, "scaled")],
+)
+def test_values_outside_the_range_are_told_once(scale, shift, cause):
+    model = adapter()
+    with pytest.warns(UserWarning, match=cause) as caught:
+        model(batch() / batch().max() * scale + shift)
+    assert len(caught) == 1
+    assert caught[0].filename == __file__, "the warning points at the caller"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(batch() * scale + shift)
+
+
+def test_a_network_that_gives_probabilities_is_told_of_once(recwarn):
+    adapter = learner(nn.Sequential(small_network(), nn.Softmax(-1)))
+    adapter.predict(torch.full((2, 3, 8, 8), torch.nan))
+    assert not recwarn
+    for seed in range(3):
+        adapter(batch(seed))
+    (told,) = recwarn
+    assert "Remove its Softmax" in str(told.message)
+    assert told.filename == __file__
+
+
+def test_padding_does_not_hide_that_a_network_gives_probabilities(recwarn):
+    adapter = learner(nn.Sequential(small_network(), nn.Softmax(-1)))
+    adapter(batch(), valid=torch.arange(len(batch())) > 0)
+    assert "Remove its Softmax" in str(recwarn.pop().message)
+
+
+def test_poison_everywhere_touches_nothing():
+    model = adapter()
+    before = model.snapshot().state
+    logits = model(torch.full((4, 3, 8, 8), float("nan")))
+    assert (logits == 0).all()
+    after = model.state
+    assert int(after.info.skipped) == 4
+    assert tribe.core.state.digest(after._replace(info=before.info)) == tribe.core.state.digest(before)
+
+
+@pytest.mark.parametrize("value", [float("nan"), 3e19, -2e6])
+@pytest.mark.parametrize("method", tribe.methods.names())
+def test_one_bad_image_does_not_kill_a_stream(method, value):
+    model = tribe.adapt(small_network(), ready(method))
+    x = batch()
+    x[2] = value
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # the others are in range: nothing to say about scaling
+        assert model(x).isfinite().all()
+    assert (model.info[0].skipped, model.info[0].poisoned) == (1, (2,))
+    for seed in range(3):
+        assert model(batch(seed)).isfinite().all()
+    assert all(t.isfinite().all() for t in tribe.core.state.leaves(model.state).values())
+
+
+@pytest.mark.filterwarnings("ignore:images reach")
+@pytest.mark.parametrize(("dtype", "largest"), [(torch.float32, 1e6), (torch.bfloat16, 1e6), (torch.float16, 255.0)])
+@pytest.mark.parametrize("method", ["tribe", "selftrain", "note", "tent", "rotta"])
+def test_a_large_image_that_counts_leaves_the_state_finite(method, dtype, largest):
+    model = tribe.adapt(small_network(dtype=dtype), ready(method))
+    x = batch().to(dtype)
+    x[0], x[1] = largest, -largest
+    x[2] = 1.02 * largest
+    for _ in range(3):
+        assert model(x).isfinite().all()
+    assert model.info[0].poisoned == (2,)
+    assert model(batch().to(dtype)).isfinite().all()
+    assert all(t.isfinite().all() for t in tribe.core.state.leaves(model.state).values())
+
+
+def test_the_limit_follows_the_precision_of_autocast():
+    x = torch.full((1, 1, 3, 8, 8), 1000.0)
+    assert sound(x).all()
+    with torch.autocast("cpu", torch.float16):
+        assert not sound(x).any()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert sound(x).all()
+
+
+METHODS = tribe.methods.names()
+
+
+class Tagged(Tensor):
+    """A tensor with a type of its own, as image libraries have."""
+
+
+def test_a_subclass_of_tensor_leaves_no_trace():
+    adapter, plain = learner(small_network()), learner(small_network())
+    assert type(adapter(batch().as_subclass(Tagged))) is Tensor
+    plain(batch())
+    assert {type(t) for t in leaves(adapter.state).values()} == {Tensor}
+    assert adapter.digest() == plain.digest()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_padding_that_is_marked_touches_nothing_and_is_not_counted(method):
+    adapter, alone = (tribe.adapt(small_network(), ready(method), streams=2) for _ in range(2))
+    x = images(2, 6, 0)
+    valid = torch.ones(2, 6, dtype=torch.bool)
+    valid[1] = False  # this camera has no frames now
+    padded = x.clone()
+    padded[1] = torch.nan
+    told = adapter(padded, valid)
+    alone(padded)
+    assert [info.images for info in adapter.info] == [6, 0]
+    assert [info.skipped for info in adapter.info] == [0, 0]
+    assert [info.poisoned for info in adapter.info] == [(), ()]
+    assert [info.skipped for info in alone.info] == [0, 6]
+    assert torch.equal(told[1], told[1, :1, :1].expand_as(told[1])), "all classes alike"
+    assert torch.equal(adapter.predict(x, valid)[0], alone.predict(x)[0])
+    assert torch.equal(adapter.predict(x, valid)[1], told[1])
+
+
+@pytest.mark.parametrize(
+    "valid", [torch.ones(6), torch.ones(5, dtype=torch.bool), torch.ones(1, 6, dtype=torch.bool), [True] * 6]
+)
+def test_a_mask_that_does_not_fit_is_refused(valid):
+    adapter = learner(small_network())
+    before = adapter.digest()
+    with pytest.raises(ValueError, match=r"valid is a tensor of booleans, one for each image, of shape \(6,\)"):
+        adapter(batch(), valid)
+    assert adapter.digest() == before

@@ -1,0 +1,201 @@
+"""States that are kept: saved, cast, loaded into adapters that share a network, snapshots that do not fit."""
+
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import tribe
+from networks import Counting, batch, learner
+from tribe.core.backbone import Backbone
+from tribe.core.state import leaves
+from tribe.testing import images, informed, ready, small_network
+
+METHODS = tribe.methods.names()
+
+PLAIN = [name for name in METHODS if tribe.methods.get(name).needs is None]
+
+
+COMPOSED = ["tribe+watch", "tribe+guard", "rotta+time", "tent+guard+time"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("method", COMPOSED)
+def test_an_adapter_with_parts_that_was_cast_can_be_loaded(tmp_path, method, dtype):
+    """What watches keeps sums in float64 and numbers in float32, whatever the network's precision is."""
+    adapter = tribe.adapt(small_network(), tribe.methods.create(method, classes=4))
+    adapter(batch())
+    adapter.to(dtype)
+    adapter(batch(1))
+    adapter.save(tmp_path / "a")
+    resumed = tribe.load(tmp_path / "a", Backbone(small_network()).to(dtype))
+    assert resumed.digest() == adapter.digest()
+    fleet = tribe.fleet(Backbone(small_network()).to(dtype), tribe.methods.create(method, classes=4))
+    fleet.load("camera", tmp_path / "a")
+    assert torch.equal(fleet({"camera": batch(2)})["camera"], resumed(batch(2)))
+    adapter(batch(2))
+    assert resumed.digest() == adapter.digest()
+
+
+@pytest.mark.parametrize("method", ["tribe", *COMPOSED])
+def test_an_adapter_goes_through_pickle(method):
+    adapter = tribe.adapt(small_network(), tribe.methods.create(method, classes=4))
+    adapter(batch())
+    again = pickle.loads(pickle.dumps(adapter))
+    assert again.method == adapter.method
+    assert type(again.method) is type(adapter.method)
+    assert torch.equal(again(batch(1)), adapter(batch(1)))
+
+
+def test_a_network_that_counts_is_known_again(tmp_path):
+    net = Counting()
+    adapter = learner(net)
+    adapter(batch())
+    adapter.save(tmp_path / "a")
+    assert tribe.load(tmp_path / "a", net).digest() == adapter.digest()
+    other = Counting()
+    other.passes += 1
+    with pytest.raises(tribe.StateFileError, match="another model"):
+        tribe.load(tmp_path / "a", other)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_adapter_that_was_cast_keeps_what_one_of_a_cast_network_keeps(method):
+    cast = tribe.adapt(small_network(), ready(method)).to(torch.bfloat16)
+    net = Backbone(small_network()).to(torch.bfloat16)
+    made = tribe.adapt(net, informed(cast.method, net))
+    assert {n: t.dtype for n, t in leaves(cast.state).items()} == {n: t.dtype for n, t in leaves(made.state).items()}
+
+
+@pytest.mark.parametrize("method", PLAIN)
+def test_an_adapter_that_was_cast_can_be_loaded(tmp_path, method):
+    adapter = tribe.adapt(small_network(), ready(method)).to(torch.bfloat16)
+    adapter(batch())
+    adapter.save(tmp_path / "a")
+    with pytest.raises(tribe.StateFileError, match=r"tribe\.Backbone\(net\)\.to\(torch\.bfloat16\)"):
+        tribe.load(tmp_path / "a", small_network())
+    resumed = tribe.load(tmp_path / "a", Backbone(small_network()).to(torch.bfloat16))
+    for seed in range(1, 3):
+        assert torch.equal(resumed(batch(seed)), adapter(batch(seed)))
+    assert resumed.digest() == adapter.digest()
+
+
+def test_other_weights_of_a_state_dict_do_not_reach_adapters_that_share_the_network():
+    shared = Backbone(small_network())
+    one, two = learner(shared), learner(shared)
+    before, kept = two.predict(batch()), two.snapshot()
+    other = learner(small_network(seed=1))
+    other(batch())
+    one.load_state_dict(other.state_dict())
+    assert torch.equal(one.predict(batch(9)), other.predict(batch(9)))
+    assert torch.equal(two.predict(batch()), before)
+    assert torch.equal(two.restore(kept).predict(batch()), before)
+    assert one.net.fingerprint() == other.net.fingerprint()
+    with pytest.raises(ValueError, match="another network"):
+        one.restore(kept)
+
+
+def test_equal_weights_of_a_state_dict_are_not_written():
+    shared = Backbone(small_network())
+    one, two = learner(shared), learner(shared)
+    versions = [t._version for t in (*shared.parameters(), *shared.buffers())]
+    one.load_state_dict(two.state_dict())
+    assert one.net is shared
+    assert [t._version for t in (*shared.parameters(), *shared.buffers())] == versions
+
+
+def test_a_state_dict_of_another_network_is_refused_where_source_knowledge_belongs_to_this_one():
+    adapter = tribe.adapt(small_network(), ready("ttac"))
+    before, net = adapter.digest(), adapter.net
+    given = {k: t + 0.1 if k.startswith("net.model") else t for k, t in adapter.state_dict().items()}
+    with pytest.raises(tribe.knowledge.KnowledgeError, match="belongs to another network"):
+        adapter.load_state_dict(given)
+    assert adapter.digest() == before
+    assert adapter.net is net
+
+
+def test_an_adapter_whose_network_was_cast_by_another_says_so():
+    shared = Backbone(small_network())
+    one, two = learner(shared), learner(shared)
+    one(batch()), two(batch())
+    before = two.digest()
+    one.double()
+    with pytest.raises(RuntimeError, match=r"was moved or cast. Call \.to\(\) on this one, too"):
+        two(batch())
+    assert two.digest() == before
+    two.double()
+    assert torch.equal(one(batch(1)), two(batch(1)))
+
+
+def test_numbers_that_are_not_finite_are_refused_before_anything_learns():
+    net = Counting()
+    net.aux = nn.BatchNorm2d(4)
+    net.aux.running_var.fill_(torch.nan)
+    with pytest.raises(ValueError, match=r"not finite \(aux\.running_var\)"):
+        learner(net)
+    adapter = learner(small_network())
+    given = {k: t / 0 if k.startswith("net.origin.affine") else t for k, t in adapter.state_dict().items()}
+    with pytest.raises(ValueError, match=r"not finite \(1\.weight, 4\.weight"):
+        adapter.load_state_dict(given)
+
+
+def adapter(streams=1, **fields):
+    made = tribe.adapt(small_network(), streams=streams, **fields)
+    made(images(streams, 6) if streams > 1 else batch())
+    return made
+
+
+LIFE = {
+    "reset a stream that is not there": (lambda a: a.reset(stream=2), IndexError, "stream 2: .* streams 0 to 1"),
+    "reset a fraction of a stream": (lambda a: a.reset(stream=0.5), IndexError, "stream 0.5"),
+    "reset a stream below zero": (lambda a: a.reset(stream=-3), IndexError, "stream -3"),
+    "export a stream that is not there": (lambda a: a.export(stream=9), IndexError, "stream 9"),
+    "export without saying which": (lambda a: a.export(), ValueError, "which of the 2 streams"),
+    "restore what is no snapshot": (lambda a: a.restore({}), TypeError, "what snapshot.. gave; got dict"),
+    "restore another method's snapshot": (
+        lambda a: a.restore(adapter(streams=2, lr=0.5).snapshot()),
+        ValueError,
+        "the snapshot was taken with",
+    ),
+    "restore a snapshot of other streams": (
+        lambda a: a.restore(adapter(streams=3).snapshot()),
+        ValueError,
+        "another number of streams",
+    ),
+    "restore a snapshot of another network": (
+        lambda a: a.restore(tribe.adapt(small_network(seed=1), streams=2).snapshot()),
+        ValueError,
+        "taken on another network",
+    ),
+    "load the state dict of other streams": (
+        lambda a: a.load_state_dict(adapter(streams=3).state_dict()),
+        RuntimeError,
+        "number of streams.*Nothing was loaded",
+    ),
+    "load a state dict of lists": (
+        lambda a: a.load_state_dict({k: t.tolist() for k, t in a.state_dict().items()}, assign=True),
+        RuntimeError,
+        "no tensor. Nothing was loaded",
+    ),
+    "load a state dict that is not finite": (
+        lambda a: a.load_state_dict({k: t / 0 if "affine" in k else t for k, t in a.state_dict().items()}),
+        RuntimeError,
+        r"a state that is not finite \(affine.bias, affine.weight.* Nothing was loaded",
+    ),
+    "load the state dict of another method": (
+        lambda a: a.load_state_dict(tribe.adapt(small_network(), "tent", streams=2).state_dict()),
+        RuntimeError,
+        "Nothing was loaded",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LIFE)
+def test_life_cycle(case):
+    act, error, message = LIFE[case]
+    model = adapter(streams=2)
+    before = model.digest()
+    with pytest.raises(error, match=message):
+        act(model)
+    assert model.digest() == before

@@ -1,0 +1,356 @@
+"""Adapters with a time filter: what an engineer with a camera calls."""
+
+import pytest
+import torch
+from torch import nn
+
+import tribe
+from tribe.core.state import digest, leaves
+from tribe.filters.cofa import Cofa
+from tribe.filters.markov import Markov
+from tribe.testing import labels_in_bursts, predictions, small_network
+
+CLASSES = 4
+
+
+def reader():
+    """A network that reads its logits from its images: the mean of channel k says how likely class k is."""
+    model = nn.Sequential(nn.BatchNorm2d(CLASSES), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(CLASSES, CLASSES))
+    with torch.no_grad():
+        model[-1].weight.copy_(40 * torch.eye(CLASSES))
+        model[-1].bias.fill_(-20)
+    return model.eval()
+
+
+def camera(streams=1, images=200, stay=0.95, seed=0):
+    """Images (S, N, 4, 2, 2) in [0, 1] for that network, in bursts, and their labels (S, N)."""
+    labels = labels_in_bursts(streams, images, CLASSES, stay, seed=seed)
+    logits = predictions(labels, CLASSES, margin=2, seed=seed).clamp(-19, 19)
+    pixels = (logits.float() / 40 + 0.5)[..., None, None].expand(-1, -1, -1, 2, 2)
+    return pixels + 0.005 * torch.tensor([[1.0, -1.0], [-1.0, 1.0]]), labels
+
+
+def answer(adapter, images, batch=20, **given):
+    """Call the adapter batch by batch, over the last axis but the image's."""
+    axis = images.dim() - 4
+    return torch.cat([adapter(x, **given) for x in images.split(batch, axis)], axis)
+
+
+def errors(logits, labels):
+    return (logits.argmax(-1) != labels).float().mean().item()
+
+
+# -- making one --------------------------------------------------------------------------------------------------------
+
+
+def test_it_helps_in_bursts_and_says_so():
+    (x,), (labels,) = camera(images=400)
+    plain, timed = tribe.adapt(reader(), "source"), tribe.adapt(reader(), "source", time="auto")
+    assert timed.method.name == "source+time"
+    assert timed.time[0].on is False
+    without, with_it = answer(plain, x), answer(timed, x)
+    assert errors(with_it[100:], labels[100:]) < 0.5 * errors(without[100:], labels[100:])
+    assert plain.time is None
+    (info,) = timed.time
+    assert info.on
+    assert info.burst > 3  # it starts at 2
+    assert info.evidence > 10
+    assert tribe.adapt(reader(), "source", time="cofa").time is None  # it has nothing to report
+
+
+def test_a_name_an_object_and_a_method_give_the_same_filter():
+    (x,), _ = camera(images=60)
+    made = [
+        tribe.adapt(reader(), "tent", time="auto"),
+        tribe.adapt(reader(), "tent", time="time"),
+        tribe.adapt(reader(), "tent", time=Markov()),
+        tribe.adapt(reader(), "tent+time"),
+        tribe.adapt(reader(), tribe.methods.create("tent+time", classes=CLASSES)),
+        tribe.adapt(reader(), tribe.methods.create("tent", classes=CLASSES), time="auto"),
+    ]
+    answers = [answer(adapter, x) for adapter in made]
+    assert all(torch.equal(other, answers[0]) for other in answers[1:])
+    assert len({adapter.digest() for adapter in made}) == 1
+    whole = tribe.adapt(reader(), "tent", time=Markov(within="batch"))
+    assert whole.method == tribe.adapt(reader(), "tent+time", within="batch").method
+
+
+@pytest.mark.parametrize("given", [{"time": "auto"}, {"guard": True}, {"health": True, "time": "cofa"}], ids=str)
+@pytest.mark.parametrize("make", [tribe.adapt, tribe.fleet])
+def test_a_method_that_is_built_is_told_the_number_of_classes(make, given):
+    """For a network that does not tell it."""
+    headless = nn.Sequential(nn.Conv2d(3, CLASSES, 3), nn.BatchNorm2d(CLASSES), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    made = make(headless, tribe.methods.create("source"), classes=CLASSES, **given)
+    assert made.method == make(headless, "source", classes=CLASSES, **given).method
+    with pytest.raises(ValueError, match="the method was built for 5 classes; the network has 4"):
+        make(headless, tribe.methods.create("source", classes=5), classes=CLASSES, **given)
+
+
+@pytest.mark.parametrize(
+    ("method", "given", "words"),
+    [
+        ("tent", {"time": "tiem"}, r"time filter 'tiem'.*'time'"),
+        ("tent+tiem", {}, r"time filter 'tiem'.*'time'"),
+        ("tent+time", {"time": "auto"}, r"tent\+time has a time filter already"),
+        ("source", {"time": Markov(training_shares=(1, 1))}, "training_shares has 2 shares; the network has 4 classes"),
+    ],
+    ids=str,
+)
+def test_a_wrong_filter_is_refused_in_words(method, given, words):
+    with pytest.raises(ValueError, match=words):
+        tribe.adapt(reader(), method, **given)
+
+
+class TwoHeads(nn.Module):
+    """The last Linear layer, with 7 outputs, does not classify; the one before, with 4, does."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.head, self.other = nn.BatchNorm2d(CLASSES), nn.Linear(CLASSES, CLASSES), nn.Linear(CLASSES, 7)
+
+    def forward(self, x):
+        return self.head(self.norm(x).mean((2, 3)))
+
+
+@pytest.mark.parametrize("rule", ["auto", "cofa"])
+def test_a_layer_that_was_wrongly_taken_to_classify_is_named(rule):
+    """Before the filter fails with the sizes of its tensors."""
+    (x,), _ = camera(images=6)
+    words = "the network gives 4 classes; the adapter was made for 7, the outputs of its layer 'other'"
+    adapter, fleet = tribe.adapt(TwoHeads(), "tent", time=rule), tribe.fleet(TwoHeads(), "tent", time=rule)
+    fleet.add("door")
+    for call in (adapter, adapter.predict):
+        with pytest.raises(ValueError, match=words):
+            call(x)
+    for call in (fleet, fleet.predict):
+        with pytest.raises(ValueError, match=words):
+            call({"door": x})
+    named = tribe.Backbone(TwoHeads(), classifier="head")
+    assert tribe.adapt(named, "tent", time=rule)(x).shape == (6, CLASSES)
+
+
+# -- life cycle --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", [Markov(within="batch"), Cofa()], ids=["time", "cofa"])
+def test_it_is_saved_and_resumes_bit_for_bit(rule, tmp_path):
+    x, _ = camera(streams=2, images=160)
+    whole, half = (tribe.adapt(reader(), "tribe", time=rule, streams=2) for _ in range(2))
+    wanted = answer(whole, x)
+    answer(half, x[:, :80])
+    half.save(tmp_path / "half")
+    resumed = tribe.load(tmp_path / "half", reader())
+    assert resumed.method == half.method
+    assert resumed.time == half.time
+    assert torch.equal(answer(resumed, x[:, 80:]), wanted[:, 80:])
+    assert resumed.digest() == whole.digest()
+
+
+def test_snapshots_and_state_dicts_hold_the_filter():
+    (x,), _ = camera(images=120)
+    adapter, other = (tribe.adapt(reader(), "source", time="auto") for _ in range(2))
+    answer(adapter, x[:80])
+    kept, weights, before = adapter.snapshot(), adapter.state_dict(), adapter.digest()
+    wanted = answer(adapter, x[80:])
+    adapter.restore(kept)
+    assert adapter.digest() == before
+    assert torch.equal(answer(adapter, x[80:]), wanted)
+    other.load_state_dict(weights)
+    assert torch.equal(answer(other, x[80:]), wanted)
+
+
+def test_a_frozen_adapter_goes_on_filtering():
+    (x,), (labels,) = camera(images=240)
+    adapter = tribe.adapt(reader(), "tribe", time="auto")
+    answer(adapter, x[:100])
+    before = digest(adapter.state.inner)
+    images = int(adapter.state.time.images)
+    adapter.freeze()
+    frozen = answer(adapter, x[100:])
+    assert digest(adapter.state.inner) == before
+    assert int(adapter.state.time.images) == images + 140
+    assert adapter.time[0].on
+    plain = tribe.adapt(reader(), "source").predict(x[100:])
+    assert errors(frozen, labels[100:]) < errors(plain, labels[100:])
+    adapter.unfreeze()
+    answer(adapter, x[:20])
+    assert digest(adapter.state.inner) != before
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_predict_answers_as_the_next_call_and_changes_nothing(frozen):
+    (x,), _ = camera(images=140)
+    adapter = tribe.adapt(reader(), "source", time="auto")
+    answer(adapter, x[:100])
+    if frozen:
+        adapter.freeze()
+    before, report = adapter.digest(), adapter.time
+    predicted = adapter.predict(x[100:])
+    assert torch.equal(adapter.predict(x[100:]), predicted)
+    assert adapter.digest() == before
+    assert adapter.time == report
+    assert torch.equal(adapter(x[100:]), predicted)
+    assert adapter.digest() != before
+
+
+def test_a_stream_is_reset_with_its_filter():
+    x, _ = camera(streams=3, images=100)
+    adapter = tribe.adapt(reader(), "tribe", time="auto", streams=3)
+    fresh = leaves(adapter.state.time)
+    answer(adapter, x)
+    before = {name: t.clone() for name, t in leaves(adapter.state.time).items()}
+    adapter.reset(stream=1)
+    for name, t in leaves(adapter.state.time).items():
+        assert torch.equal(t[1], fresh[name][1]), name
+        assert torch.equal(t[[0, 2]], before[name][[0, 2]]), name
+    assert [info.on for info in adapter.time] == [True, False, True]
+    adapter.reset()
+    assert digest(adapter.state.time) == digest(tribe.adapt(reader(), "tribe", time="auto", streams=3).state.time)
+
+
+def test_export_is_refused_in_words():
+    with pytest.raises(
+        ValueError, match=r"source\+time cannot be exported.*filters its predictions over time.*freeze\(\).*save\(\)"
+    ):
+        tribe.adapt(small_network(), "source", time="auto").export()
+
+
+def test_a_filter_follows_its_adapter_to_another_precision():
+    (x,), _ = camera(images=60)
+    adapter = tribe.adapt(reader(), "source", time="auto").double()
+    assert answer(adapter, x.double()).dtype == torch.float64
+    assert adapter.state.time.belief.dtype == torch.float64
+    assert adapter.half().state.time.belief.dtype == torch.float32
+
+
+# -- order -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["source", "tribe"])
+def test_order_gives_the_order_in_time(method):
+    """Answers come back in the order of the images, and are those of the sorted batch."""
+    x, _ = camera(streams=2, images=120)
+    sorted_, mixed = (tribe.adapt(reader(), method, time="auto", streams=2) for _ in range(2))
+    for i, batch in enumerate(x.split(30, 1)):
+        wanted = sorted_(batch)
+        shuffle = torch.stack([torch.randperm(30, generator=torch.Generator().manual_seed(i + s)) for s in range(2)])
+        scrambled = torch.stack([batch[s, shuffle[s]] for s in range(2)])
+        times = 100 * i + shuffle * 0.5  # the image at place p is number shuffle[p] in time
+        assert torch.equal(mixed(scrambled, order=times), torch.stack([wanted[s, shuffle[s]] for s in range(2)]))
+    assert mixed.digest() == sorted_.digest()
+
+
+def test_order_carries_the_mask_and_bad_images_along():
+    (x,), _ = camera(images=90)
+    adapter, mixed = (tribe.adapt(reader(), "source", time="auto") for _ in range(2))
+    x[40] = torch.nan
+    valid = torch.arange(90) % 7 != 3
+    back = torch.arange(90).flip(0)
+    wanted = adapter(x, valid)
+    answers = mixed(x.flip(0), valid.flip(0), order=back)
+    assert torch.equal(answers, wanted.flip(0))
+    assert (adapter.info[0].poisoned, mixed.info[0].poisoned) == ((40,), (49,))
+    assert mixed.info[0].skipped == 1
+    ties = tribe.adapt(reader(), "source", time="auto")
+    assert torch.equal(ties(x, valid, order=torch.zeros(90, dtype=torch.int64)), wanted)  # ties keep their order
+
+
+@pytest.mark.parametrize("method", ["source", "tribe"])
+def test_padding_has_no_time(method):
+    """Whatever ``order`` says of it, NaN too."""
+    (x,), _ = camera(images=60)
+    valid = torch.arange(60) % 7 != 3
+    times = torch.arange(60.0).flip(0)
+    answers = []
+    for none in (torch.nan, 0.0, torch.inf):
+        adapter = tribe.adapt(reader(), method, time="auto")
+        answers.append((adapter(x, valid, order=times.where(valid, none)), adapter.digest()))
+    for logits, digest_ in answers[1:]:
+        assert torch.equal(logits, answers[0][0])
+        assert digest_ == answers[0][1]
+    with pytest.raises(ValueError, match="order holds NaN"):
+        adapter(x, valid, order=times.where(~valid, torch.nan))
+
+
+def test_predict_and_learn_take_an_order():
+    (x,), _ = camera(images=240)
+    one, other = (tribe.adapt(reader(), "source", time="auto") for _ in range(2))
+    back = torch.arange(120).flip(0)
+    one.learn(x[:120])
+    other.learn(x[:120].flip(0), order=back)
+    assert other.digest() == one.digest()
+    assert one.time[0].on
+    assert torch.equal(other.predict(x[120:].flip(0), order=back), one.predict(x[120:]).flip(0))
+    assert not torch.equal(other.predict(x[120:].flip(0)), one.predict(x[120:]).flip(0))
+
+
+@pytest.mark.parametrize(
+    ("order", "words"),
+    [
+        (torch.arange(5), r"one for each image, of shape \(6,\); got torch.int64 of shape \(5,\)"),
+        (torch.arange(6).view(1, 6), r"of shape \(6,\)"),
+        (torch.tensor([0, 1, 2, 3, float("nan"), 5]), "order holds NaN"),
+        (torch.ones(6, dtype=torch.bool), "order is a tensor of numbers.*got torch.bool"),
+        (torch.ones(6, dtype=torch.complex64), "order is a tensor of numbers.*got torch.complex64"),
+        (torch.ones(6).to(torch.float8_e4m3fn), "order is a tensor of numbers.*got torch.float8_e4m3fn"),
+        ([0, 1, 2, 3, 4, 5], r"order is a tensor of numbers.*got \[0, 1, 2, 3, 4, 5\]"),
+    ],
+    ids=["too few", "a row too many", "nan", "bool", "complex", "float8", "list"],
+)
+def test_a_wrong_order_is_refused_in_words_and_changes_nothing(order, words):
+    (x,), _ = camera(images=6)
+    adapter = tribe.adapt(reader(), "tent", time="auto")
+    before = adapter.digest()
+    with pytest.raises(ValueError, match=words):
+        adapter(x, order=order)
+    assert adapter.digest() == before
+
+
+# -- images ------------------------------------------------------------------------------------------------------------
+
+
+def test_one_image_a_call_gives_the_answers_of_a_batch():
+    (x,), _ = camera(images=120)
+    slow, fast = (tribe.adapt(reader(), "source", time="auto") for _ in range(2))
+    one_by_one, at_once = answer(slow, x, batch=1), answer(fast, x, batch=120)
+    assert torch.allclose(one_by_one, at_once, rtol=0, atol=1e-4)
+    assert slow.time[0].on
+    assert not torch.allclose(one_by_one[100:], tribe.adapt(reader(), "source").predict(x[100:]), atol=1e-2)
+    assert fast(x[:0]).shape == (0, CLASSES)
+
+
+@pytest.mark.parametrize("within", ["past", "batch"])
+def test_a_bad_image_in_a_burst_is_as_if_it_had_not_been_there(within):
+    (x,), _ = camera(images=120)
+    clean, hurt = (tribe.adapt(reader(), "source", time=Markov(within=within)) for _ in range(2))
+    wanted = [clean(x[:100]), clean(x[100:])]
+    spoiled = torch.cat((x[:70], torch.full_like(x[:2], torch.nan), x[70:100]))
+    first, second = hurt(spoiled), hurt(x[100:])
+    real = torch.cat((torch.arange(70), torch.arange(72, 102)))
+    assert torch.allclose(first[real], wanted[0], rtol=0, atol=1e-5)
+    assert torch.allclose(second, wanted[1], rtol=0, atol=1e-5)
+    assert (first[70:72] == first[70, 0]).all()  # equal logits: the uniform prediction
+    assert clean.time[0].on
+    assert hurt.time[0].evidence == pytest.approx(clean.time[0].evidence, abs=1e-3)
+    assert hurt.info[0].skipped == 2
+
+
+def test_streams_are_filtered_as_if_each_were_alone():
+    x, _ = camera(streams=3, images=100)
+    x[1] = camera(images=100, stay=0)[0]
+    together = tribe.adapt(reader(), "tribe", time="auto", streams=3, seed=5)
+    answers = answer(together, x)
+    for i in range(3):
+        alone = tribe.adapt(reader(), "tribe", time="auto", seed=5 + i)
+        assert torch.allclose(answer(alone, x[i]), answers[i], rtol=0, atol=1e-4)
+        assert alone.time[0].on == together.time[i].on
+        assert alone.time[0].temperature == together.time[i].temperature
+    assert [info.on for info in together.time] == [True, False, True]
+
+
+def test_probabilities_stay_probabilities():
+    (x,), _ = camera(images=100)
+    adapter = tribe.adapt(reader(), "lame", time="cofa")
+    answers = answer(adapter, x)
+    assert torch.allclose(answers.sum(-1), torch.ones(()), rtol=0, atol=1e-5)
+    assert (answers >= 0).all()

@@ -1,0 +1,197 @@
+"""Bad names, images and networks get a clear error, and change nothing."""
+
+import pytest
+import torch
+from torch import nn
+
+import tribe
+from tribe.streams.batching import Arrived, bucket, group_streams
+from tribe.streams.fleet import UnknownStream, stream_seed
+from tribe.streams.running import OTHER_BITS, Runner
+from tribe.testing import images, small_network
+from tribe.testing.samples import small_backbone
+
+NET = small_backbone()
+
+
+def x(seed=0, size=2):
+    return images(1, size, seed)[0]
+
+
+@pytest.mark.parametrize("name", [3, None, b"cam", ("a",)])
+def test_a_name_is_a_text(name):
+    fleet = tribe.fleet(NET)
+    for call in (fleet.add, fleet.info, fleet.reset, lambda n: fleet({n: x()}), lambda n: fleet.from_bytes(n, b"")):
+        with pytest.raises(TypeError, match="the name of a stream is a text"):
+            call(name)
+    assert fleet.names == []
+
+
+def test_a_name_is_not_empty():
+    fleet = tribe.fleet(NET)
+    for call in (fleet.add, fleet.predict, lambda n: fleet({n: x()}), lambda n: fleet.put(n, None)):
+        with (
+            pytest.raises(ValueError, match="the name of a stream is empty")
+            if call != fleet.predict
+            else (pytest.raises(TypeError, match="images by the name of their stream"))
+        ):
+            call("")
+
+
+@pytest.mark.parametrize("name", ["../../etc/passwd", "a\nb", "\ud800", "k" * 10_000, "\x00"])
+def test_any_text_is_a_name(tmp_path, name):
+    fleet = tribe.fleet(NET, rows=1, spill=tmp_path, megabytes=0)
+    fleet({name: x()})
+    fleet({"other": x()})
+    assert fleet.clock(name) == 1
+    assert len(list(tmp_path.rglob("*.safetensors"))) == 1
+
+
+def test_an_unknown_stream_is_named():
+    fleet = tribe.fleet(NET).add("cam1")
+    calls = [
+        fleet.info,
+        fleet.drop,
+        fleet.freeze,
+        fleet.unfreeze,
+        fleet.reset,
+        fleet.snapshot,
+        fleet.state,
+        fleet.digest,
+    ]
+    calls += [fleet.clock, fleet.export, fleet.to_bytes, fleet.version, lambda n: fleet.predict({n: x()})]
+    for call in calls:
+        with pytest.raises(UnknownStream, match="no stream 'cam2': did you mean 'cam1'"):
+            call("cam2")
+    with pytest.raises(LookupError, match="it has none"):
+        tribe.fleet(NET).info("cam1")
+    with pytest.raises(ValueError, match="has a stream 'cam1' already"):
+        fleet.add("cam1")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
+        (torch.zeros(2, 3, 8, 8, dtype=torch.uint8), TypeError, "stream 'bad': images are torch.uint8"),
+        ([1, 2], TypeError, "stream 'bad': expected a tensor"),
+        (torch.rand(8), ValueError, "stream 'bad': expected images"),
+        (torch.rand(2, 5, 8, 8), ValueError, "could not take images of shape"),
+    ],
+)
+def test_images_of_one_stream_that_cannot_be_used_leave_all_as_they_were(wrong, error, message):
+    fleet = tribe.fleet(NET)
+    fleet({"good": x()})
+    before = fleet.digest("good")
+    for call in (fleet, fleet.learn):
+        with pytest.raises(error, match=message):
+            call({"good": x(1), "bad": wrong})
+    assert fleet.names == ["good"]
+    assert fleet.digest("good") == before
+    with pytest.raises(TypeError, match="images by the name of their stream"):
+        fleet(x())
+
+
+def test_bad_images_are_skipped_and_named():
+    fleet, adapter = tribe.fleet(NET), tribe.adapt(NET)
+    broken = x(0, 3)
+    broken[1, 0, 0, 0] = torch.nan
+    answers = fleet({"a": broken, "b": x(1, 3)})
+    assert fleet.info("a").poisoned == (1,)
+    assert fleet.info("a").skipped == 1
+    assert fleet.info("b").poisoned == ()
+    assert torch.equal(answers["a"], adapter(broken))
+    fleet.predict({"b": broken})
+    assert fleet.info("b").poisoned == (1,)
+    assert fleet.info("b").skipped == 0
+    fleet({"a": x(2)})
+    assert fleet.info("a").poisoned == ()
+    assert fleet.info("a").skipped == 1
+
+
+def test_values_outside_the_range_and_probabilities_are_warned_of():
+    with pytest.warns(UserWarning, match="look like 0 to 255"):
+        tribe.fleet(NET)({"a": 255 * x(), "b": x()})
+    with pytest.warns(UserWarning, match="returns probabilities"):
+        tribe.fleet(nn.Sequential(small_network(), nn.Softmax(-1)))({"a": x(), "b": x()})
+
+
+def test_a_network_that_moved_is_refused():
+    net = small_backbone()
+    fleet = tribe.fleet(net).add("a")
+    net.double()
+    for call in (fleet, fleet.predict):
+        with pytest.raises(RuntimeError, match="moved or cast after the fleet was made"):
+            call({"a": x().double()})
+
+
+def test_arguments_are_those_of_adapt():
+    with pytest.raises(ValueError, match="unknown method 'trieb'"):
+        tribe.fleet(NET, "trieb")
+    with pytest.raises(TypeError, match="seed is an int"):
+        tribe.fleet(NET, seed=0.5)
+    with pytest.raises(TypeError, match="seed is an int"):
+        tribe.fleet(NET).add("a", seed="one")
+    with pytest.raises(ValueError, match="CUDA graphs need a CUDA device"):
+        tribe.fleet(NET, graphs=True)
+    with pytest.raises(TypeError, match="has no field 'speed'"):
+        tribe.fleet(NET, speed=3)
+
+
+class Summed(nn.Module):
+    """Has a layer whose result depends on the other images of the batch in the last bits, hidden from torch's modes."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = small_network()
+
+    def forward(self, x):
+        return self.inner(x) * (1 + torch.tensor(1e-7 * len(x)))
+
+
+def test_a_network_that_depends_on_the_size_of_a_batch_goes_one_by_one():
+    fleet = tribe.fleet(Summed())
+    adapters = {name: tribe.adapt(fleet.net, seed=stream_seed(name)) for name in "abcd"}
+    for i in range(3):
+        batch = {name: x(7 * i + ord(name), 1) for name in adapters}
+        fleet(batch)
+        for name, adapter in adapters.items():
+            adapter(batch[name])
+            assert adapter.digest() == fleet.digest(name)
+    assert fleet.one_by_one_because == OTHER_BITS
+
+
+def test_without_exact_bits_streams_agree_to_rounding():
+    fast, exact = (tribe.fleet(small_backbone(torch.float64), exact=e) for e in (False, True))
+    for seed in range(3):
+        batch = {name: images(1, 1 + i % 2, 9 * seed + i, torch.float64)[0] for i, name in enumerate("abcde")}
+        answers, expected = fast(batch), exact(batch)
+        assert all(torch.allclose(answers[name], expected[name], atol=1e-9) for name in batch)
+
+
+def test_padded_groups_agree_with_single_streams():
+    """As on a GPU, where each shape of a group is recorded once: streams and images are padded to powers of 2."""
+    net = small_backbone(torch.float64)
+    method = tribe.fleet(net).method
+    runner = Runner(method, net, "auto", False, exact=False)
+    fleet = tribe.fleet(net, exact=False)
+    sizes = {"a": 3, "b": 4, "c": 1}
+    arrived = {name: Arrived(images(1, n, n, torch.float64), True) for name, n in sizes.items()}
+    groups = [group for _, group in group_streams(arrived, dict.fromkeys("abc"), 1, padded=True)]
+    assert [(group.names, tuple(group.x.shape[:2])) for group in groups] == [(("a", "b"), (2, 4)), (("c",), (1, 1))]
+    three = next(group for _, group in group_streams(dict.fromkeys("abc", arrived["a"]), dict.fromkeys("abc"), 1, True))
+    assert three.x.shape[:2] == (4, 4)
+    assert three.valid.sum(1).tolist() == [3, 3, 3, 0]
+    groups.append(three)
+    for group in groups:
+        states = [method.init(net, 1, i) for i in range(len(group.names))]
+        logits, after = runner.step(group, states)
+        predicted = runner.predict(group, states, [method.deployed(net, state) for state in states])
+        for i, (name, n) in enumerate(zip(group.names, group.sizes, strict=True)):
+            x = three.x[i : i + 1, :n] if group is three else arrived[name][0]
+            own, state = method.step(net, states[i], x)
+            assert torch.allclose(logits[i, :n], own[0], atol=1e-9)
+            assert torch.allclose(predicted[i, :n], method.predict(net, states[i], x)[0], atol=1e-9)
+            assert torch.allclose(after[i].pair.mean, state.pair.mean, atol=1e-9)
+            assert after[i].info.images.item() == n
+    assert [bucket(n) for n in (1, 2, 5, 9)] == [1, 2, 8, 16]
+    assert fleet.one_by_one_because is None

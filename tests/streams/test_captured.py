@@ -1,0 +1,93 @@
+"""Steps of a fleet on a GPU: padded groups, captured once for each shape, whose results lie in static memory."""
+
+import pytest
+import torch
+
+import tribe
+from tribe.core import graphs
+from tribe.core.state import leaves
+from tribe.streams.batching import STREAMS, Arrived, group_streams
+from tribe.streams.fleet import stream_seed
+from tribe.streams.running import RECORDINGS, Runner
+from tribe.testing import images
+from tribe.testing.samples import small_backbone
+
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+ROUNDS = ({"a": 1, "b": 3, "c": 1}, {"a": 2, "b": 1}, {"c": 1, "a": 1, "b": 1}, {"b": 3})
+
+
+def groups(sizes, seed, **options):
+    arrived = {
+        name: Arrived(images(1, n, 10 * seed + i, torch.float64), True) for i, (name, n) in enumerate(sizes.items())
+    }
+    return [group for _, group in group_streams(arrived, dict.fromkeys(sizes), 1, padded=True, **options)]
+
+
+def close(state, other):
+    return all(torch.allclose(a.double(), b.double(), atol=1e-9) for a, b in zip(state, other, strict=True))
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """Record steps on the CPU, as CUDA graphs do on a GPU: on static memory, which a replay overwrites."""
+    made = []
+
+    def record(work):
+        made.append(work)
+        return work
+
+    monkeypatch.setattr(graphs, "refusal", lambda method, device: None)
+    monkeypatch.setattr(graphs, "cuda_graphs", lambda: record)
+    return made
+
+
+def test_states_stay_as_they_are_when_the_recording_of_their_shape_is_replayed(recorded):
+    net = small_backbone(torch.float64)
+    method = tribe.methods.create("tribe", classes=4, h0=2.0)
+    runner = Runner(method, net, "auto", False, exact=False)
+    runner.padded = True  # as on a GPU
+    states = {name: method.init(net, 1, i) for i, name in enumerate("abc")}
+    alone = dict(states)
+    for seed, sizes in enumerate(ROUNDS):
+        for group in groups(sizes, seed):
+            logits, after = runner.step(group, [states[name] for name in group.names])
+            states |= dict(zip(group.names, after, strict=True))
+            for i, (name, n) in enumerate(zip(group.names, group.sizes, strict=True)):
+                own, alone[name] = method.step(net, alone[name], group.x[i : i + 1, :n])
+                assert torch.allclose(logits[i, :n], own[0], atol=1e-9)
+        for name in "abc":
+            assert close(leaves(states[name]).values(), leaves(alone[name]).values())
+    shapes = {(len(group.x), *group.kind) for i, sizes in enumerate(ROUNDS) for group in groups(sizes, i)}
+    assert len(recorded) == 2 * len(shapes), "each shape once, in two directions"
+
+
+def test_shapes_are_few_and_the_oldest_recordings_go(recorded):
+    net = small_backbone(torch.float64)
+    method = tribe.methods.create("bn", classes=4)
+    runner = Runner(method, net, "auto", False, exact=False)
+    runner.padded = True
+    (group,) = groups({"a": 1}, 0)
+    for size in range(1, RECORDINGS + 3):
+        wide = group._replace(x=images(1, 1, 0, torch.float64)[..., :1].repeat(1, 1, 1, 1, 4 + size))
+        runner.step(wide, [method.init(net)])
+    assert len(runner._steps) == RECORDINGS
+    many = groups({f"cam{i}": 1 + i % 3 for i in range(3 * STREAMS)}, 0)
+    assert {len(group.x) for group in many} <= {2**k for k in range(8)}
+    assert sum(len(group.names) for group in many) == 3 * STREAMS
+    assert all(len(group.names) == 1 for group in groups({"a": 1, "b": 1}, 0, together=False))
+
+
+@gpu
+def test_on_a_gpu_streams_agree_with_adapters():
+    net = small_backbone().cuda()
+    fleet = tribe.fleet(net, h0=2.0)
+    adapters = {name: tribe.adapt(net, h0=2.0, seed=stream_seed(name)) for name in "abc"}
+    for seed, sizes in enumerate((*ROUNDS, *ROUNDS)):
+        batch = {name: images(1, n, 10 * seed + i)[0].cuda() for i, (name, n) in enumerate(sizes.items())}
+        answers = fleet(batch)
+        for name, x in batch.items():
+            assert torch.allclose(answers[name], adapters[name](x), atol=1e-3)
+    for name, adapter in adapters.items():
+        x = images(1, 2)[0].cuda()
+        assert torch.allclose(fleet.predict({name: x})[name], adapter.predict(x), atol=1e-3)
+        assert fleet.info(name).images == adapter.info[0].images

@@ -1,0 +1,228 @@
+"""Streams of a fleet come and go, are frozen, reset, saved and restored, one without the others."""
+
+import pytest
+import torch
+
+import tribe
+from tribe.core.state import digest, leaves
+from tribe.storage.states import StateFileError
+from tribe.streams.fleet import stream_seed
+from tribe.testing import images, small_network
+from tribe.testing.samples import small_backbone
+
+NET = small_backbone()
+
+
+def x(seed=0, size=2):
+    return images(1, size, seed)[0]
+
+
+def lively(**options):
+    """A fleet of two streams that have learned something."""
+    fleet = tribe.fleet(NET, h0=2.0, **options)
+    for seed in range(2):
+        fleet({"a": x(seed), "b": x(10 + seed, 3)})
+    return fleet
+
+
+def test_the_order_of_adding_does_not_matter():
+    one, other = tribe.fleet(NET).add("a").add("b"), tribe.fleet(NET).add("b").add("a")
+    assert one.digest("a") == other.digest("a") != one.digest("b")
+    assert one.state("a").key.seed.item() == stream_seed("a", 0)
+    assert tribe.fleet(NET, seed=1).add("a").state("a").key.seed.item() == stream_seed("a", 1) != stream_seed("a", 0)
+    assert tribe.fleet(NET).add("a", seed=7).state("a").key.seed.item() == 7
+    assert stream_seed("cam1") == 1800425154380021466, "seeds are the same in every version: states depend on them"
+
+
+def test_streams_are_added_and_dropped():
+    fleet = tribe.fleet(NET)
+    assert fleet.names == []
+    assert len(fleet) == 0
+    fleet({"b": x()})
+    fleet.add("a")
+    assert fleet.names == ["a", "b"]
+    assert len(fleet) == 2
+    assert "a" in fleet
+    assert "c" not in fleet
+    assert fleet.clock("a") == 0
+    assert fleet.clock("b") == 1
+    fleet.drop("b")
+    assert fleet.names == ["a"]
+    assert "b" not in fleet
+    fleet({"b": x()})
+    assert fleet.clock("b") == 1, "it starts anew"
+
+
+def test_only_streams_with_images_are_stepped():
+    fleet = lively()
+    before, version = fleet.digest("b"), fleet.version("b")
+    assert fleet({"a": x(5)}).keys() == {"a"}
+    assert fleet.clock("a") == 3
+    assert fleet.digest("b") == before
+    assert fleet.version("b") == version
+    assert fleet({}) == {}
+    assert fleet.predict({}) == {}
+
+
+def test_answers_have_the_layout_and_the_order_of_the_images():
+    fleet = lively()
+    given = {"b": x(1, 4), "new": x(2, 1).unsqueeze(0), "a": x(3, 0)}
+    for answers in (fleet(given), fleet.predict(given)):
+        assert list(answers) == ["b", "new", "a"]
+        assert [tuple(t.shape) for t in answers.values()] == [(4, 4), (1, 1, 4), (0, 4)]
+    assert fleet.clock("a") == 2, "a batch without images is no step"
+
+
+def test_a_frozen_stream_only_predicts():
+    fleet = lively()
+    before = fleet.digest("a")
+    fleet.freeze("a")
+    expected = fleet.predict({"a": x(5)})["a"]
+    answers = fleet({"a": x(5), "b": x(5)})
+    assert torch.equal(answers["a"], expected)
+    assert fleet.digest("a") == before
+    assert fleet.info("a").frozen
+    assert not fleet.info("b").frozen
+    assert fleet.clock("b") == 3
+    fleet.unfreeze("a").learn({"a": x(5)})
+    assert fleet.clock("a") == 3
+
+
+def test_a_frozen_stream_goes_on_in_time():
+    fleet = tribe.fleet(NET, time="auto")
+    fleet({"a": x(0), "b": x(1)})
+    fleet.freeze("a").freeze("b")
+    before = fleet.state("a")
+    expected = fleet.predict({"a": x(2), "b": x(3)})
+    answers = fleet({"a": x(2), "b": x(3)})
+    assert all(torch.equal(answers[name], expected[name]) for name in "ab")
+    after = fleet.state("a")
+    assert digest(after.inner) == digest(before.inner)
+    assert digest(after.time) != digest(before.time)
+
+
+def test_one_stream_is_reset():
+    fleet, other = lively(), lively().digest("b")
+    assert fleet.reset("a").digest("a") == tribe.fleet(NET, h0=2.0).add("a").digest("a")
+    assert fleet.digest("b") == other
+
+
+def test_a_stream_returns_to_a_snapshot():
+    fleet = lively()
+    snapshot, before = fleet.snapshot("a"), fleet.digest("a")
+    fleet({"a": x(5)})
+    fleet.freeze("a")
+    assert fleet.restore("a", snapshot).digest("a") == before
+    assert not fleet.info("a").frozen
+    assert fleet.restore("copy", snapshot).digest("copy") == before
+    with pytest.raises(ValueError, match="the snapshot was taken with"):
+        tribe.fleet(NET, "bn").restore("a", snapshot)
+    with pytest.raises(TypeError, match="snapshot"):
+        fleet.restore("a", fleet.state("a"))
+
+
+def test_a_snapshot_of_an_adapter_fits():
+    fleet, adapter = lively(), tribe.adapt(NET, h0=2.0)
+    adapter(x(4))
+    assert fleet.restore("a", adapter.snapshot()).digest("a") == adapter.digest()
+    adapter.restore(fleet.snapshot("b"))
+    assert adapter.digest() == fleet.digest("b")
+
+
+def test_a_state_is_a_copy_both_ways():
+    fleet = lively()
+    state, before = fleet.state("a"), fleet.digest("a")
+    fleet.put("copy", state)
+    for tensor in leaves(state).values():
+        tensor.zero_()
+    assert fleet.digest("a") == fleet.digest("copy") == before
+    for wrong in (tribe.fleet(NET, "bn").add("a").state("a"), tribe.adapt(NET, streams=2).state, "a", None):
+        with pytest.raises(ValueError, match="is not one of a single stream of tribe"):
+            fleet.put("a", wrong)
+    broken = fleet.state("a")
+    broken.affine.weight[0, 0] = torch.nan
+    with pytest.raises(ValueError, match="not finite"):
+        fleet.put("a", broken)
+    assert fleet.digest("a") == before
+
+
+def test_a_stream_is_saved_and_loaded(tmp_path):
+    fleet, path = lively(), tmp_path / "a.safetensors"
+    fleet.freeze("a").save("a", path)
+    adapter = tribe.load(path, NET)
+    assert adapter.digest() == fleet.digest("a")
+    assert adapter.info[0].frozen
+    assert len(path.read_bytes()) == len(fleet.to_bytes("a"))
+    for other in (
+        tribe.fleet(NET, h0=2.0).load("z", path),
+        tribe.fleet(NET, h0=2.0).from_bytes("z", fleet.to_bytes("a")),
+    ):
+        assert other.digest("z") == fleet.digest("a")
+        assert other.info("z").frozen
+        batch = {"z": x(6)}
+        assert torch.equal(other.unfreeze("z")(batch)["z"], adapter.unfreeze()(x(6)))
+        assert other.digest("z") == adapter.digest()
+        adapter = tribe.load(path, NET)
+
+
+def test_a_file_of_an_adapter_is_loaded(tmp_path):
+    adapter = tribe.adapt(NET, "tribe+time", seed=3)
+    adapter(x(1))
+    adapter.save(tmp_path / "one.safetensors")
+    fleet = tribe.fleet(NET, time="auto").load("a", tmp_path / "one.safetensors")
+    assert fleet.digest("a") == adapter.digest()
+    assert torch.equal(fleet({"a": x(2)})["a"], adapter(x(2)))
+    assert fleet.digest("a") == adapter.digest()
+
+
+def test_a_custom_augmentation_is_that_of_the_fleet():
+    fleet = tribe.fleet(NET, augment=lambda x: x.flip(-1), h0=2.0)
+    fleet({"a": x(0)})
+    assert fleet.from_bytes("b", fleet.to_bytes("a")).digest("b") == fleet.digest("a")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: tribe.fleet(NET, "bn").add("a").to_bytes("a"), "was saved with bn; this fleet runs"),
+        (lambda: tribe.fleet(NET, lr=0.5).add("a").to_bytes("a"), "this fleet runs"),
+        (lambda: tribe.fleet(small_network(seed=1)).add("a").to_bytes("a"), "saved from another model"),
+        (lambda: b"nonsense", "is not a tribe state file"),
+        (lambda: tribe.fleet(NET).add("a").to_bytes("a")[:-9], "cut short or damaged"),
+        (lambda: b"", "is not a tribe state file"),
+    ],
+)
+def test_a_file_of_something_else_is_refused(tmp_path, make, message):
+    fleet = tribe.fleet(NET).add("a")
+    before, data = fleet.digest("a"), make()
+    (tmp_path / "file").write_bytes(data)
+    with pytest.raises(StateFileError, match=message):
+        fleet.from_bytes("a", data)
+    with pytest.raises(StateFileError, match=message):
+        fleet.load("new", tmp_path / "file")
+    assert fleet.digest("a") == before
+    assert fleet.names == ["a"]
+
+
+def test_a_file_of_two_streams_is_refused(tmp_path):
+    tribe.adapt(NET, streams=2).save(tmp_path / "two.safetensors")
+    with pytest.raises(StateFileError, match="holds 2 streams"):
+        tribe.fleet(NET).load("a", tmp_path / "two.safetensors")
+    with pytest.raises(FileNotFoundError):
+        tribe.fleet(NET).load("a", tmp_path / "none.safetensors")
+    with pytest.raises(TypeError, match="bytes of a state file"):
+        tribe.fleet(NET).from_bytes("a", "text")
+
+
+def test_one_stream_is_exported():
+    fleet = lively()
+    assert torch.allclose(fleet.export("a")(x(7)), fleet.predict({"a": x(7)})["a"], atol=1e-5)
+    with pytest.raises(ValueError, match="cannot be exported"):
+        tribe.fleet(NET, "lame").add("a").export("a")
+
+
+def test_the_source_model_predicts_for_a_stream_that_nobody_knows():
+    fleet = lively()
+    assert torch.equal(fleet.predict_source(x(7)), tribe.adapt(NET, "source").predict(x(7)))
+    assert fleet.predict_source(x(7, 0)).shape == (0, 4)
+    assert fleet.names == ["a", "b"]
