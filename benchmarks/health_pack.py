@@ -15,8 +15,8 @@ from torch import Tensor
 from tribe.data.datasets import Dataset
 from tribe.data.datasets.corrupted import to_bytes
 from tribe.health.rehearsal import Condition, Plan, choose_conditions, corrupt_images, plan_streams
-from tribe.storage import tensors as tensor_file
-from tribe.storage.tensors import Kind
+from tribe.io import tensors as tensor_file
+from tribe.io.tensors import Kind
 
 HELD_OUT = 2000  # images at the beginning of the test set, for calibration alone
 LONG_TAIL = 4  # a long tail of imbalance 100 keeps a quarter of the images

@@ -19,9 +19,9 @@ from tribe.core.losses import entropy, probabilities
 from tribe.core.rules import Frozen
 from tribe.experiments.stream import Batch, Stream
 from tribe.health.probe import ask, start_shift
+from tribe.io import tensors as tensor_file
+from tribe.io.tensors import Kind
 from tribe.methods import Method
-from tribe.storage import tensors as tensor_file
-from tribe.storage.tensors import Kind
 
 DROPOUT_PASSES, DROPOUT_RATE = 10, 0.4  # as AETTA has them
 PROBE = 4  # one image in so many is a probe

@@ -19,7 +19,7 @@ import torch
 
 from tribe._openmp import VARIABLE
 from tribe.experiments.provenance import machine
-from tribe.storage.atomic import write_atomically
+from tribe.io.files import write_atomically
 
 LIMIT = 3.0  # times as long as on a quiet machine, at most
 BUSY = "while True: pass"

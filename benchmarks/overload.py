@@ -28,11 +28,11 @@ import tribe
 from benchmarks.time_play import RESULTS
 from tribe.data.datasets.embedded import mnist_test
 from tribe.experiments.provenance import machine
+from tribe.io.files import write_atomically
 from tribe.serve.listener import shorten_collections
 from tribe.serve.policy import Overloaded
 from tribe.serve.store import SqliteStore
 from tribe.serve.worker import Worker
-from tribe.storage.atomic import write_atomically
 
 STREAMS = 16
 OVERLOAD = 5  # times the capacity

@@ -28,9 +28,9 @@ import uvicorn
 
 from benchmarks.time_play import RESULTS
 from tribe.experiments.provenance import machine
+from tribe.io.files import write_atomically
 from tribe.serve.listener import Listener
 from tribe.serve.protocol.messages import ModelInfo
-from tribe.storage.atomic import write_atomically
 
 CLASSES = 10
 SCRIPT = """

@@ -25,7 +25,7 @@ from tribe.data.datasets import Dataset
 from tribe.data.datasets.fingerprint import fingerprint
 from tribe.experiments import workbench
 from tribe.experiments.provenance import machine
-from tribe.storage.atomic import write_atomically
+from tribe.io.files import write_atomically
 
 BATCH = 64
 NUDGE = 1e-6  # of an affine parameter: a few units in the last place of float32

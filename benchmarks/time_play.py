@@ -31,8 +31,8 @@ from tribe.experiments.stream import Stream
 from tribe.experiments.workbench import Request, Workbench, in_precision
 from tribe.filters import Filtered, TimeFilter, create, informative
 from tribe.filters.markov import Markov, MarkovState
+from tribe.io.files import write_atomically
 from tribe.methods import Method
-from tribe.storage.atomic import write_atomically
 
 BATCH = 64
 FILTERS: dict[str, TimeFilter | None] = {  # by the words of the results

@@ -147,7 +147,7 @@ def test_security_names_every_reader_that_the_fuzzer_reads_with():
 
 def test_security_names_errors_and_bounds_of_the_code():
     from tribe.data.datasets import clean, image_files, unpickle
-    from tribe.storage import arrays, json_files
+    from tribe.io import arrays, json_files
 
     code = "\n".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
     for *_, bounds, error in security_rows():

@@ -17,7 +17,7 @@ SOURCE = ROOT / "src" / "tribe"
 LAYERS = (  # from the lowest to the highest; a package imports itself and what is below it
     (("_version", "_openmp", "registry", "fields"), "the version, names of components, checks of their fields"),
     (("core",), "network, slots, state, random numbers, kernels, capture"),
-    (("storage",), "files: one container for tensors, atomic writes, locks"),
+    (("io",), "files: one container for tensors, atomic writes, locks"),
     (("norms", "data"), "norm rules; data sets, corruptions, scenarios, networks"),
     (("knowledge", "filters"), "statistics of the source data; time filters"),
     (("methods",), "how a classifier adapts"),

@@ -30,7 +30,7 @@ from tribe.health.calibration import Calibration, calibrate
 from tribe.health.guard import Guard
 from tribe.health.history import History
 from tribe.health.snapshots import Snapshot, StreamInfo
-from tribe.storage.states import StateFileError
+from tribe.io.states import StateFileError
 from tribe.streams import Fleet, fleet
 from tribe.streams.adapter import Adapter, adapt, load
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from tribe.core.backbone import Backbone
 from tribe.core.screening import sound
 from tribe.core.state import hash_tensors
-from tribe.storage import tensors as tensor_file
+from tribe.io import tensors as tensor_file
 
 SHIPPED = Path(__file__).parent / "models" / "shipped"  # knowledge for the network in the package
 

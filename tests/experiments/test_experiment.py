@@ -23,8 +23,8 @@ from tribe.experiments.experiment import Experiment, MixedResults, difference, r
 from tribe.experiments.spec import ComponentSpec
 from tribe.experiments.store import Damaged, NewerResults, find, finished, keep, load, survey, verify
 from tribe.experiments.workbench import Workbench
+from tribe.io.files import Busy
 from tribe.methods.eata import Eata
-from tribe.storage.lock import Busy
 
 GRID = TESTS / "grid.py"
 DATA = ComponentSpec("live-mnist-c", {"corruptions": ["impulse_noise"]})

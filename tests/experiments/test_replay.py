@@ -12,8 +12,8 @@ from tribe.experiments.record import Record
 from tribe.experiments.replay import replay
 from tribe.experiments.runner import CHECKPOINT, run
 from tribe.experiments.stream import Stream
-from tribe.storage import tensors as tensor_file
-from tribe.storage.states import StateFileError
+from tribe.io import tensors as tensor_file
+from tribe.io.states import StateFileError
 from tribe.testing import CLASSES, SIZE, ready, small_network
 
 

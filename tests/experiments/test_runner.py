@@ -12,9 +12,9 @@ from tribe.core.graphs import Steps
 from tribe.data.scenarios import Scenario, Schedule, create
 from tribe.experiments.runner import CHECKPOINT, run
 from tribe.experiments.stream import Stream
-from tribe.storage import tensors as tensor_file
-from tribe.storage.atomic import CannotWrite
-from tribe.storage.states import StateFileError
+from tribe.io import tensors as tensor_file
+from tribe.io.files import CannotWrite
+from tribe.io.states import StateFileError
 from tribe.testing import CLASSES, SIZE, ready, small_network
 
 

@@ -19,8 +19,8 @@ from tribe.experiments.runner import CHECKPOINT, run
 from tribe.experiments.spec import ComponentSpec
 from tribe.experiments.stream import Stream
 from tribe.experiments.workbench import Workbench
+from tribe.io import tensors as tensor_file
 from tribe.norms.robust import Robust
-from tribe.storage import tensors as tensor_file
 from tribe.testing import CLASSES, ready, small_network
 from watching import pictures
 

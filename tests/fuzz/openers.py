@@ -1,7 +1,7 @@
 """The functions of the package that open or decode files, found in its code.
 
 An opener is a function that reads bytes of a file or decodes them: of Python, numpy, torch, safetensors or Pillow, and
-every function of `tribe.storage` that calls one. A function that calls an opener is a reader.
+every function of `tribe.io` that calls one. A function that calls an opener is a reader.
 """
 
 import ast
@@ -12,7 +12,7 @@ from pathlib import Path
 from places import ROOT
 
 SOURCE = ROOT / "src"
-WRITERS = ("tribe.storage.atomic.", "tribe.storage.lock.")
+WRITERS = ("tribe.io.files.", "tribe.io.files.")
 METHODS = frozenset(("open", "read_bytes", "read_text", "readinto"))  # of any object: a path, a module of Pillow
 CALLS = frozenset(
     (
@@ -119,11 +119,11 @@ def calls() -> dict[str, set[str]]:
 
 
 def readers() -> set[str]:
-    """The functions of the package, outside of `tribe.storage`, that call an opener."""
+    """The functions of the package, outside of `tribe.io`, that call an opener."""
     found, openers = calls(), set(CALLS) | {f".{name}" for name in METHODS}
     while True:
         reading = {f for f, called in found.items() if called & openers and not f.startswith(WRITERS)}
-        shared = {function for function in reading if function.startswith("tribe.storage.")}
+        shared = {function for function in reading if function.startswith("tribe.io.")}
         if shared <= openers:
             return reading - shared
         openers |= shared

@@ -12,7 +12,7 @@ from safetensors.torch import save
 
 from fuzz.mutations import BOUNDARIES, in_order, members, zipped
 from tribe.experiments.experiment import Experiment
-from tribe.storage.tensors import content_digest
+from tribe.io.tensors import content_digest
 
 # Texts that no value of Python is written as; they take the place of a word.
 RAW = {

@@ -22,9 +22,9 @@ from tribe.health.calibration import Calibration
 from tribe.health.estimate import Estimator, Features
 from tribe.health.martingale import LEVELS, Reference
 from tribe.health.regression import GaussianProcess
+from tribe.io import tensors as tensor_file
+from tribe.io.states import StateFileError
 from tribe.knowledge import Knowledge
-from tribe.storage import tensors as tensor_file
-from tribe.storage.states import StateFileError
 from tribe.testing import CLASSES, images, ready, small_network
 from tribe.train import checkpoint
 

@@ -9,11 +9,11 @@ import torch
 from replays import batch, new_fleet, replay
 
 import tribe
+from tribe.io.states import StateFileError
 from tribe.serve.policy import NotOwner, Overloaded, Policy
 from tribe.serve.store import SqliteStore
 from tribe.serve.store.protocol import StoreDown
 from tribe.serve.worker import Worker
-from tribe.storage.states import StateFileError
 from tribe.streams.fleet import UnknownStream, stream_seed
 from tribe.testing import small_network
 

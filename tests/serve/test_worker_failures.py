@@ -8,6 +8,7 @@ from replays import batch, new_fleet, replay
 from small_server import MODEL
 
 import tribe
+from tribe.io.states import StateFileError
 from tribe.serve.limits import Limits
 from tribe.serve.policy import NotStored, Overloaded, Policy
 from tribe.serve.protocol.errors import Conflict, Unavailable
@@ -17,7 +18,6 @@ from tribe.serve.service import Service
 from tribe.serve.store import SqliteStore
 from tribe.serve.store.protocol import StoreDown
 from tribe.serve.worker import Worker
-from tribe.storage.states import StateFileError
 from tribe.testing import small_network
 
 # Nothing happens unless a test asks for it.

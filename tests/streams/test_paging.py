@@ -10,7 +10,7 @@ import torch
 import tribe
 from tribe.core.state import leaves
 from tribe.health.recorder import count_bytes
-from tribe.storage import states
+from tribe.io import states
 from tribe.testing import images
 from tribe.testing.samples import small_backbone
 

@@ -15,7 +15,7 @@ from rich.text import Text
 from tribe.experiments.spec import plain
 from tribe.experiments.statistics import spread
 from tribe.fields import printable
-from tribe.storage.atomic import check_file
+from tribe.io.files import check_file
 
 
 def fail(message: str) -> NoReturn:

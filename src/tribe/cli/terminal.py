@@ -15,12 +15,12 @@ from rich.table import Table as Grid
 from tribe.cli.output import shown
 from tribe.experiments.spec import plain
 from tribe.fields import printable
+from tribe.io.files import write_atomically
 from tribe.paper.beyond import MARK
 from tribe.paper.compare import Comparison, Judged
 from tribe.paper.plan import Plan
 from tribe.paper.render import FORMATS, VERDICTS, claims_json, claims_markdown, number, ours
 from tribe.paper.tables import all_tables
-from tribe.storage.atomic import write_atomically
 
 WIDE = 240  # columns of a table that goes to a file
 

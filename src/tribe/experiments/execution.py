@@ -25,8 +25,8 @@ from tribe.experiments.sources import changed, commit, files_of, sources_of
 from tribe.experiments.store import CHECKPOINT, ENVIRONMENT, METRICS, SPEC, NewerResults, Result, set_aside
 from tribe.experiments.stream import Stream
 from tribe.experiments.workbench import Workbench, in_precision
+from tribe.io.states import StateFileError
 from tribe.methods import Method, Timed
-from tribe.storage.states import StateFileError
 
 EVERY = 50  # batches between checkpoints
 

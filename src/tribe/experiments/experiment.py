@@ -18,9 +18,9 @@ from tribe.experiments.spec import ComponentSpec, canonical, describe, differenc
 from tribe.experiments.stream import Stream
 from tribe.experiments.workbench import Components, Workbench, model_code
 from tribe.fields import is_whole
+from tribe.io import json_files
 from tribe.methods.encoding import drop_added, fill_added
 from tribe.registry import nearest
-from tribe.storage import json_files
 
 COMPONENTS = ("dataset", "model", "scenario", "method")
 STREAM = ("dataset", "images", "scenario")  # the parts of a spec that decide which images come in which order

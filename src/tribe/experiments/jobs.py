@@ -28,10 +28,9 @@ from tribe.experiments.runner import Progress
 from tribe.experiments.shared import SharedPlays
 from tribe.experiments.store import ENVIRONMENT, METRICS, SPEC, Result, find, record_name
 from tribe.experiments.workbench import Workbench
+from tribe.io.files import Busy, write_atomically
 from tribe.norms.named import find_class
 from tribe.registry import Registry
-from tribe.storage.atomic import write_atomically
-from tribe.storage.lock import Busy
 
 INTERVAL = 0.2  # seconds between two reports of progress
 CLEAR_ERRORS = (ValueError, TypeError, OSError, ImportError)  # their messages say all; others need their type, too

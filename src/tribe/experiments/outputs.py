@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tribe.experiments.stream import Stream
-from tribe.storage.states import StateFileError
+from tribe.io.states import StateFileError
 
 Kind = Literal["logits", "probabilities"]  # what a method returns: its field `output`
 

@@ -19,7 +19,7 @@ from tribe.data.scenarios.schedules import Schedule, class_counts, local_balance
 from tribe.experiments import metrics
 from tribe.experiments.record import Record
 from tribe.fields import printable
-from tribe.storage.atomic import check_file, write_atomically
+from tribe.io.files import check_file, write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

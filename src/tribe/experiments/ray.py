@@ -46,7 +46,7 @@ from tribe.experiments.jobs import (
 from tribe.experiments.shared import SharedPlays, in_groups
 from tribe.experiments.store import Result, find
 from tribe.experiments.workbench import Workbench
-from tribe.storage.lock import Busy
+from tribe.io.files import Busy
 
 NOT_SENT = {"dataset": "the data set", "model": "the network", "scenario": "the scenario"}  # if they are custom
 ExperimentProgress = Callable[[Experiment, int, int, float | None], None]  # batches done, in all, error so far

@@ -19,9 +19,9 @@ from tribe.experiments.trace import Trace
 from tribe.experiments.watched import COLUMNS as WATCHED
 from tribe.experiments.watched import Watched
 from tribe.fields import is_whole
-from tribe.storage import json_files
-from tribe.storage.arrays import read_npz
-from tribe.storage.atomic import write_atomically
+from tribe.io import json_files
+from tribe.io.arrays import read_npz
+from tribe.io.files import write_atomically
 
 FORMAT, SCHEMA = "tribe-record", 2
 COLUMNS = {"domain": "i", "label": "i", "prediction": "i", "confidence": "f", "seconds": "f"}  # kinds of numbers

@@ -25,12 +25,12 @@ from tribe.experiments.sources import digest_of
 from tribe.experiments.spec import describe
 from tribe.experiments.stream import Batch, Stream
 from tribe.health.alarms import KINDS
+from tribe.io import tensors as tensor_file
+from tribe.io.files import check_file
+from tribe.io.json_files import Where
+from tribe.io.states import StateFileError, with_later_fields
 from tribe.methods import Composed, Method, check_fits
 from tribe.methods.encoding import encode_fields
-from tribe.storage import tensors as tensor_file
-from tribe.storage.atomic import check_file
-from tribe.storage.json_files import Where
-from tribe.storage.states import StateFileError, with_later_fields
 
 CHECKPOINT = tensor_file.Kind(
     "tribe-run",

@@ -6,7 +6,7 @@ from typing import Any
 
 from tribe.experiments import metrics
 from tribe.experiments.record import Record
-from tribe.storage.json_files import Where
+from tribe.io.json_files import Where
 
 COUNT = Where(int, lambda count: 0 <= count < 2**53, "a number of images")
 SHARE = Where(float, lambda share: -1e-6 <= share <= 1 + 1e-6, "a share, from 0 to 1")

@@ -46,9 +46,8 @@ from tribe.experiments.experiment import Experiment
 from tribe.experiments.record import Record
 from tribe.experiments.scores import SCORES, SECONDS, scores_of
 from tribe.experiments.sources import changed
-from tribe.storage import json_files
-from tribe.storage.atomic import write_atomically
-from tribe.storage.lock import exclusive
+from tribe.io import json_files
+from tribe.io.files import exclusive, write_atomically
 
 FORMAT, SCHEMA = "tribe-experiment", 2  # schema 1 had no fingerprint of the images
 SPEC, METRICS, ENVIRONMENT = "spec.json", "metrics.json", "environment.json"

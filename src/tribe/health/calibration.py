@@ -31,9 +31,9 @@ from tribe.health.martingale import LEVELS, Reference, refer
 from tribe.health.probe import ask, start_shift
 from tribe.health.regression import GaussianProcess
 from tribe.health.rehearsal import Condition, Plan, choose_conditions, corrupt_images, plan_streams, side_by_side
+from tribe.io.json_files import Where, check
 from tribe.knowledge import Knowledge, KnowledgeError
 from tribe.methods import Method, Timed, count_classes
-from tribe.storage.json_files import Where, check
 
 NAME = "health"  # of the knowledge in a file
 MODEL = "model."  # begins the names of the estimator's tensors in a file

@@ -6,9 +6,9 @@ from os import PathLike
 from typing import Any
 
 from tribe.core.augment import Augment
+from tribe.io.states import STATE, StateFileError
 from tribe.knowledge import Knowledge, KnowledgeError
 from tribe.methods import Method, create, get
-from tribe.storage.states import STATE, StateFileError
 
 
 def encode_fields(component: Any) -> dict[str, Any]:

@@ -28,10 +28,10 @@ from tribe.experiments.ray import ExperimentProgress, Failure, run_all
 from tribe.experiments.spec import decode_fields, describe
 from tribe.experiments.store import Damaged, Result, find, finished, missing_seeds, survey, verify
 from tribe.experiments.workbench import Workbench, build_scenario, trained_on
+from tribe.io import json_files
+from tribe.io.json_files import Where
 from tribe.paper.plan import Choices, Costs, Plan, plan_with
 from tribe.paper.tables import Cell, Table
-from tribe.storage import json_files
-from tribe.storage.json_files import Where
 
 FROM_DATASET = ("domains", "classes")  # fields of a scenario that the data set decides
 FROM_FILE = ("code",)  # of a custom network, whose file need not be here; its weights are in every result

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
 from typing import Any
 
+from tribe.io.states import StateFileError
 from tribe.serve.condition import plain
 from tribe.serve.events import Events
 from tribe.serve.ownership import Found, Served, look_up, new_generation
@@ -14,7 +15,6 @@ from tribe.serve.policy import NotOwner, NotStored, Policy, UnknownStream, Wrong
 from tribe.serve.store.protocol import Claim, Store, StoreDown
 from tribe.serve.tasks import Tasks
 from tribe.serve.writer import Writer
-from tribe.storage.states import StateFileError
 from tribe.streams import Fleet
 
 InThread = Callable[[Callable[[], Any]], Awaitable[Any]]

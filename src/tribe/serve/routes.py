@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from importlib.resources import files
 from typing import Any
 
+from tribe.io import json_files
 from tribe.serve.backend import Action
 from tribe.serve.bodies import Bytes
 from tribe.serve.http import Call, Front, Reply, as_json, finite
@@ -15,7 +16,6 @@ from tribe.serve.protocol.messages import Answer, Request
 from tribe.serve.protocol.names import stream_name
 from tribe.serve.service import LARGE, translated
 from tribe.serve.thumbnails import encode
-from tribe.storage import json_files
 
 BINARY, EVENTS = b"application/octet-stream", b"text/event-stream"
 STATE = b"application/x-safetensors"

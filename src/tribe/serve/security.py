@@ -16,10 +16,10 @@ from os import PathLike
 from typing import Any, Literal, get_args
 
 from tribe.fields import is_number, is_whole, require
+from tribe.io import json_files
+from tribe.io.json_files import Where
 from tribe.serve.protocol.errors import Forbidden, NoToken
 from tribe.serve.protocol.names import NAME
-from tribe.storage import json_files
-from tribe.storage.json_files import Where
 
 Role = Literal["predict", "learn", "admin"]
 RANK: Mapping[str, int] = {role: rank for rank, role in enumerate(get_args(Role))}

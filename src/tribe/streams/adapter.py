@@ -32,12 +32,12 @@ from tribe.health.observer import Observer
 from tribe.health.recorder import Recorder, put_stream
 from tribe.health.snapshots import Snapshot, StreamInfo, check_snapshot, copy_like, describe_streams
 from tribe.health.watch import Health
+from tribe.io import states
+from tribe.io.states import Saved
 from tribe.methods import Method, Timed
 from tribe.methods.building import backbone_for, build_method, check_network
 from tribe.methods.encoding import method_for_file, method_from_file
 from tribe.methods.exporting import plain_network
-from tribe.storage import states
-from tribe.storage.states import Saved
 
 
 @torch.inference_mode(False)  # what is built here must be able to carry gradients

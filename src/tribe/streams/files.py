@@ -6,10 +6,10 @@ from typing import Any
 from tribe.core.backbone import Backbone
 from tribe.core.state import leaves, rebuild
 from tribe.health.snapshots import copy_like
+from tribe.io import states
+from tribe.io.states import Saved, StateFileError
 from tribe.methods import Method
 from tribe.methods.encoding import method_for_file, method_from_file
-from tribe.storage import states
-from tribe.storage.states import Saved, StateFileError
 from tribe.streams.pool import Entry
 
 

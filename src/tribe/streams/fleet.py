@@ -27,13 +27,13 @@ from tribe.health.guard import Guard, around
 from tribe.health.recorder import count_bytes
 from tribe.health.snapshots import Snapshot, StreamInfo, check_snapshot, copy_like
 from tribe.health.watch import Health
+from tribe.io import states
+from tribe.io.states import Saved
 from tribe.methods import Deployed, Method
 from tribe.methods.building import build_method, check_network
 from tribe.methods.exporting import plain_network
 from tribe.methods.source import Source
 from tribe.registry import nearest
-from tribe.storage import states
-from tribe.storage.states import Saved
 from tribe.streams.batching import (
     Arrived,
     Group,

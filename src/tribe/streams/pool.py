@@ -26,8 +26,8 @@ from tribe.core.rng import Key
 from tribe.core.state import Info, tree_map
 from tribe.core.threads import Lock
 from tribe.health.snapshots import StreamInfo, describe_streams
+from tribe.io.states import StateFileError
 from tribe.methods import Deployed
-from tribe.storage.states import StateFileError
 
 Residence = Literal["device", "host", "file"]
 log = logging.getLogger("tribe.fleet")

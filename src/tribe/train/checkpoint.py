@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from tribe.experiments.spec import differences
-from tribe.storage import tensors as tensor_file
-from tribe.storage.json_files import Where
+from tribe.io import tensors as tensor_file
+from tribe.io.json_files import Where
 
 WEIGHTS, OPTIMIZER = "net.", "optimizer."  # prefixes of tensor names
 

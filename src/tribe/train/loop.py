@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from tribe.data.datasets import Dataset
 from tribe.experiments.provenance import machine
-from tribe.storage.atomic import check_folder, write_atomically
-from tribe.storage.tensors import portable
+from tribe.io.files import check_folder, write_atomically
+from tribe.io.tensors import portable
 from tribe.train.learner import SEED_LIMIT, Learner
 from tribe.train.recipe import DEFAULT, Recipe, preset
 from tribe.train.setup import Files, build_network, choose_precision, open_data, open_device, open_files

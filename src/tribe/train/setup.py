@@ -14,8 +14,8 @@ from tribe.core.precision import choose_device
 from tribe.data import datasets, models
 from tribe.data.datasets import Dataset
 from tribe.data.datasets.clean import Clean
+from tribe.io.files import check_file
 from tribe.registry import nearest
-from tribe.storage.atomic import check_file
 from tribe.train.checkpoint import CheckpointError
 from tribe.train.views import Images, read_images
 

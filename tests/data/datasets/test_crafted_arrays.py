@@ -15,7 +15,7 @@ from limited import read_limited
 from tribe.data.datasets import clean
 from tribe.data.datasets.array_files import open_array, open_images, open_labels
 from tribe.data.datasets.clean import LARGEST_IDX
-from tribe.storage.arrays import read_single
+from tribe.io.arrays import read_single
 
 SHAPE = (4, 2, 2, 3)
 

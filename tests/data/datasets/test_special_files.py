@@ -19,7 +19,7 @@ from tribe.data.datasets.image_files import ImageFileError, read_image
 from tribe.data.datasets.image_generation import generate_imagenet
 from tribe.data.datasets.unpickle import UnpickleError, unpickle
 from tribe.experiments.stream import Stream
-from tribe.storage.regular import NotRegular, open_regular, read_regular, regular_size
+from tribe.io.files import NotRegular, open_regular, read_regular, regular_size
 
 draw = np.random.default_rng(0)
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs links, pipes and devices")

@@ -24,8 +24,8 @@ from tribe.experiments.experiment import Experiment
 from tribe.experiments.report import markup, scores
 from tribe.experiments.spec import ComponentSpec
 from tribe.experiments.watched import Watched
+from tribe.io import json_files
 from tribe.methods.encoding import encode_fields
-from tribe.storage import json_files
 
 VOID = {"br", "hr", "input", "link", "meta"}
 

@@ -18,8 +18,8 @@ from tribe.data.datasets.generation import GenerationProgress, Summary
 from tribe.data.datasets.image_generation import generate_imagenet
 from tribe.data.datasets.locations import data_root
 from tribe.fields import printable
+from tribe.io.files import check_folder
 from tribe.registry import nearest
-from tribe.storage.atomic import check_folder
 
 IMAGENET = "imagenet"
 EVERY = 30  # seconds between two lines if stderr is not a terminal

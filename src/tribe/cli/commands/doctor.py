@@ -23,8 +23,8 @@ from tribe.data.datasets import Dataset
 from tribe.data.datasets.array_files import open_array
 from tribe.experiments.workbench import restrict
 from tribe.fields import printable
-from tribe.storage.arrays import read_single
-from tribe.storage.tensors import open_safetensors
+from tribe.io.arrays import read_single
+from tribe.io.tensors import open_safetensors
 
 PICKLES = (".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".bin", ".tar")
 SAMPLE = 128  # images, spread evenly over the file: enough for means, and files are often sorted by class

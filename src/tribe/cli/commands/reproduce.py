@@ -23,6 +23,7 @@ from tribe.experiments.experiment import Experiment
 from tribe.experiments.store import Damaged, find, finished, keep, survey
 from tribe.experiments.workbench import Workbench
 from tribe.fields import printable
+from tribe.io.files import check_file, check_folder, write_atomically
 from tribe.methods import alone
 from tribe.methods import names as method_names
 from tribe.paper import gather, tables
@@ -34,7 +35,6 @@ from tribe.paper.gather import REMEDY, Origin
 from tribe.paper.plan import BATCH, COMPONENTS, Choices, Costs, Plan, make_plan, refuse_unknown_fields
 from tribe.paper.render import FORMATS
 from tribe.registry import nearest
-from tribe.storage.atomic import check_file, check_folder, write_atomically
 
 CLAIMS = "claims"  # every sentence of the paper about its tables, judged on finished runs
 DOCUMENT = "document"  # all finished runs, as a page

@@ -57,8 +57,8 @@ from tribe.experiments.spec import plain
 from tribe.experiments.store import Result
 from tribe.experiments.workbench import MissingKnowledge, Workbench
 from tribe.fields import printable
+from tribe.io.files import CannotWrite, check_folder, write_atomically
 from tribe.registry import nearest
-from tribe.storage.atomic import CannotWrite, check_folder, write_atomically
 
 CLEAR_ERRORS = (ValueError, OSError, ImportError, torch.OutOfMemoryError)  # their messages explain themselves
 DEFAULT_METHODS = "source,bn,tent,tribe"

@@ -16,7 +16,7 @@ from tribe.cli.overrides import parse_overrides
 from tribe.data.scenarios import class_counts, digest, local_balance, save
 from tribe.experiments import plots
 from tribe.experiments.workbench import build_scenario
-from tribe.storage.atomic import check_file
+from tribe.io.files import check_file
 
 MOST = 20  # classes in a table
 

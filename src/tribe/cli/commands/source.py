@@ -24,9 +24,9 @@ from tribe.data.datasets import Dataset
 from tribe.experiments.workbench import Request, departures, plain_method, trained_on
 from tribe.health.calibration import NAME as HEALTH
 from tribe.health.calibration import Calibration
+from tribe.io.files import check_file, check_folder
 from tribe.knowledge import Knowledge, knowledge_path
 from tribe.methods import Method
-from tribe.storage.atomic import check_file, check_folder
 
 SHOWN = 6  # tensors that are listed; a network has hundreds of weights
 HELD_OUT = 2000  # images for health

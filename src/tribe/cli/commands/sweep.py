@@ -57,8 +57,8 @@ from tribe.experiments.sweep import (
     points_of,
 )
 from tribe.fields import is_whole, printable
+from tribe.io.files import check_folder, write_atomically
 from tribe.registry import nearest
-from tribe.storage.atomic import check_folder, write_atomically
 
 AUTO = "auto"
 

@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tribe.storage.arrays import Header, read_header
-from tribe.storage.regular import open_regular
+from tribe.io.arrays import Header, read_header
+from tribe.io.files import open_regular
 
 
 def open_images(path: Path, shape: tuple[int, ...]) -> NDArray[Any]:

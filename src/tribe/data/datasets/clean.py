@@ -22,7 +22,7 @@ from tribe.data.datasets.embedded import mnist_test
 from tribe.data.datasets.locations import data_root, download_hint, find
 from tribe.data.datasets.unpickle import unpickle
 from tribe.fields import is_whole
-from tribe.storage.regular import open_regular
+from tribe.io.files import open_regular
 
 DOMAIN = "clean"
 LARGEST_IDX = 2**27  # bytes of an idx file; MNIST's training images have 47 MB

@@ -29,8 +29,8 @@ from tribe.data.datasets.image_files import (
 )
 from tribe.data.datasets.locations import MissingData
 from tribe.fields import is_whole, plain_numbers, require
+from tribe.io.files import read_regular
 from tribe.registry import nearest
-from tribe.storage.regular import read_regular
 
 PIXELS_KEPT = 2**24  # of an image that is not resized, 4096 x 4096: 201 MB of floats
 HASHED = 16  # images of a domain whose bytes are part of its digest; of the others only names and sizes are

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tribe.data.corruptions.pillow import require_pillow
 from tribe.fields import is_whole, require
-from tribe.storage.regular import open_regular, regular_size
+from tribe.io.files import open_regular, regular_size
 
 SUFFIXES = frozenset((".jpg", ".jpeg", ".png", ".bmp", ".gif", ".pgm", ".ppm", ".tif", ".tiff", ".webp"))
 FORMATS = ("JPEG", "PNG", "BMP", "GIF", "PPM", "TIFF", "WEBP")  # of the suffixes; some others start programs

@@ -47,7 +47,7 @@ from tribe.data.datasets.locations import MissingData, data_root
 from tribe.data.datasets.manifest import Manifest
 from tribe.data.datasets.writing import ADVICE, check_space, held
 from tribe.data.scenarios.orders import IMAGENET_C
-from tribe.storage.atomic import CannotWrite
+from tribe.io.files import CannotWrite
 
 CROP, QUALITY = ImageNet.shape[1], 85  # as published
 IMAGE_BYTES = 5_000  # a lower bound of the mean size of a corrupted image

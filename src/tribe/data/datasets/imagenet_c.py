@@ -21,8 +21,8 @@ from tribe.data.datasets.locations import MissingData, data_root, download_hint,
 from tribe.data.datasets.manifest import require_block
 from tribe.data.scenarios.orders import IMAGENET_C
 from tribe.fields import plain_numbers
+from tribe.io.files import read_regular
 from tribe.registry import nearest
-from tribe.storage.regular import read_regular
 
 SIZE = (224, 224)
 LARGEST_LIST = 2**26  # bytes; a list of all 50,000 images has 2 MB

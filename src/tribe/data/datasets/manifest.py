@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tribe.data.datasets.locations import MissingData
-from tribe.storage import json_files
+from tribe.io import json_files
 
 FILE = "made.json"
 SCHEMA = 1

@@ -16,7 +16,7 @@ from typing import IO, Any, Literal
 
 import numpy as np
 
-from tribe.storage.regular import NotRegular, open_regular
+from tribe.io.files import NotRegular, open_regular
 
 LARGEST = 200_000_000  # bytes of a file; CIFAR-100's training set has 155 MB
 OPERATIONS = 1_000_000  # of a file; CIFAR-100's training set needs under 300,000

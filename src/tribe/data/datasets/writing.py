@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from tribe.storage.atomic import CannotWrite, open_atomically, room_for
-from tribe.storage.lock import Busy, exclusive
+from tribe.io.files import Busy, CannotWrite, exclusive, open_atomically, room_for
 
 ADVICE = ". What was finished is kept: make room or use another --out, and run the same command again"
 

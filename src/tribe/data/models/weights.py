@@ -16,8 +16,8 @@ from tribe.data.datasets.unpickle import UnpickleError
 from tribe.data.models.architectures import Architecture, architecture
 from tribe.data.models.layers import Normalization
 from tribe.data.models.pickled import check_saved
-from tribe.storage import json_files
-from tribe.storage.tensors import SizeLimit, open_safetensors, tensors_of
+from tribe.io import json_files
+from tribe.io.tensors import SizeLimit, open_safetensors, tensors_of
 
 PREFIXES = ("module.", "model.", "_orig_mod.")  # that DataParallel, wrappers and torch.compile put before names
 ENVELOPES = ("state_dict", "model_state_dict", "model")  # the keys of a state dict in files of training scripts

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from tribe.core.state import digest
-from tribe.storage.arrays import read_npz
-from tribe.storage.atomic import write_atomically
+from tribe.io.arrays import read_npz
+from tribe.io.files import write_atomically
 
 
 class Schedule(NamedTuple):

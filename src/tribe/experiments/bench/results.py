@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tribe.experiments.bench.measurement import BenchResult, BenchRow, Setting
-from tribe.storage import json_files
-from tribe.storage.atomic import write_atomically
-from tribe.storage.json_files import Where
+from tribe.io import json_files
+from tribe.io.files import write_atomically
+from tribe.io.json_files import Where
 
 SCHEMA = 1
 KIND = "tribe bench"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tribe.experiments.report.collect import Group, Played, Row, Runs, collect
 from tribe.experiments.report.page import render
-from tribe.storage.atomic import check_file, write_atomically
+from tribe.io.files import check_file, write_atomically
 
 ENDINGS = (".html", ".htm")
 

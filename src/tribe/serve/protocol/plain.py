@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 
 from tribe.data.corruptions.pillow import require_pillow
 from tribe.data.datasets.image_files import EIGHT_BITS, SCANS
+from tribe.io import json_files
+from tribe.io.arrays import MOST_HEADER, read_header
 from tribe.serve.protocol.datatypes import EXPECTED, byte_size, from_bytes
 from tribe.serve.protocol.errors import BadInput, BadRequest, TooLarge, WrongType
 from tribe.serve.protocol.messages import INPUT, Answer, Images, ModelInfo, Request
 from tribe.serve.protocol.names import request_id
 from tribe.serve.protocol.v2 import Buffer, timeout_of
-from tribe.storage import json_files
-from tribe.storage.arrays import MOST_HEADER, read_header
 
 JSON, NPY = "application/json", "application/x-npy"
 PICTURES = ("image/jpeg", "image/png")

@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from tribe.fields import document, is_whole
+from tribe.io import json_files
 from tribe.serve.protocol.datatypes import EXPECTED, byte_size, from_bytes, from_numbers
 from tribe.serve.protocol.errors import BadInput, BadRequest, TooLarge
 from tribe.serve.protocol.messages import INPUT, VERSION, Answer, Images, ModelInfo, Request, Wanted
 from tribe.serve.protocol.names import chosen_stream, request_id
-from tribe.storage import json_files
 
 Buffer = Any  # bytes, a bytearray, a memoryview or an array of bytes
 MOST_JSON = 8 * 2**20  # bytes: to parse more would hold up other requests

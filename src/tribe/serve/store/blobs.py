@@ -12,8 +12,7 @@ import secrets
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
-from tribe.storage.atomic import sync_folder, write_atomically, write_new
-from tribe.storage.regular import read_regular
+from tribe.io.files import read_regular, sync_folder, write_atomically, write_new
 
 HASH = 32  # digits of a stream's hash: 128 bits, so two streams never share one
 NAME = re.compile(r"([0-9a-f]{32})-([0-9]{1,16})-[0-9]{1,16}-[0-9a-f]{16}\.state")

@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from tribe.io.files import NotRegular, regular_size
 from tribe.serve.store.protocol import StoreDamaged, StoreDown
-from tribe.storage.regular import NotRegular, regular_size
 
 APPLICATION, SCHEMA = 0x54524942, 1  # "TRIB" marks the file as ours; SCHEMA is the version of the tables
 OPENING = 6  # times the patience to open a ledger: when many processes start at once, each waits for all others

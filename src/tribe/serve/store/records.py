@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tribe.fields import is_number, is_whole, require
+from tribe.io import json_files
 from tribe.serve.store.protocol import Claim, Stored, StoreDamaged, check_clock
-from tribe.storage import json_files
 
 CURRENT, PREVIOUS = "current", "previous"  # the two states of a stream that are kept
 MOST_REQUESTS = 10_000  # of a state

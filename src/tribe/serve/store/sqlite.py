@@ -20,6 +20,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from tribe.io.files import NotRegular
 from tribe.serve.store.blobs import Blobs, new_name, stream_hash
 from tribe.serve.store.ledger import Ledger
 from tribe.serve.store.protocol import (
@@ -49,7 +50,6 @@ from tribe.serve.store.records import (
     read_state,
     stored,
 )
-from tribe.storage.regular import NotRegular
 
 LEDGER, BLOBS = "ledger.sqlite", "blobs"
 PATIENCE = 5.0  # seconds to wait for the transaction of another process

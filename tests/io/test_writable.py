@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tribe.storage.atomic import CannotWrite, check_file, check_folder, write_atomically
+from tribe.io.files import CannotWrite, check_file, check_folder, write_atomically
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="uses /proc and Linux's mounts")
 

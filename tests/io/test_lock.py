@@ -8,8 +8,8 @@ import threading
 
 import pytest
 
-from tribe.storage import lock
-from tribe.storage.lock import Busy, exclusive, is_locked
+from tribe.io import files as lock
+from tribe.io.files import Busy, exclusive, is_locked
 
 HOLD = """
 import runpy, sys

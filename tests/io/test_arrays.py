@@ -7,7 +7,7 @@ import zipfile
 import numpy as np
 import pytest
 
-from tribe.storage.arrays import Header, read_header, read_npz
+from tribe.io.arrays import Header, read_header, read_npz
 
 KINDS = {"text": "U", "domain": "i", "share": "f", "reset": "b"}
 COLUMNS = {

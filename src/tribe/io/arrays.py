@@ -17,7 +17,7 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tribe.storage.regular import open_regular
+from tribe.io.files import open_regular
 
 MAGIC = b"\x93NUMPY"
 MOST_HEADER = 10_000  # bytes, as numpy reads at most

@@ -25,9 +25,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tribe._version import __version__
 from tribe.core.state import hash_tensors
 from tribe.fields import is_whole
-from tribe.storage import json_files
-from tribe.storage.atomic import write_atomically
-from tribe.storage.json_files import Schema, Where
+from tribe.io import json_files
+from tribe.io.files import write_atomically
+from tribe.io.json_files import Schema, Where
 
 INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 DTYPES = {*INTEGERS, torch.float16, torch.bfloat16, torch.float32, torch.float64}  # that every operation supports

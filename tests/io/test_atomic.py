@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tribe.storage import atomic
-from tribe.storage.atomic import CannotWrite, open_atomically, write_atomically, write_new
+from tribe.io import files as atomic
+from tribe.io.files import CannotWrite, open_atomically, write_atomically, write_new
 
 OLD, NEW = b"old" * 100_000, b"new" * 100_000
 

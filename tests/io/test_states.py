@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 import tribe
 from processes import ended
-from tribe.storage import states
+from tribe.io import states
 from tribe.testing import images, ready, small_network
 
 

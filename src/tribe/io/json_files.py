@@ -25,7 +25,7 @@ from os import PathLike
 from typing import Any, NamedTuple
 
 from tribe.fields import is_number, is_whole
-from tribe.storage.regular import NotRegular, read_regular
+from tribe.io.files import NotRegular, read_regular
 
 MOST_BYTES = 32 * 2**20  # of a document
 MOST_PARTS = 2**20  # objects and lists of a document: an empty one has two bytes there, and 64 in memory

@@ -1,22 +1,139 @@
-"""Files that are written whole or not at all.
+"""Files: reading regular files, exclusive locks, atomic writes.
 
-Bytes go to a temporary file beside the target, which then replaces it. A process that is killed at any point leaves the
-old file or the new one, and at most a temporary file, which a later process removes. A writer holds a lock on its
-temporary file, so that no other process removes it, however long the writing takes and whatever the clocks say.
+A file is written to a temporary file beside the target, which then replaces it. A process that is killed at any point
+leaves the old file or the new one, and at most a temporary file, which a later process removes.
 """
 
 import contextlib
+import errno
 import os
 import re
 import secrets
 import shutil
+import stat
+import sys
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from os import PathLike
 from pathlib import Path
 from typing import IO
 
-from tribe.storage.lock import is_locked, lock
+KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+}
+FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+
+
+class NotRegular(OSError):
+    """A file that is not read, because it is not a regular file or is too large."""
+
+
+def open_regular(path: str | PathLike[str], largest: int | None = None) -> IO[bytes]:
+    """Open a regular file for reading; symbolic links are followed.
+
+    Args:
+        path: the file.
+        largest: how many bytes it may have; None: any number.
+
+    Raises:
+        NotRegular: it is a folder, a pipe, a socket or a device, or it has more bytes.
+        OSError: it cannot be opened.
+    """
+    regular_size(path, largest)  # before it is opened: opening a device may have an effect
+    descriptor = os.open(path, FLAGS)
+    try:
+        _check(os.fstat(descriptor), path, largest)  # it may have been replaced in the meantime
+    except NotRegular:
+        os.close(descriptor)
+        raise
+    return os.fdopen(descriptor, "rb")
+
+
+def regular_size(path: str | PathLike[str], largest: int | None = None) -> int:
+    """How many bytes a regular file has; the errors are those of `open_regular`, but the file is not opened."""
+    status = os.stat(path)
+    _check(status, path, largest)
+    return status.st_size
+
+
+def read_regular(path: str | PathLike[str], largest: int) -> bytes:
+    """The bytes of a regular file that has at most ``largest``; a file that grows is read to its old end."""
+    with open_regular(path, largest) as file:
+        return file.read(os.fstat(file.fileno()).st_size)
+
+
+def _check(status: os.stat_result, path: str | PathLike[str], largest: int | None) -> None:
+    kind = stat.S_IFMT(status.st_mode)
+    if kind != stat.S_IFREG:
+        raise _refusal(path, f"it is {KINDS.get(kind, 'not a file')}; expected a regular file")
+    if largest is not None and status.st_size > largest:
+        raise _refusal(path, f"it has {status.st_size:,} bytes; expected {largest:,} at most")
+
+
+def _refusal(path: str | PathLike[str], reason: str) -> NotRegular:
+    return NotRegular(errno.EINVAL, reason, os.fspath(path))
+
+
+class Busy(OSError):
+    """Another process holds the lock."""
+
+
+@contextlib.contextmanager
+def exclusive(path: str | PathLike[str], *, wait: bool = False, busy: str | None = None) -> Iterator[bool]:
+    """Hold an exclusive lock on a file, which is made if it is missing; the OS releases it if the process dies.
+
+    The file keeps its content, and a symbolic link is not followed. The block gets False where the platform or the
+    file system has no locks: then nothing keeps others out.
+
+    Args:
+        path: the file to lock.
+        wait: until another process releases it; else `Busy` is raised.
+        busy: the message of `Busy`.
+    """
+    # A pipe must not block the opening; for a file O_NONBLOCK changes nothing.
+    flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+    file = os.open(path, flags, 0o666)
+    try:
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            raise OSError(f"{path} is not a regular file, so it cannot be a lock")
+        yield lock(file, busy or f"another process holds the lock {os.fspath(path)}", wait=wait)
+    finally:
+        os.close(file)  # releases the lock
+
+
+def is_locked(path: str | PathLike[str]) -> bool:
+    """Whether a file is locked, or cannot be opened to find out; False where there are no locks."""
+    try:
+        file = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
+    except OSError:
+        return True
+    try:
+        lock(file, "")
+    except Busy:
+        return True
+    finally:
+        os.close(file)
+    return False
+
+
+def lock(file: int, busy: str, *, wait: bool = False) -> bool:
+    """Lock an open file until it is closed; False where there are no locks. `Busy` is raised with a message."""
+    if sys.platform == "win32":
+        return False
+    import fcntl
+
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError as error:
+        raise Busy(busy) from error
+    except OSError:
+        return False
+    return True
+
 
 # The age at which a temporary file without a lock belongs to no running writer: a file system may have no locks.
 STALE_SECONDS = 3600

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from tribe.storage import json_files
-from tribe.storage.json_files import Where, check, parse
+from tribe.io import json_files
+from tribe.io.json_files import Where, check, parse
 
 SCHEMA = {
     "kind": {"bench", "draws"},

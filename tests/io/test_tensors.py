@@ -6,9 +6,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from tribe import knowledge
-from tribe.storage import tensors as tensor_file
-from tribe.storage.states import STATE, StateFileError
-from tribe.storage.tensors import Kind, TensorFileError
+from tribe.io import tensors as tensor_file
+from tribe.io.states import STATE, StateFileError
+from tribe.io.tensors import Kind, TensorFileError
 
 KIND = Kind("tribe-notes", 2, {"title": str, "pages": int, "tags": dict}, noun="file of notes", advice="Write it again")
 HEADER = {"title": "12", "pages": 3, "tags": {"a": [1, None]}}

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from tribe.core.backbone import Backbone
 from tribe.core.state import per_stream
-from tribe.storage import tensors as tensor_file
-from tribe.storage.atomic import write_atomically
-from tribe.storage.tensors import Kind, SizeLimit, TensorFileError
+from tribe.io import tensors as tensor_file
+from tribe.io.files import write_atomically
+from tribe.io.tensors import Kind, SizeLimit, TensorFileError
 
 
 class StateFileError(TensorFileError):
