@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help run serve test test-serve test-slow test-extras check lint bench docs pages site dist dist-test clean
+.PHONY: help run serve test extras test-serve test-kernels test-all test-slow check lint bench docs pages site dist dist-test clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -22,19 +22,34 @@ run: $(INSTALLED)  ## run the main job: real digits, corrupted in 15 ways, four 
 test: $(INSTALLED)  ## run the tests, without the slow ones
 	PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX=$(abspath $(VENV))/pycache $(BIN)/python -m pytest -m "not slow" -n auto --maxprocesses 8 --dist worksteal
 
-test-slow: test-extras  ## run the slow tests only; some need Ray
+test-slow: extras  ## run the slow tests only
 	$(BIN)/python -m pytest -m slow
 
 serve: $(INSTALLED)  ## serve the embedded digits network on http://127.0.0.1:8000; streams are kept in runs/streams
 	$(BIN)/tribe serve --data runs/streams
 
-test-serve: $(INSTALLED)  ## run the tests of the server with all that they can use (Debian: redis-server haproxy wrk chromium)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,serve,grpc,redis,ray-serve]' 'tritonclient[all]'
-	@for name in redis-server haproxy wrk chromium curl; do command -v $$name > /dev/null || echo "not installed, its tests are skipped: apt install $$name"; done
+# Everything optional that a test can use and that needs no GPU. torchvision comes without its compiled part: it is
+# built for other builds of torch.
+EXTRAS := dev,docs,grpc,models,pandas,ray,ray-serve,redis,serve
+PROGRAMS := redis-server haproxy wrk chromium curl openssl
+
+$(VENV)/.extras: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]' 'tritonclient[all]' transformers triton
+	@touch $@
+
+extras: $(VENV)/.extras  ## install every package and program that tests can use (programs: with apt-get, as root)
+	@missing=; for name in $(PROGRAMS); do command -v $$name > /dev/null || missing="$$missing $$name"; done; \
+	if [ -n "$$missing" ]; then apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y $$missing > /dev/null; fi
+
+test-serve: extras  ## run all tests of the server, the slow ones too
 	$(BIN)/python -m pytest tests/serve
 
-test-extras: $(INSTALLED)  ## install the optional packages that tests can use: mkdocs, ray, timm, torchvision, transformers
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,docs,ray,models]' transformers
+test-kernels: extras  ## run the GPU kernels in Triton's interpreter
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/core/test_kernels.py tests/core/test_fusion.py -m "not slow" -n auto --maxprocesses 8
+
+test-all: extras  ## run everything that a machine without a GPU can run; no other skip is allowed
+	TRIBE_SKIPS="needs a GPU|make test-kernels" $(MAKE) test
+	TRIBE_SKIPS="needs a GPU" $(MAKE) test-kernels
 
 lint: $(INSTALLED)  ## check style and types: ruff, mypy
 	$(BIN)/ruff check .

@@ -1,7 +1,12 @@
-"""What all tests share. One thread: the networks here are so small that a second one only waits for the first."""
+"""Fixtures and hooks of all tests. One thread: the networks are so small that a second one only waits for the first.
+
+With TRIBE_SKIPS in the environment, a test may be skipped only for a reason that matches this regular expression; any
+other skip fails the session. Continuous integration sets it, so that a missing package or program is noticed.
+"""
 
 import gc
 import os
+import re
 
 import pytest
 import torch
@@ -14,6 +19,40 @@ def pytest_collection_finish():
     """Let the garbage collector look at what tests make, and not at ten thousand tests and all modules each time."""
     gc.collect()
     gc.freeze()
+
+
+class SkipCheck:
+    """Collect the skips whose reason is not allowed, and fail the session for them."""
+
+    def __init__(self, allowed):
+        self.allowed, self.refused = re.compile(allowed), []
+
+    def pytest_runtest_logreport(self, report):
+        if report.skipped and not hasattr(report, "wasxfail"):
+            self.check(report)
+
+    def pytest_collectreport(self, report):
+        if report.skipped:
+            self.check(report)
+
+    def check(self, report):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        if not self.allowed.search(reason):
+            self.refused.append(f"{report.nodeid}: {reason}")
+
+    def pytest_sessionfinish(self, session):
+        if self.refused:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter):
+        for line in self.refused:
+            terminalreporter.write_line(f"SKIP NOT ALLOWED {line}", red=True)
+
+
+def pytest_configure(config):
+    allowed = os.environ.get("TRIBE_SKIPS")
+    if allowed and not hasattr(config, "workerinput"):  # under xdist the controller gets the reports of all workers
+        config.pluginmanager.register(SkipCheck(allowed))
 
 
 @pytest.fixture

@@ -461,7 +461,7 @@ def test_impossible_settings_are_refused(field, value):
 
 # --- another device ---------------------------------------------------------------------------------------------------
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 @pytest.mark.gpu

@@ -18,7 +18,7 @@ from tribe.norms.balanced import Balanced
 
 DEVICE = "cpu" if kernels.INTERPRETED else "cuda"
 HERE = kernels.INSTALLED and (kernels.INTERPRETED or torch.cuda.is_available())
-runs = pytest.mark.skipif(not HERE, reason="needs Triton and a CUDA device, or Triton's interpreter")
+runs = pytest.mark.skipif(not HERE, reason="needs a GPU, or Triton's interpreter: make test-kernels")
 RULES = [Balanced(4, 0.2, 0.3), norms.create("frozen"), norms.create("batch")]
 
 

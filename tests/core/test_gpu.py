@@ -16,7 +16,7 @@ from watching import pictures
 GUARDED = [("tribe+guard", {"skip": False}), ("tribe+guard", {}), ("tent+guard", {"skip": False}), ("tribe+watch", {})]
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
 
 

@@ -22,7 +22,7 @@ from tribe.core.segments import map_tensors, run_segments_with
 from tribe.core.state import clone, digest, leaves, select, tree_map
 from tribe.testing import CLASSES, images, ready, small, small_network
 
-gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 METHODS = [(name, {}) for name in tribe.methods.names()]
 METHODS += [("selftrain", dict(fields)) for fields in tribe.methods.get("selftrain").variants.values()]
 FILTERS = [("tribe+time", {"evidence_on": 0}), ("source+time", {"evidence_on": 0, "within": "batch"})]  # on soon

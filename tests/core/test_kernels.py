@@ -31,7 +31,7 @@ from tribe.testing import CLASSES, images, labels_in_bursts, predictions, small_
 
 DEVICE = "cpu" if kernels.INTERPRETED else "cuda"
 HERE = kernels.INSTALLED and (kernels.INTERPRETED or torch.cuda.is_available())
-runs = pytest.mark.skipif(not HERE, reason="needs Triton and a CUDA device, or Triton's interpreter")
+runs = pytest.mark.skipif(not HERE, reason="needs a GPU, or Triton's interpreter: make test-kernels")
 
 SHAPES = [
     (1, 2, 5, 3, 3),
@@ -110,7 +110,7 @@ def test_kernels_that_cannot_be_built_warn_once(failing, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_kernels_work_here():
     assert kernels.works(0)
 
@@ -207,7 +207,7 @@ def test_layouts_without_one_run_are_left_to_the_tensor_operations():
         assert not kernels.can_normalise(x[:, :2].expand(2, 2, 4, 6, 6))
 
 
-@pytest.mark.skipif(not (HERE and kernels.INTERPRETED), reason="needs Triton's interpreter: a GPU would need 9 GB")
+@pytest.mark.skipif(not (HERE and kernels.INTERPRETED), reason="too large for a GPU test: make test-kernels")
 def test_rows_may_hold_more_than_32_bits_can_count_but_a_sample_may_not(tmp_path):
     """Catches offsets in int32: the second sample lies behind 2 ** 31 numbers, in a file without content before it."""
     wide = torch.from_file(str(tmp_path / "sparse"), shared=True, size=2**31 + 6)
@@ -338,7 +338,7 @@ def test_a_layer_gives_the_same_numbers_and_gradients(norm, layer, batch, pixels
         assert torch.equal(results[1][2][2].cpu(), stats.var[2])
 
 
-@pytest.mark.skipif(not (HERE and kernels.INTERPRETED), reason="needs Triton's interpreter: a GPU would need 13 GB")
+@pytest.mark.skipif(not (HERE and kernels.INTERPRETED), reason="too large for a GPU test: make test-kernels")
 @pytest.mark.parametrize("labels", [[3, 0, 3, 2, 3], [1, 0, 1, 0, 1]], ids=["present", "absent"])
 def test_class_statistics_may_be_larger_than_32_bits_can_count(labels, tmp_path):
     """Catches offsets in int32: the fourth class lies behind 2 ** 31 numbers, in a file without content before it.

@@ -144,7 +144,7 @@ def test_reads_no_values():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_same_numbers_on_cpu_and_gpu():
     key = make_key([1, -2, 2**60], [3, 4, 2**50])
     there = Key(*(t.cuda() for t in key))
@@ -154,7 +154,7 @@ def test_same_numbers_on_cpu_and_gpu():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_compiled_for_the_gpu_the_words_are_the_same():
     """Catches a compiler that treats the number of a block as a 32-bit address, so that products overflow."""
     key = make_key([1, -2, 2**60], [3, 4, 2**50])

@@ -12,7 +12,7 @@ from tribe.streams.running import RECORDINGS, Runner
 from tribe.testing import images
 from tribe.testing.samples import small_backbone
 
-gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 ROUNDS = ({"a": 1, "b": 3, "c": 1}, {"a": 2, "b": 1}, {"c": 1, "a": 1, "b": 1}, {"b": 3})
 
 

@@ -308,7 +308,7 @@ def test_tables_have_an_entry_a_severity() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("name", COMMON)
 @pytest.mark.parametrize("size", [32, 224])
 def test_gpus_agree(name: str, size: int) -> None:

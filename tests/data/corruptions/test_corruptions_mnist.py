@@ -224,7 +224,7 @@ def test_colours_are_refused():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("name", NAMES)
 def test_cpu_and_gpu_agree(name):
     x = some(24).repeat(8, 1, 1, 1)

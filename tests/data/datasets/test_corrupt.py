@@ -595,7 +595,7 @@ def test_no_cuda(clean, tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_cuda_writes_the_same_up_to_rounding(clean, tmp_path):
     for device in ("cpu", "cuda"):
         generate("cifar10", data=str(clean), out=str(tmp_path / device), device=device)

@@ -1,6 +1,8 @@
 """Networks of timm and Hugging Face adapt as they come; skipped where the library cannot be imported."""
 
+import functools
 import importlib
+import importlib.util
 
 import pytest
 import torch
@@ -29,8 +31,23 @@ HUGGING_FACE = {
 }
 
 
+@functools.cache
+def define_detection_operators():
+    """Let torchvision be imported beside a torch that its compiled part was not built for.
+
+    timm and transformers import torchvision, and torchvision describes two operators of that part. Nothing here calls
+    them.
+    """
+    operators = torch.library.Library("torchvision", "FRAGMENT")
+    for name in ("nms", "qnms"):
+        operators.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    return operators
+
+
 def library(name):
-    """A library, or skip the test: torchvision, which timm imports, fails beside a torch it was not built for."""
+    """Import a library, or skip the test."""
+    if torch.version.cuda is None and importlib.util.find_spec("torchvision"):
+        define_detection_operators()
     try:
         return importlib.import_module(name)
     except (ImportError, RuntimeError) as error:
