@@ -208,7 +208,7 @@ def one_by_one(model: str, streams: int, rounds: int, precision: str, place: tor
         "streams": streams,
         "precision": precision,
         "one_by_one_because": together.one_by_one_because,
-        "adapters_not_captured_because": adapters[0].eager_because,
+        "adapters_not_captured_because": adapters[0].capture_disabled_reason,
         "peak_mb": None if peak.bytes is None else round(peak.bytes / 2**20),
         "milliseconds_an_image": _milliseconds(each),
         "spread": {name: round(summary(found)[1], 4) for name, found in times.items()},

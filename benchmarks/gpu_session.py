@@ -23,7 +23,7 @@ import tribe
 from benchmarks import growth
 from benchmarks.released import Released
 from tribe.core import kernels
-from tribe.core.graphs import Switch
+from tribe.core.kernels import Switch
 from tribe.core.precision import float32_precision
 from tribe.experiments.bench.clock import peak_memory, summary, time_in_turns, warm_up
 from tribe.experiments.bench.networks import build, noise
@@ -67,8 +67,8 @@ def wrn() -> None:
         inference(net, x, "wrn tf32")
         shared = tribe.Backbone(net)
         for method, label, graphs, mode in (
-            ("tribe", "eager", False, "off"),
-            ("tribe", "graphs", True, "off"),
+            ("tribe", "eager", False, False),
+            ("tribe", "graphs", True, False),
             ("tribe", "kernels", False, "auto"),
             ("tribe", "kernels+graphs", True, "auto"),
             ("tent", "kernels+graphs", True, "auto"),
@@ -88,7 +88,7 @@ def others() -> None:
         for method in ("rotta", "note", "lame"):
             adapting(shared, method, x, f"wrn tf32 {method} kernels+graphs", "auto", "auto")
         adapting(shared, "rotta", x, "wrn tf32 rotta kernels", False, "auto")
-        adapting(shared, "rotta", x, "wrn tf32 rotta eager", False, "off")
+        adapting(shared, "rotta", x, "wrn tf32 rotta eager", False, False)
         label = "wrn tf32 tribe kernels+graphs, deterministic"
         adapting(shared, "tribe", x, label, True, "auto", deterministic=True)
 
@@ -100,7 +100,7 @@ def bf16() -> None:
         with torch.autocast("cuda", torch.bfloat16):
             inference(net, x, "wrn bf16 autocast")
             shared = tribe.Backbone(net)
-            adapting(shared, "tribe", x, "wrn bf16 autocast tribe graphs", True, "off")
+            adapting(shared, "tribe", x, "wrn bf16 autocast tribe graphs", True, False)
             adapting(shared, "tribe", x, "wrn bf16 autocast tribe kernels+graphs", True, "auto")
         half = tribe.Backbone(net).to(torch.bfloat16)
         adapting(half, "tribe", x, "wrn bf16 weights tribe kernels+graphs", True, "auto")
@@ -114,7 +114,7 @@ def resnext() -> None:
         net, x = build("resnext29", 100, CUDA), pictures(1, 64, 32)
         inference(net, x, "resnext tf32")
         shared = tribe.Backbone(net)
-        adapting(shared, "tribe", x, "resnext tf32 tribe eager", False, "off")
+        adapting(shared, "tribe", x, "resnext tf32 tribe eager", False, False)
         adapting(shared, "tribe", x, "resnext tf32 tribe kernels+graphs", True, "auto")
         half = tribe.Backbone(net).to(torch.bfloat16)
         adapting(half, "tribe", x, "resnext bf16 weights tribe kernels+graphs", True, "auto")
@@ -249,7 +249,7 @@ def inference(net: torch.nn.Module, x: torch.Tensor, label: str) -> None:
 
 
 def adapting(
-    net: tribe.Backbone, method: str, x: torch.Tensor, label: str, graphs: Switch, mode: kernels.Mode, **options: Any
+    net: tribe.Backbone, method: str, x: torch.Tensor, label: str, graphs: Switch, mode: kernels.Switch, **options: Any
 ) -> None:
     """Measure a method's steps; record a failure as a result."""
     try:
@@ -261,7 +261,7 @@ def adapting(
         note(label, {"failed": f"{type(error).__name__}: {error}"[:600]})
         print(f"{label}: FAILED {error}", flush=True)
         return
-    report(label, ms, peak.bytes, adapter.eager_because if graphs else None)
+    report(label, ms, peak.bytes, adapter.capture_disabled_reason if graphs else None)
 
 
 @contextlib.contextmanager
@@ -280,10 +280,10 @@ def measure(call: Callable[[], object], images: int) -> float:
     return 1e3 * summary(time_in_turns({"": call}, ROUNDS, CUDA, block=SECONDS)[""])[0] / images
 
 
-def report(label: str, ms: float, peak: int | None = None, eager_because: str | None = None) -> None:
+def report(label: str, ms: float, peak: int | None = None, not_captured: str | None = None) -> None:
     found = {"ms an image": ms, "peak MB": None if peak is None else peak / 2**20}
-    note(label, found | ({"not captured": eager_because} if eager_because else {}))
-    print(f"{label}: {ms:.4f} ms an image{f', not captured: {eager_because}' * bool(eager_because)}", flush=True)
+    note(label, found | ({"not captured": not_captured} if not_captured else {}))
+    print(f"{label}: {ms:.4f} ms an image{f', not captured: {not_captured}' * bool(not_captured)}", flush=True)
 
 
 def note(label: str, values: Mapping[str, Any]) -> None:

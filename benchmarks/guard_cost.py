@@ -52,7 +52,11 @@ def measure(
             calls[name] = partial(adapter, x)
             warm_up(calls[name], place)
         held = adapter.health[0].held if adapter.health else 0
-        found[name] = {"eager": adapter.eager_because, "held": held, "peak_mb": peak.bytes and peak.bytes / 2**20}
+        found[name] = {
+            "eager": adapter.capture_disabled_reason,
+            "held": held,
+            "peak_mb": peak.bytes and peak.bytes / 2**20,
+        }
     times = time_in_turns(calls, rounds, place)
     rows = []
     for name, taken in times.items():

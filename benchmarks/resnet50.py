@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import tribe
-from tribe.core import fusion
+from tribe.core import fusion, kernels
 from tribe.core.precision import choose_device, float32_precision
 from tribe.experiments.bench.clock import Call, peak_memory, summary, time_in_turns, warm_up
 from tribe.experiments.bench.networks import build, estimate_statistics, noise
@@ -32,11 +32,11 @@ from tribe.methods import tribe as tribe_method
 
 DTYPES = {"tf32": torch.float32, "bf16": torch.bfloat16}
 APART = tribe_method.APART
-CONTENDERS: dict[str, tuple[str, int, fusion.Switch]] = {  # method, from how many pixels apart, fusion
+CONTENDERS: dict[str, tuple[str, int, kernels.Switch]] = {  # method, from how many pixels apart, fusion
     "tent": ("tent", APART, "auto"),
     "tribe": ("tribe", APART, "auto"),
     "tribe-stacked": ("tribe", 2**40, "auto"),  # teacher and student in one pass
-    "tribe-unfused": ("tribe", APART, "off"),
+    "tribe-unfused": ("tribe", APART, False),
 }
 TOP, NAME = 40, 110  # kernels of a profile, and characters of their names
 STEPS = 3  # profiled
@@ -130,7 +130,7 @@ def measure(net: nn.Module, precision: str, o: argparse.Namespace, device: torch
                 warm_up(partial(adapting, x), device)
             peaks[name], calls[name] = (peak.bytes or 0) / 2**20, partial(adapting, x)
             report.add(f"{precision} {name} peak MB", peaks[name])
-            report.add(f"{precision} {name} not captured", adapting.eager_because)
+            report.add(f"{precision} {name} not captured", adapting.capture_disabled_reason)
             report.add(f"{precision} {name} fusion", adapting.net.fusion.describe())
     found = measured(calls, o.batch, o.rounds, device)
     if o.profile:

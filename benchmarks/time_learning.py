@@ -33,7 +33,20 @@ from benchmarks.time_play import (
 from benchmarks.time_play import settings as shared_settings
 from tribe.core.precision import float32_precision
 from tribe.filters.markov import Markov, MarkovState
-from tribe.methods import Affine, Agreement, Backbone, Info, Key, Stats, finish, losses, optim, screen, view, wide
+from tribe.methods import (
+    Affine,
+    Agreement,
+    Backbone,
+    Info,
+    Key,
+    Stats,
+    accumulation_dtype,
+    finish,
+    losses,
+    optim,
+    screen,
+    view,
+)
 from tribe.methods.tribe import Tribe, interleave, twice
 
 CELLS = "F100", "V100"
@@ -99,7 +112,7 @@ class Learning(Tribe):
     def init(self, net: Backbone, streams: int = 1, seed: int = 0) -> LearningState:  # type: ignore[override]
         """TRIBE's state and a filter that has seen nothing."""
         source = net.source()[0].weight
-        like = source.new_empty(0, dtype=wide(source.dtype))
+        like = source.new_empty(0, dtype=accumulation_dtype(source.dtype))
         return LearningState(*super().init(net, streams, seed), self.rule.init(streams, self.class_count, like))
 
     @property

@@ -241,7 +241,7 @@ def test_the_size_of_a_state_is_what_a_stream_keeps() -> None:
 
 
 def test_what_kernels_compute_together_is_told_where_they_run() -> None:
-    with fusion.using("always"):
+    with fusion.using(True):
         report = tribe.doctor(small_network(), X)
         held = tribe.doctor(Around(lambda inner, x: inner(x) if len(x) == 2 else inner(x + 0)), X[:1])
     assert report.fusion == "computed together with normalisation: 2 ReLU"

@@ -135,7 +135,7 @@ def counts(plan: Plan | None) -> tuple[int, ...]:
     return tuple(sum(getattr(layer, name) is not None for layer in layers) for name in ("bias", "add", "relu"))
 
 
-def passed(net: Backbone, norm, switch: fusion.Switch, rows: int = 2, batch: int = 5) -> list[torch.Tensor]:
+def passed(net: Backbone, norm, switch: kernels.Switch, rows: int = 2, batch: int = 5) -> list[torch.Tensor]:
     """Logits, statistics to keep and gradients; and logits without gradients."""
     channels, device, dtype = net.channels, net.device, net.dtype
     wide = torch.promote_types(dtype, torch.float32)
@@ -157,7 +157,7 @@ def passed(net: Backbone, norm, switch: fusion.Switch, rows: int = 2, batch: int
 def test_a_fused_pass_gives_the_same_numbers_and_gradients(style, norm):
     torch.manual_seed(0)
     net = Backbone(style().double())
-    wanted, found = (passed(net, norm, switch) for switch in ("off", "always"))
+    wanted, found = (passed(net, norm, switch) for switch in (False, True))
     assert counts(net.fusion.plan) == STYLES[style]
     assert (net.fusion.plan is None) == (style is Overwritten) == ("it has changed" in str(net.fusion.reason))
     for a, b in zip(wanted, found, strict=True):
@@ -173,8 +173,8 @@ def test_kernels_fuse_to_the_same_numbers(style, norm, dtype, rounding):
     torch.manual_seed(0)
     net = Backbone(style()).to(DEVICE, dtype)
     with float32_precision("float32"):
-        with kernels.using("off"):
-            wanted = passed(net, norm, "off")
+        with kernels.using(False):
+            wanted = passed(net, norm, False)
         found = passed(net, norm, "auto")
     assert net.fusion.plan is not None or style is Overwritten
     for a, b in zip(wanted, found, strict=True):
@@ -201,9 +201,9 @@ def test_two_views_of_an_image_are_fused_to_the_same_numbers(first, norm, monkey
     dtype, rounding = (torch.float32, 1e-4) if HERE else (torch.float64, 1e-10)
     net = Backbone(TwoViews()).to(DEVICE if HERE else "cpu", dtype)
     with float32_precision("float32"):
-        with kernels.using("off"):
-            wanted = passed(net, norm, "off")
-        found = passed(net, norm, "always")
+        with kernels.using(False):
+            wanted = passed(net, norm, False)
+        found = passed(net, norm, True)
     assert counts(net.fusion.plan) == (3, 1, 2)
     for a, b in zip(wanted, found, strict=True):
         assert (a - b).norm() <= rounding * a.norm()
@@ -213,7 +213,7 @@ def test_compiled_code_is_not_fused():
     """It would see values that are not what the network believes."""
     torch.manual_seed(0)
     net = Backbone(Hidden())
-    passed(net, norms.create("frozen"), "always")
+    passed(net, norms.create("frozen"), True)
     assert "compiled code computes aten.sigmoid" in net.fusion.describe()
 
 
@@ -228,7 +228,7 @@ class ByBatch(Stem):
 def test_a_pass_that_differs_from_the_trial_is_repeated_call_by_call():
     torch.manual_seed(0)
     net, norm = Backbone(ByBatch().double()), Balanced(4, 0.2, 0.3)
-    wanted, found = (passed(net, norm, switch) for switch in ("off", "always"))
+    wanted, found = (passed(net, norm, switch) for switch in (False, True))
     assert "a pass differed from the trial" in net.fusion.describe()
     for a, b in zip(wanted, found, strict=True):
         assert torch.equal(a, b)
@@ -245,7 +245,7 @@ class WithoutGradient(Stem):
 def test_an_activation_without_gradient_stays_without():
     torch.manual_seed(0)
     net, norm = Backbone(WithoutGradient().double()), Balanced(4, 0.2, 0.3)
-    wanted, found = (passed(net, norm, switch) for switch in ("off", "always"))
+    wanted, found = (passed(net, norm, switch) for switch in (False, True))
     assert "without gradients" in net.fusion.describe()
     for a, b in zip(wanted, found, strict=True):
         assert torch.equal(a, b)
@@ -257,7 +257,7 @@ def test_inference_mode_is_computed_call_by_call(tried):
     torch.manual_seed(0)
     net, norm, x = Backbone(Functional().double()), norms.create("batch"), drawn(1, 4, 3, 9, 9).double()
     affine, stats = net.source()
-    with fusion.using("always"), torch.no_grad():
+    with fusion.using(True), torch.no_grad():
         wanted = net(x, affine, stats, norm).logits if tried else None
         with torch.inference_mode():
             found = net(x, affine, stats, norm).logits
@@ -271,7 +271,7 @@ def test_what_is_fused_is_told():
     torch.manual_seed(0)
     net = Backbone(Functional())
     assert "no pass on a GPU" in net.fusion.describe()
-    passed(net, norms.create("batch"), "always")
+    passed(net, norms.create("batch"), True)
     assert net.fusion.describe().endswith("3 biases of convolutions, 1 residual additions, 2 ReLU")
 
 
@@ -292,9 +292,9 @@ def test_rounding_does_not_forbid_fusion(dtype, strength, monkeypatch):
     net = Backbone(Chaotic()).to(dtype)
     with torch.no_grad():
         images, (affine, stats) = drawn(1, 16, 3, 9, 9).to(dtype), net.source()
-        with fusion.using("off"):
+        with fusion.using(False):
             wanted = net(images, affine, stats, norms.create("frozen")).logits
-        with fusion.using("always"):
+        with fusion.using(True):
             found = net(images, affine, stats, norms.create("frozen")).logits
     assert (found - wanted).abs().max() > 0.05 * wanted.abs().max()
     assert counts(net.fusion.plan) == (3, 1, 2)

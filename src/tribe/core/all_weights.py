@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from tribe.core import rng
 from tribe.core.backbone import Backbone, Output
-from tribe.core.moments import wide
+from tribe.core.moments import accumulation_dtype
 from tribe.core.rng import Key
 from tribe.core.rules import Norm
 from tribe.core.state import Affine, streams_of
@@ -129,7 +129,7 @@ class WeightLayout:
         return {name: piece.shape for name, piece in self.pieces.items()} | norms
 
     def _row(self, named: Mapping[str, Tensor]) -> Tensor:
-        dtype = wide(self.net.dtype)
+        dtype = accumulation_dtype(self.net.dtype)
         columns = [_flatten(named[name].detach()).to(self.net.device, dtype) for name in self.pieces]
         return torch.cat(columns or [torch.empty(0, device=self.net.device, dtype=dtype)])[None]
 

@@ -1,6 +1,6 @@
 """Work beside the main work of a step: a second branch of a CUDA graph, for many small launches that need not wait.
 
-A fast GPU waits for small launches, and what watches a step is hundreds of them. While a step is captured, `Beside`
+A fast GPU waits for small launches, and what watches a step is hundreds of them. While a step is captured, `SideStream`
 records its work on a second stream, so that the graph has a branch that runs while the network computes. Otherwise the
 work is done at once. The results are the same.
 """
@@ -16,7 +16,7 @@ HIGH = -1  # priority of the second stream: its launches are short, and need a p
 _streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
-class Beside:
+class SideStream:
     """A branch beside the main work, from its first call until `join`.
 
     All tensors that it reads must be kept until then: memory that the main work frees is used again by the main work.

@@ -1,4 +1,4 @@
-"""Find what stands around a normalisation layer, and compute it in the layer's own passes over its activations.
+"""Fuse bias, residual addition and ReLU into the normalisation layer next to them.
 
 Bias of the convolution before, residual addition and ReLU after: each would read and write all activations once more.
 They are found by a trial pass with two random images, which records every call of a torch function and of a slot, and
@@ -26,20 +26,33 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tribe.core import convolution, kernels
-from tribe.core.moments import Around, wide
+from tribe.core.kernels import Switch
+from tribe.core.moments import Epilogue, accumulation_dtype
 from tribe.core.slots import Pass, Slot, SlotHook, StatisticsSlot, full_precision, set_current_pass
 from tribe.core.state import tree_map
 
 RELU = (F.relu, F.relu_, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_)
 ADD = (torch.add, Tensor.add, Tensor.add_)  # the operators + and += call them
 IN_PLACE = (Tensor.add_, F.relu_, torch.relu_, Tensor.relu_)
-QUESTIONS: tuple[Any, ...] = (Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.stride)
-QUESTIONS += (Tensor.__len__, Tensor.is_contiguous, Tensor.is_floating_point, Tensor.element_size, Tensor.get_device)
-FACTS = ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "requires_grad", "itemsize", "nbytes")
+METADATA_METHODS: tuple[Any, ...] = (
+    Tensor.size,
+    Tensor.dim,
+    Tensor.ndimension,
+    Tensor.numel,
+    Tensor.nelement,
+    Tensor.stride,
+)
+METADATA_METHODS += (
+    Tensor.__len__,
+    Tensor.is_contiguous,
+    Tensor.is_floating_point,
+    Tensor.element_size,
+    Tensor.get_device,
+)
+METADATA_ATTRS = ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "requires_grad", "itemsize", "nbytes")
 # The largest difference of logits in a trial, relative to the largest logit, in the first precision that reaches it.
 CLOSE = {torch.float32: 0.05, torch.float64: 1e-4}  # float32 may mean TF32
 
-Switch = Literal["auto", "always", "off"]
 _switch: Switch = "auto"  # "auto": where kernels run
 
 Kind = Literal["slot", "convolution", "add", "relu", "other"]
@@ -47,7 +60,7 @@ Kind = Literal["slot", "convolution", "add", "relu", "other"]
 
 @contextmanager
 def using(switch: Switch) -> Iterator[None]:
-    """Fuse where kernels run ("auto"), everywhere ("always") or nowhere ("off"), in the whole process; for tests."""
+    """Fuse where kernels run ("auto"), everywhere (True) or nowhere (False), in the whole process; for tests."""
     global _switch
     before, _switch = _switch, switch
     try:
@@ -110,7 +123,7 @@ class Fusion:
         self, model: nn.Module, images: Tensor, source_pass: Callable[[int, SlotHook | None], Pass]
     ) -> "FusedPass | None":
         """The mode that fuses a pass; None if it is to be computed call by call."""
-        if _switch == "off" or (_switch == "auto" and not kernels.can_run(images)):
+        if _switch is False or (_switch == "auto" and not kernels.can_run(images)):
             return None
         if torch.is_inference_mode_enabled():
             return None  # whether a residual has changed is not known: inference tensors have no version
@@ -140,10 +153,10 @@ def _try(
 
     def logits(mode: "Trial | FusedPass", network: nn.Module, x: Tensor) -> Tensor:
         current, x = source_pass(len(x), None), x.clone()  # the network may write into x
-        current.fusing, precision = mode, wide(x.dtype)
+        current.fusing, precision = mode, accumulation_dtype(x.dtype)
         current.stats = tree_map(lambda t: t.to(precision), current.stats)
         current.weight, current.bias = (tuple(t.to(precision) for t in ts) for ts in (current.weight, current.bias))
-        with set_current_pass(current), Unseen(mode) if isinstance(mode, Trial) else nullcontext(), mode:
+        with set_current_pass(current), UntracedOpDetector(mode) if isinstance(mode, Trial) else nullcontext(), mode:
             result = network(x)
         mode.finish()
         found: Tensor = getattr(result, "logits", result)
@@ -196,7 +209,7 @@ class Trial(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self.paused or _only_asks(func):
+        if self.paused or _reads_metadata_only(func):
             return func(*args, **kwargs)
         inputs = self._inputs(tensors_in((args, kwargs)))
         self.paused = True
@@ -206,11 +219,11 @@ class Trial(TorchFunctionMode):
         self._record(kind, inputs, _fusable(kind, args, kwargs, result), -1, result, func in IN_PLACE)
         return result
 
-    def enter(self, slot: Slot, x: Tensor) -> Around:
+    def enter(self, slot: Slot, x: Tensor) -> Epilogue:
         """A slot is called with x: what it computes beside its normalisation."""
         self._entered = self._inputs([x])
         self.paused = True
-        return Around()
+        return Epilogue()
 
     def leave(self, slot: Slot, y: Tensor) -> None:
         """A slot has computed y."""
@@ -280,7 +293,7 @@ class Trial(TorchFunctionMode):
         return others[0] if usable and (not call.in_place or call.inputs[0] == slot) else None
 
 
-class Unseen(TorchDispatchMode):
+class UntracedOpDetector(TorchDispatchMode):
     """Notes what a network computes without calling a torch function, as code of torch.jit does."""
 
     def __init__(self, seen: Trial) -> None:
@@ -313,11 +326,11 @@ def _fusable(kind: Kind, args: Sequence[Any], kwargs: Mapping[str, Any], result:
     return False
 
 
-def _only_asks(func: Any) -> bool:
+def _reads_metadata_only(func: Any) -> bool:
     """Whether a function reads facts of a tensor, and no values."""
     if getattr(func, "__name__", "") == "__get__":
-        return getattr(getattr(func, "__self__", None), "__name__", "") in FACTS
-    return func in QUESTIONS
+        return getattr(getattr(func, "__self__", None), "__name__", "") in METADATA_ATTRS
+    return func in METADATA_METHODS
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -332,8 +345,8 @@ def tensors_in(value: Any) -> list[Tensor]:
 # -- the passes --------------------------------------------------------------------------------------------------------
 
 
-class Open(NamedTuple):
-    """A tensor that does not have the value that the network believes it has, until its user is called."""
+class PendingTensor(NamedTuple):
+    """A tensor whose value the next calls change: its bias is still to be added, or its epilogue is already applied."""
 
     tensor: Tensor  # held, so that no other tensor gets its id
     user: int  # the number of the call that may use it
@@ -351,20 +364,20 @@ class FusedPass(TorchFunctionMode):
         self.plan = plan
         self.paused = False
         self._number = 0  # of the next call
-        self._open: dict[int, Open] = {}  # by id
+        self._pending: dict[int, PendingTensor] = {}  # by id
         self._sources: dict[int, Tensor] = {}  # by call
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self.paused or _only_asks(func):
+        if self.paused or _reads_metadata_only(func):
             return func(*args, **kwargs)
         number, self._number = self._number, self._number + 1
         if number in self.plan.skipped:
             result = self._skip(number, func, args)
         else:
-            if self._open and any(id(t) in self._open for t in tensors_in((args, kwargs))):
+            if self._pending and any(id(t) in self._pending for t in tensors_in((args, kwargs))):
                 raise Mismatch(f"{func} uses a value that is fused away")
             result = self._call(number, func, args, kwargs)
         if number in self.plan.sources:
@@ -383,14 +396,14 @@ class FusedPass(TorchFunctionMode):
         if bias is None:
             raise Mismatch("a convolution has no bias")
         result = convolution.compute(func, args, kwargs, add_bias=False)
-        self._open[id(result)] = Open(result, user, bias, None, 0, torch.is_grad_enabled())
+        self._pending[id(result)] = PendingTensor(result, user, bias, None, 0, torch.is_grad_enabled())
         return result
 
     def _skip(self, number: int, func: Any, args: Sequence[Any]) -> Tensor:
         """The result of an addition or of ReLU, which the slot has computed."""
         layer = self.plan.layers[self.plan.skipped[number]]
-        found = [t for t in args[:2] if isinstance(t, Tensor) and id(t) in self._open]
-        one = self._open.pop(id(found[0])) if len(found) == 1 else None
+        found = [t for t in args[:2] if isinstance(t, Tensor) and id(t) in self._pending]
+        one = self._pending.pop(id(found[0])) if len(found) == 1 else None
         if one is None or one.user != number or func not in (ADD if number == layer.add else RELU):
             raise Mismatch(f"{func} is called in place of an addition or ReLU")
         if one.with_grad != torch.is_grad_enabled():
@@ -402,16 +415,16 @@ class FusedPass(TorchFunctionMode):
             if func in IN_PLACE and args[0] is not one.tensor:
                 raise Mismatch("the sum is written into the residual")
             if layer.relu is not None:
-                self._open[id(one.tensor)] = one._replace(user=layer.relu, residual=None)
+                self._pending[id(one.tensor)] = one._replace(user=layer.relu, residual=None)
         return one.tensor
 
-    def enter(self, slot: Slot, x: Tensor) -> Around:
+    def enter(self, slot: Slot, x: Tensor) -> Epilogue:
         """A slot is called with x: what it computes beside its normalisation."""
         number, self._number = self._number, self._number + 1
         self.paused, self._entered = True, number
-        layer, given = self.plan.layers.get(number), self._open.pop(id(x), None)
+        layer, given = self.plan.layers.get(number), self._pending.pop(id(x), None)
         if layer is None and given is None:
-            return Around()
+            return Epilogue()
         if layer is None or layer.slot != slot.index or (given is None) != (layer.bias is None):
             raise Mismatch(f"layer {slot.name!r} is called at another place, or with another input")
         if given is not None and given.user != number:
@@ -419,7 +432,7 @@ class FusedPass(TorchFunctionMode):
         residual = None if layer.residual is None else self._sources[layer.residual]
         if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
             raise Mismatch(f"the residual of layer {slot.name!r} has another shape or type")
-        return Around(layer.relu is not None, None if given is None else given.bias, residual)
+        return Epilogue(layer.relu is not None, None if given is None else given.bias, residual)
 
     def leave(self, slot: Slot, y: Tensor) -> None:
         """A slot has computed y."""
@@ -433,10 +446,10 @@ class FusedPass(TorchFunctionMode):
             if layer.residual is not None and self.plan.sources[layer.residual] == number:
                 del self._sources[layer.residual]  # it needs no memory any more
             version = 0 if residual is None else residual._version
-            self._open[id(y)] = Open(y, user, None, residual, version, torch.is_grad_enabled())
+            self._pending[id(y)] = PendingTensor(y, user, None, residual, version, torch.is_grad_enabled())
         self.paused = False
 
     def finish(self) -> None:
         """The pass is over: it must have made all the calls of the plan."""
-        if self._open or self._number != self.plan.calls:
+        if self._pending or self._number != self.plan.calls:
             raise Mismatch(f"the pass made {self._number} calls, the trial {self.plan.calls}")

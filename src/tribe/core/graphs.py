@@ -15,7 +15,7 @@ The steps of a recording are discarded, which affects no stream: a step is pure.
 import contextlib
 import warnings
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from tribe.core import kernels
 from tribe.core.augment import Augment
 from tribe.core.backbone import Backbone
+from tribe.core.kernels import Switch
 from tribe.core.precision import deterministic
 from tribe.core.segments import flatten, map_tensors, run_segments_with
 from tribe.core.state import clone, copy_missing, leaves
 
-Switch = bool | Literal["auto"]  # capture steps; "auto": where that is possible
 Work = Callable[[], None]
 Recorder = Callable[[Work], Work]  # records work on static memory; the result repeats it
 
@@ -83,7 +83,7 @@ class Steps:
         self._captured: Captured | CapturedSegments | None = None
 
     @property
-    def eager_because(self) -> str | None:
+    def capture_disabled_reason(self) -> str | None:
         """Why steps are taken one launch at a time; None: they are captured, whole or in segments."""
         if self.graphs is False:
             return "graphs=False"
@@ -93,7 +93,7 @@ class Steps:
         """As `Method.step`. The state that a captured step returns is valid until the step after the next."""
         on_its_device = torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()  # where kernels launch
         with on_its_device, deterministic() if self.deterministic else contextlib.nullcontext():
-            if self.eager_because is None and x.shape[1]:
+            if self.capture_disabled_reason is None and x.shape[1]:
                 try:
                     if self._captured is None:
                         whole = self.method.eager_only is None

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from tribe.core.moments import wide
+from tribe.core.moments import accumulation_dtype
 
 
 def entropy(logits: Tensor) -> Tensor:
@@ -58,4 +58,4 @@ def mean_over(values: Tensor, counts: Tensor) -> Tensor:
 
 
 def _precise(logits: Tensor) -> Tensor:
-    return logits.to(wide(logits.dtype))
+    return logits.to(accumulation_dtype(logits.dtype))

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tribe.core import rng
-from tribe.core.moments import wide
+from tribe.core.moments import accumulation_dtype
 from tribe.core.rng import Key
 from tribe.fields import is_whole, require
 
@@ -93,7 +93,7 @@ class Turnover(NamedTuple):
 def new_timely(streams: int, size: int, *, room: int, dtype: torch.dtype, device: torch.device) -> Timely:
     """An empty memory for RoTTA."""
     image, label, count = _places(streams, size, room, dtype, device)
-    uncertainty = torch.zeros(streams, size, dtype=wide(dtype), device=device)
+    uncertainty = torch.zeros(streams, size, dtype=accumulation_dtype(dtype), device=device)
     return Timely(image, label, label.clone(), uncertainty, count, count.clone(), count.clone())
 
 

@@ -9,8 +9,8 @@ the two. Here one pass computes both:
 
 where dmean and dvar are the gradients that autograd takes through the rule.
 
-What stands around a layer can be computed in the same passes (`tribe.core.fusion` finds it): the ``offset`` (C,) that
-is still to be added to x, the bias of the convolution before; the ``residual`` that is added after; and ReLU.
+An `Epilogue` is computed in the same passes (`tribe.core.fusion` finds it): the ``offset`` (C,) to add to x, the bias of
+the convolution before; the ``residual`` to add afterwards; and ReLU.
 
 Every function has a kernel in `tribe.core.kernels`, which is used where it can run.
 """
@@ -28,8 +28,8 @@ from tribe.core import kernels
 Rule = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The precision of statistics: float32 at least."""
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the precision for statistics and sums: float32 at least."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -37,7 +37,7 @@ def observe(x: Tensor, offset: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Mean and (biased) variance of each sample and channel over its pixels: (R, B, C, ...) -> (R, B, C) twice."""
     if kernels.can_normalise(x):
         return kernels.observe(x, offset)
-    mean, var = _observe(x.to(wide(x.dtype)))
+    mean, var = _observe(x.to(accumulation_dtype(x.dtype)))
     return (mean if offset is None else mean + offset), var
 
 
@@ -54,31 +54,31 @@ def _observe(x: Tensor) -> tuple[Tensor, Tensor]:
     return mean, centred.mul_(centred).mean(pixels)
 
 
-class Around(NamedTuple):
-    """What a layer computes beside its normalisation."""
+class Epilogue(NamedTuple):
+    """Operations next to a normalisation that are computed in the same pass."""
 
     relu: bool = False  # set negative results to zero
     offset: Tensor | None = None  # (C,) to add to x first
     residual: Tensor | None = None  # (R, B, C, ...) to add to the result, before ReLU
 
 
-NOTHING = Around()
+NO_EPILOGUE = Epilogue()
 
 
-def normalise(x: Tensor, rule: Rule, around: Around = NOTHING) -> Tensor:
+def normalise(x: Tensor, rule: Rule, epilogue: Epilogue = NO_EPILOGUE) -> Tensor:
     """Scale and shift (R, B, C, ...) as ``rule`` says for its per-sample moments; gradients flow through both."""
     if not torch.is_grad_enabled():
-        return _apply(x, *rule(*observe(x, around.offset)), around)
+        return _apply(x, *rule(*observe(x, epilogue.offset)), epilogue)
     joint = _Joint()
-    seen, mean, var = _Observe.apply(x, joint, around.offset)  # type: ignore[no-untyped-call]
-    return _Apply.apply(seen, *rule(mean, var), around.residual, joint, around)  # type: ignore[no-any-return,no-untyped-call]
+    seen, mean, var = _Observe.apply(x, joint, epilogue.offset)  # type: ignore[no-untyped-call]
+    return _Apply.apply(seen, *rule(mean, var), epilogue.residual, joint, epilogue)  # type: ignore[no-any-return,no-untyped-call]
 
 
-def scale_and_shift(x: Tensor, scale: Tensor, shift: Tensor, around: Around = NOTHING) -> Tensor:
+def scale_and_shift(x: Tensor, scale: Tensor, shift: Tensor, epilogue: Epilogue = NO_EPILOGUE) -> Tensor:
     """x * scale + shift for (R, B, C, ...) and (R, 1|B, C), where scale and shift do not depend on x."""
     if not torch.is_grad_enabled():
-        return _apply(x, scale, shift, around)
-    return _Apply.apply(x, scale, shift, around.residual, None, around)  # type: ignore[no-any-return,no-untyped-call]
+        return _apply(x, scale, shift, epilogue)
+    return _Apply.apply(x, scale, shift, epilogue.residual, None, epilogue)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def fold(mean: Tensor, var: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -93,8 +93,8 @@ def _over_pixels(t: Tensor, x: Tensor) -> Tensor:
     return t.view(*t.shape, *[1] * (x.dim() - t.dim()))
 
 
-def _apply(x: Tensor, scale: Tensor, shift: Tensor, around: Around = NOTHING) -> Tensor:
-    relu, offset, residual = around
+def _apply(x: Tensor, scale: Tensor, shift: Tensor, epilogue: Epilogue = NO_EPILOGUE) -> Tensor:
+    relu, offset, residual = epilogue
     if kernels.can_normalise(x):
         residual = None if residual is None else kernels.match_layout(residual, x)
         return kernels.apply(x, scale, shift, relu, offset, residual)
@@ -143,21 +143,21 @@ class _Apply(torch.autograd.Function):
         x: Tensor,
         scale: Tensor,
         shift: Tensor,
-        residual: Tensor | None,  # also in ``around``; here for its gradient
+        residual: Tensor | None,  # also in ``epilogue``; here for its gradient
         joint: _Joint | None,
-        around: Around,
+        epilogue: Epilogue,
     ) -> Tensor:
-        ctx.joint, ctx.relu, ctx.by_kernel = joint, around.relu, kernels.can_normalise(x)
+        ctx.joint, ctx.relu, ctx.by_kernel = joint, epilogue.relu, kernels.can_normalise(x)
         # Where ReLU was active: kernels compute it again from x, or save it in a byte each if a residual was added.
         # Without kernels the output shows it, which the next layer saves anyway.
         active = None
-        if ctx.by_kernel and around.relu and residual is not None:
+        if ctx.by_kernel and epilogue.relu and residual is not None:
             active, residual = torch.empty_like(x, dtype=torch.int8), kernels.match_layout(residual, x)
-            y = kernels.apply(x, scale, shift, True, around.offset, residual, active)
+            y = kernels.apply(x, scale, shift, True, epilogue.offset, residual, active)
         else:
-            y = _apply(x, scale, shift, around)
-            active = y if around.relu and not ctx.by_kernel else None
-        ctx.save_for_backward(x, scale, shift, around.offset, active)
+            y = _apply(x, scale, shift, epilogue)
+            active = y if epilogue.relu and not ctx.by_kernel else None
+        ctx.save_for_backward(x, scale, shift, epilogue.offset, active)
         return y
 
     @staticmethod

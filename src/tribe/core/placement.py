@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from tribe.core.layer_norms import ChannelSlot, has_tensors, is_called_norm, resembles_layer_norm
-from tribe.core.moments import wide
+from tribe.core.moments import accumulation_dtype
 from tribe.core.rules import Frozen
 from tribe.core.slots import (
     KNOWN_FORWARDS,
@@ -86,7 +86,7 @@ def source_norm(layers: Sequence[nn.Module], device: torch.device) -> SourceNorm
         for layer in layers:
             values: Tensor | None = getattr(layer, name, None)
             if values is not None:
-                columns.append(values.detach().flatten().to(wide(values.dtype), copy=True))
+                columns.append(values.detach().flatten().to(accumulation_dtype(values.dtype), copy=True))
             elif default is not None:
                 columns.append(torch.full((channels_of(layer),), default, dtype=torch.float32, device=device))
         return torch.cat(columns) if columns else torch.empty(0, dtype=torch.float32, device=device)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import parametrize
 
-from tribe.core.moments import Around, fold, normalise, scale_and_shift
+from tribe.core.moments import Epilogue, fold, normalise, scale_and_shift
 from tribe.core.rules import Norm, PerBatch
 from tribe.core.state import Stats, tree_map
 
@@ -55,7 +55,7 @@ class Pass:
 class Fusing(Protocol):
     """What slots tell `tribe.core.fusion`."""
 
-    def enter(self, slot: "Slot", x: Tensor) -> Around:
+    def enter(self, slot: "Slot", x: Tensor) -> Epilogue:
         """A slot is called with x: what it computes beside its normalisation."""
         ...
 
@@ -120,10 +120,10 @@ class Slot(nn.Module, ABC):
         if self.layer.bias is None:
             bias = torch.zeros_like(bias)
         if current.fusing is None:
-            return self.after(self.normalise(x, weight, bias, current, Around(self.relu)))  # type: ignore[no-any-return]
-        around = current.fusing.enter(self, x)
-        around = around._replace(relu=around.relu or self.relu)
-        y: Tensor = self.after(self.normalise(x, weight, bias, current, around))
+            return self.after(self.normalise(x, weight, bias, current, Epilogue(self.relu)))  # type: ignore[no-any-return]
+        epilogue = current.fusing.enter(self, x)
+        epilogue = epilogue._replace(relu=epilogue.relu or self.relu)
+        y: Tensor = self.after(self.normalise(x, weight, bias, current, epilogue))
         current.fusing.leave(self, y)
         return y
 
@@ -146,7 +146,7 @@ class Slot(nn.Module, ABC):
         return super()._apply(fn, recurse)  # type: ignore[no-any-return,no-untyped-call]
 
     @abstractmethod
-    def normalise(self, x: Tensor, weight: Tensor, bias: Tensor, current: Pass, around: Around) -> Tensor:
+    def normalise(self, x: Tensor, weight: Tensor, bias: Tensor, current: Pass, epilogue: Epilogue) -> Tensor:
         """Normalise (N, ...) with each row's affine parameters (R, c)."""
 
     def plain(self, weight: Tensor, bias: Tensor, stats: Stats | None) -> nn.Module:
@@ -212,7 +212,7 @@ class Slot(nn.Module, ABC):
 class StatisticsSlot(Slot):
     """BatchNorm of any dimension: statistics and affine parameters."""
 
-    def normalise(self, x: Tensor, weight: Tensor, bias: Tensor, current: Pass, around: Around) -> Tensor:
+    def normalise(self, x: Tensor, weight: Tensor, bias: Tensor, current: Pass, epilogue: Epilogue) -> Tensor:
         """Normalise with the scale and shift that the norm rule makes of the moments."""
         if x.dim() < 2 or x.shape[1] != self.channels:
             raise RuntimeError(f"layer {self.name!r} has {self.channels} channels; it received {tuple(x.shape)}")
@@ -233,23 +233,23 @@ class StatisticsSlot(Slot):
                 current.kept[self.index] = tree_map(Tensor.detach, kept)
             return fold(mean, var, weight, bias, self.layer_eps)
 
-        if around.residual is not None:
-            around = around._replace(residual=self.unfold(around.residual, current))
+        if epilogue.residual is not None:
+            epilogue = epilogue._replace(residual=self.unfold(epilogue.residual, current))
         # Autocast is off: statistics stay in full precision.
         with full_precision(x.device.type):
             if norm.observes:
-                y = normalise(folded, rule, around)
+                y = normalise(folded, rule, epilogue)
             elif current.folded is not None:
-                y = scale_and_shift(folded, *current.folded[self.index], around)
+                y = scale_and_shift(folded, *current.folded[self.index], epilogue)
             else:
-                y = scale_and_shift(folded, *fold(stats.mean, stats.var, weight, bias, self.layer_eps), around)
+                y = scale_and_shift(folded, *fold(stats.mean, stats.var, weight, bias, self.layer_eps), epilogue)
         return self.refold(y, x.shape)
 
 
 class AffineSlot(Slot):
     """LayerNorm or GroupNorm: their statistics are per image, so only the affine parameters adapt."""
 
-    def normalise(self, x: Tensor, weight: Tensor, bias: Tensor, current: Pass, around: Around) -> Tensor:
+    def normalise(self, x: Tensor, weight: Tensor, bias: Tensor, current: Pass, epilogue: Epilogue) -> Tensor:
         """Normalise as the layer does, then scale and shift by row."""
         y, shape = self.standardise(x)
         samples = current.rows * current.batch

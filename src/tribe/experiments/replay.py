@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from tribe.core.moments import wide
+from tribe.core.moments import accumulation_dtype
 from tribe.core.state import clone, select
 from tribe.experiments.outputs import Outputs, predictions
 from tribe.experiments.provenance import code_of, coded
@@ -54,7 +54,7 @@ def replay(
     if not outputs:
         return []
     kind, values = outputs[0].kind, outputs[0].values
-    like = values.new_empty(0, dtype=wide(values.dtype), device=device)
+    like = values.new_empty(0, dtype=accumulation_dtype(values.dtype), device=device)
     source, steps = rule.init(len(outputs), values.shape[1], like), max(len(kept.sizes) for kept in outputs)
     state, table = clone(source), _Answers(records)
     parts = [kept.values.split(kept.sizes.tolist()) for kept in outputs]

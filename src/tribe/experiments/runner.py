@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from tribe.core.backbone import Backbone
-from tribe.core.graphs import Steps, Switch
+from tribe.core.graphs import Steps
+from tribe.core.kernels import Switch
 from tribe.core.state import Info, clone, digest, leaves, rebuild, select, tree_map
 from tribe.data.datasets import optional
 from tribe.data.datasets.fingerprint import fingerprint

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tribe.core.backbone import Backbone
-from tribe.core.beside import Beside
+from tribe.core.beside import SideStream
 from tribe.core.screening import sound
 from tribe.core.state import Affine, Info, clone, per_stream, select_joined
 from tribe.fields import is_number, is_whole, plain_numbers, require
@@ -229,7 +229,7 @@ class Guarded(Composed):
         What watches runs beside the method's own work. It reads what the method reported of the batch before: how far
         it moved, and how its branches agree.
         """
-        old, watcher, beside = state.guard, self.watcher(net), Beside(x.device)
+        old, watcher, beside = state.guard, self.watcher(net), SideStream(x.device)
         good = sound(x)  # a bad image leaves no trace
         real = good if valid is None else good & valid
         (verdict, looked), asked = beside(

@@ -10,7 +10,7 @@ from tribe.core.all_weights import Parameters, WeightLayout
 from tribe.core.augment import Augment, View, view
 from tribe.core.backbone import Backbone, Output
 from tribe.core.memory import ROOM, Reservoir, Timely
-from tribe.core.moments import wide
+from tribe.core.moments import accumulation_dtype
 from tribe.core.packed import PackedStats
 from tribe.core.rng import Key
 from tribe.core.rules import Frozen, PerBatch
@@ -152,6 +152,7 @@ __all__ = [
     "View",
     "WeightLayout",
     "Wrapper",
+    "accumulation_dtype",
     "all_weights",
     "alone",
     "base",
@@ -187,7 +188,6 @@ __all__ = [
     "tree_map",
     "variants",
     "view",
-    "wide",
     "with_filter",
     "wrappers",
 ]

@@ -26,6 +26,7 @@ from tribe.methods import (
     PerBatch,
     View,
     WeightLayout,
+    accumulation_dtype,
     all_weights,
     finish,
     finite,
@@ -36,7 +37,6 @@ from tribe.methods import (
     screen,
     tree_map,
     view,
-    wide,
 )
 
 RESTORE = 0x434F5454  # purpose of the draw, "COTT" in ASCII
@@ -136,7 +136,9 @@ class AveragedTeacher(Method):
                 numbers = (range(first, min(first + chunk, self.n)) for first in range(0, self.n, chunk))
                 views = (self.views(x, state.key, i, chosen) for chosen in numbers)
                 parts = [all_weights.forward(layout, teacher, seen, PerBatch(), counts).logits for seen in views]
-                logits.append(torch.cat(parts).to(wide(source.dtype)).mean(0, keepdim=True).to(source.dtype))
+                logits.append(
+                    torch.cat(parts).to(accumulation_dtype(source.dtype)).mean(0, keepdim=True).to(source.dtype)
+                )
             else:
                 logits.append(all_weights.forward(layout, teacher, x[i : i + 1], PerBatch(), counts).logits)
         return torch.cat(logits)

@@ -27,6 +27,7 @@ from tribe.methods import (
     Info,
     Key,
     Method,
+    accumulation_dtype,
     finish,
     gradient_step,
     losses,
@@ -35,7 +36,6 @@ from tribe.methods import (
     screen,
     select,
     tree_map,
-    wide,
 )
 from tribe.methods.sar import adapted_channels, checked_tail
 
@@ -157,5 +157,7 @@ def shuffled(x: Tensor, patches: int, key: Key) -> Tensor:
 
 
 def _resized(images: Tensor, size: list[int]) -> Tensor:
-    bigger = interpolate(images.to(wide(images.dtype)), size, mode="bilinear", antialias=True, align_corners=False)
+    bigger = interpolate(
+        images.to(accumulation_dtype(images.dtype)), size, mode="bilinear", antialias=True, align_corners=False
+    )
     return bigger.to(images.dtype)

@@ -14,7 +14,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tribe.methods import Backbone, features_of, finish, losses, register, require_features, screen, segment, wide
+from tribe.methods import (
+    Backbone,
+    accumulation_dtype,
+    features_of,
+    finish,
+    losses,
+    register,
+    require_features,
+    screen,
+    segment,
+)
 from tribe.methods.source import Source, SourceState
 
 CHECK_EVERY = 8  # rounds between two checks for convergence: each makes the host wait for the device
@@ -121,7 +131,7 @@ class Lame(Source):
 
 def nearest(features: Tensor, valid: Tensor, count: int) -> Neighbours:
     """The ``count`` nearest valid neighbours of each image by direction; of two at the same distance the earlier."""
-    directions = torch.nn.functional.normalize(features.to(wide(features.dtype)), dim=-1)
+    directions = torch.nn.functional.normalize(features.to(accumulation_dtype(features.dtype)), dim=-1)
     # By differences: a matrix product would round, and copies of one image would have a distance.
     distance = torch.cdist(directions, directions, compute_mode="donot_use_mm_for_euclid_dist")  # (S, B, B)
     itself = torch.eye(distance.shape[-1], dtype=torch.bool, device=distance.device)

@@ -23,6 +23,7 @@ from tribe.methods import (
     Key,
     Method,
     View,
+    accumulation_dtype,
     finish,
     finite,
     gradient_step,
@@ -33,7 +34,6 @@ from tribe.methods import (
     screen,
     tree_map,
     view,
-    wide,
 )
 
 # NOTE: the paper's view has neither blur nor noise. It pads by reflection; `Augment` pads with edge values.
@@ -133,7 +133,7 @@ correction, WACV 2024"
 
     def _corrected(self, logits: Tensor, valid: Tensor) -> Tensor:
         """Logits with the prior of the batch's classes, smoothed more if there are fewer images or classes."""
-        logits = logits.detach().to(wide(logits.dtype))
+        logits = logits.detach().to(accumulation_dtype(logits.dtype))
         if self.prior == "none":
             return logits
         prior = _mean_prediction(logits, valid)  # (S, K)

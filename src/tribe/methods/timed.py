@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tribe.core.backbone import Backbone
 from tribe.core.checks import check_count
-from tribe.core.moments import wide
+from tribe.core.moments import accumulation_dtype
 from tribe.filters import FilterInfo, TimeFilter
 from tribe.methods.composed import Composed, ComposedState, compose
 from tribe.methods.method import Method
@@ -49,7 +49,7 @@ class Timed(Composed):
                 "a time filter needs the number of classes, which cannot be read from the network: classes="
             )
         source = net.source()[0].weight
-        like = source.new_empty(0, dtype=wide(source.dtype))
+        like = source.new_empty(0, dtype=accumulation_dtype(source.dtype))
         return TimedState(self.inner.init(net, streams, seed), self.time_filter.init(streams, classes, like))
 
     def step(

@@ -31,6 +31,7 @@ from tribe.methods import (
     PackedStats,
     Stats,
     View,
+    accumulation_dtype,
     finish,
     losses,
     optim,
@@ -39,7 +40,6 @@ from tribe.methods import (
     screen,
     tree_map,
     view,
-    wide,
 )
 from tribe.norms.balanced import CONVENTIONS as NORM_CONVENTIONS
 from tribe.norms.balanced import Convention, apply_convention
@@ -243,7 +243,7 @@ class Tribe(Method):
 
     def _disagreement(self, teacher: Tensor, anchor: Tensor) -> Tensor:
         """The squared distance of teacher and anchor, (S, B)."""
-        teacher, anchor = (t.to(wide(t.dtype)) for t in (teacher, anchor))
+        teacher, anchor = (t.to(accumulation_dtype(t.dtype)) for t in (teacher, anchor))
         if self.anchor_on == "posteriors":
             teacher, anchor = teacher.softmax(-1), anchor.softmax(-1)
         return (teacher - anchor).square().mean(-1)

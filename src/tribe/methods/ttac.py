@@ -27,6 +27,7 @@ from tribe.methods import (
     Parameters,
     PerBatch,
     WeightLayout,
+    accumulation_dtype,
     all_weights,
     checked_tensors,
     features_of,
@@ -37,7 +38,6 @@ from tribe.methods import (
     require_features,
     screen,
     study_batches,
-    wide,
 )
 
 LIMIT = 2**30  # most numbers in the class covariances of one stream: 4 GB in float32
@@ -230,7 +230,7 @@ class Ttac(Method):
         if sums is None or images < 2:
             raise ValueError(f"the Gaussians of source features need at least two images; got {images}")
         made = {"images": images, "statistics": self.statistics, "class_aware": self.class_aware}
-        return Knowledge(self.name, sums.gaussians(wide(net.dtype)), net.fingerprint(exact=False), made)
+        return Knowledge(self.name, sums.gaussians(accumulation_dtype(net.dtype)), net.fingerprint(exact=False), made)
 
 
 def follow(

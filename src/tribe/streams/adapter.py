@@ -16,8 +16,9 @@ from torch.nn.modules.module import _IncompatibleKeys
 from tribe.core.backbone import Backbone
 from tribe.core.calling import LogitsOutput, NetworkInterface, images_of
 from tribe.core.checks import Checks, check_source, place_of
-from tribe.core.graphs import Steps, Switch
+from tribe.core.graphs import Steps
 from tribe.core.inputs import as_mask, as_order, as_streams, in_order
+from tribe.core.kernels import Switch
 from tribe.core.model_copy import deepcopy_module
 from tribe.core.state import Store, clone, digest, leaves, rebuild
 from tribe.core.threads import Lock, locked
@@ -270,9 +271,9 @@ class Adapter(NetworkInterface):
         return self.adapted.get()
 
     @property
-    def eager_because(self) -> str | None:
+    def capture_disabled_reason(self) -> str | None:
         """Why steps are not captured in CUDA graphs; None if they are."""
-        return self._steps.eager_because
+        return self._steps.capture_disabled_reason
 
     @property
     @locked

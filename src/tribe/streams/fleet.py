@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from tribe.core.backbone import Backbone
 from tribe.core.checks import Checks, place_of
-from tribe.core.graphs import Switch
+from tribe.core.kernels import Switch
 from tribe.core.state import clone, digest
 from tribe.core.threads import Lock, locked
 from tribe.fields import is_number, is_whole, require

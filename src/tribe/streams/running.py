@@ -10,7 +10,8 @@ from torch import Tensor
 
 from tribe.core.apart import Apart
 from tribe.core.backbone import Backbone
-from tribe.core.graphs import Steps, Switch
+from tribe.core.graphs import Steps
+from tribe.core.kernels import Switch
 from tribe.core.state import digest
 from tribe.methods import Deployed, Method, Timed, finite, quiet, screen
 from tribe.streams.batching import Group, gather, gather_deployed, scatter
@@ -48,7 +49,7 @@ class Runner:
         if rows == 1 or not self.exact:
             steps = self._steps_of(group)
             logits, state = steps(gather(states, rows), group.x, group.valid)
-            return logits, scatter(state, rows, len(states), copy=steps.eager_because is None)
+            return logits, scatter(state, rows, len(states), copy=steps.capture_disabled_reason is None)
         if self.alone is None:
             steps = self._steps_of(group)
             with self._apart(rows):
@@ -63,7 +64,7 @@ class Runner:
     def _step_alone(self, group: Group, states: Sequence[Any], i: int) -> tuple[Tensor, Any]:
         steps = self._steps_of(group)
         logits, state = steps(states[i], group.x[i : i + 1].clone())
-        return logits, scatter(state, 1, 1, copy=steps.eager_because is None)[0]
+        return logits, scatter(state, 1, 1, copy=steps.capture_disabled_reason is None)[0]
 
     def _has_same_bits(self, group: Group, states: Sequence[Any], logits: Tensor, after: Sequence[Any]) -> bool:
         """Compare the first and the last stream with a step alone, at the first group of about this size and shape."""

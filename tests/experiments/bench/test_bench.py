@@ -67,7 +67,7 @@ def test_every_contender_has_its_numbers(result):
         assert row.ms_per_image > 0
         assert row.times["plain"] == pytest.approx(row.ms_per_image / plain.ms_per_image)
         assert row.share == pytest.approx(row.tflops / result.matmul_tflops)
-        assert row.eager_because is None  # there are no CUDA graphs on a CPU
+        assert row.capture_disabled_reason is None  # there are no CUDA graphs on a CPU
     assert result.matmul_tflops > 0
     assert result.machine["torch"] == torch.__version__
 
@@ -160,7 +160,7 @@ def test_everything_is_put_back():
         bench.measure(net, setting(threads=1, kernels=False), ["spy"], repeats=1)
     finally:
         del contenders._builders["spy"]
-    assert set(used) == {(1, "off")}
+    assert set(used) == {(1, False)}
     assert (torch.get_num_threads(), kernels.mode()) == (threads, mode)
     assert torch.equal(torch.get_rng_state(), drawn)
     assert all(torch.equal(t, before[name]) for name, t in net.state_dict().items())

@@ -6,7 +6,7 @@ pass reads once. The numbers are the same up to rounding. Sums are in float32, c
 fixed order, so that a run repeats bit by bit.
 
 The kernels serve tensors on CUDA. Tensor operations serve elsewhere: on other devices, in float64, where Triton is not
-installed, and after ``kernels.use("off")`` or with TRIBE_KERNELS=off in the environment. Triton's interpreter
+installed, and after ``kernels.use(False)`` or with TRIBE_KERNELS=off in the environment. Triton's interpreter
 (TRITON_INTERPRET=1) runs the kernels on the CPU, for tests.
 
 Callers ask the ``can_*`` function of an operation first.
@@ -26,7 +26,7 @@ from tribe.core.kernels.launch import (
     INSTALLED,
     INTERPRETED,
     SAMPLES,
-    Mode,
+    Switch,
     can_draw,
     can_filter,
     can_jitter,
@@ -46,7 +46,7 @@ __all__ = [
     "INSTALLED",
     "INTERPRETED",
     "SAMPLES",
-    "Mode",
+    "Switch",
     "UpdateTerms",
     "apply",
     "apply_backward",

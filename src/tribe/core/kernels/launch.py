@@ -37,25 +37,28 @@ PIXELS = 4096  # the most pixels of an image that `jitter` holds on the chip; it
 CLASSES = 65536  # the most classes that one program of the time filter holds on the chip
 NEEDED = (8, 0)  # compute capability: Ampere, whose TF32 products one kernel uses
 
-Mode = Literal["auto", "off"]
-_mode: Mode = "off" if os.environ.get("TRIBE_KERNELS") == "off" else "auto"
+# Of kernels, fusion and CUDA graphs. "auto": where possible; True: always, or an error; False: never.
+Switch = bool | Literal["auto"]
+_mode: Switch = False if os.environ.get("TRIBE_KERNELS") == "off" else "auto"
 
 
-def use(mode: Mode) -> None:
-    """Use the kernels wherever they can run ("auto"), or nowhere ("off"), in the whole process."""
+def use(mode: Switch) -> None:
+    """Use kernels where they can run ("auto"), or nowhere (False), in the whole process; True raises without Triton."""
     global _mode
-    if mode not in ("auto", "off"):
-        raise ValueError(f"kernels are 'auto' or 'off'; got {mode!r}")
+    if mode not in ("auto", True, False):
+        raise ValueError(f"kernels are 'auto', True or False; got {mode!r}")
+    if mode is True and not INSTALLED:
+        raise ValueError("kernels need Triton: pip install triton")
     _mode = mode
 
 
-def mode() -> Mode:
-    """The mode in force."""
+def mode() -> Switch:
+    """Return the current mode."""
     return _mode
 
 
 @contextlib.contextmanager
-def using(mode: Mode) -> Iterator[None]:
+def using(mode: Switch) -> Iterator[None]:
     """Set the mode; restore it on exit."""
     before = _mode
     use(mode)
@@ -72,7 +75,7 @@ def can_run(x: Tensor) -> bool:
 
 def can_launch(x: Tensor) -> bool:
     """Whether kernels can be launched on the device of this tensor."""
-    if _mode == "off" or not INSTALLED:
+    if _mode is False or not INSTALLED:
         return False
     if INTERPRETED:
         return x.device.type == "cpu"

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from tribe import methods
 from tribe.core.backbone import Backbone
-from tribe.core.graphs import Switch
+from tribe.core.kernels import Switch
 from tribe.experiments.bench.clock import Call
 from tribe.experiments.bench.networks import noise
 from tribe.methods import Method
@@ -45,7 +45,7 @@ class Contender:
     call: Call  # one step with all images
     state_bytes: int = 0  # the state of all streams, between steps
     period: int = 1  # calls after which the cost of a call repeats
-    eager_because: Callable[[], str | None] = lambda: None  # why steps are not captured; known after a call
+    capture_disabled_reason: Callable[[], str | None] = lambda: None  # why steps are not captured; known after a call
 
 
 Build = Callable[[Workload], Contender]
@@ -130,7 +130,7 @@ def _method(name: str, workload: Workload) -> Contender:
         partial(adapter, workload.images if streams > 1 else workload.images[0]),
         state_bytes=sum(t.nbytes for t in adapter.adapted.buffers()),
         period=_period(method, batch),
-        eager_because=lambda: adapter.eager_because,
+        capture_disabled_reason=lambda: adapter.capture_disabled_reason,
     )
 
 

@@ -76,7 +76,7 @@ class BenchRow:
     share: float  # of the device's measured rate of matrix products
     peak_bytes: int | None  # while it was built and warmed up, without the network and the images
     state_bytes: int  # the state of all streams, between steps
-    eager_because: str | None = None  # why its steps were not captured, if the setting wants that
+    capture_disabled_reason: str | None = None  # why its steps were not captured, if the setting wants that
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ def _row(
         share=tflops / rate,
         peak_bytes=peak,
         state_bytes=built.state_bytes,
-        eager_because=built.eager_because() if captures else None,
+        capture_disabled_reason=built.capture_disabled_reason() if captures else None,
     )
 
 
@@ -178,7 +178,7 @@ def _configured(setting: Setting) -> Iterator[torch.device]:
     device, threads = torch.device(setting.device), torch.get_num_threads()
     with contextlib.ExitStack() as stack:
         stack.enter_context(float32_precision(setting.precision))
-        stack.enter_context(kernels.using("auto" if setting.kernels else "off"))
+        stack.enter_context(kernels.using("auto" if setting.kernels else False))
         stack.enter_context(torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext())
         if setting.threads is not None:
             stack.callback(torch.set_num_threads, threads)

@@ -38,7 +38,7 @@ def count_operations(contender: Contender) -> float:
 
     The contender must be eager, and the kernels are off: torch counts only the operations that it dispatches.
     """
-    with kernels.using("off"), _Operations() as counter:
+    with kernels.using(False), _Operations() as counter:
         for _ in range(contender.period):
             contender.call()
     return float(counter.total) / contender.period

@@ -32,7 +32,7 @@ RESULT = {
             "times": {...: float},
             "peak_bytes": (int, None),
             "state_bytes": int,
-            "eager_because": (str, None),
+            "capture_disabled_reason": (str, None),
         }
     ],
     "machine": dict,

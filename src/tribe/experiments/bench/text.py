@@ -42,8 +42,8 @@ def _cells(row: BenchRow, kinds: Sequence[str]) -> tuple[str, ...]:
 
 
 def _notes(result: BenchResult) -> list[str]:
-    eager = [row for row in result.rows if row.eager_because]
-    notes = [f"{row.name}: not captured in CUDA graphs: {row.eager_because}" for row in eager]
+    eager = [row for row in result.rows if row.capture_disabled_reason]
+    notes = [f"{row.name}: not captured in CUDA graphs: {row.capture_disabled_reason}" for row in eager]
     if any(row.peak_bytes is None for row in result.rows):
         notes.append("peak: unknown; this system does not let a process reset the high-water mark of its memory")
     return ["", *notes] if notes else []
