@@ -9,8 +9,8 @@ the two. Here one pass computes both:
 
 where dmean and dvar are the gradients that autograd takes through the rule.
 
-An `Epilogue` is computed in the same passes (`tribe.core.fusion` finds it): the ``offset`` (C,) to add to x, the bias of
-the convolution before; the ``residual`` to add afterwards; and ReLU.
+An `Epilogue` is computed in the same passes (`tribe.core.fusion` finds it): the ``offset`` (C,) to add to x, which is
+the bias of the convolution before; the ``residual`` to add afterwards; and ReLU.
 
 Every function has a kernel in `tribe.core.kernels`, which is used where it can run.
 """
