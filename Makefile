@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help run serve test extras test-serve test-kernels test-all test-slow check lint bench docs pages site dist dist-test clean
+.PHONY: help run reproduce serve test extras test-serve test-kernels test-all test-slow check lint bench docs pages site dist dist-test clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -16,6 +16,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 run: $(INSTALLED)  ## run the main job: real digits, corrupted in 15 ways, four methods, a chart (offline, about a minute)
 	$(BIN)/tribe run
+
+reproduce: $(INSTALLED)  ## reproduce a table of the paper: make reproduce TABLE=cifar10; without TABLE, list them
+	$(BIN)/tribe reproduce $(or $(TABLE),--list)
 
 # Compiled files of package and tests go beside the environment, also where Python is told to write none: without them
 # every process that a test starts compiles the package, and every worker all tests.

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.pages import RESULTS, table
+from reproduction.beyond import LATER
+from reproduction.compare import stream_name
 from tribe.experiments.experiment import Experiment
 from tribe.experiments.store import Result, finished
-from tribe.paper.beyond import LATER
-from tribe.paper.compare import stream_name
 
 FOLDERS = (RESULTS.parent.parent / "results", RESULTS / "later")
 BESIDE = {"TEST": "source", "RoTTA": "rotta", "TRIBE": "tribe"}  # rows to compare with, by their methods

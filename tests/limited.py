@@ -12,7 +12,7 @@ resource.setrlimit(resource.RLIMIT_CPU, (60, 60))  # a loop without an end is ki
 """
 LIBRARY = """
 import sys
-import torch, tribe, tribe.train
+import torch, tribe, reproduction.train
 """
 DATA_READERS = """
 import sys, warnings

@@ -149,7 +149,9 @@ def test_security_names_errors_and_bounds_of_the_code():
     from tribe.data.datasets import clean, image_files, unpickle
     from tribe.io import arrays, json_files
 
-    code = "\n".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
+    code = "\n".join(
+        path.read_text() for path in (*(ROOT / "src").rglob("*.py"), *(ROOT / "reproduction").rglob("*.py"))
+    )
     for *_, bounds, error in security_rows():
         assert bounds
         for name in re.findall(r"`(\w+)`", error):
@@ -169,10 +171,10 @@ def test_security_names_errors_and_bounds_of_the_code():
 # -- names and paths ---------------------------------------------------------------------------------------------------
 
 PAGES = sorted([*ROOT.glob("*.md"), ROOT / "NOTICE", *(ROOT / "docs").rglob("*.md"), ROOT / "results/README.md"])
-CODE_FOLDERS = ("src", "tests", "benchmarks", "examples", "website")
+CODE_FOLDERS = ("src", "reproduction", "tests", "benchmarks", "examples", "website")
 CODE = sorted(path for folder in CODE_FOLDERS for path in (ROOT / folder).rglob("*.py"))
 HOMES = (ROOT, ROOT / "src", ROOT / "src/tribe", ROOT / "tests")  # where a path in a text may start
-FOLDERS = "src|tests|docs|benchmarks|examples|results|website"
+FOLDERS = "src|reproduction|tests|docs|benchmarks|examples|results|website"
 PATH = re.compile(rf"(?<![\w/.])((?:{FOLDERS})/[\w./*-]*[\w*]|[\w./-]+/[\w.-]+\.(?:py|md|json|npz))(?:::(\w+))?")
 NAME = re.compile(r"(?<![\w/.-])tribe(?:\.\w+)+(?!\.?\w*=)")  # not a field that is set, as in tribe.gamma=0.1
 EXAMPLES = ("mine.py",)  # files that a reader would write
@@ -225,9 +227,10 @@ def test_what_a_page_mentions_exists(page):
 @pytest.mark.parametrize("page", PAGES, ids=ids)
 def test_commands_in_a_page_have_the_options_that_it_shows(page):
     get_command = pytest.importorskip("typer.main").get_command
+    from reproduction.cli import app as reproduction_app
     from tribe.cli.commands import app
 
-    commands = get_command(app).commands
+    commands = get_command(app).commands | get_command(reproduction_app).commands
     for command, rest in re.findall(r"(?:`|^|\.venv/bin/)tribe ([a-z]+)\b([^`#\n]*)", page.read_text(), re.M):
         assert command in commands, command
         known = {option for parameter in commands[command].params for option in (*parameter.opts, "--help")}
@@ -246,7 +249,11 @@ def test_what_comments_and_docstrings_mention_exists():
     missing = {}
     for file in CODE:
         text = prose(file.read_text())
-        found = [path for path in missing_paths(text, file.parent) if re.match(r"(src|tests|docs|benchmarks)/", path)]
+        found = [
+            path
+            for path in missing_paths(text, file.parent)
+            if re.match(r"(src|reproduction|tests|docs|benchmarks)/", path)
+        ]
         found += [name for name in re.findall(r"`(tribe(?:\.\w+)+)`", text) if not resolves(name)]
         if found:
             missing[ids(file)] = found
@@ -312,7 +319,7 @@ def test_the_table_of_methods_says_what_is_measured(name):
 def test_the_page_of_methods_says_what_later_ones_claim_and_what_was_found():
     from benchmarks.later_methods import CLAIMS, section
 
-    from tribe.paper.beyond import LATER
+    from reproduction.beyond import LATER
 
     assert list(CLAIMS) == [row.key for row in LATER]
     assert page("methods").endswith(f"\n{section()}"), "python -m benchmarks.methods > docs/methods.md"

@@ -6,6 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 import tribe
+from reproduction.plan import Costs
 from tribe.cli.commands import app
 from tribe.cli.options import method_names
 from tribe.experiments import bench
@@ -17,7 +18,6 @@ from tribe.experiments.report import command
 from tribe.experiments.shared import without_filter
 from tribe.experiments.spec import ComponentSpec
 from tribe.experiments.workbench import MissingKnowledge, Workbench
-from tribe.paper.plan import Costs
 
 MINE = '''
 from dataclasses import dataclass

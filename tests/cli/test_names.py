@@ -10,13 +10,13 @@ import torch
 
 import tribe
 from commands import message, tribe_command
+from reproduction import render
+from reproduction.chart import draw_chart
+from reproduction.compare import Comparison, Entry
 from tribe import methods, scenarios
 from tribe.experiments import plots
 from tribe.experiments.record import Record
 from tribe.fields import printable
-from tribe.paper import render
-from tribe.paper.chart import draw_chart
-from tribe.paper.compare import Comparison, Entry
 
 NASTY = (
     "\x1b[31mred",

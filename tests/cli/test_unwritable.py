@@ -5,8 +5,9 @@ import sys
 import pytest
 
 from commands import message, tribe_command
-from tribe.cli.commands import bench, corrupt, report, reproduce, run, schedule, source, sweep
-from tribe.train import loop
+from reproduction import command as reproduce
+from reproduction.train import loop
+from tribe.cli.commands import bench, corrupt, report, run, schedule, source, sweep
 
 pytestmark = [
     pytest.mark.usefixtures("nowhere"),

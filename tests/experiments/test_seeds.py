@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from reproduction import outdate
+from reproduce_helpers import outdate
 from tribe.experiments.execution import run_experiment
 from tribe.experiments.experiment import Experiment
 from tribe.experiments.spec import ComponentSpec

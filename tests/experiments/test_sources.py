@@ -8,6 +8,7 @@ import pytest
 
 import tribe
 from places import ROOT
+from reproduction.compare import _stale
 from tribe import methods
 from tribe.experiments import sources
 from tribe.experiments.execution import run_experiment
@@ -17,7 +18,6 @@ from tribe.experiments.sources import code_digest, digest_of, sources_of
 from tribe.experiments.spec import ComponentSpec
 from tribe.experiments.store import find, finished, keep, stale
 from tribe.experiments.workbench import Workbench
-from tribe.paper.compare import _stale
 
 DATA = ComponentSpec("live-mnist-c", {"corruptions": ["impulse_noise"]})
 STREAM = ComponentSpec("gli-f", {"imbalance": 1_000_000})

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from reproduction import fabricate
+from reproduce_helpers import fabricate
 from tribe.data import scenarios
 from tribe.experiments import report, store
 from tribe.experiments.record import MOST_CLASSES, Record

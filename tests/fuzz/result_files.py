@@ -7,13 +7,13 @@ import torch
 from fuzz.registry import digest, reader
 from fuzz.tensor_files import InOrder
 from places import ROOT
+from reproduction.gather import read_draws
 from tribe.data import scenarios
 from tribe.experiments import bench, metrics, report, store
 from tribe.experiments.outputs import Outputs
 from tribe.experiments.record import Record
 from tribe.experiments.trace import Trace
 from tribe.experiments.watched import Watched
-from tribe.paper.gather import read_draws
 from tribe.testing import CLASSES
 
 STORE = {
@@ -177,7 +177,7 @@ class Bench:
         return digest(result.setting, changes, bench.results.machine_differences(result, result))
 
 
-@reader("draws", "json", ("tribe.paper.gather._read_draws",))
+@reader("draws", "json", ("reproduction.gather._read_draws",))
 class DrawsFile:
     @staticmethod
     def make(folder):

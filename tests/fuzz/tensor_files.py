@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 import tribe
 from fuzz.mutations import in_order
 from fuzz.registry import digest, reader
+from reproduction.train import checkpoint
 from tribe import methods, models
 from tribe.cli.commands import app
 from tribe.core.backbone import Backbone
@@ -26,7 +27,6 @@ from tribe.io import tensors as tensor_file
 from tribe.io.states import StateFileError
 from tribe.knowledge import Knowledge
 from tribe.testing import CLASSES, images, ready, small_network
-from tribe.train import checkpoint
 
 
 @reader("state", "safetensors", ("tribe.adapter.load",), sealed=True)
@@ -152,7 +152,7 @@ def learner():
     return net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
 
 
-@reader("training-checkpoint", "safetensors", ("tribe.train.checkpoint.read",), sealed=True)
+@reader("training-checkpoint", "safetensors", ("reproduction.train.checkpoint.read",), sealed=True)
 class TrainingCheckpoint:
     identity = {"model": "small", "recipe": {"epochs": 3, "lr": 0.1}, "seed": 0}  # noqa: RUF012
     history = [{"epoch": 1, "loss": 0.5, "train": 0.5, "test": 0.5, "seconds": 1.0}]  # noqa: RUF012
