@@ -28,7 +28,7 @@ from tribe.experiments.stream import Stream
 from tribe.health.alarms import Alarms, read
 from tribe.health.events import Event
 from tribe.health.frames import FrameRules, Verdict, judge, start_frames
-from tribe.health.martingale import Martingale, Reference, rank, refer
+from tribe.health.martingale import Martingale, Reference, fit_reference, rank
 
 BATCH, PART = 64, 4  # images of a batch; one in so many is also predicted by the source
 CALIBRATION = 2000  # clean images that the reference is learned from
@@ -96,7 +96,7 @@ def calibrate(o: argparse.Namespace, net: Backbone) -> tuple[Reference, Tensor, 
     share, predicted = certainty(logits)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     share, predicted, labels = share[order], predicted[order], labels[order]
-    learned = refer(share[:CALIBRATION], predicted[:CALIBRATION], labels[:CALIBRATION], 10)
+    learned = fit_reference(share[:CALIBRATION], predicted[:CALIBRATION], labels[:CALIBRATION], 10)
     return learned, share[CALIBRATION:], predicted[CALIBRATION:], labels[CALIBRATION:]
 
 

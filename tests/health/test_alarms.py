@@ -12,7 +12,7 @@ from tribe.health.alarms import KINDS, Alarms, read
 from tribe.health.collapse import CollapseRules, look_for_collapse, start_collapse
 from tribe.health.events import Event, EventLog
 from tribe.health.frames import Verdict
-from tribe.health.martingale import refer
+from tribe.health.martingale import fit_reference
 
 CLASSES, SIZE = 10, 20
 ALARMS = Alarms()
@@ -145,7 +145,7 @@ def test_a_shift_is_found_against_the_reference_and_the_source_counts_if_it_is_t
     labels = mixed(2000, 3)
     normal, unsure = logits(labels, 4), logits(labels, 5, gap=3.0)
     share = torch.distributions.Categorical(logits=normal[0]).entropy() / math.log(CLASSES)
-    reference = refer(share, normal[0].argmax(1), labels, CLASSES)
+    reference = fit_reference(share, normal[0].argmax(1), labels, CLASSES)
     changed = torch.cat((normal, unsure), 1)
     events, _ = watch(changed, reference=reference)
     assert [event.kind for event in events] == ["shift"]

@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tribe.core.state import stream
-from tribe.health.martingale import LEAST, Martingale, Reference, rank, refer
+from tribe.health.martingale import MIN_BET, Martingale, Reference, fit_reference, rank
 
 CLASSES = 4
 
@@ -22,7 +22,7 @@ def source(count, shift=0.0, labels=None, seed=0):
     return level.sigmoid(), predicted, labels
 
 
-REFERENCE = refer(*source(4000), CLASSES)
+REFERENCE = fit_reference(*source(4000), CLASSES)
 
 
 def play(ranks, size=16, valid=None, test=None, reference=REFERENCE):
@@ -109,14 +109,14 @@ def test_a_batch_without_images_changes_nothing():
     state = Martingale().init(1)
     alarm, after = Martingale().step(REFERENCE, state, torch.ones(1, 3), torch.zeros(1, 3) > 0, torch.tensor([0]))
     assert not alarm.any()
-    assert float(after.stake.max()) == pytest.approx(LEAST)
-    assert float(after.wealth.max()) == 0
+    assert float(after.bet.max()) == pytest.approx(MIN_BET)
+    assert float(after.log_wealth.max()) == 0
 
 
 def test_a_class_without_enough_images_uses_those_of_all_classes():
     entropy, predicted, labels = source(400)
     kept = predicted != 2
-    reference = refer(entropy[kept], predicted[kept], labels[kept], CLASSES)
+    reference = fit_reference(entropy[kept], predicted[kept], labels[kept], CLASSES)
     assert torch.equal(reference.quantiles[2], torch.quantile(entropy[kept], (torch.arange(64) + 0.5) / 64))
     assert float(reference.tolerance) > float(REFERENCE.tolerance)
 
@@ -124,14 +124,14 @@ def test_a_class_without_enough_images_uses_those_of_all_classes():
 def test_nothing_is_said_of_a_class_that_calibration_lacked():
     entropy, predicted, labels = source(2000)
     known = (labels != 2) & (predicted != 2)
-    reference = refer(entropy[known], predicted[known], labels[known], CLASSES)
+    reference = fit_reference(entropy[known], predicted[known], labels[known], CLASSES)
     assert reference.quantiles.isfinite().all()
     assert rank(reference, torch.tensor([[0.0, 0.3, 1.0]]), torch.full((1, 3), 2)).tolist() == [[0.5, 0.5, 0.5]]
 
 
 def test_too_few_images_are_refused():
     with pytest.raises(ValueError, match="at least 20 images"):
-        refer(*source(19), CLASSES)
+        fit_reference(*source(19), CLASSES)
 
 
 @pytest.mark.parametrize(("field", "value"), [("alpha", 0), ("alpha", 1), ("window", 0), ("rate", -1), ("memory", 1.5)])

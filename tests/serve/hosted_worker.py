@@ -36,8 +36,8 @@ def images_of(network, request_id):
 
 def new_fleet(network):
     if network == "small":
-        return tribe.fleet(small_network(), h0=2.0)
-    return tribe.fleet(tribe.models.load("compact", tribe.models.find("compact", "mnist")))
+        return tribe.fleet(small_network(), h0=2.0, exact=True)
+    return tribe.fleet(tribe.models.load("compact", tribe.models.find("compact", "mnist")), exact=True)
 
 
 async def client(worker, stream, network, name, count, rest):

@@ -7,7 +7,7 @@ from tribe.testing import images, small_network
 
 
 def new_fleet(**options):
-    return tribe.fleet(small_network(), h0=2.0, **options)
+    return tribe.fleet(small_network(), h0=2.0, exact=True, **options)
 
 
 def batch(seed, size=2):

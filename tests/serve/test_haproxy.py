@@ -41,7 +41,7 @@ from tribe.serve.store import SqliteStore
 from tribe.serve.worker import Worker
 from tribe.testing import CLASSES, small_network
 
-worker = Worker(tribe.fleet(small_network(), h0=2.0), SqliteStore(sys.argv[1]), policy=Policy({POLICY}))
+worker = Worker(tribe.fleet(small_network(), h0=2.0, exact=True), SqliteStore(sys.argv[1]), policy=Policy({POLICY}))
 server = Listener(worker, ModelInfo("small", (3, 8, 8), CLASSES, method="tribe"), port=int(sys.argv[2]))
 server.run(lambda: print("listens", flush=True))
 """
@@ -62,7 +62,7 @@ def batch(stream, number):
 
 def replay(stream, count):
     """Logits of the next request after `count` learned ones, by the library alone."""
-    alone = tribe.fleet(small_network(), h0=2.0)
+    alone = tribe.fleet(small_network(), h0=2.0, exact=True)
     for number in range(count):
         alone({stream: torch.from_numpy(batch(stream, number))})
     return alone.predict({stream: torch.from_numpy(batch(stream, count))})[stream].numpy()
@@ -82,7 +82,9 @@ def balanced(tmp_path):
     process = Process(tmp_path / "worker.py", tmp_path / "data", other, stdout=writer, cwd=tmp_path)
     os.close(writer)
     store = SqliteStore(tmp_path / "data")
-    worker = Worker(tribe.fleet(small_network(), h0=2.0), store, policy=eval(f"Policy({POLICY})", {"Policy": Policy}))
+    worker = Worker(
+        tribe.fleet(small_network(), h0=2.0, exact=True), store, policy=eval(f"Policy({POLICY})", {"Policy": Policy})
+    )
     with Listener(worker, MODEL, port=here) as server, os.fdopen(reader) as said:
         assert said.readline() == "listens\n"
         proxy = subprocess.Popen([HAPROXY, "-db", "-f", tmp_path / "haproxy.cfg"])

@@ -37,7 +37,9 @@ class Opened(Worker):
 
 
 def serving(store=None, **options):
-    return Listener(Opened(tribe.fleet(small_network(), h0=2.0), store), MODEL, port=options.pop("port", 0), **options)
+    return Listener(
+        Opened(tribe.fleet(small_network(), h0=2.0, exact=True), store), MODEL, port=options.pop("port", 0), **options
+    )
 
 
 @pytest.fixture(scope="module")

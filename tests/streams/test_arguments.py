@@ -6,8 +6,8 @@ from torch import nn
 
 import tribe
 from tribe.streams.batching import Arrived, bucket, group_streams
-from tribe.streams.fleet import UnknownStream, stream_seed
-from tribe.streams.running import OTHER_BITS, Runner
+from tribe.streams.fleet import UnknownStream
+from tribe.streams.running import Runner
 from tribe.testing import images, small_network
 from tribe.testing.samples import small_backbone
 
@@ -39,12 +39,8 @@ def test_a_name_is_not_empty():
 
 
 @pytest.mark.parametrize("name", ["../../etc/passwd", "a\nb", "\ud800", "k" * 10_000, "\x00"])
-def test_any_text_is_a_name(tmp_path, name):
-    fleet = tribe.fleet(NET, rows=1, spill=tmp_path, megabytes=0)
-    fleet({name: x()})
-    fleet({"other": x()})
-    assert fleet.clock(name) == 1
-    assert len(list(tmp_path.rglob("*.safetensors"))) == 1
+def test_any_text_is_a_name(name):
+    assert tribe.fleet(NET).add(name).names == [name]
 
 
 def test_an_unknown_stream_is_named():
@@ -137,29 +133,6 @@ def test_arguments_are_those_of_adapt():
         tribe.fleet(NET, speed=3)
 
 
-class Summed(nn.Module):
-    """Has a layer whose result depends on the other images of the batch in the last bits, hidden from torch's modes."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = small_network()
-
-    def forward(self, x):
-        return self.inner(x) * (1 + torch.tensor(1e-7 * len(x)))
-
-
-def test_a_network_that_depends_on_the_size_of_a_batch_goes_one_by_one():
-    fleet = tribe.fleet(Summed())
-    adapters = {name: tribe.adapt(fleet.net, seed=stream_seed(name)) for name in "abcd"}
-    for i in range(3):
-        batch = {name: x(7 * i + ord(name), 1) for name in adapters}
-        fleet(batch)
-        for name, adapter in adapters.items():
-            adapter(batch[name])
-            assert adapter.digest() == fleet.digest(name)
-    assert fleet.one_by_one_because == OTHER_BITS
-
-
 def test_without_exact_bits_streams_agree_to_rounding():
     fast, exact = (tribe.fleet(small_backbone(torch.float64), exact=e) for e in (False, True))
     for seed in range(3):
@@ -194,4 +167,4 @@ def test_padded_groups_agree_with_single_streams():
             assert torch.allclose(after[i].pair.mean, state.pair.mean, atol=1e-9)
             assert after[i].info.images.item() == n
     assert [bucket(n) for n in (1, 2, 5, 9)] == [1, 2, 8, 16]
-    assert fleet.one_by_one_because is None
+    assert fleet.unbatched_reason is None

@@ -104,7 +104,7 @@ def test_steps_of_two_threads_come_one_after_the_other():
 
 
 def test_threads_that_step_and_predict_at_once_agree_with_one_thread():
-    fleet, alone = tribe.fleet(NET, rows=2), tribe.fleet(NET)
+    fleet, alone = tribe.fleet(NET, rows=2, exact=True), tribe.fleet(NET, exact=True)
     rounds = [{name: x(10 * i + j, 1) for j, name in enumerate("abcd")} for i in range(4)]
     fleet(rounds[0])
     stop = threading.Event()

@@ -59,21 +59,21 @@ def test_what_was_reported_is_not_reported_again_after_a_file_a_reset_reports_an
     assert [event.kind for event in heard if event.kind == "black"] == ["black"]
 
 
-def test_several_streams_are_read_together_wherever_their_states_are(tmp_path):
-    fleet = cameras(tribe.fleet(small_network(), health=True, rows=1, spill=tmp_path, megabytes=0))
+def test_several_streams_are_read_together_wherever_their_states_are():
+    fleet = cameras(tribe.fleet(small_network(), health=True, rows=1))
     fleet({"gate": torch.full((2, 3, 8, 8), torch.nan)})  # the door's state goes to a file
     names = ["door", "gate"]
-    assert fleet.infos(names) == {name: fleet.info(name) for name in names}
-    assert fleet.infos(names)["gate"].poisoned == (0, 1)
+    assert fleet.info_many(names) == {name: fleet.info(name) for name in names}
+    assert fleet.info_many(names)["gate"].poisoned == (0, 1)
     less = {"statistics": None, "followed": None}
-    assert fleet.healths(names) == {name: fleet.health(name)._replace(**less) for name in names}
+    assert fleet.health_many(names) == {name: fleet.health(name)._replace(**less) for name in names}
     assert fleet.health("door").statistics > 0
 
 
 def test_without_health_there_is_none():
     fleet = cameras(tribe.fleet(small_network()), 1)
     assert fleet.health("door") is None
-    assert fleet.healths(["door"]) == {"door": None}
+    assert fleet.health_many(["door"]) == {"door": None}
     assert fleet.events == []
     with pytest.raises(ValueError, match="health=True or guard=True"):
         tribe.fleet(small_network(), on_event=print)

@@ -25,9 +25,9 @@ from tribe.core.losses import cross_entropy, entropy, probabilities
 from tribe.core.rules import Frozen
 from tribe.core.screening import sound
 from tribe.fields import is_whole, require
-from tribe.health.estimate import WINDOW, Estimator, Features, Images, sense
+from tribe.health.estimate import WINDOW, Estimator, Features, Images, per_image_signals
 from tribe.health.fitting import Labelled, fit
-from tribe.health.martingale import LEVELS, Reference, refer
+from tribe.health.martingale import LEVELS, Reference, fit_reference
 from tribe.health.probe import ask, start_shift
 from tribe.health.regression import GaussianProcess
 from tribe.health.rehearsal import Condition, Plan, choose_conditions, corrupt_images, plan_streams, side_by_side
@@ -213,7 +213,7 @@ def calibrate(
         threshold=float(tempered.quantile(1 - accuracy)),
         entropies=tuple(share.quantile(torch.linspace(0, 1, QUANTILES, dtype=torch.float64)).tolist()),
         corruptions=tuple(dict.fromkeys(name for name, severity in conditions if severity)),
-        normal=refer(share, logits.argmax(-1), labels, logits.shape[-1]),
+        normal=fit_reference(share, logits.argmax(-1), labels, logits.shape[-1]),
     )
 
 
@@ -335,5 +335,7 @@ def _steps(
         answers, shift = ask(net, shift, x, every, PROBE)
         output, state = method.step(net, state, x)
         logits = output.clamp_min(torch.finfo(output.dtype).tiny).log() if method.output == "probabilities" else output
-        signals = Images(*(t.cpu() for t in sense(logits, temperature, state.info.student_agreement, answers)))
+        signals = Images(
+            *(t.cpu() for t in per_image_signals(logits, temperature, state.info.student_agreement, answers))
+        )
         yield signals, logits.argmax(-1).cpu() == labels[i]

@@ -103,7 +103,7 @@ def repetition(predicted: Tensor, filled: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def sense(logits: Tensor, temperature: float, agreement: Tensor | None, answers: Answers | None) -> Images:
+def per_image_signals(logits: Tensor, temperature: float, agreement: Tensor | None, answers: Answers | None) -> Images:
     """What the features need of each image of a batch (S, B), from logits (S, B, K); see `Estimator.observe`."""
     confidence = probabilities(logits / temperature).amax(-1)
     share = torch.ones_like(confidence) if agreement is None else agreement.unsqueeze(1).expand_as(confidence)
@@ -177,7 +177,7 @@ class Estimator:
         ``valid`` (S, B) are the images that count. ``agreement`` (S,) is the share on which teacher and student agree;
         None: the method has no student. ``answers`` are the source's; None: it was not asked.
         """
-        new = sense(logits, self.temperature, agreement, answers)
+        new = per_image_signals(logits, self.temperature, agreement, answers)
         before = state.images.unsqueeze(1)
         rank = before + valid.cumsum(1) - 1  # the number of each valid image in its stream
         after = state.images + valid.sum(1)

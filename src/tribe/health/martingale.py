@@ -1,12 +1,12 @@
 """A sequential test of whether predictions are as certain as on the source's own images: betting on ranks of entropies.
 
 The rank u of an entropy among the calibration images that got the same prediction is uniform as long as nothing has
-changed. A gambler bets on it: his wealth is multiplied by 1 + eps (u - 1/2) for every image, one gambler on larger
-entropies and one on smaller ones. No strategy makes money in a fair game, so great wealth is evidence that the game is
-not fair. Ville's inequality bounds the chance that wealth ever reaches 1 / alpha by alpha, at any time and for any eps
-that depends on the past only. `Reference` says what else counts as fair.
+changed. Two e-processes test it, one against larger entropies and one against smaller ones: each multiplies its
+wealth by 1 + bet * (u - 1/2) for every image, as a gambler does in a fair game. Ville's inequality bounds the chance
+that the wealth ever reaches 1 / alpha by alpha, at any time and for any bet that depends on the past only. `Reference`
+holds the tolerance within which ranks count as unchanged.
 
-Each gambler starts again with 1 whenever he has less. So a change is found as fast after a year as after a day, and
+An e-process restarts at 1 whenever it falls below. So a change is found as fast after a year as after a day, and
 false alarms come at most once in 1 / alpha images on average (Shin, Ramdas and Rinaldo, E-detectors, 2024).
 """
 
@@ -17,36 +17,29 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tribe.fields import document, is_number, is_whole, require
+from tribe.fields import is_number, is_whole, require
 
 LEVELS = 64  # quantiles kept for each class
-FEW = 20  # calibration images of a predicted class below which it uses the quantiles of all classes
-SURE = 3.0  # standard errors that are added to the tolerance: the calibration images are a sample, too
-LEAST = 0.02  # of eps, so that the first surprising batch counts
-STAKE = 0.9  # greatest share of his wealth that a gambler may lose on one image
+MIN_IMAGES_PER_CLASS = 20  # calibration images of a predicted class below which it uses the quantiles of all classes
+TOLERANCE_ERRORS = 3.0  # standard errors that are added to the tolerance: the calibration images are a sample, too
+MIN_BET = 0.02  # so that the first surprising batch counts
+MAX_LOSS = 0.9  # greatest share of the wealth that one image may cost
 
 
 class Reference(NamedTuple):
-    """What entropies of the unchanged source look like."""
+    """Entropies of the unchanged source."""
 
-    quantiles: Tensor  # (K, 64)
-    tolerance: Tensor  # ()
-
-
-document(
-    Reference,
-    quantiles="Quantiles of the entropy for every predicted class, in the middle of equal shares.",
-    tolerance="How far the mean rank of the images of one true class may be from 1/2 without any change.",
-)
+    quantiles: Tensor  # (K, 64) of the entropy for every predicted class, in the middle of equal shares
+    tolerance: Tensor  # () how far the mean rank of the images of one true class may be from 1/2 without any change
 
 
 class MartingaleState(NamedTuple):
-    """The two gamblers of every stream, on larger and on smaller entropies, and the mean rank."""
+    """The two e-processes of every stream, against larger and smaller entropies, and the mean rank."""
 
-    wealth: Tensor  # (S, 2) logarithm, at least 0 before a batch
-    stake: Tensor  # (S, 2) eps
+    log_wealth: Tensor  # (S, 2) at least 0 before a batch
+    bet: Tensor  # (S, 2)
     scale: Tensor  # (S, 2) squared gradients, discounted
-    since: Tensor  # (S, 2) int64, the image after which a gambler last started again
+    since: Tensor  # (S, 2) int64, the image after which an e-process last restarted
     mean: Tensor  # (S,) mean rank of about the last `window` images, times `weight`
     weight: Tensor  # (S,) how full the window is, at most 1
     changed: Tensor  # (S,) bool, from an alarm until the mean rank is normal again
@@ -58,8 +51,8 @@ class Martingale:
 
     alpha: float = 1e-6  # at most one false alarm in 1 / alpha images, on average
     window: int = 500  # images of the mean rank, which says how much changed
-    memory: int = 200  # images after which the gambler has forgotten how large his gradients were
-    rate: float = 0.5  # of the steps of eps
+    memory: int = 200  # images over which squared gradients are discounted
+    rate: float = 0.5  # of the updates of the bet
 
     def __post_init__(self) -> None:
         require(is_number(self.alpha) and 0 < self.alpha < 1, "alpha of Martingale is above 0, below 1", self.alpha)
@@ -72,37 +65,37 @@ class Martingale:
         """The state before the first image."""
         two, one = torch.zeros(streams, 2, device=device), torch.zeros(streams, device=device)
         since, changed = two.to(torch.int64), one.to(torch.bool)
-        return MartingaleState(two, two + LEAST, two.clone(), since, one, one.clone(), changed)
+        return MartingaleState(two, two + MIN_BET, two.clone(), since, one, one.clone(), changed)
 
     @torch.no_grad()
     def step(
         self, reference: Reference, state: MartingaleState, ranks: Tensor, valid: Tensor, images: Tensor
     ) -> tuple[Tensor, MartingaleState]:
-        """Bet on the ranks (S, B) of a batch, after ``images`` (S,) earlier ones: which streams alarm, the next state.
+        """Update with the ranks (S, B) of a batch, after ``images`` (S,) earlier ones; return which streams alarm.
 
-        eps stays the same within a batch. A stream that alarms starts again when its mean rank is normal.
+        The bet stays the same within a batch. A stream that alarms starts again when its mean rank is normal.
         """
         count = valid.sum(1)
         excess = ranks - 0.5
         gain = torch.stack((excess, -excess), 1) - reference.tolerance  # (S, 2, B)
         gain = torch.where(valid.unsqueeze(1), gain, 0.0)
-        fair = state.wealth <= 0
-        odds = 1 + state.stake.unsqueeze(2) * gain
-        wealth = state.wealth.clamp_min(0) + odds.log().sum(2)
+        restarts = state.log_wealth <= 0
+        odds = 1 + state.bet.unsqueeze(2) * gain
+        log_wealth = state.log_wealth.clamp_min(0) + odds.log().sum(2)
         slope = (gain / odds).sum(2)
         scale = state.scale * torch.exp(-count / self.memory).unsqueeze(1) + slope.square()
-        most = STAKE / (0.5 + reference.tolerance)
-        stake = (state.stake + self.rate * slope / scale.clamp_min(1e-12).sqrt()).clamp_min(LEAST).minimum(most)
+        most = MAX_LOSS / (0.5 + reference.tolerance)
+        bet = (state.bet + self.rate * slope / scale.clamp_min(1e-12).sqrt()).clamp_min(MIN_BET).minimum(most)
         mean, weight = average(state.mean, state.weight, torch.where(valid, ranks, 0.0).sum(1), count, self.window)
         normal = (mean / weight.clamp_min(1e-12) - 0.5).abs() <= reference.tolerance
-        rich = torch.logaddexp(wealth[:, 0], wealth[:, 1]) - math.log(2) >= -math.log(self.alpha)
-        alarm = rich & ~state.changed
+        significant = torch.logaddexp(log_wealth[:, 0], log_wealth[:, 1]) - math.log(2) >= -math.log(self.alpha)
+        alarm = significant & ~state.changed
         changed = (state.changed | alarm) & ~(normal & ~alarm)
         after = MartingaleState(
-            wealth=torch.where(changed.unsqueeze(1), 0.0, wealth),
-            stake=stake,
+            log_wealth=torch.where(changed.unsqueeze(1), 0.0, log_wealth),
+            bet=bet,
             scale=scale,
-            since=torch.where(fair & ~state.changed.unsqueeze(1), images.unsqueeze(1), state.since),
+            since=torch.where(restarts & ~state.changed.unsqueeze(1), images.unsqueeze(1), state.since),
             mean=mean,
             weight=weight,
             changed=changed,
@@ -121,16 +114,16 @@ def rank(reference: Reference, entropy: Tensor, predicted: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def refer(entropy: Tensor, predicted: Tensor, labels: Tensor, classes: int) -> Reference:
-    """Learn from labelled source images what is normal: entropies, predictions and labels (N,).
+def fit_reference(entropy: Tensor, predicted: Tensor, labels: Tensor, classes: int) -> Reference:
+    """Fit the reference to labelled source images: entropies, predictions and labels (N,).
 
     A stream may show its classes in any order, in bursts of any length. The test stays valid: for images that are drawn
     at random given their class, the mean rank of every class is within the tolerance.
     """
-    if not (len(entropy) == len(predicted) == len(labels) >= FEW):
+    if not (len(entropy) == len(predicted) == len(labels) >= MIN_IMAGES_PER_CLASS):
         raise ValueError(
-            f"a reference needs at least {FEW} images, with an entropy, a prediction and a label each; got "
-            f"{len(entropy)}, {len(predicted)} and {len(labels)}"
+            f"a reference needs at least {MIN_IMAGES_PER_CLASS} images, each with an entropy, a prediction and a "
+            f"label; got {len(entropy)}, {len(predicted)} and {len(labels)}"
         )
     entropy = entropy.float()
     levels = (torch.arange(LEVELS, device=entropy.device) + 0.5) / LEVELS
@@ -142,11 +135,11 @@ def refer(entropy: Tensor, predicted: Tensor, labels: Tensor, classes: int) -> R
     for label in range(classes):
         own = entropy[predicted == label]
         few = pooled if shown[label] else unknown
-        rows.append(torch.quantile(own, levels) if len(own) >= FEW else few)
+        rows.append(torch.quantile(own, levels) if len(own) >= MIN_IMAGES_PER_CLASS else few)
     reference = Reference(torch.stack(rows), torch.zeros((), device=entropy.device))
     ranks = rank(reference, entropy, predicted)
     means = torch.bincount(labels, ranks, minlength=classes) / counts.clamp_min(1)
-    error = SURE / (12 * counts.clamp_min(1)).sqrt()  # a uniform rank has variance 1/12
+    error = TOLERANCE_ERRORS / (12 * counts.clamp_min(1)).sqrt()  # a uniform rank has variance 1/12
     off = torch.where(shown, (means - 0.5).abs() + error, 0.0).amax()
     return reference._replace(tolerance=off.clamp_max(0.4).float())
 

@@ -26,7 +26,7 @@ def step(fleet: Fleet, jobs: list[Job]) -> list[Result]:
     found = _isolated(_step, fleet, jobs)
     names = [_name(job) for job, result in zip(jobs, found, strict=True) if result.error is None]
     fleet.look(names)
-    infos, healths = fleet.infos(names), fleet.healths(names)
+    infos, healths = fleet.info_many(names), fleet.health_many(names)
     reports = {name: (infos[name].steps, infos[name]._asdict(), condition.plain(healths[name])) for name in names}
     return [
         result if result.error is not None else Result(result.logits, *reports[_name(job)])
@@ -57,7 +57,7 @@ def _predict(fleet: Fleet, jobs: list[Job]) -> list[Result]:
     results: dict[Job, Result] = {}
     own = {_name(job): job for job in jobs if job.stream is not None and not job.source}
     if own:
-        infos = fleet.infos(own)  # before: a step may end meanwhile
+        infos = fleet.info_many(own)  # before: a step may end meanwhile
         logits = fleet.predict({name: job.images for name, job in own.items()})
         results |= {job: Result(logits[name], infos[name].steps, infos[name]._asdict()) for name, job in own.items()}
     groups: dict[Any, list[Job]] = {}

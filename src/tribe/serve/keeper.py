@@ -151,7 +151,7 @@ class Keeper:
         """Note the clock of the state that the fleet has, whether it is frozen, and how it does."""
         info = self.fleet.info(served.name)
         served.clock, served.frozen = info.steps, info.frozen
-        served.condition = plain(self.fleet.healths([served.name])[served.name])
+        served.condition = plain(self.fleet.health_many([served.name])[served.name])
 
     # -- leases -------------------------------------------------------------------------------------------------------
 

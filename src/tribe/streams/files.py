@@ -70,14 +70,6 @@ class StateFiles:
         if names := states.not_finite(named):
             raise ValueError(f"the state is not finite ({', '.join(names[:4])}), so it can predict nothing")
 
-    def write(self, path: str | PathLike[str], entry: Entry) -> None:
-        """Write a state that is paged out."""
-        states.write(path, self.saved(entry))
-
-    def read(self, path: str | PathLike[str]) -> Any:
-        """Read a state that was paged out."""
-        return rebuild(self.like, states.read(path).tensors)
-
 
 def _is_given(value: Any) -> bool:
     """Whether a file does not hold a field: the fleet's own is used, and the digest of source knowledge compared."""

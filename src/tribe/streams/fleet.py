@@ -19,7 +19,7 @@ from tribe.core.checks import Checks, place_of
 from tribe.core.kernels import Switch
 from tribe.core.state import clone, digest
 from tribe.core.threads import Lock, locked
-from tribe.fields import is_number, is_whole, require
+from tribe.fields import is_whole, require
 from tribe.filters import TimeFilter
 from tribe.health.calibration import Calibration
 from tribe.health.events import Event
@@ -65,12 +65,10 @@ def fleet(
     on_event: Listener | None = None,
     classes: int | None = None,
     rows: int | None = None,
-    spill: str | PathLike[str] | None = None,
-    megabytes: float = 1024,
     seed: int = 0,
     graphs: Switch = "auto",
     deterministic: bool = False,
-    exact: Switch = "auto",
+    exact: bool = False,
     **fields: Any,
 ) -> "Fleet":
     """Make a trained classifier adapt to many streams (cameras), each known by a name.
@@ -85,13 +83,11 @@ def fleet(
         classes: as for `tribe.adapt`.
         rows: the most states on the network's device; the least recently used others move to host memory. None: as
             many as fit in 2 GiB.
-        spill: a folder for states that do not fit in ``megabytes`` of host memory either. None: they stay there.
-        megabytes: the most host memory for states that are not on the device, if there is a folder for the others.
         seed: the seed of a stream is a hash of this number and of the stream's name; see `stream_seed`.
         graphs: as for `tribe.adapt`.
         deterministic: as for `tribe.adapt`.
-        exact: True gives every stream the bits that it would get alone, at some cost in speed; see
-            `tribe.core.apart`. "auto": on a CPU.
+        exact: step streams one by one, so that each gets the bits that it gets alone; slower. False: streams go through
+            the network together, and agree with single ones to rounding.
         fields: the method's hyper-parameters.
 
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(288, 4))
@@ -108,8 +104,6 @@ def fleet(
         on_event=on_event,
         classes=classes,
         rows=rows,
-        spill=spill,
-        megabytes=megabytes,
         seed=seed,
         graphs=graphs,
         deterministic=deterministic,
@@ -146,26 +140,21 @@ class Fleet:
         on_event: Listener | None = None,
         classes: int | None = None,
         rows: int | None = None,
-        spill: str | PathLike[str] | None = None,
-        megabytes: float = 1024,
         seed: int = 0,
         graphs: Switch = "auto",
         deterministic: bool = False,
-        exact: Switch = "auto",
+        exact: bool = False,
     ) -> None:
         self._lock = Lock()  # of what replaces states
         require(rows is None or is_whole(rows, least=1), "rows is the most states on the device, at least 1", rows)
-        require(is_number(megabytes) and megabytes >= 0, "megabytes is a number, not negative", megabytes)
         if not is_whole(seed):
             raise TypeError(f"seed is an int; got {seed!r}")
-        if exact not in (True, False, "auto"):
-            raise ValueError(f"exact is True, False or 'auto'; got {exact!r}")
+        require(isinstance(exact, bool), "exact is True or False", exact)
         if net.dense:
             raise ValueError("a fleet returns logits, and this network may return something else: dense=True")
         self.net, self.method, self.seed = net, method, int(seed)
         self.classes = check_network(net, method, classes) or 0
-        bits = net.device.type == "cpu" if exact == "auto" else bool(exact)
-        self._runner = Runner(method, net, graphs, deterministic, bits)
+        self._runner = Runner(method, net, graphs, deterministic, exact)
         self._checks = Checks(net, self.classes, method.output == "logits")
         self._place = place_of(net)
         self._like = method.init(net)  # a state of one stream
@@ -174,7 +163,7 @@ class Fleet:
         self._size = count_bytes(self._like)
         most = int(rows) if rows is not None else max(LEAST_ROWS, ROWS_BYTES // max(self._size, 1))
         self._files = StateFiles(method, net, self._like)
-        self._pool = Pool(net.device, most, max(self._size, 1), megabytes * 2**20, spill, self._files)
+        self._pool = Pool(net.device, most)
         self._source: Deployed | None = None
         self._watching = Watching(method, net, on_event)
 
@@ -320,18 +309,18 @@ class Fleet:
         """What a stream does, in plain numbers."""
         return self._entry(name).describe()
 
-    def infos(self, names: Iterable[str]) -> dict[str, StreamInfo]:
+    def info_many(self, names: Iterable[str]) -> dict[str, StreamInfo]:
         """As `info`, of several streams, read together."""
         return describe_entries({name: self._entry(name) for name in names})
 
     def health(self, name: str) -> Health | None:
         """How a stream does; None without ``health`` or ``guard``."""
-        return self._watching.health(self._peek(name).state)
+        return self._watching.health(self._entry(name).state)
 
-    def healths(self, names: Iterable[str]) -> dict[str, Health | None]:
+    def health_many(self, names: Iterable[str]) -> dict[str, Health | None]:
         """As `health`, of several streams, read together; without `Health.statistics` and `Health.followed`."""
         chosen = list(names)
-        return dict(zip(chosen, self._watching.healths([self._fetch(name).state for name in chosen]), strict=True))
+        return dict(zip(chosen, self._watching.health_many([self._fetch(name).state for name in chosen]), strict=True))
 
     @property
     @locked
@@ -345,7 +334,7 @@ class Fleet:
         """Read the alarms of streams now. On a CPU every step does; on a GPU, which it waits for, every 50th."""
         if not self._watching.guarded or self.net.device.type == "cpu":
             return
-        entries = {name: self._peek(name) for name in names}
+        entries = {name: self._entry(name) for name in names}
         began, seen = self._watching.look({name: (entry.state, entry.seen) for name, entry in entries.items()})
         for name, counts in seen.items():
             self._pool.change(name, seen=counts)
@@ -383,7 +372,7 @@ class Fleet:
     @torch.inference_mode(False)
     def snapshot(self, name: str) -> Snapshot:
         """A copy of a stream's state for `restore`."""
-        entry = self._peek(name)
+        entry = self._entry(name)
         return Snapshot(self.method, clone(entry.state), self.net, entry.frozen)
 
     @locked
@@ -399,7 +388,7 @@ class Fleet:
     @torch.inference_mode(False)
     def state(self, name: str) -> Any:
         """A copy of a stream's state, a named tuple of tensors."""
-        return clone(self._peek(name).state)
+        return clone(self._entry(name).state)
 
     @locked
     @torch.inference_mode(False)
@@ -411,15 +400,15 @@ class Fleet:
 
     def digest(self, name: str) -> str:
         """A hash of a stream's state: equal digests, equal states."""
-        return digest(self._peek(name).state)
+        return digest(self._entry(name).state)
 
     @torch.inference_mode(False)
     def export(self, name: str) -> nn.Module:
         """A plain module that predicts for a stream as `predict` does, where there is one: see `Adapter.export`."""
-        return plain_network(self.net, self.method, copy_like(self._peek(name).state, self._like), 0)
+        return plain_network(self.net, self.method, copy_like(self._entry(name).state, self._like), 0)
 
     @property
-    def one_by_one_because(self) -> str | None:
+    def unbatched_reason(self) -> str | None:
         """Why streams go through the network one by one; None: they go together."""
         return self._runner.alone
 
@@ -427,7 +416,7 @@ class Fleet:
 
     def save(self, name: str, path: str | PathLike[str]) -> None:
         """Write a stream to a state file, which `tribe.load` opens too, atomically."""
-        states.write(path, self._files.saved(self._peek(name)))
+        states.write(path, self._files.saved(self._entry(name)))
 
     @torch.inference_mode(False)
     def load(self, name: str, path: str | PathLike[str]) -> "Fleet":
@@ -437,7 +426,7 @@ class Fleet:
 
     def to_bytes(self, name: str) -> bytes:
         """The bytes of a stream's state file."""
-        return states.encode(self._files.saved(self._peek(name)), f"the bytes of stream {name!r}")
+        return states.encode(self._files.saved(self._entry(name)), f"the bytes of stream {name!r}")
 
     @torch.inference_mode(False)
     def from_bytes(self, name: str, data: bytes) -> "Fleet":
@@ -476,9 +465,6 @@ class Fleet:
 
     def _entry(self, name: str) -> Entry:
         return self._found(name, self._pool.get)
-
-    def _peek(self, name: str) -> Entry:
-        return self._found(name, self._pool.peek)
 
     def _fetch(self, name: str) -> Entry:
         return self._found(name, self._pool.fetch)

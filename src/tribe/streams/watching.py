@@ -65,7 +65,7 @@ class Watching:
         found: Health = guarded.health(self.net, own)[0]
         return found
 
-    def healths(self, states: Sequence[Any]) -> list[Health | None]:
+    def health_many(self, states: Sequence[Any]) -> list[Health | None]:
         """How several streams do, read together, without what takes a look at all statistics; on one device."""
         if not self.guarded or not states:
             return [None] * len(states)
