@@ -41,7 +41,7 @@ from tribe.methods import (
     Key,
     Stats,
     accumulation_dtype,
-    finish,
+    commit_step,
     losses,
     optim,
     screen,
@@ -130,7 +130,9 @@ class Learning(Tribe):
         teacher = prediction.argmax(-1)
         says = Answer(torch.where(on, logits.argmax(-1), teacher), on, logits.amax(-1) > math.log(self.surely))
         new, trusted, agreement = self._learn_from(net, state, x, teacher, says, valid)
-        return finish(net, state, new._replace(time=after), prediction, valid, rejected, trusted, new.affine, agreement)
+        return commit_step(
+            net, state, new._replace(time=after), prediction, valid, rejected, trusted, new.affine, agreement
+        )
 
     def _learn_from(
         self, net: Backbone, state: LearningState, x: Tensor, teacher: Tensor, says: Answer, valid: Tensor

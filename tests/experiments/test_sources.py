@@ -37,7 +37,7 @@ METHOD = '''
     class Mine(Source):
         """Predicts {words}."""
 
-        more_than_a_pass: ClassVar = "turns predictions around"
+        not_exportable_because: ClassVar = "turns predictions around"
 
         def step(self, net, state, x, valid=None, *, donate=False):
             logits, state = super().step(net, state, x, valid)

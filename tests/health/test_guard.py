@@ -12,7 +12,7 @@ from tribe.core.backbone import Backbone
 from tribe.core.state import Affine, Stats, clone, leaves, stream
 from tribe.health.alarms import KINDS
 from tribe.health.guard import Guard, Guarded, limit, pull_back
-from tribe.health.lean import distance_of_images, distance_of_statistics, farness, lean
+from tribe.health.lean import distance_of_images, distance_of_statistics, interpolate_to_source, shift_weight
 from tribe.methods import Deployed, Frozen, PerBatch
 from tribe.norms.mixed import Mixed
 from tribe.testing import CLASSES, check_method, ready, small, small_network
@@ -40,8 +40,8 @@ def test_the_name_composes_and_the_fields_are_those_of_both():
     assert made.name == "tribe+guard+time"
     assert (made.lr, made.speed, made.within) == (2e-3, 0.01, "batch")
     assert made.inner.part == Guard(speed=0.01)
-    assert methods.base(made.name) == "tribe"
-    assert methods.alone(made.name) == "tribe+guard"
+    assert methods.strip_wrappers(made.name) == "tribe"
+    assert methods.strip_filter(made.name) == "tribe+guard"
     assert dataclasses.replace(made, speed=0.02).inner.part.speed == 0.02
     with pytest.raises(ValueError, match="a time filter comes last"):
         methods.get("tribe+time+guard")
@@ -166,14 +166,14 @@ def test_the_share_of_adapted_statistics_by_hand():
     distance = ((0.3**2 + 0.4**2) / 2) ** 0.5
     assert float(distance_of_statistics(net, stats)) == pytest.approx(distance)
     far = distance**4 / (distance**4 + 0.2**4)
-    assert float(farness(net, stats, 0.2**2)) == pytest.approx(far)
+    assert float(shift_weight(net, stats, 0.2**2)) == pytest.approx(far)
     share, affine = 0.8 * far, net.source()[0]
     moved = Affine(affine.weight + 1, affine.bias - 1)
-    leaned = lean(net, Deployed(moved, stats, Frozen()), lambda: 0.2**2, 0.8, 0.3)
+    leaned = interpolate_to_source(net, Deployed(moved, stats, Frozen()), lambda: 0.2**2, 0.8, 0.3)
     torch.testing.assert_close(leaned.affine, Affine(affine.weight + far**2, affine.bias - far**2))
     torch.testing.assert_close(leaned.stats.mean[0, 0], torch.tensor([share * 0.3, 0.0]))
     torch.testing.assert_close(leaned.stats.var[0, 0], torch.tensor([1.0, 1 + share * (1.4**2 - 1)]))
-    assert float(farness(net, source, 0.2**2)) == 0
+    assert float(shift_weight(net, source, 0.2**2)) == 0
 
 
 def test_a_guard_is_fitted_to_the_distance_of_clean_images():
@@ -212,7 +212,7 @@ def test_the_noise_of_single_images_is_no_change_of_the_world():
         state = guarded.init(net)
         for images in pictures(1, 8).split(size, 1):
             _, state = guarded.step(net, state, images)
-        assert float(guarded.part.half(state.inner)) == pytest.approx(0.1**2 + (0.3**2 - 0.1**2) / size)
+        assert float(guarded.part.midpoint(state.inner)) == pytest.approx(0.1**2 + (0.3**2 - 0.1**2) / size)
     assert 0 < guarded.health(net, state)[0].followed < 1
 
 
@@ -276,7 +276,7 @@ def test_a_guard_that_is_not_fitted_does_not_lean():
     affine, stats = net.source(2)
     adapted = Deployed(Affine(affine.weight + 1, affine.bias), Stats(stats.mean + 0.01, stats.var), Frozen())
     assert tribe.Guard().lean_half is None
-    assert lean(net, adapted, None, 1.0, 0.3) is adapted
+    assert interpolate_to_source(net, adapted, None, 1.0, 0.3) is adapted
 
 
 def test_at_the_source_the_network_is_the_sources():
@@ -284,13 +284,13 @@ def test_at_the_source_the_network_is_the_sources():
     source = Deployed.frozen(net, net.source(2)[0])
     assert all(
         torch.equal(a, b)
-        for a, b in zip(lean(net, source, lambda: 0.06**2, 0.85, 0.3).stats, source.stats, strict=True)
+        for a, b in zip(interpolate_to_source(net, source, lambda: 0.06**2, 0.85, 0.3).stats, source.stats, strict=True)
     )
 
 
 def test_the_statistics_of_a_batch_are_mixed_with_the_sources():
     net, x = small_backbone(), pictures(1, 6)
-    leaned = lean(net, Deployed.per_batch(net, net.source()[0]), lambda: 0.06**2, 0.85, 0.3)
+    leaned = interpolate_to_source(net, Deployed.per_batch(net, net.source()[0]), lambda: 0.06**2, 0.85, 0.3)
     assert leaned.norm == Mixed(0.3)
     valid = torch.ones(1, 6, dtype=torch.bool)
     everything = Mixed(1.0)(*_moments(net, x), net.source()[1], None, valid, 0.0)

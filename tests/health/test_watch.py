@@ -9,7 +9,7 @@ import torch
 import tribe
 from tribe.core.state import leaves
 from tribe.health import Guard
-from tribe.health.guard import Nothing, Watch
+from tribe.health.guard import EmptyState, Watch
 from tribe.health.watch import Health
 from tribe.testing import CLASSES, images, ready, small_network
 from tribe.testing.samples import small_backbone
@@ -43,7 +43,7 @@ def test_watching_changes_no_prediction_and_no_state_of_the_method():
         same, seen = watched.step(net, seen, x)
         assert torch.equal(answer, same)
     assert all(torch.equal(t, leaves(seen.inner)[name]) for name, t in leaves(state).items())
-    assert seen.guard.good == Nothing()
+    assert seen.guard.good == EmptyState()
 
 
 def test_entropy_and_trusted_are_of_the_last_images_not_of_the_last_batch():

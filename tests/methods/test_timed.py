@@ -127,7 +127,7 @@ def test_predictions_come_from_the_current_belief():
         _, state = method.step(net, state, x[:1])
     before, x = digest(state), images(1, 6, 9)
     predicted = method.predict(net, state, x)
-    answer, after = method.follow(net, state, x)
+    answer, after = method.predict_and_advance(net, state, x)
     assert torch.equal(answer, predicted)
     assert digest(state) == before
     assert digest(after.inner) == digest(state.inner)

@@ -243,7 +243,7 @@ def test_what_no_ordinary_network_predicts_is_not_exported(method, why):
 class Prior(Tent):
     """TENT, its logits corrected by a prior."""
 
-    more_than_a_pass = "a prior is added to the logits"
+    not_exportable_because = "a prior is added to the logits"
 
     def predict(self, net, state, x, valid=None):
         return super().predict(net, state, x, valid) + torch.linspace(0, 1, CLASSES)

@@ -16,7 +16,7 @@ from tribe.core.optim import Adam, adam_step
 from tribe.core.rng import Key
 from tribe.core.state import Affine, Info, Stats
 from tribe.data.scenarios.replay import Replay
-from tribe.methods import Deployed, finish, screen
+from tribe.methods import Deployed, commit_step, screen
 from tribe.methods.cotta import Cotta
 from tribe.methods.lame import Lame
 from tribe.methods.note import Note
@@ -126,7 +126,7 @@ class TentWith(Tent):
             grads = Affine(*torch.autograd.grad(self.loss(logits, valid).sum(), affine))
         moved, moments = adam_step(state.affine, grads, state.adam, self.lr)
         new = state._replace(affine=moved, adam=moments)
-        return finish(net, state, new, logits, valid, rejected, affine=moved)
+        return commit_step(net, state, new, logits, valid, rejected, affine=moved)
 
 
 class StreamsMeet(TentWith):
@@ -188,7 +188,7 @@ class SeedsPython(TentWith):
 class PredictionSeeds(TentWith):
     """Seeds torch's generator where nothing is learned."""
 
-    more_than_a_pass = None
+    not_exportable_because = None
 
     def predict(self, net, state, x, valid=None):
         torch.manual_seed(0)
@@ -264,7 +264,7 @@ class NoScreen(TentWith):
             grads = Affine(*torch.autograd.grad(entropy(logits).mean(1).sum(), affine))
         moved, moments = adam_step(state.affine, grads, state.adam, self.lr)
         valid = torch.ones(x.shape[:2], dtype=torch.bool)
-        return finish(
+        return commit_step(
             net,
             state,
             state._replace(affine=moved, adam=moments),
@@ -296,7 +296,7 @@ class RawStep(TentWith):
 class RawPredict(TentWith):
     """The same without learning."""
 
-    more_than_a_pass = None
+    not_exportable_because = None
 
     def predict(self, net, state, x, valid=None):
         x, valid, _ = screen(x, valid)
@@ -342,7 +342,7 @@ class PredictsLast(TentWith):
 class DeploysNothing(TentWith):
     """Predicts as it should; the network that would be exported has zeros for parameters."""
 
-    more_than_a_pass = None
+    not_exportable_because = None
 
     def deployed(self, net, state):
         return Deployed.per_batch(net, Affine(*map(torch.zeros_like, state.affine)))
@@ -371,7 +371,7 @@ class DeploysTheSource(DeploysNothing):
 class Corrected(TentWith):
     """TENT with a prior that corrects the network's predictions, and says so: healthy."""
 
-    more_than_a_pass = "a prior corrects the network's predictions"
+    not_exportable_because = "a prior corrects the network's predictions"
     prior: ClassVar = torch.linspace(0, 1, K)
 
     def step(self, net, state, x, valid=None):
@@ -388,13 +388,13 @@ class Corrected(TentWith):
 class CorrectedUnsaid(Corrected):
     """The same, and says that it is a plain pass."""
 
-    more_than_a_pass = None
+    not_exportable_because = None
 
 
 class SaysItCorrects(TentWith):
     """Says so, and does not."""
 
-    more_than_a_pass = "it says so"
+    not_exportable_because = "it says so"
 
 
 class GrowingState(NamedTuple):
@@ -861,7 +861,8 @@ def test_the_hook_itself_is_healthy():
 
 def test_a_method_with_its_own_predict_says_what_it_does_besides():
     with pytest.raises(
-        TypeError, match=r"Unsaid overrides predict .* Set more_than_a_pass = None if .*; otherwise set it to a text"
+        TypeError,
+        match=r"Unsaid overrides predict .* Set not_exportable_because = None if .*; otherwise set it to a text",
     ):
 
         class Unsaid(Tent):

@@ -14,7 +14,7 @@ MOST_NUMBERS = 2**28  # outputs that are kept in memory: 1 GiB, such as 268,000 
 
 def without_filter(experiment: Experiment) -> Experiment:
     """The experiment of the method alone; the same one if its method has no time filter."""
-    name = methods.alone(experiment.method.name)
+    name = methods.strip_filter(experiment.method.name)
     if name == experiment.method.name:
         return experiment
     try:

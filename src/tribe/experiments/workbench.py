@@ -239,7 +239,10 @@ def build_method(name: str, net: Backbone, data: Dataset, request: Request, fiel
     """A method with its published settings for the data set and, where it needs it, its source knowledge."""
     if methods.get(name).needs is None:
         return plain_method(name, net, data, request.dataset, fields)
-    clean, alone = trained_on(data, request.dataset), methods.base(name)  # knowledge does not depend on what is around
+    clean, alone = (
+        trained_on(data, request.dataset),
+        methods.strip_wrappers(name),
+    )  # knowledge does not depend on what is around
     own = {field.name for field in dataclasses.fields(methods.get(alone))}
     given = {field: value for field, value in fields.items() if field in own}
     unusual = departures(alone, net, data, request.dataset, given)

@@ -31,9 +31,9 @@ from tribe.health.lean import (
     distance_in_single_images,
     distance_of_images,
     distance_of_statistics,
-    farness,
-    lean,
-    squared_half,
+    interpolate_to_source,
+    shift_weight,
+    squared_midpoint,
 )
 from tribe.health.snapshots import copy_like
 from tribe.health.watch import Health, Watcher, WatchState, alarms_on
@@ -142,13 +142,13 @@ class Guard(Watch):
             fields["lean_single"] = max(half, round(RATIO * single, 4))
         return cls(**fields)
 
-    def half(self, state: Any) -> float | Tensor:
+    def midpoint(self, state: Any) -> float | Tensor:
         """The squared distance at which predictions lean halfway, for a state of the method: (S,), or one for all."""
         assert self.lean_half is not None
-        return squared_half(state, self.lean_half, self.lean_single)
+        return squared_midpoint(state, self.lean_half, self.lean_single)
 
 
-class Nothing(NamedTuple):
+class EmptyState(NamedTuple):
     """No state is kept."""
 
 
@@ -159,7 +159,7 @@ class GuardState(NamedTuple):
     held: Tensor  # (S,) int64, images that the method did not learn from
     returned: Tensor  # (S,) int64, how often a stream returned to its last good state
     kept: Tensor  # (S,) int64, how many images had come when `good` was kept
-    good: Any  # the last good state of the method; `Nothing` if none is kept
+    good: Any  # the last good state of the method; `EmptyState` if none is kept
 
 
 class _GuardedState(NamedTuple):
@@ -177,12 +177,12 @@ class GuardedState(_GuardedState, ComposedState):
 class Guarded(Composed):
     """A method and a guard over it, or one that only watches."""
 
-    more_than_a_pass = None  # as the method alone
+    not_exportable_because = None  # as the method alone
 
     @classmethod
     def build_inner(cls) -> type[Method]:
         """The method, which tells what it predicts; under a guard that acts, its network leans on the source."""
-        return overheard(cls.inner_class, leans=issubclass(cls.part_class, Guard))
+        return with_prediction_hook(cls.inner_class, leans=issubclass(cls.part_class, Guard))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -210,14 +210,14 @@ class Guarded(Composed):
         """The first states of the method and of the guard."""
         inner = self.inner.init(net, streams, seed)
         none = torch.zeros_like(inner.info.images)
-        good = clone(inner) if self.acts and self.part.good_every is not None else Nothing()
+        good = clone(inner) if self.acts and self.part.good_every is not None else EmptyState()
         watch = self.watcher(net).init(net, streams)
         return GuardedState(inner, GuardState(watch, none, none.clone(), none.clone(), good))
 
     def recast(self, net: Backbone, state: GuardedState) -> GuardedState:
         """What watches has the same precision on every network: sums of float64, all else of float32."""
         inner, guard = self.inner.recast(net, state.inner), state.guard
-        good = guard.good if isinstance(guard.good, Nothing) else self.inner.recast(net, guard.good)
+        good = guard.good if isinstance(guard.good, EmptyState) else self.inner.recast(net, guard.good)
         watch = copy_like(guard.watch, self.watcher(net).init(net, len(guard.held)))
         return GuardedState(inner, guard._replace(watch=watch, good=good))
 
@@ -237,16 +237,16 @@ class Guarded(Composed):
         )
         watched: list[tuple[WatchState, Tensor]] = []  # with the tensor that was read, which must be kept
 
-        def hear(output: Tensor) -> None:
+        def on_prediction(output: Tensor) -> None:
             low, high = output.aminmax(dim=-1)
             seen = real & (high > low)  # a bad image is predicted uniformly
             logits = output if self.output == "logits" else output.clamp_min(torch.finfo(torch.float32).tiny).log()
             watched.append((watcher.observe(looked, verdict, asked, logits, seen, state.inner.info), output))
 
-        with _listening(None if self.eager_only else lambda output: beside(lambda: hear(output))):
+        with _prediction_hook(None if self.eager_only else lambda output: beside(lambda: on_prediction(output))):
             output, inner = self.inner.step_reusing(net, state.inner, x, valid, retired and retired.inner)
         if not watched:
-            beside(lambda: hear(output))
+            beside(lambda: on_prediction(output))
         beside.join()
         held, watch = old.held, watcher.report(watched[0][0], inner.info, real)
         if self.acts:
@@ -348,7 +348,7 @@ class Guarded(Composed):
         seen = adapted.stats if anchored is None else anchored
         far, follow = distance_of_statistics(net, seen).tolist(), [1.0] * len(none)
         if self.acts and self.part.lean_half is not None:
-            follow = (self.part.lean_most * farness(net, seen, self.part.half(state.inner))).tolist()
+            follow = (self.part.lean_most * shift_weight(net, seen, self.part.midpoint(state.inner))).tolist()
         return {"statistics": far, "followed": follow}
 
 
@@ -377,35 +377,37 @@ def _mix(chosen: Tensor, new: Any, old: Any) -> Any:
     return select_joined(chosen, new, old)
 
 
-_listener: ContextVar[Callable[[Tensor], object] | None] = ContextVar("tribe_listener", default=None)
+_hook: ContextVar[Callable[[Tensor], object] | None] = ContextVar("tribe_listener", default=None)
 
 
 @contextlib.contextmanager
-def _listening(hear: Callable[[Tensor], object] | None) -> Iterator[None]:
-    """Call ``hear`` with the first prediction of a method, before it learns; None: with none."""
-    token = _listener.set(hear)
+def _prediction_hook(on_prediction: Callable[[Tensor], object] | None) -> Iterator[None]:
+    """Call ``on_prediction`` with the first prediction of a method, before it learns; None: with none."""
+    token = _hook.set(on_prediction)
     try:
         yield
     finally:
-        _listener.reset(token)
+        _hook.reset(token)
 
 
 @functools.cache
-def overheard(method: type[Method], leans: bool) -> type[Method]:
+def with_prediction_hook(method: type[Method], leans: bool) -> type[Method]:
     """The method, but it tells what it predicts, and its network may lean on the source; its fields are the same."""
 
     def predict_screened(self: Any, net: Backbone, state: Any, x: Tensor, valid: Tensor) -> Tensor:
         prediction = method.predict_screened(self, net, state, x, valid)
-        if (hear := _listener.get()) is not None:
-            _listener.set(None)
-            hear(prediction)
+        if (on_prediction := _hook.get()) is not None:
+            _hook.set(None)
+            on_prediction(prediction)
         return prediction
 
     def deployed(self: Any, net: Backbone, state: Any) -> Deployed:
         rule: Guard = self.guard
         adapted = method.deployed(self, net, state)
-        half = None if rule.lean_half is None else lambda: rule.half(state)
-        return lean(net, adapted, half, rule.lean_most, rule.lean_batch, lambda: self.anchored(net, state))
+        half = None if rule.lean_half is None else lambda: rule.midpoint(state)
+        return interpolate_to_source(
+            net, adapted, half, rule.lean_most, rule.lean_batch, lambda: self.anchored(net, state)
+        )
 
     names = {"__module__": method.__module__, "__doc__": method.__doc__, "predict_screened": predict_screened}
     leaning = {"deployed": deployed, "adapted": method.deployed, "guard": Guard()} if leans else {}

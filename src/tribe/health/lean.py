@@ -23,36 +23,36 @@ from tribe.methods import Deployed
 from tribe.norms.balanced import Balanced
 from tribe.norms.mixed import Mixed
 
-POWER = 4  # how sharply the share rises around `half`
-RATIO = 1.4  # of a fitted `half` to the distance that clean images have: 0.06 to 0.043 for ResNet-20 on CIFAR-10
+POWER = 4  # how sharply the share rises around `midpoint`
+RATIO = 1.4  # of a fitted `midpoint` to the distance that clean images have: 0.06 to 0.043 for ResNet-20 on CIFAR-10
 LEAST = 200  # images that tell this distance
 BATCH = 64  # the most images that pass at once: a large image takes megabytes in every layer
 
 
-def lean(
+def interpolate_to_source(
     net: Backbone,
     deployed: Deployed,
-    half: Callable[[], float | Tensor] | None,
+    midpoint: Callable[[], float | Tensor] | None,
     most: float,
     of_batch: float,
     anchored: Callable[[], Stats | None] = lambda: None,
 ) -> Deployed:
     """The network that predicts, between the source and the adapted one, or with the statistics of a batch.
 
-    ``half`` gives the squared distance at which it leans halfway. Without it nothing is known of the network's scale,
-    and the adapted one predicts. ``anchored`` gives the statistics under the source's parameters, where a method keeps
-    them: the adapted ones also move because the parameters do, in batches of one image as far as a change of the world
-    would move them.
+    ``midpoint`` gives the squared distance at which it leans halfway. Without it nothing is known of the network's
+    scale, and the adapted one predicts. ``anchored`` gives the statistics under the source's parameters, where a method
+    keeps them: the adapted ones also move because the parameters do, in batches of one image as far as a change of the
+    world would move them.
     """
     if not deployed.stats.mean.shape[-1] or deployed.weights is not None:
         return deployed  # it has no statistics, or weights that were adapted together with them
     if isinstance(deployed.norm, PerBatch):
         return replace(deployed, norm=Mixed(of_batch)) if type(deployed.norm) is PerBatch else deployed
-    if half is None:
+    if midpoint is None:
         return deployed
     affine, stats = net.origin.get()
     seen = anchored()
-    far = farness(net, deployed.stats if seen is None else seen, half())
+    far = shift_weight(net, deployed.stats if seen is None else seen, midpoint())
     learned, share = far.square(), far if most == 1 else most * far
     return replace(
         deployed,
@@ -67,7 +67,7 @@ def _between(source: Tensor, adapted: Tensor, share: Tensor) -> Tensor:
     return torch.lerp(source, adapted, weight)
 
 
-def squared_half(state: Any, many: float, single: float | None) -> float | Tensor:
+def squared_midpoint(state: Any, many: float, single: float | None) -> float | Tensor:
     """The squared distance at which predictions lean halfway, for the mean size B of the batches of a state: (S,).
 
     It is ``many`` for large batches, ``single`` for batches of one. Where a batch moves what all classes share, its
@@ -80,7 +80,7 @@ def squared_half(state: Any, many: float, single: float | None) -> float | Tenso
 
 
 @torch.no_grad()
-def farness(net: Backbone, stats: Stats, squared: float | Tensor) -> Tensor:
+def shift_weight(net: Backbone, stats: Stats, squared: float | Tensor) -> Tensor:
     """From 0, where nothing has changed, to 1 (S,); 1/2 where the squared distance of statistics is ``squared``."""
     far = distance_of_statistics(net, stats) ** POWER
     return far / (far + squared ** (POWER // 2)).clamp_min(torch.finfo(far.dtype).tiny)
@@ -123,7 +123,7 @@ def _ruler(net: Backbone, like: Tensor) -> Ruler:
 
 
 @dataclass(frozen=True)
-class Taking:
+class ReturnBatchStats:
     """Normalise each batch with its own statistics, and return them: where statistics end that adapt to it."""
 
     classes: ClassVar[int] = 1
@@ -153,7 +153,7 @@ def distance_of_images(net: Backbone, images: Tensor) -> float:
     for first in range(batches):
         part = images[first::batches]
         valid = torch.ones(1, len(part), dtype=torch.bool, device=net.device)
-        own = net(part.unsqueeze(0).to(net.device), affine, stats, Taking(), valid=valid).stats
+        own = net(part.unsqueeze(0).to(net.device), affine, stats, ReturnBatchStats(), valid=valid).stats
         mean += own.mean * (len(part) / len(images))
         square += (own.var + own.mean.square()) * (len(part) / len(images))
     return float(distance_of_statistics(net, Stats(mean, square - mean.square())))

@@ -37,7 +37,7 @@ from tribe.methods.method import (
     registry,
     require_features,
 )
-from tribe.methods.stepping import Agreement, distance_of, finish, finite, gradient_step, quiet, screen
+from tribe.methods.stepping import Agreement, commit_step, distance_of, finite, gradient_step, mask_logits, screen
 from tribe.methods.timed import Timed, timed, with_filter
 from tribe.norms import Norm
 from tribe.norms.balanced import Balanced
@@ -54,23 +54,23 @@ def variants() -> list[str]:
     return [f"{name}/{variant}" for name in names() for variant in registry.get(name).variants]
 
 
-def alone(name: str) -> str:
+def strip_filter(name: str) -> str:
     """The name of a method or a variant without its time filter.
 
-    >>> alone("selftrain/robust-bn+time"), alone("selftrain/bn+st")
+    >>> strip_filter("selftrain/robust-bn+time"), strip_filter("selftrain/bn+st")
     ('selftrain/robust-bn', 'selftrain/bn+st')
     """
     method, _, rule = name.rpartition("+")
     return method if rule in time_filters.names() else name
 
 
-def base(name: str) -> str:
+def strip_wrappers(name: str) -> str:
     """The name of a method or a variant without anything around it.
 
-    >>> base("selftrain/robust-bn+guard+time"), base("selftrain/bn+st")
+    >>> strip_wrappers("selftrain/robust-bn+guard+time"), strip_wrappers("selftrain/bn+st")
     ('selftrain/robust-bn', 'selftrain/bn+st')
     """
-    name = alone(name)
+    name = strip_filter(name)
     while (parts := name.rpartition("+"))[2] in wrappers:
         name = parts[0]
     return name
@@ -79,10 +79,10 @@ def base(name: str) -> str:
 def get(name: str) -> type[Method]:
     """The class of a method or of a variant, with what is around it.
 
-    >>> get("tribe+time").more_than_a_pass
+    >>> get("tribe+time").not_exportable_because
     'filters its predictions over time'
     """
-    method = base(name)
+    method = strip_wrappers(name)
     first, plus, rest = method.partition("/")[0].partition("+")
     if plus and first in names():  # tribe+tiem
         _refuse_order(name, rest)
@@ -115,7 +115,7 @@ def create(name: str, **fields: Any) -> Method:
     'batch'
     """
     cls = get(name)
-    first, slash, variant = base(name).partition("/")
+    first, slash, variant = strip_wrappers(name).partition("/")
     if slash and variant not in cls.variants:
         raise ValueError(f"{first} has no variant {variant!r}: {nearest(variant, cls.variants)}")
     return build(cls, registry.kind, {**cls.variants.get(variant, {}), **fields})
@@ -154,27 +154,25 @@ __all__ = [
     "Wrapper",
     "accumulation_dtype",
     "all_weights",
-    "alone",
-    "base",
     "check_classes",
     "check_fits",
     "checked_tensors",
     "clone",
+    "commit_step",
     "compose",
     "count_classes",
     "create",
     "distance_of",
     "features_of",
-    "finish",
     "finite",
     "get",
     "gradient_step",
     "losses",
+    "mask_logits",
     "memory",
     "names",
     "norm_from_text",
     "optim",
-    "quiet",
     "register",
     "registry",
     "require_features",
@@ -183,6 +181,8 @@ __all__ = [
     "screen",
     "segment",
     "select",
+    "strip_filter",
+    "strip_wrappers",
     "study_batches",
     "timed",
     "tree_map",

@@ -29,10 +29,10 @@ from tribe.methods import (
     Key,
     Method,
     Stats,
-    finish,
+    commit_step,
     finite,
     losses,
-    quiet,
+    mask_logits,
     register,
     screen,
 )
@@ -77,7 +77,7 @@ class Bdn(Method):
     paper = "Du et al., UniTTA: Unified benchmark and versatile framework towards realistic test-time adaptation, 2024"
     works_on = ("statistics",)
     per_class = "statistics of each class in each domain"
-    more_than_a_pass = "each image has the statistics of its domain, which the batch updates first"
+    not_exportable_because = "each image has the statistics of its domain, which the batch updates first"
     presets = {  # noqa: RUF012
         "mnist": {"eta": 0.01, "gamma": 0.0},
         "cifar10": {"eta": 0.01, "gamma": 0.0},
@@ -124,13 +124,13 @@ class Bdn(Method):
         """Predict as a step would, and forget what the statistics became."""
         x, valid, _ = screen(x, valid)
         logits, _ = self._passes(net, state, x, valid)
-        return quiet(logits, valid & finite(logits))
+        return mask_logits(logits, valid & finite(logits))
 
     def step(self, net: Backbone, state: BdnState, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, BdnState]:
         """Assign images to domains, update the statistics, and predict."""
         x, valid, rejected = screen(x, valid)
         logits, new = self._passes(net, state, x, valid)
-        return finish(net, state, new, logits, valid, rejected)
+        return commit_step(net, state, new, logits, valid, rejected)
 
     @torch.no_grad()
     def _passes(self, net: Backbone, state: BdnState, x: Tensor, valid: Tensor) -> tuple[Tensor, BdnState]:

@@ -144,7 +144,7 @@ def compose(base: type[Composed], method: type[Method], part: type[Any]) -> type
         )
 
     shared = {name: getattr(method, name) for name in SHARED}
-    shared["more_than_a_pass"] = base.more_than_a_pass or method.more_than_a_pass
+    shared["not_exportable_because"] = base.not_exportable_because or method.not_exportable_because
     shared["small"] = {**method.small, **getattr(part, "small", {})}
     # A custom method's file counts among the code that a result depends on: see tribe.experiments.provenance.
     names = {"__module__": method.__module__, "__doc__": f"{_summary(method)} Then: {_summary(part)}"}

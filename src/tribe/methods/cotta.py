@@ -28,11 +28,11 @@ from tribe.methods import (
     WeightLayout,
     accumulation_dtype,
     all_weights,
-    finish,
+    commit_step,
     finite,
     losses,
+    mask_logits,
     optim,
-    quiet,
     register,
     screen,
     tree_map,
@@ -65,7 +65,7 @@ class AveragedTeacher(Method):
     augment: View = Augment()  # noqa: RUF009  makes a view; a callable gets (B, ...)
 
     eager_only = "the host checks whether any stream needs the averaged views"
-    more_than_a_pass = "where the source model is uncertain, passes over several views are averaged"
+    not_exportable_because = "where the source model is uncertain, passes over several views are averaged"
     # NOTE: the authors publish no setting for MNIST: CIFAR-10's.
     presets = {  # noqa: RUF012
         "mnist": {"p_th": 0.92},
@@ -86,7 +86,7 @@ class AveragedTeacher(Method):
         self.require_range("alpha", high=1)
         self.require_range("n", "chunk", low=1)
         if self.p_th <= 0:  # type: ignore[operator]  # no confidence is below: views are never averaged
-            object.__setattr__(self, "more_than_a_pass", None)
+            object.__setattr__(self, "not_exportable_because", None)
 
     def init(self, net: Backbone, streams: int = 1, seed: int = 0) -> CottaState:
         """Student and teacher start at the source."""
@@ -103,7 +103,7 @@ class AveragedTeacher(Method):
         """Predict as a step would: the views are drawn from the state's key."""
         x, valid, _ = screen(x, valid)
         logits = self._teach(WeightLayout(net), state, x, valid)
-        return quiet(logits, valid & finite(logits))
+        return mask_logits(logits, valid & finite(logits))
 
     def step(
         self, net: Backbone, state: CottaState, x: Tensor, valid: Tensor | None = None
@@ -117,7 +117,7 @@ class AveragedTeacher(Method):
         teacher = tree_map(lambda t, s: torch.lerp(t, s, 1 - self.alpha), state.teacher, student)
         student = self.forget(layout, state, student, grads)
         new = state._replace(student=student, teacher=teacher, adam=moments)
-        return finish(net, state, new, logits, valid, rejected, affine=teacher.affine)
+        return commit_step(net, state, new, logits, valid, rejected, affine=teacher.affine)
 
     @torch.no_grad()
     def _teach(self, layout: WeightLayout, state: CottaState, x: Tensor, valid: Tensor) -> Tensor:

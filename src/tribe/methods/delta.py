@@ -25,12 +25,12 @@ from tribe.methods import (
     Key,
     Method,
     Stats,
-    finish,
+    commit_step,
     finite,
     gradient_step,
     losses,
+    mask_logits,
     optim,
-    quiet,
     register,
     screen,
     select,
@@ -69,7 +69,7 @@ class Delta(Method):
 
     paper = "Zhao et al., DELTA: degradation-free fully test-time adaptation, ICLR 2023"
     works_on = ("affine",)
-    more_than_a_pass = None
+    not_exportable_because = None
     per_class = "the frequency of each class"
     presets = {  # noqa: RUF012
         "imagenet": {"lr": 0.00025, "optimizer": "sgd"},
@@ -101,7 +101,7 @@ class Delta(Method):
         x, valid, _ = screen(x, valid)
         with torch.no_grad():
             logits = net(x, state.affine, self._moving(state), self.norm, valid=valid).logits
-            return quiet(logits, valid & finite(logits))
+            return mask_logits(logits, valid & finite(logits))
 
     def step(
         self, net: Backbone, state: DeltaState, x: Tensor, valid: Tensor | None = None
@@ -119,7 +119,7 @@ class Delta(Method):
         seen = losses.mean_over(losses.probabilities(logits.detach()).transpose(1, 2), valid.unsqueeze(1))  # (S, K)
         mean = self.lambda_ * state.mean + (1 - self.lambda_) * seen.to(state.mean)
         new = learned._replace(stats=stats, mean=mean)
-        return finish(net, state, new, logits, valid, rejected, trusted, new.affine)
+        return commit_step(net, state, new, logits, valid, rejected, trusted, new.affine)
 
     def _moving(self, state: DeltaState) -> Stats:
         """The moving statistics; those of streams without a batch yet are marked."""

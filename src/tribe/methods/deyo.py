@@ -28,7 +28,7 @@ from tribe.methods import (
     Key,
     Method,
     accumulation_dtype,
-    finish,
+    commit_step,
     gradient_step,
     losses,
     optim,
@@ -114,7 +114,7 @@ ICLR 2024"
         grads = tree_map(adapted_channels(net, self.frozen_tail).mul, grads)
         moved, moments = gradient_step(state.affine, grads, state.adam, self.lr, self.optimizer, momentum=self.momentum)
         new = select(chosen.any(1), state._replace(affine=moved, adam=moments), state)
-        return finish(net, state, new, logits, valid, rejected, chosen, new.affine)
+        return commit_step(net, state, new, logits, valid, rejected, chosen, new.affine)
 
     @torch.no_grad()
     def _choose(

@@ -27,7 +27,7 @@ from tribe.methods import (
     Method,
     PerBatch,
     checked_tensors,
-    finish,
+    commit_step,
     losses,
     optim,
     register,
@@ -121,7 +121,7 @@ class Eata(Method):
         seen = losses.mean_over(p.transpose(1, 2), chosen.unsqueeze(1)).to(state.mean)  # (S, K)
         mean = torch.where(_exists(state.mean), 0.9 * state.mean + 0.1 * seen, seen)
         new = select(chosen.any(1), state._replace(affine=moved, adam=moments, mean=mean), state)
-        return finish(net, state, new, logits, valid, rejected, chosen, new.affine)
+        return commit_step(net, state, new, logits, valid, rejected, chosen, new.affine)
 
     def _new(self, p: Tensor, mean: Tensor) -> Tensor:
         """Which predictions (S, B) are unlike the moving mean; all, if there is none yet."""

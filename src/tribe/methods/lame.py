@@ -17,8 +17,8 @@ from torch import Tensor
 from tribe.methods import (
     Backbone,
     accumulation_dtype,
+    commit_step,
     features_of,
-    finish,
     losses,
     register,
     require_features,
@@ -64,7 +64,7 @@ class Lame(Source):
     works_on = ("features",)
     output = "probabilities"
     does_not_adapt = "it keeps nothing from one batch to the next"
-    more_than_a_pass = "neighbours in a batch correct each other's predictions"
+    not_exportable_because = "neighbours in a batch correct each other's predictions"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -81,7 +81,7 @@ class Lame(Source):
     ) -> tuple[Tensor, SourceState]:
         """Predict."""
         x, valid, rejected = screen(x, valid)
-        logits, state = finish(net, state, state, self._corrected(net, state, x, valid), valid, rejected)
+        logits, state = commit_step(net, state, state, self._corrected(net, state, x, valid), valid, rejected)
         return logits.softmax(-1), state
 
     def predict(self, net: Backbone, state: SourceState, x: Tensor, valid: Tensor | None = None) -> Tensor:

@@ -20,7 +20,7 @@ from tribe.core.rules import Frozen, PerBatch
 from tribe.core.state import Affine, Info, Stats, streams_of
 from tribe.fields import is_number, is_whole, plain_numbers, require
 from tribe.knowledge import Knowledge, resolve_knowledge
-from tribe.methods.stepping import finite, quiet, screen
+from tribe.methods.stepping import finite, mask_logits, screen
 from tribe.norms import Norm
 from tribe.registry import Registry, nearest
 
@@ -97,7 +97,7 @@ class Method(ABC):
     works_on: ClassVar[tuple[Literal["affine", "statistics", "features"], ...]] = ()  # what a network must have for it
     reuses_memory: ClassVar[bool] = False  # whether step takes `retired`; set for every subclass
     dense: ClassVar[bool] = False  # whether it never looks at the output, which need not be logits then
-    more_than_a_pass: ClassVar[str | None] = None  # what `predict` does besides a pass of the network in `deployed`
+    not_exportable_because: ClassVar[str | None] = None  # what `predict` does besides a pass of `deployed`
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -105,11 +105,11 @@ class Method(ABC):
         inherited: Mapping[str, Mapping[str, Any]] = super(cls, cls).presets  # type: ignore[misc]
         added = vars(cls).get("presets", {})
         cls.presets = {name: {**inherited.get(name, {}), **added.get(name, {})} for name in {**inherited, **added}}
-        if "predict" in vars(cls) and "more_than_a_pass" not in vars(cls):
+        if "predict" in vars(cls) and "not_exportable_because" not in vars(cls):
             raise TypeError(
-                f"{cls.__name__} overrides predict and does not declare more_than_a_pass. Only the network in deployed "
-                "is exported. Set more_than_a_pass = None if predict returns what that network returns; otherwise set "
-                "it to a text that says what predict does besides, and the method is not exported"
+                f"{cls.__name__} overrides predict and does not declare not_exportable_because. Only the network in "
+                "deployed is exported. Set not_exportable_because = None if predict returns what that network returns; "
+                "otherwise set it to a text that says what predict does besides, and the method is not exported"
             )
 
     def __post_init__(self) -> None:
@@ -202,17 +202,19 @@ class Method(ABC):
         return None
 
     def predict(self, net: Backbone, state: Any, x: Tensor, valid: Tensor | None = None) -> Tensor:
-        """Predict without adapting: a pass of `deployed`. A class that overrides it declares `more_than_a_pass`."""
+        """Predict without adapting: a pass of `deployed`. A class that overrides it sets `not_exportable_because`."""
         x, valid, _ = screen(x, valid)
         return self.predict_screened(net, state, x, valid)
 
-    def follow(self, net: Backbone, state: Any, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Any]:
+    def predict_and_advance(
+        self, net: Backbone, state: Any, x: Tensor, valid: Tensor | None = None
+    ) -> tuple[Tensor, Any]:
         """Predict without adapting, in the order of the stream: what a frozen adapter does. A time filter goes on."""
         return self.predict(net, state, x, valid), state
 
     def predict_screened(self, net: Backbone, state: Any, x: Tensor, valid: Tensor) -> Tensor:
         """A pass of `deployed`, for a step that has screened its images already."""
-        return quiet(*self.pass_deployed(net, state, x, valid))
+        return mask_logits(*self.pass_deployed(net, state, x, valid))
 
     @torch.no_grad()
     def pass_deployed(self, net: Backbone, state: Any, x: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:

@@ -26,11 +26,11 @@ from tribe.methods import (
     Method,
     Reservoir,
     Stats,
-    finish,
+    commit_step,
     losses,
+    mask_logits,
     memory,
     optim,
-    quiet,
     register,
     screen,
     segment,
@@ -111,7 +111,7 @@ class Note(Method):
         """Predict, remember, and take an Adam step down the entropy of the memory whenever it is due."""
         x, valid, rejected = screen(x, valid)
         logits, seen = segment(self.pass_deployed, net, state, x, valid)
-        prediction = quiet(logits, seen)
+        prediction = mask_logits(logits, seen)
         valid, rejected = seen, rejected + (valid & ~seen).sum(1)  # images without finite logits stay out of the memory
         labels, new = prediction.argmax(-1), state
         if self.every is None:
@@ -120,7 +120,7 @@ class Note(Method):
         else:  # a chunk has no more images than there are between updates, so at most one update
             for chunk in zip(*(t.split(self.every, 1) for t in (x, labels, valid)), strict=True):
                 new = self._remember_and_learn(net, new, self.every, *chunk)
-        return finish(net, state, new, prediction, valid, rejected, affine=new.affine)
+        return commit_step(net, state, new, prediction, valid, rejected, affine=new.affine)
 
     def _remember_and_learn(
         self, net: Backbone, state: NoteState, every: int, x: Tensor, labels: Tensor, valid: Tensor

@@ -40,13 +40,13 @@ from tribe.methods import (
     Timely,
     View,
     checked_tensors,
+    commit_step,
     features_of,
-    finish,
     finite,
     losses,
+    mask_logits,
     memory,
     optim,
-    quiet,
     register,
     require_features,
     screen,
@@ -176,14 +176,16 @@ class Petta(Method):
         valid, rejected = seen.counts, rejected + (valid & ~seen.counts).sum(1)  # as in RoTTA
         new = state._replace(mean=seen.mean, memory=self._remember(state.memory, x, seen))
         new, agreement = segment(self._learn, net, new, x.shape[2:], seen.gamma, valid.any(1))
-        return finish(net, state, new, seen.prediction, valid, rejected, affine=new.teacher.affine, agreement=agreement)
+        return commit_step(
+            net, state, new, seen.prediction, valid, rejected, affine=new.teacher.affine, agreement=agreement
+        )
 
     @torch.no_grad()
     def _look(self, net: Backbone, state: PettaState, x: Tensor, valid: Tensor) -> Seen:
         """Predict, measure the divergence, and let the mean features follow the batch's."""
         output = net(x, *self.deployed(net, state), valid=valid)
         counts = valid & finite(output.logits)
-        prediction = quiet(output.logits, counts)
+        prediction = mask_logits(output.logits, counts)
         p = losses.probabilities(prediction)
         labels = p.argmax(-1)
         member = _members(labels, self.class_count) & counts.unsqueeze(-1)  # (S, B, K)

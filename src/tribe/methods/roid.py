@@ -24,12 +24,12 @@ from tribe.methods import (
     Method,
     View,
     accumulation_dtype,
-    finish,
+    commit_step,
     finite,
     gradient_step,
     losses,
+    mask_logits,
     optim,
-    quiet,
     register,
     screen,
     tree_map,
@@ -70,7 +70,7 @@ correction, WACV 2024"
     works_on = ("affine",)
     per_class = "a mean prediction"
     output = "probabilities"
-    more_than_a_pass = "the prior of each batch corrects its predictions"
+    not_exportable_because = "the prior of each batch corrects its predictions"
     presets = {  # noqa: RUF012
         "imagenet": {"lr": 0.00025, "optimizer": "sgd"},
     }
@@ -96,7 +96,7 @@ correction, WACV 2024"
         x, valid, _ = screen(x, valid)
         with torch.no_grad():
             logits = self._corrected(self.deployed(net, state).logits(net, x, valid), valid)
-            return quiet(logits, valid & finite(logits)).softmax(-1)
+            return mask_logits(logits, valid & finite(logits)).softmax(-1)
 
     def step(self, net: Backbone, state: Any, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Any]:
         """Predict, learn, and step back towards the source."""
@@ -115,7 +115,9 @@ correction, WACV 2024"
         moved, moments = gradient_step(state.affine, grads, state.adam, self.lr, self.optimizer, nesterov=True)
         mean = self.beta * state.mean + (1 - self.beta) * _mean_prediction(logits, valid).to(state.mean)
         new = self.ensemble(net, state._replace(affine=moved, adam=moments, mean=mean))
-        corrected, new = finish(net, state, new, self._corrected(logits, valid), valid, rejected, chosen, new.affine)
+        corrected, new = commit_step(
+            net, state, new, self._corrected(logits, valid), valid, rejected, chosen, new.affine
+        )
         return corrected.softmax(-1), new
 
     def ensemble(self, net: Backbone, state: Any) -> Any:

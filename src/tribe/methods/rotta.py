@@ -31,11 +31,11 @@ from tribe.methods import (
     Stats,
     Timely,
     View,
-    finish,
+    commit_step,
     losses,
+    mask_logits,
     memory,
     optim,
-    quiet,
     register,
     screen,
     segment,
@@ -121,12 +121,12 @@ class Rotta(Method):
         for chunk in zip(*(t.split(self.every, 1) for t in (x, labels, uncertainty, valid)), strict=True):
             new = self._remember(net, new, *chunk)
         agreement = Agreement.reported(new.info)  # of the memory, at the last update
-        return finish(net, state, new, prediction, valid, rejected, affine=new.teacher.affine, agreement=agreement)
+        return commit_step(net, state, new, prediction, valid, rejected, affine=new.teacher.affine, agreement=agreement)
 
     def _predict(self, net: Backbone, state: RottaState, x: Tensor, valid: Tensor) -> tuple[Tensor, ...]:
         """The teacher's logits, which images they are for (S, B), the predicted class and its entropy (S, B)."""
         logits, seen = self.pass_deployed(net, state, x, valid)
-        prediction = quiet(logits, seen)
+        prediction = mask_logits(logits, seen)
         p = losses.probabilities(prediction)
         return prediction, seen, p.argmax(-1), -(p * (p + 1e-6).log()).sum(-1)
 

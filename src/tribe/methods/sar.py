@@ -20,7 +20,7 @@ from tribe.methods import (
     Info,
     Key,
     Method,
-    finish,
+    commit_step,
     losses,
     optim,
     register,
@@ -109,7 +109,7 @@ class Sar(Method):
             mean=torch.full_like(mean, NONE_YET),
         )
         new = select((mean < 0) | (mean >= self.e_m), new, recovered)
-        return finish(net, state, new, logits, valid, rejected, reliable, new.affine)
+        return commit_step(net, state, new, logits, valid, rejected, reliable, new.affine)
 
     def _gradient(
         self, net: Backbone, state: SarState, at: Affine, x: Tensor, valid: Tensor, among: Tensor

@@ -29,7 +29,7 @@ from tribe.methods import (
     Stats,
     Timely,
     clone,
-    finish,
+    commit_step,
     losses,
     memory,
     norm_from_text,
@@ -176,7 +176,7 @@ class SelfTraining(Tribe):
             counted = bank.filled & valid.any(1, keepdim=True)
         new, share, agreement = segment(self._update, net, state._replace(memory=bank), seen, labels, counted)
         trusted = None if share is None else share.unsqueeze(1).expand_as(valid)
-        return finish(net, state, new, prediction, valid, rejected, trusted, new.teacher, agreement)
+        return commit_step(net, state, new, prediction, valid, rejected, trusted, new.teacher, agreement)
 
     def _update(
         self, net: Backbone, state: SelfTrainingState, seen: Tensor, labels: Tensor, counted: Tensor

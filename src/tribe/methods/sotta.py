@@ -28,11 +28,11 @@ from tribe.methods import (
     Method,
     Reservoir,
     Stats,
-    finish,
+    commit_step,
     losses,
+    mask_logits,
     memory,
     optim,
-    quiet,
     register,
     screen,
     segment,
@@ -128,12 +128,12 @@ class Sotta(Method):
         # A chunk has no more images than there are between updates, so at most one update.
         for chunk in zip(*(t.split(self.every, 1) for t in (x, labels, confident, valid)), strict=True):
             new = self._remember_and_learn(net, new, *chunk)
-        return finish(net, state, new, prediction, valid, rejected, confident, new.affine)
+        return commit_step(net, state, new, prediction, valid, rejected, confident, new.affine)
 
     def _look(self, net: Backbone, state: SottaState, x: Tensor, valid: Tensor) -> tuple[Tensor, ...]:
         """Logits, which images they are for (S, B), the predicted class, and whether it is certain enough (S, B)."""
         logits, seen = self.pass_deployed(net, state, x, valid)
-        prediction = quiet(logits, seen)
+        prediction = mask_logits(logits, seen)
         confidence, labels = losses.probabilities(prediction).max(-1)
         return prediction, seen, labels, seen & (confidence >= self.c_0)  # type: ignore[operator]
 

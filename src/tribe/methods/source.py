@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from tribe.methods import Backbone, Deployed, Frozen, Info, Key, Method, finish, register, screen
+from tribe.methods import Backbone, Deployed, Frozen, Info, Key, Method, commit_step, register, screen
 
 
 class SourceState(NamedTuple):
@@ -38,4 +38,4 @@ class Source(Method):
         """Predict."""
         x, valid, rejected = screen(x, valid)
         logits, seen = self.pass_deployed(net, state, x, valid)
-        return finish(net, state, state, logits, seen, rejected + (valid & ~seen).sum(1))
+        return commit_step(net, state, state, logits, seen, rejected + (valid & ~seen).sum(1))

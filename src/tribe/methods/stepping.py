@@ -45,7 +45,7 @@ def finite(t: Tensor) -> Tensor:
     ).abs() < math.inf  # no comparison with NaN is true
 
 
-def quiet(logits: Tensor, seen: Tensor) -> Tensor:
+def mask_logits(logits: Tensor, seen: Tensor) -> Tensor:
     """Set the logits of all images but those ``seen`` (S, B) to zero: every class is equally likely."""
     return torch.where(_like(seen, logits), logits, 0)
 
@@ -82,7 +82,7 @@ class Agreement(NamedTuple):
         return cls(info.student_agreement, info.anchor_agreement)
 
 
-def finish(
+def commit_step(
     net: Backbone,
     old: Any,
     new: Any,
@@ -101,7 +101,7 @@ def finish(
     Args:
         net: the network.
         old: the state before the step.
-        new: the state after it; `finish` sets its key and its info.
+        new: the state after it; `commit_step` sets its key and its info.
         logits: the predictions (S, B, K).
         valid: the images that count (S, B).
         rejected: how many images were real but bad (S,).
@@ -130,7 +130,7 @@ def finish(
         result = result._replace(**{n: select(chosen, getattr(new, n), getattr(old, n), in_place=True) for n in stats})
         skipped = old.info.skipped + rejected + torch.where(sane, 0, valid.sum(1))
         result = result._replace(info=result.info._replace(skipped=skipped))
-    return quiet(logits.detach(), valid & predicted), result
+    return mask_logits(logits.detach(), valid & predicted), result
 
 
 def _entropy(logits: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tribe.methods import Affine, Backbone, Deployed, Info, Key, Method, finish, losses, optim, register, screen
+from tribe.methods import Affine, Backbone, Deployed, Info, Key, Method, commit_step, losses, optim, register, screen
 
 
 class TentState(NamedTuple):
@@ -55,4 +55,4 @@ class Tent(Method):
             grads = affine.gradient(losses.mean_over(self.loss(logits, valid), valid))
         moved, moments = optim.adam_step(state.affine, grads, state.adam, self.lr)
         new = state._replace(affine=moved, adam=moments)
-        return finish(net, state, new, logits, valid, rejected, affine=moved)
+        return commit_step(net, state, new, logits, valid, rejected, affine=moved)

@@ -33,7 +33,7 @@ class TimedState(_TimedState, ComposedState):
 class Timed(Composed):
     """A method and a filter."""
 
-    more_than_a_pass = "filters its predictions over time"
+    not_exportable_because = "filters its predictions over time"
 
     @property
     def time_filter(self) -> TimeFilter:
@@ -62,9 +62,9 @@ class Timed(Composed):
 
     def predict(self, net: Backbone, state: TimedState, x: Tensor, valid: Tensor | None = None) -> Tensor:
         """Predict as the next step would; the state, and with it the belief in the current class, stays as it is."""
-        return self.follow(net, state, x, valid)[0]
+        return self.predict_and_advance(net, state, x, valid)[0]
 
-    def follow(
+    def predict_and_advance(
         self, net: Backbone, state: TimedState, x: Tensor, valid: Tensor | None = None
     ) -> tuple[Tensor, TimedState]:
         """Predict without adapting the network; the filter goes on."""

@@ -32,7 +32,7 @@ from tribe.methods import (
     Stats,
     View,
     accumulation_dtype,
-    finish,
+    commit_step,
     losses,
     optim,
     register,
@@ -172,7 +172,7 @@ class Tribe(Method):
         prediction = self.predict_screened(net, state, x, valid)
         labels = prediction.argmax(-1)  # (S, B) pseudo labels for the statistics of all branches
         new, trusted, agreement = self._learn(net, state, x, labels, valid, retired=retired)
-        return finish(net, state, new, prediction, valid, rejected, trusted, new.affine, agreement)
+        return commit_step(net, state, new, prediction, valid, rejected, trusted, new.affine, agreement)
 
     def _learn(
         self,

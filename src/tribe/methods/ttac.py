@@ -30,8 +30,8 @@ from tribe.methods import (
     accumulation_dtype,
     all_weights,
     checked_tensors,
+    commit_step,
     features_of,
-    finish,
     losses,
     optim,
     register,
@@ -177,7 +177,7 @@ class Ttac(Method):
         moved, moments = optim.adam_step(params, all_weights.stack_streams(grads), state.adam, self.lr)
         new = TtacState(*moved, moments, _stack(clusters), _stack(whole), state.key, state.info)
         predicted = torch.cat(logits)
-        return finish(net, state, new, predicted, valid, rejected, self._certain(predicted) & valid, moved.affine)
+        return commit_step(net, state, new, predicted, valid, rejected, self._certain(predicted) & valid, moved.affine)
 
     def _certain(self, logits: Tensor) -> Tensor:
         return losses.probabilities(logits).amax(-1) > self.tau_pp

@@ -241,7 +241,7 @@ class Adapter(NetworkInterface):
                 self._observer.after_step(self.method, state)
             else:
                 old = self.state
-                logits, state = self.method.follow(self.net, old, images, valid)
+                logits, state = self.method.predict_and_advance(self.net, old, images, valid)
                 self._checks.check_logits(logits, unused)
                 if follow and state is not old:
                     self._put(state)

@@ -9,7 +9,7 @@ from torch import Tensor
 from tribe.core.backbone import Backbone
 from tribe.core.graphs import Steps
 from tribe.core.kernels import Switch
-from tribe.methods import Deployed, Method, Timed, finite, quiet, screen
+from tribe.methods import Deployed, Method, Timed, finite, mask_logits, screen
 from tribe.streams.batching import Group, gather, gather_deployed, scatter
 
 RECORDINGS = 16  # shapes of groups whose CUDA graphs are kept
@@ -44,7 +44,7 @@ class Runner:
     def follow(self, group: Group, states: Sequence[Any]) -> tuple[Tensor, list[Any] | None]:
         """Predict without adapting, in the order of the streams; states only if a time filter goes on."""
         rows = len(group.x)
-        logits, state = self.method.follow(self.net, gather(states, rows), group.x, group.valid)
+        logits, state = self.method.predict_and_advance(self.net, gather(states, rows), group.x, group.valid)
         timed = isinstance(self.method, Timed)
         return logits, scatter(state, rows, len(states), copy=False) if timed else None
 
@@ -76,8 +76,8 @@ def predict(
     if isinstance(method, Timed):
         output = predict(method.inner, net, [state.inner for state in states], deployed, x, valid)
         return method.filter_after(net, gather([state.time for state in states], rows), output, valid)[0]
-    if method.more_than_a_pass is not None:
+    if method.not_exportable_because is not None:
         return method.predict(net, gather(states, rows), x, valid)
     x, seen, _ = screen(x, valid)
     logits = deployed.logits(net, x, seen)
-    return quiet(logits, seen & finite(logits))
+    return mask_logits(logits, seen & finite(logits))

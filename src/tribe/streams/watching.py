@@ -6,7 +6,7 @@ from typing import Any
 from tribe.core.backbone import Backbone
 from tribe.health.alarms import read
 from tribe.health.events import Event, EventLog
-from tribe.health.guard import Nothing
+from tribe.health.guard import EmptyState
 from tribe.health.observer import EVERY, check_callback, find_guarded
 from tribe.health.watch import Health
 from tribe.methods import Method
@@ -70,7 +70,7 @@ class Watching:
         if not self.guarded or not states:
             return [None] * len(states)
         parts = [self._own(state) for state in states]
-        guard = gather([part.guard._replace(good=Nothing()) for part in parts])
+        guard = gather([part.guard._replace(good=EmptyState()) for part in parts])
         found: list[Health | None] = find_guarded(self.method, states[0])[0].read_health(
             self.net, guard, gather([part.inner.info for part in parts])
         )

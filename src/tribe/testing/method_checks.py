@@ -351,7 +351,7 @@ def prediction_comes_before_learning(method: Method) -> None:
 
 
 def predicts_with_what_it_deploys(method: Method) -> None:
-    """Catches a `deployed` that is not the network that predicts, and corrected predictions without `more_than_a_pass`.
+    """Catches a `deployed` that is not the network that predicts, and a wrong `not_exportable_because`.
 
     The network of `deployed` is the one that is exported.
     """
@@ -361,13 +361,15 @@ def predicts_with_what_it_deploys(method: Method) -> None:
     passed = method.deployed(net, state).logits(net, x, torch.ones(2, 6, dtype=torch.bool))
     predicted = method.predict(net, state, x)
     gap = (passed - predicted).abs().max().item()
-    if method.more_than_a_pass is None:
+    if method.not_exportable_because is None:
         assert gap <= 1e-9, (
             f"predict differs from a pass of the network in deployed by up to {gap:.2g}. If predict does more than "
-            "that pass, describe it in more_than_a_pass"
+            "that pass, describe it in not_exportable_because"
         )
     elif not isinstance(method, Timed):  # a filter changes predictions only once it is on: see filter_checks
-        assert gap > 1e-9, f"more_than_a_pass is {method.more_than_a_pass!r}, but a pass of deployed predicts the same"
+        assert gap > 1e-9, (
+            f"not_exportable_because is {method.not_exportable_because!r}, but a pass of deployed predicts the same"
+        )
 
 
 def is_documented(method: Method) -> None:

@@ -80,7 +80,9 @@ def source(
         knowledge, target, title = (
             _health(wanted, method_name(adapts_with))
             if method == HEALTH
-            else _of_method(wanted, tribe.methods.base(method_name(method)))  # a guard or a time filter needs none
+            else _of_method(
+                wanted, tribe.methods.strip_wrappers(method_name(method))
+            )  # a guard or a time filter needs none
         )
         if _is_made(wanted.folder, target):
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -163,7 +165,7 @@ def _health(wanted: Wanted, method: str) -> tuple[Knowledge, Path, str]:
         calibration: Calibration = tribe.calibrate(
             net, x, y, method=built, seed=wanted.seed, progress=lambda n, of: bar.update(task, completed=n, total=of)
         )
-    method = tribe.methods.alone(method)  # what was calibrated
+    method = tribe.methods.strip_filter(method)  # what was calibrated
     target = wanted.out or knowledge_path(HEALTH, wanted.model, wanted.dataset, wanted.root, {"method": method})
     known, error = calibration.knowledge(), 100 * calibration.estimator.unseen
     origin = {"model": wanted.model, "dataset": wanted.dataset, "seed": wanted.seed}

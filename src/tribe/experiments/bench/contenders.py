@@ -72,7 +72,7 @@ def check_names(names: Sequence[str]) -> None:
     if not names:
         raise ValueError(f"there is no method to measure: {nearest('', methods.names())}")
     for name in names:
-        alone = methods.base(name)
+        alone = methods.strip_wrappers(name)
         if name not in _builders and alone not in methods.variants() and alone not in methods.names():
             if name.partition("+")[0] in methods.names():
                 methods.get(name)  # raises with the names of guards and time filters
