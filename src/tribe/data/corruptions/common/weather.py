@@ -84,7 +84,7 @@ FROST = (0, 1, 1, 2, 3)  # the benchmark draws one of five photographs; its seco
 @lru_cache(4)
 def _frost_images(height: int, width: int) -> tuple[Tensor, ...]:
     """The frost photographs, each (3, rows, columns) in [0, 1]; larger ones for larger images."""
-    folder = resources.files("tribe.corruptions") / "textures"
+    folder = resources.files("tribe.data.corruptions") / "textures"
     if min(height, width) < LARGE:
         with (folder / "frost_small.npz").open("rb") as file, np.load(file) as z:
             arrays = [z[name] for name in ("frost1", "frost2", "frost4", "frost5")]
