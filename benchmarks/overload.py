@@ -29,8 +29,8 @@ from benchmarks.time_play import RESULTS
 from tribe.data.datasets.embedded import mnist_test
 from tribe.experiments.provenance import machine
 from tribe.io.files import write_atomically
+from tribe.serve.errors import Overloaded
 from tribe.serve.listener import shorten_collections
-from tribe.serve.policy import Overloaded
 from tribe.serve.store import SqliteStore
 from tribe.serve.worker import Worker
 

@@ -3,7 +3,7 @@
 import pytest
 from small_server import has_grpc, listening
 
-from tribe.serve.limits import Limits
+from tribe.serve.config import Limits
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import torch
 
 import tribe
 from tribe.data.datasets.embedded import mnist_test
-from tribe.serve.policy import Policy
+from tribe.serve.config import Policy
 from tribe.serve.store import SqliteStore
 from tribe.serve.worker import Worker
 from tribe.testing import images, small_network

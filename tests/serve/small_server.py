@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 
 import tribe
+from tribe.serve.errors import Overloaded, UnknownStream
 from tribe.serve.listener import Listener
-from tribe.serve.policy import Overloaded, UnknownStream
 from tribe.serve.protocol.messages import ModelInfo
 from tribe.testing import CLASSES, small_network
 

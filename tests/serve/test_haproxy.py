@@ -20,8 +20,8 @@ import tribe
 from places import ROOT
 from processes import Process
 from tribe.serve.client import Client, ClientError
+from tribe.serve.config import Policy
 from tribe.serve.listener import Listener
-from tribe.serve.policy import Policy
 from tribe.serve.protocol.plain import encode_npy
 from tribe.serve.store import SqliteStore
 from tribe.serve.worker import Worker
@@ -35,7 +35,7 @@ WORKER = f"""
 import sys
 import tribe
 from tribe.serve.listener import Listener
-from tribe.serve.policy import Policy
+from tribe.serve.config import Policy
 from tribe.serve.protocol.messages import ModelInfo
 from tribe.serve.store import SqliteStore
 from tribe.serve.worker import Worker

@@ -20,7 +20,7 @@ from small_server import listening
 import tribe
 from processes import ended
 from tribe.serve.client import Client, ClientError
-from tribe.serve.limits import Limits
+from tribe.serve.config import Limits
 from tribe.serve.protocol.plain import encode_npy
 from tribe.testing import small_network
 
@@ -339,7 +339,7 @@ TEN_THOUSAND = 10_000
 CROWDED = f"""
 import torch
 from tribe.serve import Server
-from tribe.serve.limits import Limits
+from tribe.serve.config import Limits
 from tribe.testing import small_network
 limits = Limits(connections={TEN_THOUSAND}, head_seconds=3600, idle_seconds=3600)
 server = Server(small_network(), shape=(3, 8, 8), limits=limits, port=0)
@@ -398,7 +398,7 @@ def test_a_server_takes_as_many_connections_as_the_system_has_open_files_for():
     code = """
 import resource
 from tribe.serve.connections import RESERVE, within_the_system
-from tribe.serve.limits import Limits
+from tribe.serve.config import Limits
 resource.setrlimit(resource.RLIMIT_NOFILE, (300, 1000))
 print(within_the_system(Limits(connections=100)).connections, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 print(within_the_system(Limits(connections=5000)).connections, resource.getrlimit(resource.RLIMIT_NOFILE)[0])

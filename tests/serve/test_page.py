@@ -14,7 +14,7 @@ from small_server import MODEL
 import tribe
 from browsers import CONTRASTS, PATIENCE, SIZES, needs_chromium, started_chromium
 from tribe.serve.client import Client
-from tribe.serve.limits import Limits
+from tribe.serve.config import Limits
 from tribe.serve.listener import Listener
 from tribe.serve.security import Token
 from tribe.serve.store import SqliteStore

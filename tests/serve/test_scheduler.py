@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from tribe.serve.budget import Times
+from tribe.serve.config import Policy
+from tribe.serve.errors import Overloaded
 from tribe.serve.jobs import Job
-from tribe.serve.policy import Overloaded, Policy
 from tribe.serve.scheduler import Scheduler
 
 ZEROS = torch.zeros(32, 1, 2, 2)
@@ -51,7 +52,7 @@ def test_an_idle_model_steps_at_once_and_those_who_come_meanwhile_are_stepped_to
 
 
 def test_a_request_that_came_while_the_model_was_busy_waits_two_milliseconds_for_company():
-    sched = scheduler(gather=0.002)
+    sched = scheduler(max_batch_delay=0.002)
     a, b, c = job("a"), job("b", 0.010), job("c", 0.0115)
     offer(sched, a)
     sched.next_step(0.0)
@@ -65,7 +66,7 @@ def test_a_request_that_came_while_the_model_was_busy_waits_two_milliseconds_for
 
 
 def test_a_full_batch_does_not_wait():
-    sched = scheduler(gather=10.0, streams=2)
+    sched = scheduler(max_batch_delay=10.0, streams=2)
     a, b, c = job("a"), job("b"), job("c")
     offer(sched, a)
     sched.next_step(0.0)

@@ -16,7 +16,7 @@ from http_calls import web
 
 import tribe.serve
 from places import ROOT
-from tribe.serve.limits import Limits
+from tribe.serve.config import Limits
 from tribe.serve.protocol.errors import ERRORS
 from tribe.serve.protocol.messages import ModelInfo
 from tribe.serve.protocol.v2 import MOST_JSON

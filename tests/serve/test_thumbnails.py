@@ -11,7 +11,7 @@ from PIL import Image
 from small_server import listening
 
 from tribe.serve.client import Client
-from tribe.serve.limits import Limits
+from tribe.serve.config import Limits
 from tribe.serve.security import Token
 from tribe.serve.thumbnails import SIDE, Thumbnails, encode
 

@@ -10,7 +10,8 @@ from replays import batch, new_fleet, replay
 
 import tribe
 from tribe.io.states import StateFileError
-from tribe.serve.policy import NotOwner, Overloaded, Policy
+from tribe.serve.config import Policy
+from tribe.serve.errors import NotOwner, Overloaded
 from tribe.serve.store import SqliteStore
 from tribe.serve.store.protocol import StoreDown
 from tribe.serve.worker import Worker
@@ -18,7 +19,7 @@ from tribe.streams.fleet import UnknownStream, stream_seed
 from tribe.testing import small_network
 
 # Nothing happens unless a test asks for it, and nobody waits for company: the clock may stand still.
-SLOW = Policy(gather=0, write_every=1000, renew=1, lease=1000, idle=1000)
+SLOW = Policy(max_batch_delay=0, write_every=1000, renew=1, lease=1000, idle=1000)
 
 
 class Clock:
@@ -241,7 +242,7 @@ def test_the_oldest_change_is_stored_first_up_to_the_bytes_of_a_round(store):
         assert worker.stream("b")["lag"] == 0
         return stored
 
-    one_at_a_time = Policy(gather=0, write_every=1000, renew=1, lease=1000, idle=1000, write_bytes=1)
+    one_at_a_time = Policy(max_batch_delay=0, write_every=1000, renew=1, lease=1000, idle=1000, write_bytes=1)
     assert play(scenario, store=store, policy=one_at_a_time, clock=clock) == [["c"], ["a", "c"], ["a", "b", "c"]]
 
 
@@ -325,7 +326,9 @@ class TwoWorkers:
         self.fleets = new_fleet(), new_fleet()
 
     def play(self, scenario, policy=None):
-        policy = policy or Policy(gather=0, write_every=1000, renew=2, margin=2, lease=10, idle=1000, staleness=1)
+        policy = policy or Policy(
+            max_batch_delay=0, write_every=1000, renew=2, margin=2, lease=10, idle=1000, staleness=1
+        )
 
         async def run():
             pair = [Worker(f, self.store, policy=policy, clock=self.clock, owner=n)

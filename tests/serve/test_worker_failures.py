@@ -9,8 +9,8 @@ from small_server import MODEL
 
 import tribe
 from tribe.io.states import StateFileError
-from tribe.serve.limits import Limits
-from tribe.serve.policy import NotStored, Overloaded, Policy
+from tribe.serve.config import Limits, Policy
+from tribe.serve.errors import NotStored, Overloaded
 from tribe.serve.protocol.errors import Conflict, Unavailable
 from tribe.serve.protocol.messages import Request
 from tribe.serve.security import Access
@@ -21,7 +21,7 @@ from tribe.serve.worker import Worker
 from tribe.testing import small_network
 
 # Nothing happens unless a test asks for it.
-POLICY = Policy(gather=0, write_every=1000, renew=300, lease=1000, idle=1000, drain=1000)
+POLICY = Policy(max_batch_delay=0, write_every=1000, renew=300, lease=1000, idle=1000, drain=1000)
 
 
 class Guided:

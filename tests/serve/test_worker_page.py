@@ -12,7 +12,7 @@ import tempfile
 from replays import batch, new_fleet
 
 from places import ROOT
-from tribe.serve.policy import Policy
+from tribe.serve.config import Policy
 from tribe.serve.store import SqliteStore
 from tribe.serve.worker import Worker
 from tribe.testing import small_network

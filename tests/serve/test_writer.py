@@ -6,9 +6,10 @@ from contextlib import asynccontextmanager, suppress
 import pytest
 
 from tribe.serve import writer as writing
+from tribe.serve.config import Policy
+from tribe.serve.errors import NotStored
 from tribe.serve.events import Events
 from tribe.serve.ownership import Served
-from tribe.serve.policy import NotStored, Policy
 from tribe.serve.store import SqliteStore
 from tribe.serve.store.protocol import StoreDown
 from tribe.serve.writer import Writer

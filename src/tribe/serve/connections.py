@@ -12,7 +12,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from tribe.serve.limits import Limits
+from tribe.serve.config import Limits
 
 try:
     import resource

@@ -5,9 +5,9 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from contextlib import AbstractAsyncContextManager, suppress
 from typing import Any
 
+from tribe.serve.errors import NotOwner, NotStored, Overloaded, UnknownStream
 from tribe.serve.keeper import InThread, Keeper
 from tribe.serve.ownership import Kept, Served, read_intact
-from tribe.serve.policy import NotOwner, NotStored, Overloaded, UnknownStream
 from tribe.serve.store.protocol import Stored, StoreDown
 
 Done = Coroutine[Any, Any, dict[str, Any]]  # an action, to be awaited: what is known of the stream after it

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from tribe.serve.policy import Overloaded
+from tribe.serve.errors import Overloaded
 
 
 @dataclass(eq=False, slots=True)

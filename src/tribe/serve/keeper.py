@@ -9,9 +9,10 @@ from typing import Any
 
 from tribe.io.states import StateFileError
 from tribe.serve.condition import plain
+from tribe.serve.config import Policy
+from tribe.serve.errors import NotOwner, NotStored, UnknownStream, WrongState
 from tribe.serve.events import Events
 from tribe.serve.ownership import Found, Served, look_up, new_generation
-from tribe.serve.policy import NotOwner, NotStored, Policy, UnknownStream, WrongState
 from tribe.serve.store.protocol import Claim, Store, StoreDown
 from tribe.serve.tasks import Tasks
 from tribe.serve.writer import Writer

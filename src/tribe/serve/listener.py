@@ -18,8 +18,8 @@ import uvicorn
 from tribe.fields import is_whole, require
 from tribe.serve.app import App
 from tribe.serve.backend import Backend
+from tribe.serve.config import Limits
 from tribe.serve.connections import limited, within_the_system
-from tribe.serve.limits import Limits
 from tribe.serve.protocol.messages import ModelInfo
 from tribe.serve.rpc import listening
 from tribe.serve.security import Access, Token, read_tokens

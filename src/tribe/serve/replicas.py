@@ -23,9 +23,8 @@ from tribe.core.backbone import Backbone
 from tribe.fields import is_whole, require
 from tribe.methods import Method
 from tribe.serve.app import App
-from tribe.serve.limits import Limits
+from tribe.serve.config import Limits, Policy
 from tribe.serve.listener import as_tokens, new_access, shorten_collections
-from tribe.serve.policy import Policy
 from tribe.serve.security import Token
 from tribe.serve.server import new_worker
 from tribe.serve.service import Service

@@ -17,8 +17,9 @@ from collections.abc import Callable, Iterator
 from itertools import count
 
 from tribe.serve.budget import Times
+from tribe.serve.config import Policy
+from tribe.serve.errors import Overloaded
 from tribe.serve.jobs import Job, Line, Refused, Running
-from tribe.serve.policy import Overloaded, Policy
 
 
 class Scheduler:
@@ -66,13 +67,15 @@ class Scheduler:
         if job.deadline < math.inf:
             self._look_again(job, job.deadline)
             if not job.predicting:
-                self._look_again(job, job.deadline - 2 * self.times.expect("predict", job.size) - self.policy.gather)
+                self._look_again(
+                    job, job.deadline - 2 * self.times.expect("predict", job.size) - self.policy.max_batch_delay
+                )
 
     def _join_line(self, job: Job, now: float) -> None:
         assert job.stream is not None
         line = self.lines.setdefault(job.stream, Line())
         idle = self.stepping is None and not self._queued
-        job.launch_by = now if idle else now + self.policy.gather
+        job.launch_by = now if idle else now + self.policy.max_batch_delay
         job.learnable = True
         line.jobs.append(job)
         self._queued += 1

@@ -12,9 +12,8 @@ from tribe.fields import is_whole, require
 from tribe.filters import TimeFilter
 from tribe.health import Calibration, Guard
 from tribe.methods import Method
-from tribe.serve.limits import Limits
+from tribe.serve.config import Limits, Policy
 from tribe.serve.listener import Listener
-from tribe.serve.policy import Policy
 from tribe.serve.protocol.messages import ModelInfo
 from tribe.serve.protocol.names import NAME, RULE
 from tribe.serve.security import Token

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from tribe.serve.backend import Action, Backend
-from tribe.serve.limits import Limits
-from tribe.serve.policy import NotOwner, NotStored, Overloaded, WrongState
+from tribe.serve.config import Limits
+from tribe.serve.errors import NotOwner, NotStored, Overloaded, WrongState
 from tribe.serve.protocol.errors import BadInput, Conflict, NotFound, ServeError, TooMany, Unavailable
 from tribe.serve.protocol.messages import Answer, Images, ModelInfo, Request
 from tribe.serve.security import Access, Holder

@@ -5,11 +5,11 @@ from typing import Any
 
 from tribe.serve import execution
 from tribe.serve.condition import Conditions
+from tribe.serve.errors import UnknownStream
 from tribe.serve.exposition import Counter, Histogram, Labels, gauge
 from tribe.serve.keeper import Keeper
 from tribe.serve.meters import Meters, stream_gauges
 from tribe.serve.ownership import Served
-from tribe.serve.policy import UnknownStream
 from tribe.serve.scheduler import Scheduler
 
 STATES = ("learning", "frozen", "followed", "unreachable", "lease", "lag")

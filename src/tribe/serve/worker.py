@@ -22,14 +22,15 @@ from tribe.methods import Timed
 from tribe.serve import execution
 from tribe.serve.budget import Times
 from tribe.serve.condition import Conditions
+from tribe.serve.config import Policy
 from tribe.serve.control import Controls
+from tribe.serve.errors import Overloaded, UnknownStream
 from tribe.serve.events import Events
 from tribe.serve.execution import Result
 from tribe.serve.jobs import Job, Refused
 from tribe.serve.keeper import Keeper
 from tribe.serve.meters import Meters
 from tribe.serve.ownership import Served, new_owner
-from tribe.serve.policy import Overloaded, Policy, UnknownStream
 from tribe.serve.scheduler import Scheduler
 from tribe.serve.store.protocol import Store, check_name
 from tribe.serve.watch import Watch

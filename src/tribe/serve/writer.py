@@ -12,10 +12,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterat
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
+from tribe.serve.config import Policy
+from tribe.serve.errors import NotStored
 from tribe.serve.events import Events
 from tribe.serve.exposition import Counter
 from tribe.serve.ownership import Served
-from tribe.serve.policy import NotStored, Policy
 from tribe.serve.store.protocol import Fenced, Store, StoreDown, Write
 
 TOGETHER = 64  # most streams that are held at the same time

@@ -14,8 +14,7 @@ from tribe.cli.options import Device, custom_network, parse_shape
 from tribe.cli.output import errors_as_messages, print_message
 from tribe.cli.overrides import parse_overrides
 from tribe.core.precision import choose_device
-from tribe.serve.limits import Limits
-from tribe.serve.policy import Policy
+from tribe.serve.config import Limits, Policy
 
 DIGITS = "compact", "mnist"  # the embedded network and what it was trained on
 THUMBNAILS = 32 * 2**20  # bytes

@@ -1,20 +1,17 @@
-"""The numbers that decide how a worker serves: how long it waits, what it keeps, when it stops learning."""
+"""Settings of a server: the policy of its worker, and limits on requests and connections."""
 
 import dataclasses
 from dataclasses import dataclass
 
 from tribe.fields import is_number, require, require_whole
-from tribe.streams.fleet import UnknownStream
-
-__all__ = ["NotOwner", "NotStored", "Overloaded", "Policy", "UnknownStream"]
 
 
 @dataclass(frozen=True)
 class Policy:
-    """How a worker trades latency, adaptation and safety. Times are in seconds."""
+    """Trade latency, adaptation and safety. Times are in seconds."""
 
     # Batches
-    gather: float = 0.002  # the longest that a request waits for company while the model was busy; idle: not at all
+    max_batch_delay: float = 0.002  # longest wait of a request for a larger batch; 0 while the model is idle
     streams: int = 64  # most streams in one step, and most requests in one prediction
     images: int = 512  # most images in one step or prediction; a single larger request runs alone
 
@@ -38,13 +35,13 @@ class Policy:
     write_bytes: int = 256 * 2**20  # bytes of states that one round writes; it writes at least one state
     lag: float = 30.0  # a stream whose oldest unwritten step is older stops learning: at most this much is lost
     retry: float = 0.25  # first pause after the store failed; it doubles
-    retry_most: float = 5.0  # up to this
+    retry_most: float = 5.0  # longest pause after the store failed
     idle: float = 300.0  # a stream without a request for this long is written and released
     drain: float = 10.0  # the longest that `stop` waits for requests and the learning queue
 
     # Watching
-    events: int = 1000  # kept events, and most that one subscriber may be behind
-    snapshots: int = 4  # kept for each stream for rollback
+    events: int = 1000  # most events in the log, and most that one subscriber may be behind
+    snapshots: int = 4  # most snapshots of each stream for rollback
     stream_metrics: int = 100  # most streams that get their own gauges
 
     def __post_init__(self) -> None:
@@ -61,21 +58,25 @@ class Policy:
         )
 
 
-class Overloaded(RuntimeError):
-    """The worker cannot answer in time; ``retry_after`` says in how many seconds it may."""
+@dataclass(frozen=True)
+class Limits:
+    """Bound requests and connections; a request over a limit is refused without affecting others."""
 
-    def __init__(self, message: str, retry_after: float) -> None:
-        super().__init__(message)
-        self.retry_after = retry_after
+    body: int = 32 * 2**20  # bytes of a request, also when it is unpacked; states have a limit of their own
+    state: int = 1024 * 2**20  # bytes of a state that is put to a stream
+    pixels: int = 16_000_000  # of a picture, checked before it is decoded
+    body_seconds: float = 20.0  # until a whole body must have arrived
+    state_seconds: float = 600.0  # the same for a state
+    head_seconds: float = 10.0  # until the first line and all headers of a request must have arrived
+    head_bytes: int = 16 * 2**10  # of the first line and all headers
+    idle_seconds: float = 75.0  # between two requests of a connection
+    connections: int = 500  # open at the same time; one more is answered with 503 and closed
+    thumbnails: int = 0  # bytes of the last frames of streams, which the page shows; 0: none is kept
+    bodies: int = 1536 * 2**20  # bytes of bodies that are read or wait for an answer at the same time, of all clients
 
-
-class WrongState(RuntimeError):
-    """The stored state of the stream belongs to another model or method."""
-
-
-class NotOwner(RuntimeError):
-    """Another worker owns the stream, so this one cannot change it."""
-
-
-class NotStored(RuntimeError):
-    """The state of the stream cannot be stored for a reason of its own, such as a number that is not finite."""
+    def __post_init__(self) -> None:
+        require_whole(self, "thumbnails", least=0)
+        require_whole(self, "body", "state", "pixels", "head_bytes", "connections", "bodies")
+        for name in ("body_seconds", "state_seconds", "head_seconds", "idle_seconds"):
+            value = getattr(self, name)
+            require(is_number(value) and value > 0, f"{name} is a number of seconds, more than 0", value)
