@@ -134,5 +134,5 @@ class SmallWorker:
         while True:
             yield await queue.get()
 
-    def metrics(self, streams=False):
+    def metrics_text(self, streams=False):
         return "# TYPE tribe_streams gauge\ntribe_streams 1\n" + "tribe_stream_images 0\n" * streams

@@ -42,7 +42,7 @@ def run(scenario, fleet, store=None):
 def test_a_black_camera_is_an_alarm_an_event_a_metric_and_it_is_held_back_until_it_sees_again(caplog):
     async def scenario(worker):
         answers = await play(worker, [seen(0), *[BLACK] * 4])
-        known, metrics = worker.stream("gate"), worker.metrics(streams=True)
+        known, metrics = worker.stream("gate"), worker.metrics_text(streams=True)
         predicted = await worker.infer("gate", seen(0), learn=False)
         await play(worker, [seen(number) for number in range(1, 8)])
         return answers, known, metrics, predicted, worker.stream("gate")
@@ -56,10 +56,10 @@ def test_a_black_camera_is_an_alarm_an_event_a_metric_and_it_is_held_back_until_
     assert known["images"] == answers[-1].health["images"]
     assert predicted.health["alarms"] == known["alarms"]
     for line in (
-        'tribe_alarms_total{model="tribe",version="1",kind="black"} 1',
-        'tribe_alarms{model="tribe",version="1",kind="black"} 1',
-        'tribe_guard_held_images_total{model="tribe",version="1"} 64',
-        'tribe_stream_held{model="tribe",version="1",stream="gate"} 64',
+        'tribe_alarms_total{kind="black",model="tribe",version="1"} 1.0',
+        'tribe_alarms{kind="black",model="tribe",version="1"} 1.0',
+        'tribe_guard_held_images_total{model="tribe",version="1"} 64.0',
+        'tribe_stream_held{model="tribe",stream="gate",version="1"} 64.0',
     ):
         assert line in metrics
     assert "black" not in later["alarms"]
@@ -90,11 +90,11 @@ def test_a_return_to_the_last_good_state_is_an_event(monkeypatch):
         await play(worker, [seen(0)])
         returned["gate"] = 1
         await play(worker, [seen(1), seen(2)])
-        return worker.metrics()
+        return worker.metrics_text()
 
     metrics, events = run(scenario, fleet)
     assert [event.numbers for event in events if event.kind == "guard-returned"] == [{"returned": 1}]
-    assert 'tribe_guard_returns_total{model="tribe",version="1"} 1' in metrics
+    assert 'tribe_guard_returns_total{model="tribe",version="1"} 1.0' in metrics
 
 
 def test_after_a_restart_the_health_is_known_and_an_old_alarm_is_no_news(tmp_path):
@@ -117,7 +117,7 @@ def test_after_a_restart_the_health_is_known_and_an_old_alarm_is_no_news(tmp_pat
 def test_a_stream_without_a_guard_says_nothing_of_health():
     async def scenario(worker):
         (answer,) = await play(worker, [seen(0)])
-        return answer.health, worker.stream("gate"), worker.metrics(streams=True)
+        return answer.health, worker.stream("gate"), worker.metrics_text(streams=True)
 
     (health, known, metrics), _ = run(scenario, new_fleet())
     assert not {"alarms", "accuracy", "held"} & (health.keys() | known.keys())

@@ -292,7 +292,7 @@ def test_a_store_that_fails_stops_nothing_until_too_much_would_be_lost(store):
         await worker.write_round()
         during = await worker.infer("cam", batch(1))
         assert during.adapted
-        assert "tribe_persist_lag_seconds" in worker.metrics()
+        assert "tribe_persist_lag_seconds" in worker.metrics_text()
         assert worker.stream("cam")["lag"] == 1.0
         clock.now += 31  # past Policy.lag
         late = await worker.infer("cam", batch(2))
@@ -397,7 +397,7 @@ def test_a_stream_that_another_worker_has_claimed_is_dropped_and_its_write_is_fe
         taken = await two.infer("cam", batch(2))
         assert (taken.adapted, taken.clock, taken.generation) == (True, 2, 2)
         await one.write_round()
-        assert one.writer.fenced.total() == 1
+        assert one.writer.metrics.total("tribe_fenced_writes_total") == 1
         assert one.streams() == []
         assert [event.kind for event in one.log.kept][-1] == "fenced"
         followed = await one.infer("cam", batch(3))
@@ -580,7 +580,7 @@ def test_metrics_are_what_prometheus_reads(store):
         await worker.infer('a "stream"', batch(0))
         await worker.infer(None, batch(0))
         await worker.write_round()
-        return worker.metrics(streams=True)
+        return worker.metrics_text(streams=True)
 
     text = play(scenario, store=store, model="digits")
     samples = {}
@@ -588,8 +588,8 @@ def test_metrics_are_what_prometheus_reads(store):
         for sample in family.samples:
             samples[sample.name, *sorted(sample.labels.values())] = sample.value
     common = ("1", "digits")
-    assert samples["nv_inference_request_success_total", *common] == 2
-    assert samples["nv_inference_count_total", *common] == 4
+    assert samples["nv_inference_request_success", *common] == 2
+    assert samples["nv_inference_count", *common] == 4
     assert samples["tribe_requests_total", "1", "adapted", "digits"] == 1
     assert samples["tribe_requests_total", "1", "digits", "source"] == 1
     assert samples["tribe_step_seconds_count", *common] == 1

@@ -9,6 +9,7 @@ from tribe.serve import writer as writing
 from tribe.serve.config import Policy
 from tribe.serve.errors import NotStored
 from tribe.serve.events import Events
+from tribe.serve.metrics import Metrics
 from tribe.serve.ownership import Served
 from tribe.serve.store import SqliteStore
 from tribe.serve.store.protocol import StoreDown
@@ -55,7 +56,7 @@ def new_writer(store, in_thread=at_once, to_bytes=lambda name: b"state", lost=No
     async def fail(served, why):
         raise AssertionError(why)
 
-    made = Writer(store, Policy(), lambda: 0.0, Events(10), in_thread, hold, to_bytes, lost or fail)
+    made = Writer(store, Policy(), lambda: 0.0, Events(10), Metrics("small"), in_thread, hold, to_bytes, lost or fail)
     made._size = 5  # of the last state: with it the writer takes several streams at once
     return made
 
@@ -116,7 +117,12 @@ def test_a_stream_that_is_refused_does_not_keep_the_others_from_being_stored(sto
     assert gone == ["cam1"]
     assert [served.dirty_since for served in streams] == [None, None, 3.0]
     assert store.read("cam0").blob == b"state"
-    assert (writer.fenced.total(), writer.writes.total(), writer.failed.total()) == (1, 1, 1)
+    total = writer.metrics.total
+    assert (
+        total("tribe_fenced_writes_total"),
+        total("tribe_writes_total"),
+        total("tribe_store_errors_total"),
+    ) == (1, 1, 1)
 
 
 def test_a_write_that_comes_after_its_stream_was_claimed_anew_does_not_lose_the_stream(store):
@@ -133,7 +139,12 @@ def test_a_write_that_comes_after_its_stream_was_claimed_anew_does_not_lose_the_
 
     writer = new_writer(store, in_thread)
     asyncio.run(writer.round([served]))
-    assert (served.dirty_since, served.writing_since, writer.fenced.total()) == (9.0, None, 0)
+    total = writer.metrics.total
+    assert (served.dirty_since, served.writing_since, total("tribe_fenced_writes_total")) == (
+        9.0,
+        None,
+        0,
+    )
     asyncio.run(writer.round([served]))
     assert store.read("cam0").generation == 2
 

@@ -73,5 +73,5 @@ class Backend(Protocol):
     def events(self) -> AsyncIterator[dict[str, Any]]:
         """What happens, as it happens."""
 
-    def metrics(self, streams: bool = False) -> str:
+    def metrics_text(self, streams: bool = False) -> str:
         """The metrics of the worker, as Prometheus reads them; ``streams``: also of single streams, up to a limit."""

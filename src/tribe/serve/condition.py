@@ -12,7 +12,7 @@ from typing import Any
 
 from tribe.health import Event, Health
 from tribe.serve.events import Events
-from tribe.serve.exposition import Counter, Labels, gauge
+from tribe.serve.metrics import Metrics
 from tribe.serve.ownership import Served
 from tribe.streams import Fleet
 
@@ -43,14 +43,12 @@ class Conditions:
     Args:
         fleet: what judges its streams, if it is guarded or watched.
         events: where to say it.
+        metrics: where alarms are counted.
     """
 
-    def __init__(self, fleet: Fleet, events: Events) -> None:
-        self._fleet, self._events = fleet, events
+    def __init__(self, fleet: Fleet, events: Events, metrics: Metrics) -> None:
+        self._fleet, self._events, self._metrics = fleet, events, metrics
         self._loop: asyncio.AbstractEventLoop | None = None
-        self.began = Counter("tribe_alarms_total", "Alarms that began, by kind.")
-        self.held = Counter("tribe_guard_held_images_total", "Images that the guard let no stream learn from.")
-        self.returned = Counter("tribe_guard_returns_total", "How often the guard returned a stream to a good state.")
 
     def start(self) -> None:
         """Hear the fleet's alarms, in the running event loop."""
@@ -68,7 +66,7 @@ class Conditions:
             self._loop.call_soon_threadsafe(self._begins, event)
 
     def _begins(self, event: Event) -> None:
-        self.began.add(kind=event.kind)
+        self._metrics.alarm_began(event.kind)
         numbers = {"image": event.image, "since": event.since} | event.numbers
         level = logging.DEBUG  # the log tribe.health has it, with the same parts
         self._events.add(f"alarm-{event.kind}", event.words, str(event.stream), level, **numbers)
@@ -83,21 +81,20 @@ class Conditions:
                 self._events.add(f"over-{kind}", f"the alarm is over: {kind}", served.name)
         held = now["held"] - before.get("held", 0)
         if held > 0:
-            self.held.add(held)
+            self._metrics.held.inc(held)
             if not served.holding:
                 self._events.add("guard-held", _held(now), served.name, logging.WARNING, held=now["held"])
         served.holding = held > 0
         returned = now["returned"] - before.get("returned", 0)
         if returned > 0:
-            self.returned.add(returned)
+            self._metrics.returned.inc(returned)
             self._events.add("guard-returned", RETURNED, served.name, logging.WARNING, returned=now["returned"])
 
-    def metrics(self, streams: Iterable[Served]) -> list[Counter]:
-        """What was counted, and how many streams have each alarm now."""
+    @staticmethod
+    def alarms(streams: Iterable[Served]) -> dict[str, int]:
+        """How many streams have each alarm now."""
         known = [served.condition for served in streams if served.condition]
-        on = Tally(kind for condition in known for kind in condition["alarms"])
-        values: dict[Labels, float] = {(("kind", kind),): count for kind, count in sorted(on.items())}
-        return [self.began, self.held, self.returned, gauge("tribe_alarms", "Streams that have an alarm now.", values)]
+        return Tally(kind for condition in known for kind in condition["alarms"])
 
 
 def _held(condition: dict[str, Any]) -> str:

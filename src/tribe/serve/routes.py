@@ -251,7 +251,7 @@ class Routes:
         name = "tribe_http_responses_total"
         lines = [f"# HELP {name} Answers over HTTP by their status.", f"# TYPE {name} counter"]
         lines += [f'{name}{{status="{status}"}} {count}' for status, count in sorted(self.front.statuses.items())]
-        of_worker = self.worker.metrics(switch(call.query(), "streams"))
+        of_worker = self.worker.metrics_text(switch(call.query(), "streams"))
         return Reply((of_worker + "\n".join(lines) + "\n").encode(), METRICS)
 
     async def page(self, call: Call) -> Reply:

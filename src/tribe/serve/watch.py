@@ -6,9 +6,8 @@ from typing import Any
 from tribe.serve import execution
 from tribe.serve.condition import Conditions
 from tribe.serve.errors import UnknownStream
-from tribe.serve.exposition import Counter, Histogram, Labels, gauge
 from tribe.serve.keeper import Keeper
-from tribe.serve.meters import Meters, stream_gauges
+from tribe.serve.metrics import Metrics
 from tribe.serve.ownership import Served
 from tribe.serve.scheduler import Scheduler
 
@@ -18,8 +17,8 @@ STATES = ("learning", "frozen", "followed", "unreachable", "lease", "lag")
 class Watch:
     """Reads what a worker knows, and changes nothing."""
 
-    def __init__(self, keeper: Keeper, scheduler: Scheduler, meters: Meters, conditions: Conditions) -> None:
-        self.keeper, self.scheduler, self.meters, self.conditions = keeper, scheduler, meters, conditions
+    def __init__(self, keeper: Keeper, scheduler: Scheduler, metrics: Metrics, conditions: Conditions) -> None:
+        self.keeper, self.scheduler, self.metrics, self.conditions = keeper, scheduler, metrics, conditions
 
     def streams(self) -> list[dict[str, Any]]:
         """What is known of all streams."""
@@ -62,7 +61,7 @@ class Watch:
             return served.role
         return "frozen" if served.frozen else self.keeper.blocked(served.name) or "learning"
 
-    def metrics(self, streams: bool) -> str:
+    def metrics_text(self, streams: bool) -> str:
         """What was counted, and what is known now, as Prometheus reads it."""
         now, scheduler, keeper = self.keeper.clock(), self.scheduler, self.keeper
         lag = max((self.lag(served, now) for served in keeper.streams.values()), default=0.0)
@@ -70,21 +69,18 @@ class Watch:
         for served in keeper.streams.values():
             state = self.state(served)
             states[state] = states.get(state, 0.0) + 1
-        dropped = Counter("tribe_learning_dropped_total", "Requests that were answered and never learned, by reason.")
-        dropped.values = {(("reason", reason),): float(count) for reason, count in scheduler.dropped.items()}
-        backlog: dict[Labels, float] = {(): len(scheduler.backlog)}
-        found: list[Counter | Histogram] = [
-            gauge("nv_inference_pending_request_count", "Requests without an answer.", {(): scheduler.waiting}),
-            gauge("tribe_streams", "Streams by state.", {(("state", s),): count for s, count in states.items()}),
-            gauge("tribe_learning_backlog", "Requests that were answered and not learned yet.", backlog),
-            gauge("tribe_learning_backlog_bytes", "Bytes of their images.", {(): scheduler.backlog_bytes}),
-            gauge("tribe_persist_lag_seconds", "Age of the oldest step that is not stored.", {(): lag}),
-            dropped,
-            *self.conditions.metrics(keeper.streams.values()),
+        alarms = self.conditions.alarms(keeper.streams.values())
+        gauge, dropped = self.metrics.gauge, "Requests that were answered and never learned, by reason."
+        found = [
+            gauge("nv_inference_pending_request_count", "Requests without an answer.", scheduler.waiting),
+            gauge("tribe_streams", "Streams by state.", states, "state"),
+            gauge("tribe_learning_backlog", "Requests that were answered and not learned yet.", len(scheduler.backlog)),
+            gauge("tribe_learning_backlog_bytes", "Bytes of their images.", scheduler.backlog_bytes),
+            gauge("tribe_persist_lag_seconds", "Age of the oldest step that is not stored.", lag),
+            gauge("tribe_alarms", "Streams that have an alarm now.", alarms, "kind"),
+            self.metrics.counter("tribe_learning_dropped_total", dropped, scheduler.dropped, "reason"),
         ]
-        if keeper.writer is not None:
-            found += [keeper.writer.writes, keeper.writer.bytes, keeper.writer.fenced, keeper.writer.failed]
         if streams:
             some = list(keeper.streams.values())[: keeper.policy.stream_metrics]
-            found += stream_gauges({served.name: self.describe(served) for served in some})
-        return self.meters.text(found)
+            found += self.metrics.stream_gauges({served.name: self.describe(served) for served in some})
+        return self.metrics.text(found)

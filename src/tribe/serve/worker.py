@@ -29,7 +29,7 @@ from tribe.serve.events import Events
 from tribe.serve.execution import Result
 from tribe.serve.jobs import Job, Refused
 from tribe.serve.keeper import Keeper
-from tribe.serve.meters import Meters
+from tribe.serve.metrics import Metrics
 from tribe.serve.ownership import Served, new_owner
 from tribe.serve.scheduler import Scheduler
 from tribe.serve.store.protocol import Store, check_name
@@ -87,7 +87,7 @@ class Worker:
     ) -> None:
         self.fleet, self.store, self.policy, self.clock = fleet, store, policy or Policy(), clock
         self.owner = owner if owner is not None else new_owner()
-        self.meters, self.log = Meters(model), Events(self.policy.events)
+        self.metrics, self.log = Metrics(model), Events(self.policy.events)
         self._threads = {name: ThreadPoolExecutor(1, f"tribe-{name}") for name in THREADS}
         in_claims, in_states = (functools.partial(self._in_thread, name) for name in ("claims", "states"))
         self.keeper = Keeper(
@@ -98,10 +98,12 @@ class Worker:
         if store is not None:
             in_writer = functools.partial(self._in_thread, "writer")
             lose = self.keeper.lose
-            self.writer = Writer(store, self.policy, clock, self.log, in_writer, self.hold, fleet.to_bytes, lose)
+            self.writer = Writer(
+                store, self.policy, clock, self.log, self.metrics, in_writer, self.hold, fleet.to_bytes, lose
+            )
             self.keeper.writer = self.writer
-        self.conditions = Conditions(fleet, self.log)
-        self._watch = Watch(self.keeper, self.scheduler, self.meters, self.conditions)
+        self.conditions = Conditions(fleet, self.log, self.metrics)
+        self._watch = Watch(self.keeper, self.scheduler, self.metrics, self.conditions)
         self._controls = Controls(self.keeper, self.hold, self.drained, in_states, self.stream)
         self._filters = isinstance(getattr(fleet, "method", None), Timed)  # then also a frozen stream changes
         self._tasks: list[asyncio.Task[None]] = []
@@ -215,13 +217,13 @@ class Worker:
             inferred: Inferred = await job.reply
         except asyncio.CancelledError:
             if self.scheduler.answer(job):
-                self.meters.refused("canceled", "CANCELED")
+                self.metrics.refused("canceled")
             raise
         except Overloaded:
-            self.meters.refused("refused", "REJECTED")
+            self.metrics.refused("refused")
             raise
         except Exception:
-            self.meters.refused("failed", "BACKEND")
+            self.metrics.refused("failed")
             raise
         return inferred
 
@@ -269,7 +271,7 @@ class Worker:
             self._refuse(refused)
         self._launch_prediction(now)
         if (jobs := self.scheduler.next_step(now)) is not None:
-            self.meters.batch.observe(len(jobs))
+            self.metrics.batch_streams.observe(len(jobs))
             self._launch("step", functools.partial(execution.step, self.fleet, jobs), self._stepped)
         self._launch_prediction(now)  # what the choice of a step has left to predictions
         self._set_timer(now)
@@ -295,7 +297,7 @@ class Worker:
     def _stepped(self, future: "asyncio.Future[list[Result]]") -> None:
         now, running = self.clock(), self.scheduler.stepping
         assert running is not None
-        self.meters.ran(self.meters.step, now - running.since)
+        self.metrics.ran("step", now - running.since)
         for job, result in zip(running.jobs, _results(future, len(running.jobs)), strict=True):
             served = self.keeper.streams.get(job.stream or "")
             adapted = False
@@ -318,7 +320,7 @@ class Worker:
     def _predicted(self, future: "asyncio.Future[list[Result]]") -> None:
         now, running = self.clock(), self.scheduler.predicting
         assert running is not None
-        self.meters.ran(self.meters.predict, now - running.since)
+        self.metrics.ran("predict", now - running.since)
         for job, result in zip(running.jobs, _results(future, len(running.jobs)), strict=True):
             if isinstance(result.error, UnknownStream) and not job.answered:
                 self._return_job(self.scheduler.take_back(job))  # the stream was lost while the request waited
@@ -350,7 +352,7 @@ class Worker:
         generation = None if served is None else served.generation
         health = None if result.health is None else result.health | ({} if served is None else served.condition)
         job.reply.set_result(Inferred(result.logits, adapted, result.clock, generation, health))
-        self.meters.answered(outcome, job.size, job.arrived, job.launched, now)
+        self.metrics.answered(outcome, job.size, job.arrived, job.launched, now)
 
     def _refuse(self, refused: Refused) -> None:
         if not refused.job.reply.done():
@@ -449,9 +451,9 @@ class Worker:
         async for event in self.log.listen():
             yield event._asdict()
 
-    def metrics(self, streams: bool = False) -> str:
+    def metrics_text(self, streams: bool = False) -> str:
         """The metrics as Prometheus reads them; ``streams``: with gauges of single streams, up to a limit."""
-        return self._watch.metrics(streams)
+        return self._watch.metrics_text(streams)
 
 
 def _results(future: "asyncio.Future[list[Result]]", count: int) -> list[Result]:

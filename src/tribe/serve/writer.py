@@ -15,7 +15,7 @@ from typing import Any
 from tribe.serve.config import Policy
 from tribe.serve.errors import NotStored
 from tribe.serve.events import Events
-from tribe.serve.exposition import Counter
+from tribe.serve.metrics import Metrics
 from tribe.serve.ownership import Served
 from tribe.serve.store.protocol import Fenced, Store, StoreDown, Write
 
@@ -33,6 +33,8 @@ class Writer:
         store: where to.
         policy: how often and how much.
         clock: the worker's.
+        events: where failures are reported.
+        metrics: where writes are counted.
         in_thread: runs a function in the writer's thread.
         hold: keeps a stream from being stepped.
         to_bytes: the state of a stream.
@@ -45,21 +47,18 @@ class Writer:
         policy: Policy,
         clock: Callable[[], float],
         events: Events,
+        metrics: Metrics,
         in_thread: Callable[[Callable[[], Any]], Awaitable[Any]],
         hold: Callable[[str], AbstractAsyncContextManager[None]],
         to_bytes: Callable[[str], bytes],
         lost: Callable[[Served, str], Awaitable[None]],
     ) -> None:
-        self.store, self.policy, self.clock, self.events = store, policy, clock, events
+        self.store, self.policy, self.clock, self.events, self.metrics = store, policy, clock, events, metrics
         self._in_thread, self._hold, self._to_bytes, self._lost = in_thread, hold, to_bytes, lost
         self._lock = asyncio.Lock()  # one write at a time: an older state must not overtake a newer one
         self._size = 0  # bytes of the last state
         self._failures = 0
         self._paused_until = 0.0
-        self.writes = Counter("tribe_writes_total", "States that were stored.")
-        self.bytes = Counter("tribe_write_bytes_total", "Bytes of states that were stored.")
-        self.fenced = Counter("tribe_fenced_writes_total", "Writes that were refused: another worker owns the stream.")
-        self.failed = Counter("tribe_store_errors_total", "Calls of the store that failed.")
 
     @property
     def down(self) -> bool:
@@ -125,13 +124,13 @@ class Writer:
                 served.writing_since = None
                 self._size = len(write.blob)
                 served.unstorable = None
-                self.writes.add()
-                self.bytes.add(len(write.blob))
+                self.metrics.writes.inc()
+                self.metrics.write_bytes.inc(len(write.blob))
                 written += len(write.blob)
             elif isinstance(reason, Fenced):
                 served.writing_since = None
                 if served.claim is None or served.claim.generation == write.claim.generation:
-                    self.fenced.add()
+                    self.metrics.fenced.inc()
                     await self._lost(served, str(reason))  # else it was claimed anew, and this state was replaced
             else:
                 self._put_back(served)
@@ -155,7 +154,7 @@ class Writer:
 
     def _complain(self, served: Served, error: BaseException) -> None:
         """A stream cannot be stored for a reason of its own, such as a state that is not finite."""
-        self.failed.add()
+        self.metrics.store_errors.inc()
         said, served.unstorable = served.unstorable is not None, str(error)
         if not said:
             self.events.add("not-stored", f"it cannot be stored: {error}", served.name, logging.ERROR)
@@ -176,7 +175,7 @@ class Writer:
 
     def note_failure(self, error: Exception) -> None:
         """The store failed: pause, longer each time, and say so once."""
-        self.failed.add()
+        self.metrics.store_errors.inc()
         pause = min(self.policy.retry_most, self.policy.retry * 2**self._failures)
         self._failures = min(self._failures + 1, 30)
         self._paused_until = self.clock() + pause

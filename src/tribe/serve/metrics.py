@@ -1,0 +1,178 @@
+"""Prometheus metrics of one worker, in a registry of its own. Where Triton has an equivalent, its name is used."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)  # upper ends of buckets
+COUNTS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
+ANSWERED = ("adapted", "unchanged", "predicted", "source")  # outcomes of requests that were answered
+REASONS = {"refused": "REJECTED", "canceled": "CANCELED", "failed": "BACKEND"}  # of the others: Triton's reasons
+COMMON = ("model", "version")  # labels of every metric of a worker
+STREAM_GAUGES = {  # entries of the description of a stream -> the help text of tribe_stream_NAME
+    "clock": "Steps that the stream has taken.",
+    "lag": "Seconds of learning that are not stored.",
+    "images": "Images learned from so far.",
+    "skipped": "Images that were not finite, or whose output was not; they changed nothing.",
+    "trusted": "Share of the last batch that was trusted; 1 for methods that do not select images.",
+    "entropy": "Mean entropy of the last predictions, as a share of log K: 0 is certain, 1 is uniform.",
+    "distance": "Distance of the adapted affine parameters from the source's, relative to the norm of these.",
+    "accuracy": "Estimated accuracy of the last 500 images; with a calibration.",
+    "accuracy_low": "Lower end of its 90 % interval.",
+    "accuracy_high": "Upper end of its 90 % interval.",
+    "accuracy_overall": "Estimated accuracy of the whole stream; with a calibration.",
+    "source_agreement": "Share of the last images on which the source model agrees.",
+    "held": "Images that the guard excluded from learning.",
+    "returned": "How often the guard returned the stream to its last good state.",
+    "alarms": "Alarms that are on now.",
+}
+
+
+class Metrics:
+    """Counters and histograms of one worker.
+
+    Args:
+        model: the value of the label ``model``.
+    """
+
+    def __init__(self, model: str) -> None:
+        self.registry = CollectorRegistry()
+        self._common = (model, "1")
+        self._requests = self._counter("tribe_requests_total", "Requests by outcome.", "outcome")
+        for outcome in (*ANSWERED, *REASONS):
+            self._requests.labels(*self._common, outcome)
+        self._images = 0  # in requests that were answered
+        self._queue = self._histogram("tribe_queue_seconds", "Time that requests waited for their batch.")
+        self._request = self._histogram("tribe_request_seconds", "Time from the arrival of a request to its answer.")
+        self._batches = {
+            "step": self._histogram("tribe_step_seconds", "Duration of steps."),
+            "predict": self._histogram("tribe_predict_seconds", "Duration of predictions."),
+        }
+        self.batch_streams = self._histogram("tribe_batch_streams", "Streams in a step.", COUNTS)
+        self.writes = self._total("tribe_writes_total", "States that were stored.")
+        self.write_bytes = self._total("tribe_write_bytes_total", "Bytes of states that were stored.")
+        self.fenced = self._total("tribe_fenced_writes_total", "Refused writes: another worker owns the stream.")
+        self.store_errors = self._total("tribe_store_errors_total", "Calls of the store that failed.")
+        self._alarms = self._counter("tribe_alarms_total", "Alarms that began, by kind.", "kind")
+        self.held = self._total("tribe_guard_held_images_total", "Images that the guard excluded from learning.")
+        self.returned = self._total("tribe_guard_returns_total", "Returns of streams to a good state by the guard.")
+
+    def _counter(self, name: str, words: str, *labels: str) -> Counter:
+        return Counter(name, words, (*COMMON, *labels), registry=self.registry)
+
+    def _total(self, name: str, words: str) -> Counter:
+        return self._counter(name, words).labels(*self._common)
+
+    def _histogram(self, name: str, words: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
+        return Histogram(name, words, COMMON, buckets=buckets, registry=self.registry).labels(*self._common)
+
+    # -- counting -----------------------------------------------------------------------------------------------------
+
+    def answered(self, outcome: str, images: int, arrived: float, launched: float, now: float) -> None:
+        """Count a request that was answered; ``outcome`` is one of `ANSWERED`."""
+        self._images += images
+        self._requests.labels(*self._common, outcome).inc()
+        self._request.observe(now - arrived)
+        self._queue.observe(launched - arrived)
+
+    def refused(self, outcome: str) -> None:
+        """Count a request that was not answered; ``outcome`` is one of `REASONS`."""
+        self._requests.labels(*self._common, outcome).inc()
+
+    def ran(self, kind: str, seconds: float) -> None:
+        """Count a batch; ``kind`` is "step" or "predict"."""
+        self._batches[kind].observe(seconds)
+
+    def alarm_began(self, kind: str) -> None:
+        """Count an alarm."""
+        self._alarms.labels(*self._common, kind).inc()
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    def gauge(self, name: str, words: str, values: Mapping[str, float] | float, label: str | None = None) -> Metric:
+        """Return a gauge that is read now: one number, or a number for each value of ``label``."""
+        return self._read(GaugeMetricFamily, name, words, values, label)
+
+    def counter(self, name: str, words: str, values: Mapping[str, float] | float, label: str | None = None) -> Metric:
+        """Return a counter that is kept elsewhere and read now; arguments as for `gauge`."""
+        return self._read(CounterMetricFamily, name, words, values, label)
+
+    def _read(self, kind: Any, name: str, words: str, values: Mapping[str, float] | float, label: str | None) -> Metric:
+        metric: Metric = kind(name, words, labels=COMMON if label is None else (*COMMON, label))
+        for value, number in values.items() if isinstance(values, Mapping) else [(None, values)]:
+            metric.add_metric([*self._common, *([] if value is None else [value])], number)  # type: ignore[attr-defined]
+        return metric
+
+    def stream_gauges(self, streams: Mapping[str, Mapping[str, Any]]) -> list[Metric]:
+        """Return the gauges of single streams, from the description of each."""
+        return [
+            self.gauge(
+                f"tribe_stream_{name}" + ("_seconds" if name == "lag" else ""),
+                words,
+                {stream: _number(known[name]) for stream, known in streams.items() if name in known},
+                "stream",
+            )
+            for name, words in STREAM_GAUGES.items()
+            if any(name in known for known in streams.values())
+        ]
+
+    def total(self, name: str, **labels: str) -> float:
+        """Return the value of a sample, such as ``total("tribe_requests_total", outcome="adapted")``."""
+        value = self.registry.get_sample_value(name, dict(zip(COMMON, self._common, strict=True)) | labels)
+        return 0.0 if value is None else value
+
+    def text(self, now: Iterable[Metric] = ()) -> str:
+        """Return all metrics as Prometheus reads them; ``now`` are those that are read at this moment."""
+        return (generate_latest(self.registry) + generate_latest(_Readings([*self._triton(), *now]))).decode()
+
+    def _triton(self) -> list[Metric]:
+        """Return Triton's metrics. They have no type: prometheus_client would append _total to names of counters."""
+        microseconds = {
+            name: 1e6 * sum(self.total(f"{each}_sum") for each in of)
+            for name, of in (
+                ("request", ("tribe_request_seconds",)),
+                ("queue", ("tribe_queue_seconds",)),
+                ("compute_infer", ("tribe_step_seconds", "tribe_predict_seconds")),
+            )
+        }
+        numbers = {
+            "request_success": ("Requests that were answered.", sum(self._outcomes(ANSWERED).values())),
+            "count": ("Images in requests that were answered.", float(self._images)),
+            "exec_count": (
+                "Batches that the model ran: steps and predictions.",
+                self.total("tribe_step_seconds_count") + self.total("tribe_predict_seconds_count"),
+            ),
+            "request_duration_us": ("Total time of requests, in microseconds.", microseconds["request"]),
+            "queue_duration_us": ("Total time that requests waited, in microseconds.", microseconds["queue"]),
+            "compute_infer_duration_us": ("Total time of batches, in microseconds.", microseconds["compute_infer"]),
+        }
+        common = dict(zip(COMMON, self._common, strict=True))
+        metrics = []
+        for name, (words, value) in numbers.items():
+            metrics.append(Metric(f"nv_inference_{name}", words, "unknown"))
+            metrics[-1].add_sample(f"nv_inference_{name}", common, value)
+        failure = Metric("nv_inference_request_failure", "Requests that were not answered, by reason.", "unknown")
+        for outcome, value in self._outcomes(REASONS).items():
+            failure.add_sample(failure.name, common | {"reason": REASONS[outcome]}, value)
+        return [*metrics, failure]
+
+    def _outcomes(self, names: Iterable[str]) -> dict[str, float]:
+        return {name: self.total("tribe_requests_total", outcome=name) for name in names}
+
+
+class _Readings(Collector):
+    """Metrics that were read just now, as `generate_latest` takes them."""
+
+    def __init__(self, metrics: list[Metric]) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterable[Metric]:
+        """Return the metrics."""
+        return self._metrics
+
+
+def _number(value: Any) -> float:
+    return float(len(value)) if isinstance(value, list) else float(value)
