@@ -79,7 +79,7 @@ class Knowledge:
 
     def on(self, net: Backbone) -> dict[str, Tensor]:
         """The tensors on a network's device in its precision; moved once."""
-        place = net.device, net.origin.get().affine.weight.dtype
+        place = net.device, net.origin.state.affine.weight.dtype
         if place not in self._placed:
             self._placed[place] = {
                 name: t.to(place[0], place[1] if t.is_floating_point() else t.dtype) for name, t in self.tensors.items()

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import tribe
-from tribe.core.state import Store, leaves
+from tribe.core.state import leaves
 from tribe.methods.tent import Tent
 from tribe.norms.batch import PerBatch
 from tribe.testing import CLASSES, images, ready, small_network
@@ -146,42 +146,6 @@ def test_a_snapshot_is_restored_in_the_precision_the_adapter_has_now(method, fir
     assert {name: t.dtype for name, t in leaves(adapter.state).items()} == kinds
     assert (adapter.predict(batch(8)).double() - before.double()).abs().max() < (0.1 if then == "bfloat16" else 1e-4)
     adapter(batch(8))
-
-
-def test_an_interrupt_never_leaves_half_a_state():
-    """Interrupts a change of the state at every step of the interpreter that Ctrl-C could come at."""
-    adapter = played()
-    old, before = adapter.snapshot().state, adapter.digest()
-    adapter(batch(9))
-    new, after = adapter.snapshot().state, adapter.digest()
-
-    def put(state, interrupted_at=None):
-        steps = 0
-
-        def trace(frame, event, _):
-            nonlocal steps
-            if frame.f_globals.get("__name__") != Store.__module__:
-                return None
-            frame.f_trace_opcodes = True
-            steps += 1
-            if steps == interrupted_at:
-                raise KeyboardInterrupt
-            return trace
-
-        sys.settrace(trace)
-        try:
-            adapter.adapted.put(state)
-        finally:
-            sys.settrace(tracer)
-        return steps
-
-    tracer, seen = sys.gettrace(), set()
-    for step in range(1, put(new) + 1):
-        put(old)
-        with pytest.raises(KeyboardInterrupt):
-            put(new, step)
-        seen.add(adapter.digest())
-    assert seen == {before, after}
 
 
 def test_a_state_dict_stays_what_it_was():

@@ -84,7 +84,7 @@ class WeightLayout:
 
     def pack(self, named: Mapping[str, Tensor]) -> Parameters:
         """Parameters (1, ...) from tensors by their names in the model's state dict, normalisation layers included."""
-        like = self.net.origin.get().affine.weight
+        like = self.net.origin.state.affine.weight
         missing = [name for name in self.names() if name not in named]
         wrong = [name for name, shape in self.names().items() if name in named and named[name].shape != shape]
         if missing or wrong:

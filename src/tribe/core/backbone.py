@@ -34,7 +34,7 @@ from tribe.core.packed import PackedStats, pack
 from tribe.core.placement import SourceNorm, common_eps, place_slots, replace_module, source_norm
 from tribe.core.rules import Frozen, Norm, group_labels
 from tribe.core.slots import NORMS, Pass, Slot, SlotHook, current_pass, set_current_pass
-from tribe.core.state import Affine, Stats, Store, copy_missing, hash_tensors, room_for, tree_map
+from tribe.core.state import Affine, StateModule, Stats, copy_missing, hash_tensors, room_for, tree_map
 from tribe.core.view_order import views_come_first
 
 USUAL_EPS = 1e-5  # the default of every normalisation layer of torch
@@ -104,7 +104,7 @@ class Backbone(nn.Module):
         self.moves = 0  # how often the weights moved in memory: a recording that knows their addresses checks it
         self.model._apply(lambda t: with_memory_format(t, channels_last=True))
         self._buffers_given = {name: t.clone() for name, t in self.model.named_buffers()}
-        self.origin = Store(source_norm([slot.layer for slot in self.slots], device))
+        self.origin = StateModule(source_norm([slot.layer for slot in self.slots], device))
         self._widths = [slot.channels for slot in self.slots]
         self._eps = common_eps(self.slots)
         self._candidates = self._classifiers(classifier)
@@ -177,7 +177,8 @@ class Backbone(nn.Module):
     @property
     def has_statistics(self) -> bool:
         """Whether any layer keeps statistics that can adapt (BatchNorm); LayerNorm and GroupNorm keep none."""
-        return self.origin.get().stats.mean.numel() > 0  # type: ignore[no-any-return]
+        source: SourceNorm = self.origin.state
+        return source.stats.mean.numel() > 0
 
     @property
     def has_affine(self) -> bool:
@@ -207,7 +208,8 @@ class Backbone(nn.Module):
     @property
     def device(self) -> torch.device:
         """The device of the network."""
-        return next(self.origin.buffers()).device
+        source: SourceNorm = self.origin.state
+        return source.affine.weight.device
 
     @property
     def dtype(self) -> torch.dtype:
@@ -217,7 +219,7 @@ class Backbone(nn.Module):
 
     def source(self, rows: int = 1, classes: int = 1) -> tuple[Affine, Stats]:
         """The source model's affine parameters (rows, C) and statistics (rows, classes, C), fresh copies."""
-        source: SourceNorm = self.origin.get()
+        source: SourceNorm = self.origin.state
         affine = Affine(*(t.expand(rows, -1).clone() for t in source.affine))
         stats = Stats(*(t.expand(rows, classes, -1).clone() for t in source.stats))
         return affine, stats
@@ -242,7 +244,7 @@ class Backbone(nn.Module):
 
     def not_finite(self) -> list[str]:
         """The names of normalisation parameters and statistics that hold NaN or infinity."""
-        source: SourceNorm = self.origin.get()
+        source: SourceNorm = self.origin.state
         if source.affine.weight.is_meta or all(bool(t.isfinite().all()) for t in (*source.affine, *source.stats)):
             return []
         rows = (zip(self.slots, t[0].split(self._widths), strict=True) for t in source.affine)

@@ -84,5 +84,5 @@ def warn_of_layers_left_alone(net: Backbone) -> None:
 
 def place_of(net: Backbone) -> Place:
     """The device and precision of the source's affine parameters, which a state shares."""
-    source: Tensor = net.origin.get().affine.weight
+    source: Tensor = net.origin.state.affine.weight
     return source.device, source.dtype

@@ -11,10 +11,7 @@ few functions below clone, save, slice by stream, compare and hash the state of 
 """
 
 import hashlib
-import operator
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from itertools import starmap
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -200,8 +197,8 @@ def hash_tensors(named: Mapping[str, Tensor]) -> str:
     return hasher.hexdigest()
 
 
-class Store(nn.Module):
-    """A state as the buffers of a module, so that ``.to(device)`` and ``state_dict()`` see it.
+class StateModule(nn.Module):
+    """Hold a state as a child of a module, so that ``.to(device)`` and ``state_dict()`` include it.
 
     A state follows its network to another precision, as the moments of the network's activations do, but never below
     float32: casting a network to half must not round its statistics. A tensor named ``image`` holds images for the
@@ -210,40 +207,47 @@ class Store(nn.Module):
 
     def __init__(self, state: tuple[Any, ...]) -> None:
         super().__init__()
-        self._type: Any = type(state)
-        for name, value in zip(state._fields, state, strict=True):  # type: ignore[attr-defined]
-            if isinstance(value, Tensor):
-                self.register_buffer(name, value)
-            else:
-                self.add_module(name, Store(value))
+        self.state: Any = state
 
-    def get(self) -> Any:
-        """The stored tensors themselves, not copies."""
-        return self._type(*(v.get() if isinstance(v := getattr(self, n), Store) else v for n in self._type._fields))
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "StateModule":
+        self.state = _apply_to_state(fn, self.state)
+        return self
 
-    def put(self, state: tuple[Any, ...]) -> None:
-        """Store another state of the same kind; an interrupt leaves the old one or the new one, not a mixture."""
-        places = list(self._places(state))
-        # Python handles Ctrl-C between two bytecode instructions, and this loop runs in C.
-        deque(starmap(operator.setitem, places), maxlen=0)
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        destination.update({prefix + name: t.clone() for name, t in leaves(self.state).items()})
 
-    def _places(self, state: tuple[Any, ...]) -> Iterator[tuple[dict[str, Tensor | None], str, Tensor]]:
-        """Where each tensor of a state goes: the dict of buffers, the name, the tensor."""
-        for name, value in zip(self._type._fields, state, strict=True):
-            if isinstance(value, Tensor):
-                yield self._buffers, name, value
-            else:
-                yield from getattr(self, name)._places(value)
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        own = leaves(self.state)
+        given = {name.removeprefix(prefix): t for name, t in state_dict.items() if name.startswith(prefix)}
+        if strict:
+            missing_keys.extend(prefix + name for name in own if name not in given)
+            unexpected_keys.extend(prefix + name for name in given if name not in own)
+        fitting = {name: t for name, t in given.items() if name in own and t.shape == own[name].shape}
+        error_msgs.extend(f"{prefix}{n} has another shape" for n in given if n in own and n not in fitting)
+        copies = {name: t.detach().to(own[name], copy=True) for name, t in fitting.items()}
+        self.state = rebuild(self.state, own | copies)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Store":
-        def move(t: Tensor) -> Tensor:
-            moved = fn(t)
-            if moved.dtype == t.dtype or t is self._buffers.get("image"):
-                return moved
-            if self._type is Info:  # for people: float32 for every network
-                return t.to(moved.device)
-            return t.to(moved.device, torch.promote_types(moved.dtype, torch.float32))  # from t: moved may be rounded
 
-        for store in self.children() if recurse else ():
-            store._apply(fn)
-        return super()._apply(move, recurse=False)  # type: ignore[no-any-return,no-untyped-call]
+def _apply_to_state(fn: Callable[[Tensor], Tensor], state: T) -> T:
+    """Apply what `Module.to` applies to each tensor, except that statistics keep at least float32."""
+
+    def moved(name: str, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return _apply_to_state(fn, value)
+        new = fn(value)
+        if new.dtype == value.dtype or name == "image":
+            return new
+        if isinstance(state, Info):  # for people: float32 for every network
+            return value.to(new.device)
+        return value.to(new.device, torch.promote_types(new.dtype, torch.float32))  # from value: new may be rounded
+
+    return type(state)(*(moved(n, v) for n, v in zip(state._fields, state, strict=True)))  # type: ignore[attr-defined]

@@ -50,7 +50,7 @@ def interpolate_to_source(
         return replace(deployed, norm=Mixed(of_batch)) if type(deployed.norm) is PerBatch else deployed
     if midpoint is None:
         return deployed
-    affine, stats = net.origin.get()
+    affine, stats = net.origin.state
     seen = anchored()
     far = shift_weight(net, deployed.stats if seen is None else seen, midpoint())
     learned, share = far.square(), far if most == 1 else most * far
@@ -116,7 +116,7 @@ def _ruler(net: Backbone, like: Tensor) -> Ruler:
     made = _rulers.setdefault(net, {})
     place = like.dtype, like.device
     if place not in made:
-        (eps, shares), source = constants(net, like), net.origin.get().stats
+        (eps, shares), source = constants(net, like), net.origin.state.stats
         std = (source.var[0, 0].to(like) + eps).sqrt()
         made[place] = Ruler(source.mean[0, 0].to(like).clone(), std, eps, shares[:, DEPTHS // 2].sqrt() / std)
     return made[place]

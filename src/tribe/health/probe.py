@@ -78,7 +78,7 @@ def ask(
     real = valid.gather(1, place)
     row = torch.arange(len(x), device=x.device).unsqueeze(1)
     probes = x[row, place].masked_fill(~real.view(*real.shape, *[1] * (x.dim() - 2)), 0)  # others may be NaN
-    affine, stats = net.origin.get() if len(x) == 1 else net.source(len(x))
+    affine, stats = net.origin.state if len(x) == 1 else net.source(len(x))
     output = net(probes, affine, stats, Looking() if measures else Frozen(), valid=real)
     some = output.logits.float()
     fine = real & some.isfinite().all(2)
@@ -107,5 +107,5 @@ def measure_shift(net: Backbone, state: ShiftState) -> Tensor:
     weight = state.weight.clamp_min(1e-6).unsqueeze(1)
     mean = state.mean / weight
     now = Stats(mean.unsqueeze(1), (state.square / weight - mean.square()).clamp_min(0).unsqueeze(1))
-    far = moves_by_depth(net, Stats(*(t.float() for t in net.origin.get().stats)), now)
+    far = moves_by_depth(net, Stats(*(t.float() for t in net.origin.state.stats)), now)
     return torch.where(state.weight.unsqueeze(1) > 0, far, 0)

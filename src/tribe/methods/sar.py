@@ -157,7 +157,7 @@ def adapted_channels(net: Backbone, tail: float | tuple[str, ...]) -> Tensor:
     else:
         first = len(names) - int(tail * len(names))
         frozen = [i >= first for i in range(len(names))]
-    adapted, start = torch.ones(net.channels, dtype=net.origin.get().affine.weight.dtype, device=net.device), 0
+    adapted, start = torch.ones(net.channels, dtype=net.origin.state.affine.weight.dtype, device=net.device), 0
     for slot, is_frozen in zip(net.slots, frozen, strict=True):
         if is_frozen:
             adapted[start : start + slot.channels] = 0

@@ -151,7 +151,7 @@ def _finite(new: Any, old: Any) -> Tensor:
 
 def distance_of(net: Backbone, affine: Affine) -> Tensor:
     """The norm of the move of the affine parameters, relative to the norm of the source's: (S,)."""
-    source = torch.cat(net.origin.get().affine, 1)
+    source = torch.cat(net.origin.state.affine, 1)
     moved = torch.linalg.vector_norm(torch.cat(affine, 1) - source, dim=1)
     distance: Tensor = moved / torch.linalg.vector_norm(source)
     return distance.float()

@@ -20,7 +20,7 @@ from tribe.core.graphs import Steps
 from tribe.core.inputs import as_mask, as_order, as_streams, in_order
 from tribe.core.kernels import Switch
 from tribe.core.model_copy import deepcopy_module
-from tribe.core.state import Store, clone, digest, leaves, rebuild
+from tribe.core.state import StateModule, clone, digest, leaves, rebuild
 from tribe.core.threads import Lock, locked
 from tribe.fields import is_whole, require
 from tribe.filters import FilterInfo, TimeFilter
@@ -177,7 +177,7 @@ class Adapter(NetworkInterface):
         self._steps = Steps(method, net, graphs, deterministic)
         self._checks = Checks(net, found, method.output == "logits")
         self._place = place_of(net)  # device and precision of the state
-        self.adapted = Store(method.init(net, count, start))
+        self.adapted = StateModule(method.init(net, count, start))
         self._recorder = Recorder(as_history(history), count)
         self._recorder.check_memory(self.state)
         self._observer = Observer(method, on_event)
@@ -255,7 +255,7 @@ class Adapter(NetworkInterface):
     def _put(self, state: Any) -> None:
         """Replace the state; nothing else does."""
         self._poisoned = self._retired = None  # first: the new state may lie in the memory of the retired one
-        self.adapted.put(state)
+        self.adapted.state = state
 
     def _replace(self, state: Any) -> None:
         """Replace the state by one that no step made: what it knows of alarms is not new."""
@@ -268,7 +268,7 @@ class Adapter(NetworkInterface):
     @locked
     def state(self) -> Any:
         """The method's state, a named tuple of tensors, valid until the next call; `snapshot` returns a copy."""
-        return self.adapted.get()
+        return self.adapted.state
 
     @property
     def capture_disabled_reason(self) -> str | None:

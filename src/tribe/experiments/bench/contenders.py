@@ -18,6 +18,7 @@ from tribe.core.backbone import Backbone
 from tribe.core.kernels import Switch
 from tribe.experiments.bench.clock import Call
 from tribe.experiments.bench.networks import noise
+from tribe.health.recorder import count_bytes
 from tribe.methods import Method
 from tribe.registry import nearest
 from tribe.streams.adapter import adapt
@@ -128,7 +129,7 @@ def _method(name: str, workload: Workload) -> Contender:
     adapter = adapt(workload.backbone, method, streams=streams, graphs=workload.graphs)
     return Contender(
         partial(adapter, workload.images if streams > 1 else workload.images[0]),
-        state_bytes=sum(t.nbytes for t in adapter.adapted.buffers()),
+        state_bytes=count_bytes(adapter.state),
         period=_period(method, batch),
         capture_disabled_reason=lambda: adapter.capture_disabled_reason,
     )
