@@ -77,7 +77,7 @@ def extend(table: Table, later: bool = False) -> Table:
     """
     if table.name not in TABLES:
         return table
-    beyond = [(row, methods.strip_filter(row.method)) for row in ROWS]
+    beyond = [(row, methods.parse(row.method).unfiltered) for row in ROWS]
     if later and table.name in OF_ALL_METHODS:
         beyond += [(row, "source") for row in LATER]
     rows = [

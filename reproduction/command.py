@@ -33,7 +33,7 @@ from tribe.experiments.workbench import Workbench
 from tribe.fields import printable
 from tribe.io.files import check_file, check_folder, write_atomically
 from tribe.methods import names as method_names
-from tribe.methods import strip_filter
+from tribe.methods import parse
 from tribe.registry import nearest
 
 CLAIMS = "claims"  # every sentence of the paper about its tables, judged on finished runs
@@ -206,10 +206,10 @@ def _with_rows(
     spelling = {name.lower(): name for name in method_names()}  # the paper writes CoTTA
     added = []
     for word in (word[1:] for word in words if word.startswith("+")):
-        method = strip_filter(word)
+        method = parse(word).unfiltered
         added.append(method_name(spelling.get(method.lower(), method) + word.removeprefix(method)))
     known = {str(m) for row in table.rows if (m := row.get("method") or table.common.get("method"))}
-    known |= {strip_filter(name) for name in known}
+    known |= {parse(name).unfiltered for name in known}
     return dataclasses.replace(
         choices,
         only=[word for word in words if not word.startswith("+")],

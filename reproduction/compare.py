@@ -335,7 +335,7 @@ def _opponents(plan: Plan, results: Mapping[str, Result]) -> list[tuple[str, str
         (row, other)
         for row in results
         for other in papers
-        if row in plan.table.beyond and method_of[other] == methods.strip_filter(method_of[row])
+        if row in plan.table.beyond and method_of[other] == methods.parse(method_of[row]).unfiltered
     ]
     first = [(best[0], best[1])] if len(best) > 1 else []
     return [*first, *(pair for pair in against if set(pair) != set(best))]

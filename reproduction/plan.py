@@ -77,7 +77,7 @@ class Choices:
                 swept[name] = value["per_class"] * classes()
         swept = {name: value * cell.scale.get(name, 1) for name, value in swept.items()}
         method = cell.method or ""
-        return {**self.overrides.get(methods.strip_filter(method), {}), **self.overrides.get(method, {}), **swept}
+        return {**self.overrides.get(methods.parse(method).unfiltered, {}), **self.overrides.get(method, {}), **swept}
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ def plan_with(table: Table, choices: Choices, workbench: Workbench, find: Callab
     """
     table = _add_rows(_select(_replace_domains(table, choices, workbench), choices), choices)
     known_methods = {row.get("method", table.common.get("method")) for row in table.rows} - {None}
-    known_methods |= {methods.strip_filter(name) for name in known_methods}
+    known_methods |= {methods.parse(name).unfiltered for name in known_methods}
     if unknown := sorted(choices.overrides.keys() - {*COMPONENTS, *known_methods, table.common.get("method")}):
         raise ValueError(f"{unknown[0]!r} takes no part in {table.name}: {nearest(unknown[0], known_methods)}")
     planned: dict[str, Planned] = {}
@@ -339,7 +339,7 @@ class Costs(NamedTuple):
         kind = _kind(experiment)
         if kind in self.seconds:
             return images * self.seconds[kind], True
-        method, model, device, precision = methods.strip_filter(kind[0]), *kind[1:]
+        method, model, device, precision = methods.parse(kind[0]).unfiltered, *kind[1:]
         if (method, model, device, precision) in self.seconds:
             return images * self.seconds[method, model, device, precision], False
         forward = FORWARD_SECONDS.get(device, {}).get(

@@ -24,7 +24,7 @@ from tribe.core.screening import sound
 from tribe.core.state import hash_tensors
 from tribe.io import tensors as tensor_file
 
-SHIPPED = Path(__file__).parent / "models" / "shipped"  # knowledge for the network in the package
+SHIPPED = Path(__file__).parent / "data" / "models" / "shipped"  # knowledge for the network in the package
 
 
 class StudyingMethod(Protocol):

@@ -300,7 +300,7 @@ def test_a_filter_in_a_captured_step_is_used(name, fields):
     changed = 0.0
     for seed, batch in enumerate((6, 6, 4, 6)):
         x = images(2, batch, seed)
-        alone = method.inner.predict(net, here.inner, x)
+        alone = method.method.predict(net, here.method, x)
         wanted, here = method.step(net, here, x)
         logits, there = captured.step(there, x)
         assert (logits - wanted).abs().max() <= 1e-5

@@ -75,7 +75,7 @@ def same(one: list[Record], other: list[Record]) -> bool:
 def test_a_replay_gives_the_records_of_a_run_with_the_filter(name, rule, scenario):
     inner = ready(name)
     alone = play(inner, scenario, keep_outputs=True)
-    expected, found = play(methods.with_filter(inner, rule), scenario), replay(alone, rule)
+    expected, found = play(methods.Pipeline(inner, filter=rule), scenario), replay(alone, rule)
     assert same(expected, found)
     assert [record.spec for record in found] == [record.spec for record in expected]
     assert not same(alone, found) or name == "source"

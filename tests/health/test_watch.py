@@ -8,9 +8,9 @@ import torch
 
 import tribe
 from tribe.core.state import leaves
-from tribe.health import Guard
-from tribe.health.guard import EmptyState, Watch
+from tribe.health import Guard, Watch
 from tribe.health.watch import Health
+from tribe.methods import EmptyState
 from tribe.testing import CLASSES, images, ready, small_network
 from tribe.testing.samples import small_backbone
 from watching import pictures
@@ -42,7 +42,7 @@ def test_watching_changes_no_prediction_and_no_state_of_the_method():
         answer, state = alone.step(net, state, x)
         same, seen = watched.step(net, seen, x)
         assert torch.equal(answer, same)
-    assert all(torch.equal(t, leaves(seen.inner)[name]) for name, t in leaves(state).items())
+    assert all(torch.equal(t, leaves(seen.method)[name]) for name, t in leaves(state).items())
     assert seen.guard.good == EmptyState()
 
 
@@ -126,14 +126,14 @@ def test_a_stream_that_goes_wrong_returns_to_its_last_good_state():
         if bool((returned[-1] > (returned[-2] if seed else 0)).all()):
             break
     assert bool((returned[-1] > 0).all()), "parameters that run away raise the alarm drift"
-    moved = torch.cat(state.inner.affine, 1)
+    moved = torch.cat(state.method.affine, 1)
     good = torch.cat(state.guard.good.affine, 1)
     assert torch.equal(moved, good)
     assert float((moved - source).norm() / source.norm()) < 0.2
     before = clone_of(state.guard.good)
     _, after = guarded.step(net, state, pictures(2, 8, 99))
     assert all(torch.equal(t, before[name]) for name, t in leaves(state.guard.good).items()), "a copy, not a view"
-    assert after.inner.key.clock.tolist() == [int(t) + 1 for t in state.inner.key.clock]
+    assert after.method.key.clock.tolist() == [int(t) + 1 for t in state.method.key.clock]
 
 
 def clone_of(state):

@@ -65,7 +65,7 @@ def test_a_cell_is_that_of_the_method_alone_with_another_method(name):
         group = next((f"{g} " for row in table.rows if (g := row.get("group")) and key.startswith(f"{g} ")), "")
         row = rows[key.removeprefix(group)]
         for column in table.column_keys:
-            alone = table.cell(group + alone_of[methods.strip_filter(row.method)], column)
+            alone = table.cell(group + alone_of[methods.parse(row.method).unfiltered], column)
             cell = table.cell(key, column)
             assert cell == dataclasses.replace(alone, method=row.method, fields={**alone.fields, **row.fields})
 

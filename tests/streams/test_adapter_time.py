@@ -163,18 +163,18 @@ def test_a_frozen_adapter_goes_on_filtering():
     (x,), (labels,) = camera(images=240)
     adapter = tribe.adapt(reader(), "tribe", time="auto")
     answer(adapter, x[:100])
-    before = digest(adapter.state.inner)
-    images = int(adapter.state.time.images)
+    before = digest(adapter.state.method)
+    images = int(adapter.state.filter.images)
     adapter.freeze()
     frozen = answer(adapter, x[100:])
-    assert digest(adapter.state.inner) == before
-    assert int(adapter.state.time.images) == images + 140
+    assert digest(adapter.state.method) == before
+    assert int(adapter.state.filter.images) == images + 140
     assert adapter.time[0].on
     plain = tribe.adapt(reader(), "source").predict(x[100:])
     assert errors(frozen, labels[100:]) < errors(plain, labels[100:])
     adapter.unfreeze()
     answer(adapter, x[:20])
-    assert digest(adapter.state.inner) != before
+    assert digest(adapter.state.method) != before
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -196,16 +196,16 @@ def test_predict_answers_as_the_next_call_and_changes_nothing(frozen):
 def test_a_stream_is_reset_with_its_filter():
     x, _ = camera(streams=3, images=100)
     adapter = tribe.adapt(reader(), "tribe", time="auto", streams=3)
-    fresh = leaves(adapter.state.time)
+    fresh = leaves(adapter.state.filter)
     answer(adapter, x)
-    before = {name: t.clone() for name, t in leaves(adapter.state.time).items()}
+    before = {name: t.clone() for name, t in leaves(adapter.state.filter).items()}
     adapter.reset(stream=1)
-    for name, t in leaves(adapter.state.time).items():
+    for name, t in leaves(adapter.state.filter).items():
         assert torch.equal(t[1], fresh[name][1]), name
         assert torch.equal(t[[0, 2]], before[name][[0, 2]]), name
     assert [info.on for info in adapter.time] == [True, False, True]
     adapter.reset()
-    assert digest(adapter.state.time) == digest(tribe.adapt(reader(), "tribe", time="auto", streams=3).state.time)
+    assert digest(adapter.state.filter) == digest(tribe.adapt(reader(), "tribe", time="auto", streams=3).state.filter)
 
 
 def test_export_is_refused_in_words():
@@ -219,8 +219,8 @@ def test_a_filter_follows_its_adapter_to_another_precision():
     (x,), _ = camera(images=60)
     adapter = tribe.adapt(reader(), "source", time="auto").double()
     assert answer(adapter, x.double()).dtype == torch.float64
-    assert adapter.state.time.belief.dtype == torch.float64
-    assert adapter.half().state.time.belief.dtype == torch.float32
+    assert adapter.state.filter.belief.dtype == torch.float64
+    assert adapter.half().state.filter.belief.dtype == torch.float32
 
 
 # -- order -------------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tribe
-from tribe.methods import Method, create, names
+from tribe.methods import Pipeline, create, names
 from tribe.methods.tribe import Tribe
 from tribe.testing import images, ready
 from tribe.testing.samples import small, small_backbone
@@ -182,5 +182,5 @@ def test_what_a_state_predicts_with_is_made_once():
 
 
 def test_a_method_is_what_the_registry_makes():
-    assert isinstance(tribe.fleet(NET, "tribe", time="auto").method, Method)
+    assert isinstance(tribe.fleet(NET, "tribe", time="auto").method, Pipeline)
     assert tribe.fleet(NET, create("bn", classes=4)).method.name == "bn"

@@ -29,7 +29,7 @@ def test_filter(name, check):
 @pytest.mark.parametrize("check", METHOD_CHECKS, ids=lambda check: check.__name__)
 @pytest.mark.parametrize("name", ["source+time", "tribe+time", "lame+cofa"])
 def test_method_with_a_filter(name, check):
-    """Learning, time, and probabilities; test_timed.py composes every method with a filter."""
+    """Learning, time, and probabilities; test_pipeline.py composes every method with a filter."""
     check(small(ready(name)))
 
 

@@ -78,13 +78,14 @@ def component_name(kind: ComponentKind, text: str) -> str:
 
 
 def method_name(text: str) -> str:
-    """The registered name of a method, given as a name or as ``file.py:Class``; both may have ``+time`` at the end."""
-    place, colon, target = text.rpartition(":")
-    attribute, plus, rule = target.partition("+")
-    if not (colon and plus):
-        return component_name(METHOD, text)
-    tribe.filters.get(rule)  # raises if there is no such filter
-    return f"{component_name(METHOD, f'{place}:{attribute}')}+{rule}"
+    """Return the registered name of a method, given as a name or ``file.py:Class``; both may end in ``+guard+time``."""
+    parsed = tribe.methods.parse(text)
+    if ":" not in parsed.alone:
+        return text
+    place, _, attribute = parsed.alone.rpartition(":")
+    if "+" in attribute:  # raises: it is neither a guard nor a filter
+        tribe.methods.get(f"source+{attribute.partition('+')[2]}")
+    return component_name(METHOD, f"{place}:{attribute}") + parsed.suffix
 
 
 def norm_text(text: str) -> str:

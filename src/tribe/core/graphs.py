@@ -15,7 +15,7 @@ The steps of a recording are discarded, which affects no stream: a step is pure.
 import contextlib
 import warnings
 from collections.abc import Callable
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -35,9 +35,14 @@ Recorder = Callable[[Work], Work]  # records work on static memory; the result r
 class SteppedMethod(Protocol):
     """The members of `tribe.methods.Method` that this module uses."""
 
-    name: ClassVar[str]
-    eager_only: ClassVar[str | None]  # why a step cannot be captured in one CUDA graph
-    in_segments: ClassVar[bool]  # True: it can be captured in several, see `tribe.core.segments`
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def eager_only(self) -> str | None: ...  # why a step cannot be captured in one CUDA graph
+
+    @property
+    def in_segments(self) -> bool: ...  # True: it can be captured in several, see `tribe.core.segments`
 
     def step_reusing(
         self, net: Backbone, state: Any, x: Tensor, valid: Tensor | None = None, retired: Any = None
@@ -56,7 +61,7 @@ def refusal(method: SteppedMethod, device: torch.device) -> str | None:
         return f"CUDA graphs need a CUDA device; the network is on {device.type}"
     if method.eager_only is not None and not method.in_segments:
         return f"{method.name} cannot be captured in a CUDA graph: {method.eager_only}"
-    if not isinstance(getattr(method, "augment", Augment()), Augment):
+    if not isinstance(getattr(method, "augment", None), Augment | None):
         return f"{method.name} has a custom augment=, which may read values; only tribe.Augment can be captured"
     return None
 

@@ -26,7 +26,7 @@ from tribe.experiments.store import CHECKPOINT, ENVIRONMENT, METRICS, SPEC, Newe
 from tribe.experiments.stream import Stream
 from tribe.experiments.workbench import Workbench, in_precision
 from tribe.io.states import StateFileError
-from tribe.methods import Method, Timed
+from tribe.methods import AnyMethod, Pipeline
 
 EVERY = 50  # batches between checkpoints
 
@@ -211,7 +211,7 @@ class _Stage(NamedTuple):
     options: Options
 
 
-def _play(stage: _Stage, experiment: Experiment, method: Method, keep_outputs: bool = False) -> list[Record]:
+def _play(stage: _Stage, experiment: Experiment, method: AnyMethod, keep_outputs: bool = False) -> list[Record]:
     """Play the streams, from the checkpoint in the experiment's folder on."""
     checkpoint = stage.root / experiment.id / CHECKPOINT
     play = partial(
@@ -235,7 +235,7 @@ def _play(stage: _Stage, experiment: Experiment, method: Method, keep_outputs: b
         return play()
 
 
-def _play_shared(stage: _Stage, experiment: Experiment, method: Method, plays: SharedPlays) -> list[Record]:
+def _play_shared(stage: _Stage, experiment: Experiment, method: AnyMethod, plays: SharedPlays) -> list[Record]:
     """The records of an experiment whose play others share; the first that needs the play takes it."""
     alone = without_filter(experiment)
     found = plays.find(alone)
@@ -244,19 +244,19 @@ def _play_shared(stage: _Stage, experiment: Experiment, method: Method, plays: S
             _play(stage, alone, method, keep_outputs=True) if alone == experiment else _play_alone(stage, alone, method)
         )
         plays.keep(alone, found)
-    if not isinstance(method, Timed):
+    if (rule := Pipeline.of(method).filter) is None:
         return [record._replace(outputs=None) for record in found]
     spec, device = store.record_spec(experiment), stage.net.device
-    return replay(found, method.time_filter, spec=spec, device=device, progress=stage.options.progress)
+    return replay(found, rule, spec=spec, device=device, progress=stage.options.progress)
 
 
-def _play_alone(stage: _Stage, alone: Experiment, method: Method) -> list[Record]:
+def _play_alone(stage: _Stage, alone: Experiment, method: AnyMethod) -> list[Record]:
     """Play the method of an experiment without its filter, in the folder of that experiment: it is a result, too."""
     folder = stage.root / alone.id
     with store.locked(folder, stage.options.wait):
         _write_spec(folder, alone)
         is_missing = store.find(alone, stage.root) is None
-        records = _play(stage, alone, method.inner if isinstance(method, Timed) else method, keep_outputs=True)
+        records = _play(stage, alone, Pipeline.of(method).unfiltered, keep_outputs=True)
         if is_missing:
             _write(folder, alone, records, machine(stage.net.device))
             _finish(folder, alone, records)

@@ -92,7 +92,7 @@ class CustomMethod(NamedTuple):
         """The method of an experiment; None: it is part of tribe."""
         if experiment.method.code is None:
             return None
-        return CustomMethod._of_class(methods.get(methods.strip_wrappers(experiment.method.name)), "method")
+        return CustomMethod._of_class(methods.get(experiment.method.name), "method")
 
     @staticmethod
     def norm_of(experiment: Experiment) -> "CustomMethod | None":

@@ -23,9 +23,9 @@ from tribe.experiments.record import Record
 from tribe.experiments.runner import Progress
 from tribe.experiments.spec import plain
 from tribe.filters import TimeFilter
-from tribe.methods import strip_filter
+from tribe.methods import parse
 from tribe.methods.encoding import encode_fields
-from tribe.methods.timed import filter_output
+from tribe.methods.pipeline import filter_output
 
 
 def replay(
@@ -78,7 +78,7 @@ def replay(
 
 def _outputs(record: Record) -> Outputs:
     name = str(record.spec.get("method", {}).get("name"))
-    if (method := strip_filter(name)) != name:
+    if (method := parse(name).unfiltered) != name:
         raise ValueError(
             f"the record is of {name}, which has a time filter already: replay a filter over a record of {method}"
         )

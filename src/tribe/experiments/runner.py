@@ -30,7 +30,7 @@ from tribe.io import tensors as tensor_file
 from tribe.io.files import check_file
 from tribe.io.json_files import Where
 from tribe.io.states import StateFileError, with_later_fields
-from tribe.methods import Composed, Method, check_fits
+from tribe.methods import AnyMethod, Method, Pipeline, check_fits
 from tribe.methods.encoding import encode_fields
 
 CHECKPOINT = tensor_file.Kind(
@@ -51,7 +51,7 @@ Progress = Callable[[int, int, float | None], None]  # batches done, in all, err
 
 def run(
     net: Backbone,
-    method: Method,
+    method: AnyMethod,
     stream: Stream,
     *,
     seed: int | Sequence[int] = 0,
@@ -129,13 +129,13 @@ def run(
     return [record._replace(outputs=kept) for record, kept in zip(records, outputs.of_streams(), strict=True)]
 
 
-def _check_arguments(net: Backbone, method: Method, every: int) -> None:
-    for given, kind, how in (
-        (net, Backbone, "tribe.Backbone(net)"),
-        (method, Method, 'tribe.methods.create("tribe", classes=10)'),
+def _check_arguments(net: Backbone, method: AnyMethod, every: int) -> None:
+    for given, kinds, expected in (
+        (net, Backbone, "a Backbone, such as tribe.Backbone(net)"),
+        (method, Method | Pipeline, 'a Method, such as tribe.methods.create("tribe", classes=10)'),
     ):
-        if not isinstance(given, kind):
-            raise TypeError(f"tribe.run takes a {kind.__name__}, such as {how}; got {type(given).__name__}")
+        if not isinstance(given, kinds):
+            raise TypeError(f"tribe.run takes {expected}; got {type(given).__name__}")
     if every < 1:
         raise ValueError(f"every is how many batches from one checkpoint to the next, at least 1; got {every}")
 
@@ -149,7 +149,7 @@ def _first_or_all(seed: int | Sequence[int], streams: int) -> int | list[int]:
     return seed[0] if list(seed) == list(range(seed[0], seed[0] + streams)) else list(seed)
 
 
-def _initial_state(net: Backbone, method: Method, streams: int, seed: int | Sequence[int]) -> Any:
+def _initial_state(net: Backbone, method: AnyMethod, streams: int, seed: int | Sequence[int]) -> Any:
     """The state before the first batch, with the seeds of all streams."""
     if isinstance(seed, int):
         return method.init(net, streams, seed)
@@ -172,7 +172,7 @@ def _check_classes(net: Backbone, stream: Stream) -> None:
         raise ValueError(f"the network tells {net.classes} classes apart, but the data set has {known}{hint}")
 
 
-def _described(net: Backbone, method: Method, stream: Stream) -> dict[str, Any]:
+def _described(net: Backbone, method: AnyMethod, stream: Stream) -> dict[str, Any]:
     """The spec of a run, with the fields of an experiment as far as they are known here."""
     code = code_of(*{type(m) for m in net.model.modules() if is_own(type(m))}, strict=False)
     data, scenario, adapting = (
@@ -203,7 +203,7 @@ def _check_plain(words: Mapping[str, Any]) -> None:
 
 
 def _identity(
-    net: Backbone, method: Method, stream: Stream, seed: int | Sequence[int], words: Mapping[str, Any]
+    net: Backbone, method: AnyMethod, stream: Stream, seed: int | Sequence[int], words: Mapping[str, Any]
 ) -> str:
     """All that a run depends on: the checkpoint of another run is refused."""
     facts = {
@@ -214,16 +214,12 @@ def _identity(
         "schedules": [digest(schedule) for schedule in stream.schedules],
         "images": fingerprint(stream.dataset),
         "network": net.fingerprint(),
-        "code": digest_of(*_classes_of(method), type(stream.scenario), type(stream.dataset)),
+        "code": digest_of(*map(type, Pipeline.of(method).parts), type(stream.scenario), type(stream.dataset)),
     }
     return json.dumps(facts, sort_keys=True)
 
 
-def _classes_of(method: Method) -> tuple[type[Any], ...]:
-    return method.classes_of() if isinstance(method, Composed) else (type(method),)
-
-
-def _look(method: Method, net: Backbone, state: Any, step: int) -> dict[str, Tensor]:
+def _look(method: AnyMethod, net: Backbone, state: Any, step: int) -> dict[str, Tensor]:
     """What is known of each stream after a step, (S,) each, by the names of columns."""
     parts = {WATCHED: watched.look(method, net, state), TRACED: trace.look(state, step)}
     return {f"{prefix}{name}": values for prefix, seen in parts.items() for name, values in (seen or {}).items()}

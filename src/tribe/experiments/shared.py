@@ -14,16 +14,15 @@ MOST_NUMBERS = 2**28  # outputs that are kept in memory: 1 GiB, such as 268,000 
 
 def without_filter(experiment: Experiment) -> Experiment:
     """The experiment of the method alone; the same one if its method has no time filter."""
-    name = methods.strip_filter(experiment.method.name)
+    name = methods.parse(experiment.method.name).unfiltered
     if name == experiment.method.name:
         return experiment
     try:
-        inner = methods.get(name)
+        own, classes = methods.field_names(name), methods.classes_of(name)
     except ValueError:  # a custom method that is unknown here
         return experiment
-    own = {field.name for field in dataclasses.fields(inner)}
     fields = {field: value for field, value in experiment.method.fields.items() if field in own}
-    return dataclasses.replace(experiment, method=ComponentSpec(name, fields, code_of(inner)))
+    return dataclasses.replace(experiment, method=ComponentSpec(name, fields, code_of(*classes)))
 
 
 def in_groups(experiments: Iterable[Experiment]) -> list[Experiment]:

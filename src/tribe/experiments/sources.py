@@ -29,13 +29,15 @@ from tribe.data import datasets, models, scenarios
 from tribe.data.datasets import optional
 from tribe.experiments.experiment import COMPONENTS, Experiment
 from tribe.experiments.spec import canonical, decode_fields
-from tribe.methods import Composed
 from tribe.norms.named import find_class
 
 PACKAGE = "tribe"
 CORE = (  # a change of its numbers fails the tests: goldens, slow loops, the contract
     *("tribe.core", "tribe.io", "tribe.registry", "tribe.fields", "tribe.knowledge", "tribe.experiments"),
-    *(f"tribe.methods.{name}" for name in ("method", "stepping", "encoding", "building", "exporting", "composed")),
+    *(
+        f"tribe.methods.{name}"
+        for name in ("method", "stepping", "encoding", "building", "exporting", "pipeline", "naming")
+    ),
     *(f"tribe.datasets.{name}" for name in ("locations", "manifest", "fingerprint", "array_files", "image_files")),
     *(f"tribe.models.{name}" for name in ("weights", "pickled", "architectures")),
     *("tribe.corruptions.families", "tribe.corruptions.pillow", "tribe.filters.filter"),
@@ -117,8 +119,8 @@ def _parts(experiment: Experiment, role: str) -> tuple[Any, ...]:
     spec = getattr(experiment, role)
     try:
         if role == "method":
-            cls, rule = methods.get(spec.name), find_class(spec.fields.get("rule"))
-            return *(cls.classes_of() if issubclass(cls, Composed) else (cls,)), *(() if rule is None else (rule,))
+            rule = find_class(spec.fields.get("rule"))
+            return *methods.classes_of(spec.name), *(() if rule is None else (rule,))
         if role == "scenario":
             return (scenarios.get(spec.name),)
         if role == "model":

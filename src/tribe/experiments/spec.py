@@ -10,7 +10,7 @@ from typing import Any
 from tribe.data import scenarios
 from tribe.data.datasets import NOT_IN_SPECS, optional
 from tribe.experiments.provenance import code_of, coded
-from tribe.methods import Composed, Method
+from tribe.methods import Method, Pipeline
 from tribe.methods.encoding import decode_value, encode_fields
 
 
@@ -39,10 +39,11 @@ def describe(name: str, component: Any, strict: bool = True) -> ComponentSpec:
     its repr, such code is left out.
     """
     fields = encode_fields(component) if dataclasses.is_dataclass(component) else {}
-    if not isinstance(component, Method):
+    if not isinstance(component, Method | Pipeline):
         fields = {key: value for key, value in fields.items() if key not in NOT_IN_SPECS}
-    parts = component.classes_of() if isinstance(component, Composed) else (type(component),)
-    code = code_of(*parts, *optional(component, "functions"), strict=strict)
+    parts = component.parts if isinstance(component, Pipeline) else (component,)
+    functions = [function for part in parts for function in optional(part, "functions")]
+    code = code_of(*map(type, parts), *functions, strict=strict)
     if not strict:
         return ComponentSpec(name, plain(fields), code)
     for key, value in fields.items():

@@ -9,8 +9,7 @@ from torch import Tensor
 from tribe.core.backbone import Backbone
 from tribe.fields import document
 from tribe.health.alarms import KINDS
-from tribe.health.observer import find_guarded
-from tribe.methods import Method
+from tribe.methods import AnyMethod, Pipeline
 
 COLUMNS = {"accuracy": "f", "low": "f", "high": "f", "alarms": "i"}  # kinds of numbers
 MOST_KINDS = 62  # of alarms: a bit each
@@ -59,13 +58,11 @@ document(
 )
 
 
-def look(method: Method, net: Backbone, state: Any) -> dict[str, Tensor] | None:
+def look(method: AnyMethod, net: Backbone, state: Any) -> dict[str, Tensor] | None:
     """The columns' values now, (S,) each; None if nothing watches. Waits for the device."""
-    found = find_guarded(method, state)
-    if found is None:
+    if not isinstance(method, Pipeline) or method.guard is None:
         return None
-    guarded, own = found
-    watcher, watch = guarded.watcher(net), own.guard.watch
+    watcher, watch = method.guard.watcher(net, method.method), state.guard.watch
     read = watcher.estimator.read(watch.estimate)
     values = torch.stack((read.accuracy, read.low, read.high)).float().cpu()
     if watcher.normal is None:  # without a calibration there is no estimate

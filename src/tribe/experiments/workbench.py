@@ -29,7 +29,7 @@ from tribe.experiments.spec import ComponentSpec, canonical, decode_fields, desc
 from tribe.experiments.stream import Stream
 from tribe.fields import is_number
 from tribe.knowledge import Knowledge, KnowledgeError, find_knowledge, knowledge_path
-from tribe.methods import Method, check_classes
+from tribe.methods import AnyMethod, check_classes, get_fields, with_fields
 
 
 class Components(NamedTuple):
@@ -38,7 +38,7 @@ class Components(NamedTuple):
     dataset: Dataset
     net: Backbone
     scenario: Scenario
-    method: Method
+    method: AnyMethod
     images: str  # the data set's fingerprint
     weights: str  # the network's
     dataset_name: str
@@ -76,7 +76,7 @@ class Workbench:
         self._datasets: dict[str, Dataset] = {}  # by name and fields, and by name, fields of a spec and fingerprint
         self._images: dict[int, str] = {}  # by the id of the data set
         self._nets: dict[str, tuple[Backbone, str]] = {}
-        self._methods: dict[tuple[object, ...], Method] = {}
+        self._methods: dict[tuple[object, ...], AnyMethod] = {}
         self._streams: dict[str, Stream] = {}
 
     def prepare(
@@ -140,7 +140,7 @@ class Workbench:
 
     def method(
         self, request: "Request", data: Dataset, net: Backbone, model: ComponentSpec, spec: ComponentSpec
-    ) -> Method:
+    ) -> AnyMethod:
         """A method, built once: it takes long to read its source knowledge and to check it against the network."""
 
         def key(fields: Mapping[str, Any]) -> tuple[object, ...]:
@@ -209,12 +209,12 @@ def build_dataset(name: str, data: Path | None, fields: Mapping[str, Any]) -> Da
     place = {} if data is None else {"data" if "data" in _fields(name) else "root": str(data)}
     if "root" in _fields(name) and "root" not in {**place, **fields}:
         raise ValueError(f"data set {name} needs its folder: --data FOLDER, or root= among its fields")
-    return datasets.create(name, **{**place, **_converted(datasets.get(name), fields)})
+    return datasets.create(name, **{**place, **_converted([datasets.get(name)], fields)})
 
 
 def build_scenario(name: str, fields: Mapping[str, Any]) -> Scenario:
     """A scenario by name."""
-    return scenarios.create(name, **_converted(scenarios.get(name), fields))
+    return scenarios.create(name, **_converted([scenarios.get(name)], fields))
 
 
 def build_model(request: Request, data: Dataset, fields: Mapping[str, Any]) -> torch.nn.Module:
@@ -235,15 +235,12 @@ def restrict(net: Backbone, data: Dataset) -> Backbone:
     return net.restricted_to(outputs)
 
 
-def build_method(name: str, net: Backbone, data: Dataset, request: Request, fields: Mapping[str, Any]) -> Method:
+def build_method(name: str, net: Backbone, data: Dataset, request: Request, fields: Mapping[str, Any]) -> AnyMethod:
     """A method with its published settings for the data set and, where it needs it, its source knowledge."""
     if methods.get(name).needs is None:
         return plain_method(name, net, data, request.dataset, fields)
-    clean, alone = (
-        trained_on(data, request.dataset),
-        methods.strip_wrappers(name),
-    )  # knowledge does not depend on what is around
-    own = {field.name for field in dataclasses.fields(methods.get(alone))}
+    clean, alone = trained_on(data, request.dataset), methods.parse(name).alone  # the method needs knowledge alone
+    own = methods.field_names(alone)
     given = {field: value for field, value in fields.items() if field in own}
     unusual = departures(alone, net, data, request.dataset, given)
     path = find_knowledge(alone, request.model, clean, request.root, unusual)
@@ -256,7 +253,7 @@ def build_method(name: str, net: Backbone, data: Dataset, request: Request, fiel
     return method
 
 
-def plain_method(name: str, net: Backbone, data: Dataset, dataset: str, fields: Mapping[str, Any]) -> Method:
+def plain_method(name: str, net: Backbone, data: Dataset, dataset: str, fields: Mapping[str, Any]) -> AnyMethod:
     """A method with its published settings for the data set, if there are any."""
     check_classes(net, None)
     known, outputs = len(data.classes), net.classes
@@ -267,7 +264,7 @@ def plain_method(name: str, net: Backbone, data: Dataset, dataset: str, fields: 
         )
     cls = methods.get(name)
     published = cls.presets.get(trained_on(data, dataset), {})
-    given = {**published, "classes": outputs or known, **_converted(cls, fields)}
+    given = {**published, "classes": outputs or known, **_converted(methods.classes_of(name), fields)}
     if "room" not in fields and (usual := published.get("room", getattr(cls, "room", None))) is not None:
         given["room"] = max(usual, _values(data))  # the default is for small images
     return methods.create(name, **given)
@@ -276,11 +273,11 @@ def plain_method(name: str, net: Backbone, data: Dataset, dataset: str, fields: 
 def departures(name: str, net: Backbone, data: Dataset, dataset: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     """The fields, but for source knowledge, in which a method differs from the one without any given field."""
     given = {field: value for field, value in fields.items() if field != "knowledge"}
-    usual, changed = (plain_method(name, net, data, dataset, chosen) for chosen in ({}, given))
-    return {field: getattr(changed, field) for field in given if getattr(changed, field) != getattr(usual, field)}
+    usual, changed = (get_fields(plain_method(name, net, data, dataset, chosen)) for chosen in ({}, given))
+    return {field: changed[field] for field in given if changed[field] != usual[field]}
 
 
-def in_precision(net: Backbone, method: Method, precision: str) -> tuple[Backbone, Method]:
+def in_precision(net: Backbone, method: AnyMethod, precision: str) -> tuple[Backbone, AnyMethod]:
     """A network, and a method that was built for it, in a precision: for bf16 a copy of the network with such weights.
 
     Statistics and the affine parameters of norm layers stay float32. Source knowledge describes the network before it
@@ -289,10 +286,10 @@ def in_precision(net: Backbone, method: Method, precision: str) -> tuple[Backbon
     if precision != "bf16":
         return net, method
     rounded = copy.deepcopy(net).to(torch.bfloat16)
-    known = getattr(method, "knowledge", None)
+    known = get_fields(method).get("knowledge")
     if isinstance(known, Knowledge):
         known = dataclasses.replace(known, network=rounded.fingerprint(exact=False))
-        method = dataclasses.replace(method, knowledge=known)  # type: ignore[call-arg]
+        method = with_fields(method, knowledge=known)
     return rounded, method
 
 
@@ -307,9 +304,9 @@ def model_code(name: str) -> str | None:
     return code_at(place) if colon else code_of(type(models.architecture(name)))
 
 
-def _check_knowledge(method: Method, clean: str) -> None:
+def _check_knowledge(method: AnyMethod, clean: str) -> None:
     """Refuse knowledge of other images than the network of this data set was trained on."""
-    known = getattr(method, "knowledge", None)
+    known = get_fields(method).get("knowledge")
     images = known.spec.get("dataset") if isinstance(known, Knowledge) else None
     if images is not None and images not in (clean, "folder"):
         raise KnowledgeError(f"{known!r} was taken from {images}, not from {clean}")
@@ -336,9 +333,9 @@ def _values(data: Dataset) -> int:
     return 0 if domain is None else data.images(domain, torch.tensor([0]))[0].numel()
 
 
-def _converted(component: type[Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields in the types that a component takes, from what people write."""
-    types = {field.name: field.type for field in dataclasses.fields(component)}
+def _converted(components: Sequence[type[Any]], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields in the types that components take, from what people write."""
+    types = {field.name: field.type for component in components for field in dataclasses.fields(component)}
     return {name: _convert(types.get(name), value) for name, value in fields.items()}
 
 

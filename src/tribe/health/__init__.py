@@ -10,7 +10,7 @@ from tribe.health.calibration import Calibration, calibrate
 from tribe.health.changes import ClassChange, Comparison, LayerChange, StreamChange, compare_states
 from tribe.health.estimate import Estimate, EstimateState, Estimator
 from tribe.health.events import Event
-from tribe.health.guard import Guard, Guarded, Watch
+from tribe.health.guard import Guard, Watch
 from tribe.health.history import History, Kept, RolledBack
 from tribe.health.recorder import Recorder
 from tribe.health.snapshots import Snapshot, StreamInfo, check_snapshot, copy_like, describe_streams
@@ -26,7 +26,6 @@ __all__ = [
     "Estimator",
     "Event",
     "Guard",
-    "Guarded",
     "Health",
     "History",
     "Kept",

@@ -33,7 +33,7 @@ from tribe.health.regression import GaussianProcess
 from tribe.health.rehearsal import Condition, Plan, choose_conditions, corrupt_images, plan_streams, side_by_side
 from tribe.io.json_files import Where, check
 from tribe.knowledge import Knowledge, KnowledgeError
-from tribe.methods import Method, Timed, count_classes
+from tribe.methods import AnyMethod, Pipeline, count_classes
 
 NAME = "health"  # of the knowledge in a file
 MODEL = "model."  # begins the names of the estimator's tensors in a file
@@ -95,7 +95,7 @@ class Calibration:
             )
             raise KnowledgeError(message) from None
 
-    def check(self, net: Backbone, method: Method | None = None) -> None:
+    def check(self, net: Backbone, method: AnyMethod | None = None) -> None:
         """Refuse a calibration of another network or, if a method is given, of another method."""
         if self.network != net.fingerprint(exact=False):
             raise KnowledgeError(
@@ -170,7 +170,7 @@ def calibrate(
     images: Tensor,
     labels: Tensor,
     *,
-    method: str | Method = "tribe",
+    method: str | AnyMethod = "tribe",
     corruptions: Sequence[str] | None = None,
     window: int = WINDOW,
     seed: int = 0,
@@ -191,8 +191,8 @@ def calibrate(
         progress: called after every batch, with how many are done and how many there are.
     """
     backbone = net if isinstance(net, Backbone) else Backbone(net)
-    built = method if isinstance(method, Method) else methods.create(method, classes=count_classes(backbone, None))
-    built = built.inner if isinstance(built, Timed) else built
+    built = methods.create(method, classes=count_classes(backbone, None)) if isinstance(method, str) else method
+    built = Pipeline.of(built).unfiltered
     require(is_whole(window, least=50), "window is how many images an estimate is for, at least 50", window)
     images, labels = _checked(images, labels)
     conditions = choose_conditions(images.shape[1:], corruptions)
@@ -286,7 +286,7 @@ def source_logits(net: Backbone, images: Tensor) -> Tensor:
 
 def _play(
     net: Backbone,
-    method: Method,
+    method: AnyMethod,
     images: Tensor,
     labels: Tensor,
     conditions: Sequence[Condition],
@@ -317,7 +317,7 @@ def _play(
 
 def _steps(
     net: Backbone,
-    method: Method,
+    method: AnyMethod,
     images: Tensor,
     labels: Tensor,
     plans: Sequence[Plan],

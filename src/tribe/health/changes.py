@@ -19,7 +19,7 @@ from tribe.core.packed import PackedStats, cat_layers
 from tribe.core.rules import PerBatch
 from tribe.core.state import Stats, rows_of
 from tribe.fields import document
-from tribe.methods import Deployed, Method
+from tribe.methods import AnyMethod, Deployed
 
 SHOWN = 10  # rows of each table that the text of a comparison shows
 
@@ -119,7 +119,7 @@ def _table(header: Sequence[str], rows: Sequence[tuple[Any, ...]]) -> list[str]:
 
 @torch.no_grad()
 def compare_states(
-    net: Backbone, method: Method, old: Any, new: Any, since: str, streams: Sequence[int] | None = None
+    net: Backbone, method: AnyMethod, old: Any, new: Any, since: str, streams: Sequence[int] | None = None
 ) -> Comparison:
     """Compare the networks that two states of a method predict with; ``streams``: some of them, None: all."""
     count = len(new.key.seed)

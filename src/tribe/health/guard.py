@@ -7,7 +7,6 @@ it may learn from, how fast, and how far predictions follow. It acts stream by s
 """
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -21,7 +20,7 @@ from torch import Tensor
 from tribe.core.backbone import Backbone
 from tribe.core.beside import SideStream
 from tribe.core.screening import sound
-from tribe.core.state import Affine, Info, clone, per_stream, select_joined
+from tribe.core.state import Affine, Info, Stats, clone, per_stream, select_joined
 from tribe.fields import is_number, is_whole, plain_numbers, require
 from tribe.health.alarms import KINDS
 from tribe.health.calibration import Calibration
@@ -39,25 +38,38 @@ from tribe.health.snapshots import copy_like
 from tribe.health.watch import Health, Watcher, WatchState, alarms_on
 from tribe.knowledge import Knowledge, KnowledgeError, KnowledgeLike
 from tribe.methods import (
+    AnyMethod,
     Balanced,
-    Composed,
-    ComposedState,
     Deployed,
+    EmptyState,
     Method,
     PerBatch,
-    Wrapper,
+    Pipeline,
+    PipelineState,
     count_classes,
     create,
     distance_of,
+    guards,
     optim,
-    wrappers,
 )
 
 _watchers: WeakKeyDictionary[Backbone, dict[Any, Watcher]] = WeakKeyDictionary()
+_kinds: WeakKeyDictionary[Backbone, dict[Method, tuple[bool, bool]]] = WeakKeyDictionary()
 FAULTY = slice(0, KINDS.index("blurred"))  # alarms of frames that teach nothing; methods adapt to blur and shift
 GONE_WRONG = slice(KINDS.index("drift"), len(KINDS))  # alarms of the method itself, not of the images
 
 
+class GuardState(NamedTuple):
+    """What a guard remembers of each stream."""
+
+    watch: WatchState
+    held: Tensor  # (S,) int64, images that the method did not learn from
+    returned: Tensor  # (S,) int64, how often a stream returned to its last good state
+    kept: Tensor  # (S,) int64, how many images had come when `good` was kept
+    good: Any  # the last good state of the method; `EmptyState` if none is kept
+
+
+@guards.register("watch")
 @dataclass(frozen=True)
 class Watch:
     """What is watched of a stream: alarms, estimated accuracy, agreement with the source."""
@@ -65,8 +77,9 @@ class Watch:
     calibration: KnowledgeLike = None  # a `tribe.health.Calibration`, or its file; None: no estimate, fewer alarms
     probe: int = 4  # every so many images of a batch, one is also predicted by the source; 0: none
 
-    name: ClassVar[str] = "watch"
+    name: ClassVar[str]  # set by the registry
     paper: ClassVar[str] = "beyond the paper: docs/health.md"
+    small: ClassVar[Mapping[str, Any]] = {}  # values for tests; see `tribe.testing`
 
     def __post_init__(self) -> None:
         require(is_whole(self.probe, least=0), "probe is a whole number, at least 0", self.probe)
@@ -82,7 +95,156 @@ class Watch:
         object.__setattr__(self, "calibration", given)
         plain_numbers(self)
 
+    def hooked(self, method: Method) -> Method:
+        """Return the method that predicts."""
+        return with_prediction_hook(method, None)
 
+    def watcher(self, net: Backbone, method: Method) -> Watcher:
+        """Return what watches streams of this network; made once for each: a calibration is compared with it."""
+        made = _watchers.setdefault(net, {})
+        place = self.name, method.name, method.classes, self.calibration, self.probe, net.device
+        if place not in made:
+            calibration = None if self.calibration is None else Calibration.of(self.calibration)  # type: ignore[arg-type]
+            if calibration is not None:
+                calibration.check(net, self.calibrated(method))
+            made[place] = Watcher.of(count_classes(net, method.classes), self.probe, calibration, net.device)
+        return made[place]
+
+    def calibrated(self, method: Method) -> AnyMethod:
+        """Return what a calibration must have been made with."""
+        return method
+
+    def init(self, net: Backbone, method: Method, state: Any) -> GuardState:
+        """Return the state before the first image, for the method's first state."""
+        none = torch.zeros_like(state.info.images)
+        watch = self.watcher(net, method).init(net, len(none))
+        return GuardState(watch, none, none.clone(), none.clone(), EmptyState())
+
+    def recast(self, net: Backbone, method: Method, state: GuardState) -> GuardState:
+        """Return a state that was cast with the network: sums are float64 on every network, all else is float32."""
+        watch = copy_like(state.watch, self.watcher(net, method).init(net, len(state.held)))
+        good = state.good if isinstance(state.good, EmptyState) else method.recast(net, state.good)
+        return state._replace(watch=watch, good=good)
+
+    def step(
+        self,
+        net: Backbone,
+        method: Method,
+        state: Any,
+        old: GuardState,
+        x: Tensor,
+        valid: Tensor | None = None,
+        retired: Any = None,
+    ) -> tuple[Tensor, Any, GuardState]:
+        """Take the method's step, watch it, and apply the guard's limits to the result.
+
+        What watches runs beside the method's own work. It reads what the method reported of the batch before: how far
+        it moved, and how its branches agree.
+
+        Args:
+            net: the network.
+            method: the method.
+            state: its state.
+            old: the guard's state.
+            x: images (S, B, ...).
+            valid: the images that are not padding (S, B).
+            retired: as for `Method.step`.
+
+        Returns:
+            The predictions, and the next states of the method and of the guard.
+        """
+        watcher, beside = self.watcher(net, method), SideStream(x.device)
+        good = sound(x)  # a bad image leaves no trace
+        real = good if valid is None else good & valid
+        (verdict, looked), asked = beside(
+            lambda: (watcher.look(old.watch, x, real), watcher.ask(net, old.watch, x, real))
+        )
+        watched: list[tuple[WatchState, Tensor]] = []  # with the tensor that was read, which must be kept
+
+        def on_prediction(output: Tensor) -> None:
+            low, high = output.aminmax(dim=-1)
+            seen = real & (high > low)  # a bad image is predicted uniformly
+            logits = output if method.output == "logits" else output.clamp_min(torch.finfo(torch.float32).tiny).log()
+            watched.append((watcher.observe(looked, verdict, asked, logits, seen, state.info), output))
+
+        with _prediction_hook(None if method.eager_only else lambda output: beside(lambda: on_prediction(output))):
+            output, moved = self.hooked(method).step_reusing(net, state, x, valid, retired)
+        if not watched:
+            beside(lambda: on_prediction(output))
+        beside.join()
+        new = old._replace(watch=watcher.report(watched[0][0], moved.info, real))
+        return output, *self.restrain(net, method, state, moved, old, new, verdict.teaches_nothing & real, real)
+
+    def restrain(
+        self,
+        net: Backbone,
+        method: Method,
+        before: Any,
+        moved: Any,
+        old: GuardState,
+        new: GuardState,
+        idle: Tensor,
+        real: Tensor,
+    ) -> tuple[Any, GuardState]:
+        """Apply the limits of a guard to a step; what only watches has none."""
+        return moved, new
+
+    def health(self, net: Backbone, method: Method, state: PipelineState) -> list[Health]:
+        """Return the health of each stream. Waits for the device."""
+        return self.read_health(net, method, state.guard, state.info, self._leaning(net, method, state.method))
+
+    def read_health(
+        self,
+        net: Backbone,
+        method: Method,
+        guard: GuardState,
+        info: Info,
+        leaning: Mapping[str, Sequence[Any]] | None = None,
+    ) -> list[Health]:
+        """Return the same from small parts of the state: the guard's without ``good``, and the method's report.
+
+        Without ``leaning`` there is no `Health.statistics` and no `Health.followed`.
+        """
+        watcher, watch = self.watcher(net, method), guard.watch
+        none = [None] * len(info.images)
+        estimate = watcher.estimator.read(watch.estimate)
+        known = watcher.normal is not None
+        agreed, probed = watch.agreement.unbind(1)
+        shares = (agreed / probed.clamp_min(1)).tolist()
+        *reported, images = watch.recent.unbind(1)
+        entropy, trusted = ((sums / images.clamp_min(1)).tolist() for sums in reported)
+        columns: dict[str, Sequence[Any]] = {
+            "images": watch.alarms.images.tolist(),
+            **{name: getattr(estimate, name).tolist() if known else none for name in Estimate._fields[:4]},
+            "calibrated": [known] * len(none),
+            "alarms": alarms_on(watch),
+            "entropy": entropy,
+            "trusted": trusted,
+            "distance": info.distance.tolist(),
+            **(leaning or {"statistics": none, "followed": none}),
+            "source_agreement": [s if n > 0 else None for s, n in zip(shares, probed.tolist(), strict=True)],
+            "predicted": [tuple(row) for row in watch.predicted.tolist()],
+            "held": guard.held.tolist(),
+            "returned": guard.returned.tolist(),
+        }
+        return [Health(**dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
+
+    def _leaning(self, net: Backbone, method: Method, state: Any) -> dict[str, Sequence[Any]]:
+        """How far the statistics of each stream are from the source's, and how far predictions follow them."""
+        none = [None] * len(state.info.images)
+        adapted = method.deployed(net, state)
+        if isinstance(adapted.norm, PerBatch) or not adapted.stats.mean.shape[-1]:
+            return {"statistics": none, "followed": none}
+        anchored = method.anchored(net, state)
+        seen = adapted.stats if anchored is None else anchored
+        return {"statistics": distance_of_statistics(net, seen).tolist(), "followed": self.follow(net, state, seen)}
+
+    def follow(self, net: Backbone, state: Any, seen: Stats) -> list[float]:
+        """Return the share of the adapted statistics in those that predict, for each stream."""
+        return [1.0] * len(state.info.images)
+
+
+@guards.register("guard")
 @dataclass(frozen=True)
 class Guard(Watch):
     """What a guard does, and when."""
@@ -97,8 +259,7 @@ class Guard(Watch):
     skip: bool = True  # learn nothing from a batch with black, flat, frozen or noise frames, or values of 0 to 255
     good_every: int | None = 1000  # images after which a healthy state is kept, to return to; None: never return
 
-    name: ClassVar[str] = "guard"
-    small: ClassVar[Mapping[str, int]] = {"skip": False}  # the images of `tribe.testing` are noise, which it skips
+    small: ClassVar[Mapping[str, Any]] = {"skip": False}  # the images of `tribe.testing` are noise, which it skips
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -123,7 +284,7 @@ class Guard(Watch):
             )
 
     @classmethod
-    def fitted(cls, net: Any, images: Tensor, method: Method | str = "tribe", **fields: Any) -> "Guard":
+    def fitted(cls, net: Any, images: Tensor, method: AnyMethod | str = "tribe", **fields: Any) -> "Guard":
         """A guard for this network: `lean_half` from clean images (N, ...) in [0, 1], without labels, of all classes.
 
         How far clean images are from the source's statistics differs between networks: 0.043 for ResNet-20, 0.015 for
@@ -132,10 +293,9 @@ class Guard(Watch):
         """
         backbone = net if isinstance(net, Backbone) else Backbone(net)
         far = distance_of_images(backbone, images)
-        if isinstance(method, str):
-            method = create(method, classes=count_classes(backbone, None))
+        built = create(method, classes=count_classes(backbone, None)) if isinstance(method, str) else method
         fields = {"lean_half": round(RATIO * far, 4), **fields}
-        norm, half = getattr(method, "norm", None), fields["lean_half"]
+        norm, half = getattr(Pipeline.of(built).method, "norm", None), fields["lean_half"]
         asked = half is not None and "lean_single" not in fields
         if asked and isinstance(norm, Balanced) and norm.gamma and norm.gamma_over == "present":
             single = distance_in_single_images(backbone, images, norm)
@@ -147,217 +307,89 @@ class Guard(Watch):
         assert self.lean_half is not None
         return squared_midpoint(state, self.lean_half, self.lean_single)
 
+    def hooked(self, method: Method) -> Method:
+        """Return the method that predicts: its network leans on the source."""
+        return with_prediction_hook(method, self)
 
-class EmptyState(NamedTuple):
-    """No state is kept."""
+    def calibrated(self, method: Method) -> AnyMethod:
+        """Return what a calibration must have been made with."""
+        return Pipeline(method, self)
 
+    def init(self, net: Backbone, method: Method, state: Any) -> GuardState:
+        """Return the state before the first image, for the method's first state."""
+        first = super().init(net, method, state)
+        return first if self.good_every is None else first._replace(good=clone(state))
 
-class GuardState(NamedTuple):
-    """What a guard remembers of each stream."""
+    def restrain(
+        self,
+        net: Backbone,
+        method: Method,
+        before: Any,
+        moved: Any,
+        old: GuardState,
+        new: GuardState,
+        idle: Tensor,
+        real: Tensor,
+    ) -> tuple[Any, GuardState]:
+        """Shorten the step, skip it where frames teach nothing, and go back where something went wrong."""
+        after, skipped = self._limit(net, method, before, moved, idle, real)
+        new = new._replace(held=new.held + skipped)
+        return (after, new) if self.good_every is None else self.go_back(after, new, old.watch)
 
-    watch: WatchState
-    held: Tensor  # (S,) int64, images that the method did not learn from
-    returned: Tensor  # (S,) int64, how often a stream returned to its last good state
-    kept: Tensor  # (S,) int64, how many images had come when `good` was kept
-    good: Any  # the last good state of the method; `EmptyState` if none is kept
-
-
-class _GuardedState(NamedTuple):
-    inner: Any
-    guard: GuardState
-
-
-class GuardedState(_GuardedState, ComposedState):
-    """The state of the method and that of the guard."""
-
-    __slots__ = ()
-
-
-@dataclass(frozen=True)
-class Guarded(Composed):
-    """A method and a guard over it, or one that only watches."""
-
-    not_exportable_because = None  # as the method alone
-
-    @classmethod
-    def build_inner(cls) -> type[Method]:
-        """The method, which tells what it predicts; under a guard that acts, its network leans on the source."""
-        return with_prediction_hook(cls.inner_class, leans=issubclass(cls.part_class, Guard))
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.acts:
-            object.__setattr__(self.inner, "guard", self.part)
-
-    @property
-    def acts(self) -> bool:
-        """Whether the guard does more than watch."""
-        return isinstance(self.part, Guard)
-
-    def watcher(self, net: Backbone) -> Watcher:
-        """What watches streams of this network; made once for each, because a calibration is compared with it."""
-        made = _watchers.setdefault(net, {})
-        place = self.name, self.classes, self.part.calibration, self.part.probe, net.device
-        if place not in made:
-            known = self.part.calibration
-            calibration = None if known is None else Calibration.of(known)
-            if calibration is not None:
-                calibration.check(net, self if self.acts else self.inner)
-            made[place] = Watcher.of(count_classes(net, self.classes), self.part.probe, calibration, net.device)
-        return made[place]
-
-    def init(self, net: Backbone, streams: int = 1, seed: int = 0) -> GuardedState:
-        """The first states of the method and of the guard."""
-        inner = self.inner.init(net, streams, seed)
-        none = torch.zeros_like(inner.info.images)
-        good = clone(inner) if self.acts and self.part.good_every is not None else EmptyState()
-        watch = self.watcher(net).init(net, streams)
-        return GuardedState(inner, GuardState(watch, none, none.clone(), none.clone(), good))
-
-    def recast(self, net: Backbone, state: GuardedState) -> GuardedState:
-        """What watches has the same precision on every network: sums of float64, all else of float32."""
-        inner, guard = self.inner.recast(net, state.inner), state.guard
-        good = guard.good if isinstance(guard.good, EmptyState) else self.inner.recast(net, guard.good)
-        watch = copy_like(guard.watch, self.watcher(net).init(net, len(guard.held)))
-        return GuardedState(inner, guard._replace(watch=watch, good=good))
-
-    def step(
-        self, net: Backbone, state: GuardedState, x: Tensor, valid: Tensor | None = None, retired: Any = None
-    ) -> tuple[Tensor, GuardedState]:
-        """Take the method's step, watch it, and keep of it what the guard allows.
-
-        What watches runs beside the method's own work. It reads what the method reported of the batch before: how far
-        it moved, and how its branches agree.
-        """
-        old, watcher, beside = state.guard, self.watcher(net), SideStream(x.device)
-        good = sound(x)  # a bad image leaves no trace
-        real = good if valid is None else good & valid
-        (verdict, looked), asked = beside(
-            lambda: (watcher.look(old.watch, x, real), watcher.ask(net, old.watch, x, real))
-        )
-        watched: list[tuple[WatchState, Tensor]] = []  # with the tensor that was read, which must be kept
-
-        def on_prediction(output: Tensor) -> None:
-            low, high = output.aminmax(dim=-1)
-            seen = real & (high > low)  # a bad image is predicted uniformly
-            logits = output if self.output == "logits" else output.clamp_min(torch.finfo(torch.float32).tiny).log()
-            watched.append((watcher.observe(looked, verdict, asked, logits, seen, state.inner.info), output))
-
-        with _prediction_hook(None if self.eager_only else lambda output: beside(lambda: on_prediction(output))):
-            output, inner = self.inner.step_reusing(net, state.inner, x, valid, retired and retired.inner)
-        if not watched:
-            beside(lambda: on_prediction(output))
-        beside.join()
-        held, watch = old.held, watcher.report(watched[0][0], inner.info, real)
-        if self.acts:
-            inner, skipped = self._restrain(net, inner, state.inner, verdict.teaches_nothing & real, real)
-            held = held + skipped
-        guard = old._replace(watch=watch, held=held)
-        if self.acts and self.part.good_every is not None:
-            inner, guard = self._return(inner, guard, old.watch)
-        return output, GuardedState(inner, guard)
-
-    def _restrain(self, net: Backbone, moved: Any, before: Any, idle: Tensor, real: Tensor) -> tuple[Any, Tensor]:
+    def _limit(
+        self, net: Backbone, method: Method, before: Any, moved: Any, idle: Tensor, real: Tensor
+    ) -> tuple[Any, Tensor]:
         """What a guard allows of a step, and how many images of each stream (S,) were not learned from."""
-        rule = self.part
-        if rule.speed is not None:
-            moved = limit(moved, before, rule.speed)
-        per_batch, own_weights = self._predicts_with(net, before)
-        if rule.pull and per_batch:
-            moved = pull_back(net, moved, rule.pull * (moved.key.clock > before.key.clock))  # it took a step
+        if self.speed is not None:
+            moved = limit(moved, before, self.speed)
+        per_batch, own_weights = _kind_of_prediction(net, method, before)
+        if self.pull and per_batch:
+            moved = pull_back(net, moved, self.pull * (moved.key.clock > before.key.clock))  # it took a step
         if not own_weights:  # else what predicts is a mean of many steps, not what was limited
             moved = moved._replace(info=moved.info._replace(distance=_distance(net, moved)))
-        held = idle.any(1) & rule.skip
+        held = idle.any(1) & self.skip
         skipped = torch.where(held, real.sum(1), 0)
         inner = select_joined(~held, moved, before)
         return inner._replace(info=inner.info._replace(skipped=inner.info.skipped + skipped)), skipped
 
-    def _predicts_with(self, net: Backbone, state: Any) -> tuple[bool, bool]:
-        """Whether the method normalises with the batch's statistics, and whether it predicts with weights of its own.
-
-        It is asked once: `deployed` may pool many classes.
-        """
-        if "_kind" not in vars(self):
-            network = self.inner.deployed(net, state)
-            object.__setattr__(self, "_kind", (isinstance(network.norm, PerBatch), network.weights is not None))
-        kind: tuple[bool, bool] = self._kind  # type: ignore[attr-defined]
-        return kind
-
-    def _return(self, inner: Any, guard: GuardState, before: WatchState) -> tuple[Any, GuardState]:
+    def go_back(self, inner: Any, guard: GuardState, before: WatchState) -> tuple[Any, GuardState]:
         """Return to the last good state where something has gone wrong; keep the state where all is well."""
+        assert self.good_every is not None
         now, then = (watch.alarms.on[:, GONE_WRONG] for watch in (guard.watch, before))
         wrong = (now & ~then).any(1)
         inner = _mix(wrong, guard.good._replace(key=inner.key, info=inner.info), inner)
         alarms = guard.watch.alarms
         images, suspected = alarms.images, alarms.collapse.evidence > 0  # an alarm comes some time after its cause
         doubted = alarms.on[:, FAULTY].any(1) | now.any(1) | suspected
-        due = ~doubted & (images - guard.kept >= self.part.good_every)
+        due = ~doubted & (images - guard.kept >= self.good_every)
         return inner, guard._replace(
             returned=guard.returned + wrong,
             kept=torch.where(due, images, guard.kept),
             good=_mix(due, inner, guard.good),
         )
 
-    def predict(self, net: Backbone, state: GuardedState, x: Tensor, valid: Tensor | None = None) -> Tensor:
-        """As the method alone."""
-        return self.inner.predict(net, state.inner, x, valid)
-
-    def health(self, net: Backbone, state: GuardedState) -> list[Health]:
-        """How each stream does. Waits for the device."""
-        return self.read_health(net, state.guard, state.inner.info, self._leaning(net, state))
-
-    def read_health(
-        self, net: Backbone, guard: GuardState, info: Info, leaning: Mapping[str, Sequence[Any]] | None = None
-    ) -> list[Health]:
-        """The same from small parts of the state: the guard's, of which ``good`` is not read, and the method's report.
-
-        Without ``leaning`` there is no `Health.statistics` and no `Health.followed`.
-        """
-        watcher, watch = self.watcher(net), guard.watch
-        none = [None] * len(info.images)
-        estimate = watcher.estimator.read(watch.estimate)
-        known = watcher.normal is not None
-        agreed, probed = watch.agreement.unbind(1)
-        shares = (agreed / probed.clamp_min(1)).tolist()
-        *reported, images = watch.recent.unbind(1)
-        entropy, trusted = ((sums / images.clamp_min(1)).tolist() for sums in reported)
-        columns: dict[str, Sequence[Any]] = {
-            "images": watch.alarms.images.tolist(),
-            **{name: getattr(estimate, name).tolist() if known else none for name in Estimate._fields[:4]},
-            "calibrated": [known] * len(none),
-            "alarms": alarms_on(watch),
-            "entropy": entropy,
-            "trusted": trusted,
-            "distance": info.distance.tolist(),
-            **(leaning or {"statistics": none, "followed": none}),
-            "source_agreement": [s if n > 0 else None for s, n in zip(shares, probed.tolist(), strict=True)],
-            "predicted": [tuple(row) for row in watch.predicted.tolist()],
-            "held": guard.held.tolist(),
-            "returned": guard.returned.tolist(),
-        }
-        return [Health(**dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
-
-    def _leaning(self, net: Backbone, state: GuardedState) -> dict[str, Sequence[Any]]:
-        """How far the statistics of each stream are from the source's, and how far predictions follow them."""
-        inner: Any = self.inner
-        none = [None] * len(state.inner.info.images)
-        adapted: Deployed = (inner.adapted if self.acts else inner.deployed)(net, state.inner)
-        if isinstance(adapted.norm, PerBatch) or not adapted.stats.mean.shape[-1]:
-            return {"statistics": none, "followed": none}
-        anchored = inner.anchored(net, state.inner)
-        seen = adapted.stats if anchored is None else anchored
-        far, follow = distance_of_statistics(net, seen).tolist(), [1.0] * len(none)
-        if self.acts and self.part.lean_half is not None:
-            follow = (self.part.lean_most * shift_weight(net, seen, self.part.midpoint(state.inner))).tolist()
-        return {"statistics": far, "followed": follow}
+    def follow(self, net: Backbone, state: Any, seen: Stats) -> list[float]:
+        """Return the share of the adapted statistics in those that predict, for each stream."""
+        if self.lean_half is None:
+            return super().follow(net, state, seen)
+        shares: list[float] = (self.lean_most * shift_weight(net, seen, self.midpoint(state))).tolist()
+        return shares
 
 
-for part in (Watch, Guard):
-    wrappers[part.name] = Wrapper(Guarded, part)
+def _kind_of_prediction(net: Backbone, method: Method, state: Any) -> tuple[bool, bool]:
+    """Whether a method normalises with the batch's statistics, and whether it predicts with weights of its own.
+
+    It is computed once for a network: `deployed` may pool many classes.
+    """
+    made = _kinds.setdefault(net, {})
+    if method not in made:
+        network = method.deployed(net, state)
+        made[method] = isinstance(network.norm, PerBatch), network.weights is not None
+    return made[method]
 
 
-def around(guard: Any, health: Any) -> Watch | None:
-    """What stands around a method if ``adapt`` is given this guard and this health; None: nothing."""
+def resolve_guard(guard: Any, health: Any) -> Watch | None:
+    """Return the guard of a pipeline from the arguments ``guard`` and ``health`` of `tribe.adapt`; None: no guard."""
     if not isinstance(guard, bool | Guard):
         raise TypeError(f"guard is True, False or a tribe.Guard; got {guard!r}")
     calibration = None if isinstance(health, bool) else health
@@ -390,29 +422,30 @@ def _prediction_hook(on_prediction: Callable[[Tensor], object] | None) -> Iterat
         _hook.reset(token)
 
 
-@functools.cache
-def with_prediction_hook(method: type[Method], leans: bool) -> type[Method]:
+def with_prediction_hook(method: Method, guard: Guard | None) -> Method:
     """The method, but it tells what it predicts, and its network may lean on the source; its fields are the same."""
+    base = type(method)
 
     def predict_screened(self: Any, net: Backbone, state: Any, x: Tensor, valid: Tensor) -> Tensor:
-        prediction = method.predict_screened(self, net, state, x, valid)
+        prediction = base.predict_screened(self, net, state, x, valid)
         if (on_prediction := _hook.get()) is not None:
             _hook.set(None)
             on_prediction(prediction)
         return prediction
 
     def deployed(self: Any, net: Backbone, state: Any) -> Deployed:
-        rule: Guard = self.guard
-        adapted = method.deployed(self, net, state)
-        half = None if rule.lean_half is None else lambda: rule.midpoint(state)
+        adapted = base.deployed(self, net, state)
+        assert guard is not None
+        half = None if guard.lean_half is None else lambda: guard.midpoint(state)
         return interpolate_to_source(
-            net, adapted, half, rule.lean_most, rule.lean_batch, lambda: self.anchored(net, state)
+            net, adapted, half, guard.lean_most, guard.lean_batch, lambda: self.anchored(net, state)
         )
 
-    names = {"__module__": method.__module__, "__doc__": method.__doc__, "predict_screened": predict_screened}
-    leaning = {"deployed": deployed, "adapted": method.deployed, "guard": Guard()} if leans else {}
-    cls: type[Method] = type(method.__name__, (method,), {**names, **leaning})
-    return cls
+    names = {"__module__": base.__module__, "__doc__": base.__doc__, "predict_screened": predict_screened}
+    cls = type(base.__name__, (base,), {**names, **({} if guard is None else {"deployed": deployed})})
+    made: Any = object.__new__(cls)
+    vars(made).update(vars(method))
+    return made  # type: ignore[no-any-return]
 
 
 @torch.no_grad()

@@ -6,9 +6,8 @@ from typing import Any
 from tribe.core.backbone import Backbone
 from tribe.health.alarms import read
 from tribe.health.events import Event, EventLog
-from tribe.health.guard import Guarded
 from tribe.health.watch import Health
-from tribe.methods import Composed, Method
+from tribe.methods import AnyMethod, Pipeline
 
 EVERY = 50  # steps between two readings on a GPU: reading waits for the device
 
@@ -16,19 +15,19 @@ EVERY = 50  # steps between two readings on a GPU: reading waits for the device
 class Observer:
     """Reads alarms after each step on a CPU, every 50 steps on a GPU, and whenever it is asked."""
 
-    def __init__(self, method: Method, callback: Callable[[Event], object] | None = None) -> None:
-        self._guarded = find_guarded(method) is not None
+    def __init__(self, method: AnyMethod, callback: Callable[[Event], object] | None = None) -> None:
+        self._guarded = is_watched(method)
         check_callback(callback, self._guarded)
         self.log = EventLog(callback)
         self._seen: Any = None
         self._steps = 0
 
-    def resume(self, method: Method, state: Any) -> None:
+    def resume(self, method: AnyMethod, state: Any) -> None:
         """Start after the alarms that a loaded state has seen already."""
         if self._guarded:
-            self._seen = read(find_guarded(method, state)[1].guard.watch.alarms)[1]
+            self._seen = read(state.guard.watch.alarms)[1]
 
-    def after_step(self, method: Method, state: Any) -> None:
+    def after_step(self, method: AnyMethod, state: Any) -> None:
         """Look for new events, if it is time."""
         if not self._guarded:
             return
@@ -36,19 +35,15 @@ class Observer:
         if state.key.seed.device.type == "cpu" or self._steps % EVERY == 0:
             self.look(method, state)
 
-    def look(self, method: Method, state: Any) -> None:
+    def look(self, method: AnyMethod, state: Any) -> None:
         """Look for new events now."""
         if self._guarded:
-            events, self._seen = read(find_guarded(method, state)[1].guard.watch.alarms, self._seen)
+            events, self._seen = read(state.guard.watch.alarms, self._seen)
             self.log.add(*events)
 
-    def health(self, method: Method, net: Backbone, state: Any) -> list[Health] | None:
+    def health(self, method: AnyMethod, net: Backbone, state: Any) -> list[Health] | None:
         """How each stream does; None if nothing watches."""
-        if not self._guarded:
-            return None
-        guarded, own = find_guarded(method, state)
-        found: list[Health] = guarded.health(net, own)
-        return found
+        return read_health(method, net, state)
 
 
 def check_callback(callback: Callable[[Event], object] | None, watched: bool) -> None:
@@ -57,10 +52,14 @@ def check_callback(callback: Callable[[Event], object] | None, watched: bool) ->
         raise ValueError("on_event is called with alarms, which need health=True or guard=True")
 
 
-def find_guarded(method: Method, state: Any = None) -> Any:
-    """The guarded or watched method inside a method, and its state; None if there is none."""
-    while not isinstance(method, Guarded):
-        if not isinstance(method, Composed):
-            return None
-        method, state = method.inner, None if state is None else state.inner
-    return method, state
+def is_watched(method: AnyMethod) -> bool:
+    """Return whether a guard, or what only watches, is in a pipeline."""
+    return isinstance(method, Pipeline) and method.guard is not None
+
+
+def read_health(method: AnyMethod, net: Backbone, state: Any) -> list[Health] | None:
+    """Return the health of each stream; None if nothing watches. Waits for the device."""
+    if not isinstance(method, Pipeline) or method.guard is None:
+        return None
+    health: list[Health] = method.guard.health(net, method.method, state)
+    return health

@@ -17,7 +17,7 @@ from tribe.core.state import leaves, select, tree_map
 from tribe.health.ages import Age, as_age, show_seconds
 from tribe.health.history import History, Kept, RolledBack
 from tribe.health.snapshots import Snapshot, copy_like
-from tribe.methods import Method
+from tribe.methods import AnyMethod
 
 NO_HISTORY = (
     "this adapter keeps no history to go back in: tribe.adapt(net, history=True) takes snapshots while it learns. "
@@ -77,7 +77,7 @@ class Recorder:
             + (f"Choose tribe.History({') or tribe.History('.join(advice)})" if advice else "Adapt without a history")
         )
 
-    def before_step(self, method: Method, net: Backbone, state: Any) -> None:
+    def before_step(self, method: AnyMethod, net: Backbone, state: Any) -> None:
         """Take a snapshot if one is due."""
         if (policy := self.policy) is None:
             return

@@ -8,7 +8,7 @@ from torch import Tensor
 from tribe.core.backbone import Backbone
 from tribe.core.state import tree_map
 from tribe.fields import document
-from tribe.methods import Method
+from tribe.methods import AnyMethod
 
 
 class StreamInfo(NamedTuple):
@@ -47,7 +47,7 @@ document(
 class Snapshot(NamedTuple):
     """A copy of an adapter's state for `Adapter.restore`, with the method and the network that it belongs to."""
 
-    method: Method
+    method: AnyMethod
     state: Any
     net: Backbone  # not a copy, and no fingerprint: hashing its weights costs more than copying the state
     frozen: bool
@@ -73,7 +73,7 @@ def describe_streams(state: Any, poisoned: Tensor | None, frozen: bool) -> list[
     ]
 
 
-def check_snapshot(snapshot: Snapshot, method: Method, net: Backbone, streams: int) -> None:
+def check_snapshot(snapshot: Snapshot, method: AnyMethod, net: Backbone, streams: int) -> None:
     """Refuse a snapshot of another method, network or number of streams."""
     if snapshot.method != method:
         raise ValueError(f"the snapshot was taken with {snapshot.method}; this adapter runs {method}")

@@ -85,7 +85,7 @@ def decode(data: bytes, name: str = "bytes") -> Saved:
 def _checked(path: str | PathLike[str], header: dict[str, Any], tensors: dict[str, Tensor]) -> Saved:
     saved = Saved(**header, tensors=tensors)
     # The file's own tensors must agree with its header before a state of that many streams is allocated.
-    seeds = next((t for name, t in tensors.items() if re.fullmatch(r"(inner\.)*key\.seed", name)), None)
+    seeds = next((t for name, t in tensors.items() if re.fullmatch(r"(method\.)?key\.seed", name)), None)
     if seeds is None or seeds.dim() != 1 or not 1 <= saved.streams == len(seeds):
         found = "no seeds" if seeds is None else f"seeds of shape {tuple(seeds.shape)}"
         raise StateFileError(

@@ -8,16 +8,22 @@ from typing import Any
 from tribe.core.augment import Augment
 from tribe.io.states import STATE, StateFileError
 from tribe.knowledge import Knowledge, KnowledgeError
-from tribe.methods import Method, create, get
+from tribe.methods import AnyMethod, Pipeline, create, get, get_fields
 
 
 def encode_fields(component: Any) -> dict[str, Any]:
-    """The fields of a dataclass as plain data; the ids of experiments are hashes of it.
+    """Return the fields of a dataclass, or of all parts of a pipeline, as plain data, which ids are hashes of.
 
     Source knowledge becomes ``{"knowledge": digest}``, an augmentation ``{"augment": fields}``, any other callable
     ``{"callable": name}``, since no file can hold it. All other values stay as they are.
     """
-    return {field.name: _encode(getattr(component, field.name)) for field in dataclasses.fields(component)}
+    return {name: _encode(value) for name, value in _fields(component).items()}
+
+
+def _fields(component: Any) -> dict[str, Any]:
+    if isinstance(component, Pipeline):
+        return get_fields(component)
+    return {field.name: getattr(component, field.name) for field in dataclasses.fields(component)}
 
 
 def _encode(value: Any) -> Any:
@@ -71,11 +77,11 @@ def _added(method: str) -> Mapping[str, Any]:
 # -- state files ------------------------------------------------------------------------------------------------------
 
 
-def method_for_file(method: Method) -> dict[str, Any]:
-    """The fields of a method as a state file holds them: source knowledge also has the path of its file."""
+def method_for_file(method: AnyMethod) -> dict[str, Any]:
+    """Return the fields of a method as a state file holds them: source knowledge also has the path of its file."""
     fields = encode_fields(method)
-    for name in fields:
-        if isinstance(known := getattr(method, name), Knowledge):
+    for name, known in get_fields(method).items():
+        if isinstance(known, Knowledge):
             with_path = {"knowledge": known.path, "digest": known.digest}
             fields[name] = with_path if known.path else {"callable": repr(known)}
     return fields
@@ -83,7 +89,7 @@ def method_for_file(method: Method) -> dict[str, Any]:
 
 def method_from_file(
     path: str | PathLike[str], name: str, saved: Mapping[str, Any], given: Mapping[str, Any]
-) -> Method:
+) -> AnyMethod:
     """Build the method of a state file.
 
     A field that could not be saved must be among ``given``, and no other may be, except source knowledge: its file can

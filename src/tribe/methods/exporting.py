@@ -6,7 +6,7 @@ from torch import nn
 
 from tribe.core.backbone import Backbone
 from tribe.core.rules import Frozen, PerBatch
-from tribe.methods.method import Method
+from tribe.methods.pipeline import AnyMethod
 
 NOT_EXPORTED = (
     "{0} cannot be exported as an ordinary module that predicts what it predicts, because {0} {1}. Keep the adapter in "
@@ -14,7 +14,7 @@ NOT_EXPORTED = (
 )
 
 
-def plain_network(net: Backbone, method: Method, state: Any, stream: int) -> nn.Module:
+def plain_network(net: Backbone, method: AnyMethod, state: Any, stream: int) -> nn.Module:
     """A module with ordinary normalisation layers that predicts for one stream as the method does, or an error."""
     if (more := method.not_exportable_because) is not None:
         raise ValueError(NOT_EXPORTED.format(method.name, f"predicts with more than a pass of a network: {more}"))

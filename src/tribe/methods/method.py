@@ -248,7 +248,7 @@ def _check_fields(method: Method) -> None:
     plain_numbers(method)
 
 
-def check_fits(net: Backbone, method: Method) -> None:
+def check_fits(net: Backbone, method: Any) -> None:
     """Refuse a network without anything for the method to learn, or with another number of classes."""
     if net.dense and not method.dense:
         raise ValueError(f"{method.name} needs logits, and this network may return something else: dense=True. {DENSE}")

@@ -21,7 +21,7 @@ from torch import nn
 
 from tribe.core.backbone import Backbone
 from tribe.fields import is_whole, require
-from tribe.methods import Method
+from tribe.methods import AnyMethod
 from tribe.serve.app import App
 from tribe.serve.config import Limits, Policy
 from tribe.serve.listener import as_tokens, new_access, shorten_collections
@@ -57,7 +57,7 @@ class WorkerApp(App):
 
 def application(
     model: nn.Module | Backbone,
-    method: str | Method = "tribe",
+    method: str | AnyMethod = "tribe",
     *,
     data: str | PathLike[str],
     workers: int = 2,

@@ -11,7 +11,7 @@ from tribe.core.backbone import Backbone
 from tribe.fields import is_whole, require
 from tribe.filters import TimeFilter
 from tribe.health import Calibration, Guard
-from tribe.methods import Method
+from tribe.methods import AnyMethod
 from tribe.serve.config import Limits, Policy
 from tribe.serve.listener import Listener
 from tribe.serve.protocol.messages import ModelInfo
@@ -55,7 +55,7 @@ class Server(Listener):
     def __init__(
         self,
         model: nn.Module | Backbone,
-        method: str | Method = "tribe",
+        method: str | AnyMethod = "tribe",
         *,
         name: str = "model",
         data: str | PathLike[str] | None = None,
@@ -101,7 +101,7 @@ class Server(Listener):
 
 def new_worker(
     model: nn.Module | Backbone,
-    method: str | Method,
+    method: str | AnyMethod,
     name: str,
     data: str | PathLike[str] | None,
     shape: Sequence[int | None] | None,

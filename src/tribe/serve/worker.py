@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor
 
 from tribe.fields import document
-from tribe.methods import Timed
+from tribe.methods import Pipeline
 from tribe.serve import execution
 from tribe.serve.budget import Times
 from tribe.serve.condition import Conditions
@@ -105,7 +105,7 @@ class Worker:
         self.conditions = Conditions(fleet, self.log, self.metrics)
         self._watch = Watch(self.keeper, self.scheduler, self.metrics, self.conditions)
         self._controls = Controls(self.keeper, self.hold, self.drained, in_states, self.stream)
-        self._filters = isinstance(getattr(fleet, "method", None), Timed)  # then also a frozen stream changes
+        self._filters = Pipeline.of(fleet.method).filter is not None  # then also a frozen stream changes
         self._tasks: list[asyncio.Task[None]] = []
         self._timer: asyncio.TimerHandle | None = None
         self._progress = asyncio.Event()  # set and replaced whenever a batch ends

@@ -27,7 +27,7 @@ from tribe.filters import FilterInfo, TimeFilter
 from tribe.health.calibration import Calibration
 from tribe.health.changes import Comparison, compare_states
 from tribe.health.events import Event
-from tribe.health.guard import Guard, around
+from tribe.health.guard import Guard, resolve_guard
 from tribe.health.history import History, Kept, RolledBack, as_history
 from tribe.health.observer import Observer
 from tribe.health.recorder import Recorder, put_stream
@@ -35,7 +35,7 @@ from tribe.health.snapshots import Snapshot, StreamInfo, check_snapshot, copy_li
 from tribe.health.watch import Health
 from tribe.io import states
 from tribe.io.states import Saved
-from tribe.methods import Method, Timed
+from tribe.methods import AnyMethod, Pipeline
 from tribe.methods.building import backbone_for, build_method, check_network
 from tribe.methods.encoding import method_for_file, method_from_file
 from tribe.methods.exporting import plain_network
@@ -44,7 +44,7 @@ from tribe.methods.exporting import plain_network
 @torch.inference_mode(False)  # what is built here must be able to carry gradients
 def adapt(
     model: nn.Module | Backbone,
-    method: str | Method = "tribe",
+    method: str | AnyMethod = "tribe",
     *,
     time: str | TimeFilter | None = None,
     guard: bool | Guard = False,
@@ -90,7 +90,7 @@ def adapt(
     16
     """
     net = backbone_for(model, method, alone=time is None and not guard and not health)
-    built = build_method(net, method, time, classes, fields, around(guard, health))
+    built = build_method(net, method, time, classes, fields, resolve_guard(guard, health))
     return Adapter(
         net,
         built,
@@ -150,7 +150,7 @@ class Adapter(NetworkInterface):
     def __init__(
         self,
         net: Backbone,
-        method: Method,
+        method: AnyMethod,
         *,
         streams: int = 1,
         seed: int = 0,
@@ -285,7 +285,7 @@ class Adapter(NetworkInterface):
     @locked
     def time(self) -> list[FilterInfo] | None:
         """What the time filter does for each stream; None without one."""
-        return self.method.filter_info(self.state) if isinstance(self.method, Timed) else None
+        return self.method.filter_info(self.state) if isinstance(self.method, Pipeline) else None
 
     @property
     @locked

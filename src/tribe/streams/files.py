@@ -8,7 +8,7 @@ from tribe.core.state import leaves, rebuild
 from tribe.health.snapshots import copy_like
 from tribe.io import states
 from tribe.io.states import Saved, StateFileError
-from tribe.methods import Method
+from tribe.methods import AnyMethod, get_fields
 from tribe.methods.encoding import method_for_file, method_from_file
 from tribe.streams.pool import Entry
 
@@ -22,7 +22,7 @@ class StateFiles:
         like: a state of one stream.
     """
 
-    def __init__(self, method: Method, net: Backbone, like: Any) -> None:
+    def __init__(self, method: AnyMethod, net: Backbone, like: Any) -> None:
         self.method, self.net, self.like = method, net, like
         self._fingerprint: str | None = None
 
@@ -42,9 +42,10 @@ class StateFiles:
         """A copy of the state in a file, if it is one of a single stream of this method on this network."""
         if saved.streams != 1:
             raise StateFileError(f"{source} holds {saved.streams} streams; a stream of a fleet is loaded from one")
-        found: str | Method = saved.method
+        found: str | AnyMethod = saved.method
         if saved.method == self.method.name:
-            own = {name: getattr(self.method, name, None) for name, v in saved.fields.items() if _is_given(v)}
+            mine = get_fields(self.method)
+            own = {name: mine.get(name) for name, v in saved.fields.items() if _is_given(v)}
             found = method_from_file(source, saved.method, saved.fields, own)
         if found != self.method:
             raise StateFileError(f"{source} was saved with {found}; this fleet runs {self.method}")

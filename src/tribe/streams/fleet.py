@@ -23,13 +23,13 @@ from tribe.fields import is_whole, require
 from tribe.filters import TimeFilter
 from tribe.health.calibration import Calibration
 from tribe.health.events import Event
-from tribe.health.guard import Guard, around
+from tribe.health.guard import Guard, resolve_guard
 from tribe.health.recorder import count_bytes
 from tribe.health.snapshots import Snapshot, StreamInfo, check_snapshot, copy_like
 from tribe.health.watch import Health
 from tribe.io import states
 from tribe.io.states import Saved
-from tribe.methods import Deployed, Method
+from tribe.methods import AnyMethod, Deployed
 from tribe.methods.building import build_method, check_network
 from tribe.methods.exporting import plain_network
 from tribe.methods.source import Source
@@ -57,7 +57,7 @@ SOURCE = Source()
 @torch.inference_mode(False)  # what is built here must be able to carry gradients
 def fleet(
     model: nn.Module | Backbone,
-    method: str | Method = "tribe",
+    method: str | AnyMethod = "tribe",
     *,
     time: str | TimeFilter | None = None,
     guard: bool | Guard = False,
@@ -97,7 +97,7 @@ def fleet(
     (torch.Size([5, 4]), 2)
     """
     net = model if isinstance(model, Backbone) else Backbone(model)
-    built = build_method(net, method, time, classes, fields, around(guard, health))
+    built = build_method(net, method, time, classes, fields, resolve_guard(guard, health))
     return Fleet(
         net,
         built,
@@ -135,7 +135,7 @@ class Fleet:
     def __init__(
         self,
         net: Backbone,
-        method: Method,
+        method: AnyMethod,
         *,
         on_event: Listener | None = None,
         classes: int | None = None,

@@ -9,7 +9,7 @@ from torch import Tensor
 from tribe.core.backbone import Backbone
 from tribe.core.graphs import Steps
 from tribe.core.kernels import Switch
-from tribe.methods import Deployed, Method, Timed, finite, mask_logits, screen
+from tribe.methods import AnyMethod, Deployed, Pipeline, finite, mask_logits, screen
 from tribe.streams.batching import Group, gather, gather_deployed, scatter
 
 RECORDINGS = 16  # shapes of groups whose CUDA graphs are kept
@@ -28,7 +28,7 @@ class Runner:
         exact: streams go through the network one by one.
     """
 
-    def __init__(self, method: Method, net: Backbone, graphs: Switch, deterministic: bool, exact: bool) -> None:
+    def __init__(self, method: AnyMethod, net: Backbone, graphs: Switch, deterministic: bool, exact: bool) -> None:
         self.method, self.net = method, net
         self.padded = not exact and net.device.type != "cpu"  # each shape of a group may cost a recording
         self.alone: str | None = EXACT if exact else None  # why streams go through the network one by one
@@ -45,8 +45,8 @@ class Runner:
         """Predict without adapting, in the order of the streams; states only if a time filter goes on."""
         rows = len(group.x)
         logits, state = self.method.predict_and_advance(self.net, gather(states, rows), group.x, group.valid)
-        timed = isinstance(self.method, Timed)
-        return logits, scatter(state, rows, len(states), copy=False) if timed else None
+        filtered = isinstance(self.method, Pipeline) and self.method.filter is not None
+        return logits, scatter(state, rows, len(states), copy=False) if filtered else None
 
     def predict(self, group: Group, states: Sequence[Any], networks: Sequence[Deployed]) -> Tensor:
         """Predict without adapting, with what `Method.deployed` made of each state."""
@@ -69,13 +69,14 @@ class Runner:
 
 
 def predict(
-    method: Method, net: Backbone, states: Sequence[Any], deployed: Deployed, x: Tensor, valid: Tensor | None
+    method: AnyMethod, net: Backbone, states: Sequence[Any], deployed: Deployed, x: Tensor, valid: Tensor | None
 ) -> Tensor:
     """As `Method.predict`, with the network that `Method.deployed` made: it is not made again at every call."""
     rows = len(x)
-    if isinstance(method, Timed):
-        output = predict(method.inner, net, [state.inner for state in states], deployed, x, valid)
-        return method.filter_after(net, gather([state.time for state in states], rows), output, valid)[0]
+    if isinstance(method, Pipeline) and method.filter is not None:
+        inner = states if method.guard is not None else [state.method for state in states]
+        output = predict(method.unfiltered, net, inner, deployed, x, valid)
+        return method.filter_output(net, gather([state.filter for state in states], rows), output, valid)[0]
     if method.not_exportable_because is not None:
         return method.predict(net, gather(states, rows), x, valid)
     x, seen, _ = screen(x, valid)

@@ -6,10 +6,9 @@ from typing import Any
 from tribe.core.backbone import Backbone
 from tribe.health.alarms import read
 from tribe.health.events import Event, EventLog
-from tribe.health.guard import EmptyState
-from tribe.health.observer import EVERY, check_callback, find_guarded
+from tribe.health.observer import EVERY, check_callback, is_watched, read_health
 from tribe.health.watch import Health
-from tribe.methods import Method
+from tribe.methods import AnyMethod, EmptyState, Pipeline
 from tribe.streams.batching import gather
 from tribe.streams.pool import Entry
 
@@ -26,9 +25,9 @@ class Watching:
         listener: called with every alarm; more may be added to `listeners`.
     """
 
-    def __init__(self, method: Method, net: Backbone, listener: Listener | None) -> None:
+    def __init__(self, method: AnyMethod, net: Backbone, listener: Listener | None) -> None:
         self.method, self.net = method, net
-        self.guarded = find_guarded(method, None) is not None
+        self.guarded = is_watched(method)
         check_callback(listener, self.guarded)
         self.listeners: list[Listener] = [] if listener is None else [listener]
         self.log = EventLog(self._tell)
@@ -39,7 +38,7 @@ class Watching:
 
     def seen(self, state: Any) -> Any:
         """How often each alarm of a stream has begun."""
-        return read(self._own(state).guard.watch.alarms)[1] if self.guarded else None
+        return read(state.guard.watch.alarms)[1] if self.guarded else None
 
     def after_step(self, before: Mapping[str, Entry], after: Mapping[str, Any]) -> tuple[list[Event], Seen]:
         """The alarms that began in a step, of the streams whose turn it is."""
@@ -53,28 +52,20 @@ class Watching:
         events: list[Event] = []
         seen: Seen = {}
         for name, (state, last) in states.items():
-            found, seen[name] = read(self._own(state).guard.watch.alarms, last)
+            found, seen[name] = read(state.guard.watch.alarms, last)
             events += [event._replace(stream=name) for event in found]
         return events, seen
 
     def health(self, state: Any) -> Health | None:
         """How one stream does; None if nothing watches."""
-        if not self.guarded:
-            return None
-        guarded, own = find_guarded(self.method, state)
-        found: Health = guarded.health(self.net, own)[0]
-        return found
+        found = read_health(self.method, self.net, state)
+        return None if found is None else found[0]
 
     def health_many(self, states: Sequence[Any]) -> list[Health | None]:
         """How several streams do, read together, without what takes a look at all statistics; on one device."""
-        if not self.guarded or not states:
+        if not isinstance(self.method, Pipeline) or self.method.guard is None or not states:
             return [None] * len(states)
-        parts = [self._own(state) for state in states]
-        guard = gather([part.guard._replace(good=EmptyState()) for part in parts])
-        found: list[Health | None] = find_guarded(self.method, states[0])[0].read_health(
-            self.net, guard, gather([part.inner.info for part in parts])
-        )
+        guard = gather([state.guard._replace(good=EmptyState()) for state in states])
+        info = gather([state.info for state in states])
+        found: list[Health | None] = self.method.guard.read_health(self.net, self.method.method, guard, info)
         return found
-
-    def _own(self, state: Any) -> Any:
-        return find_guarded(self.method, state)[1]

@@ -17,7 +17,7 @@ from typing import Any
 from tribe.data.datasets import Dataset
 from tribe.data.scenarios import Scenario
 from tribe.filters import TimeFilter
-from tribe.methods import Method
+from tribe.methods import AnyMethod
 from tribe.norms import Norm
 from tribe.testing.dataset_checks import DATASET_CHECKS
 from tribe.testing.filter_checks import FILTER_CHECKS
@@ -37,7 +37,7 @@ from tribe.testing.samples import (
 from tribe.testing.scenario_checks import SCENARIO_CHECKS, label_sets
 
 
-def check_method(method: Method) -> None:
+def check_method(method: AnyMethod) -> None:
     """Check a method (built with classes=4); AssertionError says which property does not hold."""
     _run(METHOD_CHECKS, small(method))
 

@@ -15,7 +15,7 @@ from tribe.core.packed import PackedStats
 from tribe.core.screening import sound
 from tribe.core.slots import SlotHook
 from tribe.core.state import Affine, Stats, clone, digest, hash_tensors, leaves, rebuild, stream
-from tribe.methods import Method, Timed
+from tribe.methods import AnyMethod, Pipeline
 from tribe.norms import Norm
 from tribe.testing.samples import (
     CLASSES,
@@ -56,7 +56,7 @@ class _StrictBackbone(Backbone):
         return output._replace(logits=output.logits.where(counted.unsqueeze(-1), arbitrary), features=features)
 
 
-def _play(method: Method, net: Backbone, state: Any, batches: Iterable[Tensor]) -> tuple[list[Tensor], Any]:
+def _play(method: AnyMethod, net: Backbone, state: Any, batches: Iterable[Tensor]) -> tuple[list[Tensor], Any]:
     outputs = []
     for x in batches:
         y, state = method.step(net, state, x)
@@ -82,14 +82,14 @@ def _finite(state: Any) -> bool:
     return all(bool(t.isfinite().all()) for t in leaves(state).values())
 
 
-def never_sees_labels(method: Method) -> None:
+def never_sees_labels(method: AnyMethod) -> None:
     """Catches a method that takes labels or domains, under any name."""
     names = list(inspect.signature(method.step).parameters)
     allowed = ["net", "state", "x", "valid", "retired"]
     assert names in (allowed[:4], allowed), f"step takes {names}; expected {allowed}, the last one optional"
 
 
-def is_deterministic(method: Method) -> None:
+def is_deterministic(method: AnyMethod) -> None:
     """Catches draws from the global random generators, and anything kept outside the state."""
     net, batches = small_backbone(), _stream_of(2)
     runs = []
@@ -102,7 +102,7 @@ def is_deterministic(method: Method) -> None:
     assert first_state == second_state, "states differ between equal runs"
 
 
-def leaves_global_random_state_alone(method: Method) -> None:
+def leaves_global_random_state_alone(method: AnyMethod) -> None:
     """Catches a step that draws from torch's, numpy's or Python's global generator, or seeds it."""
     net = small_backbone()
     with generators_stay():
@@ -110,7 +110,7 @@ def leaves_global_random_state_alone(method: Method) -> None:
         method.predict(net, state, images(1, 6))
 
 
-def its_clock_ticks(method: Method) -> None:
+def its_clock_ticks(method: AnyMethod) -> None:
     """Catches a clock that does not advance, so that every step draws the same numbers, and a seed that changes.
 
     It also holds for methods that draw nothing: the clock is the number of batches that a stream reports.
@@ -124,7 +124,7 @@ def its_clock_ticks(method: Method) -> None:
     assert state.key.seed.tolist() == [5, 6], f"seeds 5 and 6 became {state.key.seed.tolist()}"
 
 
-def mutates_nothing(method: Method) -> None:
+def mutates_nothing(method: AnyMethod) -> None:
     """Catches in-place optimisers, a trained backbone, counters on the object, and changed input images."""
     net = small_backbone()
     _, state = _play(method, net, method.init(net, 2), _stream_of(2, steps=2))
@@ -141,7 +141,7 @@ def mutates_nothing(method: Method) -> None:
     assert not any(p.requires_grad for p in net.parameters()), "the step unfroze the network"
 
 
-def reusing_memory_changes_no_number(method: Method) -> None:
+def reusing_memory_changes_no_number(method: AnyMethod) -> None:
     """Catches a step that reads the memory it reuses, or that reuses the memory of the state it was given."""
     net, batches = small_backbone(), _stream_of(2)
     expected, expected_state = _play(method, net, method.init(net, 2), batches)
@@ -156,7 +156,7 @@ def reusing_memory_changes_no_number(method: Method) -> None:
     assert digest(expected_state) == digest(state), "states differ"
 
 
-def streams_are_independent(method: Method) -> None:
+def streams_are_independent(method: AnyMethod) -> None:
     """Catches statistics, losses, thresholds or random draws shared between streams: S together = each alone."""
     net, streams = small_backbone(torch.float64), 3
     batches = [images(streams, 6, seed, torch.float64) for seed in range(4)]
@@ -170,7 +170,7 @@ def streams_are_independent(method: Method) -> None:
             assert torch.allclose(t.double(), other.double(), rtol=0, atol=1e-9), f"{name} of stream {i} differs"
 
 
-def saves_and_resumes(method: Method) -> None:
+def saves_and_resumes(method: AnyMethod) -> None:
     """Catches anything outside the state that a step depends on: the state is saved in mid-stream and loaded."""
     net, batches = small_backbone(), _stream_of(2)
     whole, end = _play(method, net, method.init(net, 2, seed=3), batches)
@@ -183,7 +183,7 @@ def saves_and_resumes(method: Method) -> None:
     assert digest(end) == digest(resumed_end), "states differ after resuming"
 
 
-def keeps_no_graph(method: Method) -> None:
+def keeps_no_graph(method: AnyMethod) -> None:
     """Catches an autograd graph that grows with the stream, and a step that differs under no_grad."""
     net, batches = small_backbone(), _stream_of(1)
     with torch.no_grad():
@@ -196,7 +196,7 @@ def keeps_no_graph(method: Method) -> None:
     assert digest(plain_state) == digest(state), "grad mode changes the state"
 
 
-def stays_finite(method: Method) -> None:
+def stays_finite(method: AnyMethod) -> None:
     """Catches empty means, division by an empty class and log 0: one image, black, white, one class, NaN."""
     net = small_backbone()
     normal = images(1, 6)
@@ -225,7 +225,7 @@ def stays_finite(method: Method) -> None:
             )
 
 
-def padding_weighs_nothing(method: Method) -> None:
+def padding_weighs_nothing(method: AnyMethod) -> None:
     """Catches invalid images, or free places of a memory, that enter a statistic, a loss or a mean.
 
     The invalid images come last, because the noise of a random augmentation depends on the place in the batch.
@@ -246,7 +246,7 @@ def padding_weighs_nothing(method: Method) -> None:
         assert torch.allclose(t.float(), leaves(state)[name].float(), rtol=1e-4, atol=1e-5), f"padding moved {name}"
 
 
-def a_poisoned_batch_touches_nothing(method: Method) -> None:
+def a_poisoned_batch_touches_nothing(method: AnyMethod) -> None:
     """Catches a clock, an optimiser or a statistic that moves although no image was valid."""
     net = small_backbone()
     _, state = _play(method, net, method.init(net, 2), _stream_of(2, steps=2))
@@ -263,7 +263,7 @@ def a_poisoned_batch_touches_nothing(method: Method) -> None:
     assert int(end.info.images[1]) == int(state.info.images[1]) + 6, "the other stream did not learn"
 
 
-def says_nothing_of_what_does_not_count(method: Method) -> None:
+def says_nothing_of_what_does_not_count(method: AnyMethod) -> None:
     """Catches raw predictions of padding, or of images that are not finite: their logits must be equal."""
     net = small_backbone()
     _, state = _play(method, net, method.init(net, 2), _stream_of(2, steps=2))
@@ -282,7 +282,7 @@ def says_nothing_of_what_does_not_count(method: Method) -> None:
             )
 
 
-def batch_size_may_change(method: Method) -> None:
+def batch_size_may_change(method: AnyMethod) -> None:
     """Catches shapes remembered from the first batch."""
     net = small_backbone()
     state = method.init(net)
@@ -291,7 +291,7 @@ def batch_size_may_change(method: Method) -> None:
         assert y.shape == (1, size, CLASSES), f"{size} images gave {tuple(y.shape)}"
 
 
-def cost_does_not_grow(method: Method) -> None:
+def cost_does_not_grow(method: AnyMethod) -> None:
     """Catches a state that grows with the stream, or changes its precision."""
     for dtype in (torch.float32, torch.float64):
         net = small_backbone(dtype)
@@ -304,7 +304,7 @@ def cost_does_not_grow(method: Method) -> None:
             assert old == new, f"{name} of the state was {old} and after four batches is {new}"
 
 
-def adapts(method: Method) -> None:
+def adapts(method: AnyMethod) -> None:
     """Catches a method that does not adapt, and one that adapts but sets `does_not_adapt`."""
     net = small_backbone()
     start = method.init(net)
@@ -320,7 +320,7 @@ def adapts(method: Method) -> None:
 SMALL = "Declare in `small`, on the class, the fields with which a few images are enough: see tribe.testing.small"
 
 
-def a_few_images_are_enough(method: Method) -> None:
+def a_few_images_are_enough(method: AnyMethod) -> None:
     """Catches a method that does nothing in the other checks: what moves in a long stream moves in a short one too.
 
     If there is a memory, more images have arrived than it holds.
@@ -341,7 +341,7 @@ def a_few_images_are_enough(method: Method) -> None:
             assert bool((memory.held < memory.arrivals).all()), f"its memory holds all of 12 images. {SMALL}"
 
 
-def prediction_comes_before_learning(method: Method) -> None:
+def prediction_comes_before_learning(method: AnyMethod) -> None:
     """Catches a step that learns from a batch before it predicts it, and a predict that disagrees with step."""
     net = small_backbone()
     _, state = _play(method, net, method.init(net), _stream_of(1, steps=2))
@@ -350,7 +350,7 @@ def prediction_comes_before_learning(method: Method) -> None:
     assert torch.allclose(y, method.predict(net, state, x), rtol=0, atol=1e-5), "step and predict disagree"
 
 
-def predicts_with_what_it_deploys(method: Method) -> None:
+def predicts_with_what_it_deploys(method: AnyMethod) -> None:
     """Catches a `deployed` that is not the network that predicts, and a wrong `not_exportable_because`.
 
     The network of `deployed` is the one that is exported.
@@ -366,18 +366,18 @@ def predicts_with_what_it_deploys(method: Method) -> None:
             f"predict differs from a pass of the network in deployed by up to {gap:.2g}. If predict does more than "
             "that pass, describe it in not_exportable_because"
         )
-    elif not isinstance(method, Timed):  # a filter changes predictions only once it is on: see filter_checks
+    elif Pipeline.of(method).filter is None:  # a filter changes predictions only once it is on: see filter_checks
         assert gap > 1e-9, (
             f"not_exportable_because is {method.not_exportable_because!r}, but a pass of deployed predicts the same"
         )
 
 
-def is_documented(method: Method) -> None:
+def is_documented(method: AnyMethod) -> None:
     """Catches a method without a docstring, a paper or a name."""
-    require_documentation(type(method))
+    require_documentation(type(Pipeline.of(method).method))
 
 
-METHOD_CHECKS: tuple[Callable[[Method], None], ...] = (
+METHOD_CHECKS: tuple[Callable[[AnyMethod], None], ...] = (
     never_sees_labels,
     is_deterministic,
     leaves_global_random_state_alone,

@@ -1,7 +1,6 @@
 """What the checks run on: a small network, images, predictions, methods, and a watch on global random generators."""
 
 import copy
-import dataclasses
 import functools
 import inspect
 import random
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from tribe import methods
 from tribe.core.backbone import Backbone
 from tribe.core.rng import Key, normal, uniform
-from tribe.methods import Method
+from tribe.methods import AnyMethod, Pipeline, with_fields
 
 CLASSES = 4  # of the small network
 SIZE = 8  # of images, in pixels
@@ -98,27 +97,28 @@ def predictions(labels: Tensor, classes: int, margin: float = 2.0, heat: float =
     return heat * margin * (noise + margin * torch.nn.functional.one_hot(labels, classes))
 
 
-def informed(method: Method, net: Backbone | None = None) -> Method:
+def informed(method: AnyMethod, net: Backbone | None = None) -> AnyMethod:
     """Return the method with the source knowledge it needs, if any, from the small network (or another)."""
     if method.needs is None:
         return method
     net = net or small_backbone()
     sources = [images(1, 16, seed)[0] for seed in range(100, 106)]
     labels = [torch.randint(CLASSES, (16,), generator=torch.Generator().manual_seed(seed)) for seed in range(6)]
-    return dataclasses.replace(method, knowledge=method.study(net, zip(sources, labels, strict=True)))  # type: ignore[call-arg]
+    return with_fields(method, knowledge=method.study(net, zip(sources, labels, strict=True)))
 
 
-def ready(name: str, **fields: Any) -> Method:
+def ready(name: str, **fields: Any) -> AnyMethod:
     """Build a registered method for the small network, with the source knowledge it needs."""
     return informed(methods.create(name, classes=CLASSES, **fields))
 
 
-def small(method: Method) -> Method:
-    """Return the method with the values its class declares in `small`, where its own are larger."""
-    limits: Mapping[str, int] = method.small
-    return dataclasses.replace(
-        method, **{name: limit for name, limit in limits.items() if getattr(method, name) > limit}
-    )
+def small(method: AnyMethod) -> AnyMethod:
+    """Return the method with the values that its class, or its guard's, declares in `small`, where its own are larger."""
+    smaller: dict[str, Any] = {}
+    for part in Pipeline.of(method).parts:
+        limits: Mapping[str, Any] = getattr(part, "small", {})
+        smaller |= {name: limit for name, limit in limits.items() if getattr(part, name) > limit}
+    return with_fields(method, **smaller)
 
 
 @contextmanager

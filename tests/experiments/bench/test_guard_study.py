@@ -25,7 +25,7 @@ def test_streams_are_played_batch_by_batch_and_go_on_from_their_state():
     first, state = play(Images(*(t[:, :16] for t in images)), batch=8)
     rest, again = play(Images(*(t[:, 16:] for t in images)), batch=8, state=state)
     assert torch.equal(wrong, torch.cat((first, rest), 1))
-    assert torch.equal(end.inner.affine.weight, again.inner.affine.weight)
+    assert torch.equal(end.method.affine.weight, again.method.affine.weight)
 
 
 def test_clean_streams_are_drawn_from_real_images():

@@ -26,7 +26,7 @@ from tribe.health.calibration import NAME as HEALTH
 from tribe.health.calibration import Calibration
 from tribe.io.files import check_file, check_folder
 from tribe.knowledge import Knowledge, knowledge_path
-from tribe.methods import Method
+from tribe.methods import AnyMethod
 
 SHOWN = 6  # tensors that are listed; a network has hundreds of weights
 HELD_OUT = 2000  # images for health
@@ -81,7 +81,7 @@ def source(
             _health(wanted, method_name(adapts_with))
             if method == HEALTH
             else _of_method(
-                wanted, tribe.methods.strip_wrappers(method_name(method))
+                wanted, tribe.methods.parse(method_name(method)).alone
             )  # a guard or a time filter needs none
         )
         if _is_made(wanted.folder, target):
@@ -165,7 +165,7 @@ def _health(wanted: Wanted, method: str) -> tuple[Knowledge, Path, str]:
         calibration: Calibration = tribe.calibrate(
             net, x, y, method=built, seed=wanted.seed, progress=lambda n, of: bar.update(task, completed=n, total=of)
         )
-    method = tribe.methods.strip_filter(method)  # what was calibrated
+    method = tribe.methods.parse(method).unfiltered  # what was calibrated
     target = wanted.out or knowledge_path(HEALTH, wanted.model, wanted.dataset, wanted.root, {"method": method})
     known, error = calibration.knowledge(), 100 * calibration.estimator.unseen
     origin = {"model": wanted.model, "dataset": wanted.dataset, "seed": wanted.seed}
@@ -199,7 +199,7 @@ def _clean_images(name: str, data: Path | None, fields: dict[str, object], part:
     return images
 
 
-def _study(method: Method, net: Backbone, batches: "Batches") -> Knowledge:
+def _study(method: AnyMethod, net: Backbone, batches: "Batches") -> Knowledge:
     """The source knowledge of a method; an error about too few images names the options that give more."""
     try:
         return method.study(net, batches)

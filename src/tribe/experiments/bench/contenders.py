@@ -4,7 +4,6 @@ A contender has the name of a method, or of a function with `@contender`. Code o
 """
 
 import copy
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from tribe.core.kernels import Switch
 from tribe.experiments.bench.clock import Call
 from tribe.experiments.bench.networks import noise
 from tribe.health.recorder import count_bytes
-from tribe.methods import Method
+from tribe.methods import AnyMethod, with_fields
 from tribe.registry import nearest
 from tribe.streams.adapter import adapt
 
@@ -73,7 +72,7 @@ def check_names(names: Sequence[str]) -> None:
     if not names:
         raise ValueError(f"there is no method to measure: {nearest('', methods.names())}")
     for name in names:
-        alone = methods.strip_wrappers(name)
+        alone = methods.parse(name).alone
         if name not in _builders and alone not in methods.variants() and alone not in methods.names():
             if name.partition("+")[0] in methods.names():
                 methods.get(name)  # raises with the names of guards and time filters
@@ -123,8 +122,9 @@ def _inference(net: nn.Module, x: Tensor) -> Contender:
 
 def _method(name: str, workload: Workload) -> Contender:
     streams, batch, *shape = workload.images.shape
-    names = {field.name for field in dataclasses.fields(methods.get(name))}
-    room = {"room": math.prod(shape)} if "room" in names else {}  # values an image, for memories of images
+    room = (
+        {"room": math.prod(shape)} if "room" in methods.field_names(name) else {}
+    )  # values an image, for memories of images
     method = with_knowledge(methods.create(name, classes=workload.classes, **room), workload.backbone, tuple(shape))
     adapter = adapt(workload.backbone, method, streams=streams, graphs=workload.graphs)
     return Contender(
@@ -135,16 +135,16 @@ def _method(name: str, workload: Workload) -> Contender:
     )
 
 
-def _period(method: Method, batch: int) -> int:
+def _period(method: AnyMethod, batch: int) -> int:
     """Calls after which the cost of a call repeats: a method that learns every N images learns in some calls only."""
     every = getattr(method, "every", None) or 1  # None: once a batch
     return int(every // math.gcd(every, batch))
 
 
-def with_knowledge(method: Method, net: Backbone, shape: tuple[int, ...]) -> Method:
+def with_knowledge(method: AnyMethod, net: Backbone, shape: tuple[int, ...]) -> AnyMethod:
     """The method with source knowledge from noise, if it needs any: the values do not change the cost of a step."""
     if method.needs is None:
         return method
     batches = noise((STUDIED, 8, *shape), net.device).to(net.dtype)
     knowledge = method.study(net, [(x, torch.zeros(len(x), dtype=torch.int64, device=net.device)) for x in batches])
-    return dataclasses.replace(method, knowledge=knowledge)  # type: ignore[call-arg]
+    return with_fields(method, knowledge=knowledge)

@@ -37,7 +37,7 @@ class Command(NamedTuple):
 
 def is_known(method: str | None) -> bool:
     """Whether this is a method, or a variant of one, that is registered here; with a time filter or without."""
-    return method is not None and methods.strip_wrappers(method).partition("/")[0] in methods.names()
+    return method is not None and methods.parse(method).method in methods.names()
 
 
 def component(value: Any) -> tuple[str | None, Fields]:
@@ -102,7 +102,7 @@ def command(spec: Fields, seeds: Sequence[int], files: Any = None) -> Command:
         missing = [k for k in ("dataset", "model", "scenario", "method") if component(spec.get(k))[0] is None]
         return Command((), (f"no command: the record does not say its {', '.join(missing)}",))
     places = _places(spec, files)
-    adapting = places["method"] + method.removeprefix(methods.strip_wrappers(method)) if "method" in places else method
+    adapting = places["method"] + methods.parse(method).suffix if "method" in places else method
     words = ["tribe", "run", "--dataset", places.get("dataset", data), "--model", model]
     words += ["--scenario", places.get("scenario", protocol), "--methods", adapting]
     if protocol_fields.get("imbalance") is not None:
@@ -177,7 +177,7 @@ def _code(spec: Fields, role: str) -> str | None:
 
 def _is_ours(registry: Registry[Any], name: str | None) -> bool:
     """Whether a component is part of tribe."""
-    cls = _class(registry, None if name is None else methods.strip_wrappers(name).partition("/")[0])
+    cls = _class(registry, None if name is None else methods.parse(name).method)
     return cls is not None and cls.__module__.partition(".")[0] == "tribe"
 
 

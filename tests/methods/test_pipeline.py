@@ -1,6 +1,8 @@
-"""Every method with a time filter: the answers are the filter's, and what the method learns stays the same."""
+"""Pipelines and their names: the answers are the filter's, and what the method learns stays the same."""
 
+import copy
 import dataclasses
+import pickle
 
 import pytest
 import torch
@@ -10,7 +12,8 @@ from tribe.core.backbone import Backbone
 from tribe.core.state import digest
 from tribe.filters.cofa import Cofa
 from tribe.filters.markov import Markov
-from tribe.methods import Timed, timed, with_filter
+from tribe.health.guard import Guard
+from tribe.methods import Pipeline, with_fields
 from tribe.methods.lame import Lame
 from tribe.methods.source import Source
 from tribe.testing import CLASSES, images, ready, small, small_network
@@ -36,12 +39,12 @@ def test_answers_are_filtered_and_learning_is_not(name):
         output, state = alone.step(net, state, x, valid)
         played.append((x, valid, output, digest(state)))
     for rule in (EAGER, Cofa()):
-        both, used = with_filter(alone, rule), False
+        both, used = Pipeline(alone, filter=rule), False
         after, time = both.init(net, 2, seed=3), rule.init(2, CLASSES, torch.empty(0))
         assert both.output == alone.output
         for x, valid, output, own in played:
             answer, after = both.step(net, after, x, valid)
-            assert digest(after.inner) == own
+            assert digest(after.method) == own
             filtered = rule.step(time, output.clamp_min(1e-37).log() if name in PROBABILITIES else output, valid)
             time, used = filtered.state, used | filtered.used.any()
             wanted = filtered.logits.exp() if name in PROBABILITIES else filtered.logits
@@ -52,38 +55,59 @@ def test_answers_are_filtered_and_learning_is_not(name):
         assert used
 
 
-def test_names_fields_and_classes():
-    cls = methods.get("tribe+time")
-    assert cls is methods.get("tribe+time") is timed(methods.get("tribe"), Markov)  # one class, so that objects compare
-    made = methods.create("tribe+time", classes=CLASSES, within="batch", eta=0.01)
-    assert isinstance(made, Timed)
-    assert made.name == "tribe+time"
-    assert (made.inner, made.time_filter) == (
-        methods.create("tribe", classes=CLASSES, eta=0.01),
-        Markov(within="batch"),
+def test_a_name_builds_the_parts_and_routes_the_fields():
+    made = methods.create("tribe+guard+time", classes=CLASSES, eta=0.01, speed=0.01, within="batch")
+    assert made == Pipeline(
+        methods.create("tribe", classes=CLASSES, eta=0.01), Guard(speed=0.01), Markov(within="batch")
     )
-    assert dataclasses.replace(made, within="past").time_filter == Markov()
-    assert made == with_filter(methods.create("tribe", classes=CLASSES, eta=0.01), Markov(within="batch"))
-    assert made != dataclasses.replace(made, evidence_on=11)
-    assert "hidden Markov" in cls.__doc__
-    assert methods.create("selftrain/fixmatch+cofa", classes=CLASSES).inner == methods.create(
+    assert made.name == "tribe+guard+time"
+    assert with_fields(made, within="past", eta=0.02).filter == Markov()
+    assert methods.get("tribe+guard+time") is methods.get("tribe")
+    assert methods.create("selftrain/fixmatch+cofa", classes=CLASSES).method == methods.create(
         "selftrain/fixmatch", classes=CLASSES
     )
+    assert copy.deepcopy(made) == pickle.loads(pickle.dumps(made)) == made
 
 
-def test_wrong_names_and_fields_are_refused_in_words():
-    with pytest.raises(ValueError, match=r"time filter 'tiem'.*'time'"):
-        methods.get("tribe+tiem")
-    with pytest.raises(ValueError, match="unknown method 'trbe'"):
-        methods.get("trbe+time")
-    with pytest.raises(
-        TypeError, match=r"'tribe\+time' has no field 'withn': did you mean 'within'|has no field 'withn'"
-    ):
-        methods.create("tribe+time", withn="batch")
-    with pytest.raises(ValueError, match="within is 'past' or 'batch'"):
-        methods.create("source+time", within="future")
-    with pytest.raises(ValueError, match=r"source\+time has a time filter already"):
-        with_filter(methods.create("source+time"), Cofa())
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("tribe", ("tribe", None, None, None)),
+        ("tribe+time", ("tribe", None, None, "time")),
+        ("tribe+watch", ("tribe", None, "watch", None)),
+        ("tribe+guard+cofa", ("tribe", None, "guard", "cofa")),
+        ("selftrain/bn+st", ("selftrain", "bn+st", None, None)),
+        ("selftrain/bn+st+anchor+guard+time", ("selftrain", "bn+st+anchor", "guard", "time")),
+        ("file.py:Mine+time", ("file.py:Mine", None, None, "time")),
+    ],
+)
+def test_names_are_split_into_their_parts(name, parts):
+    parsed = methods.parse(name)
+    assert parsed == parts
+    assert parsed.alone + parsed.suffix == name
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "error", "word"),
+    [
+        ("tribe+tiem", {}, ValueError, "'time'"),
+        ("tribe+gaurd", {}, ValueError, "'guard'"),
+        ("trbe+time", {}, ValueError, "'trbe'"),
+        ("tribe+time+guard", {}, ValueError, "comes last"),
+        ("selftrain/fixmatch+time+guard", {}, ValueError, "comes last"),
+        ("selftrain/fixmach+time", {}, ValueError, "fixmatch"),
+        ("tribe+time", {"withn": "batch"}, TypeError, "within"),
+        ("source+time", {"within": "future"}, ValueError, "within"),
+    ],
+)
+def test_wrong_names_and_fields_are_refused(name, fields, error, word):
+    with pytest.raises(error, match=word):
+        methods.create(name, **fields)
+
+
+def test_a_pipeline_in_a_pipeline_is_refused():
+    with pytest.raises(ValueError, match="pipeline already"):
+        Pipeline(methods.create("source+time"), filter=Cofa())
 
 
 def test_fields_that_clash_are_refused():
@@ -93,17 +117,9 @@ def test_fields_that_clash_are_refused():
 
         within: int = 3
 
-    @dataclasses.dataclass(frozen=True)
-    class Inner(Source):
-        """A custom method with a field that a method with a filter has for itself."""
-
-        inner: int = 3
-
-    with pytest.raises(TypeError, match="source and 'time' both have a field 'within': rename"):
-        with_filter(Clash(), Markov())
-    with pytest.raises(TypeError, match=r"source\+time has a field 'inner': rename it"):
-        with_filter(Inner(), Markov())
-    assert with_filter(ready("selftrain"), Markov()).rule == "balanced"  # the method's own field
+    with pytest.raises(TypeError, match="'within'"):
+        Pipeline(Clash(), filter=Markov())
+    assert Pipeline(ready("selftrain"), filter=Markov()).method.rule == "balanced"
 
 
 def test_a_network_whose_classes_are_unknown_is_refused():
@@ -116,12 +132,12 @@ def test_a_network_whose_classes_are_unknown_is_refused():
             return self.norm(x).mean((2, 3))
 
     with pytest.raises(ValueError, match="a time filter needs the number of classes"):
-        with_filter(Source(), Cofa()).init(Backbone(Headless()))
+        Pipeline(Source(), filter=Cofa()).init(Backbone(Headless()))
 
 
 def test_predictions_come_from_the_current_belief():
     """`predict` is what the next step answers; `follow` is what a frozen adapter does: only the filter goes on."""
-    net, method = Backbone(small_network()), with_filter(small(ready("tent")), EAGER)
+    net, method = Backbone(small_network()), Pipeline(small(ready("tent")), filter=EAGER)
     state = method.init(net)
     for x, _ in batches():
         _, state = method.step(net, state, x[:1])
@@ -130,26 +146,26 @@ def test_predictions_come_from_the_current_belief():
     answer, after = method.predict_and_advance(net, state, x)
     assert torch.equal(answer, predicted)
     assert digest(state) == before
-    assert digest(after.inner) == digest(state.inner)
-    assert int(after.time.images) == int(state.time.images) + 6
+    assert digest(after.method) == digest(state.method)
+    assert int(after.filter.images) == int(state.filter.images) + 6
     assert torch.allclose(method.step(net, state, x)[0], predicted, rtol=0, atol=1e-5)
 
 
 def test_half_precision_is_filtered_in_float32():
-    net, method = Backbone(small_network(dtype=torch.bfloat16)), with_filter(Source(classes=CLASSES), EAGER)
+    net, method = Backbone(small_network(dtype=torch.bfloat16)), Pipeline(Source(classes=CLASSES), filter=EAGER)
     state = method.init(net)
-    assert state.time.belief.dtype == torch.float32
+    assert state.filter.belief.dtype == torch.float32
     y, state = method.step(net, state, images(1, 6).bfloat16())
     assert y.dtype == torch.bfloat16
     assert y.isfinite().all()
-    assert state.time.belief.dtype == torch.float32
+    assert state.filter.belief.dtype == torch.float32
 
 
 def test_probabilities_of_zero_are_filtered():
     """Catches log 0: the probabilities that LAME returns may underflow."""
-    method = with_filter(Lame(classes=CLASSES), EAGER)
-    time = method.time_filter.init(1, CLASSES, torch.empty(0))
+    method = Pipeline(Lame(classes=CLASSES), filter=EAGER)
+    time = method.filter.init(1, CLASSES, torch.empty(0))
     certain = torch.eye(CLASSES)[torch.tensor([[0, 0, 0, 1, 1, 0]])]
-    answer, time = method.filter_after(Backbone(small_network()), time, certain, None)
+    answer, time = method.filter_output(Backbone(small_network()), time, certain, None)
     assert answer.isfinite().all()
     assert torch.allclose(answer.sum(-1), torch.ones(()), atol=1e-5)

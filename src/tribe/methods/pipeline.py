@@ -1,0 +1,277 @@
+"""A method with a guard over it and a time filter after it, used like a method alone.
+
+    Pipeline(Tribe(classes=10), guard=tribe.Guard(), filter=Markov())     # the name of it is "tribe+guard+time"
+
+The guard decides what the method may learn from and limits its steps: see `tribe.health.guard`. The filter changes the
+predictions and never what the method learns: see `tribe.filters`.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tribe.core.backbone import Backbone
+from tribe.core.checks import check_count
+from tribe.core.moments import accumulation_dtype
+from tribe.core.rng import Key
+from tribe.core.state import Info
+from tribe.filters import FilterInfo, TimeFilter
+from tribe.knowledge import Knowledge
+from tribe.methods.method import Deployed, Method
+from tribe.registry import Registry
+
+guards: Registry[Any] = Registry("guard")  # `tribe.health.guard` registers "guard" and "watch"
+
+
+class EmptyState(NamedTuple):
+    """The state of a part that a pipeline does not have."""
+
+
+class PipelineState(NamedTuple):
+    """The states of the three parts."""
+
+    method: Any
+    guard: Any  # `EmptyState` without a guard
+    filter: Any  # `EmptyState` without a filter
+
+    @property
+    def key(self) -> Key:
+        """The method's seeds and clocks."""
+        key: Key = self.method.key
+        return key
+
+    @property
+    def info(self) -> Info:
+        """The method's report, of its own predictions before the filter."""
+        info: Info = self.method.info
+        return info
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A method, a guard over it and a time filter after it; each of the last two may be None."""
+
+    method: Method
+    guard: Any = None  # a `tribe.health.Guard`, or a `tribe.health.Watch`, which only watches
+    filter: TimeFilter | None = None
+
+    dense = False  # a guard and a filter need logits
+
+    def __post_init__(self) -> None:
+        if isinstance(self.method, Pipeline):
+            raise ValueError(f"{self.method.name} is a pipeline already; expected a method alone")
+        owners: dict[str, Any] = {}
+        for part in self.parts:
+            for field in dataclasses.fields(part):
+                if field.name in owners:
+                    raise TypeError(
+                        f"{owners[field.name].name} and {part.name!r} both have a field {field.name!r}: rename the one "
+                        f"of {type(self.method).__name__}"
+                    )
+                owners[field.name] = part
+
+    @classmethod
+    def of(cls, method: "Method | Pipeline") -> "Pipeline":
+        """Return a pipeline as it is, and a method as a pipeline of itself alone."""
+        return method if isinstance(method, Pipeline) else cls(method)
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """The method, and the guard and the filter if there are any."""
+        return tuple(part for part in (self.method, self.guard, self.filter) if part is not None)
+
+    @property
+    def name(self) -> str:
+        """The names of the parts, joined by a plus."""
+        return "+".join(part.name for part in self.parts)
+
+    @property
+    def unfiltered(self) -> "AnyMethod":
+        """The pipeline without its filter; the method itself if there is no guard either."""
+        return self.method if self.guard is None else Pipeline(self.method, self.guard)
+
+    # -- what it has from the method -------------------------------------------------------------------------------
+
+    @property
+    def classes(self) -> int | None:
+        """The number of classes."""
+        return self.method.classes
+
+    @property
+    def output(self) -> Literal["logits", "probabilities"]:
+        """The kind of predictions that `step` returns."""
+        return self.method.output
+
+    @property
+    def needs(self) -> str | None:
+        """The source knowledge that the method needs."""
+        return self.method.needs
+
+    @property
+    def works_on(self) -> tuple[str, ...]:
+        """The properties that a network must have."""
+        return self.method.works_on
+
+    @property
+    def does_not_adapt(self) -> str | None:
+        """Why the method's predictions never change."""
+        return self.method.does_not_adapt
+
+    @property
+    def eager_only(self) -> str | None:
+        """Why a step cannot be captured in one CUDA graph."""
+        return self.method.eager_only
+
+    @property
+    def in_segments(self) -> bool:
+        """Whether a step can be captured in several CUDA graphs."""
+        return self.method.in_segments
+
+    @property
+    def augment(self) -> Any:
+        """The method's augmentation; None without one."""
+        return getattr(self.method, "augment", None)
+
+    @property
+    def not_exportable_because(self) -> str | None:
+        """Why a pass of `deployed` does not predict what `predict` does."""
+        return self.method.not_exportable_because if self.filter is None else "filters its predictions over time"
+
+    def study(self, net: Backbone, batches: Any) -> Knowledge:
+        """Extract the source knowledge that the method needs."""
+        return self.method.study(net, batches)
+
+    # -- steps -----------------------------------------------------------------------------------------------------
+
+    def init(self, net: Backbone, streams: int = 1, seed: int = 0) -> PipelineState:
+        """Return the states of the parts before the first image."""
+        state = self.method.init(net, streams, seed)
+        guard = EmptyState() if self.guard is None else self.guard.init(net, self.method, state)
+        return PipelineState(state, guard, self._first_filter_state(net, streams))
+
+    def step(
+        self,
+        net: Backbone,
+        state: PipelineState,
+        x: Tensor,
+        valid: Tensor | None = None,
+        retired: PipelineState | None = None,
+    ) -> tuple[Tensor, PipelineState]:
+        """Take the method's step under the guard, then filter its predictions."""
+        spare = None if retired is None else retired.method
+        if self.guard is None:
+            output, after = self.method.step_reusing(net, state.method, x, valid, spare)
+            state = state._replace(method=after)
+        else:
+            output, after, guard = self.guard.step(net, self.method, state.method, state.guard, x, valid, spare)
+            state = PipelineState(after, guard, state.filter)
+        return self._filtered(net, state, output, valid)
+
+    step_reusing = step
+
+    def predict(self, net: Backbone, state: PipelineState, x: Tensor, valid: Tensor | None = None) -> Tensor:
+        """Predict as the next step would; the state, and with it the filter's, stays as it is."""
+        return self.predict_and_advance(net, state, x, valid)[0]
+
+    def predict_and_advance(
+        self, net: Backbone, state: PipelineState, x: Tensor, valid: Tensor | None = None
+    ) -> tuple[Tensor, PipelineState]:
+        """Predict without adapting the network; the filter's state moves on."""
+        return self._filtered(net, state, self._predictor.predict(net, state.method, x, valid), valid)
+
+    def deployed(self, net: Backbone, state: PipelineState) -> Deployed:
+        """Return the network that predicts."""
+        return self._predictor.deployed(net, state.method)
+
+    def anchored(self, net: Backbone, state: PipelineState) -> Any:
+        """Return the method's statistics under the source's parameters."""
+        return self.method.anchored(net, state.method)
+
+    def recast(self, net: Backbone, state: PipelineState) -> PipelineState:
+        """Return a state that was cast with the network, with the precision that each part needs."""
+        guard = state.guard if self.guard is None else self.guard.recast(net, self.method, state.guard)
+        return PipelineState(self.method.recast(net, state.method), guard, state.filter)
+
+    def filter_info(self, state: PipelineState) -> list[FilterInfo] | None:
+        """Report what the filter does for each stream; None without a filter, or if it has nothing to report."""
+        return None if self.filter is None else self.filter.info(state.filter)
+
+    def filter_output(self, net: Backbone, state: Any, output: Tensor, valid: Tensor | None) -> tuple[Tensor, Any]:
+        """Filter what the method returned, (S, B, K), with a state of the filter: answers, and its next state."""
+        assert self.filter is not None
+        check_count(output, self._count(net), net.classifier)  # a filter would fail with the sizes of its tensors
+        real = torch.ones(output.shape[:2], dtype=torch.bool, device=output.device) if valid is None else valid
+        return filter_output(self.filter, state, output, real, self.output)
+
+    def _filtered(
+        self, net: Backbone, state: PipelineState, output: Tensor, valid: Tensor | None
+    ) -> tuple[Tensor, PipelineState]:
+        if self.filter is None:
+            return output, state
+        answer, after = self.filter_output(net, state.filter, output, valid)
+        return answer, state._replace(filter=after)
+
+    def _first_filter_state(self, net: Backbone, streams: int) -> Any:
+        if self.filter is None:
+            return EmptyState()
+        classes = self._count(net)
+        if classes is None:
+            raise ValueError(
+                "a time filter needs the number of classes, which cannot be read from the network: classes="
+            )
+        source = net.source()[0].weight
+        return self.filter.init(streams, classes, source.new_empty(0, dtype=accumulation_dtype(source.dtype)))
+
+    def _count(self, net: Backbone) -> int | None:
+        return self.classes if self.classes is not None else net.classes
+
+    @property
+    def _predictor(self) -> Method:
+        """The method that predicts: under a guard, its network leans on the source."""
+        return self.method if self.guard is None else self.guard.hooked(self.method)
+
+
+AnyMethod = Method | Pipeline
+
+
+@torch.no_grad()
+def filter_output(
+    rule: TimeFilter, state: Any, output: Tensor, valid: Tensor, kind: Literal["logits", "probabilities"]
+) -> tuple[Tensor, Any]:
+    """Filter what a method returned, (S, B, K): the same kind comes back, and the next state of the filter."""
+    probabilities = kind == "probabilities"
+    logits = output.clamp_min(torch.finfo(torch.float32).tiny).log() if probabilities else output
+    filtered = rule.step(state, logits, valid)
+    answer = (filtered.logits.exp() if probabilities else filtered.logits).to(output.dtype)
+    return torch.where(filtered.used.unsqueeze(-1), answer, output), filtered.state
+
+
+def with_fields(method: AnyMethod, **fields: Any) -> AnyMethod:
+    """Return a copy with other values of some fields; a pipeline gives each to the part that has it.
+
+    Raises:
+        TypeError: no part has such a field.
+    """
+    if not isinstance(method, Pipeline):
+        return dataclasses.replace(method, **fields)
+    changed = {}
+    for place in ("method", "guard", "filter"):
+        part = getattr(method, place)
+        own = set() if part is None else {field.name for field in dataclasses.fields(part)}
+        mine = {name: fields.pop(name) for name in own & fields.keys()}
+        changed[place] = dataclasses.replace(part, **mine) if mine else part
+    if fields:
+        raise TypeError(f"{method.name} has no field {next(iter(fields))!r}")
+    return Pipeline(**changed)
+
+
+def get_fields(method: AnyMethod) -> dict[str, Any]:
+    """Return the values of all fields, by name: those of a method alone, or of all parts of a pipeline."""
+    return {
+        field.name: getattr(part, field.name)
+        for part in Pipeline.of(method).parts
+        for field in dataclasses.fields(part)
+    }
