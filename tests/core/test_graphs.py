@@ -308,7 +308,7 @@ def test_a_filter_in_a_captured_step_is_used(name, fields):
     assert changed > 1e-2
     for leaf, t in leaves(here).items():
         assert torch.allclose(t.double(), leaves(there)[leaf].double(), atol=1e-5), leaf
-    assert here.time.images.tolist() == there.time.images.tolist() == [22, 22]
+    assert here.filter.images.tolist() == there.filter.images.tolist() == [22, 22]
 
 
 # -- the switch --------------------------------------------------------------------------------------------------------

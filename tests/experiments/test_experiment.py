@@ -587,7 +587,12 @@ def test_a_field_that_was_added_changes_the_id_only_where_it_changes_the_method(
     assert Experiment.from_json(old).id == before.id
     assert Experiment.from_json(old).json() == before.json()
     assert Experiment.from_json(usual.json()).id == usual.id
-    assert workbench.prepare(before.dataset, before.model, before.scenario, before.method).method.fisher == "sum"
+    assert (
+        tribe.methods.get_fields(
+            workbench.prepare(before.dataset, before.model, before.scenario, before.method).method
+        )["fisher"]
+        == "sum"
+    )
 
 
 def test_the_id_of_a_custom_method_does_not_depend_on_what_is_imported(workbench):

@@ -133,7 +133,7 @@ def test_calibrations_of_the_same_images_are_told_apart(calibration, net):
     first = calibration.estimator
     other = dataclasses.replace(first, model=first.model._replace(offset=first.model.offset + 1))
     two = calibration, dataclasses.replace(calibration, estimator=other)
-    watchers = [tribe.methods.create("source+watch", calibration=c).watcher(net) for c in two]
+    watchers = [tribe.health.Watch(c).watcher(net, tribe.methods.create("source")) for c in two]
     assert [watcher.estimator.model.offset for watcher in watchers] == [first.model.offset, other.model.offset]
     assert two[0].knowledge().digest != two[1].knowledge().digest
 

@@ -210,7 +210,7 @@ def test_a_file_from_before_states_reported_agreement_still_loads(tmp_path, meth
 @pytest.mark.parametrize(
     ("method", "later"),
     [
-        ("tribe+time", "time.confidence"),
+        ("tribe+time", "filter.confidence"),
         ("tribe+guard", "watch.recent"),
         ("tribe+watch", "rings.source"),
         ("tribe+guard", "collapse.burst"),

@@ -98,7 +98,7 @@ def test_a_frozen_stream_goes_on_in_time():
     assert all(torch.equal(answers[name], expected[name]) for name in "ab")
     after = fleet.state("a")
     assert digest(after.method) == digest(before.method)
-    assert digest(after.time) != digest(before.time)
+    assert digest(after.filter) != digest(before.filter)
 
 
 def test_one_stream_is_reset():

@@ -36,13 +36,19 @@ class SteppedMethod(Protocol):
     """The members of `tribe.methods.Method` that this module uses."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The name, for messages."""
+        ...
 
     @property
-    def eager_only(self) -> str | None: ...  # why a step cannot be captured in one CUDA graph
+    def eager_only(self) -> str | None:
+        """Why a step cannot be captured in one CUDA graph; None: it can."""
+        ...
 
     @property
-    def in_segments(self) -> bool: ...  # True: it can be captured in several, see `tribe.core.segments`
+    def in_segments(self) -> bool:
+        """Whether it can be captured in several: see `tribe.core.segments`."""
+        ...
 
     def step_reusing(
         self, net: Backbone, state: Any, x: Tensor, valid: Tensor | None = None, retired: Any = None

@@ -46,7 +46,7 @@ STATE = Kind(
 LATER = (  # older files lack tensors with these endings
     ["info", "student_agreement"],
     ["info", "anchor_agreement"],
-    ["time", "confidence"],  # of the time filter
+    ["filter", "confidence"],  # of the time filter
     ["watch", "recent"],  # of what watches
     ["rings", "source"],  # of the estimate of accuracy
     ["collapse", "burst"],  # of the alarms

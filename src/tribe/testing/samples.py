@@ -113,7 +113,7 @@ def ready(name: str, **fields: Any) -> AnyMethod:
 
 
 def small(method: AnyMethod) -> AnyMethod:
-    """Return the method with the values that its class, or its guard's, declares in `small`, where its own are larger."""
+    """Return the method with the values that its class, or its guard's, declares in `small` where they are larger."""
     smaller: dict[str, Any] = {}
     for part in Pipeline.of(method).parts:
         limits: Mapping[str, Any] = getattr(part, "small", {})
