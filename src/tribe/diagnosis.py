@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from tribe import methods
 from tribe.core.backbone import Backbone
 from tribe.core.losses import entropy
-from tribe.core.model_copy import by_reason
 from tribe.core.moments import observe
-from tribe.core.screening import PROBABILITIES, are_probabilities, sound
+from tribe.core.placement import by_reason
 from tribe.core.slots import Slot, StatisticsSlot
 from tribe.core.state import Affine
+from tribe.core.validation import PROBABILITIES, are_probabilities, good_images
 from tribe.health.recorder import count_bytes
 from tribe.norms import pool_batch
 from tribe.norms.frozen import Frozen
@@ -222,7 +222,7 @@ def _examine(net: Backbone, x: Tensor, labels: Tensor | None, report: dict[str, 
         how = "convert them: images.float()" if x.dtype == torch.bool else "divide by 255 to get floats in [0, 1]"
         problems.append(f"images are {x.dtype}: {how}")
         x = x.float()
-    if not (good := sound(x, 1)).all():
+    if not (good := good_images(x, 1)).all():
         problems.append(f"{int((~good).sum())} of {len(x)} images are not finite, or so large that they count as bad")
         labels = labels[good] if labels is not None and len(labels) == len(x) else labels
         x = x[good] if good.any() else torch.zeros_like(x)

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from tribe.core.backbone import Backbone
-from tribe.core.screening import sound
 from tribe.core.state import hash_tensors
+from tribe.core.validation import good_images
 from tribe.io import tensors as tensor_file
 
 SHIPPED = Path(__file__).parent / "data" / "models" / "shipped"  # knowledge for the network in the package
@@ -198,7 +198,7 @@ def study_batches(
                 f"{tuple(y.shape)}{f', {y.min().item()} the smallest' if y.numel() else ''}"
             )
         x = x.to(net.device, net.dtype)
-        good = sound(x, 1)
+        good = good_images(x, 1)
         if bool(good.any()):
             yield x[good].unsqueeze(0), None if y is None else y.to(net.device)[good].long().unsqueeze(0)
 

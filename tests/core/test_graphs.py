@@ -16,9 +16,8 @@ from places import DATA
 from recordings import CASES, GOLDENS, RECORDED, TOLERANCE, replay
 from tribe.core import graphs, kernels
 from tribe.core.backbone import Backbone
-from tribe.core.graphs import Captured, CapturedSegments, Steps
+from tribe.core.graphs import Captured, CapturedSegments, Steps, map_tensors, run_segments_with
 from tribe.core.precision import deterministic, float32_precision
-from tribe.core.segments import map_tensors, run_segments_with
 from tribe.core.state import clone, digest, leaves, select, tree_map
 from tribe.testing import CLASSES, images, ready, small, small_network
 
@@ -207,7 +206,7 @@ def test_segments_of_a_smaller_batch_are_padded_and_a_larger_one_is_recorded_aga
 
 def test_too_many_shapes_of_images_end_the_recordings(monkeypatch):
     monkeypatch.setattr(graphs, "cuda_graphs", repeated)
-    monkeypatch.setattr(graphs, "refusal", lambda method, device: None)
+    monkeypatch.setattr(graphs, "capture_refusal", lambda method, device: None)
     method, net, _, state = pair("tent")
     steps = Steps(method, net)
     for batch in range(1, graphs.SHAPES + 3):
@@ -330,13 +329,13 @@ def test_without_a_gpu_auto_is_eager_and_true_says_why():
 
 def test_methods_that_cannot_be_captured_say_why():
     cuda = torch.device("cuda")
-    assert "covariances" in graphs.refusal(ready("ttac"), cuda)
-    assert "views" in graphs.refusal(ready("cotta"), cuda)
-    assert "augment=" in graphs.refusal(ready("tribe", augment=lambda x: x), cuda)
-    assert graphs.refusal(ready("tribe"), cuda) is None
-    assert graphs.refusal(ready("tent"), cuda) is None
-    assert graphs.refusal(ready("rotta"), cuda) is None
-    assert graphs.refusal(ready("selftrain", memory=8), cuda) is None
+    assert "covariances" in graphs.capture_refusal(ready("ttac"), cuda)
+    assert "views" in graphs.capture_refusal(ready("cotta"), cuda)
+    assert "augment=" in graphs.capture_refusal(ready("tribe", augment=lambda x: x), cuda)
+    assert graphs.capture_refusal(ready("tribe"), cuda) is None
+    assert graphs.capture_refusal(ready("tent"), cuda) is None
+    assert graphs.capture_refusal(ready("rotta"), cuda) is None
+    assert graphs.capture_refusal(ready("selftrain", memory=8), cuda) is None
 
 
 def test_deterministic_is_a_scope_and_adapts_as_before():

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 import tribe
 from tribe.core.backbone import Backbone
-from tribe.core.layer_norms import ChannelSlot
-from tribe.core.slots import AffineSlot
+from tribe.core.slots import AffineSlot, ChannelSlot
 from tribe.data.models import layer_norm
 from zoo import FROZEN, ChannelNorm, LayerNorm2d, different_rows, gap, images, small
 

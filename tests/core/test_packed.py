@@ -53,7 +53,7 @@ def play(norm, stats, steps, classes):
 
 def test_every_class_starts_with_the_statistics_of_the_source():
     full, small = first()
-    for a, b in zip(small.unpacked(), full, strict=True):
+    for a, b in zip(small.in_full(), full, strict=True):
         assert torch.equal(a, b)
 
 
@@ -64,7 +64,7 @@ def test_an_update_equals_the_slow_loop(gamma):
     _, small = play(norm, small, 3, 6)
     mean, var, labels, valid = next(batches(1, full, 4, seed=7))  # classes 4 and 5 are absent
     valid[1] = False  # a row with nothing to count
-    past, groups = small.unpacked(), norm.group(labels, valid, mean.dtype)
+    past, groups = small.in_full(), norm.group(labels, valid, mean.dtype)
     *_, after = norm(mean, var, 9, small, labels, valid, EPS)
     *_, wanted = norm(mean, var, 9, past, labels, valid, EPS)
     units = (after.shared[:, 2], after.shared[:, 2] ** 2)
@@ -110,7 +110,7 @@ def errors(gamma, steps=150, classes=6):
         apart = torch.cat(((a[0] - b[0]) / unit, (a[1] - b[1]) / unit**2))
         return apart.square().mean().sqrt().item()
 
-    return rms(kept, packed_kept.unpacked()), rms(pooled, packed_pooled)
+    return rms(kept, packed_kept.in_full()), rms(pooled, packed_pooled)
 
 
 @pytest.mark.parametrize("gamma", [0.0, 0.1, 1.0])
@@ -128,7 +128,7 @@ def follows():
     for eta in (1.0, *[1e-3] * 400):
         *_, small = Balanced(2, eta)(mean, torch.zeros_like(mean), 9, small, labels, valid, EPS)
         mean[..., 1:] = 1
-    large, *little = small.unpacked().mean[0, 0].tolist()
+    large, *little = small.in_full().mean[0, 0].tolist()
     assert large == pytest.approx(100, rel=1e-3)
     return sum(little) / len(little)
 
@@ -137,9 +137,11 @@ def test_a_move_of_less_than_a_code_is_not_lost(monkeypatch):
     """Codes are rounded up or down at random; the two mutants round to the nearest, and draw the same numbers again."""
     expected = 1 - (1 - 1e-3) ** 400
     assert follows() == pytest.approx(expected, rel=0.1)
-    monkeypatch.setattr(packed, "_uniform", lambda key, shape: torch.full((len(key.seed), *shape), 0.5))
+    monkeypatch.setattr(kernels, "uniform", lambda key, purpose, shape: torch.full((len(key.seed), *shape), 0.5))
     assert follows() == 0
-    monkeypatch.setattr(packed, "_uniform", lambda key, shape: uniform(key._replace(clock=key.clock * 0), 1, shape))
+    monkeypatch.setattr(
+        kernels, "uniform", lambda key, purpose, shape: uniform(key._replace(clock=key.clock * 0), 1, shape)
+    )
     assert follows() != pytest.approx(expected, rel=0.5)
 
 

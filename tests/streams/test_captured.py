@@ -36,7 +36,7 @@ def recorded(monkeypatch):
         made.append(work)
         return work
 
-    monkeypatch.setattr(graphs, "refusal", lambda method, device: None)
+    monkeypatch.setattr(graphs, "capture_refusal", lambda method, device: None)
     monkeypatch.setattr(graphs, "cuda_graphs", lambda: record)
     return made
 

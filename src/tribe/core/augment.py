@@ -15,13 +15,13 @@ torch.Size([2, 8, 3, 32, 32])
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tribe.core import kernels, rng
+from tribe.core import kernels
 from tribe.core.rng import Key
 from tribe.fields import is_number
 
@@ -104,7 +104,7 @@ class Augment:
         colour = self.brightness, self.contrast, self.saturation, self.hue, self.gamma
         affine = self.rotation, *(_times(self.translation, _padded(size)) for size in (width, height)), self.scale
         ranges = (*colour, *affine, self.sigma, (0.0, 1.0))
-        u = _generator(key).uniform(key, PARAMETERS, (batch if self.per == "image" else 1, 5 + len(ranges)))
+        u = kernels.uniform(key, PARAMETERS, (batch if self.per == "image" else 1, 5 + len(ranges)))
         order = u[..., :5].argsort(stable=True, dim=-1)  # the ranks of five numbers: all 120 orders are equally likely
         values = [v * (high - low) + low for v, (low, high) in zip(u[..., 5:].unbind(-1), ranges, strict=True)]
         *colour_and_rotation, dx, dy, scale, sigma, coin = values
@@ -130,7 +130,7 @@ class Augment:
         y = _move(y, rotation, dx, dy, scale, flip)
         y = _blur(_blur(y, sigma, -2), sigma, -1).reshape(x.shape)
         if self.noise:
-            y.add_(_generator(params.key).normal(params.key, NOISE, x.shape[1:]).to(dtype), alpha=self.noise)
+            y.add_(kernels.normal(params.key, NOISE, x.shape[1:]).to(dtype), alpha=self.noise)
         return y.clamp_(0, 1).to(x.dtype)
 
 
@@ -283,11 +283,6 @@ def _blur(x: Tensor, sigma: Tensor, dim: int) -> Tensor:
 
 def _padded(size: int) -> int:
     return size + 2 * (size // 2)
-
-
-def _generator(key: Key) -> Any:
-    """The module that draws: both give the same numbers."""
-    return kernels if kernels.can_draw(key.seed) else rng
 
 
 def _times(bounds: Range, size: int) -> Range:

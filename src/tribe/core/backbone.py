@@ -23,19 +23,24 @@ from tribe.core.model_copy import (
     copy_model,
     deepcopy_module,
     is_channels_last,
-    nothing_to_adapt,
     refuse_scripts,
     refuse_unknown_sizes,
     unwrap,
     with_memory_format,
 )
 from tribe.core.moments import fold
-from tribe.core.packed import PackedStats, pack
-from tribe.core.placement import SourceNorm, common_eps, place_slots, replace_module, source_norm
+from tribe.core.packed import ClassStats, pack
+from tribe.core.placement import (
+    SourceNorm,
+    common_eps,
+    nothing_to_adapt,
+    place_slots,
+    replace_module,
+    source_norm,
+)
 from tribe.core.rules import Frozen, Norm, group_labels
-from tribe.core.slots import NORMS, Pass, Slot, SlotHook, current_pass, set_current_pass
+from tribe.core.slots import NORMS, Pass, Slot, SlotHook, current_pass, set_current_pass, views_come_first
 from tribe.core.state import Affine, StateModule, Stats, copy_missing, hash_tensors, room_for, tree_map
-from tribe.core.view_order import views_come_first
 
 USUAL_EPS = 1e-5  # the default of every normalisation layer of torch
 NO_GRADIENT = (
@@ -224,8 +229,15 @@ class Backbone(nn.Module):
         stats = Stats(*(t.expand(rows, classes, -1).clone() for t in source.stats))
         return affine, stats
 
-    def packed_source(self, rows: int, classes: int) -> PackedStats:
-        """The source's statistics for every class, packed: see `tribe.core.packed`."""
+    @property
+    def columns(self) -> list[slice]:
+        """The columns of each slot among the statistics."""
+        return [slot.columns for slot in self.slots]
+
+    def class_stats(self, rows: int, classes: int, packed: bool = False) -> ClassStats:
+        """Return the source's statistics for every class, (rows, classes, C); packed: see `tribe.core.packed`."""
+        if not packed:
+            return self.source(rows, classes)[1]
         _, stats = self.source(rows)
         eps = [stats.mean.new_full((s.columns.stop - s.columns.start,), s.layer_eps) for s in self.slots]
         return pack(stats, torch.cat(eps), classes, len(self.slots))
@@ -261,12 +273,12 @@ class Backbone(nn.Module):
         self,
         x: Tensor,
         affine: Affine,
-        stats: Stats | PackedStats,
+        stats: ClassStats,
         norm: Norm,
         labels: Tensor | None = None,
         valid: Tensor | None = None,
         weights: Mapping[str, Tensor] | None = None,
-        spare: Stats | PackedStats | None = None,
+        spare: ClassStats | None = None,
         slot_hook: SlotHook | None = None,
     ) -> Output:
         """One pass over (R, B, ...) images, each row with its own normalisation.
@@ -336,7 +348,7 @@ class Backbone(nn.Module):
             raise ValueError(NO_GRADIENT if self.has_affine or weights is not None else NO_AFFINE)
         return Output(logits, _features(current), self._collect(current, spare))
 
-    def _check_shapes(self, rows: int, affine: Affine, stats: Stats | PackedStats, norm: Norm) -> None:
+    def _check_shapes(self, rows: int, affine: Affine, stats: ClassStats, norm: Norm) -> None:
         if affine.weight.shape != (rows, self.channels):
             raise ValueError(
                 f"x has {rows} rows and the network {self.channels} channels; affine is {tuple(affine.weight.shape)}"
@@ -351,7 +363,7 @@ class Backbone(nn.Module):
         self,
         batch: int,
         affine: Affine,
-        stats: Stats | PackedStats,
+        stats: ClassStats,
         norm: Norm,
         labels: Any,
         valid: Tensor,

@@ -4,18 +4,23 @@ A step is thousands of small launches, and a fast GPU waits for most of them. A 
 always on the memory it was recorded with. So there are two states in static memory and two graphs that alternate: one
 reads state 0 and writes state 1, the other the reverse. Nothing large is copied between steps, not even the statistics
 of K = 1000 classes. Images are copied into static memory; a batch smaller than the recorded one is padded with images
-that are not `valid`, which weigh nothing.
+that are not `valid`, which weigh nothing. The steps of a recording are discarded, which affects no stream: a step is
+pure.
 
-A step in which the host decides something midway is captured in segments (`tribe.core.segments`), one launch each.
-Their arguments are copied into static memory, and their results out of it.
+Segments: a step may need a decision of the host midway, such as which images enter a memory. The method then calls the
+functions before and after the decision through `segment`, and each of them is captured by itself. Their arguments are
+copied into static memory, and their results out of it.
 
-The steps of a recording are discarded, which affects no stream: a step is pure.
+    prediction = segment(self._predict, net, state, x, valid)
+    ...                                                     # the host decides
+    state = segment(self._learn, net, state, memory)
 """
 
 import contextlib
 import warnings
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,11 +30,19 @@ from tribe.core.augment import Augment
 from tribe.core.backbone import Backbone
 from tribe.core.kernels import Switch
 from tribe.core.precision import deterministic
-from tribe.core.segments import flatten, map_tensors, run_segments_with
 from tribe.core.state import clone, copy_missing, leaves
 
+T = TypeVar("T")
 Work = Callable[[], None]
 Recorder = Callable[[Work], Work]  # records work on static memory; the result repeats it
+SegmentRunner = Callable[[Callable[..., Any], tuple[Any, ...]], Any]  # runs a function with these arguments
+
+SHAPES = 8  # shapes of batches that "auto" records before it gives up: recording each costs more than it saves
+WARM_UP = 3  # eager steps before a recording: libraries choose algorithms and allocate, kernels are compiled
+SIDE_PRIORITY = -1  # high: the launches of the side stream are short, and must fit between those of the network
+
+_segment_runner: ContextVar[SegmentRunner | None] = ContextVar("tribe_segments", default=None)
+_side_streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
 class SteppedMethod(Protocol):
@@ -42,12 +55,12 @@ class SteppedMethod(Protocol):
 
     @property
     def eager_only(self) -> str | None:
-        """Why a step cannot be captured in one CUDA graph; None: it can."""
+        """The reason why a step cannot be captured in one CUDA graph; None: it can."""
         ...
 
     @property
     def in_segments(self) -> bool:
-        """Whether it can be captured in several: see `tribe.core.segments`."""
+        """Whether it can be captured in several: see `segment`."""
         ...
 
     def step_reusing(
@@ -57,12 +70,8 @@ class SteppedMethod(Protocol):
         ...
 
 
-SHAPES = 8  # shapes of batches that "auto" records before it gives up: recording each costs more than it saves
-WARM_UP = 3  # eager steps before a recording: libraries choose algorithms and allocate, kernels are compiled
-
-
-def refusal(method: SteppedMethod, device: torch.device) -> str | None:
-    """Why the steps of a method cannot be captured, or None."""
+def capture_refusal(method: SteppedMethod, device: torch.device) -> str | None:
+    """Return why the steps of a method cannot be captured, or None."""
     if device.type != "cuda":
         return f"CUDA graphs need a CUDA device; the network is on {device.type}"
     if method.eager_only is not None and not method.in_segments:
@@ -76,54 +85,59 @@ class Steps:
     """Takes a method's steps on a network, captured in CUDA graphs if that is requested and possible.
 
     Args:
-        method: what adapts.
-        net: the network, which must not be changed afterwards: a recording uses the addresses of its weights.
+        method: the method that adapts.
+        net: the network, which must not be changed afterwards: a recording uses the addresses of its weights. Call
+            `forget` if it moves.
         graphs: True captures, or raises with the reason; "auto" captures where it can; False never captures.
         deterministic: choose algorithms that give the same bits every time, see `tribe.core.precision.deterministic`.
     """
+
+    capture_disabled_reason: str | None  # why steps are taken one launch at a time; None: they are captured
 
     def __init__(
         self, method: SteppedMethod, net: Backbone, graphs: Switch = "auto", deterministic: bool = False
     ) -> None:
         if graphs not in (True, False, "auto"):
             raise ValueError(f"graphs is True, False or 'auto'; got {graphs!r}")
-        if graphs is True and (reason := refusal(method, net.device)):
-            raise ValueError(f"{reason}. With graphs='auto' its steps are taken one launch at a time")
         self.method, self.net, self.graphs, self.deterministic = method, net, graphs, deterministic
-        self.failed: str | None = None  # why a recording failed
-        self._captured: Captured | CapturedSegments | None = None
+        self.forget()
+        if graphs is True and self.capture_disabled_reason is not None:
+            raise ValueError(
+                f"{self.capture_disabled_reason}. With graphs='auto' its steps are taken one launch at a time"
+            )
 
-    @property
-    def capture_disabled_reason(self) -> str | None:
-        """Why steps are taken one launch at a time; None: they are captured, whole or in segments."""
-        if self.graphs is False:
-            return "graphs=False"
-        return self.failed or refusal(self.method, self.net.device)
+    def forget(self) -> None:
+        """Drop the recordings, as when the network moves."""
+        self._captured: Captured | CapturedSegments | None = None
+        never = "graphs=False" if self.graphs is False else None
+        self.capture_disabled_reason = never or capture_refusal(self.method, self.net.device)
 
     def __call__(self, state: Any, x: Tensor, valid: Tensor | None = None, retired: Any = None) -> tuple[Tensor, Any]:
-        """As `Method.step`. The state that a captured step returns is valid until the step after the next."""
+        """Step as `Method.step` does. The state that a captured step returns is valid until the step after the next."""
         on_its_device = torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()  # where kernels launch
         with on_its_device, deterministic() if self.deterministic else contextlib.nullcontext():
             if self.capture_disabled_reason is None and x.shape[1]:
                 try:
-                    if self._captured is None:
-                        whole = self.method.eager_only is None
-                        self._captured = (Captured if whole else CapturedSegments)(self.method, self.net)
-                    result = self._captured.step(state, x, valid)
-                    if self._captured.recorded > SHAPES and self.graphs == "auto":
-                        self.failed = f"batches had more than {SHAPES} shapes, and each shape needs a recording"
-                        self._captured = None
-                    return result
+                    return self._step_captured(state, x, valid)
                 except RuntimeError as error:
                     if self.graphs is True or isinstance(error, torch.OutOfMemoryError):
                         raise
-                    self.failed, self._captured = f"the step could not be captured in a CUDA graph ({error})", None
-                    warnings.warn(f"{self.failed}; it is taken one launch at a time", RuntimeWarning, stacklevel=2)
+                    self._give_up(f"the step could not be captured in a CUDA graph ({error})")
+                    message = f"{self.capture_disabled_reason}; it is taken one launch at a time"
+                    warnings.warn(message, RuntimeWarning, stacklevel=2)
             return self.method.step_reusing(self.net, state, x, valid, retired)
 
-    def forget(self) -> None:
-        """Drop the recordings, as when the network moves."""
-        self._captured = self.failed = None
+    def _step_captured(self, state: Any, x: Tensor, valid: Tensor | None) -> tuple[Tensor, Any]:
+        if self._captured is None:
+            whole = self.method.eager_only is None
+            self._captured = (Captured if whole else CapturedSegments)(self.method, self.net)
+        result = self._captured.step(state, x, valid)
+        if self._captured.recorded > SHAPES and self.graphs == "auto":
+            self._give_up(f"batches had more than {SHAPES} shapes, and each shape needs a recording")
+        return result
+
+    def _give_up(self, reason: str) -> None:
+        self.capture_disabled_reason, self._captured = reason, None
 
     def __reduce__(self) -> Any:
         return type(self), (self.method, self.net, self.graphs, self.deterministic)  # without the recordings
@@ -139,7 +153,7 @@ class Captured:
         self.method, self.net = method, net
         self._record = record or cuda_graphs
         self.recorded = 0  # shapes of batches so far
-        self._setting: Any = None  # what the recording depends on
+        self._setting: Any = None  # everything that the recording depends on
         self._states: tuple[Any, Any]
         self._x: Tensor
         self._valid: Tensor
@@ -148,7 +162,7 @@ class Captured:
 
     @torch.no_grad()
     def step(self, state: Any, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Any]:
-        """As `Method.step`; ``state`` is copied into static memory, unless the last step returned it."""
+        """Step as `Method.step` does; ``state`` is copied into static memory, unless the last step returned it."""
         batch = x.shape[1]
         if self._setting != _setting(self.net, x) or batch > self._x.shape[1]:
             self._capture(state, x)
@@ -190,13 +204,13 @@ class CapturedSegments:
         self.method, self.net = method, net
         self._record = record or cuda_graphs
         self.recorded = 0  # shapes of batches so far
-        self._setting: Any = None  # what the recordings depend on
+        self._setting: Any = None  # everything that the recordings depend on
         self._batch = 0
         self._recordings: Callable[..., Any]
 
     @torch.no_grad()
     def step(self, state: Any, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Any]:
-        """As `Method.step`; no tensor that it returns is in static memory."""
+        """Step as `Method.step` does; no tensor that it returns is in static memory."""
         batch = x.shape[1]
         if self._setting != _setting(self.net, x) or batch > self._batch:
             self._recordings, self._setting, self._batch = Recordings(self._record()), _setting(self.net, x), batch
@@ -217,7 +231,7 @@ class Recordings:
         self._recordings: dict[Any, tuple[Any, list[Any], Work]] = {}  # arguments and results, in static memory
 
     def __call__(self, work: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """``work(*args)``."""
+        """Return ``work(*args)``."""
         kind = work.__qualname__, *(_kind(value) for value in flatten(args))
         if kind not in self._recordings:
             self._recordings[kind] = self._recorded(work, args)
@@ -259,7 +273,7 @@ def cuda_graphs() -> Recorder:
 
 
 def _setting(net: Backbone, x: Tensor) -> tuple[Any, ...]:
-    """All that a recording depends on, apart from the number of images."""
+    """Return everything that a recording depends on, apart from the number of images."""
     kind = x.device.type
     autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     backends: Any = torch.backends
@@ -279,7 +293,7 @@ def _setting(net: Backbone, x: Tensor) -> tuple[Any, ...]:
 
 
 def _kind(value: Any) -> Any:
-    """What a recording depends on of an argument: not the values of a tensor."""
+    """Return the part of an argument that a recording depends on: not the values of a tensor."""
     return (value.shape, value.dtype, value.device) if isinstance(value, Tensor) else value
 
 
@@ -291,3 +305,77 @@ def _copy_tensors(values: Any, targets: Any) -> None:
     for value, target in zip(flatten(values), flatten(targets), strict=True):
         if isinstance(target, Tensor):
             target.copy_(value)
+
+
+# -- segments ----------------------------------------------------------------------------------------------------------
+
+
+def segment(work: Callable[..., T], *args: Any) -> T:
+    """Return ``work(*args)``, as one launch while a step is captured.
+
+    ``work`` is a pure function of tensors, alone or in (named) tuples, and of hashable plain values.
+    """
+    run = _segment_runner.get()
+    return work(*args) if run is None else run(work, args)
+
+
+@contextlib.contextmanager
+def run_segments_with(runner: SegmentRunner) -> Iterator[None]:
+    """Run segments with this function; stop on exit."""
+    token = _segment_runner.set(runner)
+    try:
+        yield
+    finally:
+        _segment_runner.reset(token)
+
+
+def flatten(value: Any) -> Iterator[Any]:
+    """Yield the tensors and plain values in nested tuples, in order."""
+    if isinstance(value, tuple):
+        for item in value:
+            yield from flatten(item)
+    else:
+        yield value
+
+
+def map_tensors(fn: Callable[[Tensor], Tensor], value: T) -> T:
+    """Return the same tuples with every tensor replaced."""
+    if isinstance(value, Tensor):
+        return fn(value)  # type: ignore[return-value]
+    if isinstance(value, tuple):
+        items = [map_tensors(fn, item) for item in value]
+        return value._make(items) if hasattr(value, "_make") else type(value)(items)
+    return value
+
+
+# -- a second branch of the graph --------------------------------------------------------------------------------------
+
+
+class SideStream:
+    """A branch next to the main work of a step, from its first call until `join`.
+
+    What watches a step is hundreds of small launches. While a step is captured, they are recorded on a second stream,
+    so that the graph has a branch that runs while the network computes. Otherwise the work is done at once. The results
+    are the same. All tensors that the branch reads must live until `join`: memory that the main work frees is used
+    again by the main work.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._side: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            if device not in _side_streams:  # made in the steps before a recording
+                _side_streams[device] = torch.cuda.Stream(device, priority=SIDE_PRIORITY)
+            self._side = _side_streams[device] if torch.cuda.is_current_stream_capturing() else None
+
+    def __call__(self, work: Callable[[], T]) -> T:
+        """Do work that may read everything computed so far; its result may be used after `join`."""
+        if self._side is None:
+            return work()
+        self._side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side):
+            return work()
+
+    def join(self) -> None:
+        """Let the main work wait for the branch."""
+        if self._side is not None:
+            torch.cuda.current_stream().wait_stream(self._side)

@@ -3,13 +3,11 @@
 import copy
 import itertools
 import threading
-from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from tribe.core.layer_norms import is_called_norm
 from tribe.core.slots import Slot
 
 M = TypeVar("M", bound=nn.Module)
@@ -83,34 +81,6 @@ def deepcopy_module(module: M, memo: dict[int, Any]) -> M:
     memo[id(module)] = new
     vars(new).update(copy.deepcopy(vars(module), memo))
     return new
-
-
-def nothing_to_adapt(model: nn.Module, left_alone: Mapping[str, str]) -> str:
-    """The error message for a model none of whose layers was replaced by a slot."""
-    if left_alone:
-        return f"none of the model's normalisation layers can be adapted ({'; '.join(by_reason(left_alone))})"
-    others = sorted({type(layer).__name__ for layer in model.modules() if is_called_norm(layer)})  # without parameters
-    kinds = f" of a kind that tribe adapts, only {', '.join(others)}" if others else ""
-    return (
-        f"{type(model).__name__} has no normalisation layers{kinds}, so there is nothing to adapt: tribe moves "
-        "the statistics and affine parameters of BatchNorm, SyncBatchNorm, LayerNorm or GroupNorm. If BatchNorm was "
-        "folded into the convolutions for deployment, adapt the network from before the folding"
-    )
-
-
-def by_reason(left_alone: Mapping[str, str]) -> list[str]:
-    """One text for each reason why layers are left alone, with the names of the first layers.
-
-    >>> by_reason({"a": "it is odd", "b": "it is odd", "c": "it is odd", "d": "it has hooks"})
-    ['a, b and 1 more: it is odd', 'd: it has hooks']
-    """
-    names: dict[str, list[str]] = {}
-    for name, reason in left_alone.items():
-        names.setdefault(reason, []).append(name or "the model")
-    return [
-        f"{', '.join(found[:2])}{f' and {len(found) - 2} more' if len(found) > 2 else ''}: {reason}"
-        for reason, found in names.items()
-    ]
 
 
 def with_memory_format(t: Tensor, channels_last: bool) -> Tensor:

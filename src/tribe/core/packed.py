@@ -12,13 +12,13 @@ average that moves by less than a code still moves, and errors of the pooled sta
 classes. The random numbers depend on the class and on how often it was seen, and on nothing else.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tribe.core import kernels, rng
+from tribe.core import kernels
 from tribe.core.rng import Key
 from tribe.core.state import Stats
 
@@ -35,25 +35,30 @@ class PackedStats(NamedTuple):
     scale: Tensor  # (R, 3 K, N) for N layers: of the means, of the variances, and how often a class was seen
 
     def layer(self, columns: slice, index: int) -> "PackedStats":
-        """The statistics of one layer."""
+        """Return the statistics of one layer."""
         mean, var, shared = (t[..., columns] for t in self[:3])
         return PackedStats(mean, var, shared, self.scale[..., index : index + 1])
 
-    def unpacked(self) -> Stats:
-        """The statistics of one layer, in full: (R, K, c). A variance that rounding made negative is 0."""
+    def map_layers(self, fn: Callable[[Stats], Stats], columns: Sequence[slice]) -> Stats:
+        """Apply ``fn`` to one layer after the other, in full: memory for one is enough."""
+        layers = [fn(self.layer(place, index).in_full()) for index, place in enumerate(columns)]
+        return Stats(*(torch.cat(parts, -1) for parts in zip(*layers, strict=True)))
+
+    def in_full(self) -> Stats:
+        """Return the statistics of one layer in full, (R, K, c). A variance that rounding made negative is 0."""
         mean, var, unit = self.shared.unsqueeze(2).unbind(1)  # (R, 1, c) each
         by_mean, by_var, _ = self.scale.chunk(3, 1)  # (R, K, 1) each
         means = torch.addcmul(mean, _decode(self.mean, unit), by_mean)
         return Stats(means, torch.addcmul(var, _decode(self.var, unit * unit), by_var).clamp_min_(0))
 
     def updated(self, past: Stats, kept: Stats, code: Tensor, present: Tensor, shrink: Tensor) -> "PackedStats":
-        """Store what a rule makes of one layer's statistics.
+        """Pack the statistics of one layer after a batch.
 
         Args:
-            past: what these are, unpacked.
+            past: these statistics, in full.
             kept: the statistics to keep, (R, K, c). Those of absent classes are past.mean + a and
                 past.var * (1 - shrink) + b, with the same a and b (R, 1, c) for all of them.
-            code: the class of each sample (R, B), -1 for samples that do not count.
+            code: the class of each sample (R, B); -1 for samples that do not count.
             present: which classes are among them (R, K).
             shrink: (R, 1, 1).
         """
@@ -69,7 +74,7 @@ class PackedStats(NamedTuple):
         label = code.clamp_min(0).unsqueeze(2)  # (R, B, 1)
         index = label.expand(*code.shape, mean.shape[2])
         key = Key(label.flatten(), seen.gather(1, label).flatten().long())
-        draw = _uniform(key, (2, mean.shape[2])).view(*code.shape, 2, -1).unbind(2)  # (R, B, c) each
+        draw = kernels.uniform(key, ROUNDING, (2, mean.shape[2])).view(*code.shape, 2, -1).unbind(2)  # (R, B, c) each
         means, mean_scale = _encode((kept.mean.gather(1, index) - mean) / unit, draw[0])
         vars, var_scale = _encode((kept.var.gather(1, index) - var) / (unit * unit), draw[1])
         place = (code + 1).unsqueeze(2)  # samples that do not count write into a row of their own, which is dropped
@@ -90,15 +95,7 @@ def pack(source: Stats, eps: Tensor, classes: int, layers: int) -> PackedStats:
     return PackedStats(means, vars, shared, shared.new_zeros(rows, 3 * classes, layers))
 
 
-def cat_layers(layers: Iterable[Stats]) -> Stats:
-    """The statistics of all layers from those of each."""
-    return Stats(*(torch.cat(parts, -1) for parts in zip(*layers, strict=True)))
-
-
-def _uniform(key: Key, shape: tuple[int, ...]) -> Tensor:
-    """Draw numbers in [0, 1) for each class; by a kernel where one can run, the same numbers."""
-    numbers: Tensor = (kernels if kernels.can_draw(key.seed) else rng).uniform(key, ROUNDING, shape)
-    return numbers
+ClassStats = Stats | PackedStats  # statistics of every class, in full or packed
 
 
 def _decode(code: Tensor, unit: Tensor) -> Tensor:
@@ -107,7 +104,7 @@ def _decode(code: Tensor, unit: Tensor) -> Tensor:
 
 
 def _encode(offset: Tensor, draw: Tensor) -> tuple[Tensor, Tensor]:
-    """The codes of offsets (R, B, c) in units, and their scale (R, B, 1). The draws choose the upper or lower code."""
+    """Return the codes of offsets (R, B, c) in units, and their scale (R, B, 1); draws choose how to round."""
     size = offset.abs()
     scale = size.amax(2, keepdim=True) / MOST**2
     square = size / scale.clamp_min(torch.finfo(scale.dtype).tiny)  # at most 127 ** 2

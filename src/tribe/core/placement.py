@@ -3,20 +3,21 @@
 import copy
 import inspect
 import itertools
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from tribe.core.layer_norms import ChannelSlot, has_tensors, is_called_norm, resembles_layer_norm
 from tribe.core.moments import accumulation_dtype
 from tribe.core.rules import Frozen
 from tribe.core.slots import (
     KNOWN_FORWARDS,
     NORMS,
     AffineSlot,
+    ChannelSlot,
     Pass,
     Slot,
     StatisticsSlot,
@@ -180,3 +181,66 @@ def _trial_shapes(layer: nn.Module, kind: type[Slot]) -> list[tuple[int, ...]]:
 
 def _close(a: Any, b: Tensor) -> bool:
     return isinstance(a, Tensor) and a.shape == b.shape and torch.allclose(a.to(b), b, 1e-5, 1e-5, equal_nan=True)
+
+
+def resembles_layer_norm(layer: nn.Module) -> bool:
+    """Whether a layer that is no nn.LayerNorm has what one has: ``eps``, ``weight`` and ``bias`` of one size, no more.
+
+    >>> layer = nn.Module()
+    >>> layer.eps, layer.weight, layer.bias = 1e-6, nn.Parameter(Tensor(4)), nn.Parameter(Tensor(4))
+    >>> resembles_layer_norm(layer), resembles_layer_norm(nn.Linear(4, 1))
+    (True, False)
+    """
+    own = layer._parameters
+    if set(own) != {"weight", "bias"} or layer._modules or layer._buffers or not isinstance(_eps(layer), float):
+        return False
+    weight, bias = own["weight"], own["bias"]
+    if weight is None or bias is None or not weight.dim():
+        return False
+    return weight.shape == bias.shape and weight.numel() == max(weight.shape)
+
+
+def is_called_norm(layer: nn.Module) -> bool:
+    """Whether a layer without layers of its own is named as a norm: RMSNorm, but not Normalize.
+
+    Private classes, such as torch's parametrization by the spectral norm, belong to other layers.
+    """
+    named = re.search("^[^_].*norm(?!al)|^norm(?!al)", type(layer).__name__, re.IGNORECASE) is not None
+    return named and not layer._modules
+
+
+def has_tensors(layer: nn.Module) -> bool:
+    """Whether a layer has parameters or buffers of its own."""
+    return any(t is not None for t in (*layer._parameters.values(), *layer._buffers.values()))
+
+
+def _eps(layer: nn.Module) -> object:
+    return vars(layer).get("eps")
+
+
+def nothing_to_adapt(model: nn.Module, left_alone: Mapping[str, str]) -> str:
+    """The error message for a model none of whose layers was replaced by a slot."""
+    if left_alone:
+        return f"none of the model's normalisation layers can be adapted ({'; '.join(by_reason(left_alone))})"
+    others = sorted({type(layer).__name__ for layer in model.modules() if is_called_norm(layer)})  # without parameters
+    kinds = f" of a kind that tribe adapts, only {', '.join(others)}" if others else ""
+    return (
+        f"{type(model).__name__} has no normalisation layers{kinds}, so there is nothing to adapt: tribe moves "
+        "the statistics and affine parameters of BatchNorm, SyncBatchNorm, LayerNorm or GroupNorm. If BatchNorm was "
+        "folded into the convolutions for deployment, adapt the network from before the folding"
+    )
+
+
+def by_reason(left_alone: Mapping[str, str]) -> list[str]:
+    """One text for each reason why layers are left alone, with the names of the first layers.
+
+    >>> by_reason({"a": "it is odd", "b": "it is odd", "c": "it is odd", "d": "it has hooks"})
+    ['a, b and 1 more: it is odd', 'd: it has hooks']
+    """
+    names: dict[str, list[str]] = {}
+    for name, reason in left_alone.items():
+        names.setdefault(reason, []).append(name or "the model")
+    return [
+        f"{', '.join(found[:2])}{f' and {len(found) - 2} more' if len(found) > 2 else ''}: {reason}"
+        for reason, found in names.items()
+    ]

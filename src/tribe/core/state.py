@@ -11,7 +11,7 @@ few functions below clone, save, slice by stream, compare and hash the state of 
 """
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -42,8 +42,16 @@ class Stats(NamedTuple):
     var: Tensor  # (R, K, C)
 
     def layer(self, columns: slice, index: int) -> "Stats":
-        """The statistics of one layer."""
+        """Return the statistics of one layer."""
         return Stats(self.mean[..., columns], self.var[..., columns])
+
+    def in_full(self) -> "Stats":
+        """Return these statistics; see `tribe.core.packed.PackedStats`, which has the same methods."""
+        return self
+
+    def map_layers(self, fn: Callable[["Stats"], "Stats"], columns: Sequence[slice]) -> "Stats":
+        """Apply ``fn``, which treats every channel alike, to all layers at once."""
+        return fn(self)
 
 
 class Info(NamedTuple):

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tribe.core.screening import sound
+from tribe.core.validation import good_images
 from tribe.data.datasets import Dataset
 from tribe.data.scenarios import Scenario, Schedule
 from tribe.fields import is_whole, require
@@ -114,7 +114,7 @@ class Stream:
         rows = [self._row(schedule, cut, width) for schedule, cut in zip(self.schedules, cuts, strict=True)]
         x = _stack([images for images, *_ in rows], width, pin)
         y, domain, valid = (torch.stack(column) for column in list(zip(*rows, strict=True))[1:])
-        valid &= sound(x)
+        valid &= good_images(x)
         if not valid.all():
             x[~valid] = 0
         starts = [

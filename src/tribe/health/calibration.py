@@ -23,7 +23,7 @@ from tribe import methods
 from tribe.core.backbone import Backbone
 from tribe.core.losses import cross_entropy, entropy, probabilities
 from tribe.core.rules import Frozen
-from tribe.core.screening import sound
+from tribe.core.validation import good_images
 from tribe.fields import is_whole, require
 from tribe.health.estimate import WINDOW, Estimator, Features, Images, per_image_signals
 from tribe.health.fitting import Labelled, fit
@@ -247,7 +247,7 @@ def _checked(images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
             f"labels are {labels.dtype} of shape {tuple(labels.shape)}; expected a class number for each of "
             f"{len(images)} images"
         )
-    good = sound(images, 1)
+    good = good_images(images, 1)
     images, labels = images[good].cpu(), labels.to(images.device)[good].cpu().long()
     if len(labels) < LEAST:
         raise ValueError(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tribe.core.backbone import Backbone
-from tribe.core.packed import PackedStats, cat_layers
+from tribe.core.packed import ClassStats
 from tribe.core.rules import PerBatch
 from tribe.core.state import Stats, rows_of
 from tribe.fields import document
@@ -265,20 +265,16 @@ def _classes(net: Backbone, old: Any, new: Any, chosen: Sequence[int]) -> list[f
         branches = len(before.mean) // len(new.key.seed)  # rows of a stream
         for row in (i * branches + j for i in chosen for j in range(branches)):
             # row by row: class statistics may be hundreds of megabytes
-            old_row, new_row = (_in_full(net, rows_of(s, slice(row, row + 1))) for s in (before, after))
+            old_row, new_row = (
+                rows_of(s, slice(row, row + 1)).map_layers(Stats.in_full, net.columns) for s in (before, after)
+            )
             totals.append(squared_moves(net, old_row, new_row)[0].float().mean(1))
     return [math.sqrt(t) for t in torch.stack(totals).mean(0).tolist()] if totals else []
 
 
-def _in_full(net: Backbone, stats: Stats | PackedStats) -> Stats:
-    if isinstance(stats, Stats):
-        return stats
-    return cat_layers(stats.layer(slot.columns, slot.index).unpacked() for slot in net.slots)
-
-
 def _class_statistics(state: Any) -> list[Any]:
     """The statistics of several classes anywhere in a state, in full or packed."""
-    if isinstance(state, Stats | PackedStats):
+    if isinstance(state, ClassStats):
         return [state] if state.mean.dim() == 3 and state.mean.shape[1] > 1 and state.mean.numel() else []
     if isinstance(state, Tensor):
         return []

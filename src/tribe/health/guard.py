@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from tribe.core.backbone import Backbone
-from tribe.core.beside import SideStream
-from tribe.core.screening import sound
+from tribe.core.graphs import SideStream
 from tribe.core.state import Affine, Info, Stats, clone, per_stream, select_joined
+from tribe.core.validation import good_images
 from tribe.fields import is_number, is_whole, plain_numbers, require
 from tribe.health.alarms import KINDS
 from tribe.health.calibration import Calibration
@@ -154,7 +154,7 @@ class Watch:
             The predictions, and the next states of the method and of the guard.
         """
         watcher, beside = self.watcher(net, method), SideStream(x.device)
-        good = sound(x)  # a bad image leaves no trace
+        good = good_images(x)  # a bad image leaves no trace
         real = good if valid is None else good & valid
         (verdict, looked), asked = beside(
             lambda: (watcher.look(old.watch, x, real), watcher.ask(net, old.watch, x, real))

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from tribe.core.backbone import Backbone
 from tribe.core.rules import PerBatch, pool_batch
-from tribe.core.screening import sound
 from tribe.core.state import Affine, Stats
+from tribe.core.validation import good_images
 from tribe.health.calibration import source_logits
 from tribe.health.changes import DEPTHS, constants
 from tribe.methods import Deployed
@@ -166,7 +166,7 @@ def _check(images: Tensor) -> None:
         raise ValueError(f"clean images are a floating point tensor (N, ...) in [0, 1]; got {kind}")
     if len(images) < LEAST:
         raise ValueError(f"the distance of clean images needs at least {LEAST} of them; got {len(images)}")
-    if bad := int((~sound(images, 1)).sum()):
+    if bad := int((~good_images(images, 1)).sum()):
         raise ValueError(f"{bad} of {len(images)} clean images are not finite; leave them out")
 
 

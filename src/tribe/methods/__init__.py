@@ -7,12 +7,11 @@ from tribe.core import all_weights, losses, memory, optim
 from tribe.core.all_weights import Parameters, WeightLayout
 from tribe.core.augment import Augment, View, view
 from tribe.core.backbone import Backbone, Output
+from tribe.core.graphs import segment
 from tribe.core.memory import ROOM, Reservoir, Timely
 from tribe.core.moments import accumulation_dtype
-from tribe.core.packed import PackedStats
 from tribe.core.rng import Key
 from tribe.core.rules import Frozen, PerBatch
-from tribe.core.segments import segment
 from tribe.core.state import Affine, Info, Stats, clone, rows_of, select, tree_map
 from tribe.knowledge import (
     Knowledge,
@@ -62,7 +61,6 @@ __all__ = [
     "Method",
     "Norm",
     "Output",
-    "PackedStats",
     "Parameters",
     "ParsedName",
     "PerBatch",

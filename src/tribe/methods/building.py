@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from tribe.core.backbone import Backbone
-from tribe.core.checks import check_source, warn_of_layers_left_alone
+from tribe.core.validation import check_source, warn_of_layers_left_alone
 from tribe.filters import TimeFilter, resolve
 from tribe.methods import AnyMethod, Method, Pipeline, check_fits, count_classes, create, get, parse, with_fields
 

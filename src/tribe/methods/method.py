@@ -92,7 +92,7 @@ class Method(ABC):
     # the field means this value, and an experiment with this value has the id that it had before. See methods/encoding.
     added: ClassVar[Mapping[str, Any]] = {}
     eager_only: ClassVar[str | None] = None  # why a step cannot be captured in one CUDA graph; see tribe.core.graphs
-    in_segments: ClassVar[bool] = False  # but it can be captured in several; see tribe.core.segments
+    in_segments: ClassVar[bool] = False  # but it can be captured in several; see tribe.core.graphs
     needs: ClassVar[str | None] = None  # what it must know of the source data; see tribe.knowledge
     works_on: ClassVar[tuple[Literal["affine", "statistics", "features"], ...]] = ()  # what a network must have for it
     reuses_memory: ClassVar[bool] = False  # whether step takes `retired`; set for every subclass

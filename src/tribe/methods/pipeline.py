@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from tribe.core.backbone import Backbone
-from tribe.core.checks import check_count
 from tribe.core.moments import accumulation_dtype
 from tribe.core.rng import Key
 from tribe.core.state import Info
+from tribe.core.validation import check_count
 from tribe.filters import FilterInfo, TimeFilter
 from tribe.knowledge import Knowledge
 from tribe.methods.method import Deployed, Method

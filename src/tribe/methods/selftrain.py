@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from tribe.core.packed import ClassStats
 from tribe.fields import require
 from tribe.methods import (
     ROOM,
@@ -24,7 +25,6 @@ from tribe.methods import (
     Instance,
     Key,
     Norm,
-    PackedStats,
     Robust,
     Stats,
     Timely,
@@ -52,8 +52,8 @@ class SelfTrainingState(NamedTuple):
 
     affine: Affine  # (S, C), the student's, which learn
     teacher: Affine  # (S, C), the same values if teacher and student share them
-    pair: Stats | PackedStats  # (2 S, K, C), the teacher's row and the student's row of each stream
-    anchor: Stats | PackedStats  # (S, K, C)
+    pair: ClassStats  # (2 S, K, C), the teacher's row and the student's row of each stream
+    anchor: ClassStats  # (S, K, C)
     memory: Timely  # of one free place, if the method has none
     adam: optim.Adam
     key: Key

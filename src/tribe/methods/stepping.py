@@ -9,13 +9,13 @@ from torch import Tensor
 from tribe.core import optim
 from tribe.core.backbone import Backbone
 from tribe.core.losses import entropy, mean_over
-from tribe.core.packed import PackedStats
-from tribe.core.screening import sound
-from tribe.core.state import Affine, Info, Stats, leaves, select
+from tribe.core.packed import ClassStats
+from tribe.core.state import Affine, Info, leaves, select
+from tribe.core.validation import good_images
 
 
 def screen(x: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Replace padding and bad images (see `tribe.core.screening`) before the first layer.
+    """Replace padding and bad images (see `tribe.core.validation`) before the first layer.
 
     A copy of the stream's first good image replaces them. They weigh nothing, but must be finite in every layer: a
     network that standardises each image would make 0 / 0 of zeros.
@@ -25,7 +25,7 @@ def screen(x: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     if not x.shape[1]:
         raise ValueError(f"a step needs at least one image a stream; got a batch of shape {tuple(x.shape)}")
     x = x.detach()
-    good = sound(x)  # (S, B)
+    good = good_images(x)  # (S, B)
     offered = torch.ones_like(good) if valid is None else valid
     valid = good & offered
     first = valid.byte().argmax(1)  # of every stream; a bad one, if none is good
@@ -125,7 +125,7 @@ def commit_step(
         )
         moved = new._replace(key=old.key._replace(clock=old.key.clock + 1), info=info)
         chosen = valid.any(1) & sane
-        stats = [name for name in new._fields if isinstance(getattr(new, name), Stats | PackedStats)]
+        stats = [name for name in new._fields if isinstance(getattr(new, name), ClassStats)]
         result = select(chosen, moved._replace(**{name: getattr(old, name) for name in stats}), old)
         result = result._replace(**{n: select(chosen, getattr(new, n), getattr(old, n), in_place=True) for n in stats})
         skipped = old.info.skipped + rejected + torch.where(sane, 0, valid.sum(1))

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from tribe.core.packed import cat_layers
+from tribe.core.packed import ClassStats
 from tribe.core.state import copy_missing, room_for
 from tribe.methods import (
     Affine,
@@ -28,7 +28,6 @@ from tribe.methods import (
     Info,
     Key,
     Method,
-    PackedStats,
     Stats,
     View,
     accumulation_dtype,
@@ -66,8 +65,8 @@ class TribeState(NamedTuple):
     """Shared affine parameters, the branches' class statistics, and Adam's moments."""
 
     affine: Affine  # (S, C), of teacher and student
-    pair: Stats | PackedStats  # (2 S, K, C), the teacher's row and the student's row of each stream
-    anchor: Stats | PackedStats  # (S, K, C)
+    pair: ClassStats  # (2 S, K, C), the teacher's row and the student's row of each stream
+    anchor: ClassStats  # (S, K, C)
     adam: optim.Adam
     key: Key
     info: Info
@@ -147,17 +146,13 @@ class Tribe(Method):
         """The anchor's class statistics, pooled; None if the loss does not use the anchor."""
         return self.pooled(net, state.anchor) if self.lambda_anc else None
 
-    def first_stats(self, net: Backbone, rows: int) -> Stats | PackedStats:
-        """The source's statistics for every class."""
-        if self.class_stats == "packed":
-            return net.packed_source(rows, self.norm.classes)
-        return net.source(rows, self.norm.classes)[1]
+    def first_stats(self, net: Backbone, rows: int) -> ClassStats:
+        """Return the source's statistics for every class."""
+        return net.class_stats(rows, self.norm.classes, packed=self.class_stats == "packed")
 
-    def pooled(self, net: Backbone, stats: Stats | PackedStats) -> Stats:
-        """Class statistics of all layers, pooled: (R, K, C) -> (R, 1, C)."""
-        if isinstance(stats, Stats):
-            return self.norm.pool(stats)
-        return cat_layers(self.norm.pool(stats.layer(slot.columns, slot.index)) for slot in net.slots)
+    def pooled(self, net: Backbone, stats: ClassStats) -> Stats:
+        """Pool the class statistics of all layers: (R, K, C) -> (R, 1, C)."""
+        return stats.map_layers(self.norm.pool, net.columns)
 
     def step(
         self,
@@ -217,8 +212,8 @@ class Tribe(Method):
         return new, trusted, Agreement.of(teacher, student, anchor, valid)
 
     def _anchor(
-        self, net: Backbone, state: Any, x: Tensor, labels: Tensor, valid: Tensor, spare: Stats | PackedStats | None
-    ) -> tuple[Tensor | None, Stats | PackedStats]:
+        self, net: Backbone, state: Any, x: Tensor, labels: Tensor, valid: Tensor, spare: ClassStats | None
+    ) -> tuple[Tensor | None, ClassStats]:
         """The logits of the source's parameters with the anchor's statistics; None if the loss does not use them."""
         if self.lambda_anc == 0:
             return None, state.anchor
@@ -258,8 +253,8 @@ class _Branches:
         norm: Balanced,
         labels: Tensor,
         valid: Tensor,
-        past: Stats | PackedStats,
-        spare: Stats | PackedStats | None,
+        past: ClassStats,
+        spare: ClassStats | None,
     ) -> None:
         self.net, self.norm, self.labels, self.valid, self.past = net, norm, labels, valid, past
         self.stats = room_for(past, spare)

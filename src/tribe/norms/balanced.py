@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tribe.core import kernels
-from tribe.core.packed import PackedStats
+from tribe.core.packed import ClassStats, PackedStats
 from tribe.norms import Stats, is_whole, register, require
 
 Convention = Literal["released", "paper"]
@@ -88,12 +88,12 @@ class Balanced:
         """The divisor of the spread of the class means."""
         return max(self.classes - (self.pooled_ddof or 0), 1)
 
-    def pool(self, stats: Stats | PackedStats) -> Stats:
+    def pool(self, stats: ClassStats) -> Stats:
         """Eq. 2: the statistics of a population in which every class is equally frequent. (R, K, C) -> (R, 1, C).
 
         Packed statistics must be of one layer.
         """
-        centre, within, between = _over_classes(stats.unpacked() if isinstance(stats, PackedStats) else stats)
+        centre, within, between = _over_classes(stats.in_full())
         return Stats(centre, (within + between / self.freedom).clamp_min(0))  # see the NOTE in `_Update`
 
     def group(self, labels: Tensor, valid: Tensor, dtype: torch.dtype) -> Groups:
@@ -135,7 +135,7 @@ class Balanced:
         mean: Tensor,
         var: Tensor,
         count: int,
-        stats: Stats | PackedStats,
+        stats: ClassStats,
         labels: Tensor | Groups | Prepared | None,
         valid: Tensor,
         eps: float,
@@ -151,7 +151,7 @@ class Balanced:
             labels = self.group(labels, valid, mean.dtype)
         groups = labels.groups if isinstance(labels, Prepared) else labels
         if isinstance(stats, PackedStats):
-            past = stats.unpacked()
+            past = stats.in_full()
             pooled_mean, pooled_var, full = self(mean, var, count, past, groups, valid, eps)
             return pooled_mean, pooled_var, stats.updated(past, full, groups.code, groups.present, groups.shrink)
         if kernels.can_update(mean):

@@ -15,13 +15,12 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from tribe.core.backbone import Backbone
 from tribe.core.calling import LogitsOutput, NetworkInterface, images_of
-from tribe.core.checks import Checks, check_source, place_of
 from tribe.core.graphs import Steps
-from tribe.core.inputs import as_mask, as_order, as_streams, in_order
 from tribe.core.kernels import Switch
 from tribe.core.model_copy import deepcopy_module
 from tribe.core.state import StateModule, clone, digest, leaves, rebuild
 from tribe.core.threads import Lock, locked
+from tribe.core.validation import Checks, as_mask, as_order, as_streams, check_source, in_order, place_of
 from tribe.fields import is_whole, require
 from tribe.filters import FilterInfo, TimeFilter
 from tribe.health.calibration import Calibration
@@ -142,7 +141,7 @@ class Adapter(NetworkInterface):
     """A classifier that adapts while it predicts. Made by `adapt`.
 
     Calling it predicts, then adapts. Images are (B, ...) for one stream or (S, B, ...) for S; logits come back in the
-    same layout. A bad image (not finite or far too large, see `tribe.core.screening`) gets equal logits (the uniform
+    same layout. A bad image (not finite or far too large, see `tribe.core.validation`) gets equal logits (the uniform
     prediction) and changes nothing; `info` says where bad images were in the last batch and how many were skipped
     while learning. Calls from several threads run one after another.
     """

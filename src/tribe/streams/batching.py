@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from tribe.core.backbone import Backbone
-from tribe.core.inputs import as_streams
 from tribe.core.state import Affine, Stats, leaves, per_stream, rebuild, tree_map
+from tribe.core.validation import as_streams
 from tribe.methods import Deployed
 
 STREAMS = 128  # the most streams of a group: more save little time

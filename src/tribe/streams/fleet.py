@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from tribe.core.backbone import Backbone
-from tribe.core.checks import Checks, place_of
 from tribe.core.kernels import Switch
 from tribe.core.state import clone, digest
 from tribe.core.threads import Lock, locked
+from tribe.core.validation import Checks, place_of
 from tribe.fields import is_whole, require
 from tribe.filters import TimeFilter
 from tribe.health.calibration import Calibration

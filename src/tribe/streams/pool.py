@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from tribe.core.backbone import Backbone
-from tribe.core.checks import Place, place_of
 from tribe.core.rng import Key
 from tribe.core.state import Info, tree_map
 from tribe.core.threads import Lock
+from tribe.core.validation import Place, place_of
 from tribe.health.snapshots import StreamInfo, describe_streams
 from tribe.methods import Deployed
 

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from tribe.core.backbone import Backbone, Output
 from tribe.core.memory import Reservoir, Timely
-from tribe.core.packed import PackedStats
-from tribe.core.screening import sound
+from tribe.core.packed import ClassStats
 from tribe.core.slots import SlotHook
-from tribe.core.state import Affine, Stats, clone, digest, hash_tensors, leaves, rebuild, stream
+from tribe.core.state import Affine, clone, digest, hash_tensors, leaves, rebuild, stream
+from tribe.core.validation import good_images
 from tribe.methods import AnyMethod, Pipeline
 from tribe.norms import Norm
 from tribe.testing.samples import (
@@ -36,12 +36,12 @@ class _StrictBackbone(Backbone):
         self,
         x: Tensor,
         affine: Affine,
-        stats: Stats | PackedStats,
+        stats: ClassStats,
         norm: Norm,
         labels: Tensor | None = None,
         valid: Tensor | None = None,
         weights: Mapping[str, Tensor] | None = None,
-        spare: Stats | PackedStats | None = None,
+        spare: ClassStats | None = None,
         slot_hook: SlotHook | None = None,
     ) -> Output:
         counted = torch.ones(x.shape[:2], dtype=torch.bool) if valid is None else valid
@@ -216,7 +216,7 @@ def stays_finite(method: AnyMethod) -> None:
         state, bad = method.init(net), 0
         for batch in (x, normal, x, x):
             y, state = method.step(net, state, batch)
-            bad += int((~sound(batch)).sum())
+            bad += int((~good_images(batch)).sum())
             assert y.isfinite().all(), f"{case}: a prediction is not finite"
             assert _finite(state), f"{case}: the state is not finite"
             assert int(state.info.skipped) == bad, (

@@ -19,7 +19,7 @@ from tribe.cli.output import errors_as_messages, print_json, stdout_to_stderr
 from tribe.cli.overrides import parse_overrides
 from tribe.core.backbone import Backbone
 from tribe.core.precision import choose_device, deterministic, float32_precision
-from tribe.core.screening import sound
+from tribe.core.validation import good_images
 from tribe.data.datasets import Dataset
 from tribe.experiments.workbench import Request, departures, plain_method, trained_on
 from tribe.health.calibration import NAME as HEALTH
@@ -246,7 +246,7 @@ class Batches:
         for batch in track(self._batches, self.title, console=Console(stderr=True)):
             x, y = zip(*(self._read(i, batch) for i in self._domain[batch].unique().tolist()), strict=True)
             images, labels = torch.cat(x), torch.cat(y)
-            readable = sound(images, 1)
+            readable = good_images(images, 1)
             if bool(readable.any()):
                 yield images[readable], labels[readable]
 

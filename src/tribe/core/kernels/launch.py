@@ -98,11 +98,6 @@ def can_update(mean: Tensor) -> bool:
     return can_run(mean) and mean.dtype == torch.float32 and mean.shape[1] <= SAMPLES
 
 
-def can_draw(seed: Tensor) -> bool:
-    """Whether the kernels can draw random numbers for these seeds (S,)."""
-    return can_launch(seed)
-
-
 def can_jitter(x: Tensor) -> bool:
     """Whether `jitter` can work on these images (G, M, C, H, W)."""
     return can_run(x) and x.dtype == torch.float32 and x.shape[2] in (1, 3)

@@ -1,28 +1,29 @@
-"""The random numbers of `tribe.core.rng`, one launch a draw."""
+"""The random numbers of `tribe.core.rng`, one launch a draw; where no kernel can run, `tribe.core.rng` draws them."""
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, attr-defined"
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from tribe.core.kernels.launch import LINE, tl, triton
+from tribe.core import rng
+from tribe.core.kernels.launch import LINE, can_launch, tl, triton
+from tribe.core.rng import Key
 
 
-def uniform(key: Any, purpose: int, shape: Sequence[int]) -> Tensor:
-    """The same numbers as `tribe.core.rng.uniform`."""
-    return _draw(key, purpose, shape, normal=False)
+def uniform(key: Key, purpose: int, shape: Sequence[int]) -> Tensor:
+    """Draw the same numbers as `tribe.core.rng.uniform`."""
+    return _draw(key, purpose, shape, normal=False) if can_launch(key.seed) else rng.uniform(key, purpose, shape)
 
 
-def normal(key: Any, purpose: int, shape: Sequence[int]) -> Tensor:
-    """The same numbers as `tribe.core.rng.normal`, up to the last digits of logarithm and cosine."""
-    return _draw(key, purpose, shape, normal=True)
+def normal(key: Key, purpose: int, shape: Sequence[int]) -> Tensor:
+    """Draw the same numbers as `tribe.core.rng.normal`, up to the last digits of logarithm and cosine."""
+    return _draw(key, purpose, shape, normal=True) if can_launch(key.seed) else rng.normal(key, purpose, shape)
 
 
-def _draw(key: Any, purpose: int, shape: Sequence[int], normal: bool) -> Tensor:
+def _draw(key: Key, purpose: int, shape: Sequence[int], normal: bool) -> Tensor:
     streams, n = len(key.seed), math.prod(shape)
     out = torch.empty(streams, *shape, device=key.seed.device)
     blocks = triton.cdiv(n, 4)

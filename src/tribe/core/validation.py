@@ -1,0 +1,240 @@
+"""Validate a network, the images that go in and the logits that come out, for everything that adapts a network.
+
+A bad image has a value that is not finite, or too large for the precision of the network. A value far outside [0, 1] is
+a fault of the camera, like NaN, and does the same damage: its square overflows in a variance, and every statistic that
+it enters is lost. `good_images` alone decides which images are good.
+"""
+
+import math
+import sys
+import warnings
+
+import torch
+from torch import Tensor
+
+from tribe.core.backbone import Backbone
+from tribe.core.placement import by_reason
+
+TOLERANCE = 1e-3  # how far values may leave [0, 1] without a warning
+LIMIT = 1e6  # far above any image, 0 to 255 included; far below where sums of squares overflow in float32
+PROBABILITIES = (
+    "the network returns probabilities, rows in [0, 1] that sum to 1: methods expect logits, and learn little or "
+    "nothing from probabilities. Remove its Softmax"
+)
+
+Place = tuple[torch.device, torch.dtype]
+
+
+class Checks:
+    """Checks of images and of logits; each warns once.
+
+    Args:
+        net: the network.
+        classes: the number of classes that its logits must have; None if it is not known (``dense`` networks).
+        logits: whether the method returns logits; otherwise it returns probabilities.
+    """
+
+    def __init__(self, net: Backbone, classes: int | None, logits: bool) -> None:
+        self.classes, self._dense = classes, net.dense
+        self._classifier = net.classifier
+        self._range_checked, self._output_checked = False, not logits
+
+    def find_bad(self, x: Tensor, valid: Tensor | None) -> Tensor | None:
+        """Return which images (S, B) are bad, or None if all are good. Warn once of images outside [0, 1].
+
+        A step screens its images itself. If the extremes of a batch lie in [0, 1], no image is bad, so a batch is
+        screened here only if they do not, or on a GPU, where reading them would wait for the device.
+        """
+        gpu = x.device.type != "cpu"
+        if x.numel() and not (gpu and self._range_checked) and in_range(x):
+            self._range_checked |= gpu
+            return None
+        good = good_images(x)
+        if not self._range_checked:
+            self._range_checked = warn_of_range(x[good if valid is None else good & valid]) or gpu
+        return ~good
+
+    def check_logits(self, logits: Tensor, bad: Tensor | None) -> None:
+        """Raise if logits have another number of classes; warn once of probabilities in place of logits."""
+        if self._dense and (logits.dim() != 3 or logits.shape[-1] != self.classes):
+            return  # the output is something else than logits
+        check_count(logits, self.classes, self._classifier)
+        if self._output_checked:
+            return
+        if (finite := logits if bad is None else logits[~bad]).numel():
+            self._output_checked = True  # once: reading the values waits for the device
+            if are_probabilities(finite):
+                warn(PROBABILITIES)
+
+
+# -- the network -------------------------------------------------------------------------------------------------------
+
+
+def check_source(net: Backbone) -> None:
+    """Raise if the network's normalisation holds numbers that are not finite."""
+    if names := net.not_finite():
+        raise ValueError(
+            f"the network's normalisation holds numbers that are not finite ({', '.join(names[:4])}), so nothing can "
+            "be learned. Load its weights again; replace a layer that it never calls by nn.Identity()"
+        )
+
+
+def warn_of_layers_left_alone(net: Backbone) -> None:
+    """Warn if fewer normalisation layers adapt than stay as they are."""
+    if len(net.left_alone) > len(net.slots):
+        warn(
+            f"only {len(net.slots)} of {len(net.slots) + len(net.left_alone)} normalisation layers adapt; the others "
+            f"are left alone ({'; '.join(by_reason(net.left_alone))}). The network will adapt little. Replace them by "
+            "BatchNorm, LayerNorm or GroupNorm of torch, which compute the same, before the call"
+        )
+
+
+def place_of(net: Backbone) -> Place:
+    """Return the device and precision of the source's affine parameters, which a state shares."""
+    source: Tensor = net.origin.state.affine.weight
+    return source.device, source.dtype
+
+
+# -- images ------------------------------------------------------------------------------------------------------------
+
+
+def as_streams(x: Tensor, net: Backbone, streams: int) -> tuple[Tensor, bool]:
+    """Bring images into (S, B, ...) in the network's precision; also return whether the S axis was added."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"expected a tensor of images; got {type(x).__name__}. For an array: torch.from_numpy(x)")
+    if not x.is_floating_point():
+        hint = "divide by 255: images.float() / 255" if x.dtype == torch.uint8 else "convert them: images.float()"
+        raise TypeError(f"images are {x.dtype}; expected floating point in [0, 1]; {hint}")
+    x = x.detach().as_subclass(Tensor).to(net.dtype)  # a plain tensor: a subclass may redefine operations
+    if x.is_inference():
+        x = x.clone()
+    added = streams == 1 and not (net.rank and x.dim() == net.rank + 1 and x.shape[0] == 1)
+    if added:
+        x = x.unsqueeze(0)
+    if x.dim() < 3 or x.shape[0] != streams:
+        layout = "(B, ...)" if streams == 1 else f"({streams}, B, ...): one row of images a stream"
+        raise ValueError(f"expected images {layout}; got {tuple(x.shape[1:] if added else x.shape)}")
+    if x.device != net.device:
+        raise ValueError(f"images are on {x.device}, the network on {net.device}: move one with .to()")
+    return x, added
+
+
+def as_mask(valid: Tensor, x: Tensor, added: bool) -> Tensor:
+    """Bring the mask of images (S, B, ...) into (S, B)."""
+    expected = tuple(x.shape[added:2])
+    if not isinstance(valid, Tensor) or valid.dtype != torch.bool or tuple(valid.shape) != expected:
+        got = f"{valid.dtype} of shape {tuple(valid.shape)}" if isinstance(valid, Tensor) else repr(valid)
+        raise ValueError(f"valid is a tensor of booleans, one for each image, of shape {expected}; got {got}")
+    valid = valid.to(x.device)
+    return valid.unsqueeze(0) if added else valid
+
+
+def as_order(order: Tensor, x: Tensor, added: bool, valid: Tensor | None = None) -> Tensor:
+    """Turn times of images (S, B, ...) into the positions (S, B) that sort them; ties keep their order.
+
+    Images that are not ``valid`` (S, B) have no time, whatever ``order`` says, and stay where they are.
+
+    >>> as_order(torch.tensor([0.3, 0.1, 0.2]), torch.zeros(1, 3, 4), added=True)
+    tensor([[1, 2, 0]])
+    """
+    expected = tuple(x.shape[added:2])
+    if not isinstance(order, Tensor) or tuple(order.shape) != expected or not _can_sort(order.dtype):
+        got = f"{order.dtype} of shape {tuple(order.shape)}" if isinstance(order, Tensor) else repr(order)
+        raise ValueError(f"order is a tensor of numbers, one for each image, of shape {expected}; got {got}")
+    order = order.to(x.device)
+    order = order.unsqueeze(0) if added else order
+    if order.is_floating_point() and bool((order.isnan() if valid is None else order.isnan() & valid).any()):
+        raise ValueError("order holds NaN; expected a time, or a position in time, for each image")
+    if valid is None:
+        return torch.argsort(order, dim=1, stable=True)
+    places = _valid_first(torch.arange(x.shape[1], device=x.device).expand(x.shape[:2]), valid)
+    images = _valid_first(torch.argsort(torch.where(valid, order, 0), dim=1, stable=True), valid)
+    return torch.empty_like(images).scatter_(1, places, images)
+
+
+def _valid_first(positions: Tensor, valid: Tensor) -> Tensor:
+    """Put the positions (S, B) of valid images first; otherwise they keep their order."""
+    return in_order(positions, torch.argsort((~in_order(valid, positions)).byte(), dim=1, stable=True))
+
+
+def _can_sort(dtype: torch.dtype) -> bool:
+    """Return whether torch sorts numbers of a type: no booleans, no complex numbers, no floating point of 8 bits."""
+    return not (dtype == torch.bool or dtype.is_complex or (dtype.is_floating_point and dtype.itemsize < 2))
+
+
+def in_order(values: Tensor, positions: Tensor) -> Tensor:
+    """Reorder values (S, B, ...) by positions (S, B) of each stream."""
+    index = positions.view(*positions.shape, *[1] * (values.dim() - 2))
+    return torch.take_along_dim(values, index, 1)
+
+
+def good_images(x: Tensor, axes: int = 2) -> Tensor:
+    """Return which images are good: a mark for each position of the leading ``axes``, usually (S, B).
+
+    It does not synchronise.
+
+    >>> good_images(torch.tensor([[[0.5, 255.0], [0.5, torch.nan], [-torch.inf, 0.5], [0.5, 3e19]]]))
+    tensor([[ True, False, False, False]])
+    """
+    values, kind, precisions = x.flatten(axes), x.device.type, {x.dtype}
+    if not values.shape[axes:].numel():
+        return torch.ones(x.shape[:axes], dtype=torch.bool, device=x.device)
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        precisions.add(torch.get_autocast_dtype(kind))
+    # The square of the limit is finite in the network's precision. In float16 the limit is just above 255.
+    limit = min(LIMIT, *(math.sqrt(torch.finfo(precision).max) for precision in precisions))
+    return (values.amin(axes) >= -limit) & (values.amax(axes) <= limit)  # NaN stays, and no comparison with it is true
+
+
+def in_range(x: Tensor) -> bool:
+    """Return whether all values lie in [0, 1]; NaN does not. Waits for the device."""
+    low, high = (v.item() for v in x.aminmax())
+    return low >= -TOLERANCE and high <= 1 + TOLERANCE
+
+
+def warn_of_range(x: Tensor) -> bool:
+    """Warn of finite values outside [0, 1]; return whether there were any."""
+    if not x.numel() or in_range(x):
+        return False
+    low, high = (v.item() for v in x.aminmax())
+    if high > 2 and low >= 0:
+        cause = "they look like 0 to 255: divide by 255"
+    elif low < 0:
+        cause = (
+            "they look normalised already: give images in [0, 1] and put the normalisation into the network, "
+            "torch.nn.Sequential(tribe.Normalize(mean, std), net), because augmentation works on [0, 1]"
+        )
+    else:
+        cause = "check how they are scaled"
+    warn(f"images reach from {low:.3g} to {high:.3g}, outside [0, 1]; {cause}")
+    return True
+
+
+# -- logits ------------------------------------------------------------------------------------------------------------
+
+
+def check_count(logits: Tensor, classes: int | None, classifier: str | None) -> None:
+    """Raise if logits (..., K) have another number of classes than the outputs of the classifier layer."""
+    if logits.shape[-1] != classes:
+        raise ValueError(
+            f"the network gives {logits.shape[-1]} classes; the adapter was made for {classes}, the outputs "
+            f"of its layer {classifier!r}. Name the layer that classifies: "
+            "tribe.adapt(tribe.Backbone(model, classifier=...))"
+        )
+
+
+def are_probabilities(logits: Tensor) -> bool:
+    """Return whether rows (..., K) look like probabilities instead of logits.
+
+    >>> are_probabilities(torch.tensor([[0.25, 0.75]])), are_probabilities(torch.tensor([[0.25, 0.5]]))
+    (True, False)
+    """
+    return bool(logits.min() >= 0) and bool((logits.sum(-1) - 1).abs().max() < 1e-2)  # bfloat16 sums are no better
+
+
+def warn(message: str) -> None:
+    """Warn at the caller's line, outside tribe and torch (`skip_file_prefixes` needs Python 3.12)."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("tribe", "torch"):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, UserWarning, stacklevel=level)
