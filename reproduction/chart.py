@@ -14,11 +14,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 LEGEND_ROWS = 17  # with more rows there is no legend
-INSIDE = 12  # rows of a legend that fits among the lines; a longer one is beside them
 
 
 def draw_chart(comparison: Comparison) -> "Figure":
-    """Rows as lines over the columns or, if there is one column, as bars. Category errors are left out."""
+    """Draw rows as lines over the columns or, if there is one column, as bars. Category errors are left out."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
@@ -29,22 +28,21 @@ def draw_chart(comparison: Comparison) -> "Figure":
     units = {column: comparison.entries[comparison.rows[0], column].unit for column in columns}
     if len(set(units.values())) > 1:  # errors and seconds
         columns = [column for column in columns if units[column] == "%"]
-    per_class = units[columns[0]] == "images"
-    beside = len(columns) > 1 and INSIDE < len(_drawn(comparison, columns)) <= LEGEND_ROWS  # the legend
-    size = (7.0, 4.0) if per_class else (max(6.0, 2 + 0.6 * len(columns)) + 3.0 * beside, 4.8)
-    figure = Figure(figsize=size, layout="constrained")
+    rows = [row for row in comparison.rows if row not in comparison.beyond or _drawn(comparison, row, columns)]
+    figure = Figure(figsize=(max(6.0, 2 + 0.6 * len(columns)), 4.8), layout="constrained")
     axes = figure.subplots()
-    if per_class:
+    if units[columns[0]] == "images":
         _class_lines(axes, comparison, columns)
     elif len(columns) == 1:
-        _bars(axes, comparison, columns[0])
+        _bars(axes, comparison, rows, columns[0])
     else:
-        _lines(axes, comparison, columns)
-    axes.set_title(plain_label(comparison.title), fontsize="large" if per_class else "medium")
-    if any(row in comparison.beyond for row in _drawn(comparison, columns)):
-        figure.supxlabel(f"{MARK} beyond the paper: see docs/time.md", fontsize="small")
-    if not per_class:
-        axes.grid(axis="y", alpha=0.3)
+        _lines(axes, comparison, rows, columns)
+    axes.set_title(plain_label(comparison.title), fontsize="medium")
+    axes.grid(axis="y", alpha=0.3)
+    if any(row in comparison.beyond for row in rows):
+        figure.supxlabel(f"{MARK} beyond the paper", fontsize="small")
+    if len(rows) <= LEGEND_ROWS or units[columns[0]] == "images":
+        figure.legend(fontsize="small", loc="outside right upper")
     return figure
 
 
@@ -52,43 +50,30 @@ def _has_numbers(comparison: Comparison, column: str) -> bool:
     return any(isinstance(comparison.entries[row, column].ours, float) for row in comparison.rows)
 
 
-def _drawn(comparison: Comparison, columns: list[str]) -> list[str]:
-    """The rows to draw: all of the paper, and those beyond it that have a number."""
-    entries, beyond = comparison.entries, comparison.beyond
-    return [
-        r for r in comparison.rows if r not in beyond or any(isinstance(entries[r, c].ours, float) for c in columns)
-    ]
+def _drawn(comparison: Comparison, row: str, columns: list[str]) -> bool:
+    return any(isinstance(comparison.entries[row, column].ours, float) for column in columns)
 
 
-def _lines(axes: Any, comparison: Comparison, columns: list[str]) -> None:
-    rows = _drawn(comparison, columns)
+def _lines(axes: Any, comparison: Comparison, rows: list[str], columns: list[str]) -> None:
     for i, row in enumerate(rows):
         style = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)], "markersize": 4}
-        line = {"label": plain_label(comparison.name_of(row)), "linewidth": 1.2}
-        line["linestyle"] = "--" if row in comparison.beyond else "-"
+        line = {"label": plain_label(comparison.name_of(row)), "linestyle": "--" if row in comparison.beyond else "-"}
         entries = [comparison.entries[row, column] for column in columns]
-        axes.plot(range(len(columns)), [_value(e.ours) for e in entries], **line, **style)
+        axes.plot(range(len(columns)), [_value(e.ours) for e in entries], linewidth=1.2, **line, **style)
         hollow = {**style, "markerfacecolor": "none", "linestyle": "none"}
         axes.plot(range(len(columns)), [_value(e.paper) for e in entries], **hollow)
     axes.set(ylabel="error, % (hollow: paper)", ylim=(0, None), xticks=range(len(columns)))
     axes.set_xticklabels([*map(plain_label, columns)], rotation=40, ha="right", fontsize="small")
-    if len(rows) <= INSIDE:
-        axes.legend(fontsize="small", ncols=2)
-    elif len(rows) <= LEGEND_ROWS:
-        axes.figure.legend(fontsize="small", loc="outside right upper")
 
 
-def _bars(axes: Any, comparison: Comparison, column: str) -> None:
-    rows = _drawn(comparison, [column])
-    entries = [comparison.entries[row, column] for row in rows]
-    place = range(len(entries))
+def _bars(axes: Any, comparison: Comparison, rows: list[str], column: str) -> None:
+    entries, place = [comparison.entries[row, column] for row in rows], range(len(rows))
     hatches = ["//" if row in comparison.beyond else "" for row in rows]
     axes.bar(place, [_value(e.ours) for e in entries], color=COLOURS[1], edgecolor="white", hatch=hatches, label="ours")
     axes.plot(place, [_value(e.paper) for e in entries], "o", color="black", markerfacecolor="none", label="paper")
     axes.set(ylabel="error, %", ylim=(0, None), xticks=place)
     names = [plain_label(comparison.name_of(row)) for row in rows]
     axes.set_xticklabels(names, rotation=40, ha="right", fontsize="small")
-    axes.legend(fontsize="small")
 
 
 def _class_lines(axes: Any, comparison: Comparison, columns: list[str]) -> None:
@@ -96,7 +81,6 @@ def _class_lines(axes: Any, comparison: Comparison, columns: list[str]) -> None:
         images = [_value(comparison.entries[row, column].ours) for row in comparison.rows]
         axes.plot(range(len(images)), images, color=COLOURS[i % len(COLOURS)], label=plain_label(f"imbalance {column}"))
     axes.set(xlabel="class", ylabel="images in a domain", ylim=(0, None))
-    axes.legend(fontsize="small")
 
 
 def _value(value: Value) -> float:

@@ -1,412 +1,270 @@
-"""The claims that the paper makes about its tables, as predicates: judged on the paper's numbers, or on ours.
+"""The claims that the paper makes about its tables, as numbers with thresholds.
 
-A claim (``claims.json``) names a predicate and its arguments. A predicate turns the claim into checks, each with a
-counterexample to print if it fails. A missing number may have any value: a check that depends on it is undecided, the
-others are decided. One counterexample refutes a claim about all cells, even if other cells are missing; one example
-proves a claim that there is one.
-
-Better numbers than the paper's do not refute a claim: its exact counts and margins are checked on the paper's own
-numbers, while ours must only reach them. Thresholds for words such as "robust" are our choice. They are stated in the
-claim, and a word has the same threshold in all claims.
-
-Our numbers have a spread: another seed gives another stream. A difference counts only if it exceeds the spread: the
-standard deviation between seeds of the differences, seed by seed, where both numbers have two seeds or more in common,
-else of both numbers together. Else the claim is too close to judge. A row that is our reading of what the paper leaves
-open (`Table.readings`) settles nothing: a claim about it is not judged, one about all rows is judged without it.
+A claim (``claims.json``) names a measure, its arguments and a threshold. A measure turns a table into one number, the
+worst case of the claim: the smallest margin of TRIBE over all methods and columns, say. The claim holds if the number
+reaches the threshold. It is computed from the paper's numbers and from ours, seed by seed; where the threshold lies
+within one standard deviation between seeds, the claim is "too close". Thresholds for words such as "robust" are our
+choice, and a word has the same threshold in all claims. Better numbers than the paper's do not refute a claim.
 """
 
-import fnmatch
 import json
-import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from reproduction import tables
+from reproduction.compare import Comparison
 
-
-class Measured(NamedTuple):
-    """A number of ours: the mean over seeds, each of them, and the standard deviation between seeds."""
-
-    value: float
-    by_seed: Mapping[int, float] = {}
-    noise: float = 0.0
-
-
-Numbers = Callable[[str, str, str], float | Measured | None]  # table, row, column -> number
-SHOWN = 4  # counterexamples that a verdict names
-OF_THE_PAPER = ("quoted", "margins_span")  # predicates about the paper's own numbers, to the last digit
+Patterns = str | Sequence[str]
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A sentence of the paper, in our words."""
+    """A sentence of the paper, in our words, and the number that decides it."""
 
     name: str
     where: str  # in the paper
     says: str
     tables: Sequence[str]
-    predicate: str
-    arguments: dict[str, Any]
+    measure: str
+    arguments: Mapping[str, Any]
+    at_least: float | None = None  # the threshold of the number,
+    at_most: float | None = None  # one of the two
+
+    @property
+    def number(self) -> str:
+        """What the number is, in words."""
+        return (MEASURES[self.measure].__doc__ or "").removeprefix("Return ").rstrip(".")
+
+    @property
+    def threshold(self) -> str:
+        """The threshold in words."""
+        return f"≥ {self.at_least:g}" if self.at_least is not None else f"≤ {self.at_most:g}"
+
+    def slack(self, number: float) -> float:
+        """Return by how much a number is on the right side of the threshold."""
+        return number - self.at_least if self.at_least is not None else (self.at_most or 0.0) - number
+
+
+class Judgement(NamedTuple):
+    """The number of a claim, and whether it reaches the threshold."""
+
+    number: float | None  # the mean over seeds
+    verdict: str  # "holds", "fails", "too close", "incomplete": numbers are missing and those there do not refute it
+    deviation: float | None = None  # between seeds
 
 
 class Verdict(NamedTuple):
-    """Whether a claim holds (None: it depends on missing numbers), and the numbers that decide it."""
+    """A claim, judged on the paper's numbers and on ours."""
 
-    holds: bool | None
-    why: str
+    claim: Claim
+    paper: Judgement
+    ours: Judgement
+
+    def json(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        claim = {name: getattr(self.claim, name) for name in ("name", "says", "where", "tables", "threshold")}
+        return claim | {"paper": self.paper._asdict(), "ours": self.ours._asdict()}
 
 
 @cache
 def claims() -> tuple[Claim, ...]:
-    """All claims."""
+    """Return all claims."""
     return tuple(Claim(**fields) for fields in json.loads(Path(__file__).with_name("claims.json").read_text()))
 
 
-def of_paper(table: str, row: str, column: str) -> float | None:
-    """The paper's own numbers."""
-    value = tables.get(table).value(row, column)
-    return value if isinstance(value, float) else None
+def judge(claim: Claim, comparisons: Mapping[str, Comparison]) -> Verdict:
+    """Judge a claim on the paper's numbers, and on ours where the tables are in ``comparisons``, by name."""
+    paper = _judge(claim, [[View.of_paper(tables.get(name)) for name in claim.tables]])
+    compared = [comparisons[name] for name in claim.tables if name in comparisons]
+    ours = _judge(claim, [[View.of_seed(comparison, seed) for comparison in compared] for seed in _seeds(compared)])
+    if ours.verdict == "holds" and len(compared) < len(claim.tables):
+        ours = ours._replace(verdict="incomplete")
+    return Verdict(claim, paper, ours)
 
 
-def judge(claim: Claim, numbers: Numbers) -> Verdict:
-    """Judge a claim on numbers; some may be missing."""
-    if claim.predicate in OF_THE_PAPER and numbers is not of_paper:
-        return Verdict(None, "the claim repeats numbers of the paper")
-    views = [View(table, numbers) for table in claim.tables]
-    findings = [PREDICATES[claim.predicate](view, **claim.arguments) for view in views]
-    prefixes = [f"{table}: " if len(views) > 1 else "" for table in claim.tables]
-    named = list(zip(prefixes, findings, strict=True))
-    missing = [cell for view in views for cell in view.missing]
-    against = [f"{prefix}{check.against}" for prefix, found in named for check in found.checks if check.holds is False]
-    if against:
-        more = f" and {len(against) - SHOWN} more" if len(against) > SHOWN else ""
-        lacking = f"; {_are_missing(missing)}" if missing else ""
-        return Verdict(False, "; ".join(against[:SHOWN]) + more + lacking)
-    if open_checks := [f"{p}{check.against}" for p, found in named for check in found.checks if check.holds is None]:
-        readings = [reading for view in views for reading in view.readings]
-        close = f"within the spread of the seeds: {open_checks[0]}"
-        return Verdict(None, _are_missing(missing) if missing else "; ".join(readings) or close)
-    return Verdict(True, "; ".join(f"{prefix}{found.says}" for prefix, found in named))
+def _seeds(comparisons: Sequence[Comparison]) -> list[int]:
+    """Return the seeds that most cells have."""
+    counts: dict[int, int] = {}
+    for comparison in comparisons:
+        for entry in comparison.entries.values():
+            for seed in entry.by_seed:
+                counts[seed] = counts.get(seed, 0) + 1
+    most = max(counts.values(), default=0)
+    return sorted(seed for seed, count in counts.items() if count == most)
 
 
-def _are_missing(cells: Sequence[str]) -> str:
-    return f"{cells[0]} is missing" if len(cells) == 1 else f"{cells[0]} and {len(cells) - 1} more are missing"
+def _judge(claim: Claim, by_seed: Sequence[Sequence["View"]]) -> Judgement:
+    """Judge a claim on tables of one or more seeds; the worst table of each seed counts."""
+    numbers: list[float] = []
+    for views in by_seed:
+        found = [n for view in views if (n := MEASURES[claim.measure](view, **claim.arguments)) is not None]
+        if found:
+            numbers.append(min(found, key=claim.slack))
+    if not numbers:
+        return Judgement(None, "incomplete")
+    number = round(statistics.fmean(numbers), 6)  # 19.53 - 19.52 is 0.01
+    deviation = statistics.stdev(numbers) if len(numbers) > 1 else None
+    if abs(claim.slack(number)) < (deviation or 0.0):
+        verdict = "too close"
+    elif claim.slack(number) < 0:
+        verdict = "fails"
+    else:
+        verdict = "incomplete" if any(view.missing for views in by_seed for view in views) else "holds"
+    return Judgement(number, verdict, deviation)
 
 
-# -- logic and arithmetic with missing numbers -----------------------------------------------------------------------
-
-Answer = bool | None  # None: it depends on missing numbers
-
-
-def _not(answer: Answer) -> Answer:
-    return None if answer is None else not answer
-
-
-def _all(answers: Sequence[Answer]) -> Answer:
-    """False if one answer is False, even if others are undecided."""
-    return False if False in answers else None if None in answers else True
-
-
-def _any(answers: Iterable[Answer]) -> Answer:
-    return _not(_all([_not(answer) for answer in answers]))
-
-
-@dataclass(frozen=True)
-class Range:
-    """The values that a number may have: one value if it is known, any value if it is missing."""
-
-    low: float = -math.inf
-    high: float = math.inf
-    noise: float = 0.0  # standard deviation between seeds
-    by_seed: Mapping[int, float] = field(default_factory=dict)  # the number of each seed, if it has seeds
-
-    @classmethod
-    def at(cls, value: float, noise: float = 0.0, by_seed: Mapping[int, float] | None = None) -> "Range":
-        """A number that is known."""
-        return cls(value, value, noise, by_seed or {})
-
-    @classmethod
-    def at_least(cls, value: float, exactly: bool, noise: float = 0.0) -> "Range":
-        """A known number, or a lower bound that missing numbers can only raise."""
-        return cls(value, value if exactly else math.inf, noise)
-
-    @classmethod
-    def of(cls, values: Sequence["Range"], choose: Callable[[Iterable[float]], float]) -> "Range":
-        """The lowest or the highest of several, also of each seed that all of them have."""
-        seeds = [seed for seed in values[0].by_seed if all(seed in v.by_seed for v in values)]
-        by_seed = {seed: choose([v.by_seed[seed] for v in values]) for seed in seeds}
-        ends = choose(v.low for v in values), choose(v.high for v in values)
-        return cls(*ends, _deviation(by_seed, max(v.noise for v in values)), by_seed)
-
-    @classmethod
-    def lowest(cls, values: Sequence["Range"]) -> "Range":
-        """The lowest of several."""
-        return cls.of(values, min)
-
-    @classmethod
-    def highest(cls, values: Sequence["Range"]) -> "Range":
-        """The highest of several."""
-        return cls.of(values, max)
-
-    @property
-    def known(self) -> bool:
-        """Whether it has one value."""
-        return self.low == self.high
-
-    def __sub__(self, other: "Range") -> "Range":
-        both = math.hypot(self.noise, other.noise)
-        gaps = {seed: self.by_seed[seed] - other.by_seed[seed] for seed in self.by_seed if seed in other.by_seed}
-        if not gaps:
-            return Range(self.low - other.high, self.high - other.low, both)
-        return Range.at(sum(gaps.values()) / len(gaps), _deviation(gaps, both), gaps)
-
-    def below(self, other: "Range") -> Answer:
-        """Whether it is lower than another number, by more than the spread of the difference."""
-        gap = other - self
-        return True if gap.low > gap.noise else False if gap.high <= -gap.noise else None
-
-    def within(self, least: float, most: float) -> Answer:
-        """Whether it lies between two numbers, both included."""
-        return _all([_not(self.below(Range.at(least))), _not(Range.at(most).below(self))])
-
-    def __format__(self, spec: str) -> str:
-        low, high = (format(end, spec) if math.isfinite(end) else "" for end in (self.low, self.high))
-        if self.known:
-            return low
-        return f"{low} to {high}" if low and high else f"at least {low}" if low else f"at most {high}" if high else "?"
-
-
-def _deviation(by_seed: Mapping[int, float], otherwise: float) -> float:
-    """The standard deviation between seeds; of a single one it is unknown."""
-    return otherwise if len(by_seed) < 2 else statistics.stdev(by_seed.values())
-
-
-class Check(NamedTuple):
-    """A part of a claim: whether it holds, and the counterexample if it does not."""
-
-    holds: Answer
-    against: str
-
-
-class Finding(NamedTuple):
-    """The result of a predicate on one table: a summary for a claim that holds, and its checks."""
-
-    says: str
-    checks: list[Check]
-
-
+@dataclass
 class View:
-    """The numbers of one table; it collects the cells that were read and are missing."""
+    """The numbers of one table, of the paper or of one seed of ours."""
 
-    def __init__(self, table: str, numbers: Numbers) -> None:
-        self.table, self._numbers = tables.get(table), numbers
-        self.exact = numbers is of_paper  # whether better numbers refute a claim
-        self.missing = dict[str, None]()  # in order
-        self.readings = dict[str, None]()  # rows that were read and settle nothing, in words
+    table: tables.Table
+    numbers: Mapping[tuple[str, str], float]
+    settled: Sequence[str]  # the rows that a claim about all rows is about
+    missing: set[tuple[str, str]] = field(default_factory=set)  # cells that were read and are not there
 
-    def __call__(self, row: str, column: str) -> Range:
-        """A number."""
-        if not self.exact and (why := self.table.readings.get(row)) is not None:
-            self.readings[f"{row} is our reading, and settles nothing: {why}"] = None
-            return Range()
-        found = self._numbers(self.table.name, row, column)
-        measured = Measured(found) if isinstance(found, float | int) else found
-        if measured is None or math.isnan(measured.value):
-            self.missing[f"{self.table.name}, {row}, {column}"] = None
-            return Range()
-        return Range.at(measured.value, measured.noise, measured.by_seed)
+    @staticmethod
+    def of_paper(table: tables.Table) -> "View":
+        """Return the paper's own numbers."""
+        values = {place: table.value(*place) for place in table.cells}
+        return View(table, {p: v for p, v in values.items() if isinstance(v, float)}, table.row_keys)
 
-    def rows(self, patterns: str | Sequence[str], but: Sequence[str] = ()) -> list[str]:
-        """The rows that match a pattern, or one of several; those of our reading only if they are named."""
+    @staticmethod
+    def of_seed(comparison: Comparison, seed: int) -> "View":
+        """Return our numbers of one seed. A row that is our reading of what the paper leaves open has none."""
+        table = tables.get(comparison.name)
+        settled = [row for row in table.row_keys if row not in table.readings]
+        cells = {p: e.by_seed[seed] for p, e in comparison.entries.items() if seed in e.by_seed and p[0] in settled}
+        return View(table, cells, settled)
+
+    def rows(self, patterns: Patterns, but: Sequence[str] = ()) -> list[str]:
+        """Return the rows that match; one that is not settled only if it is named, or if no other matches."""
         named = [patterns] if isinstance(patterns, str) else patterns
-        found = [row for row in matching(patterns, self.table.row_keys) if row not in but]
-        settled = [row for row in found if self.exact or row in named or row not in self.table.readings]
-        return settled or found
+        found = [row for row in tables.matching(patterns, self.table.row_keys) if row not in but]
+        return [row for row in found if row in self.settled or row in named] or found
 
-    def columns(self, patterns: str | Sequence[str]) -> list[str]:
-        """The columns that match a pattern, or one of several."""
-        return matching(patterns, self.table.column_keys)
+    def columns(self, patterns: Patterns) -> list[str]:
+        """Return the columns that match."""
+        return tables.matching(patterns, self.table.column_keys)
 
-    def best(self, column: str, but: str, rows: str | Sequence[str] = "*") -> Range:
-        """The lowest number of a column, without one row."""
-        return Range.lowest([self(row, column) for row in self.rows(rows, but=[but])])
+    def get(self, row: str, column: str) -> float | None:
+        """Return a number; note it if it is missing."""
+        if (row, column) not in self.numbers:
+            self.missing.add((row, column))
+        return self.numbers.get((row, column))
 
-    def span(self, row: str, columns: Sequence[str]) -> Range:
-        """The difference between the worst and the best column of a row; missing numbers can only widen it."""
-        known = [v for v in (self(row, column) for column in columns) if v.known]
-        if len(known) == len(columns):
-            return Range.highest(known) - Range.lowest(known)
-        ends = [v.low for v in known] or [0.0]
-        return Range.at_least(max(ends) - min(ends), exactly=False)
+    def gaps(self, rows: Patterns, over: Patterns, columns: Patterns) -> list[float]:
+        """Return how far rows are below other rows, in every column where both have a number."""
+        found = []
+        for column in self.columns(columns):
+            for row in self.rows(rows):
+                for other in self.rows(over, but=[row]):
+                    mine, theirs = self.get(row, column), self.get(other, column)
+                    if mine is not None and theirs is not None:
+                        found.append(theirs - mine)
+        return found
 
-    def deviation(self, row: str, columns: Sequence[str]) -> Range:
-        """The standard deviation of a row; a missing number adds least if it equals the mean of the others."""
-        known = [v for v in (self(row, column) for column in columns) if v.known]
-        values = [v.low for v in known]
-        mean = sum(values) / len(values) if values else 0.0
-        low = math.sqrt(sum((value - mean) ** 2 for value in values) / len(columns))
-        return Range.at_least(low, len(known) == len(columns), max((v.noise for v in known), default=0.0))
+    def rise(self, row: str, start: str, end: str) -> float | None:
+        """Return by how much a row rises from one column to another."""
+        first, last = self.get(row, start), self.get(row, end)
+        return None if first is None or last is None else last - first
 
+    def spread(self, row: str, columns: Patterns, measure: str = "span", partial: bool = False) -> float | None:
+        """Return how much a row varies between columns: the span, or the standard deviation.
 
-def matching(patterns: str | Sequence[str], keys: Sequence[str]) -> list[str]:
-    """The keys that match a pattern such as "100 *", or one of several."""
-    wanted = [patterns] if isinstance(patterns, str) else patterns
-    return [key for key in keys if any(key == p or fnmatch.fnmatchcase(key, p) for p in wanted)]
-
-
-def _many(count: int, word: str) -> str:
-    return f"{count} {word}{'s' * (count != 1)}"
-
-
-# -- predicates -------------------------------------------------------------------------------------------------------
+        Without one of the numbers it is None, or with ``partial`` the least that it can be.
+        """
+        values = [value for c in self.columns(columns) if (value := self.get(row, c)) is not None]
+        if len(values) < (2 if partial else len(self.columns(columns))):
+            return None
+        return max(values) - min(values) if measure == "span" else statistics.pstdev(values)
 
 
-def lower(
-    view: View,
-    rows: str | list[str],
-    than: str | list[str] = "*",
-    columns: str | list[str] = "*",
-    by: float = 0.0,
-) -> Finding:
-    """Rows are below other rows in every column, by more than some points."""
-    checks = []
-    for row in view.rows(rows):
-        for column in view.columns(columns):
-            for other in view.rows(than, but=[row]):
-                mine, theirs = view(row, column), view(other, column)
-                against = f"{column}: {row} {mine:.4g}, {other} {theirs:.4g}"
-                checks.append(Check(Range.at(by).below(theirs - mine), against))
-    names = view.rows(rows)
-    verb = "is" if len(names) == 1 else "are"
-    return Finding(f"{', '.join(names)} {verb} lower in {_many(len(checks), 'comparison')}", checks)
+# -- measures: each returns one number of a table, None if too much is missing ---------------------------------------
 
 
-def some_higher(view: View, than: str, columns: str | list[str] = "*") -> Finding:
-    """At least one row is above another in every column."""
-    above = {
-        row: _all([view(than, column).below(view(row, column)) for column in view.columns(columns)])
-        for row in view.rows("*", but=[than])
-    }
-    worse = [row for row, is_above in above.items() if is_above]
-    return Finding(f"above {than}: {', '.join(worse)}", [Check(_any(above.values()), f"no row is above {than}")])
+def _least(values: Sequence[float | None]) -> float | None:
+    return min((value for value in values if value is not None), default=None)
 
 
-def not_consistently_lower(view: View, rows: list[str], than: str, columns: str | list[str] = "*") -> Finding:
-    """Each of these rows is not below one row in some column."""
-    checks = [
-        Check(_any([_not(view(r, c).below(view(than, c))) for c in view.columns(columns)]), f"{r} is below {than}")
-        for r in rows
-    ]
-    return Finding(f"none of {', '.join(rows)} is below {than} throughout", checks)
+def margin(view: View, row: Patterns, over: Patterns = "*", columns: Patterns = "*") -> float | None:
+    """Return the smallest margin of some rows over others, over all columns."""
+    return _least(view.gaps(row, over, columns))
 
 
-def rises(
-    view: View, rows: str | list[str], start: str, end: str, by: float = 0.0, but: list[str] | None = None
-) -> Finding:
-    """Rows are higher in one column than in another, by more than some points."""
-    moves = {row: (view(row, start), view(row, end)) for row in view.rows(rows, but=but or [])}
-    checks = [
-        Check(Range.at(by).below(b - a), f"{row} {a:.4g} at {start}, {b:.4g} at {end}") for row, (a, b) in moves.items()
-    ]
-    return Finding(", ".join(f"{row} {a:.4g} to {b:.4g}" for row, (a, b) in moves.items()), checks)
+def smallest_rise(view: View, rows: Patterns, start: str, end: str, but: Sequence[str] = ()) -> float | None:
+    """Return the smallest rise of some rows from one column to another."""
+    return _least([view.rise(row, start, end) for row in view.rows(rows, but=but)])
 
 
-def rises_less(view: View, row: str, than: str | list[str], start: str, end: str) -> Finding:
-    """A row rises less from one column to another than others do."""
-    mine = view(row, end) - view(row, start)
-    rest = {other: view(other, end) - view(other, start) for other in view.rows(than, but=[row])}
-    checks = [Check(mine.below(move), f"{row} {mine:+z.2f}, {other} {move:+z.2f}") for other, move in rest.items()]
-    return Finding(f"{row} {mine:+z.2f} from {start} to {end}", checks)
+def extra_rise(view: View, row: str, of: Patterns, start: str, end: str) -> float | None:
+    """Return by how much more others rise than a row does, at least."""
+    mine = view.rise(row, start, end)
+    others = [view.rise(other, start, end) for other in view.rows(of, but=[row])]
+    return _least([None if mine is None or rise is None else rise - mine for rise in others])
 
 
-def steadier(
+def largest_span(view: View, rows: Patterns, columns: Patterns = "*") -> float | None:
+    """Return the largest span of some rows over columns."""
+    spans = [view.spread(row, columns, partial=True) for row in view.rows(rows)]
+    return max((span for span in spans if span is not None), default=None)
+
+
+def extra_spread(
     view: View,
     row: str,
-    than: str | list[str],
-    columns: str | list[str] = "*",
-    but: list[str] | None = None,
-    measure: Literal["span", "deviation"] = "span",
-) -> Finding:
-    """A row varies less between columns than others do."""
-    chosen, vary = view.columns(columns), view.span if measure == "span" else view.deviation
-    mine, rest = vary(row, chosen), {other: vary(other, chosen) for other in view.rows(than, but=[row, *(but or [])])}
-    checks = [
-        Check(mine.below(theirs), f"{row} varies by {mine:.2f}, {other} by {theirs:.2f}")
-        for other, theirs in rest.items()
-    ]
-    lowest = Range.lowest([*rest.values()]).low
-    return Finding(f"{row} varies by {mine:.2f}, the others by {lowest:.2f} or more", checks)
+    of: Patterns,
+    columns: Patterns = "*",
+    but: Sequence[str] = (),
+    measure: str = "span",
+) -> float | None:
+    """Return by how much more others vary between columns than a row does, at least."""
+    mine = view.spread(row, columns, measure)
+    others = [view.spread(other, columns, measure) for other in view.rows(of, but=[row, *but])]
+    return _least([None if mine is None or spread is None else spread - mine for spread in others])
 
 
-def stays_within(view: View, rows: str | list[str], points: float, columns: str | list[str] = "*") -> Finding:
-    """Rows move by no more than some points between columns."""
-    spans = {row: view.span(row, view.columns(columns)) for row in view.rows(rows)}
-    text = {row: f"{row} varies by {span:.2f}" for row, span in spans.items()}
-    return Finding(", ".join(text.values()), [Check(spans[row].within(0, points), text[row]) for row in spans])
+def wins(view: View, row: str, columns: Patterns) -> float | None:
+    """Return in how many columns a row is the lowest."""
+    gaps = [view.gaps(row, "*", column) for column in view.columns(columns)]
+    return None if view.missing else float(sum(min(gap) >= 0 for gap in gaps))
 
 
-def margin(view: View, row: str, over: str, column: str, least: float, most: float = math.inf) -> Finding:
-    """A row is below another by so many points; "*" is the best of the others."""
-    gap = view.best(column, but=row, rows=over) - view(row, column)
-    size, side = (Range.at(0) - gap, "above") if gap.high < 0 else (gap, "below")
-    text = f"{row} is {size:.4g} {side} {'the best of the others' if over == '*' else over} at {column}"
-    return Finding(text, [Check(gap.within(least, most if view.exact else math.inf), text)])
+def extra_margin(view: View, row: str, column: str) -> float | None:
+    """Return by how much the margin of a row in one column exceeds its margin in the others, at least."""
+    here = _least(view.gaps(row, "*", column))
+    rest = [_least(view.gaps(row, "*", other)) for other in view.columns("*") if other != column]
+    return _least([None if here is None or gap is None else here - gap for gap in rest])
 
 
-def margins_span(view: View, row: str, columns: str | list[str], least: float, most: float, within: float) -> Finding:
-    """The margins of a row over the best of the others run from one number to another."""
-    gaps = [view.best(c, but=row) - view(row, c) for c in view.columns(columns)]
-    ends = Range.lowest(gaps), Range.highest(gaps)
-    text = f"the margins run from {ends[0]:.2f} to {ends[1]:.2f}"
-    close = [end.within(number - within, number + within) for end, number in zip(ends, (least, most), strict=True)]
-    return Finding(text, [Check(_all(close), f"{text}, not from {least} to {most}")])
-
-
-def widest_margin(view: View, row: str, column: str) -> Finding:
-    """The margin over the best of the others is the widest in one column."""
-    gaps = {c: view.best(c, but=row) - view(row, c) for c in view.columns("*")}
-    here = gaps[column]
-    checks = [
-        Check(gap.below(here), f"{gap:.2f} at {c}, {here:.2f} at {column}") for c, gap in gaps.items() if c != column
-    ]
-    return Finding(", ".join(f"{gap:.2f} at {c}" for c, gap in gaps.items()), checks)
-
-
-def wins(view: View, row: str, columns: str | list[str], count: int) -> Finding:
-    """A row is the lowest in so many columns."""
-    won = [_not(view.best(c, but=row).below(view(row, c))) for c in view.columns(columns)]
-    number = Range(won.count(True), len(won) - won.count(False))
-    text = f"{row} is lowest in {number:g} of {len(won)}"
-    return Finding(text, [Check(number.within(count, count if view.exact else math.inf), text)])
-
-
-def quoted(view: View, cells: list[list[Any]], within: float = 0.05) -> Finding:
-    """Numbers that the text repeats, [row, column, number] each, are those of the table."""
-    text = {(row, column): f"{row}, {column} is {view(row, column):g}" for row, column, _ in cells}
-    checks = [
-        Check(view(r, c).within(number - within, number + within), f"{text[r, c]}, not {number:g}")
-        for r, c, number in cells
-    ]
-    return Finding("; ".join(text.values()), checks)
-
-
-def helps_less(view: View, added_to: list[str], than_to: list[str], columns: str | list[str] = "*") -> Finding:
-    """A part improves one row [without, with] less than it improves another."""
-    checks = []
+def extra_gain(view: View, of: Sequence[str], over: Sequence[str], columns: Patterns = "*") -> float | None:
+    """Return by how much more a part improves one row [without, with] than it improves another, at least."""
+    found = []
     for column in view.columns(columns):
-        here, there = (view(pair[0], column) - view(pair[1], column) for pair in (added_to, than_to))
-        checks.append(Check(here.below(there), f"{column}: {here:+z.2f} against {there:+z.2f}"))
-    return Finding("; ".join(check.against for check in checks), checks)
+        a, b, c, d = (view.get(row, column) for row in (*of, *over))
+        found.append(None if a is None or b is None or c is None or d is None else (a - b) - (c - d))
+    return _least(found)
 
 
-PREDICATES: dict[str, Callable[..., Finding]] = {
+def highest_above(view: View, than: str, columns: Patterns = "*") -> float | None:
+    """Return by how much the worst row is above another, in all columns."""
+    lowest = [[-gap for gap in view.gaps(row, than, columns)] for row in view.rows("*", but=[than])]
+    return None if view.missing else max(min(gaps) for gaps in lowest)
+
+
+def worst_column(view: View, rows: Patterns, than: str, columns: Patterns) -> float | None:
+    """Return by how much each row is above another in its worst column, at least."""
+    above = [[-gap for gap in view.gaps(row, than, columns)] for row in view.rows(rows)]
+    return None if view.missing else min(max(gaps) for gaps in above)
+
+
+MEASURES: Mapping[str, Callable[..., float | None]] = {
     function.__name__: function
     for function in (
-        *(lower, some_higher, not_consistently_lower, rises, rises_less, steadier),
-        *(stays_within, margin, margins_span, widest_margin, wins, quoted, helps_less),
+        *(margin, smallest_rise, extra_rise, largest_span, extra_spread),
+        *(wins, extra_margin, extra_gain, highest_above, worst_column),
     )
 }

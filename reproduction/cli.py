@@ -2,9 +2,9 @@
 
 import typer
 
-from reproduction.command import reproduce_artifact
-from reproduction.train.command import train
+from reproduction.command import reproduce
+from reproduction.train import train_command
 
 app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
-app.command("reproduce")(reproduce_artifact)
-app.command("train")(train)
+app.command("reproduce")(reproduce)
+app.command("train")(train_command)

@@ -1,91 +1,161 @@
-"""Plan a table of the paper: the experiment behind each cell, or why it cannot be run, and how long it will take.
+"""Find the experiment behind each cell of a table: build it to run it, or search for it among finished results.
 
-plan = make_plan(tables.get("mnist"), Choices(dataset="live-mnist-c", model="compact"), workbench)
-plan = gather.run(plan, "runs")
-print(render.markdown(compare.compare_plan(plan, gather.results_of(plan, "runs"))))
+    plan = build(tables.get("mnist"), Choices(dataset="live-mnist-c", model="compact"), Workbench())
+    plan = search(tables.get("norms"), Choices(), read("results"), Workbench(device="cpu"))
+
+`search` needs no data, no weights and no device: a result belongs to a cell if its spec matches. Results that differ in
+their seeds only belong together: a cell has the mean of them all.
 """
 
 import dataclasses
+import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from functools import cached_property
+from os import PathLike
+from typing import Any
 
-from reproduction.claims import matching
-from reproduction.tables import Cell, Table
+import torch
+
+from reproduction.tables import Cell, Table, matching
 from tribe import methods
-from tribe.data import datasets, models, scenarios
-from tribe.experiments.experiment import Experiment, MixedResults
+from tribe.core.precision import precision_on
+from tribe.experiments.experiment import Experiment, difference
 from tribe.experiments.jobs import error_message
-from tribe.experiments.spec import ComponentSpec
-from tribe.experiments.store import Result
+from tribe.experiments.spec import ComponentSpec, canonical, decode_fields, describe, with_whole_numbers
+from tribe.experiments.store import Result, finished
 from tribe.experiments.stream import Stream
-from tribe.experiments.workbench import Workbench
+from tribe.experiments.workbench import Workbench, build_scenario, trained_on
 from tribe.registry import nearest
 
 FAILURES = (ValueError, TypeError, OSError, ImportError)  # data, weights, source knowledge or a library are missing
-BATCH = 64  # of the released code
 COMPONENTS = ("dataset", "model", "scenario")  # owners of overrides, besides methods
+DERIVED = {  # fields that a spec has from elsewhere, by component: they do not identify the cell
+    "model": ("code",),  # of a custom network, whose file need not be here; its weights are in every result
+    "scenario": ("domains", "classes"),  # of the data set
+    "method": ("knowledge", "classes", "room"),  # of the network, and of the size of the images
+}
+
+
+class MixedResults(ValueError):
+    """Results that do not belong into one table."""
 
 
 @dataclass(frozen=True)
 class Choices:
-    """How a reproduction differs from the paper: its components, rows, columns, seeds and fields."""
+    """How a reproduction differs from the paper. None runs the default of the paper's code, and finds any result."""
 
     dataset: str | None = None  # replaces the paper's
     model: str | None = None  # replaces the paper's
-    only: Sequence[str] = ()  # rows to keep, by key or method; empty: all
-    added: Sequence[str] = ()  # methods to add as rows
-    row_names: Mapping[str, str] = field(default_factory=dict)  # of added methods; the default is the method's name
-    row_fields: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # of added methods, if not the defaults
-    rows: Sequence[str] = ()  # patterns of row keys, such as "100 *"; empty: all
-    columns: Sequence[str] = ()  # patterns of column keys, such as "F 100 *"; empty: all
-    seeds: Sequence[int] = (0,)
-    precision: str = "tf32"
-    batch: int = BATCH  # images a step
-    overrides: Mapping[str, Mapping[str, Any]] = field(
-        default_factory=dict
-    )  # fields of dataset, model, scenario, METHOD
+    rows: Sequence[str] = ()  # keys, patterns of keys or methods; +NAME adds a method; empty: all
+    columns: Sequence[str] = ()  # patterns of keys, such as "F 100 *"; empty: all
+    seeds: Sequence[int] | None = None  # (0,) to run
+    batch: int | None = None  # images a step; 64 to run, as in the released code
+    precision: str | None = None  # "tf32" to run
+    device: str | None = None  # of results
+    threads: int | None = None  # of results from a CPU
+    overrides: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # fields of COMPONENTS and of methods
 
-    @property
-    def for_any_table(self) -> "Choices":
-        """Without the choices that concern rows, columns or methods of one table."""
-        overrides = {owner: fields for owner, fields in self.overrides.items() if owner in COMPONENTS}
-        return dataclasses.replace(self, only=(), added=(), rows=(), columns=(), overrides=overrides)
+    def specs(self, cell: Cell, classes: Callable[[], int]) -> tuple[ComponentSpec, ...]:
+        """Return the specs of a cell's data set, network, scenario and method.
+
+        Fields that the table sweeps win over overrides. Overrides of a method also hold for the method with a filter.
+        """
+        swept = {
+            name: value["per_class"] * classes() if isinstance(value, dict) and "per_class" in value else value
+            for name, value in cell.fields.items()
+        }
+        swept = {name: value * cell.scale.get(name, 1) for name, value in swept.items()}
+        method, of = cell.method or "", self.overrides.get
+        fields = {**of(methods.parse(method).unfiltered, {}), **of(method, {}), **swept}
+        return (
+            self.dataset_of(cell),
+            ComponentSpec(self.model or cell.model or "", of("model", {})),
+            self.scenario_of(cell),
+            ComponentSpec(method, fields),
+        )
 
     def dataset_of(self, cell: Cell) -> ComponentSpec:
-        """The spec of a cell's data set."""
+        """Return the spec of a cell's data set."""
         fields = {**cell.dataset_fields, **self.overrides.get("dataset", {})}
         return ComponentSpec(self.dataset or cell.dataset or "", fields)
 
-    def model_of(self, cell: Cell) -> ComponentSpec:
-        """The spec of a cell's network."""
-        return ComponentSpec(self.model or cell.model or "", self.overrides.get("model", {}))
-
     def scenario_of(self, cell: Cell) -> ComponentSpec:
-        """The spec of a cell's scenario."""
+        """Return the spec of a cell's scenario."""
         return ComponentSpec(cell.scenario or "", {**cell.scenario_fields, **self.overrides.get("scenario", {})})
 
-    def method_fields_of(self, cell: Cell, classes: Callable[[], int]) -> dict[str, Any]:
-        """The fields of a cell's method. Fields that the table sweeps win over overrides.
+    def accepts(self, experiment: Experiment) -> bool:
+        """Return whether a finished experiment has the precision, device, threads and batch that are wanted."""
+        precision = self.precision and precision_on(torch.device(experiment.device), self.precision)
+        threads = self.threads if experiment.device == "cpu" else None
+        pairs = (
+            (precision, experiment.precision),
+            (self.device, experiment.device),
+            (threads, experiment.threads),
+            (self.batch, experiment.batch),
+        )
+        return all(wanted in (None, actual) for wanted, actual in pairs)
 
-        Overrides of a method also hold for the method with a time filter: "TRIBE + time" is the same TRIBE.
-        """
-        swept = dict(cell.fields)
-        for name, value in swept.items():
-            if isinstance(value, dict) and "per_class" in value:
-                swept[name] = value["per_class"] * classes()
-        swept = {name: value * cell.scale.get(name, 1) for name, value in swept.items()}
-        method = cell.method or ""
-        return {**self.overrides.get(methods.parse(method).unfiltered, {}), **self.overrides.get(method, {}), **swept}
+
+@dataclass(frozen=True)
+class Finished:
+    """The results of one experiment, seed by seed: results that differ in their seeds only add up."""
+
+    experiment: Experiment  # with the seeds of the first result
+    results: Mapping[int, Result]  # by seed
+
+    def values(self, metric: str, domain: str | None = None) -> dict[int, float]:
+        """Return a number for each seed, NaN where there is none; "domain_error" needs a domain."""
+        found = {}
+        for seed, result in self.results.items():
+            if metric == "seconds_per_image":
+                value = result.environment.get(metric, {}).get(str(seed))
+            else:
+                value = result.metrics[str(seed)][metric]
+            if metric == "domain_error":
+                named = [error for name, error in value.items() if domain in (name, name.partition("@")[0])]
+                value = named[0] if len(named) == 1 else None
+            found[seed] = math.nan if value is None else float(value)
+        return found
+
+    def select(self, seeds: Sequence[int] | None) -> "Finished":
+        """Return the results of some seeds; None: of all."""
+        chosen = self.results if seeds is None else {s: self.results[s] for s in seeds if s in self.results}
+        return dataclasses.replace(self, results=chosen)
+
+    @cached_property
+    def settings(self) -> str:
+        """The settings that all cells of a table share, in words."""
+        e = self.experiment
+        threads = "" if e.threads is None else f", {e.threads} thread{'s' * (e.threads > 1)}"
+        return f"{e.device}{threads}, {e.precision}, batch {e.batch}"
+
+
+def gather(results: Iterable[Result]) -> list[Finished]:
+    """Group results that differ in their seeds only."""
+    found: dict[str, Finished] = {}
+    for result in results:
+        spec = {name: value for name, value in result.experiment.json().items() if name != "seeds"}
+        key = canonical(with_whole_numbers(spec))
+        group = found.get(key, Finished(result.experiment, {}))
+        by_seed = dict.fromkeys(result.experiment.seeds, result) | dict(group.results)
+        found[key] = dataclasses.replace(group, results=dict(sorted(by_seed.items())))
+    return list(found.values())
+
+
+def read(root: str | PathLike[str]) -> list[Finished]:
+    """Read all finished results of a folder. A damaged one raises an error that names its file."""
+    return gather(finished(root))
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A cell with its experiment, or with the reason why it has none."""
+    """A cell with its experiment and its results, or with the reason why it has none."""
 
     cell: Cell
     experiment: Experiment | None = None
+    finished: Finished | None = None
     problem: str | None = None
 
 
@@ -112,49 +182,73 @@ class Plan:
                 found.setdefault(planned.problem, []).append(f"{row}, {column}")
         return found
 
-    def without(self, failed: Mapping[str, str]) -> "Plan":
-        """The plan without experiments that failed; ``failed`` maps their ids to the reasons."""
-        cells = {
-            place: dataclasses.replace(p, experiment=None, problem=failed[p.experiment.id])
-            if p.experiment is not None and p.experiment.id in failed
-            else p
-            for place, p in self.cells.items()
-        }
+    def with_results(self, results: Mapping[str, Finished | str]) -> "Plan":
+        """Return the plan with the results of experiments by their ids, or with the reason why one failed."""
+        cells = dict(self.cells)
+        for place, planned in self.cells.items():
+            outcome = None if planned.experiment is None else results.get(planned.experiment.id)
+            if isinstance(outcome, str):
+                cells[place] = dataclasses.replace(planned, experiment=None, problem=outcome)
+            elif outcome is not None:
+                cells[place] = dataclasses.replace(planned, finished=outcome)
         return dataclasses.replace(self, cells=cells)
 
 
-def make_plan(table: Table, choices: Choices, workbench: Workbench) -> Plan:
-    """Plan every cell of a table. A cell that cannot be run holds the reason; invalid choices raise ValueError."""
+def build(table: Table, choices: Choices, workbench: Workbench) -> Plan:
+    """Plan every cell of a table to run it. A cell that cannot be run holds the reason."""
 
-    def build(cell: Cell) -> Experiment:
-        dataset = choices.dataset_of(cell)
-        fields = choices.method_fields_of(cell, lambda: len(workbench.dataset(dataset).classes))
+    def find(cell: Cell) -> Planned:
+        specs = choices.specs(cell, lambda: len(workbench.dataset(choices.dataset_of(cell)).classes))
         experiment = Experiment.of(
-            dataset,
-            choices.model_of(cell),
-            choices.scenario_of(cell),
-            ComponentSpec(cell.method or "", fields),
-            seeds=choices.seeds,
-            batch=choices.batch,
-            precision=choices.precision,
+            *specs,
+            seeds=choices.seeds or (0,),
+            batch=choices.batch or 64,
+            precision=choices.precision or "tf32",
             workbench=workbench,
         )
         experiment.stream(workbench)  # raises if data are missing
-        return experiment
+        return Planned(cell, experiment)
 
-    return plan_with(table, choices, workbench, build)
+    return _plan(table, choices, workbench, find)
 
 
-def plan_with(table: Table, choices: Choices, workbench: Workbench, find: Callable[[Cell], Experiment]) -> Plan:
-    """Plan the chosen rows and columns.
+def search(table: Table, choices: Choices, results: Sequence[Finished], workbench: Workbench) -> Plan:
+    """Plan a table with finished results.
 
-    ``find`` returns the experiment of a cell, or raises one of `FAILURES`; cells that share it are looked up once.
+    Raises:
+        MixedResults: two results fit one cell, or the results of the cells do not belong into one table.
     """
-    table = _add_rows(_select(_replace_domains(table, choices, workbench), choices), choices)
-    known_methods = {row.get("method", table.common.get("method")) for row in table.rows} - {None}
-    known_methods |= {methods.parse(name).unfiltered for name in known_methods}
-    if unknown := sorted(choices.overrides.keys() - {*COMPONENTS, *known_methods, table.common.get("method")}):
-        raise ValueError(f"{unknown[0]!r} takes no part in {table.name}: {nearest(unknown[0], known_methods)}")
+    accepted = [found for found in results if choices.accepts(found.experiment)]
+    described = [(found, _describe(found.experiment)) for found in accepted]
+
+    def find(cell: Cell) -> Planned:
+        names = cell.method, choices.dataset_of(cell).name, choices.model or cell.model
+        alike = [
+            (found, spec)
+            for found, spec in described
+            if names == tuple(getattr(found.experiment, part).name for part in ("method", "dataset", "model"))
+        ]
+        expected = _expected(cell, choices, workbench) if alike else {}  # it takes a while
+        fitting = [found.select(choices.seeds) for found, spec in alike if _fits(spec, expected)]
+        fitting = [found for found in fitting if found.results]
+        if not fitting:
+            raise ValueError("no result fits")
+        if len(fitting) > 1:
+            one, other = (found.experiment for found in fitting[:2])
+            raise MixedResults(
+                f"{one.id} and {other.id} both fit a cell of {cell.method}: {'; '.join(difference(one, other))}. "
+                "Select one with --device, --seeds or --set precision=, batch= or threads=, or move the other elsewhere"
+            )
+        return Planned(cell, fitting[0].experiment, fitting[0])
+
+    plan = _plan(table, choices, workbench, find)
+    _refuse_mixture(plan)
+    return plan
+
+
+def _plan(table: Table, choices: Choices, workbench: Workbench, find: Callable[[Cell], Planned]) -> Plan:
+    """Plan the chosen rows and columns; cells that share an experiment are looked up once."""
+    table = _choose_rows(_choose_columns(_replace_domains(table, choices, workbench), choices), choices)
     planned: dict[str, Planned] = {}
     cells = {}
     for place, cell in table.cells.items():
@@ -165,16 +259,16 @@ def plan_with(table: Table, choices: Choices, workbench: Workbench, find: Callab
     return Plan(table, cells, choices, workbench)
 
 
-def _plan_cell(cell: Cell, choices: Choices, workbench: Workbench, find: Callable[[Cell], Experiment]) -> Planned:
+def _plan_cell(cell: Cell, choices: Choices, workbench: Workbench, find: Callable[[Cell], Planned]) -> Planned:
     if cell.mean_of or (cell.method is None and cell.dataset is None):
         return Planned(cell)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # classes without an image: the paper's tables have them
-            if cell.method is None:
-                stream_of(cell, choices, workbench)
-                return Planned(cell)
-            return Planned(cell, find(cell))
+            if cell.method is not None:
+                return find(cell)
+            stream_of(cell, choices, workbench)
+            return Planned(cell)
     except MixedResults:
         raise
     except FAILURES as error:
@@ -182,15 +276,76 @@ def _plan_cell(cell: Cell, choices: Choices, workbench: Workbench, find: Callabl
 
 
 def stream_of(cell: Cell, choices: Choices, workbench: Workbench) -> Stream:
-    """The stream of a cell that needs nothing else: no method is run."""
-    return workbench.stream(choices.dataset_of(cell), choices.scenario_of(cell), choices.seeds[:1])
+    """Return the stream of a cell that needs nothing else: no method is run."""
+    return workbench.stream(choices.dataset_of(cell), choices.scenario_of(cell), (choices.seeds or (0,))[:1])
+
+
+# -- which result belongs to a cell -----------------------------------------------------------------------------------
+
+
+def _expected(cell: Cell, choices: Choices, workbench: Workbench) -> dict[str, Any]:
+    """Describe a cell's experiment with every default filled in."""
+    data = workbench.dataset(choices.dataset_of(cell))
+    clean = trained_on(data, choices.dataset_of(cell).name)
+    published: Mapping[str, Any] = methods.get(cell.method or "").presets.get(clean, {})
+    tribes = methods.get("tribe").presets.get(clean, {})  # has all data sets of the paper: no file must be opened
+    classes = tribes["classes"] if tribes else len(data.classes)
+    dataset, model, scenario, method = choices.specs(cell, lambda: classes)
+    protocol = build_scenario(scenario.name, decode_fields(scenario.fields))
+    adapting = methods.create(method.name, **{**published, "classes": classes, **method.fields})
+    specs = {
+        "dataset": describe(dataset.name, data),
+        "model": model,
+        "scenario": describe(scenario.name, protocol),
+        "method": describe(method.name, adapting),
+    }
+    expected = {part: _without(spec.json(), DERIVED.get(part, ())) for part, spec in specs.items()}
+    if "room" in method.fields:  # it is overridden
+        expected["room"] = specs["method"].fields["room"]
+    return expected
+
+
+def _describe(experiment: Experiment) -> dict[str, Any]:
+    """Describe a finished experiment in the same way."""
+    spec = experiment.json()
+    described = {part: _without(spec[part], DERIVED.get(part, ())) for part in (*COMPONENTS, "method")}
+    return described | {"room": spec["method"]["fields"].get("room")}
+
+
+def _without(spec: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    fields = {name: value for name, value in spec.get("fields", {}).items() if name not in names}
+    return {**{name: value for name, value in spec.items() if name not in names}, "fields": fields}
+
+
+def _fits(found: Mapping[str, Any], expected: Mapping[str, Any]) -> bool:
+    return all(found[part] == value for part, value in expected.items())
+
+
+def _refuse_mixture(plan: Plan) -> None:
+    """Raise MixedResults if the cells differ in settings, images or weights."""
+    shared: dict[tuple[str, ...], tuple[str, str]] = {}
+    for (row, column), planned in plan.cells.items():
+        if planned.finished is None:
+            continue
+        e = planned.finished.experiment
+        for key, value in (
+            (("settings",), planned.finished.settings),
+            (("images", repr(e.dataset)), e.images),
+            (("weights", repr(e.model)), e.weights),
+        ):
+            place, first = shared.setdefault(key, (f"{row}, {column}", value))
+            if first != value:
+                raise MixedResults(
+                    f"{place} and {row}, {column} do not belong into one table: {key[0]} {first} and {value}. Select "
+                    "results with --device, --seeds or --set precision=, batch= or threads=; or leave out --columns"
+                )
 
 
 # -- rows and columns -------------------------------------------------------------------------------------------------
 
 
 def _replace_domains(table: Table, choices: Choices, workbench: Workbench) -> Table:
-    """If the data set is replaced, replace the columns of the paper's domains by those of its domains."""
+    """Replace the columns of the paper's domains by those of another data set."""
     papers = choices.dataset in (None, table.common.get("dataset"))
     if papers or not any("domain" in column for column in table.columns):
         return table
@@ -204,149 +359,51 @@ def _replace_domains(table: Table, choices: Choices, workbench: Workbench) -> Ta
     return dataclasses.replace(rest, columns=[*replaced, *rest.columns], values=values)
 
 
-def _select(table: Table, choices: Choices) -> Table:
-    """The rows and columns that the patterns match; a column of means needs all columns that it is the mean of."""
-    rows = _matches(choices.rows, table.row_keys, f"{table.name} has no row")
-    columns = _matches(choices.columns, table.column_keys, f"{table.name} has no column")
-    keys = {table.column_keys[i] for i in columns}
-    return table.select(rows, [i for i in columns if keys.issuperset(table.columns[i].get("mean_of", ()))])
+def _choose_columns(table: Table, choices: Choices) -> Table:
+    """Select the columns that match; a column of means needs all columns that it is the mean of."""
+    for pattern in choices.columns:
+        if not matching(pattern, table.column_keys):
+            raise ValueError(f"{table.name} has no column {pattern!r}: {nearest(pattern, table.column_keys)}")
+    keys = set(matching(choices.columns or "*", table.column_keys))
+    chosen = [i for i, c in enumerate(table.columns) if c["key"] in keys and keys.issuperset(c.get("mean_of", ()))]
+    return table.select(range(len(table.rows)), chosen)
 
 
-def _matches(patterns: Sequence[str], keys: Sequence[str], complaint: str) -> list[int]:
+def _choose_rows(table: Table, choices: Choices) -> Table:
+    """Select the rows that match, and add a row for each +NAME: one a group, above the rows beyond the paper."""
+    patterns = [word for word in choices.rows if not word.startswith("+")]
+    added = [word[1:] for word in choices.rows if word.startswith("+")]
+    names = [_names(row) for row in table.rows]
     for pattern in patterns:
-        if not matching(pattern, keys):
-            raise ValueError(f"{complaint} {pattern!r}: {nearest(pattern, keys)}")
-    chosen = matching(patterns or "*", keys)
-    return [i for i, key in enumerate(keys) if key in chosen]
+        if not any(matching(pattern, known) for known in names):
+            hint = nearest(pattern, {name for known in names for name in known})
+            raise ValueError(f"{table.name} has no row {pattern!r}: {hint}. To add a method, write +{pattern}")
+    whole = table
+    if patterns:
+        kept = [i for i, known in enumerate(names) if any(matching(pattern, known) for pattern in patterns)]
+        table = table.select(kept, range(len(table.columns)))
+    return _add_rows(table, whole, added) if added else table
 
 
-def _add_rows(table: Table, choices: Choices) -> Table:
-    """The rows to keep by method, and new rows for added methods: one a group, above the rows beyond the paper."""
-    if not (choices.only or choices.added):
-        return table
-    if not all(row.get("method") for row in table.rows):
-        raise ValueError(f"the rows of {table.name} are not methods: none can be chosen or added")
-    aliases = [_aliases(row) for row in table.rows]
-    for name in choices.only:
-        if not any(name in known for known in aliases):
-            hint = nearest(name, {alias for known in aliases for alias in known})
-            raise ValueError(f"{table.name} has no row {name!r}: {hint}. To add a method, write +{name}")
-    swept = [column for column in table.columns if column.get("fields")]
-    if choices.added and swept:
+def _add_rows(table: Table, whole: Table, added: Sequence[str]) -> Table:
+    if not all(row.get("method") for row in whole.rows):
+        raise ValueError(f"the rows of {table.name} are not methods: no method can be added")
+    if swept := [column for column in table.columns if column.get("fields")]:
         raise ValueError(f"the columns of {table.name} set {', '.join(swept[0]['fields'])}: no method can be added")
     special = ("key", "method", "fields", "scale", "beyond", "reading")  # what rows of one group need not share
-    shared = [{k: v for k, v in row.items() if k not in special} for row in table.rows]
+    shared = [{k: v for k, v in row.items() if k not in special} for row in whole.rows]
     groups = [group for i, group in enumerate(shared) if group not in shared[:i]]
-    if choices.only:
-        kept = [i for i, known in enumerate(aliases) if not known.isdisjoint(choices.only)]
-        table = table.select(kept, range(len(table.columns)))
     rows, values, place = list(table.rows), list(table.values), len(table.rows) - len(table.beyond)
-    for name in choices.added:
+    for name in added:
         methods.get(name)  # raises if the name is unknown
-        key = choices.row_names.get(name, name)
-        names = [f"{group['group']} {key}" if "group" in group else key for group in groups]
-        added = {"method": name, "fields": choices.row_fields.get(name, {})}
-        rows[place:place] = [{**g, "key": k, **added} for g, k in zip(groups, names, strict=True)]
+        keys = [f"{group['group']} {name}" if "group" in group else name for group in groups]
+        rows[place:place] = [{**g, "key": k, "method": name} for g, k in zip(groups, keys, strict=True)]
         values[place:place] = [[None] * len(table.columns)] * len(groups)
         place += len(groups)
     return dataclasses.replace(table, rows=rows, values=values)
 
 
-def _aliases(row: Mapping[str, Any]) -> set[str]:
-    """The names of a row: its key, its key without the group, its method."""
+def _names(row: Mapping[str, Any]) -> list[str]:
+    """Return the names of a row: its key, its key without the group, its method."""
     key, group = str(row["key"]), f"{row.get('group')} "
-    return {key, key.removeprefix(group), str(row["method"])}
-
-
-# -- overrides --------------------------------------------------------------------------------------------------------
-
-
-def refuse_unknown_fields(tables: Sequence[Table], choices: Choices) -> None:
-    """Raise ValueError if an override names a field that no component of these tables has."""
-    cells = [cell for table in tables for cell in table.cells.values()]
-    components = {
-        "dataset": {choices.dataset_of(cell).name for cell in cells if cell.dataset},
-        "model": {choices.model_of(cell).name for cell in cells if cell.model},
-        "scenario": {choices.scenario_of(cell).name for cell in cells if cell.scenario},
-    }
-    for owner, fields in choices.overrides.items():
-        try:
-            known = {name for component in components.get(owner, {owner}) for name in _fields(owner, component)}
-        except FAILURES:  # there is no such component: its cells will say so
-            continue
-        for name in fields:
-            if known and name not in known:
-                raise ValueError(f"{owner} has no field {name!r}: {nearest(name, known)}")
-
-
-def _fields(owner: str, component: str) -> set[str]:
-    """The fields of a component."""
-    if owner == "model":
-        cls: type[Any] = type(models.architecture(component))
-    else:
-        cls = {"dataset": datasets.get, "scenario": scenarios.get}.get(owner, methods.get)(component)
-    return {field.name for field in dataclasses.fields(cls) if field.init}
-
-
-# -- time -------------------------------------------------------------------------------------------------------------
-
-# Seconds per image of one forward pass, on an H200 and on one CPU core: guesses for what was never run here.
-FORWARD_SECONDS = {
-    "cuda": {"wrn28_10": 6e-5, "resnext29": 5e-5, "torchvision/resnet50": 3e-4},
-    "cpu": {
-        "compact": 4e-4,
-        "resnet18_mnist": 1.5e-2,
-        "wrn28_10": 0.25,
-        "resnext29": 0.06,
-        "torchvision/resnet50": 0.2,
-    },
-}
-OTHER_FORWARD_SECONDS = {"cuda": 6e-5, "cpu": 2e-2}
-STEP_COST = {  # a step in units of a forward pass, learning included
-    **dict.fromkeys(("source", "bn", "lame"), 1.0),
-    **dict.fromkeys(("pl", "tent", "eata", "delta"), 2.5),
-    "bdn": 3.5,
-    **dict.fromkeys(("note", "rotta", "deyo"), 4.0),
-    **dict.fromkeys(("sar", "roid", "cmf", "sotta"), 5.0),
-    **dict.fromkeys(("tribe", "selftrain"), 6.0),
-    "ttac": 15.0,
-    **dict.fromkeys(("cotta", "petal"), 40.0),
-}
-OTHER_STEP_COST = 6.0
-
-
-class Costs(NamedTuple):
-    """Measured seconds per image, by method, network, device and precision."""
-
-    seconds: dict[tuple[str, str, str, str], float]
-
-    @staticmethod
-    def of(results: Iterable[Result]) -> "Costs":
-        """The costs that results report; of several results of a kind, the latest counts."""
-        latest: dict[tuple[str, str, str, str], tuple[str, float]] = {}
-        for result in results:
-            values, kind = result.values("seconds_per_image"), _kind(result.experiment)
-            measured = str(result.environment.get("finished", "")), sum(values) / len(values)
-            if measured[1] == measured[1]:  # not NaN
-                latest[kind] = max(latest.get(kind, ("", 0.0)), measured)
-        return Costs({kind: seconds for kind, (_, seconds) in latest.items()})
-
-    def estimate(self, experiment: Experiment, images: int) -> tuple[float, bool]:
-        """The seconds that an experiment with so many images takes, and whether they were measured, not guessed.
-
-        A time filter costs next to nothing: until it is measured, a method with one takes as long as without.
-        """
-        kind = _kind(experiment)
-        if kind in self.seconds:
-            return images * self.seconds[kind], True
-        method, model, device, precision = methods.parse(kind[0]).unfiltered, *kind[1:]
-        if (method, model, device, precision) in self.seconds:
-            return images * self.seconds[method, model, device, precision], False
-        forward = FORWARD_SECONDS.get(device, {}).get(
-            model, OTHER_FORWARD_SECONDS.get(device, OTHER_FORWARD_SECONDS["cpu"])
-        )
-        return images * forward * STEP_COST.get(method, STEP_COST.get(method.partition("/")[0], OTHER_STEP_COST)), False
-
-
-def _kind(experiment: Experiment) -> tuple[str, str, str, str]:
-    return experiment.method.name, experiment.model.name, experiment.device, experiment.precision
+    return [key, key.removeprefix(group), str(row.get("method") or key)]

@@ -21,7 +21,7 @@ def nowhere(tmp_path, monkeypatch, few_digits):
 def finished_runs(tmp_path_factory, few_digits):
     """Wall clock: imbalance 100, three rows, two seeds: options, folder, and the table as JSON."""
     runs = tmp_path_factory.mktemp("runs")
-    options = ("wall-clock", *SMALL, "--methods", "source,BN,+pl", "--seeds", 2, "--runs", runs, "--data", few_digits)
+    options = ("wall-clock", *SMALL, "--rows", "source,BN,+pl", "--seeds", 2, "--runs", runs, "--data", few_digits)
     result = call(*options, "--format", "json")
     assert result.exit_code == 0, result.output
     return options, runs, json.loads(result.stdout)

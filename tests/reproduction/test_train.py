@@ -4,26 +4,22 @@ import hashlib
 import itertools
 import json
 import math
-import resource
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
-import reproduction.train
 import tribe
+from commands import tribe_command
 from layouts import write_digits
 from processes import Prints, ended, killed
-from reproduction.train import AugMix, CheckpointError, Progress, Recipe, TrainingError, change, preset, train
-from reproduction.train.augmix import OPERATIONS, consistency, operate
-from reproduction.train.learner import Learner
-from reproduction.train.views import Views, crop, draw_views
+from reproduction.augment import OPERATIONS, AugMix, Views, consistency, crop, draw_views, operate
+from reproduction.recipe import PRESETS, Recipe, change, preset
+from reproduction.train import TrainingError, make_optimizer, train
 from tribe.data.datasets.locations import MissingData
 
 SMALL = Recipe(epochs=3, batch=40, optimizer="adamw", lr=5e-3, weight_decay=1e-2, warmup=0.3, shift=2, border="zero")
@@ -62,7 +58,7 @@ def equal(a, b):
 
 def test_learns_real_digits_and_leaves_weights_and_a_card(digits, tmp_path):
     out, seen = tmp_path / "compact_mnist.safetensors", []
-    trained = train("compact", "mnist", SMALL, data=digits, out=out, device="cpu", progress=seen.append)
+    trained = train("compact", "mnist", SMALL, data=digits, out=out, device="cpu", on_epoch=seen.append)
     assert trained.accuracy > 0.85  # chance is 0.1
     assert sorted(p.name for p in tmp_path.iterdir()) == ["compact_mnist.json", "compact_mnist.safetensors"]
 
@@ -75,7 +71,6 @@ def test_learns_real_digits_and_leaves_weights_and_a_card(digits, tmp_path):
     assert card["accuracy"] == trained.accuracy == pytest.approx(right, abs=1e-6)
     assert card["sha256"] == hashlib.sha256(out.read_bytes()).hexdigest()
     assert (card["model"], card["dataset"], card["seed"], card["precision"]) == ("compact", "mnist", 0, "float32")
-    assert card["parameters"] == 51_706
     assert card["images"] == {"train": 1600, "test": 500}
     assert card["recipe"]["lr"] == SMALL.lr
     assert card["tribe"] == tribe.__version__
@@ -86,10 +81,7 @@ def test_learns_real_digits_and_leaves_weights_and_a_card(digits, tmp_path):
     assert history[-1]["loss"] < history[0]["loss"] / 2
     assert history[-1]["test"] == trained.accuracy
     assert card["seconds"] == pytest.approx(sum(entry["seconds"] for entry in history))
-    ends = [p for p in seen if p.done]
-    assert [(p.epoch, p.step, p.steps, p.test) for p in ends] == [(i + 1, 40, 40, history[i]["test"]) for i in range(3)]
-    assert ends[-1].left == 0
-    assert all(p.speed > 0 for p in seen)
+    assert seen == history
 
 
 def test_the_same_seed_gives_the_same_weights_and_another_gives_others(few):
@@ -132,12 +124,13 @@ def test_every_part_of_a_recipe_learns(few, changes):
     assert history[-1]["loss"] < 0.7 * history[0]["loss"]
 
 
-def test_other_precisions_and_layouts_learn_the_same(few):
+def test_bfloat16_learns_the_same(few):
     recipe = replace(SMALL, epochs=2)
-    plain = train("compact", "mnist", recipe, data=few, device="cpu").card["history"]
-    for options in ({"channels_last": True}, {"precision": "bf16"}):
-        other = train("compact", "mnist", recipe, data=few, device="cpu", **options).card["history"]
-        assert other[-1]["loss"] == pytest.approx(plain[-1]["loss"], rel=0.1)
+    plain, other = (
+        train("compact", "mnist", recipe, data=few, device="cpu", precision=precision).card["history"]
+        for precision in ("float32", "bf16")
+    )
+    assert other[-1]["loss"] == pytest.approx(plain[-1]["loss"], rel=0.1)
 
 
 def test_a_pair_of_data_sets_serves_as_well_as_a_name(few):
@@ -149,11 +142,7 @@ def test_a_pair_of_data_sets_serves_as_well_as_a_name(few):
 
 
 def test_weights_of_normalisation_and_biases_do_not_decay():
-    images = reproduction.train.views.Images(
-        torch.zeros(8, 1, 28, 28, dtype=torch.uint8), torch.zeros(8, dtype=torch.int64)
-    )
-    learner = Learner(Thin(), replace(SMALL, batch=8), images, 0, "float32", False, False)
-    decaying, others = learner.optimizer.param_groups
+    decaying, others = make_optimizer(Thin(), SMALL).param_groups
     assert [p.dim() for p in decaying["params"]] == [4, 2]
     assert {p.dim() for p in others["params"]} == {1}
     assert (decaying["weight_decay"], others["weight_decay"]) == (SMALL.weight_decay, 0)
@@ -314,15 +303,14 @@ def test_learns_with_augmix(few):
 # --- interruption -----------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Stop:
-    """Interrupts a training after some epochs, as Ctrl-C would."""
+def stop_after(epochs):
+    """Interrupt a training after some epochs, as Ctrl-C would."""
 
-    epochs: int
-
-    def __call__(self, p: Progress) -> None:
-        if p.done and p.epoch > self.epochs:
+    def stop(entry):
+        if entry["epoch"] > epochs:
             raise KeyboardInterrupt
+
+    return stop
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
@@ -331,42 +319,35 @@ def test_resumed_equals_uninterrupted(few, tmp_path, optimizer):
     whole = train(Thin(), "mnist", recipe, data=few, device="cpu")
     options = {"data": few, "device": "cpu", "out": out, "save_every": 0}
     with pytest.raises(KeyboardInterrupt):
-        train(Thin(), "mnist", recipe, **options, progress=Stop(2))
+        train(Thin(), "mnist", recipe, **options, on_epoch=stop_after(2))
     assert not out.exists()
     trained = train(Thin(seed=9), "mnist", recipe, **options, resume=True)  # weights come from the checkpoint
     assert equal(trained.net.state_dict(), whole.net.state_dict())
     assert equal(load_file(out), whole.net.state_dict())
     without_time = [[{**e, "seconds": 0} for e in t.card["history"]] for t in (trained, whole)]
     assert without_time[0] == without_time[1]
-    assert not Path(f"{out}.checkpoint").exists()
+    assert not out.with_suffix(".checkpoint").exists()
 
 
 def test_a_process_killed_in_the_middle_resumes_bit_for_bit(few, tmp_path):
-    pytest.importorskip("typer")
     out = tmp_path / "compact.safetensors"
-    command = ["-m", "tribe", "train", "mnist", "--data", few, "--out", str(out), "--epochs", "4"]
-    command += ["--batch", "40", "--device", "cpu", "--save-every", "0"]
-    killed(*command, when=Prints("epoch 3/4"))  # before the checkpoint of the third epoch
-    assert Path(f"{out}.checkpoint").exists()
-    assert not out.exists()
-    resumed = ended(*command, "--resume", "--json")
-    assert resumed.err.startswith("epoch 3/4"), resumed.err
-    assert len(json.loads(resumed.out)["history"]) == 4
     recipe = change(preset("mnist").recipe, epochs=4, batch=40)
+    program = f"""
+import sys
+from reproduction.recipe import change, preset
+from reproduction.train import train
+recipe = change(preset("mnist").recipe, epochs=4, batch=40)
+say = lambda entry: print("epoch", entry["epoch"], file=sys.stderr, flush=True)
+options = dict(data={str(few)!r}, out={str(out)!r}, device="cpu", save_every=0, resume=True, on_epoch=say)
+train("compact", "mnist", recipe, **options)
+"""
+    killed("-c", program, when=Prints("epoch 3"))
+    assert out.with_suffix(".checkpoint").exists()
+    assert not out.exists()
+    resumed = ended("-c", program)
+    assert "epoch 1" not in resumed.err, resumed.err
     whole = train("compact", "mnist", recipe, data=few, device="cpu")
     assert equal(load_file(out), whole.net.state_dict())
-    files = sorted(p.name for p in tmp_path.iterdir() if not p.name.endswith(".tmp"))  # of the killed writer
-    assert files == ["compact.json", "compact.safetensors"]
-
-
-def test_a_checkpoint_from_before_digests_is_resumed(interrupted):
-    path = Path(f"{interrupted['out']}.checkpoint")
-    with safe_open(path, "pt") as file:
-        names = ("identity", "history", "scaler")
-        header = {"format": '"tribe-training"'} | {name: file.metadata()[name] for name in names}
-    save_file(load_file(path), path, header)
-    trained = train("compact", "mnist", replace(SMALL, epochs=4), **interrupted, resume=True)
-    assert len(trained.card["history"]) == 4
 
 
 @pytest.fixture
@@ -374,34 +355,33 @@ def interrupted(few, tmp_path):
     """The options of a training that was interrupted after two epochs of four."""
     options = {"data": few, "device": "cpu", "out": tmp_path / "compact.safetensors", "save_every": 0}
     with pytest.raises(KeyboardInterrupt):
-        train("compact", "mnist", replace(SMALL, epochs=4), **options, progress=Stop(1))
+        train("compact", "mnist", replace(SMALL, epochs=4), **options, on_epoch=stop_after(1))
     return options
 
 
 @pytest.mark.parametrize(
     ("changes", "other", "named"),
     [
-        ({"lr": 0.5}, {}, r"recipe\.lr is 0\.005, yours is 0\.5"),
+        ({"lr": 0.5}, {}, r"recipe\.lr"),
         ({"augmix": AugMix()}, {}, r"recipe\.augmix"),
-        ({}, {"seed": 8}, "seed is 0, yours is 8"),
-        ({}, {"precision": "bf16"}, "precision is 'float32', yours is 'bf16'"),
+        ({}, {"seed": 8}, "seed"),
+        ({}, {"precision": "bf16"}, "precision"),
     ],
 )
 def test_a_checkpoint_of_another_training_is_refused_by_name(interrupted, changes, other, named):
-    kept = Path(f"{interrupted['out']}.checkpoint").read_bytes()
-    with pytest.raises(CheckpointError, match=named):
+    with pytest.raises(TrainingError, match=named):
         train("compact", "mnist", replace(SMALL, epochs=4, **changes), **interrupted, **other, resume=True)
-    assert Path(f"{interrupted['out']}.checkpoint").read_bytes() == kept
+    assert interrupted["out"].with_suffix(".checkpoint").exists()
 
 
 def test_work_is_not_replaced_unasked(interrupted):
     out, recipe = interrupted["out"], replace(SMALL, epochs=1)
-    with pytest.raises(CheckpointError, match=r"--resume .* or start over with --force"):
+    with pytest.raises(TrainingError, match="--resume"):
         train("compact", "mnist", recipe, **interrupted)
     train("compact", "mnist", recipe, **interrupted, force=True)
     finished = out.read_bytes()
     for resume in (False, True):  # nothing to go on from: it is finished
-        with pytest.raises(FileExistsError, match="exists already"):
+        with pytest.raises(FileExistsError, match="--force"):
             train("compact", "mnist", recipe, **interrupted, resume=resume)
     assert out.read_bytes() == finished
     train("compact", "mnist", recipe, **interrupted, force=True, seed=2)
@@ -409,69 +389,47 @@ def test_work_is_not_replaced_unasked(interrupted):
 
 
 def test_a_damaged_checkpoint_is_refused(interrupted):
-    path = Path(f"{interrupted['out']}.checkpoint")
+    path = interrupted["out"].with_suffix(".checkpoint")
     whole = path.read_bytes()
     for damage in (whole[: len(whole) // 2], b"", b"no checkpoint at all"):
         path.write_bytes(damage)
-        with pytest.raises(CheckpointError, match="cut short or damaged"):
+        with pytest.raises(TrainingError, match="damaged"):
             train("compact", "mnist", replace(SMALL, epochs=4), **interrupted, resume=True)
-    flipped = bytearray(whole)
-    flipped[-5] ^= 0x10
-    path.write_bytes(flipped)
-    with pytest.raises(CheckpointError, match=r"damaged: it does not hold what was saved\. Remove it"):
-        train("compact", "mnist", replace(SMALL, epochs=4), **interrupted, resume=True)
-    save_file({"a": torch.zeros(1)}, path)
-    with pytest.raises(CheckpointError, match="not a checkpoint of a training"):
-        train("compact", "mnist", replace(SMALL, epochs=4), **interrupted, resume=True)
 
 
-def test_a_disk_that_refuses_the_weights_leaves_the_checkpoint(few, tmp_path):
+def test_a_failed_write_leaves_the_checkpoint(few, tmp_path):
     out = tmp_path / "compact.safetensors"
 
-    def block(p):
-        if p.done and p.epoch == 3:
+    def block(entry):
+        if entry["epoch"] == 3:
             out.mkdir()  # in the way of the weights, after the last checkpoint
 
     options = {"data": few, "device": "cpu", "out": out, "save_every": 0}
-    with pytest.raises(
-        TrainingError, match=r"after epoch 3 of 3 .*checkpoint is kept: free disk space, then continue with --res"
-    ):
-        train("compact", "mnist", SMALL, **options, progress=block)
+    with pytest.raises(OSError, match="compact"):
+        train("compact", "mnist", SMALL, **options, on_epoch=block)
     out.rmdir()
     resumed = train("compact", "mnist", SMALL, **options, resume=True)
     assert equal(resumed.net.state_dict(), train("compact", "mnist", SMALL, data=few, device="cpu").net.state_dict())
 
 
-def test_a_full_disk_is_explained(few, tmp_path):
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    options = {"data": few, "device": "cpu", "out": tmp_path / "compact.safetensors", "save_every": 0}
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))  # a write beyond fails, as on a full disk
-    try:
-        with pytest.raises(TrainingError, match=r"after epoch 0 of 3 .*nothing was saved yet: free disk space"):
-            train("compact", "mnist", SMALL, **options)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_training_that_diverges_stops_and_replaces_nothing(few, tmp_path):
     out = tmp_path / "compact.safetensors"
     out.write_bytes(b"earlier work")
-    with pytest.raises(TrainingError, match=r"loss became .* diverged. Lower the learning rate \(now 1e\+18\)"):
+    with pytest.raises(TrainingError, match="diverged"):
         train(Thin(), "mnist", replace(SMALL, optimizer="sgd", lr=1e18), data=few, device="cpu", out=out, force=True)
     assert out.read_bytes() == b"earlier work"
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("precision", ["float32", "tf32", "bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["float32", "tf32", "bf16"])
 def test_a_gpu_learns_and_resumes(digits, tmp_path, precision):
     options = {"data": digits, "device": "cuda", "precision": precision}
     out = {"out": tmp_path / "compact.safetensors", "save_every": 0}
     whole = train("compact", "mnist", SMALL, **options)
     assert whole.accuracy > 0.85
     with pytest.raises(KeyboardInterrupt):
-        train("compact", "mnist", SMALL, **options, **out, progress=Stop(1))
+        train("compact", "mnist", SMALL, **options, **out, on_epoch=stop_after(1))
     resumed = train("compact", "mnist", SMALL, **options, **out, resume=True)
     assert resumed.accuracy == pytest.approx(whole.accuracy, abs=0.03)  # its sums come in any order
 
@@ -480,161 +438,82 @@ def test_a_gpu_learns_and_resumes(digits, tmp_path, precision):
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("name", "value"),
     [
-        ({"epochs": 0}, "epochs is a whole number, at least 1; got 0"),
-        ({"epochs": 2.5}, "epochs is a whole number, at least 1; got 2.5"),
-        ({"batch": 0}, "batch is a whole number, at least 1"),
-        ({"shift": -1}, "shift is a whole number, at least 0"),
-        ({"cutout": -1}, "cutout is a whole number, at least 0"),
-        ({"lr": 0.0}, "learning rate, must be above 0"),
-        ({"lr": math.nan}, "learning rate, must be above 0"),
-        ({"weight_decay": -1.0}, "weight_decay must not be negative"),
-        ({"warmup": 1.0}, "warmup must lie in"),
-        ({"optimizer": "lion"}, "optimizer is one of sgd, adam, adamw; got 'lion'"),
-        ({"schedule": "steps"}, "schedule is one of"),
-        ({"border": "wrap"}, "border is one of reflect, zero"),
+        *(("epochs", 0), ("epochs", 2.5), ("batch", 0), ("shift", -1), ("cutout", -1), ("lr", 0.0), ("lr", math.nan)),
+        *(("weight_decay", -1.0), ("warmup", 1.0), ("optimizer", "lion"), ("schedule", "steps"), ("border", "wrap")),
     ],
 )
-def test_a_recipe_refuses_nonsense(fields, message):
-    with pytest.raises((ValueError, TypeError), match=message):
-        replace(SMALL, **fields)
+def test_a_recipe_refuses_nonsense(name, value):
+    with pytest.raises((ValueError, TypeError), match=name):
+        replace(SMALL, **{name: value})
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "message"),
+    ("options", "error", "word"),
     [
-        ({"model": "wrn16_4"}, ValueError, "wrn16_4 takes images 3x32x32, those of mnist are 1x28x28"),
+        ({"model": "wrn16_4"}, ValueError, "channels"),
         ({"model": "compakt"}, ValueError, "compact"),
-        ({"model": nn.Linear(3, 10)}, ValueError, "Linear does not take the images of mnist, 1x28x28"),
-        ({"model": nn.Sequential(nn.Flatten(), nn.Linear(784, 7))}, ValueError, "gives .7,. numbers .* 10 classes"),
-        ({"model": nn.Flatten()}, ValueError, "no parameters"),
-        ({"dataset": "mnist-c"}, ValueError, "no training images: .*mnist"),
+        ({"model": nn.Linear(3, 10)}, ValueError, "Linear"),
+        ({"model": nn.Sequential(nn.Flatten(), nn.Linear(784, 7))}, ValueError, "10 classes"),
+        ({"dataset": "mnist-c"}, ValueError, "training"),
         ({"dataset": "cifar10"}, MissingData, "data_batch_1"),
-        ({"recipe": "papers"}, ValueError, "no preset 'papers': .*paper"),
-        ({"recipe": replace(SMALL, batch=500)}, ValueError, "batch of 500 images is more than the 200 there are"),
-        ({"device": "tpu9"}, ValueError, "unknown device 'tpu9'"),
-        ({"device": "cuda"}, ValueError, "no CUDA device"),
-        ({"device": "meta"}, ValueError, "'meta' cannot be used"),
-        ({"precision": "fp8"}, ValueError, "precision is one of auto, float32, tf32, bf16, fp16; got 'fp8'"),
-        ({"precision": "fp16"}, ValueError, "fp16 is for CUDA devices"),
-        ({"seed": -1}, ValueError, "seed must be a number from 0"),
-        ({"out": "nowhere/at/all.safetensors"}, FileNotFoundError, "there is no folder nowhere/at"),
-        ({"out": "weights.pt"}, ValueError, "weights are written as .safetensors"),
+        ({"recipe": "papers"}, ValueError, "paper"),
+        ({"recipe": replace(SMALL, batch=500)}, ValueError, "200"),
+        ({"device": "tpu9"}, ValueError, "tpu9"),
+        ({"precision": "fp8"}, ValueError, "bf16"),
+        ({"precision": "tf32"}, ValueError, "CUDA"),
+        ({"seed": -1}, ValueError, "seed"),
+        ({"out": "nowhere/at/all.safetensors"}, FileNotFoundError, "nowhere"),
+        ({"out": "weights.pt"}, ValueError, "safetensors"),
     ],
 )
-def test_what_cannot_be_trained_is_refused_first(few, options, error, message):
-    if options.get("device") == "cuda" and torch.cuda.is_available():
-        pytest.skip("there is one")
+def test_what_cannot_be_trained_is_refused_first(few, options, error, word):
     started = []
     given = {"model": "compact", "dataset": "mnist", "recipe": SMALL, "data": few, "device": "cpu", **options}
-    with pytest.raises(error, match=message):
-        train(**given, progress=started.append)
+    with pytest.raises(error, match=word):
+        train(**given, on_epoch=started.append)
     assert started == []
 
 
-def test_colour_does_not_go_into_a_network_for_grey_digits(tmp_path):
-    (tmp_path / "cifar-10-batches-bin").mkdir()
-    for name in ("test_batch", *(f"data_batch_{i}" for i in range(1, 6))):
-        (tmp_path / f"cifar-10-batches-bin/{name}.bin").write_bytes(bytes(3073) * 10)
-    with pytest.raises(ValueError, match="compact takes images 1x28x28, those of cifar10 are 3x32x32"):
-        train("compact", "cifar10", SMALL, data=str(tmp_path), device="cpu")
-
-
-def test_presets_are_found_by_name():
-    assert preset("mnist").model == "compact"
-    assert preset("cifar10").model == "wrn28_10"
-    assert preset("cifar100").model == "resnext29"
+def test_presets_fit_their_networks():
     paper = preset("mnist", "paper")
     assert (paper.model, paper.recipe.epochs, paper.recipe.lr) == ("resnet18_mnist", 100, 1e-3)
     assert preset("cifar100", "augmix").recipe.augmix == AugMix()
-    for name, presets in reproduction.train.PRESETS.items():
+    for name, presets in PRESETS.items():
         shape = tribe.datasets.get(name).shape
         assert all(tribe.models.architecture(p.model).channels == shape[0] for p in presets.values())
-    with pytest.raises(TypeError, match=r"no field 'epoch'.*epochs"):
-        change(SMALL, epoch=3)
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
-def invoke(*arguments):
-    pytest.importorskip("typer")
-    from typer.testing import CliRunner
-
-    from tribe.cli.commands import app
-
-    return CliRunner().invoke(app, ["train", *map(str, arguments)])
-
-
 def test_the_command_trains_where_the_data_lies(few):
-    result = invoke("mnist", "--data", few, "--epochs", 1, "--batch", 50, "--json")
+    words = ("train", "mnist", "--data", few, "--set", "epochs=1", "--set", "batch=50")
+    result = tribe_command(*words, "--json")
     assert result.exit_code == 0, result.stderr
-    card = json.loads(result.stdout)
-    path = Path(few) / "weights/compact_mnist.safetensors"
-    assert card["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
+    (path,) = (tribe.data.datasets.locations.data_root(few) / "weights").glob("*.safetensors")
+    assert path.name == "compact_mnist.safetensors"
+    assert json.loads(result.stdout)["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
     assert result.stderr.startswith("epoch 1/1 loss ")
-    again = invoke("mnist", "--data", few, "--epochs", 1, "--batch", 50)
-    assert again.exit_code == 2
-    assert "exists already" in again.stderr
-    forced = invoke("mnist", "--data", few, "--epochs", 1, "--batch", 50, "--force", "--augmix")
-    assert forced.exit_code == 0
-    assert "test images correct after 1 epochs" in forced.stdout
-    assert json.loads(path.with_suffix(".json").read_text())["recipe"]["augmix"] == {
-        "width": 3,
-        "depth": 3,
-        "severity": 3.0,
-        "weight": 12.0,
-    }
-
-
-def test_resuming_what_never_began_is_said(few, tmp_path):
-    out = tmp_path / "compact.safetensors"
-    result = invoke("mnist", "--data", few, "--out", out, "--epochs", 1, "--batch", 50, "--resume", "--json")
-    assert result.exit_code == 0, result.stderr
-    lines = result.stderr.splitlines()
-    assert lines[0] == f"warning: there is no checkpoint of {out} to continue: training starts from the beginning"
-    assert lines[1].startswith("epoch 1/1 ")
-    assert len(json.loads(result.stdout)["history"]) == 1
-
-
-def test_a_name_says_the_data_set_once(tmp_path):
-    pytest.importorskip("typer")
-    from reproduction.train.command import _default_out
-
-    assert [_default_out(m, "mnist", tmp_path).name for m in ("resnet18_mnist", "compact", "timm/resnet10t")] == [
-        "resnet18_mnist.safetensors",
-        "compact_mnist.safetensors",
-        "timm_resnet10t_mnist.safetensors",
-    ]
+    assert tribe_command(*words).exit_code == 2
+    assert "test images correct" in tribe_command(*words, "--force").stdout
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "word"),
     [
-        (("cifar10", "--model", "compact"), "not found"),
-        (("mnist", "--epochs", "0"), "epochs is a whole number, at least 1"),
-        (("mnist", "--preset", "augmix"), "no preset 'augmix'"),
-        (("svhn",), "no recipe for data set 'svhn'"),
-        (("mnist", "--model", "wrn16_4"), "takes images 3x32x32"),
-        (("mnist", "--out", "nowhere/compact.safetensors"), "there is no folder nowhere"),
+        (("cifar10",), "not found"),
+        (("mnist", "--set", "epochs=0"), "epochs"),
+        (("mnist", "--set", "epoch=1"), "epochs"),
+        (("mnist", "--set", "epochs"), "FIELD=VALUE"),
+        (("mnist", "--preset", "augmix"), "augmix"),
+        (("svhn",), "svhn"),
+        (("mnist", "--out", "nowhere/compact.safetensors"), "nowhere"),
     ],
 )
-def test_the_command_says_what_is_wrong(few, arguments, message):
-    result = invoke(*arguments, "--data", few)
+def test_the_command_says_what_is_wrong(few, arguments, word):
+    result = tribe_command("train", *arguments, "--data", few)
     assert result.exit_code == 2
-    assert message in result.stderr
+    assert word in result.stderr
     assert "Traceback" not in result.stderr
-
-
-def test_a_data_folder_that_is_not_there_is_not_made(tmp_path):
-    result = invoke("mnist", "--data", tmp_path / "typo")
-    assert result.exit_code == 2
-    assert "train-images-idx3-ubyte not found" in result.stderr
-    assert not (tmp_path / "typo").exists()
-
-
-def test_help():
-    text = invoke("--help").stdout
-    for option in ("--model", "--preset", "--resume", "--force", "--augmix", "--precision"):
-        assert option in text

@@ -572,7 +572,7 @@ def test_weights_are_looked_for_where_all_data_lies(tmp_path, monkeypatch):
 
 
 def test_what_is_said_to_be_trained_here_has_a_recipe():
-    from reproduction.train import PRESETS
+    from reproduction.recipe import PRESETS
     from tribe.data.models.weights import TRAINED_HERE
 
     assert tuple(PRESETS) == TRAINED_HERE

@@ -5,18 +5,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple, get_args
 
-from reproduction.train.augmix import AugMix
-from reproduction.train.views import Border
+from reproduction.augment import AugMix, Border
 from tribe.fields import plain_numbers, require_whole
 from tribe.registry import nearest
 
 OPTIMIZERS = ("sgd", "adam", "adamw")
 SCHEDULES = ("cosine", "linear", "constant")
-
-
-def _check_choice(field: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{field} is one of {', '.join(choices)}; got {value!r}")
 
 
 @dataclass(frozen=True)
@@ -42,19 +36,17 @@ class Recipe:
         plain_numbers(self)
         require_whole(self, "epochs", "batch")
         require_whole(self, "shift", "cutout", least=0)
-        _check_choice("optimizer", self.optimizer, OPTIMIZERS)
-        _check_choice("schedule", self.schedule, SCHEDULES)
-        _check_choice("border", self.border, get_args(Border))
-        if not (self.lr > 0 and math.isfinite(self.lr)):
-            raise ValueError(f"lr, the learning rate, must be above 0; got {self.lr}")
-        if not (self.weight_decay >= 0 and math.isfinite(self.weight_decay)):
-            raise ValueError(f"weight_decay must not be negative; got {self.weight_decay}")
-        for field in ("momentum", "warmup", "smoothing"):
-            if not 0 <= getattr(self, field) < 1:
-                raise ValueError(f"{field} must lie in [0, 1); got {getattr(self, field)}")
+        for field, choices in (("optimizer", OPTIMIZERS), ("schedule", SCHEDULES), ("border", get_args(Border))):
+            if getattr(self, field) not in choices:
+                raise ValueError(f"{field} is one of {', '.join(choices)}; got {getattr(self, field)!r}")
+        if not 0 < self.lr < math.inf:
+            raise ValueError(f"lr must be above 0 and finite; got {self.lr}")
+        for field, end in (("weight_decay", math.inf), ("momentum", 1), ("warmup", 1), ("smoothing", 1)):
+            if not 0 <= getattr(self, field) < end:
+                raise ValueError(f"{field} must lie in [0, {end}); got {getattr(self, field)}")
 
     def rate(self, step: int, steps: int) -> float:
-        """The learning rate of a step, out of all steps of the training.
+        """Return the learning rate of a step, out of all steps of the training.
 
         >>> recipe = Recipe(epochs=1, lr=1.0, schedule="linear", warmup=0.25)
         >>> [recipe.rate(step, 8) for step in (0, 1, 2, 5, 7)]
@@ -115,7 +107,7 @@ PRESETS: Mapping[str, Mapping[str, Preset]] = {
 
 
 def preset(dataset: str, name: str = DEFAULT) -> Preset:
-    """A preset by data set and name.
+    """Return a preset by data set and name.
 
     >>> preset("mnist").model
     'compact'
@@ -128,13 +120,13 @@ def preset(dataset: str, name: str = DEFAULT) -> Preset:
 
 
 def change(recipe: Recipe, **changes: Any) -> Recipe:
-    """A recipe with some fields changed; None keeps the current value.
+    """Return a recipe with some fields changed.
 
-    >>> change(preset("mnist").recipe, epochs=2, lr=None).epochs
+    >>> change(preset("mnist").recipe, epochs=2).epochs
     2
     """
     names = [field.name for field in fields(recipe)]
     for field in changes:
         if field not in names:
-            raise TypeError(f"a recipe has no field {field!r}: {nearest(field, names)}")
-    return replace(recipe, **{field: value for field, value in changes.items() if value is not None})
+            raise ValueError(f"a recipe has no field {field!r}: {nearest(field, names)}")
+    return replace(recipe, **changes)

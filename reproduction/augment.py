@@ -1,13 +1,18 @@
-"""AugMix: mix an image with augmented copies of itself, and train for the same prediction on all of them.
+"""Training images and their augmentation: shifts, flips, cutout, and AugMix.
 
-Hendrycks et al., "AugMix: A Simple Data Processing Method to Improve Robustness and Uncertainty", ICLR 2020. Every
-operation is an affine map of positions or a table of 256 values for each channel. So a whole batch, each image with
-its own operation, takes one resampling and one look-up a step. None of them is a corruption of the test sets.
+Images stay on the device as bytes, and a batch of views is one gather. The views of an epoch are a function of the seed
+and the epoch alone, the same on every device, so there is no random state to save.
 
-Shapes: M images, C channels, H rows, W columns; V views of K chains of B images.
+AugMix (Hendrycks et al., ICLR 2020) mixes an image with augmented copies of itself. Every operation is an affine map of
+positions or a table of 256 values for each channel, so a whole batch, each image with its own operation, takes one
+resampling and one look-up a step. None of them is a corruption of the test sets.
+
+Shapes: N images of the data set, B images a batch, C channels, H rows, W columns; V views of K chains, M = V K B.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +20,10 @@ from torch import Tensor
 
 from tribe.core import rng
 from tribe.core.rng import Key
+from tribe.data.datasets import Dataset
 
+ORDER, PLACE, HOLE = 0x5452414F, 0x54524150, 0x54524148  # purposes of the draws ("TRAO", "TRAP", "TRAH" in ASCII)
+CHAINS, MIXING = 0x41554D43, 0x41554D4D  # of AugMix ("AUMC", "AUMM")
 OPERATIONS = (
     "autocontrast",
     "equalize",
@@ -27,32 +35,118 @@ OPERATIONS = (
     "translate_x",
     "translate_y",
 )
-CHAINS, MIXING = 0x41554D43, 0x41554D4D  # purposes of the draws ("AUMC", "AUMM" in ASCII)
 LEVELS = 10  # the highest strength of an operation
 DEGREES, SHEAR, SHIFT = 30.0, 0.3, 1 / 3  # at full strength; SHIFT is a share of the width
 BITS = 4  # posterize keeps this many bits at strength 0, and fewer at higher strengths
+CHUNK = 2000  # images read at once
+
+Border = Literal["reflect", "zero"]
+
+
+class Images(NamedTuple):
+    """All images and labels of a data set, in memory."""
+
+    pixels: Tensor  # (N, C, H, W) uint8
+    labels: Tensor  # (N,) int64
+
+    def to(self, device: torch.device) -> "Images":
+        """Copy to a device."""
+        return Images(self.pixels.to(device), self.labels.to(device))
+
+
+def read_images(dataset: Dataset) -> Images:
+    """Read all domains of a data set into memory."""
+    pixels, labels = [], []
+    for domain in dataset.domains:
+        y = dataset.labels(domain)
+        if len(y) and int(y.min()) < 0:
+            raise ValueError(f"some images of domain {domain!r} have no label; training needs one for each")
+        labels.append(y)
+        for index in torch.arange(len(y)).split(CHUNK):
+            pixels.append(dataset.images(domain, index).mul(255).round_().to(torch.uint8))
+    if not pixels:
+        raise ValueError("the data set is empty")
+    return Images(torch.cat(pixels), torch.cat(labels))
+
+
+class Views(NamedTuple):
+    """The views of an epoch: the order of the images, and how each is shifted and flipped."""
+
+    order: Tensor  # (N,) int64
+    dx: Tensor  # (N,) int64, pixels that the window moves to the right
+    dy: Tensor  # (N,) int64, pixels that it moves down
+    flip: Tensor  # (N,) bool
+    hole: Tensor  # (N, 2) float32, centre of the square that is cut out: shares of height and width
+
+    def batches(self, size: int) -> "Iterator[Views]":
+        """Yield batches of equal size; images left over at the end are not used in this epoch."""
+        for start in range(0, len(self.order) - size + 1, size):
+            yield Views(*(column[start : start + size] for column in self))
+
+
+def draw_views(count: int, shift: int, flip: bool, seed: int, epoch: int, device: torch.device) -> Views:
+    """Draw the views of an epoch of ``count`` images."""
+    key = Key(torch.tensor([seed], device=device), torch.tensor([epoch], device=device))
+    order = rng.bits(key, ORDER, count)[0].argsort(stable=True)
+    u = rng.uniform(key, PLACE, (3, count))[0]
+    dx, dy = (u[:2] * (2 * shift + 1)).long() - shift
+    return Views(order, dx, dy, (u[2] < 0.5) & flip, rng.uniform(key, HOLE, (count, 2))[0])
+
+
+def crop(pixels: Tensor, views: Views, border: Border, cutout: int = 0) -> Tensor:
+    """Return views (B, C, H, W) of images (N, C, H, W): shift, flip, and set a square to 0."""
+    channels, height, width = pixels.shape[1:]
+    rows = views.dy[:, None] + torch.arange(height, device=pixels.device)  # (B, H)
+    columns = torch.arange(width, device=pixels.device).expand(len(views.flip), -1)
+    columns = views.dx[:, None] + torch.where(views.flip[:, None], width - 1 - columns, columns)  # (B, W)
+    y = pixels[
+        views.order[:, None, None, None],
+        torch.arange(channels, device=pixels.device)[None, :, None, None],
+        _reflect(rows, height)[:, None, :, None],
+        _reflect(columns, width)[:, None, None, :],
+    ]
+    if border == "zero":
+        within = _within(rows, height)[:, None, :, None] & _within(columns, width)[:, None, None, :]
+        y = y * within
+    if cutout:
+        y = y * ~_squares(views.hole, cutout, height, width)
+    return y
+
+
+def _squares(centre: Tensor, side: int, height: int, width: int) -> Tensor:
+    """Return masks of squares with this side, cut off at the border: (B, 1, H, W) bool."""
+    first = (centre * torch.tensor([height, width], device=centre.device)).long() - side // 2  # (B, 2)
+    rows, columns = (
+        torch.arange(size, device=centre.device) - start[:, None]
+        for size, start in zip((height, width), first.unbind(1), strict=True)
+    )
+    return (_within(rows, side)[:, :, None] & _within(columns, side)[:, None, :]).unsqueeze(1)
+
+
+def _reflect(position: Tensor, size: int) -> Tensor:
+    """Reflect positions outside the image at the first and last pixel, which are not repeated."""
+    last = size - 1
+    return (last - (last - position.abs()).abs()).clamp_(0, last)
+
+
+def _within(position: Tensor, size: int) -> Tensor:
+    return (position >= 0) & (position < size)
+
+
+# -- AugMix -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class AugMix:
-    """Call the object with images and a key to draw mixtures; `consistency` is their loss."""
+    """Draw mixtures of images; `consistency` is their loss."""
 
     width: int = 3  # number of chains
     depth: int = 3  # operations in a chain: 1 to this many
     severity: float = 3.0  # highest strength of an operation, out of 10
     weight: float = 12.0  # of the consistency loss; the cross entropy of the clean image has weight 1
 
-    def __post_init__(self) -> None:
-        if min(self.width, self.depth) < 1:
-            raise ValueError(f"AugMix needs width and depth of at least 1; got {self.width} and {self.depth}")
-        if not 0.1 <= self.severity <= LEVELS or self.weight < 0:
-            raise ValueError(
-                f"AugMix needs a severity from 0.1 to {LEVELS} and a weight of at least 0; got {self.severity} and "
-                f"{self.weight}"
-            )
-
     def __call__(self, x: Tensor, key: Key, views: int = 2) -> Tensor:
-        """Mixtures (V, B, C, H, W) float in [0, 1] of images x (B, C, H, W) uint8."""
+        """Return mixtures (V, B, C, H, W) float in [0, 1] of images x (B, C, H, W) uint8."""
         batch = len(x)
         u = rng.uniform(key, CHAINS, (4, self.depth, views * self.width * batch))[0]
         operation = (u[0] * len(OPERATIONS)).long()  # (depth, M): M = V K B
@@ -72,7 +166,7 @@ class AugMix:
 
 
 def consistency(*logits: Tensor) -> Tensor:
-    """Jensen-Shannon divergence of several predictions (B, classes) of the same images, averaged over the images."""
+    """Return the Jensen-Shannon divergence of several predictions (B, classes) of the same images: the mean over B."""
     predictions = [F.log_softmax(each.float(), -1) for each in logits]
     mean = torch.stack(predictions).exp().mean(0).clamp(1e-7, 1).log()
     divergences = [F.kl_div(mean, each, reduction="batchmean", log_target=True) for each in predictions]
@@ -95,7 +189,7 @@ def _is(operation: Tensor, name: str) -> Tensor:
 
 
 def _matrices(operation: Tensor, level: Tensor, sign: Tensor, width: int) -> Tensor:
-    """The maps (M, 2, 3); the identity for operations on values. Rotation is about the centre."""
+    """Return the maps (M, 2, 3); the identity for operations on values. Rotation is about the centre."""
     nothing = torch.zeros_like(level)
     turn = torch.where(_is(operation, "rotate"), sign * _whole(level, DEGREES), nothing).deg2rad()
     shear, shift = sign * level * (SHEAR / LEVELS), sign * _whole(level, width * SHIFT)
@@ -127,7 +221,7 @@ def _warp(x: Tensor, matrix: Tensor) -> Tensor:
 
 
 def _tables(x: Tensor, operation: Tensor, level: Tensor) -> Tensor:
-    """The tables (M, C, 256) uint8; the identity for operations on positions."""
+    """Return the tables (M, C, 256) uint8; the identity for operations on positions."""
     values = torch.arange(256, device=x.device)
     count = _histogram(x)
     bits = 8 - BITS + _whole(level, BITS).long()[:, None, None]
@@ -145,7 +239,7 @@ def _tables(x: Tensor, operation: Tensor, level: Tensor) -> Tensor:
 
 
 def _histogram(x: Tensor) -> Tensor:
-    """How often each value occurs in each channel, (M, C, 256)."""
+    """Count how often each value occurs in each channel, (M, C, 256)."""
     values = x.flatten(2).long()
     return torch.zeros(*values.shape[:2], 256, dtype=torch.long, device=x.device).scatter_add_(
         2, values, torch.ones_like(values)
