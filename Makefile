@@ -18,7 +18,7 @@ run: $(INSTALLED)  ## run the main job: real digits, corrupted in 15 ways, four 
 	$(BIN)/tribe run
 
 reproduce: $(INSTALLED)  ## reproduce a table of the paper: make reproduce TABLE=cifar10; without TABLE, list them
-	$(BIN)/tribe reproduce $(or $(TABLE),--list)
+	$(BIN)/tribe reproduce $(TABLE)
 
 # Compiled files of package and tests go beside the environment, also where Python is told to write none: without them
 # every process that a test starts compiles the package, and every worker all tests.

@@ -1,6 +1,13 @@
-"""Calls of `tribe reproduce` for tests."""
+"""Calls of `tribe reproduce` and results for it that were not computed, for tests."""
+
+import json
+from pathlib import Path
 
 from commands import tribe_command
+from tribe import methods
+from tribe.data import datasets, scenarios
+from tribe.experiments.experiment import Experiment
+from tribe.experiments.spec import ComponentSpec, describe
 
 EMBEDDED = ("--set", "dataset=live-mnist-c", "--set", "model=compact", "--device", "cpu")
 SMALL = (*EMBEDDED, "--set", "dataset.corruptions=('impulse_noise',)")  # a domain of 1,000 to 10,000 images
@@ -23,3 +30,64 @@ class Mine(BN):
 
 def call(*arguments):
     return tribe_command("reproduce", *arguments)
+
+
+def outdate(folder, error=0.99):
+    """A result as an older version of its method left it: other errors, another digest of its code, no records."""
+    for record in folder.glob("record-*.npz"):
+        record.unlink()
+    metrics, environment = (json.loads((folder / f"{n}.json").read_text()) for n in ("metrics", "environment"))
+    for scores in metrics["seeds"].values():
+        scores["instance_error"] = error
+    environment["code"]["method"] = "0" * 16
+    for name, content in (("metrics", metrics), ("environment", environment)):
+        (folder / f"{name}.json").write_text(json.dumps(content))
+
+
+def fabricate(
+    errors,
+    root,
+    *,
+    method,
+    imbalance=100,
+    scenario="gli-f",
+    seeds=(425,),
+    batch=64,
+    fields=None,
+    seconds=0.001,
+    images="e" * 32,
+    weights="f" * 32,
+    played=("cifar10-c", "wrn28_10"),
+    **data_fields,
+):
+    """Results that nobody has computed, with these instance and category errors, in percent."""
+    built = methods.create(
+        method, **{**methods.get(method).presets.get("cifar10", {}), "classes": 10, **(fields or {})}
+    )
+    stream = scenarios.create(scenario, **({} if imbalance is None else {"imbalance": imbalance}))
+    data = datasets.create(played[0], **data_fields)
+    experiment = Experiment(
+        describe(played[0], data),
+        images,
+        ComponentSpec(played[1]),
+        weights,
+        describe(scenario, stream.on(data.domains)),
+        describe(method, built),
+        *(seeds, batch, "tf32", "cuda", None),
+    )
+    instance, category = (error / 100 for error in errors)
+    scores = {"images": 10, "instance_error": instance, "calibration_error": None}
+    scores |= {"category_error": category, "category_error_absent_correct": category}
+    scores |= {
+        "domain_error": dict.fromkeys(data.domains, instance),
+        "class_counts": dict.fromkeys(data.domains, [0] * 10),
+    }
+    machine = {"device": "a GPU", "torch": "2.11", "tribe": "1"}
+    environment = {"machine": machine, "seconds": 36.0, "finished": "2026-01-02T03:04:05+00:00"}
+    environment["seconds_per_image"] = {str(seed): seconds for seed in seeds}
+    files = {"metrics": {"seeds": {str(seed): scores for seed in seeds}}, "environment": environment}
+    files["spec"] = {"format": "tribe-experiment", "spec": experiment.json()}
+    folder = Path(root) / experiment.id
+    folder.mkdir(parents=True)
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content | {"schema": 2, "id": experiment.id}))

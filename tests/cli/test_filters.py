@@ -6,7 +6,6 @@ import pytest
 from typer.testing import CliRunner
 
 import tribe
-from reproduction.plan import Costs
 from tribe.cli.commands import app
 from tribe.cli.options import method_names
 from tribe.experiments import bench
@@ -112,9 +111,3 @@ def test_the_command_of_a_report_sets_the_fields_of_the_filter(workbench):
     assert "--set tent+time.lr=0.5" in line
     assert "--set 'tent+time.within=\"batch\"'" in line
     assert line.count("--set tent+time") + line.count("--set 'tent+time") == 2
-
-
-def test_the_cost_of_a_filter_is_that_of_its_method(workbench):
-    costs = Costs.of([])
-    guesses = [costs.estimate(planned(workbench, name), 1000) for name in ("cotta", "cotta+time")]
-    assert guesses[0] == guesses[1]

@@ -142,7 +142,7 @@ def test_the_page_of_a_report_shows_names_as_they_are():
 
 
 def nasty_comparison():
-    entries = {(row, column): Entry(1.0 + i, None, 2.0, "%") for i, row in enumerate(NASTY) for column in NASTY}
+    entries = {(row, column): Entry(1.0 + i, 2.0, "%") for i, row in enumerate(NASTY) for column in NASTY}
     groups = dict.fromkeys(NASTY, "all")
     return Comparison("t", "tab:x", NASTY[5], NASTY, NASTY, entries, NASTY, {NASTY[0]: NASTY}, groups)
 

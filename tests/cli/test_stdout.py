@@ -13,7 +13,7 @@ pytest.importorskip("typer")
 COMMANDS = {
     "text": ["--version"],
     "a table": ["list", "methods"],
-    "JSON inside a block that catches errors": ["reproduce", "--list", "--format", "json"],
+    "JSON inside a block that catches errors": ["reproduce", "--format", "json"],
 }
 
 

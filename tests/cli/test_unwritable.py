@@ -6,7 +6,7 @@ import pytest
 
 from commands import message, tribe_command
 from reproduction import command as reproduce
-from reproduction.train import loop
+from reproduction import train
 from tribe.cli.commands import bench, corrupt, report, run, schedule, source, sweep
 
 pytestmark = [
@@ -15,18 +15,18 @@ pytestmark = [
 ]
 
 SOURCE = ("source", "eata", "--model", "compact", "--dataset", "mnist")
-REPRODUCE = ("reproduce", "cifar10", "--dataset", "live-mnist-c", "--model", "compact", "--methods", "source")
+REPRODUCE = ("reproduce", "norms", "--set", "dataset=live-mnist-c", "--set", "model=compact", "--rows", "source")
 CASES = {  # the work, which must not begin, and a command
     "run --out": ((run, "_plan"), ("run", "--out", "/proc/runs")),
     "run --json": ((run, "_plan"), ("run", "--json", "/proc/x.json")),
     "sweep --out": ((sweep, "_plan"), ("sweep", "--grid", "tribe.lr=1", "--out", "/proc/runs")),
     "sweep --plot": ((sweep, "_plan"), ("sweep", "--grid", "tribe.lr=1", "--plot", "/proc/x.svg")),
     "sweep --json": ((sweep, "_plan"), ("sweep", "--grid", "tribe.lr=1", "--json", "/proc/x.json")),
-    "train --out": ((loop, "open_data"), ("train", "mnist", "--out", "/proc/x.safetensors")),
-    "reproduce --runs": ((reproduce.gather, "run"), (*REPRODUCE, "--runs", "/proc/runs")),
-    "reproduce --out": ((reproduce, "make_plan"), ("reproduce", "cifar10", "--out", "/proc/x.txt")),
-    "reproduce --plot": ((reproduce, "make_plan"), ("reproduce", "cifar10", "--plot", "/proc/x.svg")),
-    "reproduce --keep": ((reproduce, "_keep"), ("reproduce", "--runs", ".", "--keep", "/proc/kept")),
+    "train --out": ((train, "_open_data"), ("train", "mnist", "--out", "/proc/x.safetensors")),
+    "reproduce --runs": ((reproduce, "run_all"), (*REPRODUCE, "--runs", "/proc/runs")),
+    "reproduce --out": ((reproduce.planning, "build"), ("reproduce", "cifar10", "--out", "/proc/x.txt")),
+    "reproduce --out chart": ((reproduce.planning, "build"), ("reproduce", "cifar10", "--out", "/proc/x.svg")),
+    "reproduce keep": ((reproduce, "keep"), ("reproduce", "keep", "--runs", ".", "--out", "/proc/kept")),
     "source --out": ((source, "_study"), (*SOURCE, "--out", "/proc/x.safetensors")),
     "source --data": ((source, "_study"), (*SOURCE, "--data", "/proc/data")),
     "corrupt --out": ((corrupt, "generate"), ("corrupt", "mnist", "--out", "/proc/data")),

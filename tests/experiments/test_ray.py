@@ -192,22 +192,12 @@ def test_results_of_another_machine_are_stored(workbench, tmp_path):
 @pytest.mark.slow
 def test_a_table_on_ray_with_a_custom_method(address, trouble, tmp_path):
     _, log = trouble
-    options = [
-        "--dataset",
-        "live-mnist-c",
-        "--model",
-        "compact",
-        "--device",
-        "cpu",
-        "--threads",
-        "1",
-        "--format",
-        "csv",
-    ]
+    options = ["--set", "dataset=live-mnist-c", "--set", "model=compact", "--set", "threads=1"]
+    options += ["--device", "cpu", "--format", "csv"]
     options += ["--set", "dataset.corruptions=('impulse_noise',)", "--set", f"trouble.log={log}"]
-    options += ["--methods", f"BN,+{tmp_path / 'mine.py'}:Trouble", "--columns", "error"]
+    options += ["--rows", f"BN,+{tmp_path / 'mine.py'}:Trouble", "--columns", "error"]
     tables = []
-    for runs, where in (("there", ["--ray-address", address]), ("here", [])):
+    for runs, where in (("there", ["--workers", address]), ("here", [])):
         command = ["reproduce", "wall-clock", *options, "--runs", str(tmp_path / runs), *where]
         result = CliRunner().invoke(app, command)
         assert result.exit_code == 0, result.output
@@ -340,8 +330,17 @@ def test_without_ray(workbench, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'tribe-tta\[ray\]'"):
         run_all([small(workbench, "bn")], tmp_path / "runs", ray="auto", workbench=workbench)
-    embedded = ["--dataset", "live-mnist-c", "--model", "compact", "--methods", "BN", "--runs", str(tmp_path / "runs")]
-    result = CliRunner().invoke(app, ["reproduce", "wall-clock", *embedded, "--ray"])
+    embedded = [
+        "--set",
+        "dataset=live-mnist-c",
+        "--set",
+        "model=compact",
+        "--rows",
+        "BN",
+        "--runs",
+        str(tmp_path / "runs"),
+    ]
+    result = CliRunner().invoke(app, ["reproduce", "wall-clock", *embedded, "--workers", "auto"])
     assert result.exit_code == 2
     assert "pip install 'tribe-tta[ray]'" in " ".join(result.stderr.split())
     assert not list(tmp_path.rglob("spec.json"))

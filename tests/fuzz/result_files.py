@@ -7,7 +7,6 @@ import torch
 from fuzz.registry import digest, reader
 from fuzz.tensor_files import InOrder
 from places import ROOT
-from reproduction.gather import read_draws
 from tribe.data import scenarios
 from tribe.experiments import bench, metrics, report, store
 from tribe.experiments.outputs import Outputs
@@ -175,22 +174,6 @@ class Bench:
         result = bench.read(folder / "bench.json")
         changes = [(change.name, change.ratio) for change in bench.compare(result, result)]
         return digest(result.setting, changes, bench.results.machine_differences(result, result))
-
-
-@reader("draws", "json", ("reproduction.gather._read_draws",))
-class DrawsFile:
-    @staticmethod
-    def make(folder):
-        (folder / "draws").mkdir()
-        name = "tent_wrn28_10_tf32_h200_noise.json"
-        (folder / "draws" / name).write_bytes((ROOT / "results/draws" / name).read_bytes())
-        return folder / "draws" / name
-
-    @staticmethod
-    def read(folder):
-        (draws,) = read_draws(folder)
-        kinds = tuple(draws.ours)
-        return digest([(draws.mean(kind), draws.difference(kind)) for kind in kinds], draws.agree, draws.times)
 
 
 @reader("schedule", "npz", ("tribe.scenarios.schedules.load",))

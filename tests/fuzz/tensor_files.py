@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 import tribe
 from fuzz.mutations import in_order
 from fuzz.registry import digest, reader
-from reproduction.train import checkpoint
 from tribe import methods, models
 from tribe.cli.commands import app
 from tribe.core.backbone import Backbone
@@ -145,35 +144,6 @@ class RunCheckpoint:
     def read(folder):
         (record,) = play(folder / "checkpoint.safetensors")
         return digest(record.label, record.prediction, record.confidence, record.outputs.values)
-
-
-def learner():
-    net = small_network()
-    return net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-
-
-@reader("training-checkpoint", "safetensors", ("reproduction.train.checkpoint.read",), sealed=True)
-class TrainingCheckpoint:
-    identity = {"model": "small", "recipe": {"epochs": 3, "lr": 0.1}, "seed": 0}  # noqa: RUF012
-    history = [{"epoch": 1, "loss": 0.5, "train": 0.5, "test": 0.5, "seconds": 1.0}]  # noqa: RUF012
-
-    @classmethod
-    def make(cls, folder):
-        net, optimizer = learner()
-        net(images(1, 4)[0]).sum().backward()
-        optimizer.step()
-        path = folder / "net.safetensors.checkpoint"
-        checkpoint.save(path, net, optimizer, cls.identity, cls.history, {})
-        return path
-
-    @classmethod
-    def read(cls, folder):
-        path = folder / "net.safetensors.checkpoint"
-        net, optimizer = learner()
-        saved = checkpoint.read(path)
-        checkpoint.check_identity(path, saved.identity, cls.identity)
-        checkpoint.restore(path, saved, net, optimizer, torch.amp.GradScaler("cpu", enabled=False))
-        return digest(*net.state_dict().values(), saved.history, sorted(saved.tensors))
 
 
 # -- weights ----------------------------------------------------------------------------------------------------------

@@ -213,7 +213,7 @@ def test_ctrl_c_prints_how_to_resume(tmp_path):
     Path("slow.py").write_text(SLOW)
     words = ("norms", *SMALL, "--columns", "200", "--rows", "TEST,+slow.py:Slow")
     command = ("-m", "tribe", "reproduce", *words)
-    stopped = interrupted(*command, when=Touches("open", tmp_path / "steps", 3), cwd=tmp_path)
+    stopped = interrupted(*command, when=Touches("open", "steps", 3), cwd=tmp_path)
     assert stopped.code == 130, stopped.err
     assert "resumes" in stopped.err.splitlines()[-1]
     steps = tmp_path / "steps"
@@ -246,8 +246,7 @@ def test_claims_and_document_of_finished_runs(played):
     page = Path("page.md").read_text()
     assert page.startswith("By hand.")
     assert "cpu, " in page
-    rows = list(csv.DictReader(Path("page/wall-clock.csv").read_text().splitlines()))
-    assert {row["dataset"] for row in rows if row["ours"]} == {"live-mnist-c"}
+    assert Path("page/claims.csv").is_file()
 
 
 def test_an_unknown_block_of_a_page_is_an_error():

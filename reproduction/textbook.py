@@ -1,11 +1,11 @@
 """Compare our TENT with TENT in plain PyTorch (BatchNorm in training mode, torch.optim) over a whole stream.
 
-``python -m benchmarks.textbook --model wrn28_10 --device cuda --seeds 16 --json results/draws/tent.json``
+``python -m reproduction.textbook --model wrn28_10 --device cuda --seeds 16 --json results/draws/tent.json``
 
 When a method collapses, the errors of whole streams are chaotic. One run cannot show whether two implementations agree;
 many can. With data that are corrupted while they are read (``live-cifar10-c``), every seed draws other noise. Images on
 disk (``cifar10-c``) stay the same, and every seed changes the last digits of the affine parameters at the start.
-``tribe reproduce document`` shows the files in ``results/draws``.
+docs/reproduction.md says what they show.
 """
 
 import argparse
@@ -86,7 +86,7 @@ def setting(o: argparse.Namespace, device: torch.device) -> dict[str, Any]:
 
 def options(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    p = argparse.ArgumentParser("python -m benchmarks.textbook", description=__doc__.partition("\n")[0])
+    p = argparse.ArgumentParser("python -m reproduction.textbook", description=__doc__.partition("\n")[0])
     p.add_argument(
         "--dataset", default="live-cifar10-c", help="live-...: each draw has other noise; else: other last digits"
     )
