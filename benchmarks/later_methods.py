@@ -19,7 +19,7 @@ BESIDE = {"TEST": "source", "RoTTA": "rotta", "TRIBE": "tribe"}  # rows to compa
 TEXT = """## Methods later than the paper
 
 The paper compares TRIBE with the methods of its time. These are later, or not in its tables. In tables they are marked
-as beyond the paper; `tribe reproduce cifar10 --beyond all` runs them. The file of each says which equations and settings are
+as beyond the paper; `tribe reproduce cifar10 --beyond all` runs them. The file of each says which equations are
 published and where ours differ. “Our reading” marks what could not be found.
 """
 

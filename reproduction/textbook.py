@@ -103,6 +103,7 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> None:
+    """Run the comparison."""
     o = options(argv)
     device = choose_device(o.device)
     scenario = tribe.scenarios.create("gli-f", imbalance=o.imbalance)
