@@ -16,6 +16,6 @@ def server():
 @pytest.fixture(scope="module")
 def strict():
     """A server with small limits."""
-    limits = Limits(body=20_000, body_seconds=0.5, head_seconds=0.5, head_bytes=4096, connections=8, pixels=1000)
+    limits = Limits(body=20_000, body_seconds=0.5, connections=8, pixels=1000)
     with listening(limits=limits) as found:
         yield found

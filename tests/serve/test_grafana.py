@@ -4,12 +4,11 @@ import json
 import re
 
 from http_calls import IMAGES, web
-from small_server import MODEL
+from small_server import serving
 
 import tribe
 from places import ROOT
 from tribe.serve.client import Client
-from tribe.serve.listener import Listener
 from tribe.serve.store import SqliteStore
 from tribe.serve.worker import Worker
 from tribe.testing import small_network
@@ -26,7 +25,7 @@ def exported(tmp_path):
     store = SqliteStore(tmp_path / "data")
     net = small_network()
     worker = Worker(tribe.fleet(net, health=calibration_of(net)), store, model="small")
-    with Listener(worker, MODEL, port=0) as server, Client(server.url, "small") as client:
+    with serving(worker) as server, Client(server.url, "small") as client:
         client.predict("cam1", IMAGES)
         for _ in range(16):
             client.predict("cam2", 0 * IMAGES)  # it has an alarm

@@ -14,18 +14,15 @@ import numpy as np
 import pytest
 import torch
 from http_calls import web
-from small_server import MODEL
+from small_server import serving, small_fleet
 
-import tribe
 from places import ROOT
 from processes import Process
 from tribe.serve.client import Client, ClientError
 from tribe.serve.config import Policy
-from tribe.serve.listener import Listener
-from tribe.serve.protocol.plain import encode_npy
+from tribe.serve.plain import encode_npy
 from tribe.serve.store import SqliteStore
 from tribe.serve.worker import Worker
-from tribe.testing import small_network
 
 HAPROXY = shutil.which("haproxy") or shutil.which("haproxy", path="/usr/sbin:/usr/local/sbin")
 pytestmark = pytest.mark.skipif(HAPROXY is None, reason="needs haproxy: apt-get install haproxy")
@@ -34,15 +31,17 @@ POLICY = "lease=1.0, renew=0.2, margin=0.3, write_every=0.05, staleness=0.1, ret
 WORKER = f"""
 import sys
 import tribe
-from tribe.serve.listener import Listener
 from tribe.serve.config import Policy
-from tribe.serve.protocol.messages import ModelInfo
+from tribe.serve.protocol import ModelInfo
+from tribe.serve.server import Listener
+from tribe.serve.service import Service
 from tribe.serve.store import SqliteStore
 from tribe.serve.worker import Worker
 from tribe.testing import CLASSES, small_network
 
 worker = Worker(tribe.fleet(small_network(), h0=2.0, exact=True), SqliteStore(sys.argv[1]), policy=Policy({POLICY}))
-server = Listener(worker, ModelInfo("small", (3, 8, 8), CLASSES, method="tribe"), port=int(sys.argv[2]))
+model = ModelInfo("small", (3, 8, 8), CLASSES, method="tribe")
+server = Listener(Service(worker, model), port=int(sys.argv[2]))
 server.run(lambda: print("listens", flush=True))
 """
 STREAMS = [f"cam{i}" for i in range(6)]
@@ -62,7 +61,7 @@ def batch(stream, number):
 
 def replay(stream, count):
     """Logits of the next request after `count` learned ones, by the library alone."""
-    alone = tribe.fleet(small_network(), h0=2.0, exact=True)
+    alone = small_fleet()
     for number in range(count):
         alone({stream: torch.from_numpy(batch(stream, number))})
     return alone.predict({stream: torch.from_numpy(batch(stream, count))})[stream].numpy()
@@ -82,10 +81,8 @@ def balanced(tmp_path):
     process = Process(tmp_path / "worker.py", tmp_path / "data", other, stdout=writer, cwd=tmp_path)
     os.close(writer)
     store = SqliteStore(tmp_path / "data")
-    worker = Worker(
-        tribe.fleet(small_network(), h0=2.0, exact=True), store, policy=eval(f"Policy({POLICY})", {"Policy": Policy})
-    )
-    with Listener(worker, MODEL, port=here) as server, os.fdopen(reader) as said:
+    worker = Worker(small_fleet(), store, policy=eval(f"Policy({POLICY})", {"Policy": Policy}))
+    with serving(worker, port=here) as server, os.fdopen(reader) as said:
         assert said.readline() == "listens\n"
         proxy = subprocess.Popen([HAPROXY, "-db", "-f", tmp_path / "haproxy.cfg"])
         try:

@@ -9,13 +9,12 @@ pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install
 
 from http_calls import IMAGES
 from playwright.sync_api import expect
-from small_server import MODEL
+from small_server import serving, small_fleet
 
 import tribe
 from browsers import CONTRASTS, PATIENCE, SIZES, needs_chromium, started_chromium
 from tribe.serve.client import Client
 from tribe.serve.config import Limits
-from tribe.serve.listener import Listener
 from tribe.serve.security import Token
 from tribe.serve.store import SqliteStore
 from tribe.serve.worker import Worker
@@ -36,16 +35,14 @@ class Opened(Worker):
             await self.infer(name, images(1, 2)[0])
 
 
-def serving(store=None, **options):
-    return Listener(
-        Opened(tribe.fleet(small_network(), h0=2.0, exact=True), store), MODEL, port=options.pop("port", 0), **options
-    )
+def opened(store=None, **options):
+    return serving(Opened(small_fleet(), store), **options)
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     store = SqliteStore(tmp_path_factory.mktemp("data"))
-    with serving(store) as found:
+    with opened(store) as found:
         yield found
     store.close()
 
@@ -162,7 +159,7 @@ def test_buttons_freeze_roll_back_and_reset_after_confirmation(visit, server):
 def test_the_health_of_a_stream_is_shown_with_its_alarms(visit):
     net = small_network()
     fleet = tribe.fleet(net, guard=True, health=calibration_of(net, "tribe+guard"))
-    with Listener(Worker(fleet), MODEL, port=0) as server, Client(server.url, "small") as client:
+    with serving(Worker(fleet)) as server, Client(server.url, "small") as client:
         for _ in range(4):
             client.predict("door", pictures(1, 16)[0].numpy())
             client.predict("gate", pictures(1, 16)[0].numpy() * 0)
@@ -182,7 +179,7 @@ def test_the_health_of_a_stream_is_shown_with_its_alarms(visit):
 
 def test_the_last_frame_of_a_stream_is_shown_if_the_server_keeps_it(visit):
     tokens = [Token("eye", hashlib.sha256(b"eyes-of-sixteen-chars").hexdigest(), "cam", "learn")]
-    with serving(tokens=tokens, limits=Limits(thumbnails=2**20)) as server:
+    with opened(tokens=tokens, limits=Limits(thumbnails=2**20)) as server:
         with Client(server.url, "small", token="eyes-of-sixteen-chars") as client:
             client.predict("cam1", IMAGES)
         page = visit(server.url, expected=("401 (Unauthorized)",))
@@ -240,12 +237,12 @@ def test_the_keyboard_reaches_every_control_in_order_and_shows_where_it_is(visit
 
 
 def test_it_says_that_the_server_is_gone_and_goes_on_when_it_is_back(visit):
-    with serving() as first:
+    with opened() as first:
         page = visit(first.url, expected=("ERR_CONNECTION", "ERR_INCOMPLETE", "ERR_EMPTY"))
         expect(page.locator("#events li")).to_have_count(4)
     expect(page.locator("#connection")).to_contain_text("The server has not answered since")
     expect(page.get_by_role("rowheader", name="cam1", exact=True)).to_be_visible()
-    with serving(port=first.port) as second, Client(second.url, "small") as client:
+    with opened(port=first.port) as second, Client(second.url, "small") as client:
         expect(page.locator("#connection")).to_have_text("Live.")
         client.control("freeze", "cam1")
         expect(row(page, "cam1").locator(".state")).to_have_text("frozen")
@@ -254,7 +251,7 @@ def test_it_says_that_the_server_is_gone_and_goes_on_when_it_is_back(visit):
 
 def test_it_asks_for_a_token_and_keeps_it_nowhere(visit):
     tokens = [Token("eye", hashlib.sha256(b"eyes-of-sixteen-chars").hexdigest(), "cam", "predict")]
-    with serving(tokens=tokens) as server:
+    with opened(tokens=tokens) as server:
         page = visit(server.url, expected=("401 (Unauthorized)", "403 (Forbidden)"))
         field = page.get_by_label("Token")
         expect(field).to_be_focused()

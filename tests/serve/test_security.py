@@ -11,10 +11,10 @@ from http_calls import IMAGES, infer, refused, web
 from small_server import has_grpc, listening
 
 from tribe.serve.client import Client, ClientError
-from tribe.serve.listener import Listener, is_loopback
-from tribe.serve.protocol.errors import Forbidden, NoToken
-from tribe.serve.protocol.plain import encode_npy
-from tribe.serve.security import NEEDS, RANK, Access, Holder, Token, read_tokens
+from tribe.serve.errors import Forbidden, NoToken
+from tribe.serve.plain import encode_npy
+from tribe.serve.security import NEEDS, RANK, Access, Principal, Token, read_tokens
+from tribe.serve.server import is_loopback
 
 BODY = encode_npy(IMAGES)
 
@@ -142,18 +142,18 @@ def test_beyond_its_rate_a_token_only_predicts(guarded):
 
 def test_the_rate_is_kept_over_time():
     now = [0.0]
-    holder = Holder(Token("x", "", images_per_second=10.0), clock=lambda: now[0])
+    principal = Principal(Token("x", "", images_per_second=10.0), clock=lambda: now[0])
     learned = 0
     for _ in range(1000):  # 100 seconds
-        learned += 4 * holder.may_learn(4)
+        learned += 4 * principal.may_learn(4)
         now[0] += 0.1
     assert 1000 <= learned <= 1020
     now[0] += 1.0
-    assert holder.may_learn(1000), "a large batch is not refused for ever"
+    assert principal.may_learn(1000), "a large batch is not refused for ever"
     now[0] += 1.0
-    assert not holder.may_learn(1), "and later ones wait for its debt"
-    assert not Holder(Token("x", "", images_per_second=0.0)).may_learn(1)
-    assert Holder(Token("x", "")).may_learn(10**9)
+    assert not principal.may_learn(1), "and later ones wait for its debt"
+    assert not Principal(Token("x", "", images_per_second=0.0)).may_learn(1)
+    assert Principal(Token("x", "")).may_learn(10**9)
 
 
 # -- browsers ----------------------------------------------------------------------------------------------------------
@@ -201,27 +201,28 @@ def test_a_file_of_tokens(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "words"),
+    ("tokens", "word"),
     [
-        ([], "has no tokens"),
-        ([{"token": "short"}], "16 or more ASCII characters"),
-        ([{"token": "x" * 16, "sha256": "0" * 64}], "needs either token or sha256"),
-        ([{}], "needs either token or sha256"),
-        ([{"sha256": "xyz"}], "64 hexadecimal digits"),
-        ([{"token": "x" * 16, "role": "root"}], "role"),
-        ([{"token": "x" * 16, "streams": "../"}], "the beginning of names of streams"),
-        ([{"token": "x" * 16, "most_streams": -1}], "most_streams is a whole number"),
-        ([{"token": "x" * 16, "images_per_second": -1}], "images_per_second is a number"),
-        ([{"token": "x" * 16, "rate": 1}], "unknown entry 'rate'"),
-        ([{"token": "x" * 16}, {"token": "x" * 16}], "the same token twice"),
+        ([], "no tokens"),
+        ([{"token": "short"}], "token"),
+        ([{"token": "ä" * 16}], "token"),
+        ([{"token": "x" * 16, "sha256": "0" * 64}], "either"),
+        ([{}], "either"),
+        ([{"sha256": "xyz"}], "sha256"),
+        ([{"token": "x" * 16, "role": "root"}], "root"),
+        ([{"token": "x" * 16, "streams": "../"}], "streams"),
+        ([{"token": "x" * 16, "most_streams": -1}], "most_streams"),
+        ([{"token": "x" * 16, "images_per_second": -1}], "images_per_second"),
+        ([{"token": "x" * 16, "rate": 1}], "rate"),
+        ([{"token": "x" * 16}, {"token": "x" * 16}], "twice"),
     ],
 )
-def test_a_wrong_file_of_tokens_is_refused_in_words(tmp_path, tokens, words):
+def test_a_wrong_file_of_tokens_is_refused(tmp_path, tokens, word):
     entries = [{"name": "cam", "streams": "", "role": "admin"} | each for each in tokens]
     (tmp_path / "tokens.json").write_text(json.dumps({"tokens": entries}))
-    with pytest.raises(ValueError, match=r"tokens\.json|most_streams|images_per_second") as caught:
+    with pytest.raises(ValueError, match=r"tokens\.json") as caught:
         read_tokens(tmp_path / "tokens.json")
-    assert words in str(caught.value)
+    assert word in str(caught.value)
 
 
 # -- TLS ---------------------------------------------------------------------------------------------------------------
@@ -244,10 +245,10 @@ def test_grpc_over_tls(certified):
     grpc = pytest.importorskip("tritonclient.grpc", reason="tritonclient.grpc is not installed: make test-serve")
     if not has_grpc():
         pytest.skip("grpcio and protobuf are not installed: make test-serve")
-    certificate, key = certified
+    certificate, _ = certified
     images = grpc.InferInput("images", IMAGES.shape, "FP32")
     images.set_data_from_numpy(IMAGES)
-    with listening(certificate=certificate, key=key, grpc_port=0, tokens=TOKENS) as found:
+    with listening(tls=certified, grpc_port=0, tokens=TOKENS) as found:
         options = {"ssl": True, "root_certificates": str(certificate)}
         with grpc.InferenceServerClient(found.grpc_address, **options) as client:
             headers = {"authorization": "Bearer owner"}
@@ -262,16 +263,14 @@ def test_grpc_over_tls(certified):
 
 
 def test_tls(certified):
-    certificate, key = certified
-    with listening(certificate=certificate, key=key) as found:
+    certificate, _ = certified
+    with listening(tls=certified) as found:
         assert found.url.startswith("https://")
         trusted = ssl.create_default_context(cafile=str(certificate))
         with Client(found.url, "small", context=trusted) as client:
             assert client.predict("tls", IMAGES).shape == (2, 4)
         with pytest.raises(ssl.SSLError), Client(found.url, "small") as client:
             client.predict("tls", IMAGES)
-    with pytest.raises(ValueError, match="TLS needs both a certificate and its key"):
-        listening(certificate=certificate)
 
 
 def test_a_client_sends_its_token(guarded):
@@ -287,4 +286,3 @@ def test_a_wrong_port_is_refused():
     for wrong in (-1, 70_000, "80", True):
         with pytest.raises(ValueError, match="port is the number of a port"):
             listening(port=wrong)
-    assert Listener is type(listening())

@@ -17,9 +17,8 @@ from http_calls import web
 import tribe.serve
 from places import ROOT
 from tribe.serve.config import Limits
-from tribe.serve.protocol.errors import ERRORS
-from tribe.serve.protocol.messages import ModelInfo
-from tribe.serve.protocol.v2 import MOST_JSON
+from tribe.serve.errors import ERRORS
+from tribe.serve.protocol import MAX_JSON, ModelInfo
 from tribe.testing import images, small_network
 
 PAGE = (ROOT / "docs/serving.md").read_text()
@@ -39,7 +38,7 @@ def test_the_limits_are_those_of_the_code():
         f"held at once | {limits.bodies // 2**20} MB",
         f"decoded | {limits.pixels // 10**6} million",
         f"images of a request | {ModelInfo('x', (1,), 1).most_images:,} |",
-        f"do not count | {MOST_JSON // 2**20} MB |",
+        f"do not count | {MAX_JSON // 2**20} MB |",
         f"headers | {limits.head_bytes // 2**10} kB",
         f"have arrived | {limits.head_seconds:g} |",
         f"connections | {limits.connections} |",

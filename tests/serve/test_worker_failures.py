@@ -10,9 +10,8 @@ from small_server import MODEL
 import tribe
 from tribe.io.states import StateFileError
 from tribe.serve.config import Limits, Policy
-from tribe.serve.errors import NotStored, Overloaded
-from tribe.serve.protocol.errors import Conflict, Unavailable
-from tribe.serve.protocol.messages import Request
+from tribe.serve.errors import Conflict, NotStored, Overloaded, Unavailable
+from tribe.serve.protocol import Request
 from tribe.serve.security import Access
 from tribe.serve.service import Service
 from tribe.serve.store import SqliteStore

@@ -14,17 +14,19 @@ from tribe.serve.client import Client, ClientError, Prediction
 if TYPE_CHECKING:
     from tribe.serve.server import Server
 
+EXTRA = ("httptools", "msgspec", "prometheus_client", "starlette", "uvicorn")  # packages of the extra `serve`
+
 __all__ = ["Client", "ClientError", "Prediction", "Server"]
 
 
 def __getattr__(name: str) -> Any:
-    """`Server`, which needs the extra, when it is first asked for."""
+    """Import `Server`, which needs the extra, at its first use."""
     if name != "Server":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
         from tribe.serve.server import Server
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in ("starlette", "uvicorn", "httptools"):
+        if (error.name or "").partition(".")[0] not in EXTRA:
             raise
         raise ImportError(f"a server needs {error.name}: pip install 'tribe-tta[serve]'") from error
     return Server

@@ -1,121 +1,391 @@
-"""The web application: which handler answers which path.
+"""The web application: a Starlette application of one worker, and the handler of each path."""
 
-Starlette routes and starts and stops the worker. The path that almost all requests take, ``/v2/models/{model}/infer``,
-does not pass through Starlette.
-"""
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from importlib.resources import files
+from typing import Any, TypeVar
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import Any
-
+import msgspec
+from prometheus_client import CollectorRegistry, Counter, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request as StarletteRequest
-from starlette.responses import JSONResponse
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from tribe.serve.bodies import Receive
-from tribe.serve.http import Front, Handler, Scope, Send
-from tribe.serve.protocol.messages import VERSION
-from tribe.serve.routes import Routes
+from tribe.serve import plain, protocol
+from tribe.serve.errors import BadRequest, NotFound, ServeError, WrongMethod
+from tribe.serve.http import (
+    JSON,
+    BodyBudget,
+    CheckSite,
+    CountResponses,
+    RequireToken,
+    as_json,
+    error_response,
+    read_body,
+)
+from tribe.serve.protocol import VERSION, InferRequest
 from tribe.serve.service import Service
+from tribe.serve.thumbnails import encode
+from tribe.streams.names import check_stream_name
 
-PLAIN_CONTROLS = ("end", "reset", "freeze", "unfreeze", "snapshot")
+T = TypeVar("T")
+Handler = Callable[[Request], Awaitable[Response]]
+
+LARGE, LARGE_JSON = 2**20, 2**16  # bytes that are decoded in a thread, so that the event loop goes on
+MANY = 10_000  # numbers that are encoded in a thread
+MAX_ARGUMENTS = 2**16  # bytes of the JSON of a control request
+HEARTBEAT = 15.0  # seconds: a comment keeps proxies from closing a stream of events
+BINARY, METRICS = "application/octet-stream", "text/plain; version=0.0.4; charset=utf-8"
+ACTIONS = ("end", "reset", "freeze", "unfreeze", "snapshot")  # on a stream, without arguments
+PAGE = {"/": "page.html", "/page.css": "page.css", "/page.js": "page.js"}
+PAGE_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
+PAGE_HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src 'self' data: blob:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "cache-control": "no-cache",
+}
 
 
-class Endpoint:
-    """A handler as an ASGI application."""
+class StreamsQuery(msgspec.Struct, forbid_unknown_fields=True):
+    """The query of ``GET /v1/streams``."""
 
-    def __init__(self, front: Front, handler: Handler, public: bool) -> None:
-        self.front, self.handler, self.public = front, handler, public
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
-        await self.front.run(self.handler, scope, receive, send, self.public)
+    stored: bool = False  # also the names of the streams in the store
 
 
-class App:
-    """The ASGI application of one server."""
+class MetricsQuery(msgspec.Struct, forbid_unknown_fields=True):
+    """The query of ``GET /metrics``."""
+
+    streams: bool = False  # also gauges of single streams
+
+
+class NoArguments(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of a control request that takes no arguments."""
+
+
+class RollbackArguments(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of a rollback."""
+
+    to: int | None = None  # the clock of a snapshot; None: the last one
+
+
+class App(Starlette):
+    """The application of a server.
+
+    Args:
+        service: the worker, and who may use it.
+    """
 
     def __init__(self, service: Service) -> None:
-        self.front = Front(service)
-        self.routes = Routes(self.front)
-        name = service.model.name
-        self._hot = {f"/v2/models/{name}/infer", f"/v2/models/{name}/versions/{VERSION}/infer"}
-        self._starlette = Starlette(
-            routes=[self._route(*each) for each in table(self.routes)],
-            lifespan=lambda _: self.running(),
-            exception_handlers={HTTPException: self._not_routed},
+        registry = CollectorRegistry()
+        counter = Counter("tribe_http_responses_total", "Answers over HTTP by status.", ["status"], registry=registry)
+        self.handlers = Handlers(service, registry)
+        super().__init__(
+            routes=_routes(self.handlers, [Middleware(RequireToken, service.access)]),
+            middleware=[Middleware(CountResponses, counter), Middleware(CheckSite, service.access)],
+            exception_handlers={
+                ServeError: _refuse,
+                ClientDisconnect: _disconnected,
+                HTTPException: _not_routed,
+                Exception: _failed,
+            },
+            lifespan=lambda _: service.running(),
         )
-        self._starlette.router.redirect_slashes = False
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
-        if scope["type"] == "http" and scope["path"] in self._hot and scope["method"] == "POST":
-            await self.front.run(self.routes.infer, scope, receive, send)
-        else:
-            await self._starlette(scope, receive, send)
-
-    def _route(self, method: str, path: str, handler: Handler, public: bool) -> Route:
-        return Route(path, Endpoint(self.front, handler, public), methods=[method])
-
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        """Start the worker, and stop it when the block ends."""
-        await self.front.service.worker.start()
-        self.routes.ready = True
-        try:
-            yield
-        finally:
-            self.routes.ready = False
-            await self.front.service.worker.stop()
-
-    async def _not_routed(self, request: StarletteRequest, error: Exception) -> JSONResponse:
-        """The answer to a path that no handler has."""
-        assert isinstance(error, HTTPException)
-        self.front.statuses[error.status_code] += 1
-        path = request.url.path[:80]
-        if error.status_code == 405:
-            allowed = ", ".join(sorted(_methods(self._starlette, path)))
-            words = f"{path!r} has no {request.method}; expected {allowed}"
-            return JSONResponse({"error": words}, 405, {"allow": allowed})
-        words = f"there is no path {path!r}; docs/serving.md lists them, and GET /v2 says that the server is there"
-        return JSONResponse({"error": words}, error.status_code)
+        self.router.redirect_slashes = False
 
 
-def table(routes: Routes) -> list[tuple[str, str, Handler, bool]]:
-    """Method, path and handler, and whether it needs no token."""
-    found: list[tuple[str, str, Handler, bool]] = [
-        ("GET", "/", routes.page, True),
-        ("GET", "/page.css", routes.page, True),
-        ("GET", "/page.js", routes.page, True),
-        ("GET", "/metrics", routes.metrics, False),
-        ("GET", "/v2", routes.server, True),
-        ("GET", "/v2/health/live", routes.live, True),
-        ("GET", "/v2/health/ready", routes.is_ready, True),
-        ("POST", "/v1/predict", routes.predict_source, False),
-        ("GET", "/v1/events", routes.events, False),
-        ("GET", "/v1/streams", routes.streams, False),
-        ("GET", "/v1/streams/{stream}", routes.stream, False),
-        ("PUT", "/v1/streams/{stream}", routes.create, False),
-        ("DELETE", "/v1/streams/{stream}", routes.drop, False),
-        ("POST", "/v1/streams/{stream}/predict", routes.predict, False),
-        ("POST", "/v1/streams/{stream}/rollback", routes.rollback, False),
-        ("GET", "/v1/streams/{stream}/thumbnail", routes.thumbnail, False),
-        ("GET", "/v1/streams/{stream}/state", routes.get_state, False),
-        ("PUT", "/v1/streams/{stream}/state", routes.put_state, False),
+def _routes(handlers: "Handlers", private: list[Middleware]) -> list[Route]:
+    """Return the routes; those that take most requests first. ``private``: the middleware of those with a token."""
+
+    def public(path: str, handler: Handler) -> Route:
+        return Route(path, handler, methods=["GET"])
+
+    def route(method: str, path: str, handler: Handler) -> Route:
+        return Route(path, handler, methods=[method], middleware=private)
+
+    stream = "/v1/streams/{stream}"
+    models = ("/v2/models/{model}", "/v2/models/{model}/versions/{version}")
+    return [
+        *(route("POST", f"{model}/infer", handlers.infer) for model in models),
+        route("POST", f"{stream}/predict", handlers.predict),
+        route("POST", "/v1/predict", handlers.predict),
+        public("/v2/health/live", handlers.live),
+        public("/v2/health/ready", handlers.ready),
+        public("/v2", handlers.server),
+        *(public(model, handlers.model_metadata) for model in models),
+        *(public(f"{model}/ready", handlers.model_ready) for model in models),
+        *(public(f"{model}/config", handlers.model_config) for model in models),
+        route("GET", "/v1/streams", handlers.streams),
+        route("GET", "/v1/events", handlers.events),
+        route("GET", stream, handlers.stream),
+        route("PUT", stream, handlers.create),
+        route("DELETE", stream, handlers.drop),
+        route("POST", f"{stream}/rollback", handlers.rollback),
+        *(route("POST", f"{stream}/{action}", handlers.control) for action in ACTIONS),
+        route("GET", f"{stream}/thumbnail", handlers.thumbnail),
+        route("GET", f"{stream}/state", handlers.get_state),
+        route("PUT", f"{stream}/state", handlers.put_state),
+        route("GET", "/metrics", handlers.metrics),
+        *(public(path, handlers.page) for path in PAGE),
     ]
-    found += [("POST", f"/v1/streams/{{stream}}/{action}", routes.control, False) for action in PLAIN_CONTROLS]
-    for model in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
-        found += [
-            ("GET", model, routes.model_metadata, True),
-            ("GET", f"{model}/ready", routes.model_ready, True),
-            ("GET", f"{model}/config", routes.model_config, True),
-            ("POST", f"{model}/infer", routes.infer_named, False),
-        ]
-    return found
 
 
-def _methods(app: Any, path: str) -> set[str]:
-    """The methods that a path has."""
-    return {method for route in app.routes if route.path_regex.match(path) for method in route.methods or ()}
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+
+async def _refuse(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ServeError)
+    return error_response(request.scope, error)
+
+
+async def _disconnected(request: Request, error: Exception) -> Response:
+    """Return the status that is counted for a client that has gone; nothing is sent."""
+    return Response(status_code=499)
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    """Return the answer to an unexpected error, which uvicorn logs."""
+    return error_response(request.scope, ServeError("an unexpected error in the server; its log says more"))
+
+
+async def _not_routed(request: Request, error: Exception) -> Response:
+    """Return the answer to a path without a handler."""
+    assert isinstance(error, HTTPException)
+    path = request.url.path[:80]
+    if error.status_code == 405:
+        routes = [each for each in request.app.routes if each.path_regex.match(request.url.path)]
+        allowed = ", ".join(sorted({method for each in routes for method in each.methods}))
+        words = f"{path!r} has no {request.method}; expected {allowed}"
+        return error_response(request.scope, WrongMethod(words, allowed))
+    words = f"there is no path {path!r}; docs/serving.md lists them, and GET /v2 says that the server is there"
+    return error_response(request.scope, NotFound(words))
+
+
+# -- handlers ----------------------------------------------------------------------------------------------------------
+
+
+class Handlers:
+    """The handler of each path.
+
+    Args:
+        service: the worker, and who may use it.
+        registry: metrics of HTTP.
+    """
+
+    def __init__(self, service: Service, registry: CollectorRegistry) -> None:
+        self.service, self.model, self.limits, self.worker = service, service.model, service.limits, service.worker
+        self.budget = BodyBudget(service.limits.bodies)
+        self.closing = asyncio.Event()  # set when the server begins to stop
+        self._registry = registry
+        self._page = {path: files("tribe.serve").joinpath(name).read_bytes() for path, name in PAGE.items()}
+
+    # -- predictions --------------------------------------------------------------------------------------------------
+
+    async def infer(self, request: Request) -> Response:
+        """Answer POST /v2/models/{model}/infer."""
+        self._check_model(request)
+        arrived = asyncio.get_running_loop().time()
+        head_size, stream = (request.headers.get(n) for n in ("inference-header-content-length", "x-tribe-stream"))
+
+        def decode(body: bytearray) -> InferRequest:
+            return protocol.decode_infer(body, head_size, self.model, stream)
+
+        with self.budget.account() as take:
+            body = await read_body(request, self.limits.body, self.limits.body_seconds, take)
+            in_thread = len(body) > (LARGE_JSON if head_size is None else LARGE)
+            asked = await asyncio.to_thread(decode, body) if in_thread else decode(body)
+            del body
+            result = await self.service.infer(asked, request.user, arrived)
+        if result.logits.numel() > MANY:
+            content, size = await asyncio.to_thread(protocol.encode_infer, result, asked, self.model)
+        else:
+            content, size = protocol.encode_infer(result, asked, self.model)
+        if size is None:
+            return Response(content, media_type=JSON)
+        return Response(content, headers={"inference-header-content-length": str(size)}, media_type=BINARY)
+
+    async def predict(self, request: Request) -> Response:
+        """Answer POST /v1/predict and /v1/streams/{stream}/predict; a stream begins with its first images."""
+        arrived = asyncio.get_running_loop().time()
+        stream = _stream(request) if "stream" in request.path_params else None
+        headers, query = request.headers, _single(request)
+
+        def decode(body: bytearray) -> InferRequest:
+            kind, given, pixels = headers.get("content-type", ""), headers.get("x-request-id"), self.limits.pixels
+            return plain.decode_predict(body, kind, query, self.model, stream=stream, id=given, max_pixels=pixels)
+
+        with self.budget.account() as take:
+            body = await read_body(request, self.limits.body, self.limits.body_seconds, take)
+            asked = await asyncio.to_thread(decode, body)
+            del body
+            result = await self.service.infer(asked, request.user, arrived)
+        if plain.NPY in headers.get("accept", ""):
+            return Response(plain.encode_npy(protocol.as_numbers(result.logits)), media_type=plain.NPY)
+        return Response(await asyncio.to_thread(plain.encode_predict, result, asked, self.model), media_type=JSON)
+
+    # -- the server and its model -------------------------------------------------------------------------------------
+
+    async def live(self, request: Request) -> Response:
+        """Answer GET /v2/health/live: the process answers."""
+        return Response()
+
+    async def ready(self, request: Request) -> Response:
+        """Answer GET /v2/health/ready: requests are accepted."""
+        return Response(status_code=200 if self.service.ready else 503)
+
+    async def server(self, request: Request) -> Response:
+        """Answer GET /v2."""
+        return as_json(protocol.server_metadata())
+
+    async def model_metadata(self, request: Request) -> Response:
+        """Answer GET /v2/models/{model}."""
+        self._check_model(request)
+        return as_json(protocol.model_metadata(self.model))
+
+    async def model_ready(self, request: Request) -> Response:
+        """Answer GET /v2/models/{model}/ready."""
+        self._check_model(request)
+        return await self.ready(request)
+
+    async def model_config(self, request: Request) -> Response:
+        """Answer GET /v2/models/{model}/config."""
+        self._check_model(request)
+        return as_json(protocol.model_config(self.model))
+
+    def _check_model(self, request: Request) -> None:
+        self.model.check(request.path_params["model"], request.path_params.get("version", VERSION))
+
+    # -- streams ------------------------------------------------------------------------------------------------------
+
+    async def streams(self, request: Request) -> Response:
+        """Answer GET /v1/streams; ``?stored=true``: also with the names of those in the store."""
+        query = _query(request, StreamsQuery)
+        answer: dict[str, Any] = {"model": self.model.name, "method": self.model.method}
+        answer["streams"] = self.service.describe_all(request.user)
+        if query.stored:
+            answer["stored"] = await self.service.stored(request.user)
+        return as_json(answer)
+
+    async def stream(self, request: Request) -> Response:
+        """Answer GET /v1/streams/{stream}."""
+        return as_json(self.service.describe(_stream(request), request.user))
+
+    async def create(self, request: Request) -> Response:
+        """Answer PUT /v1/streams/{stream}: create it, unless it exists."""
+        return as_json(await self.service.control("create", _stream(request), request.user))
+
+    async def drop(self, request: Request) -> Response:
+        """Answer DELETE /v1/streams/{stream}: delete it and its stored state."""
+        return as_json(await self.service.control("drop", _stream(request), request.user))
+
+    async def control(self, request: Request) -> Response:
+        """Answer POST /v1/streams/{stream}/end, reset, freeze, unfreeze or snapshot."""
+        action = request.url.path.rpartition("/")[2]
+        await self._arguments(request, NoArguments)
+        return as_json(await self.service.control(action, _stream(request), request.user))
+
+    async def rollback(self, request: Request) -> Response:
+        """Answer POST /v1/streams/{stream}/rollback with nothing, or {"to": 120}: the clock of a snapshot."""
+        to = (await self._arguments(request, RollbackArguments)).to
+        arguments = {} if to is None else {"to": to}
+        return as_json(await self.service.control("rollback", _stream(request), request.user, **arguments))
+
+    async def get_state(self, request: Request) -> Response:
+        """Answer GET /v1/streams/{stream}/state: a file for `tribe.load`."""
+        name = _stream(request)
+        content = await self.service.get_state(name, request.user)
+        shown = {"content-disposition": f'attachment; filename="{name}.safetensors"'}
+        return Response(content, headers=shown, media_type=plain.SAFETENSORS)
+
+    async def put_state(self, request: Request) -> Response:
+        """Answer PUT /v1/streams/{stream}/state: replace the state by that of a file."""
+        name = _stream(request)
+        request.user.check("put_state", name)  # before a large body is read
+        with self.budget.account() as take:
+            body = await read_body(request, self.limits.state, self.limits.state_seconds, take)
+            content = await asyncio.to_thread(bytes, body)
+            del body
+            return as_json(await self.service.put_state(name, content, request.user))
+
+    async def thumbnail(self, request: Request) -> Response:
+        """Answer GET /v1/streams/{stream}/thumbnail: its last frame, small, as a PNG."""
+        name, thumbnails = _stream(request), self.service.thumbnails
+        request.user.check("see", name)
+        if not thumbnails.limit:
+            raise NotFound("this server keeps no thumbnails; tribe serve --set limits.thumbnails=33554432 keeps 32 MB")
+        self.service.describe(name, request.user)
+        if (frame := thumbnails.get(name)) is None:
+            raise NotFound(f"there is no thumbnail of stream {name!r}: it has had no request, or its frame was dropped")
+        content = await asyncio.to_thread(encode, frame)
+        return Response(content, headers={"cache-control": "no-store"}, media_type="image/png")
+
+    async def _arguments(self, request: Request, kind: type[T]) -> T:
+        """Return the JSON object in the body of a control request; an empty body is an empty object."""
+        with self.budget.account() as take:
+            body = await read_body(request, MAX_ARGUMENTS, self.limits.body_seconds, take)
+        return protocol.decode_json(body.strip() or b"{}", msgspec.json.Decoder(kind))
+
+    # -- watching -----------------------------------------------------------------------------------------------------
+
+    async def events(self, request: Request) -> Response:
+        """Answer GET /v1/events: events of the token's streams as they happen, until the server stops."""
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        return StreamingResponse(self._events(request), media_type="text/event-stream", headers=headers)
+
+    async def _events(self, request: Request) -> AsyncIterator[bytes]:
+        yield b": events\n\n"
+        source = self.worker.events()
+        closing = asyncio.ensure_future(self.closing.wait())
+        following = asyncio.ensure_future(anext(source))
+        try:
+            while True:
+                await asyncio.wait((closing, following), timeout=HEARTBEAT, return_when=asyncio.FIRST_COMPLETED)
+                if closing.done():
+                    return
+                if not following.done():
+                    yield b": still here\n\n"
+                    continue
+                event = following.result()
+                if request.user.can_access(event.get("stream") or ""):
+                    yield b"data: " + msgspec.json.encode(event, enc_hook=str) + b"\n\n"
+                following = asyncio.ensure_future(anext(source))
+        except StopAsyncIteration:  # the worker has stopped
+            return
+        finally:
+            closing.cancel()
+            following.cancel()
+
+    async def metrics(self, request: Request) -> Response:
+        """Answer GET /metrics, for Prometheus; ``?streams=true``: with gauges of single streams, up to a limit."""
+        request.user.check_all_streams("GET /metrics")
+        text = self.worker.metrics_text(_query(request, MetricsQuery).streams)
+        return Response(text.encode() + generate_latest(self._registry), media_type=METRICS)
+
+    async def page(self, request: Request) -> Response:
+        """Answer GET /, /page.css and /page.js: the page for people."""
+        path = request.url.path
+        kind = PAGE_TYPES[PAGE[path].rpartition(".")[2]]
+        return Response(self._page[path], headers=PAGE_HEADERS, media_type=kind)
+
+
+def _stream(request: Request) -> str:
+    """Return the checked name of the stream in the path."""
+    try:
+        return check_stream_name(request.path_params["stream"])
+    except ValueError as error:
+        raise BadRequest(str(error)) from None
+
+
+def _single(request: Request) -> dict[str, str]:
+    """Return the query of a URL, each parameter once."""
+    query = request.query_params
+    if len(query.multi_items()) > len(query):
+        raise BadRequest("the URL gives a parameter twice; expected each once")
+    return dict(query)
+
+
+def _query(request: Request, kind: type[T]) -> T:
+    return protocol.convert(_single(request), kind, "the query of the URL", strict=False)

@@ -1,4 +1,4 @@
-"""What happened to streams and to the store: a bounded list, live subscribers, and the log."""
+"""Events of streams and of the store: a bounded log, live subscribers, and Python's log."""
 
 import asyncio
 import logging
@@ -7,54 +7,48 @@ from collections import deque
 from collections.abc import AsyncIterator
 from typing import Any, NamedTuple
 
-from tribe.fields import document, printable
+from tribe.fields import printable
 
 log = logging.getLogger("tribe.serve")
 
 
-class Event(NamedTuple):
-    """Something an operator may want to know."""
+class ServeEvent(NamedTuple):
+    """An event for operators."""
 
-    time: float
-    stream: str | None
-    kind: str
-    words: str
-    numbers: dict[str, float]
-
-
-document(
-    Event,
-    time="Seconds since 1970.",
-    stream="The stream it happened to; None: the worker.",
-    kind="A name for programs, such as opened, fenced, store-down.",
-    words="What happened and what it means, for people.",
-    numbers="Numbers that belong to it.",
-)
+    time: float  # seconds since 1970
+    stream: str | None  # the stream it happened to; None: the worker
+    kind: str  # a name for programs, such as opened, fenced, store-down
+    words: str  # what happened and what it means, for people
+    numbers: dict[str, float]  # numbers that belong to it
 
 
 class Events:
-    """The last events, and queues of those who listen. Used on the event loop only."""
+    """The last events, and queues of subscribers. Used on the event loop only.
+
+    Args:
+        keep: the most events in the log, and the most that a subscriber may be behind.
+    """
 
     def __init__(self, keep: int) -> None:
-        self.kept: deque[Event] = deque(maxlen=keep)
-        self._listeners: dict[int, deque[Event]] = {}
+        self.kept: deque[ServeEvent] = deque(maxlen=keep)
+        self._subscribers: dict[int, deque[ServeEvent]] = {}
         self._changed = asyncio.Event()
         self.closed = False
 
     def add(
         self, kind: str, words: str, stream: str | None = None, level: int = logging.INFO, **numbers: float
     ) -> None:
-        """Keep an event, give it to every listener, and log it with its parts as attributes of the record."""
-        event = Event(time.time(), stream, kind, words, numbers)
+        """Add an event to the log, send it to every subscriber, and log it with its parts as attributes."""
+        event = ServeEvent(time.time(), stream, kind, words, numbers)
         self.kept.append(event)
-        for queue in self._listeners.values():
-            queue.append(event)  # a listener that is too slow loses its oldest
+        for queue in self._subscribers.values():
+            queue.append(event)  # a subscriber that is too slow loses its oldest
         self._wake()
         extra: dict[str, Any] = {"stream": stream, "kind": kind, "numbers": numbers}
         log.log(level, "%s%s", f"{printable(stream)}: " if stream is not None else "", words, extra=extra)
 
     def close(self) -> None:
-        """End all listeners."""
+        """End all subscriptions."""
         self.closed = True
         self._wake()
 
@@ -62,10 +56,10 @@ class Events:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def listen(self, recent: bool = True) -> AsyncIterator[Event]:
-        """The kept events, then every new one until the worker stops."""
-        queue: deque[Event] = deque(self.kept if recent else (), maxlen=self.kept.maxlen)
-        self._listeners[id(queue)] = queue
+    async def listen(self) -> AsyncIterator[ServeEvent]:
+        """Yield the events of the log, then every new one until `close`."""
+        queue: deque[ServeEvent] = deque(self.kept, maxlen=self.kept.maxlen)
+        self._subscribers[id(queue)] = queue
         try:
             while True:
                 changed = self._changed
@@ -76,4 +70,4 @@ class Events:
                 if changed is self._changed:
                     await changed.wait()
         finally:
-            del self._listeners[id(queue)]
+            del self._subscribers[id(queue)]

@@ -1,184 +1,197 @@
-"""One HTTP call: its headers, its body, its answer. Plain ASGI, because every request passes through here."""
+"""Middleware, bodies and error answers of the HTTP side, as plain ASGI."""
 
 import asyncio
-import json
-import logging
-import math
-from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
-from typing import Any, NamedTuple
-from urllib.parse import parse_qsl
+import contextlib
+import zlib
+from collections import Counter as Tally
+from collections.abc import Callable, Iterator
+from typing import Any
 
-from tribe.fields import document
-from tribe.serve.bodies import Body, Budget, Gone, Receive
-from tribe.serve.protocol.errors import BadRequest, ServeError, TooSlow
-from tribe.serve.security import Holder
-from tribe.serve.service import Service
+import msgspec
+from prometheus_client import Counter
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-Scope = MutableMapping[str, Any]
-ONCE = (
-    b"x-tribe-stream",
-    b"inference-header-content-length",
-    b"content-encoding",
-    b"authorization",
-    b"host",
-    b"origin",
+from tribe.serve.errors import BadRequest, ServeError, TooLarge, TooSlow, Unavailable, WrongType
+from tribe.serve.security import Access
+
+JSON = "application/json"
+SINGLE = (  # headers of which a request may have one only: a proxy may read the other one
+    *("x-tribe-stream", "inference-header-content-length", "content-encoding", "authorization", "host", "origin"),
 )
-JSON = b"application/json"
-DISCARD = 8 * 2**20, 2.0  # bytes and seconds that a client may go on sending after it was refused
-log = logging.getLogger("tribe.serve")
+WINDOW_BITS = {"gzip": 31, "deflate": 15}  # of zlib
 
 
-class Reply(NamedTuple):
-    """A successful answer."""
-
-    body: bytes | AsyncIterator[bytes]
-    type: bytes = JSON
-    headers: tuple[tuple[bytes, bytes], ...] = ()
-    status: int = 200
+# -- answers -----------------------------------------------------------------------------------------------------------
 
 
-document(
-    Reply,
-    body="all of it, or its parts as they come",
-    type="the value of Content-Type",
-    headers="more headers",
-    status="of HTTP",
-)
+def as_json(value: Any, status: int = 200) -> Response:
+    """Return an answer in JSON: a number that is not finite becomes null, a value of another type a text."""
+    return Response(msgspec.json.encode(value, enc_hook=str), status, media_type=JSON)
 
 
-class Call:
-    """One request."""
-
-    __slots__ = ("arrived", "body", "headers", "holder", "scope")
-
-    def __init__(self, scope: Scope, headers: dict[bytes, bytes], body: Body, holder: Holder, arrived: float) -> None:
-        self.scope, self.headers, self.body, self.holder, self.arrived = scope, headers, body, holder, arrived
-
-    def header(self, name: bytes) -> str | None:
-        """The value of a header; its name has small letters."""
-        value = self.headers.get(name)
-        return None if value is None else value.decode("latin-1")
-
-    def query(self) -> dict[str, str]:
-        """What stands after the question mark."""
-        try:
-            pairs = parse_qsl(self.scope["query_string"].decode("ascii"), keep_blank_values=True, max_num_fields=16)
-        except ValueError as error:
-            raise BadRequest(f"the part of the URL after the question mark cannot be read: {error}") from None
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            raise BadRequest("the URL gives a parameter twice; expected each once")
-        return found
-
-    def part(self, name: str) -> str:
-        """A part of the path."""
-        return str(self.scope["path_params"][name])
+def error_response(scope: Scope, error: ServeError) -> Response:
+    """Return the answer for an error; uvicorn reads and drops what is left of the body."""
+    response = as_json({"error": str(error)}, error.status)
+    response.headers.update(error.headers)
+    if any(name == b"expect" for name, _ in scope["headers"]):  # the client may not send the body that it announced
+        response.headers["connection"] = "close"
+    return response
 
 
-Handler = Callable[[Call], Awaitable[Reply]]
+# -- middleware --------------------------------------------------------------------------------------------------------
 
 
-class Front:
-    """Runs handlers: it checks who calls, bounds what is read, and turns errors into answers."""
+class CountResponses:
+    """Count the answers by their status.
 
-    def __init__(self, service: Service) -> None:
-        self.service = service
-        self.budget = Budget(service.limits.bodies)
-        self.statuses: Counter[int] = Counter()  # answers by their status
-
-    async def run(self, handler: Handler, scope: Scope, receive: Receive, send: Send, public: bool = False) -> None:
-        """Answer one request. ``public``: without a token, too."""
-        arrived = asyncio.get_running_loop().time()
-        headers = dict(scope["headers"])
-        with self.budget.account() as take:
-            body = Body(receive, headers, take)
-            try:
-                if len(headers) < len(scope["headers"]):
-                    _check_once(scope["headers"])
-                holder = self._holder(headers, public)
-                reply = await handler(Call(scope, headers, body, holder, arrived))
-            except Gone:
-                self.statuses[499] += 1
-                return
-            except ServeError as error:
-                await self.refuse(error, body, scope, headers, send)
-                return
-            except Exception:
-                log.exception("an unexpected error in %s %s", scope["method"], scope["path"][:200])
-                await self.refuse(
-                    ServeError("an unexpected error in the server; its log says more"), body, scope, headers, send
-                )
-                return
-            self.statuses[reply.status] += 1
-            await _send(reply, send)
-
-    def _holder(self, headers: Mapping[bytes, bytes], public: bool) -> Holder:
-        access = self.service.access
-        host, origin = headers.get(b"host"), headers.get(b"origin")
-        if access.hosts or origin is not None:
-            access.check_site(*(None if v is None else v.decode("latin-1") for v in (host, origin)))
-        if public or access.is_open:
-            return access.everybody
-        given = headers.get(b"authorization")
-        return access.identify(None if given is None else given.decode("latin-1"))
-
-    async def refuse(
-        self, error: ServeError, body: Body, scope: Scope, headers: Mapping[bytes, bytes], send: Send
-    ) -> None:
-        """Send an error. If the client has not sent all of its body, the connection is closed."""
-        self.statuses[error.status] += 1
-        text = json.dumps({"error": str(error)}).encode()
-        sent = [(b"content-type", JSON), (b"content-length", str(len(text)).encode()), *error.headers]
-        has_body = headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in headers
-        unread = has_body and not body.complete
-        if unread:
-            sent.append((b"connection", b"close"))
-        await send({"type": "http.response.start", "status": error.status, "headers": sent})
-        await send({"type": "http.response.body", "body": text, "more_body": unread})
-        if unread:
-            if not isinstance(error, TooSlow) and b"expect" not in headers:
-                await body.discard(*DISCARD)
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-async def _send(reply: Reply, send: Send) -> None:
-    headers = [(b"content-type", reply.type), *reply.headers]
-    if isinstance(reply.body, bytes):
-        headers.append((b"content-length", str(len(reply.body)).encode()))
-        await send({"type": "http.response.start", "status": reply.status, "headers": headers})
-        await send({"type": "http.response.body", "body": reply.body})
-        return
-    await send({"type": "http.response.start", "status": reply.status, "headers": headers})
-    async for part in reply.body:
-        await send({"type": "http.response.body", "body": part, "more_body": True})
-    await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-def _check_once(headers: list[tuple[bytes, bytes]]) -> None:
-    """Refuse a header that occurs twice where only one can count: a proxy may read the other one."""
-    names = Counter(name for name, _ in headers)
-    for name in ONCE:
-        if names[name] > 1:
-            raise BadRequest(f"the header {name.decode()} occurs {names[name]} times; expected once")
-
-
-def as_json(value: Any, status: int = 200) -> Reply:
-    """An answer in JSON."""
-    return Reply(json.dumps(finite(value), allow_nan=False).encode(), status=status)
-
-
-def finite(value: Any) -> Any:
-    """A value as JSON can hold it: a number that is not finite becomes null, and whatever is no plain value a text.
-
-    >>> finite({"a": [1.5, float("nan")]})
-    {'a': [1.5, None]}
+    Args:
+        app: the application.
+        counter: has the label ``status``.
     """
-    if isinstance(value, Mapping):
-        return {str(name): finite(each) for name, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(each) for each in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return value if value is None or isinstance(value, str | int | bool) else str(value)
+
+    def __init__(self, app: ASGIApp, counter: Counter) -> None:
+        self.app, self.counter = app, counter
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self.counter.labels(message["status"]).inc()
+            await send(message)
+
+        try:
+            await self.app(scope, receive, counted)
+        except Exception:  # Starlette answers with 500
+            self.counter.labels(500).inc()
+            raise
+
+
+class CheckSite:
+    """Refuse repeated headers, pages of other sites, and names of other hosts.
+
+    Args:
+        app: the application.
+        access: knows the names of this host.
+    """
+
+    def __init__(self, app: ASGIApp, access: Access) -> None:
+        self.app, self.access = app, access
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        app = self.app
+        if scope["type"] == "http":
+            headers = Headers(scope=scope)
+            try:
+                if len(names := headers.keys()) > len(set(names)):
+                    _check_single(names)
+                self.access.check_site(headers.get("host", ""), headers.get("origin"))
+            except ServeError as error:
+                app = error_response(scope, error)
+        await app(scope, receive, send)
+
+
+def _check_single(names: list[str]) -> None:
+    counts = Tally(names)
+    for name in SINGLE:
+        if counts[name] > 1:
+            raise BadRequest(f"the header {name} occurs {counts[name]} times; expected once")
+
+
+class RequireToken:
+    """Set ``scope["user"]`` to the `Principal` of the request's token, or refuse the request.
+
+    Args:
+        app: the handler.
+        access: the tokens.
+    """
+
+    def __init__(self, app: ASGIApp, access: Access) -> None:
+        self.app, self.access = app, access
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        scope["user"] = self.access.identify(Headers(scope=scope).get("authorization"))
+        await self.app(scope, receive, send)
+
+
+# -- bodies ------------------------------------------------------------------------------------------------------------
+
+
+class BodyBudget:
+    """Bound the bytes of all bodies that the server holds at the same time.
+
+    Args:
+        limit: in bytes.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self.used = limit, 0
+
+    @contextlib.contextmanager
+    def account(self) -> Iterator[Callable[[int], None]]:
+        """Give a function that takes bytes from the budget; they are returned when the block ends."""
+        taken = 0
+
+        def take(count: int) -> None:
+            nonlocal taken
+            if self.used + count > self.limit:
+                raise Unavailable(f"the server holds {self.used:,} bytes of other requests; try again")
+            self.used += count
+            taken += count
+
+        try:
+            yield take
+        finally:
+            self.used -= taken
+
+
+async def read_body(request: Request, limit: int, seconds: float, take: Callable[[int], None]) -> bytearray:
+    """Read a body, with or without a Content-Length, and decompress it.
+
+    Args:
+        request: the request.
+        limit: the most bytes, also after decompression.
+        seconds: until all must have arrived.
+        take: accounts for the bytes, see `BodyBudget`.
+    """
+    if (length := int(request.headers.get("content-length", 0))) > limit:  # the parser of HTTP has checked it
+        raise TooLarge(f"the body has {length:,} bytes; expected {limit:,} at most. Send fewer images at once")
+    body = bytearray()
+    try:
+        async with asyncio.timeout(seconds):
+            async for chunk in request.stream():
+                take(len(chunk))
+                body += chunk
+                if len(body) > limit:
+                    raise TooLarge(f"the body has more than {limit:,} bytes. Send fewer images at once")
+    except TimeoutError:
+        raise TooSlow(
+            f"the body did not arrive within {seconds:g} s; the connection is closed. Send it again"
+        ) from None
+    encoding = request.headers.get("content-encoding", "identity").lower()
+    if encoding == "identity":
+        return body
+    unpacked = await asyncio.to_thread(decompress, body, encoding, limit)
+    take(len(unpacked))
+    return unpacked
+
+
+def decompress(body: bytearray, encoding: str, limit: int) -> bytearray:
+    """Return the bytes of a compressed body, at most ``limit``."""
+    if encoding not in WINDOW_BITS:
+        raise WrongType(f"the body has the encoding {encoding[:40]!r}; expected gzip, deflate or none")
+    decompressor = zlib.decompressobj(WINDOW_BITS[encoding])
+    try:
+        content = decompressor.decompress(body, limit + 1)
+    except zlib.error as error:
+        raise BadRequest(f"the body is not {encoding}: {error}") from None
+    if len(content) > limit:
+        raise TooLarge(f"the body has more than {limit:,} bytes when it is unpacked. Send fewer images at once")
+    if not decompressor.eof:
+        raise BadRequest(f"the body ends before its {encoding} data does: it was cut short")
+    return bytearray(content)

@@ -1,4 +1,4 @@
-"""Several workers on Ray Serve: ``tribe serve --ray --workers 4``.
+"""Several workers on Ray Serve: ``tribe serve --ray 4``.
 
 Ray starts the workers, on one machine or on many, restarts those that die, and balances requests over them. Its router
 sends the requests of a stream, by the header ``x-tribe-stream``, to one worker, by consistent hashing. All workers
@@ -13,7 +13,7 @@ import importlib
 import os
 import signal
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from os import PathLike
 from typing import Any
 
@@ -23,36 +23,15 @@ from tribe.core.backbone import Backbone
 from tribe.fields import is_whole, require
 from tribe.methods import AnyMethod
 from tribe.serve.app import App
-from tribe.serve.config import Limits, Policy
-from tribe.serve.listener import as_tokens, new_access, shorten_collections
-from tribe.serve.security import Token
-from tribe.serve.server import new_worker
-from tribe.serve.service import Service
-from tribe.serve.store import Store
+from tribe.serve.config import Limits
+from tribe.serve.security import Token, read_tokens
+from tribe.serve.server import new_access, new_service, shorten_collections
 
 HEADER = "x-tribe-stream"
 SESSION_KEY = "RAY_SERVE_SESSION_ID_HEADER_KEY"  # where Ray reads which header names a session, when it starts
 ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 ONGOING = 1000  # requests that one worker is given at the same time; it refuses by its own rules
 GRACE = 60.0  # seconds that a worker gets to store its streams when it stops
-
-
-class WorkerApp(App):
-    """The application of one worker, which closes its store at the end."""
-
-    def __init__(self, service: Service, store: Store) -> None:
-        super().__init__(service)
-        self._store = store
-
-    @contextlib.asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        """Start the worker, and stop it when the block ends."""
-        shorten_collections()
-        try:
-            async with super().running():
-                yield
-        finally:
-            self._store.close()
 
 
 def application(
@@ -63,9 +42,6 @@ def application(
     workers: int = 2,
     device: str = "cpu",
     name: str = "model",
-    shape: Sequence[int | None] | None = None,
-    labels: Sequence[str] = (),
-    policy: Policy | None = None,
     host: str = "127.0.0.1",
     tokens: str | PathLike[str] | Sequence[Token] | None = None,
     limits: Limits | None = None,
@@ -73,7 +49,7 @@ def application(
     resources: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Any:
-    """An application for ``ray.serve.run``: several workers with one store.
+    """Return an application for ``ray.serve.run``: several workers with one store.
 
     Args:
         model: as for `tribe.serve.Server`; it is sent to every worker.
@@ -82,26 +58,23 @@ def application(
         workers: how many.
         device: where each of them has its network.
         name: as for `tribe.serve.Server`.
-        shape: as for `tribe.serve.Server`.
-        labels: as for `tribe.serve.Server`.
-        policy: as for `tribe.serve.Server`.
         host: the address that Ray listens on.
         tokens: as for `tribe.serve.Server`.
         limits: as for `tribe.serve.Server`; what concerns connections is Ray's.
         host_names: as for `tribe.serve.Server`.
         resources: what Ray reserves for each worker; None: one core, and one GPU if ``device`` is one.
-        options: those of `tribe.fleet`, and hyper-parameters of the method.
+        options: ``shape``, ``labels`` and ``policy`` of `tribe.serve.Server`, and its options.
     """
     require(is_whole(workers, least=1), "workers is how many there are, at least 1", workers)
     if data is None:
         raise ValueError("several workers need one store: give data, a folder or the address of a Redis server")
     ray_serve = ray_serve_library()
-    held, kept = as_tokens(tokens), limits or Limits()
+    entries = read_tokens(tokens) if isinstance(tokens, str | PathLike) else tokens
 
     def build() -> App:
-        worker, info, store = new_worker(model.to(device), method, name, data, shape, labels, policy, options)
-        assert store is not None
-        return WorkerApp(Service(worker, info, kept, new_access(held, host, host_names)), store)
+        shorten_collections()
+        access = new_access(entries, host, host_names)
+        return App(new_service(model.to(device), method, access, limits, name=name, data=data, **options))
 
     deployment = ray_serve.deployment(
         ray_serve.ingress(build)(),

@@ -9,68 +9,63 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from tribe.serve.grpc_messages import SERVICE, message_classes
-from tribe.serve.protocol import metadata
-from tribe.serve.protocol.datatypes import byte_size, from_bytes, from_numbers
-from tribe.serve.protocol.errors import BadInput, BadRequest, ServeError
-from tribe.serve.protocol.messages import INPUT, VERSION, Answer, Images, ModelInfo, Request
-from tribe.serve.protocol.v2 import read_request
-from tribe.serve.security import Holder
+from tribe.serve import protocol
+from tribe.serve.errors import BadInput, BadRequest, ServeError
+from tribe.serve.protocol import VERSION, InferHead, InferRequest, convert, infer_request
+from tribe.serve.security import Principal
 from tribe.serve.service import Service
 
 CONTENTS = {"FP32": "fp32_contents", "FP64": "fp64_contents", "UINT8": "uint_contents"}
+MAX_METADATA = 16 * 2**10  # bytes
 GRACE = 10.0  # seconds that open calls get when the server stops
 log = logging.getLogger("tribe.serve")
 
 
-def _libraries() -> tuple[Any, dict[str, Any]]:
-    """The module grpc and the classes of messages, or an error that says how to install them."""
-    try:
-        return importlib.import_module("grpc"), message_classes()
-    except ImportError as error:
-        raise ImportError(f"gRPC needs grpcio and protobuf ({error}): pip install 'tribe-tta[grpc]'") from error
-
-
 @asynccontextmanager
 async def listening(
-    service: Service,
-    host: str,
-    port: int | None,
-    certificate: str | PathLike[str] | None = None,
-    key: str | PathLike[str] | None = None,
+    service: Service, address: str, tls: tuple[str | PathLike[str], str | PathLike[str]] | None
 ) -> AsyncIterator[int]:
-    """Listen for gRPC; the value is the port."""
-    grpc, classes = _libraries()
+    """Listen for gRPC on an address; the value is the port."""
+    try:
+        grpc, messages = importlib.import_module("grpc"), importlib.import_module("tribe.serve.open_inference_pb2")
+    except ImportError as error:
+        raise ImportError(f"gRPC needs grpcio and protobuf ({error}): pip install 'tribe-tta[grpc]'") from error
     limits = service.limits
-    options = [("grpc.max_receive_message_length", limits.body), ("grpc.max_metadata_size", limits.head_bytes)]
+    options = [("grpc.max_receive_message_length", limits.body), ("grpc.max_metadata_size", MAX_METADATA)]
     options += [("grpc.so_reuseport", 0), ("grpc.max_concurrent_streams", limits.connections)]
     server = grpc.aio.server(options=options, maximum_concurrent_rpcs=limits.connections)
-    calls = Calls(service, grpc, classes)
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, calls.handlers()),))
-    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    calls = Calls(service, grpc, messages)
+    name = messages.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, calls.handlers()),))
     try:
-        if certificate is None or key is None:
-            found = server.add_insecure_port(address)
+        if tls is None:
+            port = server.add_insecure_port(address)
         else:
-            pair = Path(key).read_bytes(), Path(certificate).read_bytes()
-            found = server.add_secure_port(address, grpc.ssl_server_credentials([pair]))
+            certificate, key = (Path(each).read_bytes() for each in tls)
+            port = server.add_secure_port(address, grpc.ssl_server_credentials([(key, certificate)]))
     except RuntimeError as error:
         raise OSError(f"cannot listen for gRPC on {address}: {error}. Choose another with --grpc-port") from error
     await server.start()
     try:
-        yield found
+        yield port
     finally:
         await server.stop(GRACE)
 
 
 class Calls:
-    """The calls of the service."""
+    """The calls of the service.
 
-    def __init__(self, service: Service, grpc: Any, classes: Mapping[str, Any]) -> None:
-        self.service, self.grpc, self.classes, self.model = service, grpc, classes, service.model
+    Args:
+        service: the worker, and who may use it.
+        grpc: the module.
+        messages: the module that is generated from ``open_inference.proto``.
+    """
+
+    def __init__(self, service: Service, grpc: Any, messages: Any) -> None:
+        self.service, self.grpc, self.messages, self.model = service, grpc, messages, service.model
 
     def handlers(self) -> dict[str, Any]:
-        """What answers each call, by its name."""
+        """Return the handler of each call, by its name."""
         single = {
             "ServerLive": self.server_live,
             "ServerReady": self.server_ready,
@@ -80,143 +75,138 @@ class Calls:
             "ModelConfig": self.model_config,
             "ModelInfer": self.model_infer,
         }
-        found = {
-            name: self.grpc.unary_unary_rpc_method_handler(self._guarded(function), *self._coding(name))
+        handlers = {
+            name: self.grpc.unary_unary_rpc_method_handler(
+                self._guarded(function),
+                getattr(self.messages, f"{name}Request").FromString,
+                getattr(self.messages, f"{name}Response").SerializeToString,
+            )
             for name, function in single.items()
         }
-        decode = self.classes["ModelInferRequest"].FromString
-        encode = self.classes["ModelStreamInferResponse"].SerializeToString
-        found["ModelStreamInfer"] = self.grpc.stream_stream_rpc_method_handler(self.model_stream_infer, decode, encode)
-        return found
-
-    def _coding(self, name: str) -> tuple[Any, Any]:
-        return self.classes[f"{name}Request"].FromString, self.classes[f"{name}Response"].SerializeToString
+        handlers["ModelStreamInfer"] = self.grpc.stream_stream_rpc_method_handler(
+            self.model_stream_infer,
+            self.messages.ModelInferRequest.FromString,
+            self.messages.ModelStreamInferResponse.SerializeToString,
+        )
+        return handlers
 
     def _guarded(self, function: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
-        """A call whose errors become statuses of gRPC."""
+        """Return the call with its errors turned into statuses of gRPC."""
 
         async def run(request: Any, context: Any) -> Any:
             try:
                 return await function(request, context)
             except ServeError as error:
-                wait = getattr(error, "retry_after", None)
-                trailing = () if wait is None else (("retry-after", f"{wait:g}"),)
+                trailing = () if error.retry_after is None else (("retry-after", f"{error.retry_after:g}"),)
                 await context.abort(self.grpc.StatusCode[error.code], str(error), trailing)
             except (asyncio.CancelledError, self.grpc.aio.AbortError):
                 raise
             except Exception:
                 log.exception("an unexpected error in %s", function.__name__)
-                await context.abort(
-                    self.grpc.StatusCode.INTERNAL, "an unexpected error in the server; its log says more"
-                )
+                await context.abort(self.grpc.StatusCode.INTERNAL, ServeError.when)
 
         return run
 
+    # -- the server and its model -------------------------------------------------------------------------------------
+
     async def server_live(self, request: Any, context: Any) -> Any:
-        """The process answers."""
-        return self.classes["ServerLiveResponse"](live=True)
+        """Return that the process answers."""
+        return self.messages.ServerLiveResponse(live=True)
 
     async def server_ready(self, request: Any, context: Any) -> Any:
-        """Requests are taken: the service listens only while the worker runs."""
-        return self.classes["ServerReadyResponse"](ready=True)
+        """Return that requests are accepted: the service listens only while the worker runs."""
+        return self.messages.ServerReadyResponse(ready=True)
 
     async def server_metadata(self, request: Any, context: Any) -> Any:
-        """What the server is."""
-        return self.classes["ServerMetadataResponse"](**metadata.server_metadata())
+        """Return the name, version and extensions of the server."""
+        return self.messages.ServerMetadataResponse(**protocol.server_metadata())
 
     async def model_ready(self, request: Any, context: Any) -> Any:
-        """Whether the model is there."""
+        """Return that the model is ready, or raise if there is no such model."""
         self.model.check(request.name, request.version)
-        return self.classes["ModelReadyResponse"](ready=True)
+        return self.messages.ModelReadyResponse(ready=True)
 
     async def model_metadata(self, request: Any, context: Any) -> Any:
-        """What the model takes and gives."""
+        """Return the inputs and outputs of the model."""
         self.model.check(request.name, request.version)
-        return self.classes["ModelMetadataResponse"](**metadata.model_metadata(self.model))
+        return self.messages.ModelMetadataResponse(**protocol.model_metadata(self.model))
 
     async def model_config(self, request: Any, context: Any) -> Any:
-        """The configuration of the model."""
+        """Return the configuration of the model."""
         self.model.check(request.name, request.version)
-        return self.classes["ModelConfigResponse"](config=metadata.model_config(self.model))
+        return self.messages.ModelConfigResponse(config=protocol.model_config(self.model))
+
+    # -- predictions --------------------------------------------------------------------------------------------------
 
     async def model_infer(self, request: Any, context: Any) -> Any:
         """Predict images."""
-        arrived, holder, stream = self._caller(context)
-        return await self._infer(request, holder, stream, arrived)
+        user, stream = self._caller(context)
+        return await self._infer(request, user, stream)
 
     async def model_stream_infer(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
-        """Predict images of many requests, one after another; an error does not end the call."""
-        answered = self.classes["ModelStreamInferResponse"]
+        """Predict the images of many requests, one after another; an error does not end the call."""
         async for request in requests:
             try:
-                arrived, holder, stream = self._caller(context)
-                yield answered(infer_response=await self._infer(request, holder, stream, arrived))
+                user, stream = self._caller(context)
+                answer = self.messages.ModelStreamInferResponse(infer_response=await self._infer(request, user, stream))
             except ServeError as error:
-                yield answered(
-                    error_message=str(error), infer_response=self.classes["ModelInferResponse"](id=request.id)
-                )
+                named = self.messages.ModelInferResponse(id=request.id)
+                answer = self.messages.ModelStreamInferResponse(error_message=str(error), infer_response=named)
+            yield answer
 
-    def _caller(self, context: Any) -> tuple[float, Holder, str | None]:
-        """The time, who calls, and the stream that the metadata names."""
+    def _caller(self, context: Any) -> tuple[Principal, str | None]:
+        """Return who calls, and the stream that the metadata names."""
         given: dict[str, str] = {}
         for name, value in context.invocation_metadata() or ():
             if name in ("authorization", "x-tribe-stream") and given.setdefault(name, value) != value:
                 raise BadRequest(f"the metadata {name} occurs twice; expected once")
-        holder = self.service.access.identify(given.get("authorization"))
-        return asyncio.get_running_loop().time(), holder, given.get("x-tribe-stream")
+        return self.service.access.identify(given.get("authorization")), given.get("x-tribe-stream")
 
-    async def _infer(self, message: Any, holder: Holder, stream: str | None, arrived: float) -> Any:
+    async def _infer(self, message: Any, user: Principal, stream: str | None) -> Any:
+        arrived = asyncio.get_running_loop().time()
         self.model.check(message.model_name, message.model_version)
-        request = parse_message(message, self.model, stream)
-        answer = await self.service.infer(request, holder, arrived)
-        return self._response(answer, request)
-
-    def _response(self, answer: Answer, request: Request) -> Any:
-        message = self.classes["ModelInferResponse"](
+        request = decode_message(message, self.model, stream)
+        result = await self.service.infer(request, user, arrived)
+        logits = protocol.as_numbers(result.logits)
+        answer = self.messages.ModelInferResponse(
             model_name=self.model.name, model_version=VERSION, id=request.id or ""
         )
-        for wanted in request.outputs:
-            message.outputs.add(name=wanted.name, datatype="FP32", shape=answer.logits.shape)
-            message.raw_output_contents.append(answer.logits.tobytes())
-        for name, value in answer.facts().items():
+        answer.outputs.add(name=self.model.output, datatype="FP32", shape=logits.shape)
+        answer.raw_output_contents.append(logits.tobytes())
+        for name, value in protocol.answer_parameters(result, request.stream).items():
             kind = {bool: "bool", int: "int64", float: "double"}.get(type(value), "string")
-            setattr(message.parameters[name], f"{kind}_param", value)
-        return message
+            setattr(answer.parameters[name], f"{kind}_param", value)
+        return answer
 
 
-def parse_message(message: Any, model: ModelInfo, stream_header: str | None) -> Request:
-    """The request in a message."""
-    parameters = {name: _value(value) for name, value in message.parameters.items()}
-    outputs = [
-        {"name": each.name, "parameters": {n: _value(v) for n, v in each.parameters.items()}}
-        for each in message.outputs
-    ]
-    return read_request(_images(message, model), parameters, outputs, message.id or None, model, stream_header)
+def decode_message(message: Any, model: protocol.ModelInfo, stream_header: str | None) -> InferRequest:
+    """Return the request in a message: what `protocol.decode_infer` is for HTTP."""
+    inputs = [_tensor(each) | {"shape": list(each.shape), "datatype": each.datatype} for each in message.inputs]
+    head = {
+        "inputs": inputs,
+        "outputs": [_tensor(each) for each in message.outputs],
+        "parameters": _parameters(message.parameters),
+        "id": message.id or None,
+    }
+    content = bytearray()
+    if message.raw_input_contents:
+        if len(message.raw_input_contents) != 1 or any(each.HasField("contents") for each in message.inputs):
+            raise BadInput("expected the images either in raw_input_contents, once, or in contents")
+        content += message.raw_input_contents[0]
+        for each in inputs:
+            each["parameters"]["binary_data_size"] = len(content)
+    else:
+        for each, given in zip(inputs, message.inputs, strict=True):
+            if given.datatype not in CONTENTS:
+                raise BadInput(f"{given.datatype[:20]!r} has no contents in a message; send raw_input_contents")
+            each["data"] = list(getattr(given.contents, CONTENTS[given.datatype]))
+    return infer_request(convert(head, InferHead, "the request"), content, model, stream_header)
 
 
-def _value(parameter: Any) -> Any:
-    chosen = parameter.WhichOneof("parameter_choice")
-    return None if chosen is None else getattr(parameter, chosen)
+def _tensor(given: Any) -> dict[str, Any]:
+    return {"name": given.name, "parameters": _parameters(given.parameters)}
 
 
-def _images(message: Any, model: ModelInfo) -> Images:
-    if len(message.inputs) != 1 or message.inputs[0].name != INPUT:
-        names = ", ".join(repr(each.name[:40]) for each in message.inputs[:4]) or "none"
-        raise BadInput(f"the inputs are {names}; expected one input with the name {INPUT!r}")
-    given = message.inputs[0]
-    shape = tuple(given.shape)
-    model.check_images(shape)
-    if not message.raw_input_contents:
-        byte_size(given.datatype, shape)  # refuses an unknown datatype
-        field = CONTENTS.get(given.datatype)
-        if field is None:
-            raise BadInput(f"{given.datatype} has no contents of its own in a message; send raw_input_contents")
-        return from_numbers(list(getattr(given.contents, field)), given.datatype, shape)
-    if len(message.raw_input_contents) != 1 or given.HasField("contents"):
-        raise BadInput("expected the images either in raw_input_contents, once, or in contents")
-    content, expected = message.raw_input_contents[0], byte_size(given.datatype, shape)
-    if len(content) != expected:
-        raise BadInput(
-            f"raw_input_contents has {len(content)} bytes; {given.datatype} of the shape {shape} has {expected}"
-        )
-    return from_bytes(content, given.datatype, shape)
+def _parameters(given: Mapping[str, Any]) -> dict[str, Any]:
+    choices = {name: value.WhichOneof("parameter_choice") for name, value in given.items()}
+    return {name: getattr(given[name], chosen) for name, chosen in choices.items() if chosen is not None}

@@ -1,29 +1,228 @@
 """A network as a server: ``with tribe.serve.Server(net, data="streams") as server: ...``."""
 
-from collections.abc import Callable, Mapping, Sequence
+import asyncio
+import contextlib
+import gc
+import ipaddress
+import signal
+import socket
+import threading
+from collections.abc import Callable, Generator, Sequence
 from os import PathLike
-from typing import Any
+from types import FrameType
+from typing import Any, Self
 
+import prometheus_client
 import torch
+import uvicorn
 from torch import nn
 
 from tribe.core.backbone import Backbone
 from tribe.fields import is_whole, require
-from tribe.filters import TimeFilter
-from tribe.health import Calibration, Guard
 from tribe.methods import AnyMethod
+from tribe.serve.app import App
 from tribe.serve.config import Limits, Policy
-from tribe.serve.listener import Listener
-from tribe.serve.protocol.messages import ModelInfo
-from tribe.serve.protocol.names import NAME, RULE
-from tribe.serve.security import Token
-from tribe.serve.store import Store, open_store
+from tribe.serve.protocol import ModelInfo
+from tribe.serve.rpc import listening
+from tribe.serve.security import Access, Token, read_tokens
+from tribe.serve.service import Service
+from tribe.serve.store import open_store
 from tribe.serve.worker import Worker
 from tribe.streams import fleet
+from tribe.streams.names import check_stream_name
+
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+BACKLOG = 1024  # connections that the system holds until they are accepted
+DRAIN = 10.0  # seconds that open requests get when the server stops
+
+Tls = tuple[str | PathLike[str], str | PathLike[str]]  # PEM files: the certificate chain and its key
+
+
+class Listener:
+    """Listen for HTTP and gRPC: in a thread (``with``, `start`, `stop`), or in this thread until a signal (`run`).
+
+    Args:
+        service: the worker, and who may use it.
+        host: the address to listen on.
+        port: of HTTP; 0 takes a free one.
+        grpc_port: of gRPC, the extra `grpc`; None: no gRPC; 0 takes a free one.
+        tls: PEM files with the certificate chain and its key; None: no TLS.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 8000,
+        grpc_port: int | None = None,
+        tls: Tls | None = None,
+    ) -> None:
+        for name, number in (("port", port), ("grpc_port", grpc_port)):
+            fine = number is None or (is_whole(number, least=0) and number < 2**16)
+            require(fine, f"{name} is the number of a port, 0 to 65535", number)
+        self.service, self.app = service, App(service)
+        self.host, self.port, self.grpc_port, self._tls = host, port, grpc_port, tls
+        self._thread: threading.Thread | None = None
+        self._server: _Uvicorn | None = None
+        self._error: BaseException | None = None
+
+    @property
+    def url(self) -> str:
+        """Return the address, such as http://127.0.0.1:8000; the real port once the server listens."""
+        return f"{'http' if self._tls is None else 'https'}://{self._address(self.port)}"
+
+    @property
+    def grpc_address(self) -> str | None:
+        """Return the address of gRPC, such as 127.0.0.1:8001; None: there is no gRPC."""
+        return None if self.grpc_port is None else self._address(self.grpc_port)
+
+    @property
+    def is_local(self) -> bool:
+        """Return whether the server is reached from this machine alone."""
+        return is_loopback(self.host)
+
+    def _address(self, port: int) -> str:
+        return f"[{self.host}]:{port}" if ":" in self.host else f"{self.host}:{port}"
+
+    def _bind(self) -> socket.socket:
+        """Take the port, or raise an error that names it."""
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        try:
+            # With the protocol named, asyncio turns off Nagle's algorithm, which would delay answers by 40 ms.
+            taken = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+            taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            taken.bind((self.host, self.port))
+            taken.listen(BACKLOG)
+        except OSError as error:
+            raise OSError(
+                f"cannot listen on {self.host} port {self.port}: {error.strerror or error}. Choose another with "
+                "--port, or 0 for a free one"
+            ) from error
+        self.port = taken.getsockname()[1]
+        return taken
+
+    def run(self, ready: Callable[[], None] = lambda: None) -> None:
+        """Serve in this thread until SIGINT or SIGTERM; then finish what was begun, and store every stream.
+
+        The process is the server's: see `shorten_collections`.
+        """
+        shorten_collections()
+        prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]  # the time at which each series began
+        asyncio.run(self._serve(ready, signals=True))
+
+    def start(self) -> Self:
+        """Serve in a thread; return when requests are accepted."""
+        if self._thread is not None:
+            raise RuntimeError("the server runs already")
+        began = threading.Event()
+
+        def work() -> None:
+            try:
+                asyncio.run(self._serve(began.set, signals=False))
+            except BaseException as error:
+                self._error = error
+            finally:
+                began.set()
+
+        self._error = None
+        self._thread = threading.Thread(target=work, name="tribe-serve", daemon=True)
+        self._thread.start()
+        began.wait()
+        if self._error is not None:
+            self.stop()
+        return self
+
+    def stop(self) -> None:
+        """Finish what was begun, store every stream, and end the thread."""
+        if self._thread is None:
+            return
+        if self._server is not None:
+            self._server.should_exit = True
+        self._thread.join()
+        self._thread = None
+        if self._error is not None:
+            raise self._error
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    async def _serve(self, ready: Callable[[], None], signals: bool) -> None:
+        limits, (certificate, key) = self.service.limits, self._tls or (None, None)
+        config = uvicorn.Config(
+            self.app,
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            backlog=BACKLOG,
+            limit_concurrency=limits.connections + 1,
+            timeout_keep_alive=int(limits.idle_seconds),
+            timeout_graceful_shutdown=int(DRAIN),
+            ssl_certfile=certificate,
+            ssl_keyfile=key,
+        )
+        config.load()  # reads the certificate, before anything is started
+        taken = self._bind()
+        try:
+            async with contextlib.AsyncExitStack() as stack:
+                await stack.enter_async_context(self.service.running())
+                if self.grpc_port is not None:
+                    self.grpc_port = await stack.enter_async_context(
+                        listening(self.service, self._address(self.grpc_port), self._tls)
+                    )
+                self._server = _Uvicorn(config, self.app.handlers.closing, ready, signals)
+                await self._server.serve([taken])
+        finally:
+            taken.close()
+            self._server = None
+
+
+class _Uvicorn(uvicorn.Server):
+    """uvicorn's server, which reports when it listens and when it begins to stop."""
+
+    def __init__(
+        self, config: uvicorn.Config, closing: asyncio.Event, ready: Callable[[], None], signals: bool
+    ) -> None:
+        super().__init__(config)
+        self._closing, self._ready, self._signals = closing, ready, signals
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._closing.set()  # ends streams of events
+        await super().shutdown(sockets)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None]:
+        """Stop on a signal. Unlike uvicorn's own, this does not raise the signal again: the process exits with 0."""
+        if not self._signals:
+            yield
+            return
+        old = {number: signal.signal(number, self._stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in old.items():
+                signal.signal(number, handler)
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        """Let open requests finish at the first signal, and not at the second."""
+        if self.should_exit:
+            self.force_exit = True
+        self.should_exit = True
 
 
 class Server(Listener):
-    """Serves a trained classifier that adapts to each stream while it predicts.
+    """Serve a trained classifier that adapts to each stream while it predicts.
 
     ``with`` starts it in a thread and stops it at the end; `run` serves in this thread until a signal. A server starts
     once: it stores and releases its streams when it stops.
@@ -36,20 +235,15 @@ class Server(Listener):
         shape: of one image, such as (3, 32, 32); None stands for any size. Not given: the channels of the first layer,
             and any size.
         labels: names of the classes, for people.
-        policy: how it trades latency, adaptation and safety.
-        time: as for `tribe.fleet`.
-        guard: as for `tribe.fleet`.
-        health: as for `tribe.fleet`.
-        classes: as for `tribe.fleet`.
-        host: the address to listen on; the default is heard on this machine alone.
+        policy: trades latency, adaptation and safety.
+        host: the address to listen on; the default is reached from this machine alone.
         port: of HTTP; 0 takes a free one.
         grpc_port: of gRPC, the extra `grpc`; None: no gRPC; 0 takes a free one.
         tokens: a file of tokens, or tokens; None: everybody may do everything.
         limits: how much is accepted.
-        host_names: names under which a server without tokens may be called, beside those of this machine.
-        certificate: a PEM file with the certificate chain; TLS is then required.
-        key: a PEM file with its key.
-        options: further ones of `tribe.fleet`, and hyper-parameters of the method.
+        host_names: names that clients may use for a server without tokens, beside those of this machine.
+        tls: PEM files with the certificate chain and its key; None: no TLS.
+        options: those of `tribe.fleet`, such as ``guard=True``, and hyper-parameters of the method.
     """
 
     def __init__(
@@ -62,66 +256,55 @@ class Server(Listener):
         shape: Sequence[int | None] | None = None,
         labels: Sequence[str] = (),
         policy: Policy | None = None,
-        time: str | TimeFilter | None = None,
-        guard: bool | Guard = False,
-        health: bool | Calibration | str | PathLike[str] = False,
-        classes: int | None = None,
         host: str = "127.0.0.1",
         port: int = 8000,
         grpc_port: int | None = None,
         tokens: str | PathLike[str] | Sequence[Token] | None = None,
         limits: Limits | None = None,
         host_names: Sequence[str] = (),
-        certificate: str | PathLike[str] | None = None,
-        key: str | PathLike[str] | None = None,
+        tls: Tls | None = None,
         **options: Any,
     ) -> None:
-        fleet_options = {"time": time, "guard": guard, "health": health, "classes": classes, **options}
-        worker, info, self.store = new_worker(model, method, name, data, shape, labels, policy, fleet_options)
-        super().__init__(
-            worker,
-            info,
-            host=host,
-            port=port,
-            grpc_port=grpc_port,
-            tokens=tokens,
-            limits=limits,
-            host_names=host_names,
-            certificate=certificate,
-            key=key,
-        )
-
-    async def _serve(self, ready: Callable[[], None], signals: bool) -> None:
-        try:
-            await super()._serve(ready, signals)
-        finally:
-            if self.store is not None:
-                self.store.close()
+        access = new_access(tokens, host, host_names)
+        options |= {"name": name, "data": data, "shape": shape, "labels": labels, "policy": policy}
+        service = new_service(model, method, access, limits, **options)
+        super().__init__(service, host=host, port=port, grpc_port=grpc_port, tls=tls)
 
 
-def new_worker(
+def new_service(
     model: nn.Module | Backbone,
     method: str | AnyMethod,
-    name: str,
-    data: str | PathLike[str] | None,
-    shape: Sequence[int | None] | None,
-    labels: Sequence[str],
-    policy: Policy | None,
-    options: Mapping[str, Any],
-) -> tuple[Worker, ModelInfo, Store | None]:
-    """A worker, what clients read about its model, and its store; ``options`` are those of `tribe.fleet`."""
-    require(NAME.fullmatch(name) is not None, f"the name of a model has {RULE}", name)
+    access: Access,
+    limits: Limits | None = None,
+    *,
+    name: str = "model",
+    data: str | PathLike[str] | None = None,
+    shape: Sequence[int | None] | None = None,
+    labels: Sequence[str] = (),
+    policy: Policy | None = None,
+    **options: Any,
+) -> Service:
+    """Return a worker of a network with its store and its users; the arguments are those of `Server`."""
+    check_stream_name(name, "the name of a model")
     net = model if isinstance(model, Backbone) else Backbone(model)
     streams = fleet(net, method, **options)
     require(len(labels) in (0, streams.classes), f"labels are the names of {streams.classes} classes", labels)
     built = streams.method
     info = ModelInfo(name, image_shape(net, shape), streams.classes, built.output, tuple(labels), built.name)
     store = None if data is None else open_store(data)
-    return Worker(streams, store, policy=policy, model=name), info, store
+    return Service(Worker(streams, store, policy=policy, model=name), info, access, limits, store)
+
+
+def new_access(
+    tokens: str | PathLike[str] | Sequence[Token] | None, host: str = "127.0.0.1", host_names: Sequence[str] = ()
+) -> Access:
+    """Return the users of a server: without tokens, one on this machine is called by names of this machine alone."""
+    entries = read_tokens(tokens) if isinstance(tokens, str | PathLike) else tokens or ()
+    return Access(entries, (*LOOPBACK, host, *host_names) if not entries and is_loopback(host) else ())
 
 
 def image_shape(net: Backbone, shape: Sequence[int | None] | None) -> tuple[int | None, ...]:
-    """The shape of one image: the one that was given or, of the first layer, the channels and any size."""
+    """Return the shape of one image: the given one or, of the first layer, the channels and any size."""
     if shape is not None:
         fine = len(shape) > 0 and all(size is None or is_whole(size, least=1) for size in shape)
         require(fine, "shape is that of one image, such as (3, 32, 32) or (3, None, None)", shape)
@@ -130,3 +313,25 @@ def image_shape(net: Backbone, shape: Sequence[int | None] | None) -> tuple[int 
         raise ValueError("the network has no convolution, so the shape of its images is not known: give shape=(...)")
     layers = [m for m in net.model.modules() if isinstance(m, torch.nn.Conv1d | torch.nn.Conv2d | torch.nn.Conv3d)]
     return (layers[0].in_channels, *[None] * (net.rank - 2))
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether an address is reached from this machine alone.
+
+    >>> is_loopback("127.0.0.1"), is_loopback("localhost"), is_loopback("0.0.0.0")
+    (True, True, False)
+    """
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def shorten_collections() -> None:
+    """Exclude all objects that exist now from garbage collection, in a process that serves from now on.
+
+    A full collection stops every thread. Over the million objects that torch and its modules have it takes 0.1 to
+    0.2 s, every few seconds under load; over the objects of requests it takes some milliseconds.
+    """
+    gc.collect()
+    gc.freeze()

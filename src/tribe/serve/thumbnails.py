@@ -1,4 +1,4 @@
-"""The last frame of each stream, small, for people: off unless asked for, and bounded in bytes."""
+"""The last frame of each stream, small, for people: off by default, and bounded in bytes."""
 
 import io
 from collections import OrderedDict
@@ -21,52 +21,44 @@ class Thumbnail(NamedTuple):
 
 
 class Thumbnails:
-    """The last frames of streams; those whose frame is oldest go first. Used on the event loop.
+    """The last frames of streams; the oldest frames are dropped first. Used on the event loop.
 
     Args:
         limit: the most bytes of all frames; 0: none is kept.
     """
 
     def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self._kept: OrderedDict[str, Thumbnail] = OrderedDict()
-        self._bytes = self._frames = 0
+        self.limit, self.bytes, self._frames = limit, 0, 0
+        self._thumbnails: OrderedDict[str, Thumbnail] = OrderedDict()
 
-    def note(self, stream: str, images: Tensor) -> None:
+    def update(self, stream: str, images: Tensor) -> None:
         """Keep the last of some images (B, C, H, W) in [0, 1], if it can be shown: one channel or three."""
-        if not self.limit or images.dim() != 4 or not len(images) or images.shape[1] not in (1, 3):
+        if not self.limit or images.dim() != 4 or images.shape[1] not in (1, 3):
             return
-        self.forget(stream)
+        self.drop(stream)
         pixels = shrink(images[-1])
-        if pixels.nbytes > self.limit:
-            return
         self._frames += 1
-        self._kept[stream] = Thumbnail(pixels, self._frames)
-        self._bytes += pixels.nbytes
-        while self._bytes > self.limit:
-            self.forget(next(iter(self._kept)))
+        self._thumbnails[stream] = Thumbnail(pixels, self._frames)
+        self.bytes += pixels.nbytes
+        while self.bytes > self.limit:
+            self.drop(next(iter(self._thumbnails)))
 
-    def forget(self, stream: str) -> None:
+    def drop(self, stream: str) -> None:
         """Drop the frame of a stream."""
-        if (old := self._kept.pop(stream, None)) is not None:
-            self._bytes -= old.pixels.nbytes
-
-    def number(self, stream: str) -> int | None:
-        """The number of a stream's frame; None: there is none."""
-        return None if (kept := self._kept.get(stream)) is None else kept.number
+        if (old := self._thumbnails.pop(stream, None)) is not None:
+            self.bytes -= old.pixels.nbytes
 
     def get(self, stream: str) -> Thumbnail | None:
-        """The last frame of a stream."""
-        return self._kept.get(stream)
+        """Return the last frame of a stream."""
+        return self._thumbnails.get(stream)
 
-    @property
-    def bytes(self) -> int:
-        """How many bytes the frames take."""
-        return self._bytes
+    def number(self, stream: str) -> int | None:
+        """Return the number of a stream's frame; None: there is none."""
+        return None if (thumbnail := self.get(stream)) is None else thumbnail.number
 
 
 def shrink(image: Tensor) -> NDArray[np.uint8]:
-    """Every n-th pixel of an image (C, H, W) in [0, 1], so that no side has more than 96: (H, W), or (H, W, 3).
+    """Return every n-th pixel of an image (C, H, W) in [0, 1], at most 96 a side: (H, W), or (H, W, 3).
 
     >>> shrink(__import__("torch").ones(1, 200, 10)).shape
     (67, 4)
@@ -77,7 +69,7 @@ def shrink(image: Tensor) -> NDArray[np.uint8]:
 
 
 def encode(thumbnail: Thumbnail) -> bytes:
-    """The frame as a PNG."""
+    """Return the frame as a PNG."""
     file = io.BytesIO()
     require_pillow("thumbnails").fromarray(thumbnail.pixels).save(file, "PNG")
     return file.getvalue()

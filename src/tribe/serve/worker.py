@@ -42,7 +42,7 @@ LONGEST_ID = 1000  # characters of a request id
 log = logging.getLogger("tribe.serve")
 
 
-class Inferred(NamedTuple):
+class InferResult(NamedTuple):
     """The answer to a request."""
 
     logits: Tensor
@@ -53,7 +53,7 @@ class Inferred(NamedTuple):
 
 
 document(
-    Inferred,
+    InferResult,
     logits="Of each image, (B, K); probabilities for methods that return those.",
     adapted="Whether the stream has learned from these images. False: it may learn from them later, or not at all.",
     clock="Steps that the state has taken with which, or by which, the images were predicted; None without a stream.",
@@ -192,7 +192,7 @@ class Worker:
         request_id: str | None = None,
         deadline: float | None = None,
         learn: bool = True,
-    ) -> Inferred:
+    ) -> InferResult:
         """Predict images (B, ...), and let their stream learn from them.
 
         Args:
@@ -214,7 +214,7 @@ class Worker:
         job = Job(stream, images, now, deadline, learn, request_id, asyncio.get_running_loop().create_future())
         try:
             await self._place(job)
-            inferred: Inferred = await job.reply
+            inferred: InferResult = await job.reply
         except asyncio.CancelledError:
             if self.scheduler.answer(job):
                 self.metrics.refused("canceled")
@@ -351,7 +351,7 @@ class Worker:
         served = self.keeper.streams.get(job.stream) if job.stream is not None else None
         generation = None if served is None else served.generation
         health = None if result.health is None else result.health | ({} if served is None else served.condition)
-        job.reply.set_result(Inferred(result.logits, adapted, result.clock, generation, health))
+        job.reply.set_result(InferResult(result.logits, adapted, result.clock, generation, health))
         self.metrics.answered(outcome, job.size, job.arrived, job.launched, now)
 
     def _refuse(self, refused: Refused) -> None:

@@ -1,0 +1,382 @@
+"""The Open Inference Protocol, version 2: JSON, with tensors in it or as bytes after it.
+
+The header Inference-Header-Content-Length is the length of the JSON; the bytes of the tensors follow. An input that is
+sent as bytes has the parameter ``binary_data_size``; an output is returned as bytes if its parameter ``binary_data`` or
+the request's ``binary_data_output`` is true. HTTP and gRPC share all that follows the decoding of the message.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from tribe._version import __version__
+from tribe.serve.errors import BadInput, BadRequest, NotFound, TooLarge
+from tribe.serve.worker import InferResult
+from tribe.streams.names import check_request_id, check_stream_name
+
+T = TypeVar("T")
+Buffer = bytes | bytearray | memoryview
+Parameter = bool | int | float | str  # a value of the parameters of an answer
+
+VERSION = "1"  # of the model, in the protocol's sense: the server has one
+INPUT = "images"  # the name of the only input
+MAX_JSON = 8 * 2**20  # bytes: parsing more would delay other requests
+DATATYPES = {
+    "FP32": torch.float32,
+    "FP16": torch.float16,
+    "FP64": torch.float64,
+    "UINT8": torch.uint8,
+    "BF16": torch.bfloat16,
+}
+EXPECTED = f"expected {', '.join(DATATYPES)}: floating point in [0, 1], or UINT8 from 0 to 255"
+SERVER, PLATFORM = "tribe", "tribe_pytorch"
+EXTENSIONS = ("binary_tensor_data", "sequence", "sequence(string_id)", "model_configuration", "parameters")
+Timeout = Annotated[int, msgspec.Meta(ge=1, le=2**53)]  # microseconds
+
+
+# -- the model and a request -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """The model that is served, as clients see it."""
+
+    name: str
+    shape: tuple[int | None, ...]  # of one image, such as (3, 32, 32); None: any size
+    classes: int
+    output: str = "logits"  # the name of the only output: logits or probabilities
+    labels: tuple[str, ...] = ()  # names of the classes
+    method: str = ""
+    most_images: int = 1024  # in one request
+
+    def check(self, name: str, version: str = "") -> None:
+        """Raise if this is another model or version."""
+        if name != self.name:
+            raise NotFound(f"there is no model {name[:80]!r}; this server has the model {self.name!r}")
+        if version not in ("", VERSION):
+            raise NotFound(f"model {name!r} has no version {version[:80]!r}; leave it out, or give {VERSION!r}")
+
+    def check_images(self, shape: tuple[int, ...]) -> None:
+        """Raise if images (B, ...) do not fit the model."""
+        fits = len(shape) == len(self.shape) + 1 and all(
+            size == wanted or (wanted is None and size > 0) for size, wanted in zip(shape[1:], self.shape, strict=True)
+        )
+        if not fits:
+            raise BadInput(f"images have the shape {show_shape(shape)}; expected {self.expected}")
+        if shape[0] < 1:
+            raise BadInput(f"there are no images: the shape is {show_shape(shape)}; expected at least one image")
+        if shape[0] > self.most_images:
+            raise TooLarge(f"there are {shape[0]} images; expected {self.most_images} at most in one request")
+
+    @property
+    def expected(self) -> str:
+        """Return the shape of images, for people."""
+        return f"{show_shape(('B', *self.shape))}, where B is the number of images"
+
+    @property
+    def sizes(self) -> list[int]:
+        """Return the shape of one image, with -1 for any size."""
+        return [-1 if size is None else size for size in self.shape]
+
+
+def show_shape(shape: tuple[int | str | None, ...]) -> str:
+    """Return a shape as people write it; any size is ``*``.
+
+    >>> show_shape(("B", 3, None, None))
+    '(B, 3, *, *)'
+    """
+    return f"({', '.join('*' if size is None else str(size) for size in shape)})"
+
+
+@dataclass(frozen=True, slots=True)
+class InferRequest:
+    """Images to predict, and the stream that learns from them."""
+
+    images: Tensor  # (B, ...), float32 in [0, 1]
+    stream: str | None = None  # None: the source model predicts
+    id: str | None = None  # of the request: a second one with the same id does not learn
+    start: bool = False  # create the stream if there is none
+    end: bool = False  # store the stream and release it afterwards
+    timeout: int | None = None  # microseconds until the answer must be there
+    learn: bool = True
+    binary: bool = False  # return the logits as bytes, not as numbers in JSON
+
+
+# -- the JSON of a request ---------------------------------------------------------------------------------------------
+
+
+class InferParameters(msgspec.Struct):
+    """Parameters of a request."""
+
+    sequence_id: str | int | None = None
+    sequence_start: bool = False
+    sequence_end: bool = False
+    timeout: Timeout | None = None
+    tribe_learn: bool = True
+    binary_data_output: bool = False
+
+
+class TensorParameters(msgspec.Struct):
+    """Parameters of an input or an output."""
+
+    binary_data_size: int | None = None
+    binary_data: bool | None = None
+    shared_memory_region: Any = None
+    classification: Any = None
+
+
+class InputTensor(msgspec.Struct):
+    """The input of a request."""
+
+    name: str
+    shape: list[int]
+    datatype: str
+    parameters: TensorParameters | None = None
+    data: list[Any] | None = None
+
+
+class OutputTensor(msgspec.Struct):
+    """An output that a request asks for."""
+
+    name: str
+    parameters: TensorParameters | None = None
+
+
+class InferHead(msgspec.Struct):
+    """The JSON of a request."""
+
+    inputs: list[InputTensor]
+    outputs: list[OutputTensor] | None = None
+    parameters: InferParameters | None = None
+    id: str | None = None
+
+
+HEAD = msgspec.json.Decoder(InferHead)
+
+
+def decode_json(content: Buffer, decoder: msgspec.json.Decoder[T]) -> T:
+    """Return the value of a JSON text that clients sent, or raise a `BadRequest`."""
+    try:
+        return decoder.decode(content)
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(
+            f"the JSON of the request cannot be read: {error}. See the section Protocol of docs/serving.md"
+        ) from None
+
+
+def convert(values: Any, to: type[T], noun: str, *, strict: bool = True) -> T:
+    """Return values as a checked structure, or raise a `BadRequest`; without ``strict``, texts become numbers."""
+    try:
+        return msgspec.convert(values, to, strict=strict)
+    except msgspec.ValidationError as error:
+        raise BadRequest(f"{noun} cannot be read: {error}. See the section Protocol of docs/serving.md") from None
+
+
+def decode_infer(body: Buffer, head_size: str | None, model: ModelInfo, stream_header: str | None) -> InferRequest:
+    """Return the request in the body of an HTTP request.
+
+    Args:
+        body: all of it.
+        head_size: the value of the header Inference-Header-Content-Length, if there is one.
+        model: the model that the images are for.
+        stream_header: the value of the header x-tribe-stream, if there is one.
+    """
+    size = len(body) if head_size is None else _checked_size(head_size, len(body))
+    if size > MAX_JSON:
+        raise TooLarge(
+            f"the request has {size:,} bytes of JSON; expected {MAX_JSON:,} at most. Send the images as bytes after "
+            "it, with the parameter binary_data_size"
+        )
+    view = memoryview(body)
+    return infer_request(decode_json(view[:size], HEAD), view[size:], model, stream_header)
+
+
+def infer_request(head: InferHead, content: Buffer, model: ModelInfo, stream_header: str | None) -> InferRequest:
+    """Return a request from its decoded head and the bytes of its images; empty: they are in the head."""
+    parameters = head.parameters or InferParameters()
+    binary = parameters.binary_data_output
+    for output in head.outputs or ():
+        if output.name != model.output:
+            raise BadRequest(f"there is no output {output.name[:40]!r}; expected {model.output!r}")
+        if (chosen := _supported(output.parameters).binary_data) is not None:
+            binary = chosen
+    images = _read_images(head.inputs, content, model)
+    try:
+        stream = _chosen_stream(parameters.sequence_id, stream_header)
+        id = check_request_id(head.id) if head.id else None
+    except ValueError as error:
+        raise BadRequest(str(error)) from None
+    return InferRequest(
+        images,
+        stream,
+        id,
+        parameters.sequence_start,
+        parameters.sequence_end,
+        parameters.timeout,
+        parameters.tribe_learn,
+        binary,
+    )
+
+
+def _checked_size(text: str, total: int) -> int:
+    if not (text.isascii() and text.isdecimal() and len(text) <= 12 and 0 < int(text) <= total):
+        raise BadRequest(
+            f"the header Inference-Header-Content-Length is {text[:40]!r}; expected the number of bytes of JSON, 1 to "
+            f"{total}: the body was cut short, or the header is wrong"
+        )
+    return int(text)
+
+
+def _chosen_stream(parameter: str | int | None, header: str | None) -> str | None:
+    """Return the stream that ``sequence_id`` or the header names; Triton's clients send 0 or "" for no sequence."""
+    named = check_stream_name(str(parameter), "sequence_id") if parameter not in (None, "", 0) else None
+    other = check_stream_name(header, "the header x-tribe-stream") if header is not None else None
+    if named is not None and other is not None and named != other:
+        raise ValueError(
+            f"sequence_id is {named!r} and the header x-tribe-stream is {other!r}; give one of them, or one name"
+        )
+    return named if named is not None else other
+
+
+def _supported(parameters: TensorParameters | None) -> TensorParameters:
+    parameters = parameters or TensorParameters()
+    for name in ("shared_memory_region", "classification"):
+        if getattr(parameters, name) is not None:
+            raise BadRequest(f"the parameter {name} is not supported: send and receive tensors in the body")
+    return parameters
+
+
+# -- tensors -----------------------------------------------------------------------------------------------------------
+
+
+def _read_images(inputs: list[InputTensor], content: Buffer, model: ModelInfo) -> Tensor:
+    """Return the images of a request."""
+    if len(inputs) != 1 or inputs[0].name != INPUT:
+        names = ", ".join(repr(each.name[:40]) for each in inputs[:4]) or "none"
+        raise BadInput(f"the inputs are {names}; expected one input with the name {INPUT!r}")
+    given = inputs[0]
+    shape, size = tuple(given.shape), _supported(given.parameters).binary_data_size
+    model.check_images(shape)
+    if given.datatype not in DATATYPES:
+        raise BadInput(f"the images have the datatype {given.datatype[:20]!r}; {EXPECTED}")
+    if size is not None:
+        expected = DATATYPES[given.datatype].itemsize * math.prod(shape)
+        if not size == len(content) == expected:
+            raise BadInput(
+                f"binary_data_size is {size}, and {len(content)} bytes follow the JSON; {given.datatype} of the shape "
+                f"{shape} has {expected}: the body was cut short or is too long"
+            )
+        return images_from_bytes(content, given.datatype, shape)
+    if content:
+        raise BadInput(f"{len(content)} bytes follow the JSON, but the input has no parameter binary_data_size")
+    if given.data is None:
+        raise BadInput(
+            "the input has no data; expected numbers in 'data', or bytes with the parameter binary_data_size"
+        )
+    return _images_from_numbers(given.data, given.datatype, shape)
+
+
+def images_from_bytes(content: Buffer, datatype: str, shape: tuple[int, ...]) -> Tensor:
+    """Return images (B, ...) from writable bytes, little-endian and row by row."""
+    return as_images(torch.frombuffer(content, dtype=DATATYPES[datatype])).reshape(shape)
+
+
+def as_images(values: Tensor) -> Tensor:
+    """Return values as the network takes them: float32 in [0, 1], in aligned memory of their own."""
+    return values / 255 if values.dtype == torch.uint8 else values.to(torch.float32, copy=True)
+
+
+def _images_from_numbers(data: list[Any], datatype: str, shape: tuple[int, ...]) -> Tensor:
+    """Return images (B, ...) from the numbers of a JSON text, in nested lists or in one."""
+    whole = datatype == "UINT8"
+    try:
+        array = np.asarray(data)
+    except ValueError as error:
+        raise BadInput(f"the data of the images cannot be read: {error}") from error
+    if array.dtype.kind not in ("ui" if whole else "uif") or (whole and not 0 <= array.min() <= array.max() <= 255):
+        raise BadInput(
+            f"the data of the images cannot be read; expected {'integers from 0 to 255' if whole else 'numbers'}"
+        )
+    if array.size != math.prod(shape) or array.shape not in ((array.size,), shape):
+        raise BadInput(f"the data has the shape {array.shape}; expected {shape}, or one list of its numbers")
+    return as_images(torch.from_numpy(array).to(DATATYPES[datatype])).reshape(shape)
+
+
+# -- answers -----------------------------------------------------------------------------------------------------------
+
+
+def as_numbers(logits: Tensor) -> "np.ndarray[Any, np.dtype[np.float32]]":
+    """Return logits (B, K) as float32 on the CPU."""
+    found: np.ndarray[Any, np.dtype[np.float32]] = logits.detach().to("cpu", torch.float32).contiguous().numpy()
+    return found
+
+
+def encode_infer(result: InferResult, request: InferRequest, model: ModelInfo) -> tuple[bytes, int | None]:
+    """Return the body of an answer, and how many bytes of it are JSON; None: all of them."""
+    logits, raw = as_numbers(result.logits), b""
+    output: dict[str, Any] = {"name": model.output, "datatype": "FP32", "shape": logits.shape}
+    if request.binary:
+        raw = logits.tobytes()
+        output["parameters"] = {"binary_data_size": len(raw)}
+    else:
+        output["data"] = logits.ravel().tolist()
+    head: dict[str, Any] = {"model_name": model.name, "model_version": VERSION}
+    if request.id is not None:
+        head["id"] = request.id
+    head |= {"parameters": answer_parameters(result, request.stream), "outputs": [output]}
+    text = msgspec.json.encode(head)  # numbers that are not finite become null
+    return (text + raw, len(text)) if request.binary else (text, None)
+
+
+def answer_parameters(result: InferResult, stream: str | None) -> dict[str, Parameter]:
+    """Return the parameters of an answer: facts about the stream."""
+    facts = {"adapted": result.adapted, "stream": stream, "clock": result.clock, "generation": result.generation}
+    parameters = {f"tribe_{name}": value for name, value in facts.items() if value is not None}
+    return parameters | {f"tribe_health_{name}": value for name, value in health_facts(result).items()}
+
+
+def health_facts(result: InferResult) -> dict[str, Parameter]:
+    """Return the health of the stream of an answer, as plain values; alarms are a text with commas."""
+    facts = {name: ",".join(v) if name == "alarms" else v for name, v in (result.health or {}).items()}
+    return {
+        name: value
+        for name, value in facts.items()
+        if isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value))
+    }
+
+
+# -- metadata ----------------------------------------------------------------------------------------------------------
+
+
+def server_metadata() -> dict[str, Any]:
+    """Return the answer of ``GET /v2``."""
+    return {"name": SERVER, "version": __version__, "extensions": EXTENSIONS}
+
+
+def model_metadata(model: ModelInfo) -> dict[str, Any]:
+    """Return the answer of ``GET /v2/models/{model}``; -1 is any size."""
+    return {
+        "name": model.name,
+        "versions": [VERSION],
+        "platform": PLATFORM,
+        "inputs": [{"name": INPUT, "datatype": "FP32", "shape": [-1, *model.sizes]}],
+        "outputs": [{"name": model.output, "datatype": "FP32", "shape": [-1, model.classes]}],
+    }
+
+
+def model_config(model: ModelInfo) -> dict[str, Any]:
+    """Return the answer of ``GET /v2/models/{model}/config``, as far as clients of Triton read it."""
+    return {
+        "name": model.name,
+        "platform": PLATFORM,
+        "backend": SERVER,
+        "max_batch_size": model.most_images,
+        "input": [{"name": INPUT, "data_type": "TYPE_FP32", "dims": model.sizes}],
+        "output": [{"name": model.output, "data_type": "TYPE_FP32", "dims": [model.classes]}],
+        "parameters": {"method": {"string_value": model.method}},
+    }
