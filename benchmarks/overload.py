@@ -30,7 +30,7 @@ from tribe.data.datasets.embedded import mnist_test
 from tribe.experiments.provenance import machine
 from tribe.io.files import write_atomically
 from tribe.serve.errors import Overloaded
-from tribe.serve.listener import shorten_collections
+from tribe.serve.server import shorten_collections
 from tribe.serve.store import SqliteStore
 from tribe.serve.worker import Worker
 

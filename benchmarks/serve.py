@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,8 +29,10 @@ import uvicorn
 from benchmarks.time_play import RESULTS
 from tribe.experiments.provenance import machine
 from tribe.io.files import write_atomically
-from tribe.serve.listener import Listener
-from tribe.serve.protocol.messages import ModelInfo
+from tribe.serve.protocol import ModelInfo
+from tribe.serve.server import Listener
+from tribe.serve.service import Service
+from tribe.serve.worker import InferResult
 
 CLASSES = 10
 SCRIPT = """
@@ -50,14 +52,6 @@ end
 """
 
 
-class Inferred(NamedTuple):
-    logits: Any
-    adapted: bool
-    clock: int | None
-    generation: int | None
-    health: dict[str, Any] | None
-
-
 class NoModel:
     """A worker that answers at once, or after a fixed time."""
 
@@ -68,11 +62,11 @@ class NoModel:
 
     async def stop(self) -> None: ...
 
-    async def infer(self, stream: str | None, images: torch.Tensor, **_: Any) -> Inferred:
+    async def infer(self, stream: str | None, images: torch.Tensor, **_: Any) -> InferResult:
         self.times.append(time.thread_time())
         if self.seconds:
             await asyncio.sleep(self.seconds)
-        return Inferred(self.logits, True, 1, 1, {"trusted": 0.9, "entropy": 0.1, "distance": 0.2})
+        return InferResult(self.logits, True, 1, 1, {"trusted": 0.9, "entropy": 0.1, "distance": 0.2})
 
 
 async def bare(scope: Any, receive: Any, send: Any) -> None:
@@ -96,7 +90,8 @@ def serve(what: str, shape: tuple[int, ...], connection: Any) -> None:
         uvicorn.Server(config).run([taken])
     else:
         model = NoModel()
-        listener = Listener(model, ModelInfo("none", shape, CLASSES), port=0)  # type: ignore[arg-type]
+        service = Service(model, ModelInfo("none", shape, CLASSES))  # type: ignore[arg-type]
+        listener = Listener(service, port=0)
         listener.run(lambda: connection.send(listener.port))
         spent = np.diff(
             model.times[len(model.times) // 6 :]

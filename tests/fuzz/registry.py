@@ -29,7 +29,7 @@ NO_READERS = {  # functions that call an opener, and why no file of a user can h
             "reproduction.claims.claims",
             "reproduction.tables._read",
             "tribe.experiments.report.page._asset",
-            "tribe.serve.routes.Routes.page",
+            "tribe.serve.app.Handlers.__init__",
         ),
         "it reads data of the package",
     ),
@@ -79,7 +79,7 @@ NO_READERS = {  # functions that call an opener, and why no file of a user can h
         "it opens a stream; the fleet and the store read the files",
     ),
     "tribe.serve.rpc.listening": "it hands the operator's certificate and key to gRPC",
-    "tribe.serve.routes.Routes._arguments": "it parses JSON of bounded size as the other requests do",
+    "tribe.serve.app.Handlers._arguments": "it parses JSON of bounded size as the other requests do",
     **dict.fromkeys(
         ("reproduction.command._keep", "tribe.experiments.jobs.result_files"),
         "it copies bytes and reads nothing in them",

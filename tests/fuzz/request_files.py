@@ -1,6 +1,5 @@
 """Readers of what clients send to a server, and of its file of tokens."""
 
-import asyncio
 import io
 import json
 import zlib
@@ -9,15 +8,14 @@ import numpy as np
 import safetensors.numpy
 
 from fuzz.registry import digest, reader
-from tribe.serve.bodies import Body
-from tribe.serve.protocol.errors import ServeError
-from tribe.serve.protocol.messages import ModelInfo
-from tribe.serve.protocol.plain import parse_predict
-from tribe.serve.protocol.v2 import parse_infer
+from tribe.serve.errors import ServeError
+from tribe.serve.http import decompress
+from tribe.serve.plain import decode_predict
+from tribe.serve.protocol import ModelInfo, decode_infer
 from tribe.serve.security import read_tokens
 
 MODEL = ModelInfo("small", (3, 8, 8), 4)
-PLAIN = "tribe.serve.protocol.plain"
+PLAIN = "tribe.serve.plain"
 IMAGES = np.random.default_rng(0).random((2, 3, 8, 8), np.float32)
 
 
@@ -29,7 +27,7 @@ def answered(place, parse, *arguments, **options):
         if error.status >= 500:
             raise
         raise ValueError(f"{place}: {error}") from error
-    return digest(request.images.shape, request.images.tobytes(), request.stream, request.id, request.outputs)
+    return digest(request.images.shape, request.images.numpy().tobytes(), request.stream, request.id, request.binary)
 
 
 def body_file(name, content):
@@ -41,8 +39,8 @@ def body_file(name, content):
 
         @staticmethod
         def read(folder):
-            body = (folder / name).read_bytes()
-            return answered(folder / name, parse_predict, body, "", {}, MODEL, stream="cam", most_pixels=10**6)
+            body = bytearray((folder / name).read_bytes())
+            return answered(folder / name, decode_predict, body, "", {}, MODEL, stream="cam", max_pixels=10**6)
 
     return BodyFile
 
@@ -61,7 +59,7 @@ reader("request-safetensors", "safetensors", (f"{PLAIN}._read_safetensors",))(
 )
 
 
-@reader("request-json", "json", ("tribe.serve.protocol.v2.parse_infer",))
+@reader("request-json", "json", ("tribe.serve.protocol.decode_infer",))
 class JsonRequest:
     @staticmethod
     def make(folder):
@@ -74,10 +72,11 @@ class JsonRequest:
 
     @staticmethod
     def read(folder):
-        return answered(folder / "request.json", parse_infer, (folder / "request.json").read_bytes(), None, MODEL)
+        body = (folder / "request.json").read_bytes()
+        return answered(folder / "request.json", decode_infer, body, None, MODEL, None)
 
 
-@reader("request-binary", "", ("tribe.serve.protocol.v2.parse_infer",))
+@reader("request-binary", "", ("tribe.serve.protocol.decode_infer",))
 class BinaryRequest:
     @staticmethod
     def make(folder):
@@ -89,10 +88,10 @@ class BinaryRequest:
     @staticmethod
     def read(folder):
         length, _, body = (folder / "request").read_bytes().partition(b"\n")
-        return answered(folder / "request", parse_infer, body, length.decode("latin-1"), MODEL)
+        return answered(folder / "request", decode_infer, bytearray(body), length.decode("latin-1"), MODEL, None)
 
 
-@reader("request-gzip", "gzip", ("tribe.serve.bodies.Body._unpack",))
+@reader("request-gzip", "gzip", ("tribe.serve.http.decompress",))
 class CompressedRequest:
     @staticmethod
     def make(folder):
@@ -104,12 +103,8 @@ class CompressedRequest:
     def read(folder):
         content = (folder / "request.gz").read_bytes()
 
-        async def receive():
-            return {"type": "http.request", "body": content, "more_body": False}
-
-        body = Body(receive, {b"content-encoding": b"gzip"}, lambda count: None)
         try:
-            return digest(asyncio.run(body.read(20_000, 10.0)).tobytes())
+            return digest(decompress(content, "gzip", 20_000))
         except ServeError as error:
             raise ValueError(f"{folder}/request.gz: {error}") from error
 

@@ -109,7 +109,10 @@ class Listener:
         """
         shorten_collections()
         prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]  # the time at which each series began
-        asyncio.run(self._serve(ready, signals=True))
+        try:
+            asyncio.run(self._serve(ready, signals=True))
+        finally:
+            gc.unfreeze()  # Python frees all objects at its end
 
     def start(self) -> Self:
         """Serve in a thread; return when requests are accepted."""
