@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tribe.serve.store import RedisStore, SqliteStore
+from tribe.serve.store import RedisStore, SqliteStore, Write
 
 KINDS = ("sqlite", "redis")
 numbers = itertools.count()
@@ -95,6 +95,10 @@ def open_kind(kind, folder, clock=None, cls=None):
 
 
 def write(store, claim, clock, blob=None):
-    """Write a state that follows from its clock."""
-    blob = b"state %d" % clock if blob is None else blob
-    store.write(claim, blob, clock=clock, requests=[f"request {clock}"], meta={"clock": clock})
+    """Write a state that follows from its clock; an error if it is refused."""
+    for error in store.write([a_write(claim, clock, blob)]).values():
+        raise error
+
+
+def a_write(claim, clock, blob=None):
+    return Write(claim, b"state %d" % clock if blob is None else blob, clock, [f"request {clock}"])

@@ -71,10 +71,10 @@ NO_READERS = {  # functions that call an opener, and why no file of a user can h
     ),
     **dict.fromkeys(
         (
-            "tribe.serve.control.Controls._create",
-            "tribe.serve.control.Controls._existing",
-            "tribe.serve.control.Controls._put_state",
-            "tribe.serve.worker.Worker._opened",
+            "tribe.serve.controls.Controls._create",
+            "tribe.serve.controls.Controls._existing",
+            "tribe.serve.controls.Controls._put_state",
+            "tribe.serve.worker.Worker._open",
         ),
         "it opens a stream; the fleet and the store read the files",
     ),

@@ -1,48 +1,28 @@
-"""Readers of the store of stream states: its ledger and its blobs."""
+"""The reader of the ledger of stream states. The states are state files, which have a reader of their own."""
 
 import contextlib
 
 from fuzz.registry import digest, reader
+from stores import write
 from tribe.serve.store import SqliteStore
 from tribe.serve.store.sqlite import LEDGER
 
-STREAM = "gate 3"
-BLOB_FUNCTIONS = ("tribe.serve.store.blobs.Blobs.read", "tribe.serve.store.records.stored")
+STREAM = "gate-3"
 
 
-def written_store(folder):
-    """A store with two states of a stream, in a single ledger file."""
-    with contextlib.closing(SqliteStore(folder / "store", now=lambda: 1000.0)) as store:
-        claim = store.claim(STREAM, "worker", 10)
-        for clock in (1, 2):
-            store.write(claim, b"state" * 50 * clock, clock=clock, requests=[f"r{clock}"], meta={"method": "tribe"})
-        return store._blobs.path(store._record(STREAM, "current").blob)
-
-
-def read_store(folder):
-    """What is read of a stream, and of the ledger."""
-    with contextlib.closing(SqliteStore(folder / "store", now=lambda: 1000.0)) as store:
-        return digest(store.read(STREAM), store.list())
-
-
-@reader("ledger", "", ("tribe.serve.store.ledger.Ledger._connect", *BLOB_FUNCTIONS))
+@reader("ledger", "", ("tribe.serve.store.sqlite.Ledger._connect", "tribe.serve.store.sqlite.SqliteStore._fetch"))
 class LedgerFile:
     @staticmethod
     def make(folder):
-        written_store(folder)
+        """A store with two states of a stream, in a single ledger file."""
+        with contextlib.closing(SqliteStore(folder / "store", now=lambda: 1000.0)) as store:
+            claim = store.claim(STREAM, "worker", 10)
+            for clock in (1, 2):
+                write(store, claim, clock)
         return folder / "store" / LEDGER
 
     @staticmethod
     def read(folder):
-        return read_store(folder)
-
-
-@reader("blob", "", BLOB_FUNCTIONS, sealed=True)
-class BlobFile:
-    @staticmethod
-    def make(folder):
-        return written_store(folder)
-
-    @staticmethod
-    def read(folder):
-        return read_store(folder)
+        """What is read of a stream, and of the ledger."""
+        with contextlib.closing(SqliteStore(folder / "store", now=lambda: 1000.0)) as store:
+            return digest(store.read(STREAM), store.list())

@@ -8,11 +8,10 @@ from collections import Counter, defaultdict
 import pytest
 import torch
 
-from tribe.serve.budget import Times
+from tribe.serve.batch_times import BatchTimes
 from tribe.serve.config import Policy
 from tribe.serve.errors import Overloaded
-from tribe.serve.jobs import Job
-from tribe.serve.scheduler import Scheduler
+from tribe.serve.scheduler import Job, Scheduler
 
 ZEROS = torch.zeros(32, 1, 2, 2)
 
@@ -22,7 +21,7 @@ def job(stream, arrived=0.0, deadline=math.inf, size=1, **more):
 
 
 def scheduler(step=None, predict=None, blocked=lambda stream: None, **policy):
-    times = Times()
+    times = BatchTimes()
     for kind, seconds in (("step", step), ("predict", predict)):
         if seconds is not None:
             for _ in range(100):  # until the deviation is gone
@@ -46,7 +45,7 @@ def test_an_idle_model_steps_at_once_and_those_who_come_meanwhile_are_stepped_to
     offer(sched, a)
     assert sched.next_step(0.0) == [a]
     offer(sched, b, c, now=0.001)
-    assert sched.next_step(0.001) is None  # the model is busy
+    assert sched.next_step(0.001) == []  # the model is busy
     sched.step_done(0.010)
     assert sched.next_step(0.010) == [b, c]
 
@@ -58,10 +57,10 @@ def test_a_request_that_came_while_the_model_was_busy_waits_two_milliseconds_for
     sched.next_step(0.0)
     offer(sched, b, now=0.010)
     sched.step_done(0.0105)
-    assert sched.next_step(0.0105) is None
+    assert sched.next_step(0.0105) == []
     assert sched.wake(0.0105) == pytest.approx(0.012)
     offer(sched, c, now=0.0115)
-    assert sched.next_step(0.0115) is None
+    assert sched.next_step(0.0115) == []
     assert sched.next_step(0.012) == [b, c]
 
 
@@ -108,8 +107,8 @@ def test_a_batch_has_at_most_so_many_streams_and_images_and_a_large_request_runs
 def test_requests_without_a_stream_are_predicted_together():
     sched = scheduler()
     jobs = offer(sched, *(job(None) for _ in range(5)))
-    assert sched.next_prediction(0.0) == (list(jobs), [])
-    assert sched.next_step(0.0) is None
+    assert sched.next_prediction(0.0) == (list(jobs), {})
+    assert sched.next_step(0.0) == []
 
 
 def test_a_prediction_holds_one_request_of_each_stream():
@@ -126,14 +125,14 @@ def test_a_prediction_holds_one_request_of_each_stream():
 def test_a_request_that_has_time_is_stepped():
     sched = scheduler(step=0.1, predict=0.01)
     (a,) = offer(sched, job("a", deadline=0.2))
-    assert sched.next_prediction(0.0) == (None, [])
+    assert sched.next_prediction(0.0) == ([], {})
     assert sched.next_step(0.0) == [a]
 
 
 def test_a_request_without_time_for_a_step_is_predicted_at_once_and_learned_later():
     sched = scheduler(step=0.1, predict=0.01)
     (a,) = offer(sched, job("a", deadline=0.05))
-    assert sched.next_prediction(0.0) == ([a], [])
+    assert sched.next_prediction(0.0) == ([a], {})
     assert list(sched.backlog) == [a]
     sched.prediction_done(0.01)
     sched.answer(a)
@@ -146,7 +145,7 @@ def test_a_request_that_would_wait_too_long_for_its_step_is_predicted_at_once():
     offer(sched, job("a"))
     sched.next_step(0.0)
     (b,) = offer(sched, job("b", 0.02, deadline=0.15), now=0.02)  # the step ends at 0.1, the next one at 0.2
-    assert sched.next_prediction(0.02) == ([b], [])
+    assert sched.next_prediction(0.02) == ([b], {})
 
 
 def test_a_later_request_is_not_stepped_before_what_its_stream_has_still_to_learn():
@@ -160,7 +159,7 @@ def test_a_later_request_is_not_stepped_before_what_its_stream_has_still_to_lear
 
 
 def test_a_request_is_not_joined_by_others_that_would_make_it_late():
-    times = Times()
+    times = BatchTimes()
     for _ in range(100):
         for size in (1, 2, 4, 8):
             times.observe("step", size, 0.1 * size)
@@ -175,7 +174,7 @@ def test_a_prediction_that_would_be_late_is_refused_and_says_when_to_come_back()
     sched = scheduler(step=1.0, predict=0.1)
     offer(sched, job(None, deadline=1.0))
     sched.next_prediction(0.0)
-    with pytest.raises(Overloaded, match=r"0\.200 s, and 0\.150 s") as error:
+    with pytest.raises(Overloaded, match="left") as error:
         sched.offer(job(None, deadline=0.15), 0.0)
     assert error.value.retry_after == pytest.approx(0.2)
 
@@ -188,7 +187,7 @@ def test_a_deadline_that_has_passed_is_refused_at_once():
 def test_too_many_waiting_requests_are_refused():
     sched = scheduler(waiting=2)
     offer(sched, job("a"), job("a"))
-    with pytest.raises(Overloaded, match="2 requests wait"):
+    with pytest.raises(Overloaded, match="wait"):
         sched.offer(job("a"), 0.0)
 
 
@@ -200,11 +199,11 @@ def test_after_a_refusal_requests_with_a_deadline_are_only_predicted_for_a_while
         sched.offer(job(None, deadline=0.15), 0.0)
     sched.prediction_done(0.1)
     (a,) = offer(sched, job("a", 0.1, deadline=5.0), now=0.1)
-    assert sched.next_step(0.1) is None
-    assert sched.next_prediction(0.1) == ([a], [])
+    assert sched.next_step(0.1) == []
+    assert sched.next_prediction(0.1) == ([a], {})
     sched.answer(a)
     sched.prediction_done(0.2)
-    assert sched.next_step(0.2) is None
+    assert sched.next_step(0.2) == []
     assert sched.wake(0.2) == pytest.approx(0.5)
     assert sched.next_step(0.5) == [a]
 
@@ -214,7 +213,7 @@ def test_a_request_whose_batch_takes_too_long_is_refused_at_its_deadline():
     (a,) = offer(sched, job("a", deadline=0.5))
     sched.next_step(0.0)
     assert sched.wake(0.0) <= 0.5
-    assert [refused.job for refused in sched.refuse_late(0.5)] == [a]
+    assert list(sched.refuse_late(0.5)) == [a]
     assert sched.waiting == 0
     assert not sched.answer(a)
 
@@ -235,7 +234,7 @@ def test_a_pessimistic_estimate_is_corrected():
 
 
 def test_the_first_batch_of_a_size_is_not_typical():
-    times = Times()
+    times = BatchTimes()
     for seconds in (3.0, 0.01, 0.01):  # the first one allocates, or captures a graph
         times.observe("step", 1, seconds)
     assert times.expect("step", 1) < 0.03
@@ -272,7 +271,7 @@ def test_the_learning_queue_waits_while_predictions_queue_up():
     (a,) = offer(sched, job("a", deadline=0.5))
     sched.next_prediction(0.0)
     offer(sched, job(None, 0.01, deadline=0.5), now=0.01)
-    assert sched.next_step(0.01) is None
+    assert sched.next_step(0.01) == []
     sched.prediction_done(0.1)
     sched.next_prediction(0.1)
     assert sched.next_step(0.1) == [a]
@@ -284,10 +283,10 @@ def test_what_was_refused_is_not_learned_so_that_a_retry_may_be():
     sched.next_prediction(0.0)
     (a,) = offer(sched, job("a", deadline=0.5, request_id="7"))
     assert sched.will_learn("a", "7")
-    assert [refused.job for refused in sched.refuse_late(0.5)] == [a]
+    assert list(sched.refuse_late(0.5)) == [a]
     assert not sched.will_learn("a", "7")
-    assert sched.next_step(0.5) is None
-    assert not sched.lines
+    assert sched.next_step(0.5) == []
+    assert not sched.queues
 
 
 def test_a_stream_that_must_not_learn_is_predicted_and_learns_nothing():
@@ -312,14 +311,14 @@ def test_a_held_stream_is_not_stepped_and_a_holder_comes_before_the_next_request
     assert log == []
     sched.step_done(0.1)
     assert log == ["first"]
-    assert sched.next_step(0.1) is None
+    assert sched.next_step(0.1) == []
     sched.release("a")
     assert log == ["first", "second"]
-    assert sched.next_step(0.1) is None
+    assert sched.next_step(0.1) == []
     sched.release("a")
     assert sched.next_step(0.1) == [again]
     sched.step_done(0.2)
-    assert not sched.lines
+    assert not sched.queues
 
 
 def test_answered_requests_with_a_far_deadline_are_not_kept():
@@ -342,7 +341,7 @@ def test_what_is_abandoned_comes_back_once_and_nothing_is_left():
     assert sched.waiting == 1  # the one that runs
     sched.step_done(1.0)
     sched.answer(running)
-    assert (sched.waiting, sched.lines, sched.backlog) == (0, {}, {})
+    assert (sched.waiting, sched.queues, sched.backlog) == (0, {}, {})
 
 
 # -- overload ---------------------------------------------------------------------------------------------------------
@@ -383,9 +382,9 @@ class Simulation:
 
     def pump(self):
         def refuse(late):
-            for refused in late:
-                assert self.now <= refused.job.deadline + 1e-9, "a refusal after the deadline"
-                self.outcomes[refused.job] = "refused"
+            for each in late:
+                assert self.now <= each.deadline + 1e-9, "a refusal after the deadline"
+                self.outcomes[each] = "refused"
 
         refuse(self.sched.refuse_late(self.now))
         for _ in range(2):
@@ -438,7 +437,7 @@ def test_under_overload_every_request_is_answered_in_time_or_refused_and_adaptat
     assert outcomes["after"]["step"] > 0.9 * len(after)
     assert simulation.most_backlog <= 64
     assert simulation.most_waiting < 1024
-    assert not simulation.sched.lines
+    assert not simulation.sched.queues
     assert not simulation.sched.backlog
     assert not simulation.sched.predictions
     for jobs in simulation.learned.values():  # in the order of arrival

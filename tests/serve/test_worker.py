@@ -12,8 +12,7 @@ import tribe
 from tribe.io.states import StateFileError
 from tribe.serve.config import Policy
 from tribe.serve.errors import NotOwner, Overloaded
-from tribe.serve.store import SqliteStore
-from tribe.serve.store.protocol import StoreDown
+from tribe.serve.store import SqliteStore, StoreDown
 from tribe.serve.worker import Worker
 from tribe.streams.fleet import UnknownStream, stream_seed
 from tribe.testing import small_network
@@ -257,7 +256,7 @@ def test_streams_are_not_written_one_by_one_each_after_a_step_of_its_own(store):
         asked = asyncio.create_task(worker.infer("cam0", batch(1)))
         while worker.scheduler.stepping is None:
             await asyncio.sleep(0)
-        writing = asyncio.create_task(worker.writer._write_all(list(worker.keeper.streams.values())))
+        writing = asyncio.create_task(worker.sessions.writer._write(list(worker.sessions.by_name.values())))
         for _ in range(10**6):  # cam0 is the first, and is being stepped; the others need not wait for that
             if len(captured) == 5:
                 break
@@ -378,7 +377,7 @@ def test_a_worker_whose_lease_was_not_renewed_only_predicts_until_it_is(tmp_path
         world.clock.now += 8.5  # lease - margin is 8
         answers.append(await one.infer("cam", batch(1)))
         assert one.stream("cam")["state"] == "lease"
-        await one.keeper.renew()
+        await one.sessions.renew()
         answers.append(await one.infer("cam", batch(2)))
         return answers
 
@@ -397,7 +396,7 @@ def test_a_stream_that_another_worker_has_claimed_is_dropped_and_its_write_is_fe
         taken = await two.infer("cam", batch(2))
         assert (taken.adapted, taken.clock, taken.generation) == (True, 2, 2)
         await one.write_round()
-        assert one.writer.metrics.total("tribe_fenced_writes_total") == 1
+        assert one.metrics.total("tribe_fenced_writes_total") == 1
         assert one.streams() == []
         assert [event.kind for event in one.log.kept][-1] == "fenced"
         followed = await one.infer("cam", batch(3))
@@ -414,11 +413,11 @@ def test_a_renewal_finds_lost_streams_and_their_waiting_requests_are_placed_agai
         await one.write_round()
         world.clock.now += 11
         await two.infer("cam", batch(1))
-        async with one.hold("cam"):
+        async with one.runtime.hold("cam"):
             waiting = asyncio.create_task(one.infer("cam", batch(2)))
             await asyncio.sleep(0)
-            losing = asyncio.create_task(one.keeper.renew())
-            while one.keeper.streams["cam"].claim is not None:
+            losing = asyncio.create_task(one.sessions.renew())
+            while one.sessions.by_name["cam"].claim is not None:
                 await asyncio.sleep(0)
         await losing
         return await waiting
@@ -562,10 +561,8 @@ def test_an_unknown_action_and_a_wrong_name_are_refused():
     async def scenario(worker):
         with pytest.raises(ValueError, match="no action 'explode'"):
             await worker.control("explode", "cam")
-        with pytest.raises(ValueError, match="printable"):
+        with pytest.raises(ValueError, match="expected a name"):
             await worker.infer("a\nb", batch(0))
-        with pytest.raises(ValueError, match="at most 1000"):
-            await worker.infer("cam", batch(0), request_id="x" * 1001)
 
     play(scenario)
 
@@ -577,7 +574,7 @@ def test_metrics_are_what_prometheus_reads(store):
     parser = pytest.importorskip("prometheus_client.parser")
 
     async def scenario(worker):
-        await worker.infer('a "stream"', batch(0))
+        await worker.infer("cam:1", batch(0))
         await worker.infer(None, batch(0))
         await worker.write_round()
         return worker.metrics_text(streams=True)
@@ -596,7 +593,7 @@ def test_metrics_are_what_prometheus_reads(store):
     assert samples["tribe_writes_total", *common] == 1
     assert samples["tribe_fenced_writes_total", *common] == 0
     assert samples["tribe_streams", "1", "digits", "learning"] == 1
-    assert samples["tribe_stream_clock", "1", 'a "stream"', "digits"] == 1
+    assert samples["tribe_stream_clock", "1", "cam:1", "digits"] == 1
 
 
 def test_events_are_kept_and_given_to_listeners_until_the_worker_stops():

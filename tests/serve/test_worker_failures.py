@@ -9,13 +9,11 @@ from small_server import MODEL
 
 import tribe
 from tribe.io.states import StateFileError
-from tribe.serve.config import Limits, Policy
+from tribe.serve.config import Policy
 from tribe.serve.errors import Conflict, NotStored, Overloaded, Unavailable
-from tribe.serve.protocol import Request
-from tribe.serve.security import Access
+from tribe.serve.protocol import InferRequest
 from tribe.serve.service import Service
-from tribe.serve.store import SqliteStore
-from tribe.serve.store.protocol import StoreDown
+from tribe.serve.store import SqliteStore, StoreDown
 from tribe.serve.worker import Worker
 from tribe.testing import small_network
 
@@ -97,7 +95,7 @@ async def cancel_in(worker, name, doing):
     await asyncio.wait([task])
     assert task.cancelled()
     worker.store.go.set()
-    await worker.keeper.tasks.done()
+    await worker.runtime.finished()
 
 
 # -- the store fails --------------------------------------------------------------------------------------------------
@@ -107,12 +105,12 @@ def test_a_stream_that_could_not_be_released_learns_again_when_the_store_answers
     async def scenario(worker):
         await worker.infer("cam", batch(0))
         store.fails = {"release"}
-        with pytest.raises(Overloaded, match="the store fails: the disk is full"):
+        with pytest.raises(Overloaded, match="disk"):
             await worker.control("end", "cam")
         during = await worker.infer("cam", batch(1))
         assert (during.adapted, during.clock, worker.stream("cam")["state"]) == (False, 1, "lease")
         store.fails = set()
-        await worker.keeper.renew()
+        await worker.sessions.renew()
         after = await worker.infer("cam", batch(2))
         assert (after.adapted, after.clock, after.generation) == (True, 2, 1)
         assert kinds(worker) == ["opened", "store-down"]
@@ -126,11 +124,11 @@ def test_a_stream_that_was_released_although_the_store_failed_is_opened_again_an
     async def scenario(worker):
         await worker.infer("cam", batch(0))
         store.fails_after = {"release"}
-        with pytest.raises(Overloaded, match="the connection was closed"):
+        with pytest.raises(Overloaded, match="connection"):
             await worker.control("end", "cam")
         store.fails_after = set()
         assert not (await worker.infer("cam", batch(1))).adapted
-        await worker.keeper.renew()  # says that the claim has ended
+        await worker.sessions.renew()  # says that the claim has ended
         return await worker.infer("cam", batch(2))
 
     after = play(scenario, store)
@@ -145,12 +143,12 @@ def test_a_reset_that_fails_in_the_store_changes_nothing_and_nothing_is_learned_
     async def scenario(worker):
         await worker.infer("cam", batch(0))
         setattr(store, how, {call})
-        with pytest.raises(Overloaded, match="the store fails"):
+        with pytest.raises(Overloaded, match="store"):
             await worker.control("reset", "cam")
         setattr(store, how, set())
         assert fleet.digest("cam") == replay(fleet, "cam", [batch(0)])
         assert not (await worker.infer("cam", batch(1))).adapted  # it is unknown whether the claim holds
-        await worker.keeper.renew()
+        await worker.sessions.renew()
         return await worker.infer("cam", batch(2))
 
     after = play(scenario, store, fleet)
@@ -165,32 +163,33 @@ def test_a_stream_that_could_not_be_deleted_is_deleted_or_goes_on_when_the_store
         await worker.infer("cam", batch(0))
         await worker.write_round()
         setattr(store, how, {"delete"})
-        with pytest.raises(Overloaded, match="the store fails"):
+        with pytest.raises(Overloaded, match="store"):
             await worker.control("drop", "cam")
         setattr(store, how, set())
         assert not (await worker.infer("cam", batch(1))).adapted
-        await worker.keeper.renew()
+        await worker.sessions.renew()
         return await worker.infer("cam", batch(2))
 
     after = play(scenario, store)
     assert (after.adapted, after.clock) == (True, 2 if how == "fails" else 1)
 
 
-@pytest.mark.parametrize("call", ["write_many", "release"])
+@pytest.mark.parametrize("call", ["write", "release"])
 def test_the_last_request_of_a_stream_is_answered_although_the_stream_cannot_be_released(store, call):
     """A 503 would say that nothing was learned."""
 
     async def scenario(worker):
-        service = Service(worker, MODEL, Limits(), Access())
+        service = Service(worker, MODEL)
+        service.ready, anyone = True, service.access.identify(None)
         store.fails = {call}
-        request = Request(batch(0).numpy(), stream="cam", id="7", end=True)
-        answer = await service.infer(request, service.access.everybody, worker.clock())
+        request = InferRequest(batch(0), stream="cam", id="7", end=True)
+        answer = await service.infer(request, anyone, worker.clock())
         assert (answer.adapted, answer.clock) == (True, 1)
-        with pytest.raises(Unavailable, match="the store fails"):
-            await service.control("end", "cam", service.access.everybody)
+        with pytest.raises(Unavailable, match="store"):
+            await service.control("end", "cam", anyone)
         store.fails = set()
-        await worker.keeper.renew()
-        repeated = await service.infer(request, service.access.everybody, worker.clock())
+        await worker.sessions.renew()
+        repeated = await service.infer(request, anyone, worker.clock())
         assert (repeated.adapted, repeated.clock) == (False, 1)
         assert worker.streams() == []
 
@@ -201,7 +200,7 @@ def test_the_last_request_of_a_stream_is_answered_although_the_stream_cannot_be_
 # -- a client goes away -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("call", ["write_many", "release"])
+@pytest.mark.parametrize("call", ["write", "release"])
 def test_a_stream_whose_end_was_cancelled_is_released_and_learns_again(store, call):
     async def scenario(worker):
         await worker.infer("cam", batch(0))
@@ -214,14 +213,14 @@ def test_a_stream_whose_end_was_cancelled_is_released_and_learns_again(store, ca
     assert (after.adapted, after.clock, after.generation) == (True, 2, 2)
 
 
-@pytest.mark.parametrize("call", ["write_many", "release", "claim"])
+@pytest.mark.parametrize("call", ["write", "release", "claim"])
 def test_a_cancelled_reset_is_made_and_the_stream_is_not_lost(store, call):
     async def scenario(worker):
         await worker.infer("cam", batch(0))
         await cancel_in(worker, call, worker.control("reset", "cam"))
         assert (store.read("cam").clock, store.entry("cam").generation) == (0, 2)
         after = await worker.infer("cam", batch(1))
-        await worker.keeper.renew()
+        await worker.sessions.renew()
         assert kinds(worker) == ["opened", "reset"]
         return after
 
@@ -236,7 +235,7 @@ def test_what_fails_after_its_client_has_gone_is_logged(store, caplog):
         store.fails = {"release"}
         await cancel_in(worker, "release", worker.control("end", "cam"))
         store.fails = set()
-        await worker.keeper.renew()
+        await worker.sessions.renew()
         return await worker.infer("cam", batch(1))
 
     assert play(scenario, store).adapted
@@ -247,7 +246,7 @@ def test_an_idle_stream_is_released_once_although_the_server_stops_meanwhile(sto
     async def scenario(worker):
         await worker.infer("cam", batch(0))
         await worker.write_round()
-        worker.keeper.streams["cam"].used -= 1001
+        worker.sessions.by_name["cam"].used -= 1001
         await cancel_in(worker, "release", worker.release_idle())
         assert kinds(worker) == ["opened", "released"]
 
@@ -260,11 +259,11 @@ def test_a_request_that_has_ended_while_its_stream_was_opened_again_does_not_wai
 
     async def scenario(worker):
         await worker.infer("cam", batch(0))
-        async with worker.hold("cam"):
+        async with worker.runtime.hold("cam"):
             asked = asyncio.create_task(worker.infer("cam", batch(1), deadline=1000.0))
             while not worker.scheduler.waiting:
                 await asyncio.sleep(0)
-            losing = asyncio.create_task(worker.keeper.lose(worker.keeper.streams["cam"], "another has claimed it"))
+            losing = asyncio.create_task(worker.sessions.lose(worker.sessions.by_name["cam"], "another has claimed it"))
             await asyncio.sleep(0)
             store.wait_in("entry")
         await losing
@@ -276,7 +275,7 @@ def test_a_request_that_has_ended_while_its_stream_was_opened_again_does_not_wai
             worker.pump()
         await asyncio.wait([asked])
         store.go.set()
-        await worker.keeper.tasks.done()
+        await worker.runtime.finished()
         assert worker.scheduler.waiting == 0
         assert not worker._is_busy(None)
 
@@ -330,23 +329,24 @@ def test_a_state_that_cannot_be_stored_keeps_no_other_stream_from_being_stored_w
     assert [store.read(name) and store.read(name).clock for name in "abc"] == [None, 1, 1]
     assert [store.entry(name).owner for name in "bc"] == [None, None]
     assert [event.stream for event in worker.log.kept if event.kind == "not-stored"] == ["a", "a"]  # tried, given up
-    assert all(thread._shutdown for thread in worker._threads.values())
+    assert all(thread._shutdown for thread in worker.runtime.threads.values())
 
 
 def test_a_state_that_cannot_be_stored_keeps_no_idle_stream_from_being_released(store):
     async def scenario(worker):
         for name in ("a", "b"):
             await worker.infer(name, batch(0))
-            worker.keeper.streams[name].used -= 1001
+            worker.sessions.by_name[name].used -= 1001
         for _ in range(2):
             await worker.release_idle()
         assert [each["name"] for each in worker.streams()] == ["a"]
         assert kinds(worker).count("not-stored") == 1
-        with pytest.raises(NotStored, match="stream 'a' cannot be stored: the state is not finite"):
+        with pytest.raises(NotStored, match="finite"):
             await worker.control("end", "a")
-        service = Service(worker, MODEL, Limits(), Access())
-        with pytest.raises(Conflict, match="not finite"):
-            await service.control("end", "a", service.access.everybody)
+        service = Service(worker, MODEL)
+        service.ready, anyone = True, service.access.identify(None)
+        with pytest.raises(Conflict, match="finite"):
+            await service.control("end", "a", anyone)
 
     play(scenario, store, new_fleet_with_bad("a"))
 
@@ -359,6 +359,34 @@ def test_a_stream_whose_state_cannot_be_stored_can_be_reset(store):
 
     play(scenario, store, new_fleet_with_bad("a"))
     assert store.read("a").clock == 0
+
+
+# -- a report that cannot be read --------------------------------------------------------------------------------------
+
+
+def test_a_step_that_is_committed_is_not_an_error_although_its_report_cannot_be_read(store):
+    """An error would make the client send the images again, and the stream would learn from them twice."""
+    fleet, broken = new_fleet(), []
+    plain = fleet.health_many
+
+    def health_many(names):
+        if set(broken) & set(names):
+            raise RuntimeError("the report is broken")
+        return plain(names)
+
+    fleet.health_many = health_many
+
+    async def scenario(worker):
+        await worker.infer("a", batch(0))
+        broken.append("a")
+        answers = await asyncio.gather(*(worker.infer(name, batch(1), request_id="7") for name in ("a", "b")))
+        broken.clear()
+        return [*answers, await worker.infer("a", batch(1), request_id="7")]
+
+    a, b, again = play(scenario, store, fleet)
+    assert [(answer.adapted, answer.clock) for answer in (a, b, again)] == [(True, 2), (True, 1), (False, 2)]
+    fleet.from_bytes("a", store.read("a").blob)
+    assert fleet.digest("a") == replay(fleet, "a", [batch(0), batch(1)])
 
 
 # -- which requests a state has learned -------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tribe.data.corruptions.pillow import require_pillow
 from tribe.serve.errors import BadInput, BadRequest, TooLarge, WrongType
+from tribe.serve.execution import InferResult
 from tribe.serve.protocol import (
     DATATYPES,
     EXPECTED,
@@ -26,7 +27,6 @@ from tribe.serve.protocol import (
     convert,
     health_facts,
 )
-from tribe.serve.worker import InferResult
 from tribe.streams.names import check_request_id
 
 JPEG, PNG, NPY, SAFETENSORS = "image/jpeg", "image/png", "application/x-npy", "application/x-safetensors"

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tribe._version import __version__
 from tribe.serve.errors import BadInput, BadRequest, NotFound, TooLarge
-from tribe.serve.worker import InferResult
+from tribe.serve.execution import InferResult
 from tribe.streams.names import check_request_id, check_stream_name
 
 T = TypeVar("T")

@@ -1,341 +1,404 @@
-"""Which requests run next, and how: stepped together, only predicted, or refused. No threads, no clock of its own.
+"""Decide which requests run next: stepped together, only predicted, or refused. No threads, and no clock of its own.
 
-Requests of one stream form a line. The first of each line may be stepped, so a stream is stepped at most once at a time
-and in the order of arrival. Requests of different streams are stepped together.
+The requests of a stream form a queue. The first of each queue may be stepped, so a stream is stepped at most once at a
+time and in the order of arrival. Requests of different streams are stepped together.
 
-A request whose deadline does not allow for a step is predicted at once and stays in its line: its images are learned
-later. So a later request of the stream is not stepped before them. Answered requests in lines are the learning queue,
-which is bounded: the oldest are dropped. If even a prediction would be late, the request is refused.
+A request whose deadline does not allow for a step is predicted at once and stays in its queue: its images are learned
+later. So a later request of the stream is not stepped before them. Answered requests in queues are the backlog, which
+is bounded: the oldest are dropped. If even a prediction would be late, the request is refused.
 
-Whoever uses a scheduler tells it the time. It may be driven by a test, moment by moment.
+The caller passes the time to every method, so a test can drive a scheduler moment by moment.
 """
 
 import heapq
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum
 from itertools import count
+from typing import Any, NamedTuple
 
-from tribe.serve.budget import Times
+from torch import Tensor
+
+from tribe.serve.batch_times import BatchTimes
 from tribe.serve.config import Policy
 from tribe.serve.errors import Overloaded
-from tribe.serve.jobs import Job, Line, Refused, Running
+
+
+class JobState(Enum):
+    """Where a request stands on its way to an answer."""
+
+    NEW = "new"  # not offered yet, or taken back
+    STEP = "step"  # waits for a step, or is being stepped
+    PREDICTION = "prediction"  # waits for a prediction, or is being predicted
+    DONE = "done"  # has an answer or an error
+
+
+@dataclass(eq=False, slots=True)
+class Job:
+    """A request. The scheduler changes its state while it waits."""
+
+    stream: str | None  # None: the source model predicts
+    images: Tensor  # (B, ...)
+    arrived: float
+    deadline: float = math.inf
+    learn: bool = True
+    request_id: str | None = None
+    reply: Any = None  # for the caller, such as a future
+    source: bool = False  # the source model predicts, because the stream has no state here
+    launch_by: float = 0.0  # when it no longer waits for a larger batch
+    launched: float = math.nan  # when its batch was launched
+    state: JobState = JobState.NEW
+    queued: bool = False  # is in its stream's queue, to be learned; also after it was answered
+    size: int = field(init=False)  # how many images
+
+    def __post_init__(self) -> None:
+        self.size = self.images.shape[0]
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it was offered and has no answer."""
+        return self.state in (JobState.STEP, JobState.PREDICTION)
+
+    @property
+    def awaits_step(self) -> bool:
+        """Whether it is in a queue, and its answer comes from a step."""
+        return self.queued and self.state is JobState.STEP
+
+    @property
+    def in_backlog(self) -> bool:
+        """Whether it is in a queue only to be learned: its answer does not come from a step."""
+        return self.queued and self.state is not JobState.STEP
+
+
+@dataclass(eq=False, slots=True)
+class StreamQueue:
+    """The requests of a stream that are not learned yet, the oldest first."""
+
+    jobs: deque[Job] = field(default_factory=deque)
+    awaiting: int = 0  # how many of them await a step
+    busy: bool = False  # one of its requests is being stepped, or the stream is held
+    holders: deque[Callable[[], None]] = field(default_factory=deque)  # callbacks of those who want to hold it next
+
+
+class RunningBatch(NamedTuple):
+    """A batch that was launched."""
+
+    jobs: list[Job]
+    since: float
+    until: float  # when it should be done
+
+
+Refused = dict[Job, Overloaded]  # requests that get no answer, and why
 
 
 class Scheduler:
-    """Lines of requests, what runs, and the choice of what runs next."""
+    """Queues of requests, the batches that run, and the choice of the next ones.
+
+    Args:
+        policy: limits and delays.
+        times: how long batches take.
+        blocked: why a stream must not learn now; None: it may.
+    """
 
     def __init__(
-        self, policy: Policy, times: Times, blocked: Callable[[str], str | None] = lambda stream: None
+        self, policy: Policy, times: BatchTimes, blocked: Callable[[str], str | None] = lambda stream: None
     ) -> None:
-        self.policy, self.times = policy, times
-        self.blocked = blocked  # why a stream must not learn now; None: it may
-        self.lines: dict[str, Line] = {}
-        self.predictions: deque[Job] = deque()
-        self.backlog: dict[Job, None] = {}  # answered or being predicted, not learned yet; the oldest first
+        self.policy, self.times, self.blocked = policy, times, blocked
+        self.queues: dict[str, StreamQueue] = {}
+        self.predictions: deque[Job] = deque()  # to be predicted, in order of arrival
+        self._prediction_images = 0  # of these requests
+        self.backlog: dict[Job, None] = {}  # the oldest first
         self.backlog_bytes = 0
         self.dropped = dict.fromkeys(("full", "owner", "lease", "lag", "refused", "closed"), 0)  # by reason
         self.waiting = 0  # requests without an answer
-        self._queued = 0  # requests in lines
-        self._asked = 0  # those of them that somebody waits for
-        self._predicted_images = 0  # in the line for predictions
-        self._ids: set[tuple[str, str]] = set()  # streams and ids of requests that are to be learned, or just are
-        self.stepping: Running | None = None
-        self.predicting: Running | None = None
-        self.relief_until = -math.inf
-        self._moments: list[tuple[float, int, Job]] = []  # when a waiting request must be looked at again
+        self.stepping: RunningBatch | None = None
+        self.predicting: RunningBatch | None = None
+        self.relief_until = -math.inf  # until then requests with a deadline are only predicted
+        self._awaiting = 0  # requests that await a step, in all queues
+        self._ids: set[tuple[str, str]] = set()  # streams and ids of requests that are queued or being stepped
+        self._moments: list[tuple[float, int, Job]] = []  # a heap: when a waiting request must be looked at again
         self._order = count()
 
     # -- arrival ------------------------------------------------------------------------------------------------------
 
     def offer(self, job: Job, now: float) -> None:
-        """Take a request: into its stream's line, to be predicted, or both. `Overloaded`: it is refused."""
+        """Accept a request, to be stepped, predicted or both.
+
+        Raises:
+            Overloaded: the request is refused.
+        """
         if job.deadline <= now:
-            raise Overloaded("the deadline has passed already", self._drained(now))
+            raise Overloaded("the deadline has passed already", self._drain_time(now))
         if self.waiting >= self.policy.waiting:
-            self._feel_pressure(now)
+            self._enter_relief(now)
             raise Overloaded(
-                f"{self.waiting} requests wait, and the policy allows {self.policy.waiting}", self._drained(now)
+                f"{self.waiting} requests wait, and the policy allows {self.policy.waiting}", self._drain_time(now)
             )
-        step = job.stream is not None and job.learn
-        if not step or (job.deadline < math.inf and self._stepped_by(job, now) > job.deadline):
-            self._admit_prediction(job, now)
-        job.counted = True
-        self.waiting += 1
-        if step:
-            self._join_line(job, now)
+        learns = job.stream is not None and job.learn
+        predicts = not learns or (job.deadline < math.inf and self._stepped_by(job, now) > job.deadline)
+        if predicts:
+            self._check_prediction_time(job, now)
+        if learns:
+            idle = self.stepping is None and not self._awaiting and not self.backlog
+            job.launch_by = now if idle else now + self.policy.max_batch_delay
+            self.queues.setdefault(job.stream, StreamQueue()).jobs.append(job)  # type: ignore[arg-type]
+            if job.request_id is not None:
+                self._ids.add((job.stream, job.request_id))  # type: ignore[arg-type]
+        if predicts:
+            self._queue_prediction(job, queued=learns)
+        else:
+            self._move(job, JobState.STEP, queued=True)
         if job.deadline < math.inf:
             self._look_again(job, job.deadline)
-            if not job.predicting:
-                self._look_again(
-                    job, job.deadline - 2 * self.times.expect("predict", job.size) - self.policy.max_batch_delay
-                )
-
-    def _join_line(self, job: Job, now: float) -> None:
-        assert job.stream is not None
-        line = self.lines.setdefault(job.stream, Line())
-        idle = self.stepping is None and not self._queued
-        job.launch_by = now if idle else now + self.policy.max_batch_delay
-        job.learnable = True
-        line.jobs.append(job)
-        self._queued += 1
-        if not job.predicting:
-            job.asked = True
-            line.asked += 1
-            self._asked += 1
-        if job.request_id is not None:
-            self._ids.add((job.stream, job.request_id))
-        if job.predicting:
-            self._enter_backlog(job)
+            if not predicts:
+                slack = 2 * self.times.expect("predict", job.size) + self.policy.max_batch_delay
+                self._look_again(job, job.deadline - slack)
 
     def _stepped_by(self, job: Job, now: float) -> float:
-        """When a step with this request would be done, if it joined its line now."""
+        """Return when a step with this request would be done, if it joined its queue now."""
         if now < self.relief_until:
             return math.inf
         assert job.stream is not None
-        line = self.lines.get(job.stream)
+        queue, others = self.queues.get(job.stream), len(self.queues)
         free = now if self.stepping is None else max(now, self.stepping.until)
-        ahead = 0 if line is None else len(line.jobs)
-        others = len(self.lines)
-        rounds = max(ahead, others // self.policy.streams)
+        rounds = max(0 if queue is None else len(queue.jobs), others // self.policy.streams)
         together = min(1 + others, self.policy.streams)
         return free + (rounds + 1) * self.times.expect("step", job.size * together)
 
-    def _admit_prediction(self, job: Job, now: float) -> None:
-        """Put a request into the line for predictions. `Overloaded`: its answer would be late.
+    def _check_prediction_time(self, job: Job, now: float) -> None:
+        """Raise `Overloaded` if a prediction would be late.
 
         An idle model tries it anyway. Otherwise an estimate from one slow moment would never be corrected.
         """
         idle = self.predicting is None and not self.predictions
         if not idle and (done := self._predicted_by(job.size, now)) > job.deadline:
-            self._feel_pressure(now)
-            raise Overloaded(
-                f"the answer would take {done - now:.3f} s, and {job.deadline - now:.3f} s are left", self._drained(now)
-            )
-        self._queue_prediction(job)
-
-    def _queue_prediction(self, job: Job) -> None:
-        job.predicting = True
-        self.predictions.append(job)
-        self._predicted_images += job.size
+            self._enter_relief(now)
+            words = f"the answer would take {done - now:.3f} s, and {job.deadline - now:.3f} s are left"
+            raise Overloaded(words, self._drain_time(now))
 
     def _predicted_by(self, images: int, now: float) -> float:
-        """When a prediction of this many images would be done, if it joined the line now."""
+        """Return when a prediction of this many images would be done, if it joined the line now."""
         free = now if self.predicting is None else max(now, self.predicting.until)
-        return free + self._predictions_take(images + self._predicted_images)
+        return free + self._predictions_take(images + self._prediction_images)
 
     def _predictions_take(self, images: int) -> float:
         whole, rest = divmod(images, self.policy.images)
         seconds = whole * self.times.expect("predict", self.policy.images)
         return seconds + (self.times.expect("predict", rest) if rest else 0)
 
-    def _drained(self, now: float) -> float:
-        """In how many seconds what waits now is done."""
+    def _drain_time(self, now: float) -> float:
+        """Return in how many seconds the requests that wait now are done."""
         free = 0.0 if self.stepping is None else max(0.0, self.stepping.until - now)
         return max(free, self._predicted_by(1, now) - now)
 
-    def _feel_pressure(self, now: float) -> None:
+    def _enter_relief(self, now: float) -> None:
+        """Only predict requests with a deadline for a while: the model is overloaded."""
         self.relief_until = now + self.policy.relief
 
-    # -- the learning queue -------------------------------------------------------------------------------------------
+    # -- states and the backlog ---------------------------------------------------------------------------------------
 
-    def _enter_backlog(self, job: Job) -> None:
-        self.backlog[job] = None
-        self.backlog_bytes += job.images.nbytes
+    def _move(self, job: Job, state: JobState, queued: bool) -> None:
+        """Change the state of a job, and the counts and the backlog that follow from it."""
+        waited, awaited, was_in_backlog = job.is_waiting, job.awaits_step, job.in_backlog
+        job.state, job.queued = state, queued
+        self.waiting += job.is_waiting - waited
+        if change := job.awaits_step - awaited:
+            self._awaiting += change
+            self.queues[job.stream].awaiting += change  # type: ignore[index]
+        if change := job.in_backlog - was_in_backlog:
+            self.backlog_bytes += change * job.images.nbytes
+            if change < 0:
+                del self.backlog[job]
+            else:
+                self.backlog[job] = None
+                self._trim_backlog(job)
+
+    def _trim_backlog(self, newest: Job) -> None:
+        """Drop the oldest of the backlog, and of the newest request's queue, beyond the limits of the policy."""
         while len(self.backlog) > self.policy.backlog or self.backlog_bytes > self.policy.backlog_bytes:
-            self._forget(next(iter(self.backlog)), "full")
-        if not job.learnable:
-            return  # just dropped
-        assert job.stream is not None
-        line = self.lines[job.stream]
-        together = min(len(self.lines), self.policy.streams)  # a round of steps learns one request of each stream
-        takes = self.times.expect("step", job.size * together)
-        while len(line.jobs) > 1 and len(line.jobs) * takes > self.policy.backlog_seconds and not line.jobs[0].asked:
-            self._forget(line.jobs[0], "full")
+            self._drop(next(iter(self.backlog)), "full")
+        if not newest.queued:
+            return
+        jobs = self.queues[newest.stream].jobs  # type: ignore[index]
+        together = min(len(self.queues), self.policy.streams)  # a round of steps learns one request of each stream
+        takes = self.times.expect("step", newest.size * together)
+        while len(jobs) > 1 and len(jobs) * takes > self.policy.backlog_seconds and jobs[0].in_backlog:
+            self._drop(jobs[0], "full")
 
-    def _leave_backlog(self, job: Job) -> None:
-        if job in self.backlog:
-            del self.backlog[job]
-            self.backlog_bytes -= job.images.nbytes
+    def _queue_prediction(self, job: Job, queued: bool) -> None:
+        """Answer a request by a prediction; ``queued``: it stays in its stream's queue, to be learned later."""
+        self.predictions.append(job)
+        self._prediction_images += job.size
+        self._move(job, JobState.PREDICTION, queued)
 
-    def _forget(self, job: Job, reason: str) -> None:
-        """Take a request out of its line: it will not be learned."""
-        self._leave_backlog(job)
-        if job.learnable:
-            assert job.stream is not None
-            job.learnable = False
-            self._discard_id(job)
-            self.dropped[reason] += 1
-            line = self.lines[job.stream]
-            self._unask(job, line)
-            line.jobs.remove(job)
-            self._queued -= 1
-            self._tidy(job.stream, line)
-
-    def _unask(self, job: Job, line: Line) -> None:
-        if job.asked:
-            job.asked = False
-            line.asked -= 1
-            self._asked -= 1
+    def _drop(self, job: Job, reason: str) -> None:
+        """Remove a request from its queue: it will not be learned."""
+        if not job.queued:
+            return
+        self._move(job, job.state, queued=False)
+        self._discard_id(job)
+        self.dropped[reason] += 1
+        self.queues[job.stream].jobs.remove(job)  # type: ignore[index]
+        self._remove_if_empty(job.stream)  # type: ignore[arg-type]
 
     def _discard_id(self, job: Job) -> None:
         if job.stream is not None and job.request_id is not None:
             self._ids.discard((job.stream, job.request_id))
 
     def will_learn(self, stream: str, request_id: str) -> bool:
-        """Whether a request with this id is in the stream's line or is being stepped."""
+        """Return whether a request with this id is in the stream's queue or is being stepped."""
         return (stream, request_id) in self._ids
 
-    def _tidy(self, stream: str, line: Line) -> None:
-        if not (line.jobs or line.busy or line.holders):
-            self.lines.pop(stream, None)
+    def _remove_if_empty(self, stream: str) -> None:
+        queue = self.queues[stream]
+        if not (queue.jobs or queue.busy or queue.holders):
+            del self.queues[stream]
 
-    def suspend(self, stream: str, reason: str) -> None:
-        """Learn nothing of what is in a stream's line; who waits for an answer gets a prediction."""
-        line = self.lines.get(stream)
-        for job in list(line.jobs) if line else ():
-            self._forget(job, reason)
-            if not job.answered and not job.predicting:
-                self._queue_prediction(job)
+    def _suspend(self, stream: str, reason: str) -> None:
+        """Drop a stream's queue; requests without an answer are predicted."""
+        for job in list(self.queues[stream].jobs):
+            awaited = job.awaits_step
+            self._drop(job, reason)
+            if awaited:
+                self._queue_prediction(job, queued=False)
 
     def withdraw(self, stream: str, reason: str) -> list[Job]:
-        """Empty a stream's line; who waits for a step comes back, to be offered again."""
-        line = self.lines.get(stream)
-        back = []
-        for job in list(line.jobs) if line else ():
-            self._forget(job, reason)
-            if not job.answered and not job.predicting:
-                back.append(self.take_back(job))
-        return back
+        """Drop a stream's queue, and return the requests that awaited a step, to be offered again."""
+        queue = self.queues.get(stream)
+        awaiting = []
+        for job in list(queue.jobs) if queue else ():
+            if job.awaits_step:
+                awaiting.append(job)
+                self.take_back(job, reason)
+            else:
+                self._drop(job, reason)
+        return awaiting
 
-    def take_back(self, job: Job) -> Job:
-        """A request that is to be offered again."""
-        self._uncount(job)
-        job.predicting = False
-        return job
-
-    def _uncount(self, job: Job) -> None:
-        if job.counted:
-            job.counted = False
-            self.waiting -= 1
+    def take_back(self, job: Job, reason: str) -> None:
+        """Forget a request that waits, so that it can be offered again."""
+        self._drop(job, reason)
+        self._move(job, JobState.NEW, queued=False)
 
     def abandon(self) -> list[Job]:
-        """Empty all lines; those who wait for an answer, and are not being answered, get none."""
-        back = [job for stream in list(self.lines) for job in self.withdraw(stream, "closed")]
-        back += [self.take_back(job) for job in self.predictions if not job.answered]
+        """Drop all queues, and return the requests that wait and are not in a batch that runs."""
+        abandoned = [job for stream in list(self.queues) for job in self.withdraw(stream, "closed")]
+        predictions = [job for job in self.predictions if job.state is not JobState.DONE]
+        for job in predictions:
+            self.take_back(job, "closed")
         self.predictions.clear()
-        self._predicted_images = 0
-        return back
+        self._prediction_images = 0
+        return abandoned + predictions
 
-    # -- what runs next -----------------------------------------------------------------------------------------------
+    # -- steps --------------------------------------------------------------------------------------------------------
 
-    def next_step(self, now: float) -> list[Job] | None:
-        """The requests to step together now; None: nothing, or not yet."""
-        if self.stepping is not None or (not self._asked and not self._has_time_to_learn(now)):
-            return None
+    def next_step(self, now: float) -> list[Job]:
+        """Return the requests to step together now; empty: none, or not yet."""
+        if self.stepping is not None or (not self._awaiting and not self._has_time_to_learn(now)):
+            return []
         chosen: list[Job] = []
         size, tightest, shape = 0, math.inf, None
         for job in self._heads(now):
             kind = (job.images.shape[1:], job.images.dtype)
             if shape not in (None, kind):
                 continue
-            takes = self.times.expect("step", size + job.size)
-            until = min(tightest, job.deadline if job.asked else math.inf)
+            until = min(tightest, job.deadline if job.awaits_step else math.inf)
             full = len(chosen) >= self.policy.streams or size + job.size > self.policy.images
-            if chosen and (full or now + takes > until):
+            if chosen and (full or now + self.times.expect("step", size + job.size) > until):
                 continue
             chosen.append(job)
             size, tightest, shape = size + job.size, until, kind
         if not chosen or not self._is_due(chosen, size, now):
-            return None
+            return []
         for job in chosen:
-            self._leave_backlog(job)
-            line = self.lines[job.stream]  # type: ignore[index]
-            self._unask(job, line)
-            line.jobs.popleft()
-            self._queued -= 1
-            line.busy, job.learnable, job.launched = True, False, now
-        self.stepping = Running(chosen, now, now + self.times.expect("step", size))
+            queue = self.queues[job.stream]  # type: ignore[index]
+            self._move(job, job.state, queued=False)
+            queue.jobs.popleft()
+            queue.busy, job.launched = True, now
+        self.stepping = RunningBatch(chosen, now, now + self.times.expect("step", size))
         return chosen
 
     def _heads(self, now: float) -> Iterator[Job]:
-        """The first request of every free line: those with somebody waiting first, then the oldest."""
-        free = [(stream, line) for stream, line in self.lines.items() if line.jobs and not line.busy]
+        """Yield the first request of every free queue: first the queues that await a step, then the oldest."""
+        free = [(stream, queue) for stream, queue in self.queues.items() if queue.jobs and not queue.busy]
         for stream, _ in free:
             if (reason := self.blocked(stream)) is not None:
-                self.suspend(stream, reason)
-        for _, line in free:
-            for job in list(line.jobs) if line.asked else ():
-                if job.asked and self._is_late(job, now):
-                    self._predict_instead(job)
-        left = [line for _, line in free if line.jobs]  # the learning queue may have dropped some
-        yield from (line.jobs[0] for line in sorted(left, key=lambda line: (not line.asked, line.jobs[0].arrived)))
+                self._suspend(stream, reason)
+        for _, queue in free:
+            for job in list(queue.jobs) if queue.awaiting else ():
+                if job.awaits_step and self._is_late(job, now):
+                    self._queue_prediction(job, queued=True)  # it is learned later
+        left = [queue for _, queue in free if queue.jobs]  # limits of the backlog may have emptied some
+        yield from (queue.jobs[0] for queue in sorted(left, key=lambda q: (not q.awaiting, q.jobs[0].arrived)))
 
     def _is_late(self, job: Job, now: float) -> bool:
         if job.deadline == math.inf:
             return False
         return now < self.relief_until or now + self.times.expect("step", job.size) > job.deadline
 
-    def _predict_instead(self, job: Job) -> None:
-        """Predict a request that waits for a step; it stays in its line, to be learned later."""
-        assert job.stream is not None
-        self._unask(job, self.lines[job.stream])
-        self._queue_prediction(job)
-        self._enter_backlog(job)
-
     def _is_due(self, chosen: list[Job], size: int, now: float) -> bool:
-        """Whether a batch is launched now, or waits for company or for predictions."""
-        waiting = [job for job in chosen if self.lines[job.stream].asked]  # type: ignore[index]
-        if not waiting:
+        """Return whether a batch is launched now; else it waits for more requests, or for predictions."""
+        awaited = [job for job in chosen if self.queues[job.stream].awaiting]  # type: ignore[index]
+        if not awaited:
             return self._has_time_to_learn(now)
         full = len(chosen) >= self.policy.streams or size >= self.policy.images
-        return full or min(job.launch_by for job in waiting) <= now
+        return full or min(job.launch_by for job in awaited) <= now
 
     def _has_time_to_learn(self, now: float) -> bool:
-        """Whether the learning queue may be stepped alone: not under overload, nor while predictions queue up."""
+        """Return whether the backlog may be stepped alone: not under overload, nor while predictions wait."""
         return bool(self.backlog) and now >= self.relief_until and not self.predictions
 
-    def next_prediction(self, now: float) -> tuple[list[Job] | None, list[Refused]]:
-        """The requests to predict together now, or None; and those that would be late."""
+    def step_done(self, now: float) -> None:
+        """End a step, whether it failed or not: its streams are free again."""
+        assert self.stepping is not None
+        running, self.stepping = self.stepping, None
+        self.times.observe("step", _images(running.jobs), now - running.since)
+        for job in running.jobs:
+            self._discard_id(job)
+            self.release(job.stream)  # type: ignore[arg-type]
+
+    # -- predictions --------------------------------------------------------------------------------------------------
+
+    def next_prediction(self, now: float) -> tuple[list[Job], Refused]:
+        """Return the requests to predict together now, which may be none, and those that would be late."""
         if self.predicting is not None:
-            return None, []
+            return [], {}
         candidates: list[Job] = []
         later: list[Job] = []
         late: list[Job] = []
-        names: set[str] = set()
+        names: set[str | None] = set()
         size = 0
         for job in self.predictions:
-            if job.answered:
+            if job.state is JobState.DONE:
                 continue
             full = len(candidates) >= self.policy.streams or (candidates and size + job.size > self.policy.images)
             if now + self.times.expect("predict", job.size) > job.deadline:
                 late.append(job)
-            elif full or job.stream in names:
+            elif full or (job.stream is not None and job.stream in names):
                 later.append(job)
             else:
                 candidates.append(job)
                 size += job.size
-                if job.stream is not None:
-                    names.add(job.stream)
+                names.add(job.stream)
         chosen, given_up = self._choose(candidates, later, now)
         late += given_up
         if not chosen and late:  # nothing else to do: try one, so that a pessimistic estimate is corrected
             chosen = [late.pop(0)]
         taken = {*chosen, *late}
-        self.predictions = deque(job for job in self.predictions if not (job.answered or job in taken))
-        self._predicted_images = sum(job.size for job in self.predictions)
-        refused = [Refused(job, self._refuse(job, now)) for job in late]
-        if not chosen:
-            return None, refused
-        for job in chosen:
-            job.launched = now
-        self.predicting = Running(chosen, now, now + self._takes(chosen))
+        self.predictions = deque(j for j in self.predictions if j.state is not JobState.DONE and j not in taken)
+        self._prediction_images = _images(self.predictions)
+        refused = {job: self._refuse(job, now) for job in late}
+        if chosen:
+            for job in chosen:
+                job.launched = now
+            self.predicting = RunningBatch(chosen, now, now + self.times.expect("predict", _images(chosen)))
         return chosen, refused
 
     def _choose(self, candidates: list[Job], later: list[Job], now: float) -> tuple[list[Job], list[Job]]:
-        """The requests of the next prediction, in order, and those to give up.
+        """Return the requests of the next prediction, in order, and those to give up.
 
-        A batch grows as long as all its requests are in time. If what is left would then be late, and a larger batch
+        A batch grows as long as all its requests are in time. If the rest would then be late, and a larger batch
         answers more requests a second, the larger one is taken, without those that it would make late.
         """
         small: list[Job] = []
@@ -348,99 +411,89 @@ class Scheduler:
         if len(small) == len(candidates):
             return small, []
         rest = [*(job for job in candidates if job not in small), *later]
-        soonest, images = min(job.deadline for job in rest), sum(job.size for job in rest)
-        if now + self._takes(small) + self._predictions_take(images) <= soonest:
+        takes_small, takes_all = (self.times.expect("predict", _images(jobs)) for jobs in (small, candidates))
+        if now + takes_small + self._predictions_take(_images(rest)) <= min(job.deadline for job in rest):
             return small, []
-        done = now + self._takes(candidates)
-        large = [job for job in candidates if job.deadline >= done]
-        if len(large) * self._takes(small) <= len(small) * self._takes(large):
+        large = [job for job in candidates if job.deadline >= now + takes_all]
+        if len(large) * takes_small <= len(small) * self.times.expect("predict", _images(large)):
             return small, []
-        return large, [job for job in candidates if job.deadline < done]
+        return large, [job for job in candidates if job not in large]
 
-    def _takes(self, jobs: list[Job]) -> float:
-        return self.times.expect("predict", sum(job.size for job in jobs))
+    def prediction_done(self, now: float) -> None:
+        """End a prediction, whether it failed or not."""
+        assert self.predicting is not None
+        running, self.predicting = self.predicting, None
+        self.times.observe("predict", _images(running.jobs), now - running.since)
+
+    # -- answers and time ---------------------------------------------------------------------------------------------
+
+    def answer(self, job: Job) -> bool:
+        """Note that a request has its answer; return False if it had one already."""
+        if job.state is JobState.DONE:
+            return False
+        self._move(job, JobState.DONE, job.queued)
+        return True
 
     def _refuse(self, job: Job, now: float) -> Overloaded:
         """End a request without an answer; its images are not learned, so that a retry may be."""
-        job.answered = True
-        self._uncount(job)
-        self._forget(job, "refused")
-        self._feel_pressure(now)
-        return Overloaded(f"no answer within {job.deadline - job.arrived:.3f} s", self._drained(now))
-
-    # -- time passes --------------------------------------------------------------------------------------------------
+        self._drop(job, "refused")
+        self._move(job, JobState.DONE, queued=False)
+        self._enter_relief(now)
+        return Overloaded(f"no answer within {job.deadline - job.arrived:.3f} s", self._drain_time(now))
 
     def _look_again(self, job: Job, moment: float) -> None:
-        if len(self._moments) > 64 + 4 * self.waiting:  # answered long before their deadline: do not keep the images
-            self._moments = [each for each in self._moments if not each[2].answered]
+        if len(self._moments) > 64 + 4 * self.waiting:  # answered long before their deadline: release the images
+            self._moments = [each for each in self._moments if each[2].state is not JobState.DONE]
             heapq.heapify(self._moments)
         heapq.heappush(self._moments, (moment, next(self._order), job))
 
-    def refuse_late(self, now: float) -> list[Refused]:
+    def refuse_late(self, now: float) -> Refused:
         """Refuse requests whose deadline has passed, and predict those for which it is time. Call it at `wake`."""
-        refused = []
+        refused = {}
         while self._moments and self._moments[0][0] <= now:
             _, _, job = heapq.heappop(self._moments)
-            if job.answered:
+            if job.state is JobState.DONE:
                 continue
             if job.deadline <= now:
-                refused.append(Refused(job, self._refuse(job, now)))
-            elif job.asked:
-                self._predict_instead(job)
+                refused[job] = self._refuse(job, now)
+            elif job.awaits_step:
+                self._queue_prediction(job, queued=True)  # it is learned later
         return refused
 
     def wake(self, now: float) -> float:
-        """When something must be looked at again, if nothing happens before; infinity: never."""
-        while self._moments and self._moments[0][2].answered:
+        """Return when something must be looked at again if nothing happens before; infinity: never."""
+        while self._moments and self._moments[0][2].state is JobState.DONE:
             heapq.heappop(self._moments)
         moment = self._moments[0][0] if self._moments else math.inf
         if self.stepping is None:
-            if self._asked:
-                free = (line for line in self.lines.values() if line.asked and not line.busy)
-                moment = min((moment, *(line.jobs[0].launch_by for line in free)))
+            if self._awaiting:
+                free = (queue for queue in self.queues.values() if queue.awaiting and not queue.busy)
+                moment = min((moment, *(queue.jobs[0].launch_by for queue in free)))
             if self.backlog and self.relief_until > now:
                 moment = min(moment, self.relief_until)
         return moment
-
-    def step_done(self, now: float) -> None:
-        """A step ended, well or badly: its streams are free again."""
-        assert self.stepping is not None
-        running, self.stepping = self.stepping, None
-        self.times.observe("step", running.size, now - running.since)
-        for job in running.jobs:
-            self._discard_id(job)
-            self.release(job.stream)  # type: ignore[arg-type]
-
-    def prediction_done(self, now: float) -> None:
-        """A prediction ended, well or badly."""
-        assert self.predicting is not None
-        running, self.predicting = self.predicting, None
-        self.times.observe("predict", running.size, now - running.since)
-
-    def answer(self, job: Job) -> bool:
-        """Note that a request has its answer; False: it had one already."""
-        if job.answered:
-            return False
-        job.answered = True
-        self._uncount(job)
-        return True
 
     # -- holding a stream ---------------------------------------------------------------------------------------------
 
     def hold(self, stream: str, granted: Callable[[], None]) -> None:
         """Keep a stream from being stepped, from the moment ``granted`` is called until `release`."""
-        line = self.lines.setdefault(stream, Line())
-        if line.busy:
-            line.holders.append(granted)
+        queue = self.queues.setdefault(stream, StreamQueue())
+        if queue.busy:
+            queue.holders.append(granted)
         else:
-            line.busy = True
+            queue.busy = True
             granted()
 
     def release(self, stream: str) -> None:
         """End a step or a hold of a stream; the next holder gets it, or its requests go on."""
-        line = self.lines[stream]
-        if line.holders:
-            line.holders.popleft()()
+        queue = self.queues[stream]
+        if queue.holders:
+            queue.holders.popleft()()
         else:
-            line.busy = False
-            self._tidy(stream, line)
+            queue.busy = False
+            self._remove_if_empty(stream)
+
+
+def _images(jobs: Iterable[Job]) -> int:
+    """Return how many images the requests have."""
+    return sum(job.size for job in jobs)

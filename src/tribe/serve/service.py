@@ -21,12 +21,12 @@ from tribe.serve.errors import (
     Unavailable,
     WrongState,
 )
+from tribe.serve.execution import InferResult
 from tribe.serve.protocol import InferRequest, ModelInfo
 from tribe.serve.security import Access, Principal
-from tribe.serve.store import Store
-from tribe.serve.store.protocol import StoreDamaged
+from tribe.serve.store import StoreDamaged, StreamStore
 from tribe.serve.thumbnails import Thumbnails
-from tribe.serve.worker import InferResult, Worker
+from tribe.serve.worker import Worker
 
 T = TypeVar("T")
 log = logging.getLogger("tribe.serve")
@@ -49,7 +49,7 @@ class Service:
         model: ModelInfo,
         access: Access | None = None,
         limits: Limits | None = None,
-        store: Store | None = None,
+        store: StreamStore | None = None,
     ) -> None:
         self.worker, self.model, self.access, self.limits = worker, model, access or Access(), limits or Limits()
         self.store = store

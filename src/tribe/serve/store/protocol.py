@@ -1,9 +1,9 @@
-"""What a store of stream states promises: each stream has one owner at a time, and only the owner's states are kept.
+"""The contract of a store of stream states: each stream has one owner at a time, and only its states are stored.
 
 A worker *claims* a stream before it learns from the stream's images. A claim is a lease: it ends after some seconds
 unless the worker renews it. Each new claim raises the stream's *generation* by 1. A *write* goes through only with the
 current generation. So a worker that was paused past its lease cannot overwrite the states of the next owner, however
-late it wakes up: its write raises `Fenced`, and nothing changes.
+late it wakes up: its write is refused with `Fenced`, and nothing changes.
 
 Two clocks measure a lease. The store's clock decides whether another worker may claim the stream: the clock of the
 Redis server, or the host's wall clock for SQLite. The owner cannot read that clock at every step, so it also measures
@@ -15,254 +15,274 @@ An owner's name belongs to one start of one process. A process that starts again
 get the live claim of the predecessor, which may still run.
 """
 
-from collections import Counter
+import hashlib
+import json
+import secrets
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
-from tribe.fields import document, is_number, is_whole, require
+from tribe.fields import is_number, is_whole, require
+from tribe.streams.names import check_stream_name
 
-LONGEST_NAME = 200  # characters of a stream or an owner
 LONGEST_LEASE = 86_400.0  # seconds
 LARGEST_CLOCK = 2**53 - 1  # Lua, in Redis, computes with doubles
 PAGE = 1000  # entries that `list` returns by default
+CURRENT, PREVIOUS = "current", "previous"  # the two states of a stream that are stored
 
 
 class Claim(NamedTuple):
     """The right of an owner to write the states of a stream."""
 
     stream: str
-    owner: str
-    generation: int
-    expires: float
+    owner: str  # the worker that holds the claim
+    generation: int  # the number of claims of this stream so far, this one included
+    expires: float  # when the lease ends, in seconds of the store's clock
 
 
-document(
-    Claim,
-    stream="The stream's name.",
-    owner="The worker that holds the claim.",
-    generation="The number of claims of this stream so far, this one included.",
-    expires="When the lease ends, in seconds of the store's clock.",
-)
-
-
-class Entry(NamedTuple):
-    """What the ledger says of a stream, without its state."""
+class StoreEntry(NamedTuple):
+    """A row of the store's ledger: a stream without its state."""
 
     stream: str
-    owner: str | None
-    generation: int
-    expires: float
-    held: bool
-    clock: int
-    bytes: int
-    written: float | None
+    owner: str | None  # the last owner; None if it has released the stream
+    generation: int  # of the last claim
+    expires: float  # when the lease ends or has ended, in seconds of the store's clock
+    held: bool  # whether the owner's lease is live, by the store's clock
+    clock: int  # of the stored state; 0 if there is none
+    bytes: int  # size of the stored state; 0 if there is none
+    written: float | None  # when the state was written, in seconds of the store's clock; None if there is none
 
 
-document(
-    Entry,
-    stream="The stream's name.",
-    owner="The last owner; None if it has released the stream.",
-    generation="That of the last claim.",
-    expires="When the lease ends or has ended, in seconds of the store's clock.",
-    held="Whether the owner's lease is live, by the store's clock.",
-    clock="The clock of the stored state; 0 if there is none.",
-    bytes="The size of the stored state; 0 if there is none.",
-    written="When the state was written, in seconds of the store's clock; None if there is none.",
-)
+class Write(NamedTuple):
+    """A state to be written."""
+
+    claim: Claim  # of the writer
+    blob: bytes  # the bytes of a state file
+    clock: int  # of the state; within a generation it never falls
+    requests: Sequence[str]  # ids of the last requests that the state has learned from
 
 
 class Stored(NamedTuple):
     """A state as its owner wrote it."""
 
-    stream: str
-    generation: int
+    generation: int  # of the claim that it was written with
     clock: int
     requests: tuple[str, ...]
     blob: bytes
-    meta: dict[str, Any]
 
 
-document(
-    Stored,
-    stream="The stream's name.",
-    generation="The generation that wrote the state.",
-    clock="The stream's clock in this state.",
-    requests="The last requests that this state has learned from.",
-    blob="The state: the bytes of a state file.",
-    meta="What the writer said of the state.",
-)
+class StateRecord(NamedTuple):
+    """What the ledger holds of one state."""
 
-
-class Write(NamedTuple):
-    """A state to be written, with the arguments of `Store.write`."""
-
-    claim: Claim
-    blob: bytes
+    generation: int
     clock: int
-    requests: Sequence[str]
-    meta: Mapping[str, Any]
+    requests: str  # a JSON list
+    blob: str  # the name of the blob, which is used once
+    bytes: int  # size of the blob
+    written: float
 
 
-document(
-    Write,
-    claim="The writer's.",
-    blob="The state: the bytes of a state file.",
-    clock="That of the state.",
-    requests="The last requests that the state has learned from.",
-    meta="More about the state, as a JSON object.",
-)
-Entries = list[Entry]  # in a store `list` is a method
+Entries = list[StoreEntry]  # in a store `list` is a method
+Uploads = Mapping[str, tuple[Write, StateRecord]]  # by stream: writes whose blobs are stored, and not yet named
+Refusals = dict[str, "Fenced | ClockFell"]  # by stream: why a write was refused
 
 
 class Fenced(RuntimeError):
     """A write by a worker that does not own the stream: another one has claimed it, or it was released or deleted."""
 
 
+class ClockFell(ValueError):
+    """A write of an earlier clock than the stored state's, within one generation."""
+
+
 class StoreDown(OSError):
-    """The store cannot be reached or written: what failed, and what to do. What was stored before is unchanged."""
+    """The store cannot be reached or written; states that were stored before are unchanged."""
 
 
 class StoreDamaged(ValueError):
-    """What the store holds is not what was written: which part, and what to do."""
+    """The store does not hold what was written: which part, and what to do."""
 
 
-class Store(Protocol):
-    """Claims and states of streams, kept on disk or by a server. All methods may be called from any thread.
+class StreamStore(ABC):
+    """Claims and states of streams, on disk or on a server. All methods may be called from any thread.
 
-    Every method raises `StoreDown` if the store cannot be reached or written, and ValueError for an argument that it
-    does not take. A stream's name is any text of 1 to 200 printable characters.
+    Every method raises `StoreDown` if the store cannot be reached or written, and ValueError for a wrong argument.
     """
 
+    # -- claims -------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
     def claim(self, stream: str, owner: str, lease: float) -> Claim | None:
-        """Claim a stream for ``lease`` seconds; None if another owner's lease is live.
+        """Claim a stream for ``lease`` seconds; return None if another owner's lease is live.
 
         A stream without a live lease gets a new generation: 1 more than the last one. The owner of a live lease gets
         its claim back with the same generation, renewed.
         """
 
+    @abstractmethod
     def renew(self, claims: Sequence[Claim], lease: float) -> dict[str, Claim]:
         """Renew claims, and return those that are still held, by stream; the missing ones are lost.
 
-        A lease that has ended is renewed, too, if nobody has claimed the stream since: no other worker has learned.
+        A lease that has ended is also renewed if there was no claim since: no other worker has learned.
         """
 
+    @abstractmethod
     def release(self, claim: Claim) -> None:
-        """End a claim, so that another owner need not wait for its lease to end. A claim that is lost stays so."""
+        """End a claim, so that another owner need not wait for its lease to end. A lost claim changes nothing."""
 
-    def write(self, claim: Claim, blob: bytes, *, clock: int, requests: Sequence[str], meta: Mapping[str, Any]) -> None:
-        """Replace the stream's state, with its clock and its requests, at once or not at all.
+    # -- states -------------------------------------------------------------------------------------------------------
 
-        When it returns, the state is on the disk, as far as the store's server promises that. The state before it is
-        kept, too, in case this one is damaged.
+    def write(self, writes: Sequence[Write]) -> Refusals:
+        """Replace the states of several streams, each with its clock and requests at once or not at all.
+
+        When it returns, the states are on the disk, as far as the store's server promises that. The state before each
+        is also kept, in case the new one is damaged. If it raises `StoreDown`, some or none of them are stored.
 
         Args:
-            claim: the writer's.
-            blob: the state.
-            clock: that of the state; within a generation it never falls.
-            requests: the last requests that the state has learned from.
-            meta: more about the state, as a JSON object.
+            writes: each of another stream.
 
-        Raises:
-            Fenced: the claim is not the stream's current one. A lease that has ended alone is no reason.
-            ValueError: the clock falls.
+        Returns:
+            The writes that were refused, by stream: `Fenced` if the claim is not the stream's current one (a lease
+            that has ended alone is no reason), `ClockFell` if the clock falls within the generation.
         """
+        return self._commit(self._upload(writes))
 
-    def write_many(self, writes: Sequence[Write]) -> dict[str, Fenced | ValueError]:
-        """Write the states of several streams, and return those that were refused, by stream, with the reason.
+    @abstractmethod
+    def _upload(self, writes: Sequence[Write]) -> Uploads:
+        """Store the blobs, which the ledger does not name yet."""
 
-        For many small states this is much faster than `write`: SQLite syncs them to the disk together. If it raises
-        `StoreDown`, some or none of them are stored.
-        """
+    @abstractmethod
+    def _commit(self, uploads: Uploads) -> Refusals:
+        """Name the blobs in the ledger where claim and clock allow it, and remove the blobs that have no name."""
 
     def read(self, stream: str, *, previous: bool = False) -> Stored | None:
-        """Read the last state of a stream, or the one before it; None if there is none.
+        """Read the last state of a stream, or the one before it; return None if there is none.
 
         Raises:
-            StoreDamaged: the state is not what was written. The message says whether the previous one is intact.
+            StoreDamaged: the state is not there as it was written. Only its size is checked here: the blob is a state
+                file, which holds a digest of its content.
         """
+        place = PREVIOUS if previous else CURRENT
+        record = self._find(check_stream_name(stream), place)
+        while record is not None:
+            try:
+                blob = self._fetch(stream, record)
+                if len(blob) != record.bytes:
+                    words = f"the state of stream {stream!r} has {len(blob)} bytes; {record.bytes} were written"
+                    raise StoreDamaged(words)
+                return Stored(record.generation, record.clock, _requests(record), blob)
+            except StoreDamaged:
+                again = self._find(stream, place)
+                if again == record:
+                    raise
+                record = again  # its owner has replaced it, and removed the blob, in the meantime
+        return None
 
-    def entry(self, stream: str) -> Entry | None:
-        """What the ledger says of a stream; None for one that was never claimed or was deleted."""
+    @abstractmethod
+    def _find(self, stream: str, place: str) -> StateRecord | None:
+        """Return the ledger's record of a state; ``place`` is `CURRENT` or `PREVIOUS`."""
 
+    @abstractmethod
+    def _fetch(self, stream: str, record: StateRecord) -> bytes:
+        """Return the blob of a record, or raise `StoreDamaged` if it is gone."""
+
+    # -- streams ------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def entry(self, stream: str) -> StoreEntry | None:
+        """Return the ledger's row of a stream; None for one that was never claimed, or was deleted."""
+
+    @abstractmethod
     def list(self, prefix: str = "", limit: int = PAGE, after: str | None = None) -> Entries:
-        """The entries of the streams whose names begin with a prefix, in the order of their code points.
+        """Return the rows of the streams whose names begin with a prefix, in the order of their names.
 
-        ``after``: the last name of the page before.
+        Args:
+            prefix: the first characters of the names.
+            limit: the most rows.
+            after: the last name of the page before.
         """
 
+    @abstractmethod
     def delete(self, claim: Claim) -> None:
         """Delete a stream's states.
 
         The generation is kept, so that the next claim raises it and old owners stay fenced. To delete a stream twice
-        with the same claim does no more than once.
+        with the same claim has the effect of once.
 
         Raises:
             Fenced: the claim is not the stream's current one.
         """
 
+    @abstractmethod
     def close(self) -> None:
-        """Let go of files and connections. Claims are not released."""
+        """Close files and connections. Claims are not released."""
 
 
 # -- checks that all stores share --------------------------------------------------------------------------------------
 
 
-def check_name(name: str, noun: str = "a stream's name") -> str:
-    """The name of a stream or an owner, or an error that says what a name is.
-
-    >>> check_name("gate 3")
-    'gate 3'
-    >>> check_name("gate\\n3")
-    Traceback (most recent call last):
-    ValueError: a stream's name is 1 to 200 printable characters, without line breaks; got 'gate\\n3'
-    """
-    expected = f"{noun} is 1 to {LONGEST_NAME} printable characters, without line breaks"
-    require(isinstance(name, str), expected, name)
-    require(0 < len(name) <= LONGEST_NAME and name.isprintable(), expected, name[: LONGEST_NAME + 1])
-    return name
-
-
 def check_lease(lease: float) -> float:
-    """The seconds of a lease, or an error that says what a lease is."""
+    """Return the seconds of a lease, or raise a ValueError that states the rule."""
     expected = f"a lease is a number of seconds, more than 0 and at most {LONGEST_LEASE:,.0f}"
     require(is_number(lease) and 0 < lease <= LONGEST_LEASE, expected, lease)
     return float(lease)
 
 
-def check_clock(clock: int) -> int:
-    """The clock of a state, or an error that says what a clock is."""
-    require(is_whole(clock, 0) and clock <= LARGEST_CLOCK, "a clock is a whole number, from 0 to 2^53 - 1", clock)
-    return int(clock)
-
-
-def check_page(prefix: str, limit: int, after: str | None) -> None:
-    """Check the arguments of `Store.list`."""
-    require(isinstance(prefix, str) and (not prefix or prefix.isprintable()), "prefix is printable text", prefix)
+def check_page(prefix: str, limit: int) -> None:
+    """Check the arguments of `StreamStore.list`."""
+    require(isinstance(prefix, str), "prefix is a text", prefix)
     require(is_whole(limit, 1), "limit is a whole number, at least 1", limit)
-    if after is not None:
-        check_name(after, "after")
+
+
+def new_record(write: Write, written: float = 0.0) -> StateRecord:
+    """Return the record of a state that is about to be written."""
+    claim, blob, clock, requests = write
+    require(isinstance(blob, bytes), "a blob is bytes", type(blob).__name__)
+    require(is_whole(clock, 0) and clock <= LARGEST_CLOCK, "a clock is a whole number, from 0 to 2^53 - 1", clock)
+    name = f"{stream_hash(claim.stream)}-{claim.generation}-{clock}-{secrets.token_hex(8)}.state"
+    return StateRecord(claim.generation, int(clock), json.dumps(list(requests)), name, len(blob), written)
+
+
+def _requests(record: StateRecord) -> tuple[str, ...]:
+    try:
+        return tuple(json.loads(record.requests))
+    except (TypeError, ValueError) as error:
+        raise StoreDamaged(f"the ids of requests are damaged ({error}). Restore the store from a backup") from error
+
+
+def stream_hash(stream: str) -> str:
+    """Return the part of a blob's name that identifies the stream: 128 bits, so two streams never share one."""
+    return hashlib.sha256(stream.encode()).hexdigest()[:32]
 
 
 def check_distinct(writes: Sequence[Write]) -> None:
-    """Refuse two writes of one stream at a time."""
-    ((twice, count),) = Counter(write.claim.stream for write in writes).most_common(1) or (("", 0),)
-    require(count < 2, "each write is of another stream", twice)
+    """Raise a ValueError if two writes are of one stream."""
+    names = [write.claim.stream for write in writes]
+    require(len(set(names)) == len(names), "each write is of another stream", names)
 
 
-def check_same_state(claim: Claim, before: tuple[int, int] | None, clock: int) -> None:
-    """Refuse a clock that falls within a generation; ``before`` is the generation and clock of the stored state."""
-    if before is not None and before[0] == claim.generation and clock < before[1]:
-        raise ValueError(
-            f"the clock of stream {claim.stream!r} falls from {before[1]} to {clock} within generation "
-            f"{claim.generation}: release the stream and claim it again to store an earlier state"
-        )
+def refuse_fallen_clock(write: Write, generation: int | None, clock: int) -> ClockFell | None:
+    """Return an error if the clock falls within a generation; ``generation`` and ``clock`` are the stored state's."""
+    claim = write.claim
+    if generation != claim.generation or write.clock >= clock:
+        return None
+    return ClockFell(
+        f"the clock of stream {claim.stream!r} falls from {clock} to {write.clock} within generation "
+        f"{claim.generation}: release the stream and claim it again to store an earlier state"
+    )
 
 
 def fenced(claim: Claim, owner: str | None, generation: int | None) -> Fenced:
-    """The error for a claim that is not current; the current owner and generation, None if the stream is unknown."""
+    """Return the error for a claim that is not current.
+
+    Args:
+        claim: the claim.
+        owner: the current owner; None: the stream was released.
+        generation: the current generation; None: the store does not have the stream.
+    """
     who = f"stream {claim.stream!r}: {claim.owner!r} wrote with generation {claim.generation}"
     if generation is None:
-        return Fenced(f"{who}, but the store does not know the stream: claim it again")
+        return Fenced(f"{who}, but the store does not have the stream: claim it again")
     if generation != claim.generation:
         return Fenced(f"{who}, but the current one is {generation}: claim the stream again before learning")
     if owner is None:

@@ -1,52 +1,53 @@
 """A store in a Redis server, for workers on several hosts. It needs the extra ``redis``.
 
-    tribe:stream:NAME       a hash: who owns the stream, and the clocks, requests and digests of its last two states
+    tribe:stream:NAME       a hash: who owns the stream, and the clocks and requests of its last two states
     tribe:blob:NAME:CHUNK   the states, in parts, because a value of Redis has at most 512 MB
     tribe:streams           the names of all streams, sorted
 
 A write first sends the blob, which expires after an hour, and then runs a script that checks the generation, names the
-blob and keeps it. A worker that dies in between leaves a blob that Redis removes by itself. The clock of leases is that
-of the server.
+blob and makes it permanent. A worker that dies in between leaves a blob that Redis removes by itself. The clock of
+leases is that of the server.
 
-What is promised is what one Redis server promises. It must keep its keys (``maxmemory-policy noeviction``) and write
-them to its disk (``appendonly yes``; with ``appendfsync everysec`` a power failure loses up to a second). If a replica
-takes over, claims and states that it had not received are lost, but still no two owners write to one stream: a claim
-that the replica does not know is fenced. Redis Cluster is not supported: a script there reaches one shard only.
+The store promises what one Redis server promises. It must not remove keys (``maxmemory-policy noeviction``) and must
+write them to its disk (``appendonly yes``; with ``appendfsync everysec`` a power failure loses up to a second). If a
+replica takes over, claims and states that it had not received are lost, but still no two owners write to one stream: a
+claim that the replica does not have is fenced. Redis Cluster is not supported: a script there reaches one shard only.
 """
 
 import contextlib
 import importlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-from tribe.serve.store import redis_scripts as scripts
-from tribe.serve.store.blobs import new_name
 from tribe.serve.store.protocol import (
+    CURRENT,
     PAGE,
     Claim,
     Entries,
-    Entry,
-    Fenced,
-    Stored,
+    Refusals,
+    StateRecord,
     StoreDamaged,
     StoreDown,
+    StoreEntry,
+    StreamStore,
+    Uploads,
     Write,
     check_distinct,
     check_lease,
-    check_name,
     check_page,
-    check_same_state,
     fenced,
+    new_record,
+    refuse_fallen_clock,
 )
-from tribe.serve.store.records import CURRENT, PREVIOUS, Record, check_blob, new_record, read_state, stored
+from tribe.streams.names import check_stream_name
 
 SCHEMES = ("redis://", "rediss://", "unix://")
 SCHEMA = 1  # of the keys and fields
 CHUNK = 64 * 2**20  # bytes of a part of a blob
 UPLOAD_SECONDS = 3600  # after which a blob is removed that no stream names
 TIMEOUT = 10.0  # seconds to wait for the server
-CANNOT = {  # the package's name of an error, and what it means
+REASONS = {  # the package's name of an error, and what it means
     "OutOfMemoryError": "it has no memory left. Raise its maxmemory or delete streams",
     "ReadOnlyError": "it is a replica. Give the address of the primary server",
     "BusyLoadingError": "it is still loading its data. Try again",
@@ -56,11 +57,121 @@ CANNOT = {  # the package's name of an error, and what it means
     "TimeoutError": "it does not answer. Check the server and the network",
     "RedisError": "it refuses a command",
 }
-DISK = "MISCONF"  # how the answer of a server begins that cannot write to its disk
+DISK = "MISCONF"  # the first word of an error of a server that cannot write to its disk
+INSTALL = "pip install 'tribe-tta[redis]'"
+
+# -- scripts -----------------------------------------------------------------------------------------------------------
+# The server runs a script as a whole, with no other command in between. A stream is a hash with the fields `owner`
+# (missing: released), `generation`, `expires` (missing: deleted), and those of its states, such as `current:clock`.
+#
+# All scripts may run twice with the same effect as once: a client sends a script again if the connection breaks before
+# the answer. A server without memory refuses a script at its first write, if that one needs memory; it does not stop a
+# script that has begun to write. So scripts that store something set a field first, and change nothing when memory is
+# short. Those that release or delete set none: they work then, too.
+
+FUNCTIONS = """
+local function time(given)
+  if given ~= '' then return tonumber(given) end
+  local now = redis.call('TIME')
+  return now[1] + now[2] / 1000000
+end
+
+local function is_current(key, owner, generation)
+  local held = redis.call('HMGET', key, 'owner', 'generation')
+  return held[1] == owner and held[2] == generation
+end
+
+local function fenced(key)
+  local held = redis.call('HMGET', key, 'owner', 'generation')
+  return {'fenced', held[1], held[2]}
+end
+
+local function chunks(key, place, blobs)
+  local found = redis.call('HMGET', key, place .. ':blob', place .. ':chunks')
+  local keys = {}
+  for i = 1, tonumber(found[2] or '0') do keys[i] = blobs .. found[1] .. ':' .. i end
+  return keys
+end
+
+local function remove(keys)
+  for _, key in ipairs(keys) do redis.call('UNLINK', key) end
+end
+"""
+SCRIPTS = {
+    # KEYS: the stream, all streams. ARGV: name, owner, lease, now
+    "claim": """
+local now = time(ARGV[4])
+local held = redis.call('HMGET', KEYS[1], 'owner', 'generation', 'expires')
+local generation = tonumber(held[2] or '0')
+if not (held[1] and now < tonumber(held[3])) then
+  generation = generation + 1
+elseif held[1] ~= ARGV[2] then
+  return false
+end
+local expires = string.format('%.6f', now + tonumber(ARGV[3]))
+generation = string.format('%.0f', generation)
+redis.call('HSET', KEYS[1], 'owner', ARGV[2], 'generation', generation, 'expires', expires)
+redis.call('ZADD', KEYS[2], 0, ARGV[1])
+return {generation, expires}
+""",
+    # KEYS: streams. ARGV: lease, now, and for each stream its owner and generation
+    "renew": """
+local expires = string.format('%.6f', time(ARGV[2]) + tonumber(ARGV[1]))
+local held = {}
+for i, key in ipairs(KEYS) do
+  if is_current(key, ARGV[2 * i + 1], ARGV[2 * i + 2]) then
+    redis.call('HSET', key, 'expires', expires)
+    held[#held + 1] = i
+  end
+end
+return {expires, held}
+""",
+    # KEYS: the stream. ARGV: owner, generation
+    "release": """
+if is_current(KEYS[1], ARGV[1], ARGV[2]) then
+  redis.call('HDEL', KEYS[1], 'owner')
+end
+""",
+    # KEYS: the stream, chunks of the blob. ARGV: owner, generation, clock, blob, now, prefix of blobs, fields
+    "commit": """
+if redis.call('HGET', KEYS[1], 'current:blob') == ARGV[4] then return {'written'} end
+if not is_current(KEYS[1], ARGV[1], ARGV[2]) then return fenced(KEYS[1]) end
+local before = redis.call('HMGET', KEYS[1], 'current:generation', 'current:clock')
+if before[1] == ARGV[2] and tonumber(ARGV[3]) < tonumber(before[2]) then return {'clock', before[2]} end
+for i = 2, #KEYS do
+  if redis.call('EXISTS', KEYS[i]) == 0 then return {'gone'} end
+end
+local old_chunks = chunks(KEYS[1], 'previous', ARGV[6])
+for i = 7, #ARGV, 2 do
+  local old = redis.call('HGET', KEYS[1], 'current:' .. ARGV[i])
+  if old then redis.call('HSET', KEYS[1], 'previous:' .. ARGV[i], old) end
+  redis.call('HSET', KEYS[1], 'current:' .. ARGV[i], ARGV[i + 1])
+end
+redis.call('HSET', KEYS[1], 'current:written', string.format('%.6f', time(ARGV[5])))
+for i = 2, #KEYS do redis.call('PERSIST', KEYS[i]) end
+remove(old_chunks)
+return {'written'}
+""",
+    # KEYS: the stream, all streams. ARGV: owner, generation, name, prefix of blobs
+    "delete": """
+if not is_current(KEYS[1], ARGV[1], ARGV[2]) then
+  local left = redis.call('HMGET', KEYS[1], 'expires', 'generation')
+  if not left[1] and left[2] == ARGV[2] then return {'deleted'} end
+  return fenced(KEYS[1])
+end
+remove(chunks(KEYS[1], 'current', ARGV[4]))
+remove(chunks(KEYS[1], 'previous', ARGV[4]))
+for _, field in ipairs(redis.call('HKEYS', KEYS[1])) do
+  if field ~= 'generation' then redis.call('HDEL', KEYS[1], field) end
+end
+redis.call('ZREM', KEYS[2], ARGV[3])
+return {'deleted'}
+""",
+}
 
 
-class RedisStore:
-    """A `tribe.serve.store.protocol.Store` in a Redis server.
+class RedisStore(StreamStore):
+    """A store in a Redis server.
 
     Args:
         address: as in ``redis://localhost:6379/0`` or ``unix:///run/redis.sock``.
@@ -86,116 +197,127 @@ class RedisStore:
             )
         except ValueError as error:
             raise ValueError(f"{self.place} is not the address of a Redis server: {error}") from error
-        names = ("CLAIM", "RENEW", "RELEASE", "COMMIT", "DELETE")
-        self._scripts = {name: self._client.register_script(getattr(scripts, name)) for name in names}
+        self._scripts = {name: self._client.register_script(FUNCTIONS + text) for name, text in SCRIPTS.items()}
         self._all = f"{prefix}streams"
         self._prepare()
 
     # -- claims --------------------------------------------------------------------------------------------------------
 
     def claim(self, stream: str, owner: str, lease: float) -> Claim | None:
-        """Claim a stream; None if another owner's lease is live. See `tribe.serve.store.protocol.Store.claim`."""
-        check_name(stream)
-        check_name(owner, "an owner's name")
+        """Claim a stream; see `StreamStore.claim`."""
+        check_stream_name(stream)
+        check_stream_name(owner, "the name of the owner")
         values = stream, owner, repr(check_lease(lease)), self._time()
-        found = self._run("CLAIM", [self._stream(stream), self._all], *values)
+        found = self._run("claim", [self._stream(stream), self._all], *values)
         return None if found is None else Claim(stream, owner, int(found[0]), float(found[1]))
 
     def renew(self, claims: Sequence[Claim], lease: float) -> dict[str, Claim]:
-        """Renew claims, and return those still held. See `tribe.serve.store.protocol.Store.renew`."""
+        """Renew claims, and return those still held; see `StreamStore.renew`."""
         check_lease(lease)
         holders = (value for claim in claims for value in (claim.owner, claim.generation))
         keys = [self._stream(claim.stream) for claim in claims]
-        expires, held = self._run("RENEW", keys, repr(float(lease)), self._time(), *holders)
+        expires, held = self._run("renew", keys, repr(float(lease)), self._time(), *holders)
         return {claims[i - 1].stream: claims[i - 1]._replace(expires=float(expires)) for i in held}
 
     def release(self, claim: Claim) -> None:
-        """End a claim. See `tribe.serve.store.protocol.Store.release`."""
-        self._run("RELEASE", [self._stream(claim.stream)], claim.owner, claim.generation)
+        """End a claim; see `StreamStore.release`."""
+        self._run("release", [self._stream(claim.stream)], claim.owner, claim.generation)
 
     # -- states --------------------------------------------------------------------------------------------------------
 
-    def write(self, claim: Claim, blob: bytes, *, clock: int, requests: Sequence[str], meta: Mapping[str, Any]) -> None:
-        """Replace the stream's state. See `tribe.serve.store.protocol.Store.write`."""
-        self._commit(claim, self._upload(claim, blob, clock=clock, requests=requests, meta=meta))
-
-    def write_many(self, writes: Sequence[Write]) -> dict[str, Fenced | ValueError]:
-        """Write the states of several streams. See `tribe.serve.store.protocol.Store.write_many`."""
+    def _upload(self, writes: Sequence[Write]) -> Uploads:
         check_distinct(writes)
-        refused = dict[str, Fenced | ValueError]()
-        for claim, blob, clock, requests, meta in writes:
-            try:
-                self.write(claim, blob, clock=clock, requests=requests, meta=meta)
-            except (Fenced, ValueError) as error:
-                refused[claim.stream] = error
+        uploads = {write.claim.stream: (write, new_record(write)) for write in writes}
+        try:
+            for write, record in uploads.values():
+                view = memoryview(write.blob)
+                with self._explained():
+                    for i, key in enumerate(self._chunks(record)):
+                        self._client.set(key, view[i * CHUNK : (i + 1) * CHUNK], ex=UPLOAD_SECONDS)
+        except StoreDown:
+            self._remove(*(record for _, record in uploads.values()))
+            raise
+        return uploads
+
+    def _commit(self, uploads: Uploads) -> Refusals:
+        refused = Refusals()
+        for stream, (write, record) in uploads.items():
+            claim, keys = write.claim, [self._stream(stream), *self._chunks(record)]
+            values = claim.owner, claim.generation, record.clock, record.blob, self._time(), self._blob("")
+            fields = record._asdict() | {"chunks": len(keys) - 1}
+            answer, *found = self._run("commit", keys, *values, *(part for item in fields.items() for part in item))
+            if answer == b"written":
+                continue
+            self._remove(record)
+            if answer == b"gone":
+                raise StoreDown(f"the write of stream {stream!r} took over {UPLOAD_SECONDS} s: write again")
+            fallen = refuse_fallen_clock(write, claim.generation, int(found[0])) if answer == b"clock" else None
+            refused[stream] = fallen or fenced(claim, *_holder(*found))
         return refused
 
-    def _upload(
-        self, claim: Claim, blob: bytes, *, clock: int, requests: Sequence[str], meta: Mapping[str, Any]
-    ) -> Record:
-        """Send the blob, which no stream names yet."""
-        check_blob(blob)
-        name = new_name(claim.stream, claim.generation, clock)
-        record = new_record(claim, blob, clock=clock, requests=requests, meta=meta, name=name, written=0.0)
-        fields = ("owner", "generation", "current:generation", "current:clock")
-        with self._explained():
-            owner, generation, *before = self._client.hmget(self._stream(claim.stream), fields)
-        if (owner, generation) != (claim.owner.encode(), b"%d" % claim.generation):
-            raise fenced(claim, *_holder(owner, generation))
-        check_same_state(claim, (int(before[0]), int(before[1])) if before[0] else None, record.clock)
-        view = memoryview(blob)
-        try:
-            with self._explained():
-                for i, key in enumerate(self._chunks(record)):
-                    self._client.set(key, view[i * CHUNK : (i + 1) * CHUNK], ex=UPLOAD_SECONDS)
-        except StoreDown:
-            self._remove(record)
-            raise
-        return record
-
-    def _commit(self, claim: Claim, record: Record) -> None:
-        """Name a blob, if the claim is still current, and remove the blob that is no longer needed."""
-        keys = [self._stream(claim.stream), *self._chunks(record)]
-        values = claim.owner, claim.generation, record.clock, record.blob, self._time(), self._blob("")
-        fields = {**record._asdict(), "chunks": len(keys) - 1}
-        found = self._run("COMMIT", keys, *values, *(part for item in fields.items() for part in item))
-        if found[0] == b"written":
-            return
-        self._remove(record)
-        if found[0] == b"clock":
-            check_same_state(claim, (claim.generation, int(found[1])), record.clock)
-        if found[0] == b"gone":
-            raise StoreDown(f"the write of stream {claim.stream!r} took over {UPLOAD_SECONDS} s: write again")
-        raise fenced(claim, *_holder(*found[1:]))
-
-    def _remove(self, record: Record) -> None:
-        """Remove a blob that no stream names. If that fails, the server removes it later."""
+    def _remove(self, *records: StateRecord) -> None:
+        """Remove blobs that no stream names. If that fails, the server removes them later."""
         with contextlib.suppress(StoreDown), self._explained():
-            self._client.unlink(*self._chunks(record))
+            self._client.unlink(*(key for record in records for key in self._chunks(record)))
 
-    def read(self, stream: str, *, previous: bool = False) -> Stored | None:
-        """Read the last state of a stream. See `tribe.serve.store.protocol.Store.read`."""
-        check_name(stream)
-        return read_state(stream, PREVIOUS if previous else CURRENT, self._record, self._verified)
+    def _find(self, stream: str, place: str) -> StateRecord | None:
+        with self._explained():
+            found = self._client.hmget(self._stream(stream), [f"{place}:{field}" for field in StateRecord._fields])
+        if found[0] is None:
+            return None
+        try:
+            generation, clock, requests, blob, size, written = (value.decode() for value in found)
+            return StateRecord(int(generation), int(clock), requests, blob, int(size), float(written))
+        except (AttributeError, ValueError) as error:
+            raise self._damaged(stream, error) from error
 
-    def entry(self, stream: str) -> Entry | None:
-        """What the server says of a stream. See `tribe.serve.store.protocol.Store.entry`."""
-        found = self._entries([check_name(stream)])
+    def _fetch(self, stream: str, record: StateRecord) -> bytes:
+        with self._explained():
+            chunks = [self._client.get(key) for key in self._chunks(record)]
+        if any(chunk is None for chunk in chunks):
+            raise StoreDamaged(f"the state of stream {stream!r} in {self.place} is damaged: a part of it is missing")
+        return b"".join(chunks)
+
+    # -- streams -------------------------------------------------------------------------------------------------------
+
+    def entry(self, stream: str) -> StoreEntry | None:
+        """Return the server's row of a stream; see `StreamStore.entry`."""
+        found = self._entries([check_stream_name(stream)])
         return found[0] if found else None
 
     def list(self, prefix: str = "", limit: int = PAGE, after: str | None = None) -> Entries:
-        """The entries of streams by prefix. See `tribe.serve.store.protocol.Store.list`."""
-        check_page(prefix, limit, after)
+        """Return the rows of streams by prefix; see `StreamStore.list`."""
+        check_page(prefix, limit)
         least = f"({after}" if after is not None and after >= prefix else f"[{prefix}"
         with self._explained():
             most = b"(" + prefix.encode() + b"\xff"  # a byte after all those of UTF-8
             names = self._client.zrangebylex(self._all, least.encode(), most, start=0, num=int(limit))
         return self._entries([name.decode() for name in names])
 
+    def _entries(self, streams: Sequence[str]) -> Entries:
+        fields = ("owner", "generation", "expires", f"{CURRENT}:clock", f"{CURRENT}:bytes", f"{CURRENT}:written")
+        with self._explained():
+            pipeline = self._client.pipeline(transaction=False)
+            pipeline.time()
+            for stream in streams:
+                pipeline.hmget(self._stream(stream), fields)
+            (seconds, micros), *rows = pipeline.execute()
+        now = seconds + micros / 1e6 if self._now is None else self._now()
+        entries = []
+        for stream, (owner, generation, expires, clock, size, written) in zip(streams, rows, strict=True):
+            if expires is not None:
+                who, number = _holder(owner, generation)
+                ends = float(expires) if who is not None else 0.0
+                when = None if written is None else float(written)
+                entries.append(
+                    StoreEntry(stream, who, number or 0, ends, now < ends, int(clock or 0), int(size or 0), when)
+                )
+        return entries
+
     def delete(self, claim: Claim) -> None:
-        """Delete a stream's states and keep its generation. See `tribe.serve.store.protocol.Store.delete`."""
+        """Delete a stream's states and keep its generation; see `StreamStore.delete`."""
         values = claim.owner, claim.generation, claim.stream, self._blob("")
-        found = self._run("DELETE", [self._stream(claim.stream), self._all], *values)
+        found = self._run("delete", [self._stream(claim.stream), self._all], *values)
         if found[0] != b"deleted":
             raise fenced(claim, *_holder(*found[1:]))
 
@@ -204,7 +326,7 @@ class RedisStore:
         self._closed = True
         self._client.close()
 
-    # -- keys and values -----------------------------------------------------------------------------------------------
+    # -- the server ----------------------------------------------------------------------------------------------------
 
     def _stream(self, stream: str) -> str:
         return f"{self._prefix}stream:{stream}"
@@ -212,65 +334,23 @@ class RedisStore:
     def _blob(self, name: str) -> str:
         return f"{self._prefix}blob:{name}"
 
-    def _chunks(self, record: Record) -> Sequence[str]:
-        """The keys of a blob's parts; an empty blob has one, too."""
+    def _chunks(self, record: StateRecord) -> Sequence[str]:
+        """Return the keys of a blob's parts; an empty blob also has one."""
         return [f"{self._blob(record.blob)}:{i + 1}" for i in range(max(1, -(-record.bytes // CHUNK)))]
 
     def _time(self) -> str:
-        """The time for a script; an empty one means the server's."""
+        """Return the time for a script; an empty text means the server's."""
         return "" if self._now is None else repr(float(self._now()))
 
-    def _record(self, stream: str, place: str) -> Record | None:
-        with self._explained():
-            found = self._client.hmget(self._stream(stream), [f"{place}:{field}" for field in scripts.FIELDS])
-        if found[0] is None:
-            return None
-        try:
-            generation, clock, requests, meta, blob, size, digest, written = (value.decode() for value in found)
-            return Record(int(generation), int(clock), requests, meta, blob, int(size), digest, float(written))
-        except (AttributeError, ValueError) as error:
-            raise self._damaged(stream, error) from error
-
-    def _verified(self, stream: str, record: Record) -> Stored:
-        """The state of a record, if its blob is what was written."""
-        with self._explained():
-            chunks = [self._client.get(key) for key in self._chunks(record)]
-        if any(chunk is None for chunk in chunks):
-            raise StoreDamaged(f"the state of stream {stream!r} in {self.place} is damaged: a part of it is missing")
-        return stored(stream, record, b"".join(chunks), f"the state of stream {stream!r} in {self.place}")
-
-    def _entries(self, streams: Sequence[str]) -> Entries:
-        fields = ("owner", "generation", "expires", "current:clock", "current:bytes", "current:written")
-        with self._explained():
-            pipeline = self._client.pipeline(transaction=False)
-            pipeline.time()
-            for stream in streams:
-                pipeline.hmget(self._stream(stream), fields)
-            (seconds, micros), *rows = pipeline.execute()
-        now = seconds + micros / 1e6 if self._now is None else self._now()
-        found = []
-        for stream, (owner, generation, expires, clock, size, written) in zip(streams, rows, strict=True):
-            if expires is not None:
-                who, number = _holder(owner, generation)
-                ends = float(expires) if who is not None else 0.0
-                when = None if written is None else float(written)
-                state = int(clock or 0), int(size or 0), when
-                found.append(Entry(stream, who, number or 0, ends, now < ends, *state))
-        return found
-
-    # -- the server ----------------------------------------------------------------------------------------------------
-
     def _prepare(self) -> None:
-        """Check that the server answers, that its data is of this version, and that it keeps what it is given."""
+        """Check that the server answers, that its data is of this version, and that it does not remove keys."""
         with self._explained():
             self._client.set(f"{self._prefix}schema", SCHEMA, nx=True)
             schema = self._client.get(f"{self._prefix}schema")
         if schema != b"%d" % SCHEMA:
-            raise StoreDamaged(
-                f"{self.place} has schema {schema[:20]!r}; this version of tribe reads {SCHEMA}: upgrade tribe"
-            )
-        unsaid = contextlib.suppress(self._redis.exceptions.ResponseError)
-        with self._explained(), unsaid:  # a hosted server may not say
+            raise StoreDamaged(f"{self.place} has schema {schema[:20]!r}; this version of tribe reads {SCHEMA}")
+        not_allowed = contextlib.suppress(self._redis.exceptions.ResponseError)  # on some hosted servers
+        with self._explained(), not_allowed:
             memory = self._client.info("memory")
             if memory.get("maxmemory") and str(memory.get("maxmemory_policy")).startswith("allkeys"):
                 raise StoreDown(
@@ -296,18 +376,18 @@ class RedisStore:
             text, kinds = str(error), (cls.__name__ for cls in type(error).__mro__)
             if "WRONGTYPE" in text:
                 raise self._damaged("a key", text) from error
-            reason = next(CANNOT[kind] for kind in kinds if kind in CANNOT)
+            reason = next(REASONS[kind] for kind in kinds if kind in REASONS)
             reason = "it cannot write to its disk. Check the disk of the server" if DISK in text else reason
             raise StoreDown(f"the Redis server {self.place}: {reason} ({type(error).__name__}: {text})") from error
 
 
 def _holder(owner: bytes | None, generation: bytes | None) -> tuple[str | None, int | None]:
-    """The owner and generation of a stream as the server gives them."""
+    """Return the owner and generation of a stream from the server's answer."""
     return None if owner is None else owner.decode(), None if generation is None else int(generation)
 
 
 def _without_password(address: str) -> str:
-    """An address as errors show it."""
+    """Return an address as errors show it."""
     parts = urlsplit(address)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
@@ -319,6 +399,3 @@ def _library() -> Any:
         raise ImportError(
             f"a store in Redis needs redis, which cannot be imported here ({error}): {INSTALL}"
         ) from error
-
-
-INSTALL = "pip install 'tribe-tta[redis]'"

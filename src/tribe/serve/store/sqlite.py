@@ -1,68 +1,91 @@
 """A store in a folder of one host: a ledger in SQLite, and a file for each state.
 
-    ledger.sqlite   who owns each stream, and the names, clocks, requests and digests of its last two states
-    blobs/          the states, see `tribe.serve.store.blobs`
+    ledger.sqlite   who owns each stream, and the names, clocks and requests of its last two states
+    blobs/          the states; a file is never changed, and is removed when the ledger no longer names it
 
 Any number of processes of the host may use the folder at the same time. It must be on a local disk: SQLite's
 write-ahead log needs memory that its processes share.
 
 A write first puts the blob on the disk, and then names it in the ledger, in a transaction that checks the generation. A
-process that is killed in between leaves a file that nobody names. A new claim of the stream removes it; so does opening
+process that is killed in between leaves a file without a name. A new claim of the stream removes it; so does opening
 the store. A blob is removed only after the ledger on the disk has ceased to name it, so that not even a power failure
-leaves a name without its file.
+leaves a name without its file. For that, commits are synced (``synchronous=FULL``): with a write-ahead log, ``NORMAL``
+would forget the last commits in a power failure.
 """
 
 import contextlib
+import os
+import re
 import sqlite3
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Any
 
-from tribe.io.files import NotRegular
-from tribe.serve.store.blobs import Blobs, new_name, stream_hash
-from tribe.serve.store.ledger import Ledger
+from tribe.io.files import sync_folder, write_new
 from tribe.serve.store.protocol import (
+    CURRENT,
     PAGE,
+    PREVIOUS,
     Claim,
+    ClockFell,
     Entries,
-    Entry,
     Fenced,
-    Stored,
+    Refusals,
+    StateRecord,
     StoreDamaged,
     StoreDown,
+    StoreEntry,
+    StreamStore,
+    Uploads,
     Write,
     check_distinct,
     check_lease,
-    check_name,
     check_page,
-    check_same_state,
     fenced,
-)
-from tribe.serve.store.records import (
-    CURRENT,
-    PREVIOUS,
-    Record,
-    check_blob,
-    check_record,
     new_record,
-    read_state,
-    stored,
+    refuse_fallen_clock,
+    stream_hash,
 )
+from tribe.streams.names import check_stream_name
 
 LEDGER, BLOBS = "ledger.sqlite", "blobs"
 PATIENCE = 5.0  # seconds to wait for the transaction of another process
-RECORD = ", ".join(Record._fields)
+OPENING = 6  # times the patience to open a ledger: when many processes start at once, each waits for all others
+APPLICATION, SCHEMA = 0x54524942, 1  # "TRIB" marks the file as ours; SCHEMA is the version of the tables
+TABLES = (  # the checks are those of the file's content when it is opened: a damaged one may hold other types
+    "CREATE TABLE streams (stream TEXT PRIMARY KEY, owner TEXT, generation INTEGER NOT NULL, expires REAL NOT NULL, "
+    "deleted INTEGER NOT NULL, CHECK (typeof(generation) = 'integer' AND typeof(expires) = 'real' "
+    "AND typeof(owner) IN ('text', 'null'))) WITHOUT ROWID",
+    "CREATE TABLE states (stream TEXT NOT NULL, place TEXT NOT NULL, generation INTEGER NOT NULL, "
+    "clock INTEGER NOT NULL, requests TEXT NOT NULL, blob TEXT NOT NULL, bytes INTEGER NOT NULL, "
+    "written REAL NOT NULL, PRIMARY KEY (stream, place), CHECK (typeof(generation) = 'integer' "
+    "AND typeof(clock) = 'integer' AND typeof(bytes) = 'integer' AND typeof(written) = 'real' "
+    "AND typeof(requests) = 'text' AND typeof(blob) = 'text')) WITHOUT ROWID",
+)
+RECORD = ", ".join(StateRecord._fields)
 ENTRIES = (
     "SELECT s.stream, s.owner, s.generation, s.expires, t.clock, t.bytes, t.written FROM streams s "
     f"LEFT JOIN states t ON t.stream = s.stream AND t.place = '{CURRENT}' WHERE NOT s.deleted AND "
 )
-LAST_CHARACTER = "\U0010ffff"  # after every character that a name may have
+LAST_CHARACTER = "\U0010ffff"
+BLOB = re.compile(r"([0-9a-f]{32})-([0-9]+)-[0-9]+-[0-9a-f]{16}\.state")  # hash of the stream, generation, clock
+REASONS = {  # what an error of SQLite means, where it is not damage
+    sqlite3.SQLITE_FULL: "the disk is full. Free some space; what was stored before is unchanged",
+    sqlite3.SQLITE_BUSY: "another process holds the ledger. If that process is stopped, continue it or end it",
+    sqlite3.SQLITE_LOCKED: "another thread holds the ledger",
+    sqlite3.SQLITE_READONLY: "it cannot be written. Check the permissions of the folder and its files",
+    sqlite3.SQLITE_PERM: "permission is denied. Check the permissions of the folder and its files",
+    sqlite3.SQLITE_CANTOPEN: "it cannot be opened. Check that the folder exists, and its permissions",
+    sqlite3.SQLITE_IOERR: "the disk reports an error. Check the disk and its free space",
+    sqlite3.SQLITE_NOMEM: "there is not enough memory",
+    sqlite3.SQLITE_PROTOCOL: "its locks do not work here. Put the folder on a local disk",
+}
 
 
-class SqliteStore:
-    """A `tribe.serve.store.protocol.Store` in a folder, which is made if it is missing.
+class SqliteStore(StreamStore):
+    """A store in a folder, which is made if it is missing.
 
     Args:
         folder: on a local disk.
@@ -75,256 +98,342 @@ class SqliteStore:
     ) -> None:
         self.folder, self._now = Path(folder), now
         self._blobs = Blobs(self.folder / BLOBS)
-        try:
-            self._blobs.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise StoreDown(f"the store {self.folder} cannot be made: {error.strerror}") from error
-        self._ledger = Ledger(self.folder / LEDGER, patience, self._check_no_blobs)
+        self._ledger = Ledger(self.folder / LEDGER, patience, self._blobs.check_empty)
         self._sweep()
-
-    def _check_no_blobs(self) -> None:
-        if self._blobs.any():
-            raise StoreDamaged(
-                f"{self._blobs.folder} holds states, but {self.folder / LEDGER} is empty: restore the ledger from a "
-                f"backup, or move the states away to start anew"
-            )
 
     def _sweep(self) -> None:
         """Remove what killed writers left."""
-        with self._ledger.reading() as ledger:
-            rows = ledger.execute("SELECT stream, generation FROM streams").fetchall()
-            named = {name for (name,) in ledger.execute("SELECT blob FROM states")}
-        self._blobs.sweep({stream_hash(stream): generation for stream, generation in rows}, named)
+        with self._ledger.reading() as rows:
+            streams = rows.execute("SELECT stream, generation FROM streams")
+            generations = {stream_hash(stream): generation for stream, generation in streams}
+            named = {name for (name,) in rows.execute("SELECT blob FROM states")}
+        self._blobs.sweep(generations, named)
 
     # -- claims --------------------------------------------------------------------------------------------------------
 
     def claim(self, stream: str, owner: str, lease: float) -> Claim | None:
-        """Claim a stream; None if another owner's lease is live. See `tribe.serve.store.protocol.Store.claim`."""
-        check_name(stream)
-        check_name(owner, "an owner's name")
+        """Claim a stream; see `StreamStore.claim`."""
+        check_stream_name(stream)
+        check_stream_name(owner, "the name of the owner")
         check_lease(lease)
-        with self._ledger.transaction() as ledger:
+        with self._ledger.transaction() as rows:
             now = self._now()
-            holder, generation, expires = self._holder(ledger, stream) or (None, 0, 0.0)
+            query = "SELECT owner, generation, expires FROM streams WHERE stream = ?"
+            holder, generation, expires = rows.execute(query, (stream,)).fetchone() or (None, 0, 0.0)
             live = holder is not None and now < expires
             if live and holder != owner:
                 return None
             claim = Claim(stream, owner, generation if live else generation + 1, now + lease)
-            ledger.execute(
+            rows.execute(
                 "INSERT INTO streams VALUES (?, ?, ?, ?, 0) ON CONFLICT (stream) DO UPDATE SET owner = excluded.owner, "
                 "generation = excluded.generation, expires = excluded.expires, deleted = 0",
                 claim,
             )
-            named = self._named(ledger, stream)
-        if not live and generation:
+            named = _named(rows, stream)
+        if claim.generation > generation > 0:
             self._blobs.sweep({stream_hash(stream): claim.generation}, named)
         return claim
 
     def renew(self, claims: Sequence[Claim], lease: float) -> dict[str, Claim]:
-        """Renew claims, and return those still held. See `tribe.serve.store.protocol.Store.renew`."""
+        """Renew claims, and return those still held; see `StreamStore.renew`."""
         check_lease(lease)
-        with self._ledger.transaction() as ledger:
+        with self._ledger.transaction() as rows:
             expires = self._now() + lease
-            held = {
-                claim.stream: claim._replace(expires=expires) for claim in claims if self._is_current(ledger, claim)
-            }
-            ledger.executemany(
-                "UPDATE streams SET expires = ? WHERE stream = ?", [(expires, stream) for stream in held]
-            )
+            held = {c.stream: c._replace(expires=expires) for c in claims if self._fence(rows, c) is None}
+            rows.executemany("UPDATE streams SET expires = ? WHERE stream = ?", [(expires, stream) for stream in held])
         return held
 
     def release(self, claim: Claim) -> None:
-        """End a claim. See `tribe.serve.store.protocol.Store.release`."""
-        with self._ledger.transaction() as ledger:
-            if self._is_current(ledger, claim):
-                ledger.execute("UPDATE streams SET owner = NULL, expires = 0 WHERE stream = ?", (claim.stream,))
+        """End a claim; see `StreamStore.release`."""
+        with self._ledger.transaction() as rows:
+            if self._fence(rows, claim) is None:
+                rows.execute("UPDATE streams SET owner = NULL, expires = 0 WHERE stream = ?", (claim.stream,))
+
+    def _fence(self, rows: sqlite3.Connection, claim: Claim) -> Fenced | None:
+        """Return an error if a claim is not the current one."""
+        found = rows.execute("SELECT owner, generation FROM streams WHERE stream = ?", (claim.stream,)).fetchone()
+        owner, generation = found or (None, None)
+        return None if (owner, generation) == (claim.owner, claim.generation) else fenced(claim, owner, generation)
 
     # -- states --------------------------------------------------------------------------------------------------------
 
-    def write(self, claim: Claim, blob: bytes, *, clock: int, requests: Sequence[str], meta: Mapping[str, Any]) -> None:
-        """Replace the stream's state. See `tribe.serve.store.protocol.Store.write`."""
-        self._commit(claim, self._upload(claim, blob, clock=clock, requests=requests, meta=meta))
-
-    def write_many(self, writes: Sequence[Write]) -> dict[str, Fenced | ValueError]:
-        """Write the states of several streams. See `tribe.serve.store.protocol.Store.write_many`."""
+    def _upload(self, writes: Sequence[Write]) -> Uploads:
         check_distinct(writes)
-        records, refused = dict[str, tuple[Claim, Record]](), dict[str, Fenced | ValueError]()
-        for write in writes:
-            try:
-                records[write.claim.stream] = write.claim, self._new_record(*write)
-            except (Fenced, ValueError) as error:
-                refused[write.claim.stream] = error
-        blobs = {write.claim.stream: write.blob for write in writes}
+        uploads = {write.claim.stream: (write, new_record(write, self._now())) for write in writes}
         try:
-            self._blobs.write_many({record.blob: blobs[stream] for stream, (_, record) in records.items()})
-            refused |= self._name(records)
-        except Exception as error:
-            for stream, (_, record) in records.items():
-                self._remove_unless_named(stream, record.blob)
-            if isinstance(error, OSError) and not isinstance(error, StoreDown):
-                raise StoreDown(f"the states of {len(records)} streams were not stored: {error}") from error
-            raise
-        return refused
-
-    def _new_record(
-        self, claim: Claim, blob: bytes, clock: int, requests: Sequence[str], meta: Mapping[str, Any]
-    ) -> Record:
-        """The record of a state that is about to be written, if it may be."""
-        check_blob(blob)
-        name = new_name(claim.stream, claim.generation, clock)
-        record = new_record(claim, blob, clock=clock, requests=requests, meta=meta, name=name, written=self._now())
-        with self._ledger.reading() as ledger:
-            self._check_write(ledger, claim, record)
-        return record
-
-    def _upload(
-        self, claim: Claim, blob: bytes, *, clock: int, requests: Sequence[str], meta: Mapping[str, Any]
-    ) -> Record:
-        """Write the blob, which the ledger does not name yet."""
-        record = self._new_record(claim, blob, clock, requests, meta)
-        try:
-            self._blobs.write(record.blob, blob)
+            self._blobs.write({record.blob: write.blob for write, record in uploads.values()})
         except OSError as error:
-            with self._ledger.reading() as ledger:
-                self._check_write(ledger, claim, record)  # the next owner removes temporary files of this generation
-            raise StoreDown(f"the state of stream {claim.stream!r} was not stored: {error}") from error
-        return record
+            self._remove_unless_named(uploads)
+            names = ", ".join(map(repr, list(uploads)[:4]))
+            raise StoreDown(f"the states of {len(uploads)} streams ({names}) were not stored: {error}") from error
+        return uploads
 
-    def _commit(self, claim: Claim, record: Record) -> None:
-        """Name a blob in the ledger, if the claim is still current, and remove the blob that is no longer needed."""
+    def _commit(self, uploads: Uploads) -> Refusals:
+        unnamed, refused = set[str](), Refusals()
         try:
-            refused = self._name({claim.stream: (claim, record)})
+            with self._ledger.transaction() as rows:
+                for stream, (write, record) in uploads.items():
+                    if (error := self._refusal(rows, write)) is not None:
+                        refused[stream] = error
+                        unnamed.add(record.blob)
+                        continue
+                    unnamed |= _named(rows, stream)
+                    row = (stream, CURRENT, *record)
+                    rows.execute("DELETE FROM states WHERE stream = ? AND place = ?", (stream, PREVIOUS))
+                    rows.execute("UPDATE states SET place = ? WHERE stream = ?", (PREVIOUS, stream))
+                    rows.execute(f"INSERT INTO states VALUES ({', '.join('?' * len(row))})", row)
+                    unnamed -= _named(rows, stream)
         except Exception:
-            self._remove_unless_named(claim.stream, record.blob)
+            self._remove_unless_named(uploads)
             raise
-        for error in refused.values():
-            raise error
-
-    def _name(self, records: Mapping[str, tuple[Claim, Record]]) -> dict[str, Fenced | ValueError]:
-        """Name blobs in the ledger and remove those that are no longer needed; return what is refused, by stream."""
-        unnamed, refused = set[str](), dict[str, Fenced | ValueError]()
-        with self._ledger.transaction() as ledger:
-            for stream, (claim, record) in records.items():
-                try:
-                    self._check_write(ledger, claim, record)
-                except (Fenced, ValueError) as error:
-                    refused[stream] = error
-                    unnamed.add(record.blob)
-                    continue
-                unnamed |= self._named(ledger, stream)
-                row = (stream, CURRENT, *record)
-                ledger.execute("DELETE FROM states WHERE stream = ? AND place = ?", (stream, PREVIOUS))
-                ledger.execute("UPDATE states SET place = ? WHERE stream = ?", (PREVIOUS, stream))
-                ledger.execute(f"INSERT INTO states VALUES ({', '.join('?' * len(row))})", row)
-                unnamed -= self._named(ledger, stream)
         self._blobs.remove(unnamed)
         return refused
 
-    def _remove_unless_named(self, stream: str, blob: str) -> None:
-        """Remove a blob after an error, unless its commit reached the disk all the same, or that cannot be read."""
-        with contextlib.suppress(OSError, ValueError), self._ledger.reading() as ledger:
-            if blob not in self._named(ledger, stream):
-                self._blobs.remove([blob])
+    def _refusal(self, rows: sqlite3.Connection, write: Write) -> Fenced | ClockFell | None:
+        """Return an error for a write of an old generation, or with a clock that falls."""
+        query = "SELECT generation, clock FROM states WHERE stream = ? AND place = ?"
+        generation, clock = rows.execute(query, (write.claim.stream, CURRENT)).fetchone() or (None, 0)
+        return self._fence(rows, write.claim) or refuse_fallen_clock(write, generation, clock)
 
-    def read(self, stream: str, *, previous: bool = False) -> Stored | None:
-        """Read the last state of a stream. See `tribe.serve.store.protocol.Store.read`."""
-        check_name(stream)
-        return read_state(stream, PREVIOUS if previous else CURRENT, self._record, self._verified)
+    def _remove_unless_named(self, uploads: Uploads) -> None:
+        """Remove blobs after an error, except those whose commit reached the disk, or if that cannot be read."""
+        with contextlib.suppress(OSError, ValueError), self._ledger.reading() as rows:
+            self._blobs.remove(r.blob for stream, (_, r) in uploads.items() if r.blob not in _named(rows, stream))
 
-    def entry(self, stream: str) -> Entry | None:
-        """What the ledger says of a stream. See `tribe.serve.store.protocol.Store.entry`."""
-        check_name(stream)
-        found = self._entries("s.stream = ?", stream)
+    def _find(self, stream: str, place: str) -> StateRecord | None:
+        with self._ledger.reading() as rows:
+            query = f"SELECT {RECORD} FROM states WHERE stream = ? AND place = ?"
+            row = rows.execute(query, (stream, place)).fetchone()
+        return None if row is None else StateRecord(*row)
+
+    def _fetch(self, stream: str, record: StateRecord) -> bytes:
+        path = self._blobs.path(record.blob)
+        try:
+            return path.read_bytes()
+        except (FileNotFoundError, IsADirectoryError) as error:
+            raise StoreDamaged(f"the state of stream {stream!r} is missing: {path}: {error.strerror}") from error
+        except OSError as error:
+            raise StoreDown(f"the state of stream {stream!r} cannot be read: {path}: {error.strerror}") from error
+
+    # -- streams -------------------------------------------------------------------------------------------------------
+
+    def entry(self, stream: str) -> StoreEntry | None:
+        """Return the ledger's row of a stream; see `StreamStore.entry`."""
+        found = self._entries("s.stream = ?", check_stream_name(stream))
         return found[0] if found else None
 
     def list(self, prefix: str = "", limit: int = PAGE, after: str | None = None) -> Entries:
-        """The entries of streams by prefix. See `tribe.serve.store.protocol.Store.list`."""
-        check_page(prefix, limit, after)
+        """Return the rows of streams by prefix; see `StreamStore.list`."""
+        check_page(prefix, limit)
         where = "s.stream >= ? AND s.stream < ? AND s.stream > ? ORDER BY s.stream LIMIT ?"
         return self._entries(where, prefix, prefix + LAST_CHARACTER, after or "", int(limit))
 
+    def _entries(self, where: str, *values: str | int) -> Entries:
+        with self._ledger.reading() as rows:
+            found, now = rows.execute(ENTRIES + where, values).fetchall(), self._now()
+        entries = []
+        for stream, owner, generation, expires, clock, size, written in found:
+            held = owner is not None and now < expires
+            entries.append(StoreEntry(stream, owner, generation, expires, held, clock or 0, size or 0, written))
+        return entries
+
     def delete(self, claim: Claim) -> None:
-        """Delete a stream's states and keep its generation. See `tribe.serve.store.protocol.Store.delete`."""
-        with self._ledger.transaction() as ledger:
-            if self._is_deleted(ledger, claim):
+        """Delete a stream's states and keep its generation; see `StreamStore.delete`."""
+        stream, generation = claim.stream, claim.generation
+        with self._ledger.transaction() as rows:
+            deleted = "SELECT 1 FROM streams WHERE stream = ? AND generation = ? AND deleted"
+            if rows.execute(deleted, (stream, generation)).fetchone():
                 return
-            self._check_current(ledger, claim)
-            unnamed = self._named(ledger, claim.stream)
-            ledger.execute("DELETE FROM states WHERE stream = ?", (claim.stream,))
-            ledger.execute(
-                "UPDATE streams SET owner = NULL, expires = 0, deleted = 1 WHERE stream = ?", (claim.stream,)
-            )
+            if (error := self._fence(rows, claim)) is not None:
+                raise error
+            unnamed = _named(rows, stream)
+            rows.execute("DELETE FROM states WHERE stream = ?", (stream,))
+            rows.execute("UPDATE streams SET owner = NULL, expires = 0, deleted = 1 WHERE stream = ?", (stream,))
         self._blobs.remove(unnamed)
 
     def close(self) -> None:
         """Close the ledger. Claims are not released."""
         self._ledger.close()
 
-    # -- rows ----------------------------------------------------------------------------------------------------------
 
-    def _holder(self, ledger: sqlite3.Connection, stream: str) -> tuple[str | None, int, float] | None:
-        """The owner (None: released), generation and end of the lease of a stream; None if it was never claimed."""
-        rows = ledger.execute("SELECT owner, generation, expires FROM streams WHERE stream = ?", (stream,)).fetchall()
-        return self._checked_holder(*rows[0]) if rows else None
+def _named(rows: sqlite3.Connection, stream: str) -> set[str]:
+    """Return the names of a stream's blobs."""
+    return {name for (name,) in rows.execute("SELECT blob FROM states WHERE stream = ?", (stream,))}
 
-    def _checked_holder(self, owner: Any, generation: Any, expires: Any) -> tuple[str | None, int, float]:
-        if (owner is None or isinstance(owner, str)) and type(generation) is int and isinstance(expires, float | int):
-            return owner, generation, float(expires)
-        raise self._ledger.damaged("a value is not of its type")
 
-    def _is_current(self, ledger: sqlite3.Connection, claim: Claim) -> bool:
-        owner, generation, _ = self._holder(ledger, claim.stream) or (None, None, None)
-        return (owner, generation) == (claim.owner, claim.generation)
+class Blobs:
+    """The files of states, spread over up to 256 folders by the first two digits of their names."""
 
-    def _is_deleted(self, ledger: sqlite3.Connection, claim: Claim) -> bool:
-        """Whether the stream was deleted with this claim, or its generation."""
-        where = "stream = ? AND generation = ? AND deleted"
-        return bool(ledger.execute(f"SELECT 1 FROM streams WHERE {where}", (claim.stream, claim.generation)).fetchall())
-
-    def _check_current(self, ledger: sqlite3.Connection, claim: Claim) -> None:
-        if not self._is_current(ledger, claim):
-            owner, generation, _ = self._holder(ledger, claim.stream) or (None, None, None)
-            raise fenced(claim, owner, generation)
-
-    def _check_write(self, ledger: sqlite3.Connection, claim: Claim, record: Record) -> None:
-        """Refuse a write of an old generation, or with a clock that falls."""
-        self._check_current(ledger, claim)
-        rows = ledger.execute(
-            "SELECT generation, clock FROM states WHERE stream = ? AND place = ?", (claim.stream, CURRENT)
-        ).fetchall()
-        check_same_state(claim, rows[0] if rows else None, record.clock)
-
-    def _named(self, ledger: sqlite3.Connection, stream: str) -> set[str]:
-        """The names of a stream's blobs."""
-        return {name for (name,) in ledger.execute("SELECT blob FROM states WHERE stream = ?", (stream,))}
-
-    def _record(self, stream: str, place: str) -> Record | None:
-        with self._ledger.reading() as ledger:
-            rows = ledger.execute(
-                f"SELECT {RECORD} FROM states WHERE stream = ? AND place = ?", (stream, place)
-            ).fetchall()
-        return check_record(Record(*rows[0]), str(self._ledger.path)) if rows else None
-
-    def _verified(self, stream: str, record: Record) -> Stored:
-        """The state of a record, if its blob is what was written."""
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         try:
-            path = self._blobs.path(record.blob)
-        except ValueError as error:
-            raise self._ledger.damaged(error) from error
-        try:
-            blob = self._blobs.read(record.blob, record.bytes)
-        except (FileNotFoundError, NotRegular) as error:
-            raise StoreDamaged(f"the state of stream {stream!r} is damaged: {path}: {error.strerror}") from error
+            folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise StoreDown(f"the state of stream {stream!r} cannot be read: {path}: {error.strerror}") from error
-        return stored(stream, record, blob, f"the state of stream {stream!r} in {path}")
+            raise StoreDown(f"the store {folder.parent} cannot be made: {error.strerror}") from error
 
-    def _entries(self, where: str, *values: str | int) -> Entries:
-        with self._ledger.reading() as ledger:
-            rows, now = ledger.execute(ENTRIES + where, values).fetchall(), self._now()
-        found = []
-        for stream, *holder, clock, size, written in rows:
-            owner, generation, expires = self._checked_holder(*holder)
-            held = owner is not None and now < expires
-            found.append(Entry(stream, owner, generation, expires, held, clock or 0, size or 0, written))
-        return found
+    def path(self, name: str) -> Path:
+        """Return the path of a blob."""
+        if not BLOB.fullmatch(name):
+            raise StoreDamaged(f"{name[:80]!r} is not the name of a state. Restore the ledger from a backup")
+        return self.folder / name[:2] / name
+
+    def write(self, blobs: Mapping[str, bytes]) -> None:
+        """Write new blobs to the disk, by name. After an error some may be there, and torn."""
+        missing = [folder for folder in {self.path(name).parent for name in blobs} if not folder.is_dir()]
+        for folder in missing:
+            folder.mkdir(exist_ok=True)
+        if missing:
+            sync_folder(self.folder)
+        write_new({self.path(name): blob for name, blob in blobs.items()})
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove blobs that the ledger no longer names. If one cannot be removed now, `sweep` does it later."""
+        for name in names:
+            with contextlib.suppress(OSError):
+                self.path(name).unlink(missing_ok=True)
+
+    def sweep(self, generations: Mapping[str, int], named: Collection[str]) -> None:
+        """Remove what killed writers left: files that the ledger does not name, of generations that cannot write.
+
+        A file of the current generation may be one whose writer is about to add it to the ledger, so it stays until the
+        next claim. A file of an unknown stream also stays: the ledger may have been lost.
+
+        Args:
+            generations: the current generation of each stream, by `stream_hash`.
+            named: the blobs that the ledger names.
+        """
+        for path in self._files({key[:2] for key in generations}):
+            match = BLOB.fullmatch(path.name)
+            if match and path.name not in named and int(match[2]) < generations.get(match[1], 0):
+                with contextlib.suppress(OSError):
+                    path.unlink()
+
+    def check_empty(self) -> None:
+        """Raise `StoreDamaged` if there are blobs: a new ledger would let them be removed, one by one."""
+        if any(BLOB.fullmatch(path.name) for path in self._files({path.name for path in self.folder.iterdir()})):
+            raise StoreDamaged(
+                f"{self.folder} holds states, but {self.folder.parent / LEDGER} is empty: restore the ledger from a "
+                f"backup, or move the states away to start anew"
+            )
+
+    def _files(self, folders: Iterable[str]) -> Iterator[Path]:
+        for folder in folders:
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                yield from (self.folder / folder).iterdir()
+
+
+class Ledger:
+    """The SQLite file of a store, which is made if it is missing: its tables, transactions and errors.
+
+    Args:
+        path: of the file, on a local disk.
+        patience: how many seconds to wait for the transaction of another process.
+        check_new: called before the tables of a new ledger are made; an error leaves it without tables.
+    """
+
+    def __init__(self, path: Path, patience: float, check_new: Callable[[], None]) -> None:
+        self.path, self._patience, self._check_new = path, patience, check_new
+        self._writing_lock, self._reading_lock = threading.Lock(), threading.Lock()
+        self._closed, self._process = False, os.getpid()
+        with self._explained():
+            self._writing = self._connect()
+            self._use_log(self._writing)
+            self._reading = self._connect()
+        try:
+            self._prepare()
+        except BaseException:
+            self.close()
+            raise
+        for connection in (self._writing, self._reading):
+            connection.execute(f"PRAGMA busy_timeout = {int(1000 * patience)}")
+
+    def close(self) -> None:
+        """Close the file."""
+        with self._writing_lock, self._reading_lock:
+            self._closed = True
+            self._reading.close()
+            self._writing.close()
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[sqlite3.Connection]:
+        """Open a transaction that may write: all of it is committed, or nothing if the block raises."""
+        with self._writing_lock, self._explained():
+            self._writing.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._writing
+                self._writing.execute("COMMIT")
+            except BaseException:
+                with contextlib.suppress(sqlite3.Error):  # some errors end the transaction themselves
+                    self._writing.execute("ROLLBACK")
+                raise
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[sqlite3.Connection]:
+        """Open a transaction that only reads the last commit; it waits for no writer."""
+        with self._reading_lock, self._explained():
+            self._reading.execute("BEGIN")
+            try:
+                yield self._reading
+            finally:
+                with contextlib.suppress(sqlite3.Error):
+                    self._reading.execute("ROLLBACK")
+
+    def _connect(self) -> sqlite3.Connection:
+        """Return a connection, which one thread at a time uses."""
+        connection = sqlite3.connect(
+            self.path, timeout=OPENING * self._patience, isolation_level=None, check_same_thread=False
+        )
+        connection.execute("PRAGMA trusted_schema = OFF")
+        connection.execute("PRAGMA synchronous = FULL")
+        return connection
+
+    def _use_log(self, connection: sqlite3.Connection) -> None:
+        """Turn on the write-ahead log. Of processes that do so at the same time, all but one must try again."""
+        until, mode = time.monotonic() + OPENING * self._patience, ""
+        while mode != "wal":
+            try:
+                ((mode,),) = connection.execute("PRAGMA journal_mode = WAL").fetchall()
+            except sqlite3.OperationalError as error:
+                if _code(error) != sqlite3.SQLITE_BUSY or time.monotonic() > until:
+                    raise
+                time.sleep(0.02)
+                continue
+            if mode != "wal":
+                raise StoreDown(f"{self.path} cannot have a write-ahead log (mode {mode}): put it on a local disk")
+
+    def _prepare(self) -> None:
+        """Make the tables of a new ledger, or check those of an old one."""
+        with self.transaction() as rows:
+            ((application,),) = rows.execute("PRAGMA application_id")
+            ((schema,),) = rows.execute("PRAGMA user_version")
+            if not (application or schema or rows.execute("SELECT 1 FROM sqlite_master").fetchall()):
+                self._check_new()
+                for table in TABLES:
+                    rows.execute(table)
+                rows.execute(f"PRAGMA application_id = {APPLICATION}")
+                rows.execute(f"PRAGMA user_version = {SCHEMA}")
+                return
+        if (application, schema) != (APPLICATION, SCHEMA):
+            raise StoreDamaged(f"{self.path} is an SQLite database, but not a ledger of this version of tribe")
+        with self.reading() as rows:
+            if (found := rows.execute("PRAGMA quick_check(1)").fetchall()) != [("ok",)]:
+                raise StoreDamaged(f"{self.path} is damaged ({found[0][0]}). Restore it from a backup")
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Turn errors of SQLite into errors of a store."""
+        if self._closed:
+            raise StoreDown(f"the ledger {self.path} is closed")
+        if os.getpid() != self._process:
+            raise StoreDown(f"the ledger {self.path} was opened by another process: open it after the fork")
+        try:
+            yield
+        except (sqlite3.Error, UnicodeDecodeError) as error:  # the message of an error may quote a damaged file
+            if reason := REASONS.get(_code(error)):
+                raise StoreDown(f"the ledger {self.path}: {reason} (SQLite: {error})") from error
+            raise StoreDamaged(f"{self.path} is damaged ({error}). Restore it from a backup") from error
+
+
+def _code(error: Exception) -> int:
+    """Return the primary code of an error; 255 for an error of Python, such as text that is not UTF-8."""
+    return int(getattr(error, "sqlite_errorcode", -1)) & 0xFF

@@ -1,0 +1,228 @@
+"""Actions on one stream besides predicting: create, end, reset, freeze, roll back, drop, read and replace its state."""
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from typing import Any, Literal, NamedTuple
+
+from tribe.health.snapshots import Snapshot
+from tribe.serve.errors import NotOwner, NotStored, Overloaded, UnknownStream
+from tribe.serve.execution import read_reports
+from tribe.serve.session import StreamSession
+from tribe.serve.sessions import Sessions, read_intact
+from tribe.serve.store import StoreDown
+
+Action = Literal["create", "end", "reset", "freeze", "unfreeze", "snapshot", "rollback", "drop"]
+Description = dict[str, Any]
+
+
+class SessionSnapshot(NamedTuple):
+    """A copy of a stream's state for rollback, with what belongs to it."""
+
+    clock: int
+    state: Snapshot
+    requests: tuple[str, ...]  # ids of the last requests that it has learned
+
+
+class Controls:
+    """Actions on streams, one at a time for each stream, and never during a step of it.
+
+    All but ``create``, ``end`` and reading a state need a stream that exists and that this worker owns. An action that
+    has begun runs to its end, also if its caller is cancelled.
+
+    ============  ===================================================================================================
+    create        open the stream: claim it, resume its stored state or make a new one. It never resets.
+    end           learn what waits, store the stream, release it. Its next request opens it again.
+    reset         return it to the source model
+    freeze        only predict from now on; `unfreeze`: learn again
+    snapshot      copy the state in memory; the last few copies stay
+    rollback      return to the last snapshot, or to the one of the given clock: ``to=120``
+    drop          delete the stream and its stored states
+    ============  ===================================================================================================
+    """
+
+    def __init__(
+        self, sessions: Sessions, drained: Callable[[str], Awaitable[None]], describe: Callable[[str], Description]
+    ) -> None:
+        self.sessions, self.runtime, self.fleet = sessions, sessions.runtime, sessions.fleet
+        self.policy = sessions.policy
+        self._drained, self._describe = drained, describe
+
+    async def __call__(self, action: str, stream: str, **arguments: Any) -> Description:
+        """Do it, and return the description of the stream afterwards. If the store fails: `Overloaded`."""
+        actions: dict[str, Callable[..., Coroutine[Any, Any, Description]]] = {
+            **{"create": self._create, "end": self._end, "reset": self._reset, "freeze": self._freeze},
+            **{"unfreeze": self._unfreeze, "snapshot": self._snapshot, "rollback": self._rollback, "drop": self._drop},
+        }
+        if action not in actions:
+            raise ValueError(f"there is no action {action!r}; expected one of {', '.join(actions)}")
+        return await self._finish(actions[action](stream, **arguments))
+
+    async def _finish(self, action: Coroutine[Any, Any, Description]) -> Description:
+        with self._overloaded_if_down():
+            return await self.runtime.finish(action)
+
+    @contextlib.contextmanager
+    def _overloaded_if_down(self) -> Any:
+        try:
+            yield
+        except StoreDown as error:
+            raise Overloaded(f"the store fails: {error}", self.policy.retry_most) from error
+
+    # -- which stream -------------------------------------------------------------------------------------------------
+
+    async def _existing(self, stream: str) -> StreamSession:
+        """Return a stream that is here or in the store; none is made."""
+        session, store = self.sessions.ready(stream), self.runtime.store
+        if session is not None:
+            return session
+        if stream not in self.sessions.by_name:
+            entry = None if store is None else await self.runtime.run("claims", lambda: store.entry(stream))
+            if entry is None:
+                raise UnknownStream(f"there is no stream {stream!r}: its first request makes it")
+        return await self.sessions.open(stream)
+
+    async def _owned(self, stream: str) -> StreamSession:
+        session = await self._existing(stream)
+        if (reason := self.sessions.blocked(stream)) in ("owner", "lease"):
+            why = "its lease was not renewed in time" if reason == "lease" else "another worker owns it"
+            if session.role == "unreachable":
+                why = "the store cannot be asked who owns it"
+            raise NotOwner(f"stream {stream!r} cannot be changed here: {why}. Try again, or ask its owner")
+        return session
+
+    # -- actions ------------------------------------------------------------------------------------------------------
+
+    async def _create(self, stream: str) -> Description:
+        if self.sessions.ready(stream) is None:
+            await self.sessions.open(stream)
+        return self._describe(stream)
+
+    async def _end(self, stream: str) -> Description:
+        session = self.sessions.by_name.get(stream)
+        if session is None:
+            return {"name": stream, "state": "released"}
+        try:
+            async with asyncio.timeout(self.policy.drain):
+                await self._drained(stream)
+        except TimeoutError:
+            raise Overloaded(f"stream {stream!r} still learns what waits", self.policy.drain) from None
+        await self.sessions.release(session)
+        if stream in self.sessions.by_name:  # without a store it stays; or a request has come meanwhile
+            return self._describe(stream)
+        return {"name": stream, "state": "released", "clock": session.clock}
+
+    async def _reset(self, stream: str) -> Description:
+        session = await self._owned(stream)
+        words = "returned to the source model"
+        return await self._replace(session, lambda: self.fleet.reset(stream), (), "reset", words)
+
+    async def _freeze(self, stream: str) -> Description:
+        return await self._set_frozen(stream, True)
+
+    async def _unfreeze(self, stream: str) -> Description:
+        return await self._set_frozen(stream, False)
+
+    async def _set_frozen(self, stream: str, frozen: bool) -> Description:
+        session = await self._owned(stream)
+        async with self.runtime.hold(stream):
+            await self._change(session, lambda: (self.fleet.freeze if frozen else self.fleet.unfreeze)(stream))
+        kind, words = ("frozen", "it only predicts") if frozen else ("unfrozen", "it learns again")
+        self.runtime.events.add(kind, words, stream)
+        return self._describe(stream)
+
+    async def _snapshot(self, stream: str) -> Description:
+        session = await self._owned(stream)
+        async with self.runtime.hold(stream):
+            state = await self.runtime.run("states", lambda: self.fleet.snapshot(stream))
+            session.snapshots.append(SessionSnapshot(session.clock, state, tuple(session.recent)))
+            del session.snapshots[: -self.policy.snapshots]
+        return self._describe(stream) | {"snapshot": session.snapshots[-1].clock}
+
+    async def _rollback(self, stream: str, to: int | None = None) -> Description:
+        session = await self._owned(stream)
+        matching = [snapshot for snapshot in session.snapshots if to is None or snapshot.clock == to]
+        if not matching:
+            clocks = ", ".join(str(snapshot.clock) for snapshot in session.snapshots) or "none: take one first"
+            which = "" if to is None else f" of clock {to}"
+            raise UnknownStream(f"stream {stream!r} has no snapshot{which}; it has {clocks}")
+        clock, state, requests = matching[-1]
+        words = f"returned to the snapshot of clock {clock}"
+        return await self._replace(session, lambda: self.fleet.restore(stream, state), requests, "rollback", words)
+
+    async def _drop(self, stream: str) -> Description:
+        if stream in self.sessions.by_name:
+            await self.sessions.delete(await self._owned(stream))
+        else:  # not opened: a state that does not fit this model can also be deleted
+            await self.sessions.delete_stored(stream)
+        return {"name": stream, "state": "deleted"}
+
+    async def _replace(
+        self, session: StreamSession, change: Callable[[], Any], requests: Iterable[str], kind: str, words: str
+    ) -> Description:
+        """Change the state of a stream to one whose clock may be earlier, and store it at once.
+
+        A stored clock never falls within a generation, so the stream is stored as it is and claimed anew first.
+
+        Args:
+            session: the stream.
+            change: replaces the state in the fleet.
+            requests: ids of the last requests that the new state has learned, if there is a record of them.
+            kind: of the event.
+            words: of the event.
+        """
+        writer, name = self.sessions.writer, session.name
+        if writer is not None:
+            with contextlib.suppress(NotStored):  # it is replaced: a state that is not finite can be reset
+                await writer.write(session)
+        try:
+            async with self.runtime.hold(name):
+                await self.sessions.claim_anew(session)
+                await self._change(session, change)
+                session.recent = dict.fromkeys(requests)
+        except NotOwner as error:
+            if session.claim is not None:
+                await self.sessions.lose(session, str(error))
+            raise
+        self.runtime.events.add(kind, words, name)
+        if writer is not None:
+            await writer.write(session)
+        return self._describe(name)
+
+    async def _change(self, session: StreamSession, change: Callable[[], Any]) -> None:
+        """Change a stream that is held."""
+
+        def change_and_report() -> dict[str, Any]:
+            change()
+            return read_reports(self.fleet, [session.name])[session.name]
+
+        session.note_report(await self.runtime.run("states", change_and_report))
+        session.touch(self.runtime.clock())
+
+    # -- states as files ----------------------------------------------------------------------------------------------
+
+    async def get_state(self, stream: str) -> bytes:
+        """Return the state file of a stream: of this moment if it is here, else as stored."""
+        session, store = self.sessions.by_name.get(stream), self.runtime.store
+        if session is not None and session.loaded:
+            async with self.runtime.hold(stream):
+                return await self.runtime.run("states", lambda: self.fleet.to_bytes(stream))
+        stored = None
+        if store is not None:
+            with self._overloaded_if_down():
+                stored, _ = await self.runtime.run("claims", lambda: read_intact(store, stream))
+        if stored is None:
+            raise UnknownStream(f"there is no stream {stream!r}, or it has learned nothing yet")
+        return stored.blob
+
+    async def put_state(self, stream: str, data: bytes) -> Description:
+        """Replace the state of a stream by that of a file, or make a stream of it; a wrong file changes nothing."""
+        return await self._finish(self._put_state(stream, data))
+
+    async def _put_state(self, stream: str, data: bytes) -> Description:
+        await self.runtime.run("states", lambda: self.fleet.check_bytes(stream, data))  # before a stream is made for it
+        if self.sessions.ready(stream) is None:
+            await self.sessions.open(stream)
+        session = await self._owned(stream)
+        words = "its state was replaced"  # a file does not hold the ids of requests that it has learned
+        return await self._replace(session, lambda: self.fleet.from_bytes(stream, data), (), "replaced", words)

@@ -1,0 +1,349 @@
+"""The streams of a worker: opened at the first request, renewed, followed where others own them, released when idle.
+
+Functions that call the store or change the fleet run in threads. All bookkeeping is on the event loop.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import re
+import secrets
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from tribe.io import states
+from tribe.io.states import StateFileError
+from tribe.serve.errors import NotOwner, NotStored, UnknownStream, WrongState
+from tribe.serve.execution import read_reports
+from tribe.serve.runtime import Runtime
+from tribe.serve.session import Mark, StreamSession
+from tribe.serve.store import Claim, Stored, StoreDamaged, StoreDown, StreamStore
+from tribe.serve.writer import Writer
+from tribe.streams import Fleet
+
+
+def new_owner() -> str:
+    """Return a name for one start of one process: a restarted worker must not be taken for its predecessor."""
+    host = re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname()).lstrip(".-")[:80] or "host"
+    return f"{host}-{os.getpid()}-{secrets.token_hex(4)}"
+
+
+class LookupResult(NamedTuple):
+    """The store's answer for a stream."""
+
+    claim: Claim | None  # this worker's; None: another worker owns the stream
+    stored: Stored | None  # its state; None: there is none, or the follower has it already
+    mark: Mark | None  # of the owner's state
+    damage: str | None = None  # why the last state could not be used, and the one before it was
+
+
+def look_up(store: StreamStore, stream: str, owner: str, lease: float, mark: Mark | None = None) -> LookupResult:
+    """Claim a stream and read its state; if another worker owns it, read its last state unless ``mark`` is of that."""
+    entry = store.entry(stream)
+    if entry is None or not entry.held or entry.owner == owner:
+        claim = store.claim(stream, owner, lease)
+        if claim is not None:
+            stored, damage = read_intact(store, stream)
+            return LookupResult(claim, stored, None, damage)
+        entry = store.entry(stream)
+    new = None if entry is None else (entry.generation, entry.clock, entry.written)
+    if entry is None or entry.written is None or new == mark:
+        return LookupResult(None, None, new)
+    stored, damage = read_intact(store, stream)
+    return LookupResult(None, stored, new, damage)
+
+
+def read_intact(store: StreamStore, stream: str) -> tuple[Stored | None, str | None]:
+    """Return the last state, or the one before it if the last one is damaged; and the damage in words."""
+    try:
+        return _read(store, stream), None
+    except StoreDamaged as error:
+        stored = _read(store, stream, previous=True)
+        if stored is None:
+            raise
+        return stored, str(error)
+
+
+def _read(store: StreamStore, stream: str, previous: bool = False) -> Stored | None:
+    """Read a state; a state file holds a digest of its content, which is checked here."""
+    stored = store.read(stream, previous=previous)
+    if stored is not None:
+        try:
+            states.decode(stored.blob, f"the stored state of stream {stream!r}")
+        except StateFileError as error:
+            raise StoreDamaged(str(error)) from error
+    return stored
+
+
+def _install(fleet: Fleet, name: str, blob: bytes | None) -> dict[str, Any]:
+    """Put a stored state into the fleet, or a new one, and return its report."""
+    if blob is not None:
+        fleet.from_bytes(name, blob)
+    else:
+        if name in fleet:
+            fleet.drop(name)
+        fleet.add(name)
+    return read_reports(fleet, [name])[name]
+
+
+class Sessions:
+    """Opens and closes the streams of a worker.
+
+    Args:
+        runtime: of the worker.
+        on_closed: called with the name of a stream that is gone, while it is held.
+    """
+
+    def __init__(self, runtime: Runtime, on_closed: Callable[[str], None]) -> None:
+        self.runtime, self.fleet, self.store, self.policy = runtime, runtime.fleet, runtime.store, runtime.policy
+        self._on_closed = on_closed
+        self.by_name: dict[str, StreamSession] = {}
+        self.writer = None if self.store is None else Writer(runtime, self.store, self.lose)
+        self._opening: dict[str, asyncio.Task[StreamSession]] = {}
+
+    # -- opening ------------------------------------------------------------------------------------------------------
+
+    def ready(self, name: str) -> StreamSession | None:
+        """Return a stream that can be answered for at once; None: it must be opened, or looked up again."""
+        session = self.by_name.get(name)
+        if session is None:
+            return None
+        session.used = now = self.runtime.clock()
+        if session.role == "owned":
+            return session
+        patience = self.policy.staleness if session.role == "followed" else self.policy.retry
+        return session if session.looked_up is not None and now - session.looked_up <= patience else None
+
+    async def open(self, name: str) -> StreamSession:
+        """Claim a stream, or read what its owner stored last. Callers at the same time share one look-up."""
+        task = self._opening.get(name)
+        if task is None:
+            task = self._opening[name] = self.runtime.start(self._open(name))
+            task.add_done_callback(lambda _: self._opening.pop(name, None))
+        return await asyncio.shield(task)
+
+    async def _open(self, name: str) -> StreamSession:
+        session, store, now = self.by_name.get(name), self.store, self.runtime.clock()
+        if session is not None and session.role == "owned":
+            return session
+        if store is None:
+            return await self._open_without_store(name, now)
+        mark = session.mark if session is not None else None
+        owner, lease = self.runtime.owner, self.policy.lease
+        try:
+            found = await self.runtime.run("claims", lambda: look_up(store, name, owner, lease, mark))
+        except StoreDown as error:
+            self.note_failure(error)
+            if session is None:
+                session = self.by_name[name] = StreamSession(name, "unreachable", now, loaded=False)
+            session.looked_up = now
+            return session
+        if found.damage is not None:
+            self.runtime.events.add("damaged", f"{found.damage} The state before it is used", name, logging.ERROR)
+        session = session or StreamSession(name, "followed", now, loaded=False)
+        try:
+            await self._load(session, found, now)
+        except StateFileError as error:
+            if (claim := found.claim) is not None:
+                await self.runtime.run("claims", lambda: store.release(claim))
+            raise WrongState(
+                f"stream {name!r} has a stored state that does not fit: {error}. Serve it with the model and method it "
+                "was stored with, or delete the stream"
+            ) from error
+        self.by_name[name] = session
+        return session
+
+    async def _open_without_store(self, name: str, now: float) -> StreamSession:
+        if name not in self.fleet:
+            await self.runtime.run("states", lambda: self.fleet.add(name))
+        report = await self.runtime.run("states", lambda: read_reports(self.fleet, [name])[name])
+        session = self.by_name[name] = StreamSession(name, "owned", now)
+        session.note_report(report)
+        self.runtime.events.add("opened", "a new stream", name)
+        return session
+
+    async def _load(self, session: StreamSession, found: LookupResult, asked: float) -> None:
+        """Bring the fleet and the session to the store's answer."""
+        name, stored = session.name, found.stored
+        if stored is not None or found.claim is not None:
+            blob = None if stored is None else stored.blob
+            session.note_report(await self.runtime.run("states", lambda: _install(self.fleet, name, blob)))
+            requests = () if stored is None else stored.requests[-self.policy.requests :]
+            session.recent, session.loaded = dict.fromkeys(requests), True
+        first = session.looked_up is None
+        session.looked_up, session.mark = asked, found.mark
+        if found.claim is not None:
+            session.renewed(found.claim, asked, self.policy.lease, self.policy.margin)
+            words = "a new stream" if stored is None else f"resumed at clock {stored.clock}"
+            self.runtime.events.add("opened", words, name, generation=found.claim.generation)
+        elif first or session.role != "followed":
+            session.role = "followed"
+            words = "another worker owns it: predictions come from its last stored state"
+            self.runtime.events.add("followed", words, name)
+
+    # -- leases -------------------------------------------------------------------------------------------------------
+
+    def blocked(self, name: str) -> str | None:
+        """Return why a stream must not learn now: owner, lease or lag; None: it may."""
+        session = self.by_name.get(name)
+        if session is None or session.role != "owned" or not session.loaded:
+            return "owner"
+        now = self.runtime.clock()
+        if now >= session.learn_until:
+            return "lease"
+        return "lag" if self.lag(session, now) > self.policy.lag else None
+
+    def lag(self, session: StreamSession, now: float) -> float:
+        """Return the age of the oldest step that is not stored; 0 without a store."""
+        return 0.0 if self.store is None else session.lag(now)
+
+    async def renew(self) -> None:
+        """Renew all leases. A stream whose claim is lost is dropped; its next request looks it up."""
+        store, asked = self.store, self.runtime.clock()
+        claims = {name: session.claim for name, session in self.by_name.items() if session.claim is not None}
+        if store is None or not claims:
+            return
+        try:
+            renewed = await self.runtime.run("claims", lambda: store.renew(list(claims.values()), self.policy.lease))
+        except StoreDown as error:
+            self.note_failure(error)
+            return
+        for name, claim in claims.items():
+            session = self.by_name.get(name)
+            if session is None or session.claim is None or session.claim.generation != claim.generation:
+                continue  # released or claimed anew meanwhile
+            if name in renewed:
+                session.renewed(renewed[name], asked, self.policy.lease, self.policy.margin)
+            else:
+                await self.lose(session, "its claim has ended, or another worker has claimed it")
+
+    async def lose(self, session: StreamSession, why: str) -> None:
+        """Forget a stream that another worker owns now; learning that is not stored is lost."""
+        lag = session.lag(self.runtime.clock())
+        session.lost()
+        session.dirty_since = session.writing_since = None
+        async with self.runtime.hold(session.name):
+            await self._forget(session)
+        words = f"{why}. What it learned here and did not store is lost"
+        self.runtime.events.add("fenced", words, session.name, logging.WARNING, seconds=lag)
+
+    async def _forget(self, session: StreamSession) -> None:
+        """Drop a stream that is held; its waiting requests are placed again."""
+        if self.by_name.get(session.name) is session:
+            del self.by_name[session.name]
+            if session.loaded:
+                await self.runtime.run("states", lambda: self.fleet.drop(session.name))
+        self._on_closed(session.name)
+
+    @contextlib.contextmanager
+    def _suspend_learning_on_error(self, session: StreamSession) -> Iterator[None]:
+        """Ask the store to end or to replace a stream's claim in this context.
+
+        If it fails, it is unknown whether the claim holds. Nothing is learned until a renewal confirms it.
+        """
+        claim = session.claim
+        try:
+            yield
+        except BaseException as error:
+            session.lost()
+            session.claim = claim
+            if isinstance(error, StoreDown):
+                self.note_failure(error)
+            raise
+
+    def note_failure(self, error: StoreDown) -> None:
+        """Note that the store failed; see `Writer.note_failure`."""
+        if self.writer is not None:
+            self.writer.note_failure(error)
+
+    # -- releasing ----------------------------------------------------------------------------------------------------
+
+    async def release(self, session: StreamSession) -> None:
+        """Store a stream if it changed, end its claim, and forget it. Without a store it stays in the fleet.
+
+        Raises:
+            StoreDown: the store failed, and the stream stays.
+            NotStored: its state cannot be stored, and the stream stays.
+        """
+        if self.store is None or self.writer is None:
+            return
+        await self.writer.write(session)
+        await self.runtime.finish(self._release_stored(session, self.store))
+
+    async def _release_stored(self, session: StreamSession, store: StreamStore) -> None:
+        async with self.runtime.hold(session.name):
+            if self.by_name.get(session.name) is not session or session.changed:
+                return  # lost meanwhile, or it has learned again: later
+            if (claim := session.claim) is not None:
+                with self._suspend_learning_on_error(session):
+                    session.lost()  # new requests need not wait for the store
+                    await self.runtime.run("claims", lambda: store.release(claim))
+            await self._forget(session)
+        self.runtime.events.add("released", "stored and released" if claim else "forgotten", session.name)
+
+    async def release_idle(self, busy: Callable[[str], bool]) -> None:
+        """Release streams without a request for a while. One that cannot be stored stays, without effect on others."""
+        before = self.runtime.clock() - self.policy.idle
+        for session in [s for s in self.by_name.values() if s.used < before and not busy(s.name)]:
+            try:
+                await self.release(session)
+            except NotStored:
+                continue  # the writer has added an event
+            except StoreDown:
+                return
+
+    async def delete(self, session: StreamSession) -> None:
+        """Delete the stored states of an owned stream, and forget it."""
+        store = self.store
+        async with self.runtime.hold(session.name):
+            claim = self._check_still_here(session)
+            with self._suspend_learning_on_error(session):
+                session.lost()
+                if claim is not None and store is not None:
+                    await self.runtime.run("claims", lambda: store.delete(claim))
+            session.dirty_since = None
+            await self._forget(session)
+        self.runtime.events.add("deleted", "deleted, with its stored states", session.name)
+
+    async def delete_stored(self, name: str) -> None:
+        """Delete the stored states of a stream that is not opened here."""
+        store = self.store
+        if store is None or await self.runtime.run("claims", lambda: store.entry(name)) is None:
+            raise UnknownStream(f"there is no stream {name!r}")
+        claim = await self.runtime.run("claims", lambda: store.claim(name, self.runtime.owner, self.policy.lease))
+        if claim is None:
+            raise NotOwner(f"stream {name!r} cannot be deleted here: another worker owns it. Ask its owner, or wait")
+        await self.runtime.run("claims", lambda: store.delete(claim))
+        self.runtime.events.add("deleted", "deleted, with its stored states", name)
+
+    async def claim_anew(self, session: StreamSession) -> None:
+        """Raise the generation of an owned stream, so that a state with an earlier clock may be stored.
+
+        Call it while the stream is held, with everything stored.
+        """
+        claim, store = self._check_still_here(session), self.store
+        if claim is None or store is None:
+            return
+
+        def new_generation() -> Claim | None:
+            store.release(claim)
+            return store.claim(claim.stream, claim.owner, self.policy.lease)
+
+        asked = self.runtime.clock()
+        with self._suspend_learning_on_error(session):
+            new = await self.runtime.run("claims", new_generation)
+            if new is None:
+                raise NotOwner(
+                    f"another worker has claimed stream {session.name!r} at this moment; nothing was changed"
+                )
+        session.renewed(new, asked, self.policy.lease, self.policy.margin)
+
+    def _check_still_here(self, session: StreamSession) -> Claim | None:
+        """Return the claim of a stream that is held; refuse one that was released or lost before it was held."""
+        if self.by_name.get(session.name) is not session or (session.claim is None and self.store is not None):
+            raise NotOwner(
+                f"stream {session.name!r} was released or lost at this moment; nothing was changed. Try again"
+            )
+        return session.claim
