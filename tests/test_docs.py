@@ -124,50 +124,6 @@ def test_the_docstring_example_of_the_package_is_the_readme():
         assert line in blocks("README.md")[0]
 
 
-# -- security ----------------------------------------------------------------------------------------------------------
-
-
-def security_rows():
-    """The rows of the table in SECURITY.md: kind, format, reader, bounds and error."""
-    lines = [line for line in (ROOT / "SECURITY.md").read_text().splitlines() if line.startswith("|")]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
-
-
-def test_security_names_every_reader_that_the_fuzzer_reads_with():
-    pytest.importorskip("typer")
-    from fuzz.readers import READERS
-
-    named = " ".join(row[2] for row in security_rows()).replace("tribe.load", "tribe.adapter.load")
-    modules = {function.rpartition(".")[0] for function in re.findall(r"`([\w.]+)`", named)}
-    missing = {
-        name for name, reader in READERS.items() if not any(f.startswith(tuple(modules)) for f in reader.functions)
-    }
-    assert missing == set()
-
-
-def test_security_names_errors_and_bounds_of_the_code():
-    from tribe.data.datasets import clean, image_files, unpickle
-    from tribe.io import arrays, json_files
-
-    code = "\n".join(
-        path.read_text() for path in (*(ROOT / "src").rglob("*.py"), *(ROOT / "reproduction").rglob("*.py"))
-    )
-    for *_, bounds, error in security_rows():
-        assert bounds
-        for name in re.findall(r"`(\w+)`", error):
-            assert name == "ValueError" or f"class {name}(" in code
-    text = (ROOT / "SECURITY.md").read_text()
-    assert unpickle.OPERATIONS == 10**6
-    assert json_files.MOST_PARTS == 2**20
-    assert f"at most {unpickle.LARGEST // 10**6} MB and a million operations" in text
-    assert f"a regular file of at most {image_files.LARGEST_FILE // 2**20} MB" in text
-    assert f"at most {image_files.PIXELS // 10**6} million pixels" in text
-    assert f"at most {image_files.ASPECT} times the shorter" in text
-    assert f"at most {clean.LARGEST_IDX // 2**20} MB, also unpacked" in text
-    assert f"at most {arrays.MOST_UNPACKED // 2**20} MB or {arrays.MOST_RATIO} times the file" in text
-    assert f"at most {json_files.MOST_BYTES // 2**20} MB, {json_files.MOST_DEPTH} levels, a million" in text
-
-
 # -- names and paths ---------------------------------------------------------------------------------------------------
 
 PAGES = sorted([*ROOT.glob("*.md"), ROOT / "NOTICE", *(ROOT / "docs").rglob("*.md"), ROOT / "results/README.md"])

@@ -13,7 +13,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from http_calls import web
+from http_calls import exchange, status, web
 from small_server import serving, small_fleet
 
 from places import ROOT
@@ -119,6 +119,29 @@ def test_the_shipped_configuration_is_valid(tmp_path):
     found = subprocess.run([HAPROXY, "-c", "-f", ROOT / "deploy/haproxy.cfg"], capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
     assert re.search(r"WARNING|ALERT", found.stderr) is None, found.stderr
+
+
+def test_headers_that_are_too_long_or_too_slow_are_refused(tmp_path):
+    """By HAProxy: the server has no such limits."""
+    (port,) = free_ports(1)
+    text = CONFIG.replace("127.0.0.1:8000", f"127.0.0.1:{port}").replace("http-request 10s", "http-request 300ms")
+    assert text.count("300ms") == 1
+    (tmp_path / "haproxy.cfg").write_text(text)
+    proxy = subprocess.Popen([HAPROXY, "-db", "-f", tmp_path / "haproxy.cfg"])
+    try:
+        wait_for(lambda: _listens(port))
+        start = b"GET /v2 HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+        assert status(exchange(port, start + b"X-Long: " + b"x" * 20_000)) == 400
+        assert status(exchange(port, start + b"X-Many: 1\r\n" * 100 + b"\r\n")) == 400
+        assert status(exchange(port, start)) == 408
+    finally:
+        proxy.terminate()
+        proxy.wait()
+
+
+def _listens(port):
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+        return True
 
 
 def test_a_stream_lands_on_one_worker_and_another_takes_it_over_when_that_one_is_killed(tmp_path):

@@ -1,6 +1,7 @@
 """The tables in docs/serving.md say what the code does."""
 
 import contextlib
+import dataclasses
 import os
 import re
 import shutil
@@ -16,7 +17,7 @@ from http_calls import web
 
 import tribe.serve
 from places import ROOT
-from tribe.serve.config import Limits
+from tribe.serve.config import Limits, Policy
 from tribe.serve.errors import ERRORS
 from tribe.serve.protocol import MAX_JSON, ModelInfo
 from tribe.testing import images, small_network
@@ -39,11 +40,16 @@ def test_the_limits_are_those_of_the_code():
         f"decoded | {limits.pixels // 10**6} million",
         f"images of a request | {ModelInfo('x', (1,), 1).most_images:,} |",
         f"do not count | {MAX_JSON // 2**20} MB |",
-        f"headers | {limits.head_bytes // 2**10} kB",
-        f"have arrived | {limits.head_seconds:g} |",
         f"connections | {limits.connections} |",
     ):
         assert text in PAGE, text
+
+
+def test_the_fields_of_the_policy_exist():
+    names = {field.name for kind in (Policy, Limits) for field in dataclasses.fields(kind)}
+    kept = PAGE.partition("## What is kept")[2].partition("## ")[0]
+    assert set(re.findall(r"`(write_every|lease|lag|idle|drain)`", kept)) <= names
+    assert set(re.findall(r"--set (?:policy|limits)\.(\w+)=", PAGE)) <= names
 
 
 def test_the_shell_blocks_are_those_that_are_tested():
