@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.pages import RESULTS, table
 from reproduction.beyond import LATER
 from reproduction.compare import stream_name
+from studies.pages import RESULTS, table
 from tribe.experiments.experiment import Experiment
 from tribe.experiments.store import Result, finished
 

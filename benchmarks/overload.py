@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import tribe
-from benchmarks.time_play import RESULTS
+from studies.play import RESULTS
 from tribe.data.datasets.embedded import mnist_test
 from tribe.experiments.provenance import machine
 from tribe.io.files import write_atomically

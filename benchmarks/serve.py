@@ -26,7 +26,7 @@ import numpy as np
 import torch
 import uvicorn
 
-from benchmarks.time_play import RESULTS
+from studies.play import RESULTS
 from tribe.experiments.provenance import machine
 from tribe.io.files import write_atomically
 from tribe.serve.protocol import ModelInfo

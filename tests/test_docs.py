@@ -127,10 +127,10 @@ def test_the_docstring_example_of_the_package_is_the_readme():
 # -- names and paths ---------------------------------------------------------------------------------------------------
 
 PAGES = sorted([*ROOT.glob("*.md"), ROOT / "NOTICE", *(ROOT / "docs").rglob("*.md"), ROOT / "results/README.md"])
-CODE_FOLDERS = ("src", "reproduction", "tests", "benchmarks", "examples", "website")
+CODE_FOLDERS = ("src", "reproduction", "studies", "tests", "benchmarks", "examples", "website")
 CODE = sorted(path for folder in CODE_FOLDERS for path in (ROOT / folder).rglob("*.py"))
 HOMES = (ROOT, ROOT / "src", ROOT / "src/tribe", ROOT / "tests")  # where a path in a text may start
-FOLDERS = "src|reproduction|tests|docs|benchmarks|examples|results|website"
+FOLDERS = "src|reproduction|studies|tests|docs|benchmarks|examples|results|website"
 PATH = re.compile(rf"(?<![\w/.])((?:{FOLDERS})/[\w./*-]*[\w*]|[\w./-]+/[\w.-]+\.(?:py|md|json|npz))(?:::(\w+))?")
 NAME = re.compile(r"(?<![\w/.-])tribe(?:\.\w+)+(?!\.?\w*=)")  # not a field that is set, as in tribe.gamma=0.1
 EXAMPLES = ("mine.py",)  # files that a reader would write

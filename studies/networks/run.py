@@ -1,6 +1,6 @@
-"""Methods on networks that others wrote: errors on clean images and under corruptions, for docs/networks.md.
+"""Methods on networks that others wrote: errors on clean images and under corruptions.
 
-``python -m benchmarks.network_study --model lite0.py:net --data ROOT --every 7`` plays every seventh image of ImageNet.
+``python -m studies.networks.run --model lite0.py:net --data ROOT --every 7`` plays every seventh image of ImageNet.
 Each method starts from the source twice: it plays the clean images, then the corruptions one after another.
 ``--render`` writes the tables into the page.
 """
@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.pages import RESULTS, rendered, table
-from benchmarks.time_play import Clock, Progress, read, write
+from studies.pages import render, table
+from studies.play import Clock, Progress, read, write
 from tribe import scenarios
 from tribe.cli.custom import load_custom_model
 from tribe.core.precision import PRECISIONS, float32_precision, precision_on
@@ -26,7 +26,7 @@ from tribe.experiments.spec import ComponentSpec
 from tribe.experiments.stream import Stream
 from tribe.experiments.workbench import Request, Workbench, in_precision, restrict
 
-PAGE = Path(__file__).parents[1] / "docs" / "networks.md"
+FOLDER = Path(__file__).parent
 CORRUPTIONS = "gaussian_noise,motion_blur,fog,contrast"
 NAMES = {"source": "TEST", "bn": "BN", "tent": "TENT", "sar": "SAR", "rotta": "RoTTA", "tribe": "TRIBE"}
 MANY = 6  # corruptions, from which on a table has no column for each
@@ -119,7 +119,7 @@ BLOCKS = {"networks": errors}
 
 
 def main(argv: list[str] | None = None) -> None:
-    p = argparse.ArgumentParser("python -m benchmarks.network_study", description=__doc__.partition("\n")[0])
+    p = argparse.ArgumentParser("python -m studies.networks.run", description=__doc__.partition("\n")[0])
     p.add_argument("--model", default="resnet50", help="a name, or file.py:attribute")
     p.add_argument("--name", help="of the network in the table")
     p.add_argument("--weights", type=Path)
@@ -133,11 +133,11 @@ def main(argv: list[str] | None = None) -> None:
     p.add_argument("--seeds", type=int, default=1)
     p.add_argument("--device", default="auto")
     p.add_argument("--precision", default="tf32", choices=PRECISIONS)
-    p.add_argument("--out", type=Path, default=RESULTS)
-    p.add_argument("--render", action="store_true", help="only write the tables into docs/networks.md")
+    p.add_argument("--out", type=Path, default=FOLDER / "results")
+    p.add_argument("--render", action="store_true", help="write the tables of README.md, and play nothing")
     o = p.parse_args(argv)
     if o.render:
-        PAGE.write_text(rendered(PAGE.read_text(), "network_study", BLOCKS))
+        render(FOLDER, BLOCKS)
     else:
         measure(o)
 

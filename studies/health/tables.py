@@ -1,15 +1,13 @@
-"""The tables of docs/health.md, made from the results of the study: ``python -m benchmarks.health_study --render``."""
+"""The tables of README.md, made from the results."""
 
 import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks import pages
-from benchmarks.pages import RESULTS, table
-from benchmarks.time_play import read
+from studies.pages import table
+from studies.play import read
 
-PAGE = Path(__file__).parents[1] / "docs" / "health.md"
 NAMES = {
     "ours": "tribe",
     "confidence": "confidence",
@@ -26,16 +24,6 @@ STREAMS = ("iid", "continual", "ptta", "gli-f", "gli-v")
 
 Row = dict[str, Any]
 Rows = list[Row]
-
-
-def render(page: Path = PAGE, folder: Path = RESULTS) -> None:
-    """Replace the generated blocks of the page."""
-    page.write_text(rendered(page.read_text(), folder))
-
-
-def rendered(text: str, folder: Path = RESULTS) -> str:
-    """A page with its generated blocks brought up to date."""
-    return pages.rendered(text, "health_study", BLOCKS, folder)
 
 
 def differences(rows: Rows, name: str) -> list[float]:

@@ -1,21 +1,22 @@
 """Measure what the time filter costs beside the step that it follows, for several numbers of classes, in turns.
 
-``python -m benchmarks.time_cost --model wrn28_10 --device cuda``
+``python -m studies.time.cost --model wrn28_10 --device cuda``
 
 On a GPU a step is captured in a graph with the filter and without it, and the cost is the difference. On a CPU the
 difference drowns in the noise of the machine; there the filter is also timed alone, in the same turns. The results go
-to a JSON file in ``--out``; ``python -m benchmarks.time_study --render`` writes them into docs/time.md.
+to a JSON file in ``--out``; ``python -m studies.time.run --render`` writes them into studies/time/README.md.
 """
 
 import argparse
 import statistics
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 import tribe
-from benchmarks.time_play import Clock, add_cost_options, write
+from studies.play import Clock, add_cost_options, write
 from tribe.core.precision import choose_device, float32_precision, precision_on
 from tribe.experiments.bench.clock import Call, summary, time_in_turns, warm_up
 from tribe.experiments.bench.networks import build, noise
@@ -63,8 +64,9 @@ def measure(calls: dict[str, Call], rounds: int, place: torch.device) -> list[di
 def options(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     style = argparse.RawDescriptionHelpFormatter
-    p = argparse.ArgumentParser("python -m benchmarks.time_cost", description=__doc__, formatter_class=style)
+    p = argparse.ArgumentParser("python -m studies.time.cost", description=__doc__, formatter_class=style)
     add_cost_options(p)
+    p.set_defaults(out=Path(__file__).parent / "results")
     p.add_argument("--classes", default="10,100,1000", help="numbers of classes, with commas (default: %(default)s)")
     p.add_argument("--batch", type=int, default=64)
     return p.parse_args(argv)

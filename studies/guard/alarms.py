@@ -1,6 +1,6 @@
 """Study the alarms of `tribe.health`: false alarms on healthy streams, and delays where something goes wrong.
 
-``python -m benchmarks.alarm_study --data data --weights FILE --parts frames,shift,play --seeds 5,6,7,8``
+``python -m studies.guard.alarms --data data --weights FILE --parts frames,shift,play --seeds 5,6,7,8``
 
 Parts: frames counts the faults found in images of data sets that have none; shift tests the source's entropies on clean
 images in several orders and on corrupted ones; play adapts over streams with and without faults; replay reads recorded
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.time_play import RESULTS, write
+from studies.play import write
 from tribe import datasets, methods, models, scenarios
 from tribe.core.backbone import Backbone
 from tribe.core.losses import entropy
@@ -242,7 +242,7 @@ def main() -> None:
     p.add_argument("--good", type=int, default=640, help="images before a fault")
     p.add_argument("--cases", type=lambda text: text.split(","), help="of part play, such as tent-ptta-healthy")
     p.add_argument("--recorded", type=Path, nargs="*", default=[], help="files of part replay")
-    p.add_argument("--out", type=Path, default=RESULTS / "alarms_cpu.json")
+    p.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "alarms_cpu.json")
     o = p.parse_args()
     o.seeds, o.data_clean = [int(seed) for seed in o.seeds.split(",")], o.data_clean or o.data
     torch.set_num_threads(1)

@@ -1,6 +1,6 @@
 """Study what the guard saves and costs: clean streams, corrupted ones, faults, the paper's streams, many visits.
 
-``python -m benchmarks.guard_study --data data --model resnet20 --weights FILE --parts clean,faults``
+``python -m studies.guard.run --data data --model resnet20 --weights FILE --parts clean,faults``
 
 Parts: (clean) streams in which nothing has changed, in random order and in bursts, in batches of 64, 16 and 1;
 (corrupted) one corruption after another; (faults) normal images, a fault, normal images again: the errors after the
@@ -22,9 +22,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks import pages, time_play
-from benchmarks.guard_play import NORMAL, Player, Some, Source, faults
-from benchmarks.pages import RESULTS
+from studies import pages, play
+from studies.guard.play import NORMAL, Player, Some, Source, faults
 from tribe import methods, scenarios
 from tribe.core.backbone import Backbone
 from tribe.core.precision import PRECISIONS, choose_device, float32_precision
@@ -32,7 +31,7 @@ from tribe.experiments import metrics
 from tribe.experiments.record import Record
 from tribe.health.guard import Guard
 
-PAGE = Path(__file__).parents[1] / "docs" / "health.md"
+FOLDER = Path(__file__).parent
 BEFORE, AFTER, LATER = 1000, 2000, 1000  # images before a fault, after it, and of those the last ones
 SINGLE = 1500  # most images of a stream in batches of one
 WORLDS = ("gaussian_noise", "pixelate", "motion_blur", "jpeg_compression", "fog", "contrast", "brightness")
@@ -61,7 +60,7 @@ class Bench(NamedTuple):
         own = self.guard if "+guard" in name else {}
         return Player(self.net, methods.create(name, classes=self.net.classes, **own, **fields))
 
-    def over(self, data: time_play.Bench, **fields: Any) -> time_play.Bench:
+    def over(self, data: play.Bench, **fields: Any) -> play.Bench:
         """A corrupted data set with this study's guard, and with fields of the methods."""
 
         def method(name: str) -> tuple[Backbone, Any]:
@@ -88,8 +87,8 @@ def study_clean(bench: Bench) -> Iterator[Row]:
         for order in ("random", "bursts"):
             count = bench.options.count if batch > 1 else min(bench.options.count, SINGLE)
             images = bench.source.draw(count, bursts=order == "bursts")
-            for name, play in players.items():
-                wrong, _ = play(images, batch)
+            for name, player in players.items():
+                wrong, _ = player(images, batch)
                 yield {"order": order, "batch": batch, "method": name, **percent(wrong)}
 
 
@@ -137,11 +136,9 @@ def study_paper(bench: Bench) -> Iterator[Row]:
     for cell in bench.options.cells.split(","):
         for name in bench.names:
             start = time.monotonic()
-            records = time_play.play(
-                setup, name, time_play.cell_scenario(cell), bench.source.seeds, bench.options.limit
-            )
+            records = play.play(setup, name, play.cell_scenario(cell), bench.source.seeds, bench.options.limit)
             took = round(time.monotonic() - start, 1)
-            both = [time_play.errors(record) for record in records]
+            both = [play.errors(record) for record in records]
             means = {key: round(sum(row[key] for row in both) / len(both), 3) for key in both[0]}
             yield {
                 "cell": cell,
@@ -159,7 +156,7 @@ def study_collapse(bench: Bench) -> Iterator[Row]:
     rate = {} if o.rate is None else {"lr": o.rate}
     data = bench.over(_part(o), **rate)
     for name in ("source", *(whole for part in o.collapsing.split(",") for whole in (part, f"{part}+guard"))):
-        records = time_play.play(data, name, scenarios.create("ptta"), bench.source.seeds)
+        records = play.play(data, name, scenarios.create("ptta"), bench.source.seeds)
         wrong = torch.stack([metrics.wrong(record) for record in records])
         later = percent(wrong[:, -(wrong.shape[1] // 3) :])["error"]
         changed = {} if name == "source" else rate
@@ -172,7 +169,7 @@ def study_recurring(bench: Bench) -> Iterator[Row]:
     data = bench.over(_part(o))
     for name in bench.names:
         rounds = o.visits if "+" in name else min(o.unguarded, o.visits)
-        records = time_play.play(data, name, scenarios.create("recurring", rounds=rounds), bench.source.seeds)
+        records = play.play(data, name, scenarios.create("recurring", rounds=rounds), bench.source.seeds)
         visits = torch.stack([_by_visit(record, rounds) for record in records])  # (S, visits)
         means = [round(100 * float(v), 2) for v in visits.mean(0)]
         slope = round(100 * _slope(visits.mean(0)), 4) if rounds > 1 else None
@@ -192,16 +189,16 @@ def _slope(values: Tensor) -> float:
     return float((place * (values.double() - values.double().mean())).sum() / place.square().sum())
 
 
-def _part(o: argparse.Namespace) -> time_play.Bench:
+def _part(o: argparse.Namespace) -> play.Bench:
     """Some images of each domain: as many as a visit takes."""
     setup = _corrupted(o)
     some = Some(setup.data.dataset, o.visit // len(setup.data.domains))
-    return setup._replace(data=time_play.InMemory(some))  # type: ignore[arg-type]
+    return setup._replace(data=play.InMemory(some))  # type: ignore[arg-type]
 
 
-def _corrupted(o: argparse.Namespace) -> time_play.Bench:
+def _corrupted(o: argparse.Namespace) -> play.Bench:
     """The corrupted data set, and methods for it as the lab builds them."""
-    return time_play.open_bench(argparse.Namespace(**{**vars(o), "dataset": o.shifted, "data": o.corrupted}))
+    return play.open_bench(argparse.Namespace(**{**vars(o), "dataset": o.shifted, "data": o.corrupted}))
 
 
 PARTS: Mapping[str, Callable[[Bench], Iterator[Row]]] = {
@@ -236,11 +233,6 @@ PLACES: Mapping[str, Callable[[Row], str]] = {
 }
 
 
-def rendered(text: str, folder: Path = RESULTS) -> str:
-    """The page with its tables made anew."""
-    return pages.rendered(text, "guard_study", {"guard": tables}, folder)
-
-
 def tables(folder: Path) -> str:
     """A table for each part and network: errors in percent."""
     parts = []
@@ -257,7 +249,7 @@ def tables(folder: Path) -> str:
 
 
 def _costs(folder: Path) -> list[str]:
-    """What watching and guarding add to a step, as `benchmarks.guard_cost` measures it; nothing if there is none."""
+    """What watching and guarding add to a step, as `studies.guard.cost` measures it; nothing if there is none."""
     lines = []
     for path in sorted(folder.glob("guard_cost_*.json")):
         file = json.loads(path.read_text())
@@ -344,8 +336,8 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--visits", type=int, default=20)
     p.add_argument("--unguarded", type=int, default=1, help="visits of methods without a guard")
     p.add_argument("--seconds", type=float, default=float("inf"), help="begin no row after this time")
-    p.add_argument("--out", type=Path, default=RESULTS)
-    p.add_argument("--render", action="store_true", help="write the tables of docs/health.md, and play nothing")
+    p.add_argument("--out", type=Path, default=FOLDER / "results")
+    p.add_argument("--render", action="store_true", help="write the tables of README.md, and play nothing")
     o = p.parse_args(argv)
     o.corrupted, o.shifted = o.corrupted or o.data, o.shifted or f"{o.dataset}-c"
     if unknown := [part for part in o.parts.split(",") if part not in PARTS]:
@@ -353,13 +345,16 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     return o
 
 
+BLOCKS = {"guard": tables}
+
+
 def main(argv: list[str] | None = None) -> None:
     o = options(argv)
     if o.render:
-        PAGE.write_text(rendered(PAGE.read_text()))
+        pages.render(FOLDER, BLOCKS)
         return
-    clock, device, begun = time_play.Clock(), choose_device(o.device), time.monotonic()
-    opened = time_play.open_bench(argparse.Namespace(**vars(o)))
+    clock, device, begun = play.Clock(), choose_device(o.device), time.monotonic()
+    opened = play.open_bench(argparse.Namespace(**vars(o)))
     net, source = opened.method("source")[0], Source(o.dataset, o.data, o.seeds, device)
     with float32_precision(o.precision):
         guard = {name: float(value) for name, _, value in (pair.partition("=") for pair in o.guard)}
@@ -370,7 +365,7 @@ def main(argv: list[str] | None = None) -> None:
             guard = {**{name: value for name, value in found.items() if value is not None}, **guard}
             clock.say("the guard is fitted:", guard)
         bench = Bench(net, source, o, guard)
-        shared = {**time_play.settings(o, device), "seeds": o.seeds, "guard": guard, "fitted": o.fitted}
+        shared = {**play.settings(o, device), "seeds": o.seeds, "guard": guard, "fitted": o.fitted}
         seeds = "-".join(map(str, o.seeds))
         for part in o.parts.split(","):
             rows: list[Row] = []
@@ -381,7 +376,7 @@ def main(argv: list[str] | None = None) -> None:
             for row in PARTS[part](bench):
                 rows.append(row)
                 clock.say(part, row)
-                time_play.write(path, shared, rows)
+                play.write(path, shared, rows)
                 if time.monotonic() - begun > o.seconds:
                     clock.say(f"{part}: ended early, out of time")
                     break

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.pages import RESULTS
 from tribe import scenarios
 from tribe.core.backbone import Backbone
 from tribe.core.precision import PRECISIONS, precision_on
@@ -148,7 +147,7 @@ def add_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--device", default="auto")
     p.add_argument("--precision", default="tf32", choices=PRECISIONS)
     p.add_argument("--limit", type=int, help="most images of a stream")
-    p.add_argument("--out", type=Path, default=RESULTS, help="folder for the results (default: %(default)s)")
+    p.add_argument("--out", type=Path, default=Path("results"), help="folder for the results (default: %(default)s)")
 
 
 def add_cost_options(p: argparse.ArgumentParser) -> None:
@@ -158,7 +157,7 @@ def add_cost_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--rounds", type=int, default=15)
     p.add_argument("--device", default="auto")
     p.add_argument("--precision", default="tf32", choices=PRECISIONS)
-    p.add_argument("--out", type=Path, default=RESULTS, help="folder for the results (default: %(default)s)")
+    p.add_argument("--out", type=Path, default=Path("results"), help="folder for the results (default: %(default)s)")
 
 
 def settings(o: argparse.Namespace, device: torch.device) -> dict[str, Any]:
@@ -174,7 +173,7 @@ def write(path: Path, shared: Mapping[str, Any], rows: Iterable[Mapping[str, Any
     write_atomically(path, f'{{"settings": {json.dumps(shared)},\n "rows": [\n{lines}\n]}}\n'.encode())
 
 
-def read(pattern: str, folder: Path = RESULTS) -> list[dict[str, Any]]:
+def read(pattern: str, folder: Path) -> list[dict[str, Any]]:
     """The rows of all result files that match, each with the settings of its file."""
     found = {path.name: json.loads(path.read_text()) for path in sorted(folder.glob(pattern))}
     return [{**file["settings"], "file": name, **row} for name, file in found.items() for row in file["rows"]]

@@ -1,4 +1,4 @@
-"""Compare variants of the estimate on the records of a study of health: ``python -m benchmarks.health_compare FILE``.
+"""Compare variants of the estimate on the records of a study of health: ``python -m studies.health.compare FILE``.
 
 Variants leave out features, or the curve of the regression. For each kind of stream it prints the mean absolute error
 over methods, that for TRIBE alone, the mean error with its sign, in points, and the share of windows in intervals. Then
@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.health_pages import METHODS, STREAMS
-from benchmarks.health_play import REHEARSAL, Records
-from benchmarks.health_score import gather, known_of, labelled, right_of, window_features_of
+from studies.health.play import REHEARSAL, Records
+from studies.health.score import gather, known_of, labelled, right_of, window_features_of
+from studies.health.tables import METHODS, STREAMS
 from tribe.health.estimate import WINDOW, Estimator, Features
 from tribe.health.fitting import class_spread, cut, left_out, regress, widening
 from tribe.health.regression import AMPLITUDE
@@ -99,8 +99,8 @@ def compare(records: Records, seeds: list[int], names: list[str]) -> list[str]:
 
 def main(argv: list[str] | None = None) -> None:
     style = argparse.RawDescriptionHelpFormatter
-    p = argparse.ArgumentParser("python -m benchmarks.health_compare", description=__doc__, formatter_class=style)
-    p.add_argument("records", type=Path, nargs="+", help="files that benchmarks.health_study wrote")
+    p = argparse.ArgumentParser("python -m studies.health.compare", description=__doc__, formatter_class=style)
+    p.add_argument("records", type=Path, nargs="+", help="files that studies.health.run wrote")
     p.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4])
     p.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS)
     o = p.parse_args(argv)

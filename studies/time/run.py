@@ -1,24 +1,25 @@
 """Study what the time filter gives and costs: errors with and without it on sticky and other streams.
 
-``python -m benchmarks.time_study --data data --model wrn28_10 --weights FILE --parts a,d``
+``python -m studies.time.run --data data --model wrn28_10 --weights FILE --parts a,d``
 
 Parts: (a) the streams of the paper; (b) iid and continual streams; (c) local imbalance from 10 to 0.001; (d) a stream
 that turns from bursty to iid and back; (e) how soon answers follow a change of class; (f) rare classes. Each method
 plays a stream once, and the filters read its predictions. Seeds are streams of one network. Results go to a JSON file
-in ``--out``, after every stream. ``--render`` writes the tables of docs/time.md from the files in benchmarks/results.
+in ``--out``, after every stream. ``--render`` writes the tables of README.md.
 """
 
 import argparse
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks import time_pages
-from benchmarks.time_play import (
+from studies import pages
+from studies.play import (
     FILTERS,
     AlwaysOn,
     Bench,
@@ -32,6 +33,7 @@ from benchmarks.time_play import (
     settings,
     write,
 )
+from studies.time import tables
 from tribe import scenarios
 from tribe.core.precision import float32_precision
 from tribe.data.scenarios import Scenario, Schedule
@@ -51,6 +53,9 @@ LONG = 8  # images of a burst from which delays are counted: a shorter one may e
 OVER = ("none", "past", "batch")  # the filters of parts b to f
 
 Row = dict[str, Any]
+
+
+FOLDER = Path(__file__).parent
 
 
 @dataclass(frozen=True)
@@ -259,13 +264,14 @@ PARTS: dict[str, Callable[[Study], None]] = {
 def options(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     style = argparse.RawDescriptionHelpFormatter
-    p = argparse.ArgumentParser("python -m benchmarks.time_study", description=__doc__, formatter_class=style)
+    p = argparse.ArgumentParser("python -m studies.time.run", description=__doc__, formatter_class=style)
     add_options(p)
+    p.set_defaults(out=FOLDER / "results")
     p.add_argument("--parts", default="a,b,c,d,e,f", help="which, with commas (default: %(default)s)")
     p.add_argument("--seeds", type=int, nargs="+", help="streams (default: 425 5 6 7 8; in parts b, c, d 425)")
     p.add_argument("--cells", type=words, help="of part a, as in F100,V10 (default: seven)")
     p.add_argument("--methods", type=words, help="default: tribe; in part b " + ", ".join(STICKLESS))
-    p.add_argument("--render", action="store_true", help="write the tables of docs/time.md, and play nothing")
+    p.add_argument("--render", action="store_true", help="write the tables of README.md, and play nothing")
     o = p.parse_args(argv)
     o.parts = words(o.parts)
     if unknown := [part for part in o.parts if part not in PARTS]:
@@ -287,7 +293,7 @@ def file_name(o: argparse.Namespace) -> str:
 def main(argv: list[str] | None = None) -> None:
     o = options(argv)
     if o.render:
-        time_pages.render()
+        pages.render(FOLDER, tables.BLOCKS)
         return
     study = Study(open_bench(o), o)
     with float32_precision(o.precision):

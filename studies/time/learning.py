@@ -1,10 +1,10 @@
 """Study whether TRIBE learns better from the answers of the time filter than from its own predictions.
 
-``python -m benchmarks.time_learning --data data --weights FILE --device cuda``
+``python -m studies.time.learning --data data --weights FILE --device cuda``
 
 Each variant is TRIBE with some of its pseudo labels replaced, or some of its images left out, by what the filter says.
 Raw is TRIBE's own error, filtered the error after the filter within the batch. The results go to ``time_learning.json``
-in ``--out``; ``python -m benchmarks.time_study --render`` writes them into docs/time.md.
+in ``--out``; ``python -m studies.time.run --render`` writes them into README.md.
 """
 
 import argparse
@@ -13,12 +13,13 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from benchmarks.time_play import (
+from studies.play import (
     FILTERS,
     Bench,
     Clock,
@@ -30,7 +31,7 @@ from benchmarks.time_play import (
     play,
     write,
 )
-from benchmarks.time_play import settings as shared_settings
+from studies.play import settings as shared_settings
 from tribe.core.precision import float32_precision
 from tribe.filters.markov import Markov, MarkovState
 from tribe.methods import (
@@ -200,8 +201,9 @@ def measure(
 def options(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     style = argparse.RawDescriptionHelpFormatter
-    p = argparse.ArgumentParser("python -m benchmarks.time_learning", description=__doc__, formatter_class=style)
+    p = argparse.ArgumentParser("python -m studies.time.learning", description=__doc__, formatter_class=style)
     add_options(p)
+    p.set_defaults(out=Path(__file__).parent / "results")
     p.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
     p.add_argument("--cells", nargs="+", default=CELLS)
     p.add_argument("--variants", type=int, nargs="+", default=range(len(VARIANTS)), help="their numbers, from 0")

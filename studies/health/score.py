@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.health_pages import TODAY, mean_errors
-from benchmarks.health_play import PROBE, REHEARSAL, Columns, Played, Records, load
-from benchmarks.time_play import write
+from studies.health.play import PROBE, REHEARSAL, Columns, Played, Records, load
+from studies.health.tables import TODAY, mean_errors
+from studies.play import write
 from tribe.core.losses import probabilities
 from tribe.health import baselines
 from tribe.health.calibration import fit_temperature

@@ -1,6 +1,6 @@
 """The images of a study of health in one file, so that it can be played where no data set is.
 
-``python -m benchmarks.health_study --dataset cifar10-c --data data --pack FILE``
+``python -m studies.health.run --dataset cifar10-c --data data --pack FILE``
 
 The first images of the test set calibrate, clean and corrupted as `tribe.health.rehearsal` plans; streams play only the
 others, so that no image serves both.
@@ -27,7 +27,7 @@ PACK = Kind(
     1,
     {"dataset": str, "trained_on": str, "classes": int, "domains": [str], "conditions": [[str]], "per": int},
     noun="pack of images for a health study",
-    advice="Make it again: python -m benchmarks.health_study --pack",
+    advice="Make it again: python -m studies.health.run --pack",
 )
 
 

@@ -1,6 +1,6 @@
 """Measure what watching and guarding cost beside the step of the method alone, in turns.
 
-``python -m benchmarks.guard_cost --model wrn28_10 --device cuda --precision bf16``
+``python -m studies.guard.cost --model wrn28_10 --device cuda --precision bf16``
 
 Every contender is the method's step over the same images: alone, watched and guarded, captured in CUDA graphs on a GPU.
 The guard leans, as a fitted one does. The share is the median over rounds of the ratio to the method alone in the same
@@ -11,13 +11,14 @@ import argparse
 import json
 import statistics
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 import tribe
-from benchmarks.time_play import Clock, add_cost_options, write
+from studies.play import Clock, add_cost_options, write
 from tribe.core.precision import choose_device, float32_precision, precision_on
 from tribe.experiments.bench.clock import Call, peak_memory, summary, time_in_turns, warm_up
 from tribe.experiments.bench.networks import build, noise
@@ -69,8 +70,9 @@ def measure(
 def options(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     style = argparse.RawDescriptionHelpFormatter
-    p = argparse.ArgumentParser("python -m benchmarks.guard_cost", description=__doc__, formatter_class=style)
+    p = argparse.ArgumentParser("python -m studies.guard.cost", description=__doc__, formatter_class=style)
     add_cost_options(p)
+    p.set_defaults(out=Path(__file__).parent / "results")
     p.add_argument("--batches", type=int, nargs="+", default=[64])
     p.add_argument("--guard", nargs="*", default=["lean_half=0.05"], help="settings of the guard, such as probe=0")
     return p.parse_args(argv)

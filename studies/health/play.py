@@ -1,6 +1,6 @@
 """Play methods over streams and keep what estimators of accuracy may read, in one small file.
 
-Images and labels come from a pack (`benchmarks.health_pack`). All seeds of a stream, and all streams of calibration,
+Images and labels come from a pack (`studies.health.pack`). All seeds of a stream, and all streams of calibration,
 play side by side. What the source network says is the same for all methods: it passes each stream once.
 """
 
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.health_pack import Pack
-from benchmarks.time_play import BATCH, Shortened, cell_scenario
+from studies.health.pack import Pack
+from studies.play import BATCH, Shortened, cell_scenario
 from tribe.core.backbone import Backbone, Output
 from tribe.core.losses import entropy, probabilities
 from tribe.core.rules import Frozen
@@ -33,7 +33,7 @@ RECORDS = Kind(
     1,
     {"dataset": str, "model": str, "conditions": [[str]], "domains": [str], "machine": dict, "settings": dict},
     noun="record of a health study",
-    advice="Play it again: python -m benchmarks.health_study",
+    advice="Play it again: python -m studies.health.run",
 )
 
 Columns = dict[str, Tensor]

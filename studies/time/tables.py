@@ -1,4 +1,4 @@
-"""The tables of docs/time.md, made from the results of the studies: ``python -m benchmarks.time_study --render``."""
+"""The tables of README.md, made from the results."""
 
 import statistics
 import textwrap
@@ -6,11 +6,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import pages
-from benchmarks.pages import RESULTS, table
-from benchmarks.time_play import read
+from studies.pages import table
+from studies.play import read
 
-PAGE = Path(__file__).parents[1] / "docs" / "time.md"
 FILTERS = {"none": "without", "past": "causal", "batch": "within the batch", "cofa": "COFA"}
 OVER = "none", "past", "batch"
 STRETCHES = "bursts", "iid", "bursts again"
@@ -20,16 +18,6 @@ COUNTS = "1 to 3", "4 to 10", "11 to 30", "31 to 100", "101 to 300", "more than 
 
 Row = dict[str, Any]
 Rows = list[Row]
-
-
-def render(page: Path = PAGE, folder: Path = RESULTS) -> None:
-    """Replace the generated blocks of the page."""
-    page.write_text(rendered(page.read_text(), folder))
-
-
-def rendered(text: str, folder: Path = RESULTS) -> str:
-    """A page with its generated blocks brought up to date."""
-    return pages.rendered(text, "time_study", BLOCKS, folder)
 
 
 def _captioned(caption: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

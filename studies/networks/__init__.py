@@ -1,0 +1,1 @@
+"""The study of networks that others wrote."""

@@ -1,0 +1,28 @@
+"""Pages of studies: README.md beside the results, with generated tables between comments that name them."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+Block = Callable[[Path], str]
+
+
+def render(study: Path, blocks: Mapping[str, Block]) -> None:
+    """Bring the generated tables in the README of a study up to date."""
+    page = study / "README.md"
+    page.write_text(rendered(page.read_text(), blocks, study / "results"))
+
+
+def rendered(text: str, blocks: Mapping[str, Block], results: Path) -> str:
+    """Return a page with its generated tables made from a folder of results."""
+    for name, block in blocks.items():
+        start, end = f"<!-- begin {name} -->\n", f"<!-- end {name} -->\n"
+        before, found, rest = text.partition(start)
+        if found:
+            text = f"{before}{start}\n{block(results)}\n{end}{rest.partition(end)[2]}"
+    return text
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table in Markdown."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
