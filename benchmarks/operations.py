@@ -54,7 +54,7 @@ def count(network: str, method: str, classes: int, batch: int, streams: int = 1)
     state = tree_map(lambda t: t.to("meta"), rule.init(net, streams))
     x = torch.empty(streams, batch, *tribe.models.architecture(network).shape, device="meta")
     with Count() as seen:
-        rule.step_reusing(net, state, x, retired=tree_map(torch.empty_like, state))
+        rule.step(net, state, x, retired=tree_map(torch.empty_like, state))
     return seen.operations
 
 

@@ -38,14 +38,14 @@ from tribe.methods import (
     Affine,
     Agreement,
     Backbone,
+    Batch,
     Info,
     Key,
     Stats,
+    Update,
     accumulation_dtype,
-    commit_step,
     losses,
     optim,
-    screen,
     view,
 )
 from tribe.methods.tribe import Tribe, interleave, twice
@@ -121,19 +121,14 @@ class Learning(Tribe):
         """The filter."""
         return Markov(within=self.within)
 
-    def step(  # type: ignore[override]
-        self, net: Backbone, state: LearningState, x: Tensor, valid: Tensor | None = None, retired: Any = None
-    ) -> tuple[Tensor, LearningState]:
+    def adapt(self, net: Backbone, state: LearningState, batch: Batch) -> Update:  # type: ignore[override]
         """Predict with the teacher, filter, learn from both."""
-        x, valid, rejected = screen(x, valid)
-        prediction = self.predict_screened(net, state, x, valid)  # type: ignore[arg-type]
-        logits, on, after = self.rule.step(state.time, prediction, valid)
+        prediction, _ = self.predict_batch(net, state, batch)
+        logits, on, after = self.rule.step(state.time, prediction, batch.valid)
         teacher = prediction.argmax(-1)
         says = Answer(torch.where(on, logits.argmax(-1), teacher), on, logits.amax(-1) > math.log(self.surely))
-        new, trusted, agreement = self._learn_from(net, state, x, teacher, says, valid)
-        return commit_step(
-            net, state, new._replace(time=after), prediction, valid, rejected, trusted, new.affine, agreement
-        )
+        new, trusted, agreement = self._learn_from(net, state, batch.x, teacher, says, batch.valid)
+        return Update(prediction, new._replace(time=after), trusted, new.affine, agreement)
 
     def _learn_from(
         self, net: Backbone, state: LearningState, x: Tensor, teacher: Tensor, says: Answer, valid: Tensor

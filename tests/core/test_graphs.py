@@ -29,8 +29,8 @@ METHODS += [("tribe", {"class_stats": "packed"}), *FILTERS, ("tent+cofa", {}), (
 LEARNS = {"skip": False}  # the small images are noise, which a guard would not let a method learn from
 METHODS += [("tribe+guard", {}), ("tribe+guard", {**LEARNS, "good_every": 6}), ("tribe+watch", {"probe": 2})]
 METHODS += [("tent+guard", LEARNS), ("source+guard", {}), ("tribe+guard+time", LEARNS), ("rotta+guard", LEARNS)]
-CAPTURABLE = [(name, fields) for name, fields in METHODS if ready(name, **fields).eager_only is None]
-IN_SEGMENTS = [(name, fields) for name, fields in METHODS if ready(name, **fields).in_segments]
+CAPTURABLE = [(name, fields) for name, fields in METHODS if ready(name, **fields).capture == "whole"]
+IN_SEGMENTS = [(name, fields) for name, fields in METHODS if ready(name, **fields).capture == "segments"]
 FAST = {name for name, _ in CAPTURABLE + IN_SEGMENTS}
 DRIFTING = ("methods_k100", "rotta")  # the recorded teacher's drift is worked out on the host
 
@@ -72,7 +72,7 @@ def step_without_values(method, streams=2):
     if isinstance(known := getattr(method, "knowledge", None), tribe.knowledge.Knowledge):
         known.on(net)  # moved once, not in every step
     with Device(), NoLists():
-        return method.step_reusing(net, state, x, retired=clone(state))
+        return method.step(net, state, x, retired=clone(state))
 
 
 @pytest.mark.parametrize(("name", "fields"), CAPTURABLE, ids=str)
@@ -83,10 +83,10 @@ def test_a_step_that_may_be_captured_reads_no_value(name, fields):
 
 
 @pytest.mark.parametrize(("name", "fields"), [m for m in METHODS if m not in CAPTURABLE], ids=str)
-def test_a_method_that_is_exempt_has_its_reason(name, fields):
-    """Catches an exemption whose reason is gone."""
+def test_a_method_that_is_exempt_reads_values(name, fields):
+    """Catches an exemption that is not needed any more."""
     method = ready(name, **fields)
-    assert len(method.eager_only.split()) > 4
+    assert method.capture in ("segments", "never")
     with pytest.raises((NotImplementedError, RuntimeError, AssertionError, ValueError)):
         step_without_values(method)
 
@@ -419,7 +419,7 @@ def test_the_recording_holds_with_graphs_and_kernels(file, name):
     """Without `Steps`, which captures tribe's augmentation only: that of the recording reads no values either."""
 
     def stepping(method, net):
-        return (CapturedSegments if method.in_segments else Captured)(method, net).step
+        return (CapturedSegments if method.capture == "segments" else Captured)(method, net).step
 
     path = GOLDENS / f"{file}_open.npz" if GOLDENS.is_dir() else DATA / f"{file}.npz"
     with np.load(path) as data, kernels.using("auto"):
@@ -517,7 +517,7 @@ def test_autocast_is_captured_with_the_rest():
 class Looking(tribe.methods.get("tent")):
     """A custom method that reads a value and does not declare it."""
 
-    def step(self, net, state, x, valid=None):
+    def step(self, net, state, x, valid=None, retired=None):
         return super().step(net, state, x if x.sum() > 0 else x + 1, valid)
 
 

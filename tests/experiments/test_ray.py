@@ -50,7 +50,7 @@ class Trouble(BN):
     kind: str = "none"
     log: str = ""
 
-    def step(self, net, state, x, valid=None):
+    def step(self, net, state, x, valid=None, retired=None):
         clock, log = int(state.key.clock[0]), Path(self.log)
         first = not log.exists() or " 5\\n" not in log.read_text()
         with log.open("a") as file:

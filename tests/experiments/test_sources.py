@@ -38,7 +38,7 @@ METHOD = '''
 
         not_exportable_because: ClassVar = "turns predictions around"
 
-        def step(self, net, state, x, valid=None, *, donate=False):
+        def step(self, net, state, x, valid=None, retired=None):
             logits, state = super().step(net, state, x, valid)
             return {sign}logits, state
 '''

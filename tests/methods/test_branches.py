@@ -15,7 +15,7 @@ def played(method, net, apart, monkeypatch):
     for seed in range(4):
         x = images(3, 6, seed).double()
         x[0, 1] = float("nan")
-        old, (logits, state) = state, method.step_reusing(net, state, x, None, retired)
+        old, (logits, state) = state, method.step(net, state, x, None, retired)
         retired = old
     return logits, state
 
@@ -46,7 +46,7 @@ def test_a_retired_state_that_shares_memory_with_the_state_is_not_written_to(apa
     method, net = tribe.methods.create("tribe", classes=CLASSES), tribe.Backbone(small_network())
     state = method.init(net, 2)
     before = digest(state)
-    method.step_reusing(net, state, images(2, 6), None, tree_map(lambda t: t, state))
+    method.step(net, state, images(2, 6), None, tree_map(lambda t: t, state))
     assert digest(state) == before
 
 

@@ -54,16 +54,11 @@ class SteppedMethod(Protocol):
         ...
 
     @property
-    def eager_only(self) -> str | None:
-        """The reason why a step cannot be captured in one CUDA graph; None: it can."""
+    def capture(self) -> str:
+        """How a step can be captured: "whole", "segments" (see `segment`) or "never"."""
         ...
 
-    @property
-    def in_segments(self) -> bool:
-        """Whether it can be captured in several: see `segment`."""
-        ...
-
-    def step_reusing(
+    def step(
         self, net: Backbone, state: Any, x: Tensor, valid: Tensor | None = None, retired: Any = None
     ) -> tuple[Tensor, Any]:
         """Predict, then adapt."""
@@ -74,8 +69,8 @@ def capture_refusal(method: SteppedMethod, device: torch.device) -> str | None:
     """Return why the steps of a method cannot be captured, or None."""
     if device.type != "cuda":
         return f"CUDA graphs need a CUDA device; the network is on {device.type}"
-    if method.eager_only is not None and not method.in_segments:
-        return f"{method.name} cannot be captured in a CUDA graph: {method.eager_only}"
+    if method.capture == "never":
+        return f"{method.name} cannot be captured in a CUDA graph: the host reads values in the middle of its step"
     if not isinstance(getattr(method, "augment", None), Augment | None):
         return f"{method.name} has a custom augment=, which may read values; only tribe.Augment can be captured"
     return None
@@ -125,11 +120,11 @@ class Steps:
                     self._give_up(f"the step could not be captured in a CUDA graph ({error})")
                     message = f"{self.capture_disabled_reason}; it is taken one launch at a time"
                     warnings.warn(message, RuntimeWarning, stacklevel=2)
-            return self.method.step_reusing(self.net, state, x, valid, retired)
+            return self.method.step(self.net, state, x, valid, retired)
 
     def _step_captured(self, state: Any, x: Tensor, valid: Tensor | None) -> tuple[Tensor, Any]:
         if self._captured is None:
-            whole = self.method.eager_only is None
+            whole = self.method.capture == "whole"
             self._captured = (Captured if whole else CapturedSegments)(self.method, self.net)
         result = self._captured.step(state, x, valid)
         if self._captured.recorded > SHAPES and self.graphs == "auto":
@@ -190,7 +185,7 @@ class Captured:
 
     def _work(self, turn: int) -> None:
         old, spare = self._states[turn], self._states[1 - turn]
-        logits, new = self.method.step_reusing(self.net, old, self._x, self._valid, spare)
+        logits, new = self.method.step(self.net, old, self._x, self._valid, spare)
         if self._logits is None:
             self._logits = torch.empty_like(logits)
         self._logits.copy_(logits)
@@ -219,7 +214,7 @@ class CapturedSegments:
         if short := self._batch - batch:
             x, valid = (nn.functional.pad(t, [0, 0] * (t.dim() - 2) + [0, short]) for t in (x, valid))
         with run_segments_with(self._recordings):
-            logits, state = self.method.step_reusing(self.net, state, x, valid)
+            logits, state = self.method.step(self.net, state, x, valid)
         return logits[:, :batch], state
 
 

@@ -6,9 +6,7 @@ it may learn from, how fast, and how far predictions follow. It acts stream by s
 ``tribe+watch`` only watches.
 """
 
-import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from os import PathLike
 from typing import Any, ClassVar, NamedTuple
@@ -95,9 +93,9 @@ class Watch:
         object.__setattr__(self, "calibration", given)
         plain_numbers(self)
 
-    def hooked(self, method: Method) -> Method:
-        """Return the method that predicts."""
-        return with_prediction_hook(method, None)
+    def lean(self, net: Backbone, method: Method, state: Any) -> Deployed:
+        """Return the network that predicts: the method's."""
+        return method.deployed(net, state)
 
     def watcher(self, net: Backbone, method: Method) -> Watcher:
         """Return what watches streams of this network; made once for each: a calibration is compared with it."""
@@ -135,6 +133,8 @@ class Watch:
         x: Tensor,
         valid: Tensor | None = None,
         retired: Any = None,
+        *,
+        deploy: Callable[[Backbone, Any], Deployed],
     ) -> tuple[Tensor, Any, GuardState]:
         """Take the method's step, watch it, and apply the guard's limits to the result.
 
@@ -149,6 +149,7 @@ class Watch:
             x: images (S, B, ...).
             valid: the images that are not padding (S, B).
             retired: as for `Method.step`.
+            deploy: the network that predicts: `lean` for this method.
 
         Returns:
             The predictions, and the next states of the method and of the guard.
@@ -167,8 +168,10 @@ class Watch:
             logits = output if method.output == "logits" else output.clamp_min(torch.finfo(torch.float32).tiny).log()
             watched.append((watcher.observe(looked, verdict, asked, logits, seen, state.info), output))
 
-        with _prediction_hook(None if method.eager_only else lambda output: beside(lambda: on_prediction(output))):
-            output, moved = self.hooked(method).step_reusing(net, state, x, valid, retired)
+        options: dict[str, Any] = {"deploy": deploy}
+        if method.capture == "whole":
+            options["on_prediction"] = lambda output: beside(lambda: on_prediction(output))
+        output, moved = method.step(net, state, x, valid, retired, **options)
         if not watched:
             beside(lambda: on_prediction(output))
         beside.join()
@@ -307,9 +310,17 @@ class Guard(Watch):
         assert self.lean_half is not None
         return squared_midpoint(state, self.lean_half, self.lean_single)
 
-    def hooked(self, method: Method) -> Method:
-        """Return the method that predicts: its network leans on the source."""
-        return with_prediction_hook(method, self)
+    def lean(self, net: Backbone, method: Method, state: Any) -> Deployed:
+        """Return the network that predicts: between the source's and the method's."""
+        half = None if self.lean_half is None else lambda: self.midpoint(state)
+        return interpolate_to_source(
+            net,
+            method.deployed(net, state),
+            half,
+            self.lean_most,
+            self.lean_batch,
+            lambda: method.anchored(net, state),
+        )
 
     def calibrated(self, method: Method) -> AnyMethod:
         """Return what a calibration must have been made with."""
@@ -407,45 +418,6 @@ def _mix(chosen: Tensor, new: Any, old: Any) -> Any:
         if chosen.all():
             return clone(new)
     return select_joined(chosen, new, old)
-
-
-_hook: ContextVar[Callable[[Tensor], object] | None] = ContextVar("tribe_listener", default=None)
-
-
-@contextlib.contextmanager
-def _prediction_hook(on_prediction: Callable[[Tensor], object] | None) -> Iterator[None]:
-    """Call ``on_prediction`` with the first prediction of a method, before it learns; None: with none."""
-    token = _hook.set(on_prediction)
-    try:
-        yield
-    finally:
-        _hook.reset(token)
-
-
-def with_prediction_hook(method: Method, guard: Guard | None) -> Method:
-    """The method, but it tells what it predicts, and its network may lean on the source; its fields are the same."""
-    base = type(method)
-
-    def predict_screened(self: Any, net: Backbone, state: Any, x: Tensor, valid: Tensor) -> Tensor:
-        prediction = base.predict_screened(self, net, state, x, valid)
-        if (on_prediction := _hook.get()) is not None:
-            _hook.set(None)
-            on_prediction(prediction)
-        return prediction
-
-    def deployed(self: Any, net: Backbone, state: Any) -> Deployed:
-        adapted = base.deployed(self, net, state)
-        assert guard is not None
-        half = None if guard.lean_half is None else lambda: guard.midpoint(state)
-        return interpolate_to_source(
-            net, adapted, half, guard.lean_most, guard.lean_batch, lambda: self.anchored(net, state)
-        )
-
-    names = {"__module__": base.__module__, "__doc__": base.__doc__, "predict_screened": predict_screened}
-    cls = type(base.__name__, (base,), {**names, **({} if guard is None else {"deployed": deployed})})
-    made: Any = object.__new__(cls)
-    vars(made).update(vars(method))
-    return made  # type: ignore[no-any-return]
 
 
 @torch.no_grad()

@@ -21,6 +21,7 @@ from tribe.knowledge import (
     require_labels,
     study_batches,
 )
+from tribe.methods.base import EntropyMethod, EntropyState, MemoryMethod
 from tribe.methods.method import (
     Deployed,
     Method,
@@ -33,8 +34,17 @@ from tribe.methods.method import (
     require_features,
 )
 from tribe.methods.naming import ParsedName, classes_of, create, field_names, get, names, parse, variants
-from tribe.methods.pipeline import AnyMethod, EmptyState, Pipeline, PipelineState, get_fields, guards, with_fields
-from tribe.methods.stepping import Agreement, commit_step, distance_of, finite, gradient_step, mask_logits, screen
+from tribe.methods.pipeline import (
+    AnyMethod,
+    EmptyState,
+    Pipeline,
+    PipelineState,
+    get_fields,
+    guards,
+    predict_and_advance,
+    with_fields,
+)
+from tribe.methods.stepping import Agreement, Batch, Update, distance_of, finite, gradient_step, mask_logits, screen
 from tribe.norms import Norm
 from tribe.norms.balanced import Balanced
 from tribe.norms.instance import Instance
@@ -49,8 +59,11 @@ __all__ = [
     "Augment",
     "Backbone",
     "Balanced",
+    "Batch",
     "Deployed",
     "EmptyState",
+    "EntropyMethod",
+    "EntropyState",
     "Frozen",
     "Info",
     "Instance",
@@ -58,6 +71,7 @@ __all__ = [
     "Knowledge",
     "KnowledgeError",
     "KnowledgeLike",
+    "MemoryMethod",
     "Method",
     "Norm",
     "Output",
@@ -70,6 +84,7 @@ __all__ = [
     "Robust",
     "Stats",
     "Timely",
+    "Update",
     "View",
     "WeightLayout",
     "accumulation_dtype",
@@ -79,7 +94,6 @@ __all__ = [
     "checked_tensors",
     "classes_of",
     "clone",
-    "commit_step",
     "count_classes",
     "create",
     "distance_of",
@@ -97,6 +111,7 @@ __all__ = [
     "norm_from_text",
     "optim",
     "parse",
+    "predict_and_advance",
     "register",
     "registry",
     "require_features",

@@ -23,18 +23,18 @@ from tribe.core.slots import Slot, StatisticsSlot, current_pass
 from tribe.methods import (
     Backbone,
     Balanced,
+    Batch,
     Deployed,
     Frozen,
     Info,
     Key,
     Method,
     Stats,
-    commit_step,
+    Update,
     finite,
     losses,
     mask_logits,
     register,
-    screen,
 )
 from tribe.norms.domains import Domains
 
@@ -120,22 +120,20 @@ class Bdn(Method):
         """The network of the first pass: the source's parameters, the statistics of all images."""
         return Deployed(net.source(len(state.known))[0], self.norm.pool(state.stats), Frozen())
 
-    def predict(self, net: Backbone, state: BdnState, x: Tensor, valid: Tensor | None = None) -> Tensor:
+    def logits(self, net: Backbone, state: BdnState, batch: Batch) -> Tensor:
         """Predict as a step would, and forget what the statistics became."""
-        x, valid, _ = screen(x, valid)
-        logits, _ = self._passes(net, state, x, valid)
-        return mask_logits(logits, valid & finite(logits))
+        return self._passes(net, state, batch)[0]
 
-    def step(self, net: Backbone, state: BdnState, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, BdnState]:
+    def adapt(self, net: Backbone, state: BdnState, batch: Batch) -> Update:
         """Assign images to domains, update the statistics, and predict."""
-        x, valid, rejected = screen(x, valid)
-        logits, new = self._passes(net, state, x, valid)
-        return commit_step(net, state, new, logits, valid, rejected)
+        return Update(*self._passes(net, state, batch))
 
     @torch.no_grad()
-    def _passes(self, net: Backbone, state: BdnState, x: Tensor, valid: Tensor) -> tuple[Tensor, BdnState]:
+    def _passes(self, net: Backbone, state: BdnState, batch: Batch) -> tuple[Tensor, BdnState]:
         """The logits and the state after the three passes."""
-        labels = self.predict_screened(net, state, x, valid).argmax(-1)  # (S, B)
+        x, valid = batch.x, batch.valid
+        first = super().logits(net, state, batch)
+        labels = mask_logits(first, valid & finite(first)).argmax(-1)  # (S, B)
         affine, chosen = net.source(len(x))[0], self._slot(net)
         moments: list[Tensor] = []  # of the images (S, B, c) at that layer
 

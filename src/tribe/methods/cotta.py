@@ -18,23 +18,21 @@ from torch import Tensor
 from tribe.methods import (
     Augment,
     Backbone,
+    Batch,
     Deployed,
     Info,
     Key,
     Method,
     Parameters,
     PerBatch,
+    Update,
     View,
     WeightLayout,
     accumulation_dtype,
     all_weights,
-    commit_step,
-    finite,
     losses,
-    mask_logits,
     optim,
     register,
-    screen,
     tree_map,
     view,
 )
@@ -64,7 +62,7 @@ class AveragedTeacher(Method):
     # NOTE: the released augmentation crops every view to 32 x 32; here a view has the size of its image.
     augment: View = Augment()  # noqa: RUF009  makes a view; a callable gets (B, ...)
 
-    eager_only = "the host checks whether any stream needs the averaged views"
+    capture = "never"  # the host checks whether any stream needs the averaged views
     not_exportable_because = "where the source model is uncertain, passes over several views are averaged"
     # NOTE: the authors publish no setting for MNIST: CIFAR-10's.
     presets = {  # noqa: RUF012
@@ -99,25 +97,20 @@ class AveragedTeacher(Method):
         layout = WeightLayout(net)
         return Deployed.per_batch(net, state.teacher.affine, [layout.views(row) for row in state.teacher.weights])
 
-    def predict(self, net: Backbone, state: CottaState, x: Tensor, valid: Tensor | None = None) -> Tensor:
+    def logits(self, net: Backbone, state: CottaState, batch: Batch) -> Tensor:
         """Predict as a step would: the views are drawn from the state's key."""
-        x, valid, _ = screen(x, valid)
-        logits = self._teach(WeightLayout(net), state, x, valid)
-        return mask_logits(logits, valid & finite(logits))
+        return self._teach(WeightLayout(net), state, batch.x, batch.valid)
 
-    def step(
-        self, net: Backbone, state: CottaState, x: Tensor, valid: Tensor | None = None
-    ) -> tuple[Tensor, CottaState]:
+    def adapt(self, net: Backbone, state: CottaState, batch: Batch) -> Update:
         """Predict with the teacher, teach the student, let the teacher follow, forget."""
-        x, valid, rejected = screen(x, valid)
-        layout = WeightLayout(net)
+        x, valid, layout = batch.x, batch.valid, WeightLayout(net)
         logits = self._teach(layout, state, x, valid)
         grads = self._learn(layout, state, x, valid, logits)
         student, moments = optim.adam_step(state.student, grads, state.adam, self.lr)
         teacher = tree_map(lambda t, s: torch.lerp(t, s, 1 - self.alpha), state.teacher, student)
         student = self.forget(layout, state, student, grads)
         new = state._replace(student=student, teacher=teacher, adam=moments)
-        return commit_step(net, state, new, logits, valid, rejected, affine=teacher.affine)
+        return Update(logits, new, affine=teacher.affine)
 
     @torch.no_grad()
     def _teach(self, layout: WeightLayout, state: CottaState, x: Tensor, valid: Tensor) -> Tensor:

@@ -19,20 +19,18 @@ from torch import Tensor
 from tribe.methods import (
     Affine,
     Backbone,
+    Batch,
     Deployed,
+    EntropyMethod,
     Frozen,
     Info,
     Key,
-    Method,
+    Output,
     Stats,
-    commit_step,
-    finite,
     gradient_step,
     losses,
-    mask_logits,
     optim,
     register,
-    screen,
     select,
 )
 from tribe.norms.renorm import Renorm
@@ -51,7 +49,7 @@ class DeltaState(NamedTuple):
 
 @register("delta")
 @dataclass(frozen=True)
-class Delta(Method):
+class Delta(EntropyMethod):
     """DELTA with one of the paper's three losses; the paper calls the default Ent-W + DELTA.
 
     Published settings: alpha and lambda_ 0.95, SGD with 0.00025 and momentum 0.9 for ImageNet-C, batches of 64 (the
@@ -64,11 +62,9 @@ class Delta(Method):
     # Ent-W: entropies below half of log K, weighted by exp(log K / 2 - entropy); TENT: all, alike; PL: cross-entropy
     # with the predicted class, where its probability exceeds 0.4.
     loss: Literal["weighted entropy", "entropy", "pseudo labels"] = "weighted entropy"
-    lr: float = 1e-3  # learning rate
     optimizer: Literal["adam", "sgd"] = "adam"  # sgd: with momentum 0.9
 
     paper = "Zhao et al., DELTA: degradation-free fully test-time adaptation, ICLR 2023"
-    works_on = ("affine",)
     not_exportable_because = None
     per_class = "the frequency of each class"
     presets = {  # noqa: RUF012
@@ -78,7 +74,6 @@ class Delta(Method):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require_range("lambda_", high=1)
-        self.require_range("lr")
         _ = self.norm  # checks alpha
 
     @property
@@ -88,38 +83,43 @@ class Delta(Method):
 
     def init(self, net: Backbone, streams: int = 1, seed: int = 0) -> DeltaState:
         """Start at the source; every class is equally frequent."""
-        affine, stats = net.source(streams)
+        affine, adam, *clocks = super().init(net, streams, seed)
         mean = affine.weight.new_full((streams, self.class_count), 1 / self.class_count)
-        return DeltaState(affine, stats, optim.adam_init(affine), mean, *self.new_key_and_info(net, streams, seed))
+        return DeltaState(affine, net.source(streams)[1], adam, mean, *clocks)
 
     def deployed(self, net: Backbone, state: DeltaState) -> Deployed:
         """The adapted parameters and the moving statistics; the source's before the first batch."""
         return Deployed(state.affine, state.stats, Frozen())
 
-    def predict(self, net: Backbone, state: DeltaState, x: Tensor, valid: Tensor | None = None) -> Tensor:
-        """A pass of `deployed`; in a stream without a batch yet, the images have their own statistics."""
-        x, valid, _ = screen(x, valid)
-        with torch.no_grad():
-            logits = net(x, state.affine, self._moving(state), self.norm, valid=valid).logits
-            return mask_logits(logits, valid & finite(logits))
+    def normalisation(self, net: Backbone, state: DeltaState, batch: Batch) -> tuple[Stats, Renorm]:
+        """Return the moving statistics, which the batch updates; of a stream's first batch, its own."""
+        return self._moving(state), self.norm
 
-    def step(
-        self, net: Backbone, state: DeltaState, x: Tensor, valid: Tensor | None = None
-    ) -> tuple[Tensor, DeltaState]:
-        """Predict, learn from the predictions that the loss trusts, and let statistics and frequencies follow."""
-        x, valid, rejected = screen(x, valid)
-        with torch.enable_grad():
-            affine = state.affine.leaf()
-            logits, _, stats = net(x, affine, self._moving(state), self.norm, valid=valid)
-            each, trusted = self._losses(logits, valid)
-            weight = self._weights(logits.detach(), state.mean, valid)
-            grads = affine.gradient(losses.mean_over(weight * each, trusted))
-        moved, moments = gradient_step(state.affine, grads, state.adam, self.lr, self.optimizer)
-        learned = select(trusted.any(1), state._replace(affine=moved, adam=moments), state)
-        seen = losses.mean_over(losses.probabilities(logits.detach()).transpose(1, 2), valid.unsqueeze(1))  # (S, K)
-        mean = self.lambda_ * state.mean + (1 - self.lambda_) * seen.to(state.mean)
-        new = learned._replace(stats=stats, mean=mean)
-        return commit_step(net, state, new, logits, valid, rejected, trusted, new.affine)
+    def logits(self, net: Backbone, state: DeltaState, batch: Batch) -> Tensor:
+        """Predict: a pass of `deployed`; in a stream without a batch yet, the images have their own statistics."""
+        logits: Tensor = net(batch.x, state.affine, self._moving(state), self.norm, valid=batch.valid).logits
+        return logits
+
+    def objective(
+        self, net: Backbone, state: DeltaState, batch: Batch, affine: Affine, logits: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the loss of the predictions that it trusts, weighted by how rare their classes are."""
+        each, trusted = self._losses(logits, batch.valid)
+        weight = self._weights(logits.detach(), state.mean, batch.valid)
+        return losses.mean_over(weight * each, trusted), trusted
+
+    def descend(self, net: Backbone, state: DeltaState, grads: Affine) -> tuple[Affine, optim.Adam]:
+        """Take a step of Adam, or of SGD with momentum."""
+        return gradient_step(state.affine, grads, state.adam, self.lr, self.optimizer)
+
+    def follow(
+        self, net: Backbone, old: DeltaState, new: DeltaState, output: Output, batch: Batch, trusted: Tensor | None
+    ) -> DeltaState:
+        """Let statistics and frequencies follow the batch."""
+        p = losses.probabilities(output.logits.detach())
+        seen = losses.mean_over(p.transpose(1, 2), batch.valid.unsqueeze(1))  # (S, K)
+        mean = self.lambda_ * old.mean + (1 - self.lambda_) * seen.to(old.mean)
+        return new._replace(stats=output.stats, mean=mean)
 
     def _moving(self, state: DeltaState) -> Stats:
         """The moving statistics; those of streams without a batch yet are marked."""

@@ -13,7 +13,7 @@ entropy; no gradient flows through them. The statistics of the batch normalise, 
 
 import math
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -23,18 +23,14 @@ from tribe.core import rng
 from tribe.methods import (
     Affine,
     Backbone,
-    Deployed,
-    Info,
+    Batch,
+    EntropyMethod,
     Key,
-    Method,
     accumulation_dtype,
-    commit_step,
     gradient_step,
     losses,
     optim,
     register,
-    screen,
-    select,
     tree_map,
 )
 from tribe.methods.sar import adapted_channels, checked_tail
@@ -42,18 +38,9 @@ from tribe.methods.sar import adapted_channels, checked_tail
 SHUFFLE = 0x4445594F  # purpose of the draw, "DEYO" in ASCII
 
 
-class DeyoState(NamedTuple):
-    """Affine parameters, and the optimiser's moments."""
-
-    affine: Affine  # (S, C)
-    adam: optim.Adam  # with SGD its first moment is the velocity
-    key: Key
-    info: Info
-
-
 @register("deyo")
 @dataclass(frozen=True)
-class Deyo(Method):
+class Deyo(EntropyMethod):
     """DeYO with shuffled patches; the paper's other ways to destroy an object, pixels and occlusion, are not here.
 
     Published settings: tau_ent, ent_0 and patches for all experiments; tau_plpd 0.2 in the paper's "wild" settings (few
@@ -75,7 +62,6 @@ class Deyo(Method):
 
     paper = "Lee et al., Entropy is not enough for test-time adaptation: from the perspective of disentangled factors, \
 ICLR 2024"
-    works_on = ("affine",)
     presets = {  # noqa: RUF012
         "mnist": {"lr": 1e-3, "optimizer": "adam", "frozen_tail": 0.0},
         "cifar10": {"lr": 1e-3, "optimizer": "adam", "frozen_tail": 0.0},
@@ -86,45 +72,38 @@ ICLR 2024"
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "frozen_tail", checked_tail(self.frozen_tail))
-        self.require_range("tau_ent", "ent_0", "lr")
+        self.require_range("tau_ent", "ent_0")
         self.require_range("tau_plpd", low=-1, high=1)
         self.require_range("patches", low=1)
         self.require_range("momentum", below=1)
 
-    def init(self, net: Backbone, streams: int = 1, seed: int = 0) -> DeyoState:
+    def init(self, net: Backbone, streams: int = 1, seed: int = 0) -> Any:
         """Start at the source."""
         adapted_channels(net, self.frozen_tail)  # checks frozen_tail
-        affine, _ = net.source(streams)
-        return DeyoState(affine, optim.adam_init(affine), *self.new_key_and_info(net, streams, seed))
+        return super().init(net, streams, seed)
 
-    def deployed(self, net: Backbone, state: DeyoState) -> Deployed:
-        """The adapted parameters, the batch's statistics."""
-        return Deployed.per_batch(net, state.affine)
+    def objective(
+        self, net: Backbone, state: Any, batch: Batch, affine: Affine, logits: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the weighted entropy of the images that rest on shape."""
+        uncertainty = losses.entropy(logits)  # (S, B)
+        chosen, weight = self._choose(net, state, batch, logits.detach(), uncertainty.detach())
+        return losses.mean_over(weight * uncertainty, chosen), chosen
 
-    def step(self, net: Backbone, state: DeyoState, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, DeyoState]:
-        """Predict, look at the pieces, and take one step in the streams that have something to learn from."""
-        x, valid, rejected = screen(x, valid)
-        _, stats, norm = self.deployed(net, state)
-        with torch.enable_grad():
-            affine = state.affine.leaf()
-            logits = net(x, affine, stats, norm, valid=valid).logits
-            uncertainty = losses.entropy(logits)  # (S, B)
-            chosen, weight = self._choose(net, state, x, logits.detach(), uncertainty.detach(), valid)
-            grads = affine.gradient(losses.mean_over(weight * uncertainty, chosen))
+    def descend(self, net: Backbone, state: Any, grads: Affine) -> tuple[Affine, optim.Adam]:
+        """Take a step in the layers that are not frozen."""
         grads = tree_map(adapted_channels(net, self.frozen_tail).mul, grads)
-        moved, moments = gradient_step(state.affine, grads, state.adam, self.lr, self.optimizer, momentum=self.momentum)
-        new = select(chosen.any(1), state._replace(affine=moved, adam=moments), state)
-        return commit_step(net, state, new, logits, valid, rejected, chosen, new.affine)
+        return gradient_step(state.affine, grads, state.adam, self.lr, self.optimizer, momentum=self.momentum)
 
     @torch.no_grad()
     def _choose(
-        self, net: Backbone, state: DeyoState, x: Tensor, logits: Tensor, uncertainty: Tensor, valid: Tensor
+        self, net: Backbone, state: Any, batch: Batch, logits: Tensor, uncertainty: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Which images (S, B) to learn from, and their weights; 0 for the others."""
-        unit = math.log(logits.shape[-1])
+        unit, valid = math.log(logits.shape[-1]), batch.valid
         certain = valid & (uncertainty < self.tau_ent * unit)
         counted = torch.where(certain.any(1, keepdim=True), certain, valid)  # a pass needs an image that counts
-        pieces = net(shuffled(x, self.patches, state.key), *self.deployed(net, state), valid=counted).logits
+        pieces = net(shuffled(batch.x, self.patches, state.key), *batch.deploy(net, state), valid=counted).logits
         p, q = losses.probabilities(logits), losses.probabilities(pieces)
         predicted = p.argmax(-1, keepdim=True)
         plpd = (p.gather(-1, predicted) - q.gather(-1, predicted)).squeeze(-1)

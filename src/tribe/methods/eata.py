@@ -18,21 +18,19 @@ from tribe.fields import is_whole
 from tribe.methods import (
     Affine,
     Backbone,
-    Deployed,
+    Batch,
+    EntropyMethod,
     Info,
     Key,
     Knowledge,
     KnowledgeError,
     KnowledgeLike,
-    Method,
+    Output,
     PerBatch,
     checked_tensors,
-    commit_step,
     losses,
     optim,
     register,
-    screen,
-    select,
     study_batches,
 )
 
@@ -49,20 +47,18 @@ class EataState(NamedTuple):
 
 @register("eata")
 @dataclass(frozen=True)
-class Eata(Method):
+class Eata(EntropyMethod):
     """Batch statistics; the affine parameters follow the entropy of reliable and non-redundant predictions."""
 
     # NOTE: the released threshold is .4 log 1000 for every data set; this is the paper's, .4 log K.
     e0: float = 0.4  # share of log K below which an entropy is reliable
     d: float = 0.05  # a prediction whose cosine with the moving mean reaches this is redundant
     alpha: float = 2000.0  # weight of the Fisher penalty; at 0 no source knowledge is needed (ETA)
-    lr: float = 1e-3  # Adam's learning rate
     knowledge: KnowledgeLike = None  # F, from `study`
     fisher: Literal["mean", "sum"] = "mean"  # F over the source batches; "sum": as in the comparison TRIBE is part of
 
     # NOTE: the paper's own CIFAR-10 runs use d = 0.4, alpha = 1 and SGD; the comparison TRIBE is part of does not.
     paper = "Niu et al., Efficient test-time model adaptation without forgetting, ICML 2022"
-    works_on = ("affine",)
     per_class = "a mean prediction"
     needs = "the Fisher information of the affine parameters on source images (with alpha=0 it needs nothing)"
     added = {"fisher": "sum"}  # noqa: RUF012
@@ -70,7 +66,7 @@ class Eata(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_range("e0", "d", "alpha", "lr")
+        self.require_range("e0", "d", "alpha")
 
     def study(self, net: Backbone, batches: Iterable[tuple[Tensor, Tensor]]) -> Knowledge:
         """F: squared gradients of each batch's cross-entropy with its own most likely classes.
@@ -93,35 +89,31 @@ class Eata(Method):
 
     def init(self, net: Backbone, streams: int = 1, seed: int = 0) -> EataState:
         """Start at the source, without a mean prediction."""
-        affine, _ = net.source(streams)
+        affine, adam, *clocks = super().init(net, streams, seed)
         if self.alpha:
             checked_tensors(self, net, dict.fromkeys(Affine._fields, (net.channels,)))
             _ = self._share  # checks the number of batches
         mean = affine.weight.new_zeros(streams, self.class_count)
-        return EataState(affine, optim.adam_init(affine), mean, *self.new_key_and_info(net, streams, seed))
+        return EataState(affine, adam, mean, *clocks)
 
-    def deployed(self, net: Backbone, state: EataState) -> Deployed:
-        """The adapted parameters, the batch's statistics."""
-        return Deployed.per_batch(net, state.affine)
+    def objective(
+        self, net: Backbone, state: EataState, batch: Batch, affine: Affine, logits: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the weighted entropy of reliable and new predictions, plus the Fisher penalty."""
+        uncertainty, limit = losses.entropy(logits), self.e0 * math.log(logits.shape[-1])  # (S, B)
+        chosen = batch.valid & (uncertainty.detach() < limit)
+        chosen = chosen & self._new(losses.probabilities(logits.detach()), state.mean)
+        weight = (limit - uncertainty.detach()).exp()
+        return losses.mean_over(weight * uncertainty, chosen) + self._penalty(net, affine), chosen
 
-    def step(self, net: Backbone, state: EataState, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, EataState]:
-        """Predict, then take one Adam step in the streams that have a reliable and new prediction."""
-        x, valid, rejected = screen(x, valid)
-        _, stats, norm = self.deployed(net, state)
-        with torch.enable_grad():
-            affine = state.affine.leaf()
-            logits = net(x, affine, stats, norm, valid=valid).logits
-            uncertainty, limit = losses.entropy(logits), self.e0 * math.log(logits.shape[-1])  # (S, B)
-            p = losses.probabilities(logits.detach())
-            chosen = valid & (uncertainty.detach() < limit) & self._new(p, state.mean)
-            weight = (limit - uncertainty.detach()).exp()
-            loss = losses.mean_over(weight * uncertainty, chosen) + self._penalty(net, affine)  # (S,)
-            grads = affine.gradient(loss)
-        moved, moments = optim.adam_step(state.affine, grads, state.adam, self.lr)
-        seen = losses.mean_over(p.transpose(1, 2), chosen.unsqueeze(1)).to(state.mean)  # (S, K)
-        mean = torch.where(_exists(state.mean), 0.9 * state.mean + 0.1 * seen, seen)
-        new = select(chosen.any(1), state._replace(affine=moved, adam=moments, mean=mean), state)
-        return commit_step(net, state, new, logits, valid, rejected, chosen, new.affine)
+    def follow(
+        self, net: Backbone, old: EataState, new: EataState, output: Output, batch: Batch, chosen: Tensor
+    ) -> EataState:
+        """Let the mean prediction follow those that were learned from."""
+        p = losses.probabilities(output.logits.detach())
+        seen = losses.mean_over(p.transpose(1, 2), chosen.unsqueeze(1)).to(old.mean)  # (S, K)
+        mean = torch.where(_exists(old.mean), 0.9 * old.mean + 0.1 * seen, seen)
+        return new._replace(mean=torch.where(chosen.any(1, keepdim=True), mean, old.mean))
 
     def _new(self, p: Tensor, mean: Tensor) -> Tensor:
         """Which predictions (S, B) are unlike the moving mean; all, if there is none yet."""

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from tribe.methods import (
     Backbone,
+    Batch,
+    Update,
     accumulation_dtype,
-    commit_step,
     features_of,
     losses,
     register,
     require_features,
-    screen,
     segment,
 )
 from tribe.methods.source import Source, SourceState
@@ -59,7 +59,7 @@ class Lame(Source):
     rounds: int = 100  # at most
     settled: float = 1e-8  # relative change of E below which a stream has converged
 
-    eager_only, in_segments = "the host checks whether the assignments have converged", True
+    capture = "segments"  # the host checks whether the assignments have converged
     paper = "Boudiaf et al., Parameter-free online test-time adaptation, CVPR 2022"
     works_on = ("features",)
     output = "probabilities"
@@ -76,29 +76,21 @@ class Lame(Source):
         require_features(net, self)
         return super().init(net, streams, seed)
 
-    def step(
-        self, net: Backbone, state: SourceState, x: Tensor, valid: Tensor | None = None
-    ) -> tuple[Tensor, SourceState]:
+    def adapt(self, net: Backbone, state: SourceState, batch: Batch) -> Update:
         """Predict."""
-        x, valid, rejected = screen(x, valid)
-        logits, state = commit_step(net, state, state, self._corrected(net, state, x, valid), valid, rejected)
-        return logits.softmax(-1), state
-
-    def predict(self, net: Backbone, state: SourceState, x: Tensor, valid: Tensor | None = None) -> Tensor:
-        """Predict, as a step does: nothing adapts."""
-        return self.step(net, state, x, valid)[0]
+        return Update(self.logits(net, state, batch), state)
 
     @torch.no_grad()
-    def _corrected(self, net: Backbone, state: SourceState, x: Tensor, valid: Tensor) -> Tensor:
-        """Logits (S, B, K) of the assignments."""
-        unary, near = segment(self._compare, net, state, x, valid)
-        return self._settle(unary, near, valid)
+    def logits(self, net: Backbone, state: SourceState, batch: Batch) -> Tensor:
+        """Return the logits (S, B, K) of the assignments."""
+        unary, near = segment(self._compare, net, state, batch)
+        return self._settle(unary, near, batch.valid)
 
-    def _compare(self, net: Backbone, state: SourceState, x: Tensor, valid: Tensor) -> tuple[Tensor, Neighbours]:
+    def _compare(self, net: Backbone, state: SourceState, batch: Batch) -> tuple[Tensor, Neighbours]:
         """The source's -log p of each image (S, B, K), and its neighbours."""
-        output = net(x, *self.deployed(net, state), valid=valid)
+        output = net(batch.x, *batch.deploy(net, state), valid=batch.valid)
         return -(losses.probabilities(output.logits) + 1e-10).log(), nearest(
-            features_of(self, output), valid, self.neighbours
+            features_of(self, output), batch.valid, self.neighbours
         )
 
     def _settle(self, unary: Tensor, near: Neighbours, valid: Tensor) -> Tensor:

@@ -1,10 +1,9 @@
 """The protocol of a method: a frozen dataclass of hyper-parameters with a pure step."""
 
 import dataclasses
-import inspect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import NoneType
 from typing import Any, ClassVar, Literal, Self, get_args, get_origin
@@ -20,7 +19,7 @@ from tribe.core.rules import Frozen, PerBatch
 from tribe.core.state import Affine, Info, Stats, streams_of
 from tribe.fields import is_number, is_whole, plain_numbers, require
 from tribe.knowledge import Knowledge, resolve_knowledge
-from tribe.methods.stepping import finite, mask_logits, screen
+from tribe.methods.stepping import Batch, Update, commit_step, finite, ignore, mask_logits, screen
 from tribe.norms import Norm
 from tribe.registry import Registry, nearest
 
@@ -68,48 +67,51 @@ class Deployed:
 class Method(ABC):
     """A way to adapt. Its fields are its hyper-parameters; everything that changes is in the state.
 
-    `step` is pure: it returns predictions and the next state, and changes neither its arguments nor the method. It
-    never sees a label. Streams are independent: S streams in one call equal S calls with one stream.
+    A subclass defines `init`, `deployed` and `adapt`; `EntropyMethod` and `MemoryMethod` define what many methods
+    share. `step` is pure: it returns predictions and the next state, and changes neither its arguments nor the method.
+    It never sees a label. Streams are independent: S streams in one call equal S calls with one stream.
     """
 
     classes: int | None = None  # K; every method accepts it, also one that does not use it
 
+    # What every method declares.
     name: ClassVar[str]  # set by @register
     paper: ClassVar[str]  # where the method comes from
+    # What a method declares if it differs.
+    works_on: ClassVar[tuple[Literal["affine", "statistics", "features"], ...]] = ()  # what a network must have for it
     output: ClassVar[Literal["logits", "probabilities"]] = "logits"  # what step returns
     does_not_adapt: ClassVar[str | None] = None  # the reason, for methods whose predictions never change
+    needs: ClassVar[str | None] = None  # the source knowledge that it needs; see tribe.knowledge
     per_class: ClassVar[str | None] = None  # what it keeps for each class, for methods that require `classes`
-    # Fields by data set. A class adds to what it inherits, so the number of classes is written here alone.
-    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+    # How a step is captured in CUDA graphs: as a whole, in segments (see tribe.core.graphs) because the host reads
+    # values in the middle of it, or not at all.
+    capture: ClassVar[Literal["whole", "segments", "never"]] = "whole"
+    not_exportable_because: ClassVar[str | None] = None  # what `logits` does besides a pass of `deployed`
+    dense: ClassVar[bool] = False  # whether it never looks at the output, which need not be logits then
+    # Settings by name.
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {  # published, by data set; a class adds to what it inherits
         "mnist": {"classes": 10},
         "cifar10": {"classes": 10},
         "cifar100": {"classes": 100},
         "imagenet": {"classes": 1000},
     }
+    variants: ClassVar[Mapping[str, Mapping[str, Any]]] = {}  # such as "selftrain/fixmatch"
     small: ClassVar[Mapping[str, int]] = {}  # values for tests with few images; see `tribe.testing`
-    variants: ClassVar[Mapping[str, Mapping[str, Any]]] = {}  # named settings
     # Fields that are newer than results and state files of this method, with what the method did before: a spec without
     # the field means this value, and an experiment with this value has the id that it had before. See methods/encoding.
     added: ClassVar[Mapping[str, Any]] = {}
-    eager_only: ClassVar[str | None] = None  # why a step cannot be captured in one CUDA graph; see tribe.core.graphs
-    in_segments: ClassVar[bool] = False  # but it can be captured in several; see tribe.core.graphs
-    needs: ClassVar[str | None] = None  # what it must know of the source data; see tribe.knowledge
-    works_on: ClassVar[tuple[Literal["affine", "statistics", "features"], ...]] = ()  # what a network must have for it
-    reuses_memory: ClassVar[bool] = False  # whether step takes `retired`; set for every subclass
-    dense: ClassVar[bool] = False  # whether it never looks at the output, which need not be logits then
-    not_exportable_because: ClassVar[str | None] = None  # what `predict` does besides a pass of `deployed`
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        cls.reuses_memory = "retired" in inspect.signature(cls.step).parameters
         inherited: Mapping[str, Mapping[str, Any]] = super(cls, cls).presets  # type: ignore[misc]
         added = vars(cls).get("presets", {})
         cls.presets = {name: {**inherited.get(name, {}), **added.get(name, {})} for name in {**inherited, **added}}
-        if "predict" in vars(cls) and "not_exportable_because" not in vars(cls):
+        overridden = next((name for name in ("logits", "predict") if name in vars(cls)), None)
+        if overridden is not None and "not_exportable_because" not in vars(cls):
             raise TypeError(
-                f"{cls.__name__} overrides predict and does not declare not_exportable_because. Only the network in "
-                "deployed is exported. Set not_exportable_because = None if predict returns what that network returns; "
-                "otherwise set it to a text that says what predict does besides, and the method is not exported"
+                f"{cls.__name__} overrides {overridden} and does not declare not_exportable_because. Only the network "
+                "in deployed is exported. Set not_exportable_because = None if that network predicts the same; "
+                "otherwise set it to a text that says what is done besides, and the method is not exported"
             )
 
     def __post_init__(self) -> None:
@@ -162,65 +164,95 @@ class Method(ABC):
         same = torch.ones_like(share)  # branches start from the source and agree
         return key, Info(count.clone(), count.clone(), share, share.clone(), share.clone(), same, same.clone())
 
+    # -- what a method defines ---------------------------------------------------------------------------------------
+
     @abstractmethod
     def init(self, net: Backbone, streams: int = 1, seed: int = 0) -> Any:
-        """The state before the first image. Stream i of seed s is stream 0 of seed s + i."""
-
-    @abstractmethod
-    def step(self, net: Backbone, state: Any, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Any]:
-        """Predict (S, B, ...) images, then adapt: (S, B, K) predictions and the next state.
-
-        ``valid`` (S, B) marks real images: padding weighs nothing. A step that can write the next state into memory
-        that exists already takes one more argument, ``retired``: see `step_reusing`.
-        """
-
-    def step_reusing(
-        self, net: Backbone, state: Any, x: Tensor, valid: Tensor | None = None, retired: Any = None
-    ) -> tuple[Tensor, Any]:
-        """Call `step`, which may write the next state into the memory of ``retired``.
-
-        ``retired`` is a state that the caller no longer reads, such as the one before ``state``; an error leaves
-        ``state`` intact. Class statistics of 1000 classes are hundreds of megabytes.
-        """
-        if self.reuses_memory:
-            return self.step(net, state, x, valid, retired=retired)  # type: ignore[call-arg]
-        return self.step(net, state, x, valid)
+        """Return the state before the first image. Stream i of seed s is stream 0 of seed s + i."""
 
     @abstractmethod
     def deployed(self, net: Backbone, state: Any) -> Deployed:
-        """The network this state predicts with."""
+        """Return the network that this state predicts with."""
+
+    @abstractmethod
+    def adapt(self, net: Backbone, state: Any, batch: Batch) -> Update:
+        """Predict a batch, then learn from it.
+
+        The network that predicts is ``batch.deploy(net, state)``. Images that are not ``batch.valid`` weigh nothing.
+        """
+
+    def logits(self, net: Backbone, state: Any, batch: Batch) -> Tensor:
+        """Predict a batch without learning: a pass of `deployed`. A class that overrides it sets `not_exportable_because`."""
+        logits: Tensor = batch.deploy(net, state).logits(net, batch.x, batch.valid)
+        return logits
 
     def recast(self, net: Backbone, state: Any) -> Any:
-        """A state that was cast with the network, where parts of it keep a precision of their own."""
+        """Return a state that was cast with the network, where parts of it keep a precision of their own."""
         return state
 
     def anchored(self, net: Backbone, state: Any) -> Stats | None:
-        """The stream's statistics under the source's parameters, (S, 1, C); None if the method keeps none.
+        """Return the stream's statistics under the source's parameters, (S, 1, C); None if the method keeps none.
 
         They say how far the images have changed, whatever the method has learned.
         """
         return None
 
-    def predict(self, net: Backbone, state: Any, x: Tensor, valid: Tensor | None = None) -> Tensor:
-        """Predict without adapting: a pass of `deployed`. A class that overrides it sets `not_exportable_because`."""
-        x, valid, _ = screen(x, valid)
-        return self.predict_screened(net, state, x, valid)
+    # -- what users call ---------------------------------------------------------------------------------------------
 
-    def predict_and_advance(
-        self, net: Backbone, state: Any, x: Tensor, valid: Tensor | None = None
+    def step(
+        self,
+        net: Backbone,
+        state: Any,
+        x: Tensor,
+        valid: Tensor | None = None,
+        retired: Any = None,
+        *,
+        deploy: Callable[[Backbone, Any], Deployed] | None = None,
+        on_prediction: Callable[[Tensor], object] = ignore,
     ) -> tuple[Tensor, Any]:
-        """Predict without adapting, in the order of the stream: what a frozen adapter does. A time filter goes on."""
-        return self.predict(net, state, x, valid), state
+        """Predict images, then adapt.
 
-    def predict_screened(self, net: Backbone, state: Any, x: Tensor, valid: Tensor) -> Tensor:
-        """A pass of `deployed`, for a step that has screened its images already."""
-        return mask_logits(*self.pass_deployed(net, state, x, valid))
+        Args:
+            net: the network.
+            state: what `init` or the last step returned; an error leaves it intact.
+            x: images (S, B, ...).
+            valid: real images (S, B): padding weighs nothing. None: all.
+            retired: a state that is not read any more, such as the one before ``state``: the next state may be written
+                into its memory. Class statistics of 1000 classes are hundreds of megabytes.
+            deploy: the network that predicts, in place of `deployed`.
+            on_prediction: may be called with the predictions before the method learns.
+
+        Returns:
+            Predictions (S, B, K) and the next state.
+        """
+        x, valid, rejected = screen(x, valid)
+        batch = Batch(x, valid, deploy or self.deployed, on_prediction, retired)
+        logits, new = commit_step(net, state, self.adapt(net, state, batch), valid, rejected)
+        return logits if self.output == "logits" else logits.softmax(-1), new
+
+    def predict(
+        self,
+        net: Backbone,
+        state: Any,
+        x: Tensor,
+        valid: Tensor | None = None,
+        *,
+        deploy: Callable[[Backbone, Any], Deployed] | None = None,
+    ) -> Tensor:
+        """Predict images without adapting; the arguments are those of `step`."""
+        x, valid, _ = screen(x, valid)
+        prediction, _ = self.predict_batch(net, state, Batch(x, valid, deploy or self.deployed))
+        return prediction if self.output == "logits" else prediction.softmax(-1)
 
     @torch.no_grad()
-    def pass_deployed(self, net: Backbone, state: Any, x: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-        """Pass screened images through `deployed`: the logits, and which images (S, B) count and have finite ones."""
-        logits = self.deployed(net, state).logits(net, x, valid)
-        return logits, valid & finite(logits)
+    def predict_batch(self, net: Backbone, state: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the logits of a batch, equal ones for images that do not count, and which images (S, B) do.
+
+        An image whose logits are not finite does not count.
+        """
+        logits = self.logits(net, state, batch)
+        seen = batch.valid & finite(logits)
+        return mask_logits(logits, seen), seen
 
 
 def _check_fields(method: Method) -> None:

@@ -16,23 +16,21 @@ import torch
 from torch import Tensor
 
 from tribe.methods import (
-    ROOM,
     Affine,
     Backbone,
+    Batch,
     Deployed,
     Info,
     Instance,
     Key,
-    Method,
+    MemoryMethod,
     Reservoir,
     Stats,
-    commit_step,
+    Update,
     losses,
-    mask_logits,
     memory,
     optim,
     register,
-    screen,
     segment,
     select,
 )
@@ -49,9 +47,16 @@ class NoteState(NamedTuple):
     info: Info
 
 
+class Seen(NamedTuple):
+    """The predictions of a batch."""
+
+    prediction: Tensor  # (S, B, K) logits
+    counts: Tensor  # (S, B) bool, images that they are for
+
+
 @register("note")
 @dataclass(frozen=True)
-class Note(Method):
+class Note(MemoryMethod):
     """NOTE, on a network trained with ordinary BatchNorm: instance-aware BN takes its place at test time.
 
     On a network without BatchNorm only the memory and the entropy remain.
@@ -60,24 +65,14 @@ class Note(Method):
     k: float = 4.0  # standard errors by which an instance may deviate before it is corrected
     m: float = 0.01  # the newest batch's share in the running statistics
     lr: float = 1e-4  # Adam's learning rate
-    size: int = 64  # images in memory
     every: int | None = None  # images between updates, 64 in the paper; None: one update a batch, as released
-    room: int = ROOM  # the most values of an image, channels x height x width: they fix the memory's size
 
-    eager_only, in_segments = "the host decides which images enter its memory, and when it is time to learn", True
-    small = {"size": 8}  # noqa: RUF012
     added = {"every": None}  # noqa: RUF012
     paper = "Gong et al., NOTE: robust continual test-time adaptation against temporal correlation, NeurIPS 2022"
-    works_on = ("affine",)
     per_class = "counts of the predicted classes"
-    presets = {  # noqa: RUF012
-        "imagenet": {"room": 3 * 224 * 224},
-    }
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        memory.check_size(self.size, self.room)
-        self.require_range("lr")
         self.require_range("every", low=1)
         _ = self._norm(observing=True)  # checks k and m
 
@@ -87,9 +82,7 @@ class Note(Method):
     def init(self, net: Backbone, streams: int = 1, seed: int = 0) -> NoteState:
         """Start at the source, the memory empty."""
         affine, stats = net.source(streams)
-        bank = memory.new_reservoir(
-            streams, self.size, self.class_count, room=self.room, dtype=net.dtype, device=net.device
-        )
+        bank = self.new_reservoir(net, streams)
         return NoteState(affine, stats, optim.adam_init(affine), bank, *self.new_key_and_info(net, streams, seed))
 
     def deployed(self, net: Backbone, state: NoteState) -> Deployed:
@@ -98,7 +91,6 @@ class Note(Method):
 
     def remember(self, bank: Reservoir, x: Tensor, labels: Tensor, valid: Tensor, key: Key) -> Reservoir:
         """Add a batch (S, B, ...) with its predicted labels to the memory."""
-        bank = memory.fit(bank, x)
         # In chunks no larger than the memory: the cost of a chunk grows with its square.
         for chunk, label, counted in zip(*(t.split(self.size, 1) for t in (x, labels, valid)), strict=True):
             turnover = memory.admit_reservoir(bank, label, counted, key.seed)
@@ -107,20 +99,20 @@ class Note(Method):
             bank = memory.count_predictions(bank, label, counted)
         return bank
 
-    def step(self, net: Backbone, state: NoteState, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, NoteState]:
-        """Predict, remember, and take an Adam step down the entropy of the memory whenever it is due."""
-        x, valid, rejected = screen(x, valid)
-        logits, seen = segment(self.pass_deployed, net, state, x, valid)
-        prediction = mask_logits(logits, seen)
-        valid, rejected = seen, rejected + (valid & ~seen).sum(1)  # images without finite logits stay out of the memory
-        labels, new = prediction.argmax(-1), state
+    def look(self, net: Backbone, state: NoteState, batch: Batch) -> Seen:
+        """Predict with instance-aware BN."""
+        return Seen(*self.predict_batch(net, state, batch))
+
+    def learn(self, net: Backbone, state: NoteState, x: Tensor, seen: Seen) -> Update:
+        """Remember the images, and take an Adam step down the entropy of the memory whenever it is due."""
+        labels, counts = seen.prediction.argmax(-1), seen.counts
         if self.every is None:
-            new = state._replace(memory=self.remember(state.memory, x, labels, valid, state.key))
-            new = segment(self._learn, net, new, x.shape[2:], valid.any(1))
+            state = state._replace(memory=self.remember(state.memory, x, labels, counts, state.key))
+            state = segment(self._learn, net, state, x.shape[2:], counts.any(1))
         else:  # a chunk has no more images than there are between updates, so at most one update
-            for chunk in zip(*(t.split(self.every, 1) for t in (x, labels, valid)), strict=True):
-                new = self._remember_and_learn(net, new, self.every, *chunk)
-        return commit_step(net, state, new, prediction, valid, rejected, affine=new.affine)
+            for chunk in zip(*(t.split(self.every, 1) for t in (x, labels, counts)), strict=True):
+                state = self._remember_and_learn(net, state, self.every, *chunk)
+        return Update(seen.prediction, state, affine=state.affine)
 
     def _remember_and_learn(
         self, net: Backbone, state: NoteState, every: int, x: Tensor, labels: Tensor, valid: Tensor

@@ -22,11 +22,11 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from tribe.methods import (
-    ROOM,
     Affine,
     Agreement,
     Augment,
     Backbone,
+    Batch,
     Deployed,
     Frozen,
     Info,
@@ -34,13 +34,13 @@ from tribe.methods import (
     Knowledge,
     KnowledgeError,
     KnowledgeLike,
-    Method,
+    MemoryMethod,
     Robust,
     Stats,
     Timely,
+    Update,
     View,
     checked_tensors,
-    commit_step,
     features_of,
     finite,
     losses,
@@ -49,7 +49,6 @@ from tribe.methods import (
     optim,
     register,
     require_features,
-    screen,
     segment,
     select,
     study_batches,
@@ -72,8 +71,8 @@ class PettaState(NamedTuple):
     info: Info
 
 
-class Seen(NamedTuple):
-    """What the teacher makes of a batch."""
+class Sensed(NamedTuple):
+    """The teacher's predictions of a batch, and the divergence."""
 
     prediction: Tensor  # (S, B, K) logits
     counts: Tensor  # (S, B) bool, which images they are for
@@ -85,7 +84,7 @@ class Seen(NamedTuple):
 
 @register("petta")
 @dataclass(frozen=True)
-class Petta(Method):
+class Petta(MemoryMethod):
     """PeTTA. It learns once a batch, as released; published for batches of 64.
 
     Published settings: all defaults, for every data set; the plain loss for ImageNet-C, the symmetric one for others.
@@ -100,32 +99,26 @@ class Petta(Method):
     anchor_weight: float = 1.0  # weight of L_AL, which is constant
     nu: float = 0.05  # the newest batch's share in the moving means of the features
     alpha_bn: float = 0.05  # the newest batch's share in the statistics of Robust BN
-    lr: float = 1e-3  # Adam's learning rate
     loss: Literal["symmetric", "plain"] = "symmetric"  # L_CLS: RMT's, both ways and with both views, or RoTTA's
     regularizer: Literal["cosine", "l2"] = "cosine"  # R: mean over the parameters of minus their cosine, or of squares
     # NOTE: Eq. 6 sums over the F features and then takes the mean over classes of 1 - exp(-distance): with hundreds of
     # features gamma is always 1. Released: 1 - exp(-mean over classes and features).
     sensing: Literal["released", "paper"] = "released"
-    size: int = 64  # images in memory; also the unit of ages
-    room: int = ROOM  # the most values of an image, channels x height x width: they fix the memory's size
     augment: View = Augment()  # noqa: RUF009  what the student sees; a callable gets (B, ...)
     knowledge: KnowledgeLike = None
 
-    eager_only, in_segments = "the host decides which images enter its memory", True
-    small = {"size": 8}  # noqa: RUF012
     paper = "Hoang et al., Persistent test-time adaptation in recurring testing scenarios, NeurIPS 2024"
     works_on = ("affine", "features")
     per_class = "a mean of the features, and a share of its memory, for each class"
     needs = "the mean and variance of source features of each class"
     presets = {  # noqa: RUF012
-        "imagenet": {"loss": "plain", "room": 3 * 224 * 224},
+        "imagenet": {"loss": "plain"},
     }
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        memory.check_size(self.size, self.room)
         self.require_range("alpha_0", "nu", high=1)
-        self.require_range("lambda_0", "anchor_weight", "lr")
+        self.require_range("lambda_0", "anchor_weight")
         _ = self.norm  # checks alpha_bn
 
     @property
@@ -157,34 +150,26 @@ class Petta(Method):
         require_features(net, self)
         known = checked_tensors(self, net, {"mean": (self.class_count, "F"), "var": (self.class_count, "F")})
         teacher, student = Branch(*net.source(streams)), Branch(*net.source(streams))
-        bank = memory.new_timely(streams, self.size, room=self.room, dtype=net.dtype, device=net.device)
         mean = known["mean"].expand(streams, -1, -1).clone()
         moments, anchor = optim.adam_init(student.affine), net.source(streams)[1]
         key_and_info = self.new_key_and_info(net, streams, seed)
-        return PettaState(teacher, student, anchor, mean, moments, bank, *key_and_info)
+        return PettaState(teacher, student, anchor, mean, moments, self.new_timely(net, streams), *key_and_info)
 
     def deployed(self, net: Backbone, state: PettaState) -> Deployed:
         """The teacher."""
         return Deployed(*state.teacher, Frozen())
 
-    def step(
-        self, net: Backbone, state: PettaState, x: Tensor, valid: Tensor | None = None
-    ) -> tuple[Tensor, PettaState]:
-        """Predict with the teacher, sense the divergence, remember, and learn from the memory."""
-        x, valid, rejected = screen(x, valid)
-        seen = segment(self._look, net, state, x, valid)
-        valid, rejected = seen.counts, rejected + (valid & ~seen.counts).sum(1)  # as in RoTTA
+    def learn(self, net: Backbone, state: PettaState, x: Tensor, seen: Sensed) -> Update:
+        """Remember the images, and learn from the memory."""
         new = state._replace(mean=seen.mean, memory=self._remember(state.memory, x, seen))
-        new, agreement = segment(self._learn, net, new, x.shape[2:], seen.gamma, valid.any(1))
-        return commit_step(
-            net, state, new, seen.prediction, valid, rejected, affine=new.teacher.affine, agreement=agreement
-        )
+        new, agreement = segment(self._learn, net, new, x.shape[2:], seen.gamma, seen.counts.any(1))
+        return Update(seen.prediction, new, affine=new.teacher.affine, agreement=agreement)
 
     @torch.no_grad()
-    def _look(self, net: Backbone, state: PettaState, x: Tensor, valid: Tensor) -> Seen:
+    def look(self, net: Backbone, state: PettaState, batch: Batch) -> Sensed:
         """Predict, measure the divergence, and let the mean features follow the batch's."""
-        output = net(x, *self.deployed(net, state), valid=valid)
-        counts = valid & finite(output.logits)
+        output = net(batch.x, *batch.deploy(net, state), valid=batch.valid)
+        counts = batch.valid & finite(output.logits)
         prediction = mask_logits(output.logits, counts)
         p = losses.probabilities(prediction)
         labels = p.argmax(-1)
@@ -192,7 +177,7 @@ class Petta(Method):
         gamma = self._divergence(net, state.mean, member.any(1))
         features = features_of(self, output).to(state.mean.dtype)
         mean = state.mean + self.nu * _shift(state.mean, features, member)
-        return Seen(prediction, counts, labels, -(p * (p + 1e-6).log()).sum(-1), gamma, mean)
+        return Sensed(prediction, counts, labels, -(p * (p + 1e-6).log()).sum(-1), gamma, mean)
 
     def _divergence(self, net: Backbone, mean: Tensor, present: Tensor) -> Tensor:
         """How far the mean features of the classes ``present`` (S, K) are from the source's: (S,), 0 to 1."""
@@ -203,9 +188,8 @@ class Petta(Method):
             return losses.mean_over(-torch.expm1(-distance.sum(-1)), present)
         return -torch.expm1(-losses.mean_over(distance.mean(-1), present))
 
-    def _remember(self, bank: Timely, x: Tensor, seen: Seen) -> Timely:
+    def _remember(self, bank: Timely, x: Tensor, seen: Sensed) -> Timely:
         """Add a batch to the memory, in chunks no larger than it: the cost of a chunk grows with its square."""
-        bank = memory.fit(bank, x)
         columns = (x, seen.labels, seen.uncertainty, seen.counts)
         for image, label, doubt, valid in zip(*(t.split(self.size, 1) for t in columns), strict=True):
             turnover = memory.admit_timely(bank, label, doubt, valid, self.class_count)

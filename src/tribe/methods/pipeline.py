@@ -121,14 +121,9 @@ class Pipeline:
         return self.method.does_not_adapt
 
     @property
-    def eager_only(self) -> str | None:
-        """Why a step cannot be captured in one CUDA graph."""
-        return self.method.eager_only
-
-    @property
-    def in_segments(self) -> bool:
-        """Whether a step can be captured in several CUDA graphs."""
-        return self.method.in_segments
+    def capture(self) -> Literal["whole", "segments", "never"]:
+        """How a step is captured in CUDA graphs."""
+        return self.method.capture
 
     @property
     def augment(self) -> Any:
@@ -163,14 +158,12 @@ class Pipeline:
         """Take the method's step under the guard, then filter its predictions."""
         spare = None if retired is None else retired.method
         if self.guard is None:
-            output, after = self.method.step_reusing(net, state.method, x, valid, spare)
+            output, after = self.method.step(net, state.method, x, valid, spare)
             state = state._replace(method=after)
         else:
-            output, after, guard = self.guard.step(net, self.method, state.method, state.guard, x, valid, spare)
-            state = PipelineState(after, guard, state.filter)
+            parts = self.guard.step(net, self.method, state.method, state.guard, x, valid, spare, deploy=self.deploy)
+            output, state = parts[0], PipelineState(parts[1], parts[2], state.filter)
         return self._filtered(net, state, output, valid)
-
-    step_reusing = step
 
     def predict(self, net: Backbone, state: PipelineState, x: Tensor, valid: Tensor | None = None) -> Tensor:
         """Predict as the next step would; the state, and with it the filter's, stays as it is."""
@@ -180,11 +173,18 @@ class Pipeline:
         self, net: Backbone, state: PipelineState, x: Tensor, valid: Tensor | None = None
     ) -> tuple[Tensor, PipelineState]:
         """Predict without adapting the network; the filter's state moves on."""
-        return self._filtered(net, state, self._predictor.predict(net, state.method, x, valid), valid)
+        return self._filtered(net, state, self.method.predict(net, state.method, x, valid, deploy=self.deploy), valid)
 
     def deployed(self, net: Backbone, state: PipelineState) -> Deployed:
         """Return the network that predicts."""
-        return self._predictor.deployed(net, state.method)
+        return self.deploy(net, state.method)
+
+    def deploy(self, net: Backbone, state: Any) -> Deployed:
+        """Return the network that predicts, for a state of the method: under a guard, it leans on the source."""
+        if self.guard is None:
+            return self.method.deployed(net, state)
+        leaning: Deployed = self.guard.lean(net, self.method, state)
+        return leaning
 
     def anchored(self, net: Backbone, state: PipelineState) -> Any:
         """Return the method's statistics under the source's parameters."""
@@ -228,13 +228,17 @@ class Pipeline:
     def _count(self, net: Backbone) -> int | None:
         return self.classes if self.classes is not None else net.classes
 
-    @property
-    def _predictor(self) -> Method:
-        """The method that predicts: under a guard, its network leans on the source."""
-        return self.method if self.guard is None else self.guard.hooked(self.method)
-
 
 AnyMethod = Method | Pipeline
+
+
+def predict_and_advance(
+    method: AnyMethod, net: Backbone, state: Any, x: Tensor, valid: Tensor | None = None
+) -> tuple[Tensor, Any]:
+    """Predict without adapting, in the order of the stream, as a frozen adapter does: a filter's state moves on."""
+    if isinstance(method, Pipeline):
+        return method.predict_and_advance(net, state, x, valid)
+    return method.predict(net, state, x, valid), state
 
 
 @torch.no_grad()

@@ -4,17 +4,16 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from tribe.methods import losses, register
-from tribe.methods.tent import Tent
+from tribe.methods import EntropyMethod, losses, register
 
 
 @register("pl")
 @dataclass(frozen=True)
-class PL(Tent):
+class PL(EntropyMethod):
     """TENT with the cross-entropy of the most likely class instead of the entropy."""
 
     paper = "Lee, Pseudo-label: the simple and efficient semi-supervised learning method for deep networks, 2013"
 
-    def loss(self, logits: Tensor, valid: Tensor) -> Tensor:
-        """The cross-entropy of each prediction with its own most likely class."""
+    def per_image_loss(self, logits: Tensor) -> Tensor:
+        """Return the cross-entropy of each prediction with its own most likely class."""
         return losses.cross_entropy(logits, logits.argmax(-1))

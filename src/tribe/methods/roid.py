@@ -18,20 +18,18 @@ from tribe.methods import (
     Affine,
     Augment,
     Backbone,
-    Deployed,
+    Batch,
+    EntropyMethod,
     Info,
     Key,
-    Method,
+    Output,
+    Update,
     View,
     accumulation_dtype,
-    commit_step,
-    finite,
     gradient_step,
     losses,
-    mask_logits,
     optim,
     register,
-    screen,
     tree_map,
     view,
 )
@@ -52,13 +50,12 @@ class RoidState(NamedTuple):
 
 @register("roid")
 @dataclass(frozen=True)
-class Roid(Method):
+class Roid(EntropyMethod):
     """Batch statistics; one step a batch on the affine parameters, which stay near the source's."""
 
     beta: float = 0.9  # of the moving mean of the predictions
     tau: float = 1 / 3  # temperature of the weights
     alpha: float = 0.99  # share of the adapted parameters in the ensemble with the source's
-    lr: float = 1e-3  # learning rate
     optimizer: Literal["adam", "sgd"] = "adam"  # sgd: Nesterov's, with momentum 0.9
     consistency: bool = True  # whether an augmented view has to agree
     prior: Literal["logits", "posteriors", "none"] = "logits"  # what the prior multiplies
@@ -67,7 +64,6 @@ class Roid(Method):
     # NOTE: the paper derives the correction for posteriors; the code behind its numbers multiplies logits.
     paper = "Marsden et al., Universal test-time adaptation through weight ensembling, diversity weighting, and prior \
 correction, WACV 2024"
-    works_on = ("affine",)
     per_class = "a mean prediction"
     output = "probabilities"
     not_exportable_because = "the prior of each batch corrects its predictions"
@@ -78,47 +74,43 @@ correction, WACV 2024"
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require_range("beta", "alpha", high=1)
-        self.require_range("lr")
         self.require_range("tau", above=0)
 
     def init(self, net: Backbone, streams: int = 1, seed: int = 0) -> Any:
         """Start at the source; every class is equally likely."""
-        affine, _ = net.source(streams)
+        affine, adam, *clocks = super().init(net, streams, seed)
         mean = affine.weight.new_full((streams, self.class_count), 1 / self.class_count)
-        return RoidState(affine, optim.adam_init(affine), mean, *self.new_key_and_info(net, streams, seed))
+        return RoidState(affine, adam, mean, *clocks)
 
-    def deployed(self, net: Backbone, state: Any) -> Deployed:
-        """The adapted parameters, the batch's statistics."""
-        return Deployed.per_batch(net, state.affine)
-
-    def predict(self, net: Backbone, state: Any, x: Tensor, valid: Tensor | None = None) -> Tensor:
+    def logits(self, net: Backbone, state: Any, batch: Batch) -> Tensor:
         """Predict without adapting; the prior is the batch's own."""
-        x, valid, _ = screen(x, valid)
-        with torch.no_grad():
-            logits = self._corrected(self.deployed(net, state).logits(net, x, valid), valid)
-            return mask_logits(logits, valid & finite(logits)).softmax(-1)
+        return self._corrected(super().logits(net, state, batch), batch.valid)
 
-    def step(self, net: Backbone, state: Any, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Any]:
+    def adapt(self, net: Backbone, state: Any, batch: Batch) -> Update:
         """Predict, learn, and step back towards the source."""
-        x, valid, rejected = screen(x, valid)
-        _, stats, norm = self.deployed(net, state)
-        with torch.enable_grad():
-            affine = state.affine.leaf()
-            logits = net(x, affine, stats, norm, valid=valid).logits
-            weight, chosen = self._weights(logits.detach(), state.mean, valid)  # (S, B)
-            each = losses.soft_likelihood_ratio(logits)  # (S, B)
-            if self.consistency:
-                seen = net(view(self.augment, x, state.key), affine, stats, norm, valid=chosen).logits
-                each = each + losses.symmetric_cross_entropy(seen, logits)  # the gradient flows through both
-            loss = losses.mean_over(torch.where(chosen, weight * each, 0), valid)  # (S,)
-            grads = affine.gradient(loss)
-        moved, moments = gradient_step(state.affine, grads, state.adam, self.lr, self.optimizer, nesterov=True)
-        mean = self.beta * state.mean + (1 - self.beta) * _mean_prediction(logits, valid).to(state.mean)
-        new = self.ensemble(net, state._replace(affine=moved, adam=moments, mean=mean))
-        corrected, new = commit_step(
-            net, state, new, self._corrected(logits, valid), valid, rejected, chosen, new.affine
-        )
-        return corrected.softmax(-1), new
+        update = super().adapt(net, state, batch)
+        return update._replace(logits=self._corrected(update.logits, batch.valid))
+
+    def objective(
+        self, net: Backbone, state: Any, batch: Batch, affine: Affine, logits: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the weighted losses of the diverse predictions, and of their agreement with a view."""
+        weight, chosen = self._weights(logits.detach(), state.mean, batch.valid)  # (S, B)
+        each = losses.soft_likelihood_ratio(logits)  # (S, B)
+        if self.consistency:
+            stats, norm = self.normalisation(net, state, batch)
+            seen = net(view(self.augment, batch.x, state.key), affine, stats, norm, valid=chosen).logits
+            each = each + losses.symmetric_cross_entropy(seen, logits)  # the gradient flows through both
+        return losses.mean_over(torch.where(chosen, weight * each, 0), batch.valid), chosen
+
+    def descend(self, net: Backbone, state: Any, grads: Affine) -> tuple[Affine, optim.Adam]:
+        """Take a step of Adam, or of SGD with Nesterov's momentum."""
+        return gradient_step(state.affine, grads, state.adam, self.lr, self.optimizer, nesterov=True)
+
+    def follow(self, net: Backbone, old: Any, new: Any, output: Output, batch: Batch, trusted: Tensor | None) -> Any:
+        """Move the mean prediction, and the parameters a little back towards the source's."""
+        mean = self.beta * old.mean + (1 - self.beta) * _mean_prediction(output.logits, batch.valid).to(old.mean)
+        return self.ensemble(net, new._replace(mean=mean))
 
     def ensemble(self, net: Backbone, state: Any) -> Any:
         """Move the parameters, after a step, a little back towards the source's."""

@@ -17,27 +17,25 @@ import torch
 from torch import Tensor
 
 from tribe.methods import (
-    ROOM,
     Affine,
     Agreement,
     Augment,
     Backbone,
+    Batch,
     Deployed,
     Frozen,
     Info,
     Key,
-    Method,
+    MemoryMethod,
     Robust,
     Stats,
     Timely,
+    Update,
     View,
-    commit_step,
     losses,
-    mask_logits,
     memory,
     optim,
     register,
-    screen,
     segment,
     select,
     tree_map,
@@ -63,34 +61,33 @@ class RottaState(NamedTuple):
     info: Info
 
 
+class Seen(NamedTuple):
+    """The teacher's predictions of a batch."""
+
+    prediction: Tensor  # (S, B, K) logits
+    counts: Tensor  # (S, B) bool, images that they are for
+    labels: Tensor  # (S, B)
+    uncertainty: Tensor  # (S, B), the entropy
+
+
 @register("rotta")
 @dataclass(frozen=True)
-class Rotta(Method):
+class Rotta(MemoryMethod):
     """RoTTA. On a network without BatchNorm, teacher and student differ only in their affine parameters."""
 
     alpha: float = 0.05  # the newest batch's share in the statistics of Robust BN
     nu: float = 0.001  # the student's share in each step of the teacher
-    lr: float = 1e-3  # Adam's learning rate
-    size: int = 64  # images in memory; also the unit of ages
     every: int = 64  # images between updates
-    room: int = ROOM  # the most values of an image, channels x height x width: they fix the memory's size
     augment: View = Augment()  # noqa: RUF009  what the student sees; a callable gets (B, ...)
 
-    eager_only, in_segments = "the host decides which images enter its memory, and when it is time to learn", True
     small = {"size": 8, "every": 4}  # noqa: RUF012
     paper = "Yuan et al., Robust test-time adaptation in dynamic scenarios, CVPR 2023"
-    works_on = ("affine",)
     per_class = "a share of its memory for each class"
-    presets = {  # noqa: RUF012
-        "imagenet": {"room": 3 * 224 * 224},
-    }
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        memory.check_size(self.size, self.room)
         self.require_range("every", low=1)
         self.require_range("nu", high=1)
-        self.require_range("lr")
         _ = self.norm  # checks alpha
 
     @property
@@ -101,34 +98,27 @@ class Rotta(Method):
     def init(self, net: Backbone, streams: int = 1, seed: int = 0) -> RottaState:
         """Teacher and student start from the source, the memory empty."""
         teacher, student = Branch(*net.source(streams)), Branch(*net.source(streams))
-        bank = memory.new_timely(streams, self.size, room=self.room, dtype=net.dtype, device=net.device)
-        moments = optim.adam_init(student.affine)
+        bank, moments = self.new_timely(net, streams), optim.adam_init(student.affine)
         return RottaState(teacher, student, moments, bank, *self.new_key_and_info(net, streams, seed))
 
     def deployed(self, net: Backbone, state: RottaState) -> Deployed:
         """The teacher."""
         return Deployed(*state.teacher, Frozen())
 
-    def step(
-        self, net: Backbone, state: RottaState, x: Tensor, valid: Tensor | None = None
-    ) -> tuple[Tensor, RottaState]:
-        """Predict with the teacher, remember, and learn from the memory after every 64 images."""
-        x, valid, rejected = screen(x, valid)
-        prediction, seen, labels, uncertainty = segment(self._predict, net, state, x, valid)
-        valid, rejected = seen, rejected + (valid & ~seen).sum(1)  # images without finite logits stay out of the memory
-        new = state._replace(memory=memory.fit(state.memory, x))
-        # A chunk has no more images than there are between updates, so at most one update.
-        for chunk in zip(*(t.split(self.every, 1) for t in (x, labels, uncertainty, valid)), strict=True):
-            new = self._remember(net, new, *chunk)
-        agreement = Agreement.reported(new.info)  # of the memory, at the last update
-        return commit_step(net, state, new, prediction, valid, rejected, affine=new.teacher.affine, agreement=agreement)
-
-    def _predict(self, net: Backbone, state: RottaState, x: Tensor, valid: Tensor) -> tuple[Tensor, ...]:
-        """The teacher's logits, which images they are for (S, B), the predicted class and its entropy (S, B)."""
-        logits, seen = self.pass_deployed(net, state, x, valid)
-        prediction = mask_logits(logits, seen)
+    def look(self, net: Backbone, state: RottaState, batch: Batch) -> Seen:
+        """Predict with the teacher."""
+        prediction, seen = self.predict_batch(net, state, batch)
         p = losses.probabilities(prediction)
-        return prediction, seen, p.argmax(-1), -(p * (p + 1e-6).log()).sum(-1)
+        return Seen(prediction, seen, p.argmax(-1), -(p * (p + 1e-6).log()).sum(-1))
+
+    def learn(self, net: Backbone, state: RottaState, x: Tensor, seen: Seen) -> Update:
+        """Remember the images, and learn from the memory after every 64."""
+        # A chunk has no more images than there are between updates, so at most one update.
+        for chunk in zip(
+            *(t.split(self.every, 1) for t in (x, seen.labels, seen.uncertainty, seen.counts)), strict=True
+        ):
+            state = self._remember(net, state, *chunk)
+        return Update(seen.prediction, state, affine=state.teacher.affine)
 
     def _remember(
         self, net: Backbone, state: RottaState, x: Tensor, labels: Tensor, uncertainty: Tensor, valid: Tensor

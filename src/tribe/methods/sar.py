@@ -16,15 +16,14 @@ from torch import Tensor
 from tribe.methods import (
     Affine,
     Backbone,
-    Deployed,
+    Batch,
+    EntropyMethod,
     Info,
     Key,
-    Method,
-    commit_step,
+    Update,
     losses,
     optim,
     register,
-    screen,
     select,
     tree_map,
 )
@@ -44,7 +43,7 @@ class SarState(NamedTuple):
 
 @register("sar")
 @dataclass(frozen=True)
-class Sar(Method):
+class Sar(EntropyMethod):
     """Batch statistics in BatchNorm; the paper recommends LayerNorm and GroupNorm, which have none.
 
     NOTE: the paper freezes layers by name: layer4 of ResNets, and blocks 9 to 11 and the last norm of ViT-B. Other
@@ -60,7 +59,6 @@ class Sar(Method):
     frozen_tail: float | tuple[str, ...] = 0.25  # frozen layers: a share of all layers, from the end, or names
 
     paper = "Niu et al., Towards stable test-time adaptation in dynamic wild world, ICLR 2023"
-    works_on = ("affine",)
     presets = {  # noqa: RUF012  ImageNet's from the paper, CIFAR's from the comparison in ROID's repository
         "mnist": {"lr": 1e-3},
         "cifar10": {"lr": 1e-3},
@@ -71,7 +69,7 @@ class Sar(Method):
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "frozen_tail", checked_tail(self.frozen_tail))
-        self.require_range("e0", "rho", "e_m", "lr")
+        self.require_range("e0", "rho", "e_m")
         self.require_range("momentum", below=1)
 
     def init(self, net: Backbone, streams: int = 1, seed: int = 0) -> SarState:
@@ -82,18 +80,13 @@ class Sar(Method):
         velocity = tree_map(torch.zeros_like, affine)
         return SarState(affine, velocity, mean, *self.new_key_and_info(net, streams, seed))
 
-    def deployed(self, net: Backbone, state: SarState) -> Deployed:
-        """The adapted parameters, the batch's statistics."""
-        return Deployed.per_batch(net, state.affine)
-
-    def step(self, net: Backbone, state: SarState, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, SarState]:
-        """Predict; find the worst point nearby; step along the gradient found there."""
-        x, valid, rejected = screen(x, valid)
+    def adapt(self, net: Backbone, state: SarState, batch: Batch) -> Update:
+        """Predict; find the worst point nearby; step along the gradient at that point."""
         adapted = self._adapted(net)
-        logits, reliable, grads, _ = self._gradient(net, state, state.affine, x, valid, valid)
+        logits, reliable, grads, _ = self._gradient(net, state, state.affine, batch, batch.valid)
         grads = tree_map(adapted.mul, grads)
         worst = tree_map(lambda p, g: p + g * (self.rho / (length_of(grads) + 1e-12)), state.affine, grads)
-        _, still, grads, loss = self._gradient(net, state, worst, x, valid, reliable)
+        _, still, grads, loss = self._gradient(net, state, worst, batch, reliable)
         # NOTE: where nothing is reliable the gradient is zero and the momentum still moves on, as released.
         moved, velocity = optim.sgd_step(
             state.affine, tree_map(adapted.mul, grads), state.velocity, self.lr, self.momentum
@@ -104,21 +97,21 @@ class Sar(Method):
         new = state._replace(affine=moved, velocity=velocity, mean=mean)
         # NOTE: the moving mean restarts, as in the paper; the released code keeps the old one.
         recovered = state._replace(
-            affine=net.source(len(x))[0],
+            affine=net.source(len(batch.x))[0],
             velocity=tree_map(torch.zeros_like, velocity),
             mean=torch.full_like(mean, NONE_YET),
         )
         new = select((mean < 0) | (mean >= self.e_m), new, recovered)
-        return commit_step(net, state, new, logits, valid, rejected, reliable, new.affine)
+        return Update(logits, new, reliable, new.affine)
 
     def _gradient(
-        self, net: Backbone, state: SarState, at: Affine, x: Tensor, valid: Tensor, among: Tensor
+        self, net: Backbone, state: SarState, at: Affine, batch: Batch, among: Tensor
     ) -> tuple[Tensor, Tensor, Affine, Tensor]:
         """Logits; which images (of those ``among``) are reliable; gradient and value (S,) of their entropy."""
-        _, stats, norm = self.deployed(net, state)
+        stats, norm = self.normalisation(net, state, batch)
         with torch.enable_grad():
             affine = at.leaf()
-            logits = net(x, affine, stats, norm, valid=valid).logits
+            logits = net(batch.x, affine, stats, norm, valid=batch.valid).logits
             uncertainty = losses.entropy(logits)
             reliable = among & (uncertainty.detach() < self.e0 * math.log(logits.shape[-1]))
             loss = losses.mean_over(uncertainty, reliable)

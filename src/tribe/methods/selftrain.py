@@ -19,6 +19,7 @@ from tribe.methods import (
     Agreement,
     Backbone,
     Balanced,
+    Batch,
     Deployed,
     Frozen,
     Info,
@@ -28,15 +29,14 @@ from tribe.methods import (
     Robust,
     Stats,
     Timely,
+    Update,
     clone,
-    commit_step,
     losses,
     memory,
     norm_from_text,
     optim,
     register,
     rows_of,
-    screen,
     segment,
     tree_map,
 )
@@ -110,8 +110,6 @@ class SelfTraining(Tribe):
         self.require_range("nu", high=1)
         if self.memory != 0:
             memory.check_size(self.memory, self.room)
-            object.__setattr__(self, "eager_only", "the host decides which images enter its memory")
-            object.__setattr__(self, "in_segments", True)
         if self.teacher == "ema" and self.lambda_anc:
             raise ValueError(
                 "the anchored loss moves the teacher's own parameters, and a moving-average teacher has none: set "
@@ -123,6 +121,11 @@ class SelfTraining(Tribe):
                 f"class_stats='packed' is for statistics of classes, which the rule {self.rule!r} has not: "
                 "set rule='balanced' or class_stats='full'"
             )
+
+    @property
+    def capture(self) -> Literal["whole", "segments"]:  # type: ignore[override]  # the same for all of TRIBE
+        """How a step is captured: with a memory, the host decides which images enter it."""
+        return "segments" if self.memory else "whole"
 
     @property
     def norm(self) -> Norm:  # type: ignore[override]  # TRIBE's is Balanced BN
@@ -163,20 +166,18 @@ class SelfTraining(Tribe):
         """As TRIBE's with Balanced BN; None with other rules."""
         return super().anchored(net, state) if isinstance(self.norm, Balanced) else None
 
-    def step(  # type: ignore[override]
-        self, net: Backbone, state: SelfTrainingState, x: Tensor, valid: Tensor | None = None
-    ) -> tuple[Tensor, SelfTrainingState]:
+    def adapt(self, net: Backbone, state: Any, batch: Batch) -> Update:
         """Predict with the teacher; then update the branches on the batch, or on the memory, and teach the student."""
-        x, valid, rejected = screen(x, valid)
-        prediction = segment(self.predict_screened, net, state, x, valid)
-        labels, seen, counted, bank = prediction.argmax(-1), x, valid, state.memory
+        prediction, _ = segment(self.predict_batch, net, state, batch._replace(retired=None))
+        batch.on_prediction(prediction)
+        x, labels, counted, bank = batch.x, prediction.argmax(-1), batch.valid, state.memory
         if self.memory:
-            bank = self._remember(state.memory, x, prediction, labels, valid)
-            labels, seen = bank.label, memory.images(bank, x.shape[2:])
-            counted = bank.filled & valid.any(1, keepdim=True)
-        new, share, agreement = segment(self._update, net, state._replace(memory=bank), seen, labels, counted)
-        trusted = None if share is None else share.unsqueeze(1).expand_as(valid)
-        return commit_step(net, state, new, prediction, valid, rejected, trusted, new.teacher, agreement)
+            bank = self._remember(state.memory, x, prediction, labels, batch.valid)
+            labels, x = bank.label, memory.images(bank, batch.x.shape[2:])
+            counted = bank.filled & batch.valid.any(1, keepdim=True)
+        new, share, agreement = segment(self._update, net, state._replace(memory=bank), x, labels, counted)
+        trusted = None if share is None else share.unsqueeze(1).expand_as(batch.valid)
+        return Update(prediction, new, trusted, new.teacher, agreement)
 
     def _update(
         self, net: Backbone, state: SelfTrainingState, seen: Tensor, labels: Tensor, counted: Tensor

@@ -18,23 +18,21 @@ import torch
 from torch import Tensor
 
 from tribe.methods import (
-    ROOM,
     Affine,
     Backbone,
+    Batch,
     Deployed,
     Frozen,
     Info,
     Key,
-    Method,
+    MemoryMethod,
     Reservoir,
     Stats,
-    commit_step,
+    Update,
     losses,
-    mask_logits,
     memory,
     optim,
     register,
-    screen,
     segment,
     select,
     tree_map,
@@ -55,9 +53,18 @@ class SottaState(NamedTuple):
     info: Info
 
 
+class Seen(NamedTuple):
+    """The predictions of a batch."""
+
+    prediction: Tensor  # (S, B, K) logits
+    counts: Tensor  # (S, B) bool, images that they are for
+    labels: Tensor  # (S, B)
+    confident: Tensor  # (S, B) bool, images that may enter the memory
+
+
 @register("sotta")
 @dataclass(frozen=True)
-class Sotta(Method):
+class Sotta(MemoryMethod):
     """SoTTA. Published settings: the defaults, and C_0 by data set.
 
     NOTE: as in SAR, the released code freezes layer4 of ResNets, and ``frozen_tail`` is SAR's: its default is our
@@ -67,22 +74,17 @@ class Sotta(Method):
     c_0: float | None = None  # C_0, least confidence of an image in memory; None: from the number of classes
     rho: float = 0.05  # radius of the ball in which ESM looks for the worst point
     momentum: float = 0.2  # share of the memory in the running statistics, in each pass
-    lr: float = 1e-3  # Adam's learning rate
-    size: int = 64  # images in memory
     every: int = 64  # images between updates
     frozen_tail: float | tuple[str, ...] = 0.25  # frozen layers: a share of all layers, from the end, or names
-    room: int = ROOM  # the most values of an image, channels x height x width: they fix the memory's size
 
-    eager_only, in_segments = "the host decides which images enter its memory, and when it is time to learn", True
     small = {"size": 8, "every": 4}  # noqa: RUF012
     paper = "Gong et al., SoTTA: robust test-time adaptation on noisy data streams, NeurIPS 2023"
-    works_on = ("affine",)
     per_class = "a share of its memory for each class"
     presets = {  # noqa: RUF012
         "mnist": {"c_0": 0.99},
         "cifar10": {"c_0": 0.99},
         "cifar100": {"c_0": 0.66},
-        "imagenet": {"c_0": 0.33, "room": 3 * 224 * 224},
+        "imagenet": {"c_0": 0.33},
     }
 
     def __post_init__(self) -> None:
@@ -92,9 +94,8 @@ class Sotta(Method):
             c_0 = 0.99 if self.class_count <= 20 else 0.66 if self.class_count <= 300 else 0.33
             object.__setattr__(self, "c_0", c_0)
         object.__setattr__(self, "frozen_tail", checked_tail(self.frozen_tail))
-        memory.check_size(self.size, self.room)
         self.require_range("c_0", high=1)
-        self.require_range("rho", "lr")
+        self.require_range("rho")
         self.require_range("every", low=1)
         _ = self.norm  # checks momentum
 
@@ -107,9 +108,7 @@ class Sotta(Method):
         """Start at the source, the memory empty."""
         adapted_channels(net, self.frozen_tail)  # checks frozen_tail
         affine, stats = net.source(streams)
-        bank = memory.new_reservoir(
-            streams, self.size, self.class_count, room=self.room, dtype=net.dtype, device=net.device
-        )
+        bank = self.new_reservoir(net, streams)
         key, info = self.new_key_and_info(net, streams, seed)
         return SottaState(affine, stats, optim.adam_init(affine), bank, key.clock.clone(), key, info)
 
@@ -117,25 +116,18 @@ class Sotta(Method):
         """The adapted parameters and the running statistics."""
         return Deployed(state.affine, state.stats, Frozen())
 
-    def step(
-        self, net: Backbone, state: SottaState, x: Tensor, valid: Tensor | None = None
-    ) -> tuple[Tensor, SottaState]:
-        """Predict, remember confident images, and learn from the memory after every 64 images."""
-        x, valid, rejected = screen(x, valid)
-        prediction, seen, labels, confident = segment(self._look, net, state, x, valid)
-        valid, rejected = seen, rejected + (valid & ~seen).sum(1)  # images without finite logits stay out of the memory
-        new = state._replace(memory=memory.fit(state.memory, x))
-        # A chunk has no more images than there are between updates, so at most one update.
-        for chunk in zip(*(t.split(self.every, 1) for t in (x, labels, confident, valid)), strict=True):
-            new = self._remember_and_learn(net, new, *chunk)
-        return commit_step(net, state, new, prediction, valid, rejected, confident, new.affine)
-
-    def _look(self, net: Backbone, state: SottaState, x: Tensor, valid: Tensor) -> tuple[Tensor, ...]:
-        """Logits, which images they are for (S, B), the predicted class, and whether it is certain enough (S, B)."""
-        logits, seen = self.pass_deployed(net, state, x, valid)
-        prediction = mask_logits(logits, seen)
+    def look(self, net: Backbone, state: SottaState, batch: Batch) -> Seen:
+        """Predict with the running statistics."""
+        prediction, counts = self.predict_batch(net, state, batch)
         confidence, labels = losses.probabilities(prediction).max(-1)
-        return prediction, seen, labels, seen & (confidence >= self.c_0)  # type: ignore[operator]
+        return Seen(prediction, counts, labels, counts & (confidence >= self.c_0))  # type: ignore[operator]
+
+    def learn(self, net: Backbone, state: SottaState, x: Tensor, seen: Seen) -> Update:
+        """Remember confident images, and learn from the memory after every 64 images."""
+        # A chunk has no more images than there are between updates, so at most one update.
+        for chunk in zip(*(t.split(self.every, 1) for t in (x, seen.labels, seen.confident, seen.counts)), strict=True):
+            state = self._remember_and_learn(net, state, *chunk)
+        return Update(seen.prediction, state, seen.confident, state.affine)
 
     def _remember_and_learn(
         self, net: Backbone, state: SottaState, x: Tensor, labels: Tensor, confident: Tensor, valid: Tensor

@@ -3,9 +3,7 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from torch import Tensor
-
-from tribe.methods import Backbone, Deployed, Frozen, Info, Key, Method, commit_step, register, screen
+from tribe.methods import Backbone, Batch, Deployed, Frozen, Info, Key, Method, Update, register
 
 
 class SourceState(NamedTuple):
@@ -25,17 +23,14 @@ class Source(Method):
     dense = True
 
     def init(self, net: Backbone, streams: int = 1, seed: int = 0) -> SourceState:
-        """Clocks only."""
+        """Return the clocks only."""
         return SourceState(*self.new_key_and_info(net, streams, seed))
 
     def deployed(self, net: Backbone, state: SourceState) -> Deployed:
-        """The source's parameters and statistics for every stream."""
+        """Return the source's parameters and statistics for every stream."""
         return Deployed(*net.source(len(state.key.seed)), Frozen())
 
-    def step(
-        self, net: Backbone, state: SourceState, x: Tensor, valid: Tensor | None = None
-    ) -> tuple[Tensor, SourceState]:
+    def adapt(self, net: Backbone, state: SourceState, batch: Batch) -> Update:
         """Predict."""
-        x, valid, rejected = screen(x, valid)
-        logits, seen = self.pass_deployed(net, state, x, valid)
-        return commit_step(net, state, state, logits, seen, rejected + (valid & ~seen).sum(1))
+        logits, seen = self.predict_batch(net, state, batch)
+        return Update(logits, state, seen=seen)

@@ -1,6 +1,7 @@
 """How a step begins and ends: which images count, what the network learns from them, and what the state reports."""
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -82,17 +83,32 @@ class Agreement(NamedTuple):
         return cls(info.student_agreement, info.anchor_agreement)
 
 
-def commit_step(
-    net: Backbone,
-    old: Any,
-    new: Any,
-    logits: Tensor,
-    valid: Tensor,
-    rejected: Tensor,
-    trusted: Tensor | None = None,
-    affine: Affine | None = None,
-    agreement: Agreement | None = None,
-) -> tuple[Tensor, Any]:
+def ignore(prediction: Tensor) -> None:
+    """Do nothing with a prediction."""
+
+
+class Batch(NamedTuple):
+    """The images of a step or of a prediction, and the network that predicts them."""
+
+    x: Tensor  # (S, B, ...), padding and bad images replaced: see `screen`
+    valid: Tensor  # (S, B), images that count
+    deploy: Callable[[Backbone, Any], Any]  # `Method.deployed`; under a guard, its network leans on the source
+    on_prediction: Callable[[Tensor], object] = ignore  # what watches can work while the method learns
+    retired: Any = None  # a state that is not read any more: the next one may take its memory
+
+
+class Update(NamedTuple):
+    """The predictions of a batch, and the state after it."""
+
+    logits: Tensor  # (S, B, K)
+    state: Any  # without its key and its info, which `commit_step` sets
+    trusted: Tensor | None = None  # (S, B), images that the method learned from; None: all
+    affine: Affine | None = None  # the parameters that predict, for the distance from the source; None: they stayed
+    agreement: Agreement | None = None  # of the teacher with other branches; None: as before
+    seen: Tensor | None = None  # (S, B), images that count and have finite logits, where the others were left out
+
+
+def commit_step(net: Backbone, old: Any, update: Update, valid: Tensor, rejected: Tensor) -> tuple[Tensor, Any]:
     """End a step: advance the clocks, fill in the report, and keep the old state of streams without a valid image.
 
     A stream also keeps its old state if a prediction or a learned number is not finite: a black image is sound and may
@@ -101,25 +117,27 @@ def commit_step(
     Args:
         net: the network.
         old: the state before the step.
-        new: the state after it; `commit_step` sets its key and its info.
-        logits: the predictions (S, B, K).
+        update: what the method returned.
         valid: the images that count (S, B).
         rejected: how many images were real but bad (S,).
-        trusted: the images that the method learned from (S, B); None: all.
-        affine: the parameters that predict, for the distance from the source; None: they did not move.
-        agreement: of the teacher with other branches; None: as before, which is 1 for methods without branches.
+
+    Returns:
+        The predictions, equal for images that do not count, and the next state.
     """
+    logits, new = update.logits, update.state
     with torch.no_grad():
+        if update.seen is not None:
+            valid, rejected = update.seen, rejected + (valid & ~update.seen).sum(1)
         predicted = finite(logits)
         sane = (predicted | ~valid).all(1) & _finite(new, old)  # (S,)
         share = _entropy(logits)
-        agreement = Agreement.reported(old.info) if agreement is None else agreement
+        agreement = Agreement.reported(new.info) if update.agreement is None else update.agreement
         info = Info(
             images=old.info.images + valid.sum(1),
             skipped=old.info.skipped,
-            trusted=mean_over(torch.ones_like(share) if trusted is None else trusted.float(), valid),
+            trusted=mean_over(torch.ones_like(share) if update.trusted is None else update.trusted.float(), valid),
             entropy=mean_over(share, valid),
-            distance=old.info.distance if affine is None else distance_of(net, affine),
+            distance=old.info.distance if update.affine is None else distance_of(net, update.affine),
             student_agreement=agreement.student,
             anchor_agreement=agreement.anchor,
         )

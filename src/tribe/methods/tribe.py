@@ -23,20 +23,20 @@ from tribe.methods import (
     Augment,
     Backbone,
     Balanced,
+    Batch,
     Deployed,
     Frozen,
     Info,
     Key,
     Method,
     Stats,
+    Update,
     View,
     accumulation_dtype,
-    commit_step,
     losses,
     optim,
     register,
     rows_of,
-    screen,
     tree_map,
     view,
 )
@@ -154,20 +154,13 @@ class Tribe(Method):
         """Pool the class statistics of all layers: (R, K, C) -> (R, 1, C)."""
         return stats.map_layers(self.norm.pool, net.columns)
 
-    def step(
-        self,
-        net: Backbone,
-        state: TribeState,
-        x: Tensor,
-        valid: Tensor | None = None,
-        retired: TribeState | None = None,
-    ) -> tuple[Tensor, TribeState]:
+    def adapt(self, net: Backbone, state: TribeState, batch: Batch) -> Update:
         """Predict with the teacher, then update the statistics of the three branches and the affine parameters."""
-        x, valid, rejected = screen(x, valid)
-        prediction = self.predict_screened(net, state, x, valid)
+        prediction, _ = self.predict_batch(net, state, batch)
+        batch.on_prediction(prediction)
         labels = prediction.argmax(-1)  # (S, B) pseudo labels for the statistics of all branches
-        new, trusted, agreement = self._learn(net, state, x, labels, valid, retired=retired)
-        return commit_step(net, state, new, prediction, valid, rejected, trusted, new.affine, agreement)
+        new, trusted, agreement = self._learn(net, state, batch.x, labels, batch.valid, retired=batch.retired)
+        return Update(prediction, new, trusted, new.affine, agreement)
 
     def _learn(
         self,

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from tribe.methods import (
     Affine,
     Backbone,
+    Batch,
     Deployed,
     Frozen,
     Info,
@@ -26,17 +27,16 @@ from tribe.methods import (
     Norm,
     Parameters,
     PerBatch,
+    Update,
     WeightLayout,
     accumulation_dtype,
     all_weights,
     checked_tensors,
-    commit_step,
     features_of,
     losses,
     optim,
     register,
     require_features,
-    screen,
     study_batches,
 )
 
@@ -86,7 +86,7 @@ class Ttac(Method):
     statistics: Literal["batch", "frozen"] = "batch"
     knowledge: KnowledgeLike = None
 
-    eager_only = "the host checks which classes are present, to skip the covariances of the others"
+    capture = "never"  # the host checks which classes are present, to skip the covariances of the others
     paper = "Su et al., Revisiting realistic test-time training: anchored clustering, NeurIPS 2022"
     works_on = ("features",)
     per_class = "a cluster of each class"
@@ -155,10 +155,10 @@ class Ttac(Method):
         weights = [layout.views(row) for row in state.weights]
         return Deployed(state.affine, net.source(len(state.key.seed))[1], self.norm, weights)
 
-    def step(self, net: Backbone, state: TtacState, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, TtacState]:
+    def adapt(self, net: Backbone, state: TtacState, batch: Batch) -> Update:
         """Predict, update the clusters, and take one Adam step that makes them more like the source's."""
         assert isinstance(self.knowledge, Knowledge)
-        x, valid, rejected = screen(x, valid)
+        x, valid = batch.x, batch.valid
         layout, known, params = WeightLayout(net, without=nn.Linear), self.knowledge.on(net), Parameters(*state[:2])
         logits, grads, clusters, whole = [], [], [], []
         for i in params.streams(x):
@@ -177,7 +177,7 @@ class Ttac(Method):
         moved, moments = optim.adam_step(params, all_weights.stack_streams(grads), state.adam, self.lr)
         new = TtacState(*moved, moments, _stack(clusters), _stack(whole), state.key, state.info)
         predicted = torch.cat(logits)
-        return commit_step(net, state, new, predicted, valid, rejected, self._certain(predicted) & valid, moved.affine)
+        return Update(predicted, new, self._certain(predicted) & valid, moved.affine)
 
     def _certain(self, logits: Tensor) -> Tensor:
         return losses.probabilities(logits).amax(-1) > self.tau_pp

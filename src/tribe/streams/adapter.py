@@ -34,7 +34,7 @@ from tribe.health.snapshots import Snapshot, StreamInfo, check_snapshot, copy_li
 from tribe.health.watch import Health
 from tribe.io import states
 from tribe.io.states import Saved
-from tribe.methods import AnyMethod, Pipeline
+from tribe.methods import AnyMethod, Pipeline, predict_and_advance
 from tribe.methods.building import backbone_for, build_method, check_network
 from tribe.methods.encoding import method_for_file, method_from_file
 from tribe.methods.exporting import plain_network
@@ -240,7 +240,7 @@ class Adapter(NetworkInterface):
                 self._observer.after_step(self.method, state)
             else:
                 old = self.state
-                logits, state = self.method.predict_and_advance(self.net, old, images, valid)
+                logits, state = predict_and_advance(self.method, self.net, old, images, valid)
                 self._checks.check_logits(logits, unused)
                 if follow and state is not old:
                     self._put(state)

@@ -9,7 +9,7 @@ from torch import Tensor
 from tribe.core.backbone import Backbone
 from tribe.core.graphs import Steps
 from tribe.core.kernels import Switch
-from tribe.methods import AnyMethod, Deployed, Pipeline, finite, mask_logits, screen
+from tribe.methods import AnyMethod, Deployed, Pipeline, finite, mask_logits, predict_and_advance, screen
 from tribe.streams.batching import Group, gather, gather_deployed, scatter
 
 RECORDINGS = 16  # shapes of groups whose CUDA graphs are kept
@@ -44,7 +44,7 @@ class Runner:
     def follow(self, group: Group, states: Sequence[Any]) -> tuple[Tensor, list[Any] | None]:
         """Predict without adapting, in the order of the streams; states only if a time filter goes on."""
         rows = len(group.x)
-        logits, state = self.method.predict_and_advance(self.net, gather(states, rows), group.x, group.valid)
+        logits, state = predict_and_advance(self.method, self.net, gather(states, rows), group.x, group.valid)
         filtered = isinstance(self.method, Pipeline) and self.method.filter is not None
         return logits, scatter(state, rows, len(states), copy=False) if filtered else None
 

@@ -86,7 +86,9 @@ def never_sees_labels(method: AnyMethod) -> None:
     """Catches a method that takes labels or domains, under any name."""
     names = list(inspect.signature(method.step).parameters)
     allowed = ["net", "state", "x", "valid", "retired"]
-    assert names in (allowed[:4], allowed), f"step takes {names}; expected {allowed}, the last one optional"
+    others = set(names[5:]) - {"deploy", "on_prediction"}
+    assert names[:5] == allowed, f"step takes {names}; expected {allowed}"
+    assert not others, f"step takes {sorted(others)}; expected only {allowed}, deploy and on_prediction"
 
 
 def is_deterministic(method: AnyMethod) -> None:
@@ -148,7 +150,7 @@ def reusing_memory_changes_no_number(method: AnyMethod) -> None:
     state, retired, outputs = method.init(net, 2), None, []
     for x in batches:
         before, old = digest(state), state
-        y, state = method.step_reusing(net, state, x, retired=retired)
+        y, state = method.step(net, state, x, retired=retired)
         assert digest(old) == before, "the step changed its state, although another one was retired"
         outputs.append(y)
         retired = old

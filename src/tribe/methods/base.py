@@ -1,0 +1,142 @@
+"""Base classes of methods: gradient steps on the batch's own predictions, and learning from a memory of images."""
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tribe.core import losses, memory, optim
+from tribe.core.backbone import Backbone, Output
+from tribe.core.graphs import segment
+from tribe.core.memory import ROOM, Reservoir, Timely
+from tribe.core.rng import Key
+from tribe.core.rules import Norm
+from tribe.core.state import Affine, Info, Stats, select
+from tribe.methods.method import Deployed, Method
+from tribe.methods.stepping import Batch, Update
+
+
+class EntropyState(NamedTuple):
+    """Affine parameters, and the optimiser's moments of their gradients."""
+
+    affine: Affine  # (S, C)
+    adam: optim.Adam  # with SGD its first moment is the velocity
+    key: Key
+    info: Info
+
+
+@dataclass(frozen=True)
+class EntropyMethod(Method):
+    """One gradient step a batch on the affine parameters, down a loss of the batch's own predictions.
+
+    Every batch is normalised with its own statistics. A subclass defines `per_image_loss`, or `objective` if its
+    loss also chooses images or needs more than the predictions. A state with more fields than `EntropyState` has
+    `affine` and `adam` too; `follow` moves the rest of it.
+    """
+
+    lr: float = 1e-3  # learning rate
+
+    works_on = ("affine",)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_range("lr")
+
+    def init(self, net: Backbone, streams: int = 1, seed: int = 0) -> Any:
+        """Start at the source."""
+        affine, _ = net.source(streams)
+        return EntropyState(affine, optim.adam_init(affine), *self.new_key_and_info(net, streams, seed))
+
+    def deployed(self, net: Backbone, state: Any) -> Deployed:
+        """Return the adapted parameters with the batch's statistics."""
+        return Deployed.per_batch(net, state.affine)
+
+    def per_image_loss(self, logits: Tensor) -> Tensor:
+        """Return the loss of each prediction: (S, B, K) -> (S, B)."""
+        return losses.entropy(logits)
+
+    def objective(
+        self, net: Backbone, state: Any, batch: Batch, affine: Affine, logits: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the loss of each stream (S,), and the images (S, B) that it trusts; None: all.
+
+        A stream without a trusted image keeps its parameters.
+        """
+        return losses.mean_over(self.per_image_loss(logits), batch.valid), None
+
+    def descend(self, net: Backbone, state: Any, grads: Affine) -> tuple[Affine, optim.Adam]:
+        """Take a step of the optimiser: Adam's."""
+        return optim.adam_step(state.affine, grads, state.adam, self.lr)
+
+    def follow(self, net: Backbone, old: Any, new: Any, output: Output, batch: Batch, trusted: Tensor | None) -> Any:
+        """Return the state ``new`` with all else that follows the batch, besides parameters and moments."""
+        return new
+
+    def normalisation(self, net: Backbone, state: Any, batch: Batch) -> tuple[Stats, Norm]:
+        """Return the statistics and the rule that normalise the batch."""
+        _, stats, norm = batch.deploy(net, state)
+        return stats, norm
+
+    def adapt(self, net: Backbone, state: Any, batch: Batch) -> Update:
+        """Predict, then take one step down the loss of these predictions."""
+        stats, norm = self.normalisation(net, state, batch)
+        with torch.enable_grad():
+            affine = state.affine.leaf()
+            output = net(batch.x, affine, stats, norm, valid=batch.valid)
+            loss, trusted = self.objective(net, state, batch, affine, output.logits)
+            grads = affine.gradient(loss)
+        moved, moments = self.descend(net, state, grads)
+        new = state._replace(affine=moved, adam=moments)
+        if trusted is not None:
+            new = select(trusted.any(1), new, state)
+        new = self.follow(net, state, new, output, batch, trusted)
+        return Update(output.logits, new, trusted, new.affine)
+
+
+@dataclass(frozen=True)
+class MemoryMethod(Method):
+    """Learning from a memory of images in place of the batch. The state has a field ``memory``.
+
+    A subclass defines `look`, which predicts, and `learn`, which adds the batch to the memory and learns from it when
+    it is due. Both are captured in segments: the host decides between them.
+    """
+
+    size: int = 64  # images in memory
+    room: int = ROOM  # the most values of an image, channels x height x width: they fix the memory's size
+    lr: float = 1e-3  # Adam's learning rate
+
+    works_on = ("affine",)
+    capture = "segments"  # the host decides which images enter the memory, and when it is time to learn
+    small = {"size": 8}  # noqa: RUF012
+    presets = {"imagenet": {"room": 3 * 224 * 224}}  # noqa: RUF012
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        memory.check_size(self.size, self.room)
+        self.require_range("lr")
+
+    def new_timely(self, net: Backbone, streams: int) -> Timely:
+        """Return an empty memory that prefers recent images."""
+        return memory.new_timely(streams, self.size, room=self.room, dtype=net.dtype, device=net.device)
+
+    def new_reservoir(self, net: Backbone, streams: int) -> Reservoir:
+        """Return an empty memory that is a random sample."""
+        return memory.new_reservoir(
+            streams, self.size, self.class_count, room=self.room, dtype=net.dtype, device=net.device
+        )
+
+    @abstractmethod
+    def look(self, net: Backbone, state: Any, batch: Batch) -> Any:
+        """Predict a batch: a named tuple whose first fields are logits (S, B, K) and the images that count (S, B)."""
+
+    @abstractmethod
+    def learn(self, net: Backbone, state: Any, x: Tensor, seen: Any) -> Update:
+        """Add images (S, B, ...) to the memory and learn from it; ``seen`` is what `look` returned."""
+
+    def adapt(self, net: Backbone, state: Any, batch: Batch) -> Update:
+        """Predict, remember, and learn from the memory when it is due."""
+        seen = segment(self.look, net, state, batch)
+        new = state._replace(memory=memory.fit(state.memory, batch.x))
+        return self.learn(net, new, batch.x, seen)._replace(seen=seen[1])
