@@ -152,22 +152,6 @@ def test_pl_is_adam_on_the_cross_entropy_with_its_own_argmax():
     assert_affine(state.affine, weights, biases)
 
 
-@pytest.mark.parametrize("name", ["tent", "pl"])
-def test_a_loss_knows_which_predictions_count(name):
-    """For losses over a whole batch, such as one of the mean prediction."""
-    seen = []
-
-    class Watching(methods.get(name)):
-        def loss(self, logits, valid):
-            seen.append(valid)
-            return super().loss(logits, valid)
-
-    net, method = network(), Watching()
-    valid = torch.tensor([[True, False, True, True]])
-    method.step(net, method.init(net), images(1, 4, 0, DOUBLE), valid)
-    assert [v.tolist() for v in seen] == [valid.tolist()]
-
-
 # -- LAME -------------------------------------------------------------------------------------------------------------
 
 

@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from tribe.core.memory import ROOM, Reservoir, Timely
 from tribe.core.rng import Key
 from tribe.core.rules import Norm
 from tribe.core.state import Affine, Info, Stats, select
-from tribe.methods.method import Deployed, Method
+from tribe.methods.method import Deployed, Method, Part
 from tribe.methods.stepping import Batch, Update
 
 
@@ -107,7 +107,7 @@ class MemoryMethod(Method):
     room: int = ROOM  # the most values of an image, channels x height x width: they fix the memory's size
     lr: float = 1e-3  # Adam's learning rate
 
-    works_on = ("affine",)
+    works_on: ClassVar[tuple[Part, ...]] = ("affine",)
     capture = "segments"  # the host decides which images enter the memory, and when it is time to learn
     small = {"size": 8}  # noqa: RUF012
     presets = {"imagenet": {"room": 3 * 224 * 224}}  # noqa: RUF012

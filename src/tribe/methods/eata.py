@@ -107,13 +107,14 @@ class Eata(EntropyMethod):
         return losses.mean_over(weight * uncertainty, chosen) + self._penalty(net, affine), chosen
 
     def follow(
-        self, net: Backbone, old: EataState, new: EataState, output: Output, batch: Batch, chosen: Tensor
+        self, net: Backbone, old: EataState, new: EataState, output: Output, batch: Batch, trusted: Tensor | None
     ) -> EataState:
         """Let the mean prediction follow those that were learned from."""
+        assert trusted is not None
         p = losses.probabilities(output.logits.detach())
-        seen = losses.mean_over(p.transpose(1, 2), chosen.unsqueeze(1)).to(old.mean)  # (S, K)
+        seen = losses.mean_over(p.transpose(1, 2), trusted.unsqueeze(1)).to(old.mean)  # (S, K)
         mean = torch.where(_exists(old.mean), 0.9 * old.mean + 0.1 * seen, seen)
-        return new._replace(mean=torch.where(chosen.any(1, keepdim=True), mean, old.mean))
+        return new._replace(mean=torch.where(trusted.any(1, keepdim=True), mean, old.mean))
 
     def _new(self, p: Tensor, mean: Tensor) -> Tensor:
         """Which predictions (S, B) are unlike the moving mean; all, if there is none yet."""

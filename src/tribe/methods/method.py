@@ -27,6 +27,9 @@ registry: Registry["Method"] = Registry("method")
 register = registry.register
 
 
+Part = Literal["affine", "statistics", "features"]  # of a network
+
+
 @dataclass(frozen=True)
 class Deployed:
     """The network a state predicts with. It unpacks into the arguments of a pass with the source's weights."""
@@ -78,7 +81,7 @@ class Method(ABC):
     name: ClassVar[str]  # set by @register
     paper: ClassVar[str]  # where the method comes from
     # What a method declares if it differs.
-    works_on: ClassVar[tuple[Literal["affine", "statistics", "features"], ...]] = ()  # what a network must have for it
+    works_on: ClassVar[tuple[Part, ...]] = ()  # what a network must have for it
     output: ClassVar[Literal["logits", "probabilities"]] = "logits"  # what step returns
     does_not_adapt: ClassVar[str | None] = None  # the reason, for methods whose predictions never change
     needs: ClassVar[str | None] = None  # the source knowledge that it needs; see tribe.knowledge
@@ -182,7 +185,7 @@ class Method(ABC):
         """
 
     def logits(self, net: Backbone, state: Any, batch: Batch) -> Tensor:
-        """Predict a batch without learning: a pass of `deployed`. A class that overrides it sets `not_exportable_because`."""
+        """Predict a batch without learning, by a pass of `deployed`; an override declares `not_exportable_because`."""
         logits: Tensor = batch.deploy(net, state).logits(net, batch.x, batch.valid)
         return logits
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tribe.methods import Backbone, Batch, Deployed, Frozen, Info, Key, Method, Update, register
+from tribe.methods import Backbone, Batch, Deployed, Frozen, Info, Key, Method, Update, finite, register
 
 
 class SourceState(NamedTuple):
@@ -32,5 +32,5 @@ class Source(Method):
 
     def adapt(self, net: Backbone, state: SourceState, batch: Batch) -> Update:
         """Predict."""
-        logits, seen = self.predict_batch(net, state, batch)
-        return Update(logits, state, seen=seen)
+        logits = self.logits(net, state, batch)
+        return Update(logits, state, seen=batch.valid & finite(logits))
