@@ -22,10 +22,10 @@ SLOW = """
 from tribe.methods.source import Source
 
 class Slow(Source):
-    def step(self, net, state, x, valid=None, **options):
+    def step(self, net, state, x, valid=None, retired=None):
         with open("steps", "a") as file:
             file.write("a step\\n")
-        return super().step(net, state, x, valid, **options)
+        return super().step(net, state, x, valid, retired)
 """
 
 
