@@ -25,7 +25,7 @@ from torch import Tensor
 import tribe
 from tribe.core.precision import PRECISIONS, choose_device, float32_precision, precision_on
 from tribe.core.state import digest
-from tribe.data.datasets.embedded import mnist_test
+from tribe.data.datasets.files import mnist_test
 from tribe.experiments.bench.clock import peak_memory, summary, time_in_turns, warm_up
 from tribe.experiments.bench.networks import build, noise
 from tribe.experiments.provenance import machine

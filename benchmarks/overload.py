@@ -26,7 +26,7 @@ from torch import Tensor
 
 import tribe
 from studies.play import RESULTS
-from tribe.data.datasets.embedded import mnist_test
+from tribe.data.datasets.files import mnist_test
 from tribe.experiments.provenance import machine
 from tribe.io.files import write_atomically
 from tribe.serve.errors import Overloaded

@@ -26,7 +26,7 @@ from tribe.cli.overrides import parse_overrides
 from tribe.cli.progress import experiment_bars, message_on_interrupt
 from tribe.cli.terminal import OutputTarget
 from tribe.core.precision import check_precision
-from tribe.data.datasets.locations import data_root
+from tribe.data.datasets.files import data_root
 from tribe.data.datasets.manifest import FILE as MANIFEST
 from tribe.experiments import plots
 from tribe.experiments.experiment import Experiment

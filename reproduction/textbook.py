@@ -21,8 +21,7 @@ from torch import Tensor, nn
 import tribe
 from tribe import metrics
 from tribe.core.precision import PRECISIONS, choose_device, deterministic, float32_precision
-from tribe.data.datasets import Dataset
-from tribe.data.datasets.fingerprint import fingerprint
+from tribe.data.datasets import Dataset, fingerprint
 from tribe.experiments import workbench
 from tribe.experiments.provenance import machine
 from tribe.io.files import write_atomically

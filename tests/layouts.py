@@ -10,14 +10,13 @@ import numpy as np
 from PIL import Image
 
 from tribe import datasets
-from tribe.data.datasets.embedded import mnist_test
+from tribe.data.datasets.files import mnist_test
 
 PER = 20  # images a severity; the published files have 10,000
 WNIDS = ("n01440764", "n01443537", "n02123045")
 CORRUPTIONS = {"mnist-c": ("fog", "stripe"), "live-mnist-c": ("stripe", "rotate"), "imagenet-c": ("fog", "shot_noise")}
 CORRUPTIONS["live-imagenet-c"] = ("contrast", "brightness")
 SMALL = ("fog", "snow")  # of all the others
-FIELDS = {"ccc": {"baseline": 0, "steps": 2, "speed": 4, "seed": 44}}  # contrast and impulse_noise, which are fast
 
 
 def write(root):
@@ -37,7 +36,6 @@ def write(root):
 def made(name, root, **fields):
     """A registered data set on what `write` wrote, with few corruptions where it has any."""
     known = {field.name for field in dataclasses.fields(datasets.get(name))}
-    fields = FIELDS.get(name, {}) | fields
     if "corruptions" in known:
         fields.setdefault("corruptions", CORRUPTIONS.get(name, SMALL))
     places = {"root": str(root / "camera")} if name == "folder" else {"data": str(root)}

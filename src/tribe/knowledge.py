@@ -40,13 +40,6 @@ class KnowledgeError(tensor_file.TensorFileError):
     """Source knowledge that is missing or cannot be used, and why."""
 
 
-def _digest(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
-    """The digest of a file; that of schema 1 covers the tensors alone."""
-    if metadata.get("schema") == "1":
-        return hash_tensors(dict(sorted(tensors.items())))
-    return tensor_file.content_digest(metadata, tensors)
-
-
 KNOWLEDGE = tensor_file.Kind(
     "tribe-source",
     2,
@@ -54,7 +47,6 @@ KNOWLEDGE = tensor_file.Kind(
     noun="file of source knowledge",
     advice="`tribe source` makes one",
     error=KnowledgeError,
-    digest=_digest,
 )
 
 

@@ -17,7 +17,7 @@ import tribe
 from commands import message, tribe_command
 from processes import ended
 from tribe import scenarios
-from tribe.data.datasets.embedded import mnist_test
+from tribe.data.datasets.files import mnist_test
 from tribe.experiments.store import finished
 
 SHORT = (

@@ -20,7 +20,7 @@ import tribe
 from grid import experiments
 from tribe.cli.commands import app
 from tribe.cli.custom import METHOD, component_name
-from tribe.data.datasets.locations import MissingData
+from tribe.data.datasets.files import MissingData
 from tribe.experiments.execution import run_experiment
 from tribe.experiments.experiment import Experiment
 from tribe.experiments.jobs import CustomMethod, Job, result_files, run_job, store_files

@@ -9,8 +9,8 @@ import layouts
 from fuzz.registry import digest, reader
 from tribe import datasets
 from tribe.data.datasets.array_generation import generate
-from tribe.data.datasets.embedded import mnist_test
-from tribe.data.datasets.fingerprint import fingerprint
+from tribe.data.datasets.files import mnist_test
+from tribe.data.datasets import fingerprint
 from tribe.data.datasets.image_generation import generate_imagenet
 
 UNPICKLE = ("tribe.datasets.unpickle.unpickle", "tribe.datasets.unpickle.Machine.run")

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tribe import corruptions
 from tribe.core.state import stream
-from tribe.data.datasets.embedded import mnist_test
+from tribe.data.datasets.files import mnist_test
 from tribe.health.frames import FrameRules, Verdict, judge, measure, start_frames
 
 RULES = FrameRules()

@@ -13,7 +13,7 @@ import time
 import torch
 
 import tribe
-from tribe.data.datasets.embedded import mnist_test
+from tribe.data.datasets.files import mnist_test
 from tribe.serve.config import Policy
 from tribe.serve.store import SqliteStore
 from tribe.serve.worker import Worker

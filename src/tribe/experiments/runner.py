@@ -16,8 +16,7 @@ from tribe.core.backbone import Backbone
 from tribe.core.graphs import Steps
 from tribe.core.kernels import Switch
 from tribe.core.state import Info, clone, digest, leaves, rebuild, select, tree_map
-from tribe.data.datasets import optional
-from tribe.data.datasets.fingerprint import fingerprint
+from tribe.data.datasets import fingerprint, optional
 from tribe.experiments import trace, watched
 from tribe.experiments.outputs import OutputTable, predictions
 from tribe.experiments.provenance import code_of, coded, is_own
@@ -29,7 +28,7 @@ from tribe.health.alarms import KINDS
 from tribe.io import tensors as tensor_file
 from tribe.io.files import check_file
 from tribe.io.json_files import Where
-from tribe.io.states import StateFileError, with_later_fields
+from tribe.io.states import StateFileError
 from tribe.methods import AnyMethod, Method, Pipeline, check_fits
 from tribe.methods.encoding import encode_fields
 
@@ -378,8 +377,6 @@ class _Checkpoint:
             )
         if self._outputs is None:  # a run that kept outputs may go on without
             tensors = {name: t for name, t in tensors.items() if not name.startswith("outputs.")}
-        tensors = with_later_fields(tensors, {f"state.{name}": t for name, t in leaves(source).items()})
-        tensors = _with_traces(tensors, start)
         self._check(
             tensors, source, start, {} if self._outputs is None else self._outputs.like(header["step"], outputs)
         )
@@ -400,14 +397,3 @@ class _Checkpoint:
             rows = labels.shape if labels is not None and labels.dim() == 1 else (0,)
             like |= {f"record.{s}.{name}": empty.new_empty(rows) for name, (empty,) in columns.items()}
         tensor_file.check_like(self.path, CHECKPOINT, "the state and records of this run", tensors, like)
-
-
-def _with_traces(tensors: Mapping[str, Tensor], start: _Table) -> dict[str, Tensor]:
-    """The tensors of a checkpoint; one that was written before there were traces gets empty ones."""
-    filled = dict(tensors)
-    for s, columns in enumerate(start.columns):
-        labels = tensors.get(f"record.{s}.label", torch.empty(0))
-        missing = {f"record.{s}.{TRACED}{name}": t for name, t in trace.unknown(len(labels)).items()}
-        is_older = f"{TRACED}step" in columns and missing.keys().isdisjoint(tensors)
-        filled |= missing if is_older and labels.dim() == 1 else {}
-    return filled

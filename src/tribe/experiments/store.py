@@ -449,11 +449,9 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def locked(folder: Path, wait: bool) -> Iterator[None]:
-    """Make a folder and hold an exclusive lock on it. Where there are no locks, the last writer wins."""
+    """Make a folder and hold an exclusive lock on it."""
     folder.mkdir(parents=True, exist_ok=True)
-    with exclusive(folder / ".lock", wait=wait, busy=f"another process is computing {folder}") as is_locked:
-        if not is_locked:
-            warnings.warn(f"{folder} cannot be locked: let one process at a time write", stacklevel=3)
+    with exclusive(folder / ".lock", wait=wait, busy=f"another process is computing {folder}"):
         yield
 
 

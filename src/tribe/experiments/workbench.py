@@ -19,10 +19,9 @@ from tribe import methods
 from tribe.core.backbone import Backbone
 from tribe.core.precision import choose_device
 from tribe.data import datasets, models, scenarios
-from tribe.data.datasets import Dataset, optional
-from tribe.data.datasets.fingerprint import fingerprint
+from tribe.data.datasets import Dataset, fingerprint, optional
+from tribe.data.datasets.files import data_root
 from tribe.data.datasets.imagenet import holds_classes
-from tribe.data.datasets.locations import data_root
 from tribe.data.scenarios import Scenario
 from tribe.experiments.provenance import code_at, code_of
 from tribe.experiments.spec import ComponentSpec, canonical, decode_fields, describe

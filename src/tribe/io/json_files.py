@@ -1,9 +1,9 @@
-"""Read JSON that others may have written: bounded in size and depth, and checked against a schema before it is used.
+"""Read JSON from elsewhere: bounded in size, and checked against a schema before it is used.
 
 A schema is plain data:
 
     str, bool, dict, list, object    a value of this type; ``object`` is any value
-    int, float                       an integer; a finite number, which may be an integer. No truth value is either
+    int, float                       an integer; a finite number, which may be an integer. Booleans are neither
     None                             null
     {"fog", "snow"}                  one of these values
     (str, None)                      any of these schemas
@@ -28,10 +28,6 @@ from tribe.fields import is_number, is_whole
 from tribe.io.files import NotRegular, read_regular
 
 MOST_BYTES = 32 * 2**20  # of a document
-MOST_PARTS = 2**20  # objects and lists of a document: an empty one has two bytes there, and 64 in memory
-MOST_LINES = 2**16  # of a file with a document in each
-MOST_DEPTH = 64  # of nested objects and lists: code that walks a document may recurse
-MOST_DIGITS = 20  # of an integer: 64 bits, with a sign
 
 Schema = Any  # as above
 
@@ -44,13 +40,20 @@ class Where(NamedTuple):
     expected: str  # describes the condition
 
 
+class Mismatch(Exception):
+    """A value that is not of its schema."""
+
+    def __init__(self, place: tuple[str, ...], expected: str, shown: str) -> None:
+        self.place, self.expected, self.shown = place, expected, shown
+
+
 def read(path: str | PathLike[str], schema: Schema, advice: str = "") -> Any:
-    """Read a JSON file and check it; ``advice`` is what to do about a file that cannot be used."""
+    """Return the value in a JSON file, checked; ``advice`` is what to do about a file that cannot be used."""
     return parse(read_bytes(path), schema, str(path), advice)
 
 
 def read_bytes(path: str | PathLike[str]) -> bytes:
-    """The content of a file of bounded size."""
+    """Return the content of a file of at most `MOST_BYTES`."""
     try:
         return read_regular(path, MOST_BYTES)
     except NotRegular as error:
@@ -58,34 +61,27 @@ def read_bytes(path: str | PathLike[str]) -> bytes:
 
 
 def read_lines(path: str | PathLike[str]) -> list[bytes]:
-    """The lines of a file with a JSON text in each, which is bounded as a whole; empty lines are left out."""
-    content = read_bytes(path)
-    _check_size(content.count(b"[") + content.count(b"{"), f"{path} holds")
-    lines = [line for line in content.splitlines() if line.strip()]
-    if len(lines) > MOST_LINES:
-        raise ValueError(f"{path} has more than {MOST_LINES:,} lines: no file of this kind is so long")
-    return lines
+    """Return the lines of a file with a JSON text in each; empty lines are left out."""
+    return [line for line in read_bytes(path).splitlines() if line.strip()]
 
 
 def parse(content: bytes | str, schema: Schema, place: str, advice: str = "", *, finite: bool = True) -> Any:
-    """The value in a JSON text, checked.
+    """Return the value in a JSON text, checked.
 
     Args:
         content: the text.
-        schema: what is expected, see above.
-        place: what errors call the text.
+        schema: the expected schema, see above.
+        place: what error messages call the text.
         advice: what to do about a text that cannot be used.
         finite: refuse NaN and infinity, which are not JSON.
+
+    Raises:
+        ValueError: it is not JSON, or not of the schema.
     """
     try:
         text = content if isinstance(content, str) else content.decode("utf-8-sig")
-        _check_size(text.count("[") + text.count("{"), "it holds")
-        number = _number if finite else float
-        value = json.loads(
-            text, object_pairs_hook=_object, parse_int=_integer, parse_float=number, parse_constant=number
-        )
-        if isinstance(value, dict | list):
-            _check_depth(value)
+        number = _finite if finite else float
+        value = json.loads(text, object_pairs_hook=_unique, parse_float=number, parse_constant=number)
     except (ValueError, RecursionError) as error:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
         raise ValueError(
@@ -95,57 +91,30 @@ def parse(content: bytes | str, schema: Schema, place: str, advice: str = "", *,
 
 
 def check(value: Any, schema: Schema, place: str, advice: str = "") -> Any:
-    """The value, if it is of the schema; else an error names the first place inside it that is not."""
-    if found := _mismatch(value, schema, ()):
-        where, expected, got = found
-        name = ".".join(where) or "it"
-        got = "missing" if got is MISSING else _shown(got)
-        raise ValueError(_sentences(f"{place} is damaged: {name} is {got}; expected {expected}", advice))
+    """Return the value if it is of the schema; else raise a ValueError that names the first place that is not."""
+    try:
+        _check(value, schema, ())
+    except Mismatch as error:
+        name = ".".join(error.place) or "it"
+        text = f"{place} is damaged: {name} is {error.shown}; expected {error.expected}"
+        raise ValueError(_sentences(text, advice)) from None
     return value
 
 
-# -- text to value ----------------------------------------------------------------------------------------------------
-
-
-def _check_size(parts: int, holds: str) -> None:
-    if parts > MOST_PARTS:
-        raise ValueError(f"{holds} more than {MOST_PARTS:,} objects and lists")
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
         raise ValueError("an object has the same key twice")
-    return found
+    return value
 
 
-def _integer(digits: str) -> int:
-    if len(digits) > MOST_DIGITS:
-        raise ValueError(f"an integer has {len(digits)} digits; expected at most {MOST_DIGITS}")
-    return int(digits)
-
-
-def _number(digits: str) -> float:
+def _finite(digits: str) -> float:
     number = float(digits)
     if not math.isfinite(number):
         raise ValueError(f"{digits[:20]} is not a finite number")
     return number
 
 
-def _check_depth(value: dict[str, Any] | list[Any]) -> None:
-    level = [value]
-    for _ in range(MOST_DEPTH):
-        inner = (outer.values() if isinstance(outer, dict) else outer for outer in level)
-        level = [item for items in inner for item in items if isinstance(item, dict | list)]
-        if not level:
-            return
-    raise ValueError(f"it is nested more than {MOST_DEPTH} levels deep")
-
-
-# -- value to schema --------------------------------------------------------------------------------------------------
-
-MISSING = object()
-Mismatch = tuple[tuple[str, ...], str, Any]  # the place inside the document, what was expected there, what is there
 NAMES: dict[Any, str] = {
     str: "text",
     bool: "true or false",
@@ -157,54 +126,51 @@ NAMES: dict[Any, str] = {
 }
 
 
-def _mismatch(value: Any, schema: Schema, place: tuple[str, ...]) -> Mismatch | None:
-    """The first part of a value that is not of its schema."""
-    if value is MISSING:
-        return place, _expected(schema), value
+def _check(value: Any, schema: Schema, place: tuple[str, ...]) -> None:
+    """Raise a `Mismatch` for the first part of a value that is not of its schema."""
     if isinstance(schema, Where):
-        inner = _mismatch(value, schema.schema, place)
-        return inner or (None if schema.holds(value) else (place, _expected(schema), value))
-    if isinstance(schema, tuple):
-        found = [_mismatch(value, one, place) for one in schema]
-        if not all(found):
-            return None
-        deepest = max((one for one in found if one), key=lambda one: len(one[0]))
-        return deepest if len(deepest[0]) > len(place) else (place, _expected(schema), value)
-    if isinstance(schema, dict) and isinstance(value, dict):
-        return _first(_members(value, schema), place)
-    if isinstance(schema, list) and isinstance(value, list):
-        return _first(((str(i), item, schema[0]) for i, item in enumerate(value)), place)
-    return None if _is(value, schema) else (place, _expected(schema), value)
+        _check(value, schema.schema, place)
+    if isinstance(schema, tuple) and not isinstance(schema, Where):
+        _check_any(value, schema, place)
+    elif not _is(value, schema):
+        raise Mismatch(place, _expected(schema), _shown(value))
+    elif isinstance(schema, dict):
+        for name, item in value.items() if ... in schema else ():
+            _check(item, schema[...], (*place, _name(name)))
+        for key, inner in schema.items():
+            if key is not ... and (name := key.removesuffix("?")) in value:
+                _check(value[name], inner, (*place, name))
+            elif key is not ... and name == key:
+                raise Mismatch((*place, name), _expected(inner), "missing")
+    elif isinstance(schema, list):
+        for i, item in enumerate(value):
+            _check(item, schema[0], (*place, str(i)))
 
 
-def _members(value: dict[str, Any], schema: dict[Any, Schema]) -> Any:
-    """The name, value and schema of each member of an object that has a schema."""
-    if ... in schema:
-        yield from ((name, item, schema[...]) for name, item in value.items())
-    for key, inner in schema.items():
-        if key is not ...:
-            name = key.removesuffix("?")
-            if name in value or name == key:
-                yield name, value.get(name, MISSING), inner
-
-
-def _first(members: Any, place: tuple[str, ...]) -> Mismatch | None:
-    found = (_mismatch(value, schema, (*place, _name(name))) for name, value, schema in members)
-    return next((one for one in found if one), None)
+def _check_any(value: Any, schemas: tuple[Schema, ...], place: tuple[str, ...]) -> None:
+    deepest = Mismatch(place, _expected(schemas), _shown(value))
+    for schema in schemas:
+        try:
+            return _check(value, schema, place)
+        except Mismatch as error:
+            if len(error.place) > len(deepest.place):
+                deepest = error
+    raise deepest
 
 
 def _is(value: Any, schema: Schema) -> bool:
-    if schema is object:
-        return True
-    if schema is None:
-        return value is None
+    """Whether a value is of a schema, its parts aside."""
+    if isinstance(schema, Where):
+        return schema.holds(value)
+    if isinstance(schema, dict | list):
+        return isinstance(value, type(schema))
     if isinstance(schema, set | frozenset):
         return isinstance(value, str | int | float) and any(type(value) is type(one) and value == one for one in schema)
     if schema is int:
         return is_whole(value)
     if schema is float:
         return is_number(value)
-    return isinstance(schema, type) and isinstance(value, schema)
+    return value is None if schema is None else isinstance(value, schema)
 
 
 def _expected(schema: Schema) -> str:
@@ -220,12 +186,12 @@ def _expected(schema: Schema) -> str:
 
 
 def _name(text: str) -> str:
-    """A key in a place: short, and without characters that are not printable."""
+    """Return a key as messages show it: short, and without characters that are not printable."""
     return text if len(text) <= 40 and text.isprintable() else _shown(text)
 
 
 def _shown(value: Any) -> str:
-    """A value in an error message, short."""
+    """Return a value as messages show it, short."""
     if isinstance(value, dict | list):
         return f"{NAMES[type(value)]} of {len(value)}"
     return reprlib.repr(value)

@@ -1,9 +1,8 @@
-"""State files: what an adapter saves. They hold its state, its method's fields and a fingerprint of the source model.
+"""State files: the state of an adapter, its method's fields and a fingerprint of the source model.
 
 A state that is not finite could never predict anything again: it is neither written nor read.
 """
 
-import re
 from collections.abc import Mapping
 from os import PathLike
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ from tribe.core.backbone import Backbone
 from tribe.core.state import per_stream
 from tribe.io import tensors as tensor_file
 from tribe.io.files import write_atomically
-from tribe.io.tensors import Kind, SizeLimit, TensorFileError
+from tribe.io.tensors import Kind, TensorFileError
 
 
 class StateFileError(TensorFileError):
@@ -22,14 +21,14 @@ class StateFileError(TensorFileError):
 
 
 class Saved(NamedTuple):
-    """What a state file holds."""
+    """The content of a state file."""
 
-    method: str
-    fields: dict[str, Any]
+    method: str  # name
+    fields: dict[str, Any]  # of the method
     streams: int
     frozen: bool
-    fingerprint: str
-    tensors: dict[str, Tensor]
+    fingerprint: str  # of the network
+    tensors: dict[str, Tensor]  # of the state, by name
 
 
 STATE = Kind(
@@ -39,18 +38,6 @@ STATE = Kind(
     noun="tribe state file",
     advice="Use a file that Adapter.save wrote, or start anew with tribe.adapt",
     error=StateFileError,
-    needs_digest=False,
-)
-
-
-LATER = (  # older files lack tensors with these endings
-    ["info", "student_agreement"],
-    ["info", "anchor_agreement"],
-    ["filter", "confidence"],  # of the time filter
-    ["watch", "recent"],  # of what watches
-    ["rings", "source"],  # of the estimate of accuracy
-    ["collapse", "burst"],  # of the alarms
-    ["collapse", "changed"],
 )
 
 
@@ -60,7 +47,7 @@ def write(path: str | PathLike[str], saved: Saved) -> None:
 
 
 def encode(saved: Saved, path: str | PathLike[str] = "bytes") -> bytes:
-    """The bytes of a state file; refuse a state that is not finite. ``path`` is where they go, for messages."""
+    """Return the bytes of a state file; refuse a state that is not finite. ``path`` is where they go, for messages."""
     if names := not_finite(saved.tensors):
         rows = [per_stream(saved.tensors[name], saved.streams).isfinite().flatten(1).all(1) for name in names]
         which = ", ".join(str(i) for i in range(saved.streams) if not all(row[i] for row in rows))
@@ -73,19 +60,19 @@ def encode(saved: Saved, path: str | PathLike[str] = "bytes") -> bytes:
 
 
 def read(path: str | PathLike[str]) -> Saved:
-    """Read a state file, or say why it is not one."""
+    """Read a state file; a `StateFileError` says why it cannot be read."""
     return _checked(path, *tensor_file.read(path, STATE))
 
 
 def decode(data: bytes, name: str = "bytes") -> Saved:
-    """Read the bytes of a state file, or say why they are not one; ``name`` is what messages call them."""
+    """Read the bytes of a state file; ``name`` is what messages call them."""
     return _checked(name, *tensor_file.decode(data, STATE, name))
 
 
 def _checked(path: str | PathLike[str], header: dict[str, Any], tensors: dict[str, Tensor]) -> Saved:
     saved = Saved(**header, tensors=tensors)
     # The file's own tensors must agree with its header before a state of that many streams is allocated.
-    seeds = next((t for name, t in tensors.items() if re.fullmatch(r"(method\.)?key\.seed", name)), None)
+    seeds = next((t for name, t in tensors.items() if name.split(".")[-2:] == ["key", "seed"]), None)
     if seeds is None or seeds.dim() != 1 or not 1 <= saved.streams == len(seeds):
         found = "no seeds" if seeds is None else f"seeds of shape {tuple(seeds.shape)}"
         raise StateFileError(
@@ -96,25 +83,14 @@ def _checked(path: str | PathLike[str], header: dict[str, Any], tensors: dict[st
 
 
 def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
-    """The names of the tensors that are not finite; `info` does not count, since the next step replaces it."""
+    """Return the names of the tensors that are not finite, `info` aside, which the next step replaces."""
     numbers = {n: t for n, t in tensors.items() if t.is_floating_point() and t.numel() and "info" not in n.split(".")}
     # The extremes are NaN where anything is; they take one pass and no memory, which isfinite() of all would.
     return [name for name, t in numbers.items() if not all(end.isfinite() for end in t.aminmax())]
 
 
-def with_later_fields(tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Add the parts of a state that older files lack, with the values of a fresh state."""
-    later = {name: t for name, t in like.items() if name.split(".")[-2:] in LATER}
-    return later | dict(tensors)
-
-
-def size_limit(path: str | PathLike[str], tensors: Mapping[str, Tensor]) -> SizeLimit:
-    """A context in which a method makes a state; settings that do not belong to the file's tensors cost no memory."""
-    return SizeLimit(tensors, StateFileError(f"{path} is damaged: its settings ask for more. {STATE.advice}"))
-
-
 def check_fingerprint(path: str | PathLike[str], fingerprint: str, net: Backbone) -> None:
-    """Refuse a state that was adapted on another network."""
+    """Raise if a state was adapted on another network."""
     if net.fingerprint() != fingerprint:
         raise StateFileError(
             f"{path} was saved from another model: its weights differ from this one's. Load it with the network it was "
@@ -124,7 +100,7 @@ def check_fingerprint(path: str | PathLike[str], fingerprint: str, net: Backbone
 
 
 def check_tensors(path: str | PathLike[str], tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> None:
-    """Refuse a state that is not finite, or whose tensors are not those of the method."""
+    """Raise if a state is not finite, or if its tensors are not those of the method."""
     tensor_file.check_like(path, STATE, "this method's state", tensors, like)
     if names := not_finite(tensors):
         raise StateFileError(

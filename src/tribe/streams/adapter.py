@@ -124,13 +124,10 @@ def load(
     method = method_from_file(path, saved.method, saved.fields, fields)
     net = backbone_for(model, method)
     states.check_fingerprint(path, saved.fingerprint, net)
-    with states.size_limit(path, saved.tensors):
-        options = {"history": history, "on_event": on_event, "graphs": graphs, "deterministic": deterministic}
-        adapter = Adapter(net, method, streams=saved.streams, **options)  # type: ignore[arg-type]
-    fresh = leaves(adapter.state)
-    tensors = states.with_later_fields(saved.tensors, fresh)
-    states.check_tensors(path, tensors, fresh)
-    adapter.adapted.load_state_dict(tensors)
+    options = {"history": history, "on_event": on_event, "graphs": graphs, "deterministic": deterministic}
+    adapter = Adapter(net, method, streams=saved.streams, **options)  # type: ignore[arg-type]
+    states.check_tensors(path, saved.tensors, leaves(adapter.state))
+    adapter.adapted.load_state_dict(saved.tensors)
     adapter._observer.resume(method, adapter.state)
     if saved.frozen:
         adapter.freeze()
@@ -412,7 +409,6 @@ class Adapter(NetworkInterface):
         from the network's, they go into a copy of the network, because other adapters may share it.
         """
         own = super().state_dict()
-        state_dict = states.with_later_fields(state_dict, own)
         wrong = sorted(own.keys() ^ state_dict.keys()) if strict else []
         shared = sorted(own.keys() & state_dict.keys())
         wrong += [k for k in shared if not isinstance(t := state_dict[k], Tensor) or t.shape != own[k].shape]

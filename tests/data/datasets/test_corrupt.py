@@ -31,7 +31,7 @@ from tribe.data.datasets.array_generation import generate
 from tribe.data.datasets.generation import GenerationProgress
 from tribe.data.datasets.image_files import read_image
 from tribe.data.datasets.image_generation import generate_imagenet
-from tribe.data.datasets.locations import MissingData
+from tribe.data.datasets.files import MissingData
 from tribe.data.datasets.writing import CannotWrite, check_space, held, replacing
 from tribe.data.scenarios.orders import CIFAR_C, MNIST_C
 

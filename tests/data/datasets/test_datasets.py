@@ -13,7 +13,7 @@ import layouts
 from layouts import PER, made
 from tribe import datasets, scenarios
 from tribe.data.datasets.corrupted import Corrupted
-from tribe.data.datasets.locations import MissingData, data_root
+from tribe.data.datasets.files import MissingData, data_root
 from tribe.data.datasets.unpickle import UnpickleError, unpickle
 from tribe.experiments.stream import Stream
 from tribe.testing import check_dataset

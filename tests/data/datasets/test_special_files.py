@@ -14,7 +14,7 @@ import layouts
 from layouts import made, picture
 from processes import ended
 from tribe import datasets, scenarios
-from tribe.data.datasets.fingerprint import fingerprint
+from tribe.data.datasets import fingerprint
 from tribe.data.datasets.image_files import ImageFileError, read_image
 from tribe.data.datasets.image_generation import generate_imagenet
 from tribe.data.datasets.unpickle import UnpickleError, unpickle

@@ -13,15 +13,13 @@ from rich.text import Text
 from tribe.cli.app import app
 from tribe.cli.options import AsJson, parse_severities
 from tribe.cli.output import errors_as_messages, print_json, shown
-from tribe.data.datasets.array_generation import LAYOUTS, generate
-from tribe.data.datasets.generation import GenerationProgress, Summary
-from tribe.data.datasets.image_generation import generate_imagenet
-from tribe.data.datasets.locations import data_root
+from tribe.data.datasets.corrupted_files import BENCHMARKS
+from tribe.data.datasets.files import data_root
+from tribe.data.datasets.generation import GenerationProgress, Summary, generate
 from tribe.fields import printable
 from tribe.io.files import check_folder
 from tribe.registry import nearest
 
-IMAGENET = "imagenet"
 EVERY = 30  # seconds between two lines if stderr is not a terminal
 
 
@@ -59,9 +57,9 @@ def corrupt(
     """Write a corrupted data set in its published layout. The same command continues after an interruption."""
     console = Console(stderr=True)
     with errors_as_messages():
-        if dataset not in (known := [*LAYOUTS, IMAGENET]):
-            raise ValueError(f"unknown data set {dataset!r}: {nearest(dataset, known)}")
-        place = out or (None if dataset == IMAGENET else data)
+        if dataset not in BENCHMARKS:
+            raise ValueError(f"unknown data set {dataset!r}: {nearest(dataset, BENCHMARKS)}")
+        place = out or (None if dataset == "imagenet" else data)
         check_folder(data_root(None if place is None else str(place)))
         severities = [n for text in severity for n in parse_severities(text)] if severity else None
         settings = Settings(
@@ -70,10 +68,7 @@ def corrupt(
     root, target = (None if path is None else str(path) for path in (data, out))
     try:
         with errors_as_messages(), _Bar(console) if console.is_terminal else _Lines(console) as progress:
-            if dataset == IMAGENET:
-                summary = generate_imagenet(root, out=target, progress=progress, **settings)
-            else:
-                summary = generate(dataset, out=target, data=root, progress=progress, **settings)
+            summary = generate(dataset, out=target, data=root, progress=progress, **settings)
     except KeyboardInterrupt:
         same = "the same command without --force" if force else "the same command"
         console.print(f"stopped; {same} continues", soft_wrap=True, markup=False, highlight=False)

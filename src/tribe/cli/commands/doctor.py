@@ -20,11 +20,9 @@ from tribe.cli.custom import load_custom_model
 from tribe.cli.options import AsJson, DataRoot, build_dataset, parse_shape
 from tribe.cli.output import describe_error, errors_as_messages, fail, print_json, stdout_to_stderr
 from tribe.data.datasets import Dataset
-from tribe.data.datasets.array_files import open_array
 from tribe.experiments.workbench import restrict
 from tribe.fields import printable
-from tribe.io.arrays import read_single
-from tribe.io.tensors import open_safetensors
+from tribe.io.arrays import open_npy, read_npz
 
 PICKLES = (".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".bin", ".tar")
 SAMPLE = 128  # images, spread evenly over the file: enough for means, and files are often sorted by class
@@ -91,8 +89,6 @@ def load_weights(model: nn.Module, path: Path) -> None:
     if not path.is_file():
         fail(f"no weights at {path}")
     try:
-        with open_safetensors(path):
-            pass  # checks the header before anything is loaded
         missing, unexpected = load_model(model, path, strict=False)
     except (SafetensorError, OSError, ValueError) as error:
         fail(f"{path} is not a safetensors file, or it was cut short: {describe_error(error)}")
@@ -123,7 +119,12 @@ def _read(path: Path) -> Tensor:
 
 
 def _array(path: Path) -> np.ndarray[Any, Any]:
-    return read_single(path) if zipfile.is_zipfile(path) else open_array(path)
+    if not zipfile.is_zipfile(path):
+        return open_npy(path)
+    arrays = read_npz(path)
+    if len(arrays) != 1:
+        raise ValueError(f"it holds {len(arrays)} arrays ({', '.join(list(arrays)[:8])}); expected one")
+    return next(iter(arrays.values()))
 
 
 def _sample(dataset: Dataset) -> tuple[Tensor, Tensor]:

@@ -3,20 +3,23 @@
 To add one, put a file beside this one: a frozen dataclass with `@register("name")`. See CONTRIBUTING.
 """
 
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Protocol
 
+import torch
 from torch import Tensor
 
 from tribe.registry import Registry
 
 NOT_IN_SPECS = ("data", "root", "workers")  # fields that do not change results: paths and threads
+SAMPLED = 16  # images per domain in a fingerprint; another draw of the noise, or another archive, changes all of them
 
 
 class Dataset(Protocol):
     """Images by domain and position. A domain is a name such as "fog@3".
 
-    These four members are all that a data set needs. `Defaults` lists the optional ones. If it is a dataclass, the
+    A data set needs these four members; `Defaults` lists the optional ones. If it is a dataclass, the
     commands set these fields where it has them: ``data`` (the root folder of all data sets) or ``root`` (its own
     folder), ``corruptions`` and ``severities``, ``split`` ("train" or "test"). The spec of an experiment holds all
     fields except `NOT_IN_SPECS`.
@@ -66,6 +69,28 @@ def optional(dataset: Any, member: str) -> Any:
     ('cifar10', None)
     """
     return getattr(dataset, member, getattr(Defaults(), member))
+
+
+def fingerprint(dataset: Dataset) -> str:
+    """Return 32 hexadecimal digits that identify the labels and images of every domain on the disk.
+
+    If the data set has a method ``digest(domain)`` and it returns a hash, that is used. Otherwise a few images are
+    read, evenly spaced in the domain. A data set that corrupts images while they are read has the fingerprint of the
+    clean images: its fields say the rest, and the last bit of a corrupted pixel may differ between machines.
+    """
+    clean = optional(dataset, "clean")
+    if clean is not None:
+        return fingerprint(clean)
+    digest_of = optional(dataset, "digest")
+    result = hashlib.sha256()
+    for domain in dataset.domains:
+        labels, digest = dataset.labels(domain), digest_of(domain)
+        result.update(f"{domain} {len(labels)} {digest}".encode() + labels.numpy().tobytes())
+        if digest is None and len(labels):
+            sample = torch.linspace(0, len(labels) - 1, min(SAMPLED, len(labels))).long()
+            levels = (255 * dataset.images(domain, sample)).round().nan_to_num(-1).to(torch.int16)  # unreadable: NaN
+            result.update(f"{tuple(levels.shape)}".encode() + levels.numpy().tobytes())
+    return result.hexdigest()[:32]
 
 
 registry: Registry[Dataset] = Registry("data set")

@@ -14,8 +14,15 @@ from torch import Tensor
 
 from tribe.data.corruptions import SEVERITIES, require_severity
 from tribe.data.datasets import register
-from tribe.data.datasets.array_files import open_images, open_labels, positions, to_images
-from tribe.data.datasets.locations import data_root, download_hint, find
+from tribe.data.datasets.files import (
+    data_root,
+    download_hint,
+    find,
+    open_images,
+    open_labels,
+    positions,
+    to_images,
+)
 from tribe.data.datasets.manifest import block_digest, corrupt_command, remedy, require_block, with_remedy
 from tribe.data.scenarios.orders import CIFAR_C
 from tribe.registry import nearest
@@ -89,7 +96,7 @@ class CifarC:
         return to_images(self._arrays[name][rows])
 
     def digest(self, domain: str) -> str | None:
-        """The hash of the images in the manifest; None for the published archive."""
+        """Return the hash of the images in the manifest; None for the published archive."""
         self._block(domain)
         return block_digest(self._folder, domain)
 

@@ -1,7 +1,9 @@
 """MNIST, CIFAR-10 and CIFAR-100 as published, in any of their formats; one domain, "clean"."""
 
 import gzip
+import hashlib
 import math
+import pickle
 import shlex
 import zlib
 from abc import ABC, abstractmethod
@@ -9,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import IO, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -17,21 +19,28 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tribe.data.datasets import register
-from tribe.data.datasets.array_files import positions
-from tribe.data.datasets.embedded import mnist_test
-from tribe.data.datasets.locations import data_root, download_hint, find
-from tribe.data.datasets.unpickle import unpickle
-from tribe.fields import is_whole
-from tribe.io.files import open_regular
+from tribe.data.datasets.files import data_root, download_hint, find, mnist_test, positions
+from tribe.io.files import read_regular, regular_size
 
 DOMAIN = "clean"
-LARGEST_IDX = 2**27  # bytes of an idx file; MNIST's training images have 47 MB
+LARGEST_IDX = 2**27  # bytes of an idx file, unpacked; MNIST's training images have 47 MB
+LARGEST_PICKLE = 200_000_000  # bytes; CIFAR-100's training set has 155 MB
+MD5 = {  # of the files in the archives of the python versions, as cs.toronto.edu publishes them
+    "data_batch_1": "c99cafc152244af753f735de768cd75f",
+    "data_batch_2": "d4bba439e000b95fd0a9bffe97cbabec",
+    "data_batch_3": "54ebc095f3ab1f0389bbae665268c751",
+    "data_batch_4": "634d18415352ddfa80567beed471001a",
+    "data_batch_5": "482c414d41f54cd18b22e5b47cb7c3cb",
+    "test_batch": "40351d587109b95175f43aff81a1287e",
+    "train": "16019d7e3df5f24257cddd939b257f8d",
+    "test": "f0ef6b0ae62326f3e7ffdfab6717acfc",
+}
 Bytes = NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
 class Clean(ABC):
-    """Images in their published files; the binary versions of CIFAR are memory-mapped."""
+    """A base class: images in their published files; the binary versions of CIFAR are memory-mapped."""
 
     data: str | None = None  # root folder; None: $TRIBE_DATA or the cache directory
     split: Literal["test", "train"] = "test"
@@ -85,7 +94,7 @@ class Clean(ABC):
 
     @abstractmethod
     def _open(self) -> tuple[Bytes, NDArray[Any]]:
-        """Pixels (n, ...), memory-mapped if possible, and integer labels (n,)."""
+        """Return pixels (n, ...), memory-mapped if possible, and integer labels (n,)."""
 
 
 @register("mnist")
@@ -141,7 +150,7 @@ class Cifar(Clean):
         return find(self._root, *names, what=f"{self.title}'s {name}", hint=hint)
 
     def _part(self, path: Path) -> tuple[Bytes, NDArray[Any]]:
-        return _rows(path, self.labels_per_row) if path.suffix == ".bin" else _pickled(path, self.key)
+        return _rows(path, self.labels_per_row) if path.suffix == ".bin" else _unpickled(path, self.key)
 
 
 @register("cifar10")
@@ -174,7 +183,7 @@ class Cifar100(Cifar):
 
 
 def _rows(path: Path, labels: int) -> tuple[Bytes, Bytes]:
-    """Records of label bytes and 3 x 32 x 32 pixels."""
+    """Memory-map records of label bytes and 3 x 32 x 32 pixels."""
     width = labels + 3 * 32 * 32
     size = path.stat().st_size  # 0 for a pipe or a device
     if size == 0 or size % width:
@@ -183,41 +192,34 @@ def _rows(path: Path, labels: int) -> tuple[Bytes, Bytes]:
     return rows[:, labels:], np.array(rows[:, labels - 1])
 
 
-def _pickled(path: Path, key: bytes) -> tuple[Bytes, NDArray[Any]]:
-    """A dictionary with the pixels, (n, 3072) bytes, and a list of labels."""
-    content = unpickle(path)
-    pixels, labels = (content.get(k) if isinstance(content, dict) else None for k in (b"data", key))
-    if not isinstance(labels, list) or not all(is_whole(label) and abs(label) < 2**63 for label in labels):
-        raise ValueError(f"{path} holds no labels; expected {key!r}, a list of integers")
-    if not isinstance(pixels, np.ndarray) or pixels.dtype != np.uint8 or pixels.shape != (len(labels), 3 * 32 * 32):
-        got = f"{pixels.dtype} of shape {pixels.shape}" if isinstance(pixels, np.ndarray) else "no array"
-        raise ValueError(f"{path} holds {got} as b'data'; expected uint8 of shape ({len(labels)}, 3072)")
-    return pixels, np.array(labels, dtype=np.int64)
+def _unpickled(path: Path, key: bytes) -> tuple[Bytes, NDArray[Any]]:
+    """Read the pixels and labels of a published pickle; opening any other pickle could run code."""
+    content = read_regular(path, LARGEST_PICKLE)
+    md5 = hashlib.md5(content, usedforsecurity=False).hexdigest()
+    if md5 != MD5[path.name]:
+        raise ValueError(
+            f"{path} is not the published file, so it is not opened: a pickle can run code. Its md5 is {md5}; expected "
+            f"{MD5[path.name]}. Download it again, or use the binary version"
+        )
+    batch = pickle.loads(content, encoding="bytes")
+    return batch[b"data"], np.array(batch[key])
 
 
 def _idx(path: Path, axes: int) -> Bytes:
-    """An idx file of bytes, which may be compressed: two zeros, the type (8), the number of axes, their sizes, values.
-
-    The sizes are compared with `LARGEST_IDX` before so many values are read.
-    """
-    start = 4 * (1 + axes)
+    """Read an idx file of bytes, perhaps gzipped: two zeros, the type (8), the number of axes, their sizes, values."""
     try:
-        with open_regular(path, LARGEST_IDX) as file, _unpacked(file, path) as content:
-            header = np.frombuffer(head if len(head := content.read(start)) == start else bytes(start), ">u4")
-            if header[0] != (8 << 8) + axes:
-                raise ValueError(f"{path} is not an idx file of bytes with {axes} axes")
-            shape = tuple(map(int, header[1:]))
-            if (size := math.prod(shape)) > LARGEST_IDX:
-                raise ValueError(f"{path}: its header promises {size:,} bytes; expected {LARGEST_IDX:,} at most")
-            values = content.read(size + 1)
+        regular_size(path, LARGEST_IDX)
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            content = file.read(LARGEST_IDX + 1)  # a small gzip file may unpack to any size
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error
-        raise ValueError(f"{path} cannot be unpacked ({reason}): it was cut short, or is no gzip file") from error
-    if len(values) != size:
-        raise ValueError(f"{path}: its header promises {size} values; it has fewer or more: it was cut short")
-    return np.frombuffer(values, np.uint8).reshape(shape)
-
-
-def _unpacked(file: IO[bytes], path: Path) -> IO[bytes]:
-    """The contents of a file, unpacked while they are read if it is compressed."""
-    return gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file  # type: ignore[return-value]
+        raise ValueError(f"{path} cannot be unpacked ({reason}): it was cut short, or is not a gzip file") from error
+    start = 4 * (1 + axes)
+    if len(content) < start or content[:4] != bytes([0, 0, 8, axes]):
+        raise ValueError(f"{path} is not an idx file of bytes with {axes} axes")
+    shape = tuple(map(int, np.frombuffer(content[4:start], ">u4")))
+    if len(content) != start + math.prod(shape):
+        raise ValueError(
+            f"{path}: its header promises {math.prod(shape)} values; it has fewer or more: it was cut short"
+        )
+    return np.frombuffer(content, np.uint8, offset=start).reshape(shape)

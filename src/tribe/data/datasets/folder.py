@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from tribe.data.datasets import register
-from tribe.data.datasets.array_files import positions
 from tribe.data.datasets.class_folders import outputs_of, wnids
+from tribe.data.datasets.files import MissingData, positions
 from tribe.data.datasets.image_files import (
     LARGEST_FILE,
     SKIP,
@@ -22,12 +22,10 @@ from tribe.data.datasets.image_files import (
     Unreadable,
     check_reading,
     image_file_size,
-    is_folder,
     is_image_file,
     read_image,
     read_images,
 )
-from tribe.data.datasets.locations import MissingData
 from tribe.fields import is_whole, plain_numbers, require
 from tribe.io.files import read_regular
 from tribe.registry import nearest
@@ -242,6 +240,6 @@ def _entries(folder: Path) -> tuple[list[Path], list[Path], list[Path]]:
     with os.scandir(folder) as entries:
         for entry in sorted(entries, key=lambda entry: entry.name):
             if not entry.name.startswith("."):
-                kind = folders if is_folder(entry) else images if is_image_file(entry.name) else others
+                kind = folders if Path(entry.path).is_dir() else images if is_image_file(entry.name) else others
                 kind.append(Path(entry.path))
     return folders, images, others

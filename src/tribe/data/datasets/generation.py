@@ -1,12 +1,16 @@
-"""What all corrupted data sets written to disk share: options, progress, the manifest.
+"""Write corrupted data sets in their published layouts, see `tribe.data.datasets.corrupted_files`.
 
-A file moves to its place when it is complete, and the manifest lists it after that. A block that is listed and still
-has its bytes is not made again. So after an interruption the same call continues.
+The manifest lists the domains that are complete. A domain is added to it when all of its files are on the disk, and
+removed before a file of it changes. So after an interruption the same call continues.
 """
 
-from collections.abc import Sequence
+import contextlib
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,10 +19,19 @@ from torch import Tensor
 
 from tribe._version import __version__
 from tribe.data.corruptions import apply
-from tribe.data.corruptions.families import CHUNK, CHUNK_ELSEWHERE
-from tribe.data.datasets.corrupted import check_corruptions, to_bytes
+from tribe.data.datasets.corrupted import check_corruptions, family_of, to_bytes
+from tribe.data.datasets.corrupted_files import (
+    BENCHMARKS,
+    CorruptedDomain,
+    CorruptedFiles,
+    JpegFiles,
+    NpyFiles,
+    chunk_size,
+    explained,
+)
 from tribe.data.datasets.manifest import FILE, Block, Manifest, is_published, read_manifest
-from tribe.data.datasets.writing import replacing
+from tribe.io.files import Busy, CannotWrite, exclusive, room_for, write_atomically
+from tribe.registry import nearest
 
 DEFAULT_SEVERITY = 5
 
@@ -27,17 +40,17 @@ class GenerationProgress:
     """Receives the progress of the work; override the methods to show it."""
 
     def begin(self, images: int, there: Sequence[str]) -> None:
-        """The work begins: the number of images to make, and the domains that exist already."""
+        """Show that the work begins: the number of images to make, and the domains that exist already."""
 
     def advance(self, domain: str, images: int) -> None:
-        """More images of a domain are made."""
+        """Show that more images of a domain are made."""
 
     def finish(self, domain: str) -> None:
-        """A domain is complete."""
+        """Show that a domain is complete."""
 
 
 class Summary(NamedTuple):
-    """The result of the work."""
+    """The result of `generate`."""
 
     folder: Path
     made: list[str]  # domains
@@ -46,29 +59,143 @@ class Summary(NamedTuple):
     seconds: float
 
 
-def corrupt_to_bytes(images: Tensor, name: str, severity: int, seed: int, index: Tensor) -> NDArray[np.uint8]:
+def generate(
+    dataset: str,
+    *,
+    corruptions: Sequence[str] | None = None,
+    severities: Sequence[int] | None = None,
+    out: str | None = None,
+    data: str | None = None,
+    seed: int = 0,
+    device: str = "cpu",
+    force: bool = False,
+    progress: GenerationProgress | None = None,
+) -> Summary:
+    """Corrupt a clean test set and write it in its published layout.
+
+    Severities that are not chosen are holes in an npy file: they take no space, and the readers refuse them. Images of
+    ImageNet of any size are resized and cropped to 224 x 224 as the authors do, unless all have that size.
+
+    Args:
+        dataset: the clean set: "mnist", "cifar10", "cifar100" or "imagenet".
+        corruptions: by default the fifteen of the benchmark.
+        severities: by default 5.
+        out: folder below which to write; by default that of the clean set, for ImageNet the root of all data.
+        data: folder below which the clean set lies, for ImageNet also the folder of its class folders; by default that
+            of all data, else ``out``.
+        seed: seed of the corruptions' random numbers.
+        device: where to compute.
+        force: make existing domains again, and begin anew if the folder was made with other settings.
+        progress: receives the progress of the work.
+
+    Raises:
+        MissingData: the clean set was not found.
+        CannotWrite: the disk is full, or another process writes to the folder.
+        ValueError: an argument is wrong, or the folder was made with other settings.
+    """
+    if dataset not in BENCHMARKS:
+        raise ValueError(f"unknown data set {dataset!r}: {nearest(dataset, BENCHMARKS)}")
+    benchmark, family = BENCHMARKS[dataset], family_of(dataset)
+    check_corruptions(corruptions or (), family)
+    names = benchmark.corruptions if corruptions is None else tuple(dict.fromkeys(corruptions))
+    chosen = _check_severities(severities, benchmark.severities)
+    domains = [CorruptedDomain(name, severity) for name in names for severity in chosen]
+    _check_seed(seed)
+    place = _check_device(device)
+    files = (JpegFiles if dataset == "imagenet" else NpyFiles)(dataset, data, out)
+    progress, started = progress or GenerationProgress(), time.perf_counter()
+    with _locked(files.folder) as folder, files:
+        fresh = Manifest(dataset, files.count, files.clean_sha256(), seed, family, _rounding(files.shape))
+        manifest = _open_manifest(folder, fresh, force)
+        if force:
+            manifest = _write_manifest(folder, manifest.without(domain.name for domain in domains))
+            for domain in domains:
+                files.remove(domain)
+        missing = {domain: files.missing(domain, manifest.blocks.get(domain.name)) for domain in domains}
+        made = [domain for domain in domains if missing[domain].any()]
+        left = sum(int(lacking.sum()) for lacking in missing.values())
+        _check_space(folder, left * files.image_bytes)
+        manifest = _write_manifest(folder, manifest.without(domain.name for domain in made))
+        files.write_labels(names)
+        there = [domain.name for domain in domains if domain not in made]
+        progress.begin(left, there)
+        for group in [domains] if files.at_once else [[domain] for domain in domains]:
+            _corrupt(files, {domain: missing[domain] for domain in group}, seed, place, progress)
+            files.sync([domain for domain in group if domain in made])
+            for domain in group:
+                if domain.name not in manifest.blocks:
+                    block = Block(files.sha256(domain), place.type, torch.__version__, __version__)
+                    manifest = _write_manifest(folder, manifest.with_block(domain.name, block))
+                    progress.finish(domain.name)
+    return Summary(folder, [domain.name for domain in made], there, files.count, time.perf_counter() - started)
+
+
+# -- corrupting -------------------------------------------------------------------------------------------------------
+
+
+def _corrupt(
+    files: CorruptedFiles,
+    missing: Mapping[CorruptedDomain, NDArray[np.bool_]],
+    seed: int,
+    device: torch.device,
+    progress: GenerationProgress,
+) -> None:
+    """Corrupt the missing images in chunks; the clean images of the next chunk are read meanwhile."""
+    wanted = torch.from_numpy(np.logical_or.reduce(list(missing.values()))).nonzero().flatten()
+    if not len(wanted):
+        return
+    chunks = wanted.split(chunk_size(files.shape, device))
+    with ThreadPoolExecutor(1) as ahead:
+        following = ahead.submit(files.read, chunks[0])
+        for n, chunk in enumerate(chunks):
+            clean = following.result().to(device)
+            if n + 1 < len(chunks):
+                following = ahead.submit(files.read, chunks[n + 1])
+            for domain, lacking in missing.items():
+                rows = torch.from_numpy(lacking)[chunk].nonzero().flatten()
+                if len(rows):
+                    some = clean if len(rows) == len(clean) else clean[rows.to(device)]
+                    files.write(domain, chunk[rows], _corrupted(some, domain, seed, chunk[rows]))
+                    progress.advance(domain.name, len(rows))
+
+
+def _corrupted(images: Tensor, domain: CorruptedDomain, seed: int, index: Tensor) -> NDArray[np.uint8]:
     """Corrupt images (n, C, H, W) and return bytes (n, H, W, C)."""
-    pixels = to_bytes(apply(images, name, severity, seed=seed, index=index))
+    pixels = to_bytes(apply(images, domain.corruption, domain.severity, seed=seed, index=index))
     return pixels.permute(0, 2, 3, 1).contiguous().cpu().numpy()
 
 
-def chunk_size(shape: Sequence[int], device: torch.device) -> int:
-    """How many images of a shape are corrupted at once."""
-    return max(1, CHUNK.get(device.type, CHUNK_ELSEWHERE) // int(np.prod(shape)))
-
-
-def rounding(shape: Sequence[int]) -> str:
-    """How `to_bytes` rounds images of a shape."""
+def _rounding(shape: Sequence[int]) -> str:
+    """Return how `to_bytes` rounds images of a shape."""
     return "nearest" if to_bytes(torch.full((1, *shape), 0.75 / 255)).any() else "down"
 
 
-def new_block(digest: Any, device: torch.device) -> Block:
-    """A block made now, with these bytes."""
-    return Block(digest.hexdigest(), device.type, torch.__version__, __version__)
+# -- the folder and its manifest --------------------------------------------------------------------------------------
 
 
-def open_manifest(folder: Path, fresh: Manifest, force: bool) -> Manifest:
-    """Return the manifest of a folder if blocks can be added to it, else write a fresh one or raise an error.
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[Path]:
+    """Make a folder and hold an exclusive lock on it."""
+    with contextlib.ExitStack() as stack:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(exclusive(folder / ".lock"))
+        except Busy as error:
+            raise CannotWrite(f"another process is writing to {folder}: wait for it, or use another --out") from error
+        except OSError as error:
+            raise CannotWrite(f"{folder} cannot be written to: {error.strerror or error}") from error
+        for leftover in folder.rglob(".*.tmp"):  # of a process that was killed
+            leftover.unlink(missing_ok=True)
+        yield folder
+
+
+def _check_space(folder: Path, needed: int) -> None:
+    if needed > shutil.disk_usage(folder).free:
+        raise CannotWrite(f"there is too little room in {folder}. {room_for(needed, folder)}. Use another --out")
+
+
+def _open_manifest(folder: Path, fresh: Manifest, force: bool) -> Manifest:
+    """Return the manifest of a folder if domains can be added to it, else write a fresh one or raise an error.
 
     The manifest is written before any image: without it an incomplete folder would count as published.
     """
@@ -77,38 +204,33 @@ def open_manifest(folder: Path, fresh: Manifest, force: bool) -> Manifest:
             f"{folder} holds files but no {FILE}, like the published archive: use another --out, or --force to write "
             "over them"
         )
-    manifest = _read_if_valid(folder) if force else read_manifest(folder)
-    if manifest is not None:
-        difference = manifest.difference(fresh)
-        if difference is None:
-            return manifest
-        if not force:
-            raise ValueError(f"{folder} was made with {difference}: use another --out, or --force to begin anew")
-    write_manifest(folder, fresh)
-    return fresh
-
-
-def _read_if_valid(folder: Path) -> Manifest | None:
     try:
-        return read_manifest(folder)
+        manifest = read_manifest(folder)
     except ValueError:
-        return None
+        if not force:
+            raise
+        manifest = None
+    difference = None if manifest is None else manifest.difference(fresh)
+    if difference is not None and not force:
+        raise ValueError(f"{folder} was made with {difference}: use another --out, or --force to begin anew")
+    if manifest is None or difference is not None:
+        return _write_manifest(folder, fresh)
+    return manifest
 
 
-def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Replace the manifest of a folder."""
-    with replacing(folder / FILE) as file:
-        file.write(manifest.json().encode())
+def _write_manifest(folder: Path, manifest: Manifest) -> Manifest:
+    content = manifest.json().encode()
+    path = folder / FILE
+    if not path.is_file() or path.read_bytes() != content:
+        with explained(path):
+            write_atomically(path, content)
+    return manifest
 
 
-def check_names(names: Sequence[str] | None, default: tuple[str, ...], family: str) -> tuple[str, ...]:
-    """The corruptions to make, each once."""
-    check_corruptions(names or (), family)
-    return default if names is None else tuple(dict.fromkeys(names))
+# -- arguments --------------------------------------------------------------------------------------------------------
 
 
-def check_severities(severities: Sequence[int] | None, possible: tuple[int, ...]) -> list[int]:
-    """The severities to make, sorted."""
+def _check_severities(severities: Sequence[int] | None, possible: tuple[int, ...]) -> list[int]:
     for severity in severities or ():
         if severity not in possible:
             single = f"MNIST-C has a single strength, which is called severity {possible[0]}"
@@ -117,15 +239,12 @@ def check_severities(severities: Sequence[int] | None, possible: tuple[int, ...]
     return sorted(set(severities or (DEFAULT_SEVERITY,)))
 
 
-def check_seed(seed: int) -> int:
-    """The seed, if the random numbers can use it."""
+def _check_seed(seed: int) -> None:
     if not 0 <= seed < 2**63:
         raise ValueError(f"a seed is at least 0 and below 2**63; got {seed}")
-    return seed
 
 
-def check_device(device: str) -> torch.device:
-    """The device, if it can be used."""
+def _check_device(device: str) -> torch.device:
     if device.partition(":")[0] not in ("cpu", "cuda"):
         raise ValueError(f"a device is cpu or cuda; got {device!r}")
     if device.startswith("cuda") and not torch.cuda.is_available():

@@ -8,16 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import ClassVar, NamedTuple
-
-import torch
-from torch import Tensor
+from typing import ClassVar
 
 from tribe.data.datasets import register
-from tribe.data.datasets.array_files import positions
-from tribe.data.datasets.class_folders import COUNT, class_folders, list_images, output_of, outputs_of
-from tribe.data.datasets.image_files import Unreadable, check_reading, image_size, read_images
-from tribe.data.datasets.locations import MissingData, data_root, download_hint, find
+from tribe.data.datasets.class_folders import COUNT, ListedImages, class_folders, list_images, output_of
+from tribe.data.datasets.files import MissingData, data_root, download_hint, find
+from tribe.data.datasets.image_files import Unreadable, check_reading, image_size
 from tribe.fields import is_whole, plain_numbers, require
 from tribe.registry import nearest
 
@@ -25,17 +21,9 @@ SAMPLED = 16  # images of a folder whose size says whether its images are croppe
 CLASSES = f"expected class folders with wnids, such as n01440764, or with the numbers 0 to {COUNT - 1}"
 
 
-class Listing(NamedTuple):
-    """The images of a domain."""
-
-    folder: Path
-    names: tuple[str, ...]  # "class/NAME.JPEG"
-    labels: Tensor
-
-
 @dataclass(frozen=True)
-class ClassFolders:
-    """Images by class in one folder a domain. Only file names are held in memory."""
+class ClassFolders(ListedImages):
+    """A base class: images by class in one folder a domain. Only file names are held in memory."""
 
     data: str | None = None  # root folder, or the folder of the classes; None: $TRIBE_DATA or the cache directory
     size: int = 224  # rows and columns; the shorter side is resized to 8/7 of it first
@@ -52,40 +40,13 @@ class ClassFolders:
         require(is_whole(self.size, least=1), "size is a number of pixels, at least 1", self.size)
         check_reading(self.unreadable, self.workers)
 
-    @cached_property
-    def classes(self) -> Sequence[str]:
-        """The class folders of the first domain, in the order of the networks' outputs; all domains have the same."""
-        return expected_classes(self.image_folder(self.domains[0]))
-
-    @property
-    def outputs(self) -> Sequence[int] | None:
-        """The outputs of an ImageNet network that are these classes."""
-        return outputs_of(self.classes)
-
     @property
     def domains(self) -> Sequence[str]:
         """The names of the folders."""
         return tuple(self.places)
 
-    def labels(self, domain: str) -> Tensor:
-        """The positions of the images' classes in `classes`."""
-        return self.listing(domain).labels
-
-    def images(self, domain: str, index: Tensor) -> Tensor:
-        """Decode some images."""
-        listing = self.listing(domain)
-        return read_images(
-            [listing.folder / listing.names[i] for i in positions(index, len(listing.names), domain)],
-            (self.size, self.size),
-            hint="the images of this folder are cropped already, and those of a stream have one size",
-            resize=self._resize(domain),
-            unreadable=self.unreadable,
-            warned=self._warned,
-            workers=self.workers,
-        )
-
     def image_folder(self, domain: str) -> Path:
-        """The folder that holds the class folders of a domain: a published one below the root, or the root itself."""
+        """Return the folder with the class folders of a domain: a published one below the root, or the root itself."""
         if domain not in self.domains:
             raise ValueError(f"unknown domain {domain!r}: {nearest(domain, self.domains)}")
         root, places = data_root(self.data), self.places[domain]
@@ -96,23 +57,12 @@ class ClassFolders:
                 expected_classes(root)  # raises: it says what is there and what was expected
         return find(root, *places, what=f"{self.title} ({domain})", hint=self._hint(root, domain))
 
-    def listing(self, domain: str) -> Listing:
-        """The images of a domain, listed once."""
-        if domain not in self._listings:
-            folder, classes = self.image_folder(domain), self.classes
-            if differing := set(classes) ^ set(expected_classes(folder)):
-                other = self.image_folder(self.domains[0])
-                raise ValueError(f"{folder} has other classes than {other}: {min(differing)!r} is in only one of them")
-            names = list_images(folder, classes, self.unreadable)
-            if not names:
-                raise MissingData(f"{folder} holds no images in its class folders")
-            number = {kind: k for k, kind in enumerate(classes)}
-            labels = torch.tensor([number[name.partition("/")[0]] for name in names])
-            self._listings[domain] = Listing(folder, tuple(names), labels)
-        return self._listings[domain]
+    def list_classes(self, folder: Path) -> tuple[str, ...]:
+        """Return the class folders in a folder; raise if they are not classes of ImageNet."""
+        return expected_classes(folder)
 
-    def _resize(self, domain: str) -> int | None:
-        """The length of the shorter side before the crop; None if the images are cropped already."""
+    def resize(self, domain: str) -> int | None:
+        """Return the length of the shorter side before the crop; None if the images are cropped already."""
         if domain not in self._sides:
             folder, names, _ = self.listing(domain)
             self._sides[domain] = resize_for([folder / name for name in names], self.size)
@@ -120,14 +70,6 @@ class ClassFolders:
 
     def _hint(self, root: Path, domain: str) -> str:
         return download_hint(self.archive.format(domain), root)
-
-    @cached_property
-    def _warned(self) -> set[Path]:
-        return set()
-
-    @cached_property
-    def _listings(self) -> dict[str, Listing]:
-        return {}
 
     @cached_property
     def _sides(self) -> dict[str, int | None]:
@@ -145,7 +87,7 @@ def looks_like_class_folders(folder: Path) -> bool:
 
 
 def expected_classes(folder: Path) -> tuple[str, ...]:
-    """The class folders in a folder, if all are classes of ImageNet, each once."""
+    """Return the class folders in a folder; raise unless all are classes of ImageNet, each once."""
     names = class_folders(folder)
     if not names:
         raise MissingData(f"{folder} holds no folders; {CLASSES}")
@@ -154,7 +96,7 @@ def expected_classes(folder: Path) -> tuple[str, ...]:
         raise ValueError(f"{folder} holds no class folders, but {folder / inner[0]} does: name that folder")
     if strange:
         own = "--dataset folder --data ROOT plays images of other classes, in ROOT/<domain>/<class>"
-        raise ValueError(f"{folder} holds a folder {strange[0]!r}, which is no class of ImageNet; {CLASSES}. {own}")
+        raise ValueError(f"{folder} holds a folder {strange[0]!r}, which is not a class of ImageNet; {CLASSES}. {own}")
     outputs = [output_of(name) for name in names]
     for name, following, a, b in zip(names, names[1:], outputs, outputs[1:], strict=False):
         if a == b:
@@ -163,7 +105,7 @@ def expected_classes(folder: Path) -> tuple[str, ...]:
 
 
 def resize_for(paths: Sequence[Path], size: int) -> int | None:
-    """The length of the shorter side before a crop to ``size``; None if a sample of the images is cropped already."""
+    """Return the shorter side before a crop to ``size``; None if a sample of the images is cropped already."""
     sample = paths[:: max(1, len(paths) // SAMPLED)]
     return None if all(image_size(path) == (size, size) for path in sample) else round(size * 8 / 7)
 

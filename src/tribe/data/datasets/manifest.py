@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tribe.data.datasets.locations import MissingData
+from tribe.data.datasets.files import MissingData
 from tribe.io import json_files
 
 FILE = "made.json"
@@ -47,11 +47,20 @@ class Manifest:
     blocks: Mapping[str, Block] = field(default_factory=dict)
 
     def json(self) -> str:
-        """The content of the file."""
+        """Return the content of the file."""
         return json.dumps({"schema": SCHEMA, **dataclasses.asdict(self)}, indent=2, sort_keys=True) + "\n"
 
+    def with_block(self, domain: str, block: Block) -> "Manifest":
+        """Return the manifest with another complete domain."""
+        return dataclasses.replace(self, blocks={**self.blocks, domain: block})
+
+    def without(self, domains: Iterable[str]) -> "Manifest":
+        """Return the manifest without some domains."""
+        removed = set(domains)
+        return dataclasses.replace(self, blocks={d: block for d, block in self.blocks.items() if d not in removed})
+
     def difference(self, other: "Manifest") -> str | None:
-        """The first field other than the blocks in which another manifest differs, as part of an error message."""
+        """Return how the settings of another manifest differ, as part of an error message."""
         for name in ("dataset", "clean", "images", "seed", "family", "rounding"):
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
@@ -63,17 +72,15 @@ def read_manifest(folder: Path) -> Manifest | None:
     """Read the manifest of a folder; None if it has none, like a published archive."""
     path, advice = folder / FILE, f"Remove the folder {folder} and make it again"
     try:
-        fields = json_files.read(path, {"schema": int}, advice)
+        fields = json_files.read(path, {"schema": {SCHEMA}, **FIELDS}, advice)
     except FileNotFoundError:
         return None
-    if fields.pop("schema") != SCHEMA:
-        raise ValueError(f"{path} was written by another version of tribe. {advice}")
-    json_files.check(fields, FIELDS, str(path), advice)
-    try:
-        blocks = {domain: Block(**block) for domain, block in fields.pop("blocks").items()}
-        return Manifest(**fields, blocks=blocks)
-    except TypeError as error:  # a field that it does not have
-        raise ValueError(f"{path} is damaged ({error}). {advice}") from error
+    known = {field.name for field in dataclasses.fields(Block)}
+    blocks = {
+        domain: Block(**{name: value for name, value in block.items() if name in known})
+        for domain, block in fields["blocks"].items()
+    }
+    return Manifest(**{name: fields[name] for name in FIELDS if name != "blocks"}, blocks=blocks)
 
 
 def is_published(folder: Path) -> bool:
@@ -82,7 +89,7 @@ def is_published(folder: Path) -> bool:
 
 
 def corrupt_command(dataset: str, out: Path, *, corruptions: Iterable[str] = (), severities: Iterable[int] = ()) -> str:
-    """The command that makes a corrupted data set from the clean one.
+    """Return the command that makes a corrupted data set from the clean one.
 
     >>> corrupt_command("cifar10", Path("my data"), corruptions=("fog", "snow"), severities=(5,))
     "tribe corrupt cifar10 --severity 5 --corruptions fog,snow --out 'my data'"
@@ -93,7 +100,7 @@ def corrupt_command(dataset: str, out: Path, *, corruptions: Iterable[str] = (),
 
 
 def remedy(folder: Path, command: str) -> str:
-    """What to do about an incomplete folder; ``command`` makes it."""
+    """Return what to do about an incomplete folder; ``command`` makes it."""
     action = "unpack the published archive again" if is_published(folder) else f"make it with `{command}`"
     return f"The folder is incomplete: {action}"
 
@@ -107,7 +114,7 @@ def require_block(folder: Path, domain: str, command: str) -> None:
 
 
 def block_digest(folder: Path, domain: str) -> str | None:
-    """The sha256 of a block in the manifest; None for a published archive."""
+    """Return the sha256 of a block in the manifest; None for a published archive."""
     manifest = read_manifest(folder)
     return None if manifest is None else manifest.blocks[domain].sha256
 

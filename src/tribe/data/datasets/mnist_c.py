@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tribe.data.datasets import register
-from tribe.data.datasets.array_files import open_images, open_labels, positions, to_images
-from tribe.data.datasets.locations import data_root, find
+from tribe.data.datasets.files import data_root, find, open_images, open_labels, positions, to_images
 from tribe.data.datasets.manifest import block_digest, corrupt_command, remedy, require_block, with_remedy
 from tribe.data.scenarios.orders import MNIST_C
 from tribe.registry import nearest
@@ -66,7 +65,7 @@ class MnistC:
         return to_images(array[positions(index, len(labels), domain)])
 
     def digest(self, domain: str) -> str | None:
-        """The hash of the images in the manifest; None for the published archive."""
+        """Return the hash of the images in the manifest; None for the published archive."""
         self._open(domain)
         return block_digest(self._folder, f"{domain}@{SEVERITY}")
 

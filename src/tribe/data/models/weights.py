@@ -11,13 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from tribe.core.normalize import Normalize
-from tribe.data.datasets.locations import data_root
-from tribe.data.datasets.unpickle import UnpickleError
+from tribe.data.datasets.files import data_root
 from tribe.data.models.architectures import Architecture, architecture
 from tribe.data.models.layers import Normalization
-from tribe.data.models.pickled import check_saved
 from tribe.io import json_files
-from tribe.io.tensors import SizeLimit, open_safetensors, tensors_of
+from tribe.io.tensors import read_safetensors
 
 PREFIXES = ("module.", "model.", "_orig_mod.")  # that DataParallel, wrappers and torch.compile put before names
 ENVELOPES = ("state_dict", "model_state_dict", "model")  # the keys of a state dict in files of training scripts
@@ -73,8 +71,7 @@ def load(model: str | nn.Module, path: str | PathLike[str], **fields: Any) -> nn
         design = architecture(model, **fields)  # raises an error for a wrong name before a large file is read
         tensors = read(path, f"tribe train DATASET --model {model} makes one (of {', '.join(TRAINED_HERE)})")
         design = _with_file_fields(path, design, tensors, fields)
-        with SizeLimit(tensors, WeightsError(f"{path}: the shapes do not fit; its classifier is not that of {model}")):
-            model = design.build()
+        model = design.build()
     elif not isinstance(model, nn.Module):
         raise TypeError(f"expected a name or a torch.nn.Module; got {type(model).__name__}")
     elif fields:
@@ -90,7 +87,7 @@ def load(model: str | nn.Module, path: str | PathLike[str], **fields: Any) -> nn
 
 
 def read(path: str | PathLike[str], otherwise: str = "name another") -> dict[str, Tensor]:
-    """The tensors of a weights file by their names there; ``otherwise`` is what to do if the file is missing."""
+    """Return the tensors of a weights file by name; ``otherwise`` is what to do if the file is missing."""
     path = Path(path)
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a folder; expected a weights file")
@@ -99,19 +96,18 @@ def read(path: str | PathLike[str], otherwise: str = "name another") -> dict[str
     if path.suffix == ".safetensors":
         check_card(path)
         try:
-            with open_safetensors(path) as file:
-                return tensors_of(file)
+            return read_safetensors(path)[1]
         except ValueError as error:
             raise WeightsError(f"{path} is not a safetensors file, or it was cut short ({error})") from error
     if path.suffix in (".pt", ".pth"):
-        return _open_envelope(path, _unpickle(path))
+        return _open_envelope(path, _load_pt(path))
     raise WeightsError(
         f"{path}: expected weights in a .safetensors, .pt or .pth file; got {path.suffix or 'no suffix'}"
     )
 
 
 def check_card(path: Path) -> None:
-    """Refuse weights that are not those of the card beside them, which `tribe train` writes with their sha256."""
+    """Raise if weights are not those of the card beside them, which `tribe train` writes with their sha256."""
     card = path.with_suffix(".json")
     if not card.is_file():
         return
@@ -132,16 +128,14 @@ def check_card(path: Path) -> None:
         )
 
 
-def _unpickle(path: Path) -> object:
-    try:
-        check_saved(path)
-    except UnpickleError as error:
-        raise WeightsError(f"{path} is not a state dict written by torch.save that can be used: {error}") from error
+def _load_pt(path: Path) -> object:
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # damaged bytes can raise anything, also OSError
+    except Exception as error:  # torch fails in many ways on damaged bytes
         raise WeightsError(
-            f"{path} is not a state dict written by torch.save, or it was cut short ({type(error).__name__})"
+            f"{path} is not a state dict written by torch.save, it was cut short, or it holds Python objects beside "
+            f"tensors, which could run code when read ({type(error).__name__}): save model.state_dict() alone, best as "
+            "safetensors"
         ) from error
 
 
@@ -159,7 +153,7 @@ def _open_envelope(path: Path, content: object) -> dict[str, Tensor]:
 
 
 def _plain(path: Path, name: str, tensor: Tensor) -> Tensor:
-    """A tensor of ordinary numbers; any other kind is refused."""
+    """Return a tensor of ordinary numbers; raise for any other kind."""
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_nested:
         raise WeightsError(
             f"{path}: {name} is a sparse, quantised, nested or meta tensor; expected ordinary numbers: save "
@@ -171,11 +165,15 @@ def _plain(path: Path, name: str, tensor: Tensor) -> Tensor:
 def _with_file_fields(
     path: object, design: Architecture, tensors: Mapping[str, Tensor], given: Mapping[str, Any]
 ) -> Architecture:
-    """The configuration with the fields that the file determines and the caller did not set."""
+    """Return the configuration with the fields that the file determines and the caller did not set."""
     found: dict[str, Any] = {}
     bare = {_bare(name): tensor for name, tensor in tensors.items()}
     head = bare.get(f"{design.head}.weight")
     if head is not None and head.dim() == 2 and len(head):
+        with torch.device("meta"):  # takes no memory
+            features = design.build().get_submodule(design.head).in_features
+        if head.shape[1] != features:
+            raise WeightsError(f"{path}: the shapes do not fit; its classifier is not that of {design.name}")
         found["classes"] = len(head)
     if constants := _constants(path, bare):
         found["normalize"] = constants
@@ -183,7 +181,7 @@ def _with_file_fields(
 
 
 def _bare(name: str, own: Iterable[str] = ()) -> str:
-    """A name without prefixes, unless the network itself has it with them."""
+    """Return a name without prefixes, unless the network itself has it with them."""
     while name not in own and name.startswith(PREFIXES):
         name = name.partition(".")[2]
     return name
@@ -202,7 +200,7 @@ def _fit_names(path: object, tensors: Mapping[str, Tensor], wanted: Mapping[str,
 
 
 def _constants(path: object, tensors: Mapping[str, Tensor]) -> Normalization | None:
-    """The input normalisation that a file holds, if it does."""
+    """Return the input normalisation in a file, if it has one."""
     for names in CONSTANTS:
         if not all(name in tensors for name in names):
             continue
@@ -217,7 +215,7 @@ def _constants(path: object, tensors: Mapping[str, Tensor]) -> Normalization | N
 
 
 def _check_constants(path: object, found: dict[str, Tensor], wanted: Mapping[str, Tensor], model: nn.Module) -> None:
-    """Remove the constants of input normalisation from the tensors; refuse those that the network does not use."""
+    """Remove the constants of input normalisation; raise for those that the network does not use."""
     foreign = {name: tensor for name, tensor in found.items() if name not in wanted}
     constants = _constants(path, foreign)
     if constants is None:
@@ -242,7 +240,7 @@ def _close(own: tuple[list[float], list[float]], constants: Normalization) -> bo
 
 
 def _check(path: object, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
-    """Refuse weights of another network, and damaged ones."""
+    """Raise for weights of another network, and for damaged ones."""
     needed = [n for n in wanted if not n.endswith("num_batches_tracked")]  # old files do not have these counts
     missing = [n for n in needed if n not in found]
     unexpected = [n for n in found if n not in wanted]

@@ -1,0 +1,359 @@
+"""The files of corrupted data sets: npy files (MNIST-C, CIFAR-C) or JPEG files (ImageNet-C)."""
+
+import contextlib
+import hashlib
+import io
+import os
+import shutil
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tribe.data.corruptions import SEVERITIES
+from tribe.data.corruptions.families import CHUNK, CHUNK_ELSEWHERE
+from tribe.data.corruptions.pillow import require_pillow
+from tribe.data.datasets import create
+from tribe.data.datasets.cifar_c import Cifar10C, Cifar100C
+from tribe.data.datasets.files import MissingData, data_root
+from tribe.data.datasets.image_files import cores, image_file_size, read_image
+from tribe.data.datasets.imagenet import ImageNet, resize_for
+from tribe.data.datasets.imagenet_c import ImageNetC
+from tribe.data.datasets.manifest import Block
+from tribe.data.datasets.mnist_c import SEVERITY, MnistC
+from tribe.data.scenarios.orders import CIFAR_C, IMAGENET_C, MNIST_C
+from tribe.io.files import CannotWrite, write_atomically
+
+QUALITY = 85  # of ImageNet-C's JPEG files, as published
+JPEG_BYTES = 5_000  # a lower bound of the mean size of a corrupted image
+JPEG_END = b"\xff\xd9"
+WAITING = 2048  # images that wait to be encoded: 300 MB
+ADVICE = ". The finished domains are kept: make room or use another --out, and run the same command again"
+
+
+class CorruptedDomain(NamedTuple):
+    """A corruption at a severity."""
+
+    corruption: str
+    severity: int
+
+    @property
+    def name(self) -> str:
+        """The name of the domain in data sets."""
+        return f"{self.corruption}@{self.severity}"
+
+
+class Benchmark(NamedTuple):
+    """A corrupted data set that can be made."""
+
+    folder: str
+    corruptions: tuple[str, ...]
+    severities: tuple[int, ...]
+    images: str = ""  # the npy file of a corruption; its blocks are the severities, in order
+    labels: str = ""
+    label_type: Any = np.uint8  # as published
+
+
+BENCHMARKS = {
+    "cifar10": Benchmark(Cifar10C.folder, CIFAR_C, tuple(SEVERITIES), "{}.npy", "labels.npy"),
+    "cifar100": Benchmark(Cifar100C.folder, CIFAR_C, tuple(SEVERITIES), "{}.npy", "labels.npy"),
+    "mnist": Benchmark(MnistC.folder, MNIST_C, (SEVERITY,), "{}/test_images.npy", "{}/test_labels.npy", np.int64),
+    "imagenet": Benchmark(ImageNetC.folder, IMAGENET_C, tuple(SEVERITIES)),
+}
+
+
+@contextlib.contextmanager
+def explained(path: Path, needed: int = 0) -> Iterator[None]:
+    """Add the path, the bytes that it needs and what to do to an error of the operating system."""
+    try:
+        yield
+    except CannotWrite:
+        raise
+    except OSError as error:
+        raise CannotWrite.because(error, path, needed, ADVICE) from error
+
+
+def chunk_size(shape: Sequence[int], device: torch.device) -> int:
+    """Return how many images of a shape are corrupted at once."""
+    return max(1, CHUNK.get(device.type, CHUNK_ELSEWHERE) // int(np.prod(shape)))
+
+
+class CorruptedFiles(ABC):
+    """Clean images, and the files that the corrupted ones are written to."""
+
+    folder: Path  # of the corrupted files
+    shape: tuple[int, ...]  # of an image, (C, H, W)
+    count: int  # images
+    image_bytes: int  # of a corrupted image, at least
+    at_once: bool  # make all domains in one pass over the clean images, because they are slow to read
+
+    def __enter__(self) -> "CorruptedFiles":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        return None
+
+    @abstractmethod
+    def clean_sha256(self) -> str:
+        """Return a hash of the clean images."""
+
+    @abstractmethod
+    def read(self, index: Tensor) -> Tensor:
+        """Read clean images, (n, C, H, W) in [0, 1]."""
+
+    def write_labels(self, names: Sequence[str]) -> None:
+        """Write the label files of some corruptions, if the layout has any."""
+        return None
+
+    def remove(self, domain: CorruptedDomain) -> None:
+        """Remove the files of a domain that is made again, unless they are written over."""
+        return None
+
+    @abstractmethod
+    def missing(self, domain: CorruptedDomain, block: Block | None) -> NDArray[np.bool_]:
+        """Return which images of a domain have to be made; ``block`` is its entry in the manifest."""
+
+    @abstractmethod
+    def write(self, domain: CorruptedDomain, index: Tensor, pixels: NDArray[np.uint8]) -> None:
+        """Write corrupted images (n, H, W, C), perhaps later."""
+
+    @abstractmethod
+    def sync(self, domains: Sequence[CorruptedDomain]) -> None:
+        """Wait until all images of some domains are on the disk."""
+
+    @abstractmethod
+    def sha256(self, domain: CorruptedDomain) -> str:
+        """Return a hash of the bytes of a domain."""
+
+
+class NpyFiles(CorruptedFiles):
+    """One npy file for each corruption, with a block of images for each severity."""
+
+    at_once = False
+
+    def __init__(self, dataset: str, data: str | None, out: str | None) -> None:
+        self.layout = BENCHMARKS[dataset]
+        self.clean = self._open_clean(dataset, data, out)
+        self.domain = self.clean.domains[0]
+        self.labels = self.clean.labels(self.domain).numpy()
+        self.count = len(self.labels)
+        self.shape = tuple(self.read(torch.arange(1)).shape[1:])
+        self.image_bytes = int(np.prod(self.shape))
+        self.folder = data_root(data if out is None else out) / self.layout.folder
+        channels, rows, columns = self.shape
+        self.header = _npy_header((self.count * len(self.layout.severities), rows, columns, channels), np.uint8)
+        self.size = len(self.header) + self.count * len(self.layout.severities) * self.image_bytes
+
+    @staticmethod
+    def _open_clean(dataset: str, data: str | None, out: str | None) -> Any:
+        """Open the clean set below the first root that holds it."""
+        errors = []
+        for root in [data] if data is not None or out is None else [None, out]:
+            clean = create(dataset, data=root)
+            try:
+                clean.labels(clean.domains[0])
+            except MissingData as error:
+                errors.append(error)
+            else:
+                return clean
+        raise errors[0]
+
+    def clean_sha256(self) -> str:
+        """Return a hash of labels and pixels, which does not depend on the file format."""
+        digest = hashlib.sha256(self.labels.tobytes())
+        for index in torch.arange(self.count).split(chunk_size(self.shape, torch.device("cpu"))):
+            digest.update(self.read(index).mul_(255).round_().to(torch.uint8).numpy().data)
+        return digest.hexdigest()
+
+    def read(self, index: Tensor) -> Tensor:
+        """Read clean images, (n, C, H, W) in [0, 1]."""
+        images: Tensor = self.clean.images(self.domain, index)
+        return images
+
+    def write_labels(self, names: Sequence[str]) -> None:
+        """Write the label files of some corruptions."""
+        labels = np.tile(self.labels, len(self.layout.severities)).astype(self.layout.label_type)
+        content = _npy_header(labels.shape, labels.dtype) + labels.tobytes()
+        for path in {self.folder / self.layout.labels.format(name) for name in names}:
+            with explained(path, len(content)):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                if not path.is_file() or path.read_bytes() != content:
+                    write_atomically(path, content)
+
+    def missing(self, domain: CorruptedDomain, block: Block | None) -> NDArray[np.bool_]:
+        """Return all images, unless the block is listed and has the bytes that were written."""
+        intact = block is not None and self._is_file(domain.corruption) and self.sha256(domain) == block.sha256
+        return np.full(self.count, not intact)
+
+    def write(self, domain: CorruptedDomain, index: Tensor, pixels: NDArray[np.uint8]) -> None:
+        """Write corrupted images (n, H, W, C)."""
+        path = self._path(domain.corruption)
+        with explained(path, self.count * self.image_bytes):
+            if not self._is_file(domain.corruption):
+                with path.open("wb") as file:
+                    file.write(self.header)
+                    file.truncate(self.size)  # blocks that are not written are holes
+            with path.open("r+b") as file:
+                file.seek(self._offset(domain) + int(index[0]) * self.image_bytes)
+                file.write(pixels.data)
+
+    def sync(self, domains: Sequence[CorruptedDomain]) -> None:
+        """Wait until all images of some domains are on the disk."""
+        for domain in domains:
+            with self._path(domain.corruption).open("rb") as file:
+                os.fsync(file.fileno())
+
+    def sha256(self, domain: CorruptedDomain) -> str:
+        """Return a hash of the bytes of a domain."""
+        with self._path(domain.corruption).open("rb") as file:
+            file.seek(self._offset(domain))
+            return hashlib.sha256(file.read(self.count * self.image_bytes)).hexdigest()
+
+    def _path(self, name: str) -> Path:
+        return self.folder / self.layout.images.format(name)
+
+    def _offset(self, domain: CorruptedDomain) -> int:
+        block = self.layout.severities.index(domain.severity)
+        return len(self.header) + block * self.count * self.image_bytes
+
+    def _is_file(self, name: str) -> bool:
+        """Whether the file of a corruption has the right header and size."""
+        path = self._path(name)
+        if not path.is_file() or path.stat().st_size != self.size:
+            return False
+        with path.open("rb") as file:
+            return file.read(len(self.header)) == self.header
+
+
+class JpegFiles(CorruptedFiles):
+    """One JPEG file for each image. Threads decode the next clean images and encode the corrupted ones meanwhile."""
+
+    at_once = True
+    shape = ImageNet.shape
+    image_bytes = JPEG_BYTES
+
+    def __init__(self, dataset: str, data: str | None, out: str | None) -> None:
+        root = data_root(data)
+        if not root.is_dir():
+            raise MissingData(f"no folder of images at {root}")
+        places = (root / place for place in ImageNet.places["clean"])
+        images = next((folder for folder in places if folder.is_dir()), root)
+        self.paths = self._find(images)
+        self.count = len(self.paths)
+        target = data_root(out) if out is not None or images == root else root
+        self.folder = target / BENCHMARKS[dataset].folder
+        self.waiting: deque[Future[None]] = deque()
+
+    def __enter__(self) -> "JpegFiles":
+        self.threads = ThreadPoolExecutor(cores(), "tribe-images")
+        self.side = self.shape[1]
+        self.resize = resize_for(self.paths, self.side)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.threads.shutdown(cancel_futures=True)
+
+    @staticmethod
+    def _find(folder: Path) -> list[Path]:
+        """Return the images, sorted by class and name."""
+        paths = []
+        for kind in sorted(f for f in folder.iterdir() if f.is_dir() and not f.name.startswith(".")):
+            paths += sorted(path for path in kind.iterdir() if path.suffix.lower() in (".jpeg", ".jpg"))
+        if not paths:
+            raise MissingData(f"no images in {folder}: expected a folder for each class, {folder}/<class>/NAME.JPEG")
+        return paths
+
+    def clean_sha256(self) -> str:
+        """Return a hash of names and sizes: reading all images would take as long as some corruptions."""
+        lines = (f"{path.parent.name}/{path.name} {image_file_size(path)}\n" for path in self.paths)
+        return hashlib.sha256("".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
+
+    def read(self, index: Tensor) -> Tensor:
+        """Read clean images, (n, C, H, W) in [0, 1]."""
+        return torch.stack(list(self.threads.map(self._decode, index.tolist()))).float().div_(255)
+
+    def _decode(self, i: int) -> Tensor:
+        image = read_image(self.paths[i], resize=self.resize, crop=None if self.resize is None else self.side)
+        if image.shape != self.shape:
+            size, expected = f"{image.shape[2]}x{image.shape[1]}", f"{self.side}x{self.side}"
+            raise ValueError(f"{self.paths[i]} is {size} pixels, and the others {expected}, as if all had been cropped")
+        return image
+
+    def remove(self, domain: CorruptedDomain) -> None:
+        """Remove the folder of a domain."""
+        folder = self._folder(domain)
+        with explained(folder), contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(folder)
+
+    def missing(self, domain: CorruptedDomain, block: Block | None) -> NDArray[np.bool_]:
+        """Return which images have to be made; of a domain that is not listed, a file may be cut short."""
+        kinds = {path.parent.name for path in self.paths}
+        folders = {kind: self._folder(domain) / kind for kind in kinds}
+        names = {kind: set(os.listdir(folder)) if folder.is_dir() else set() for kind, folder in folders.items()}
+        there = [path.name in names[path.parent.name] for path in self.paths]
+        if block is None:
+            pairs = zip(self.paths, there, strict=True)
+            places = [self._place(domain, path) if exists else None for path, exists in pairs]
+            there = list(self.threads.map(_is_whole, places))
+        return ~np.array(there)
+
+    def write(self, domain: CorruptedDomain, index: Tensor, pixels: NDArray[np.uint8]) -> None:
+        """Write corrupted images (n, H, W, C)."""
+        for i, image in zip(index.tolist(), pixels, strict=True):
+            self.waiting.append(self.threads.submit(_save, image, self._place(domain, self.paths[i])))
+        self._wait(WAITING)
+
+    def sync(self, domains: Sequence[CorruptedDomain]) -> None:
+        """Wait until all images of some domains are on the disk."""
+        self._wait(0)
+        if domains and hasattr(os, "sync"):
+            os.sync()
+
+    def sha256(self, domain: CorruptedDomain) -> str:
+        """Return a hash of the bytes of a domain."""
+        digest = hashlib.sha256()
+        for path in self.paths:
+            digest.update(self._place(domain, path).read_bytes())
+        return digest.hexdigest()
+
+    def _wait(self, most: int) -> None:
+        """Wait until at most so many images wait to be written."""
+        while len(self.waiting) > most:
+            self.waiting.popleft().result()
+
+    def _folder(self, domain: CorruptedDomain) -> Path:
+        return self.folder / domain.corruption / str(domain.severity)
+
+    def _place(self, domain: CorruptedDomain, path: Path) -> Path:
+        return self._folder(domain) / path.parent.name / path.name
+
+
+def _save(pixels: NDArray[np.uint8], place: Path) -> None:
+    encoded = io.BytesIO()  # given a file, Pillow does not report that the disk is full
+    require_pillow("writing images").fromarray(pixels).save(encoded, "JPEG", quality=QUALITY, optimize=True)
+    with explained(place, JPEG_BYTES):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_bytes(encoded.getbuffer())
+
+
+def _is_whole(path: Path | None) -> bool:
+    """Whether a file ends as a JPEG file does: the marker occurs nowhere else in the files that `_save` writes."""
+    if path is None or path.stat().st_size < len(JPEG_END):
+        return False
+    with path.open("rb") as file:
+        file.seek(-len(JPEG_END), os.SEEK_END)
+        return file.read() == JPEG_END
+
+
+def _npy_header(shape: tuple[int, ...], dtype: Any) -> bytes:
+    file = io.BytesIO()
+    description = np.lib.format.dtype_to_descr(np.dtype(dtype))
+    np.lib.format.write_array_header_1_0(file, {"descr": description, "fortran_order": False, "shape": shape})
+    return file.getvalue()
