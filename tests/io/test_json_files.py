@@ -59,12 +59,9 @@ def test_a_key_that_is_not_printable_is_quoted():
         b"{",
         b"\xff\xfe",
         b"[" * 100_000,
-        b"[" * 65 + b"]" * 65,
         b'{"a":' * 100_000,
         b'{"a": 1, "a": 2}',
-        b"1" * 21,
         b"-" + b"1" * 5000,
-        b"[" + b"[]," * json_files.MOST_PARTS + b"[]]",
     ],
     ids=lambda content: f"{content[:12]!r}",
 )
@@ -81,31 +78,24 @@ def test_numbers_that_are_not_finite_are_refused(number):
         parse(f'{{"error": {number}}}', {"error": float}, "f.json", finite=False)
 
 
-def test_lines_are_bounded_as_a_whole(tmp_path):
-    path = tmp_path / "f.jsonl"
-    path.write_bytes(b'{"a": 1}\n\n{"a": 2}\n')
-    assert json_files.read_lines(path) == [b'{"a": 1}', b'{"a": 2}']
-    path.write_bytes(b"[]\n" * (json_files.MOST_PARTS + 1))
-    with pytest.raises(ValueError, match="objects and lists"):
-        json_files.read_lines(path)
-    path.write_bytes(b"1\n" * (json_files.MOST_LINES + 1))
-    with pytest.raises(ValueError, match="lines"):
-        json_files.read_lines(path)
+def test_lines_are_read_without_the_empty_ones(tmp_path):
+    (tmp_path / "f.jsonl").write_bytes(b'{"a": 1}\n\n{"a": 2}\n')
+    assert json_files.read_lines(tmp_path / "f.jsonl") == [b'{"a": 1}', b'{"a": 2}']
 
 
 def test_a_large_file_is_refused_before_it_is_read(tmp_path):
     path = tmp_path / "f.json"
     with path.open("wb") as file:
         file.truncate(2**40)  # sparse
-    with pytest.raises(ValueError, match=r"f\.json .* has 1,099,511,627,776 bytes; expected 33,554,432 at most"):
+    with pytest.raises(ValueError, match="bytes"):
         json_files.read(path, object)
 
 
 def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "f.json")
-    with pytest.raises(ValueError, match="a pipe; expected a regular file"):
+    with pytest.raises(ValueError, match="regular file"):
         json_files.read(tmp_path / "f.json", object)
-    with pytest.raises(ValueError, match="a folder; expected a regular file"):
+    with pytest.raises(ValueError, match="regular file"):
         json_files.read(tmp_path, object)
     with pytest.raises(FileNotFoundError):
         json_files.read(tmp_path / "missing.json", object)

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import pickle
 import signal
 import textwrap
 
@@ -13,7 +14,8 @@ from safetensors.torch import save_file
 
 import tribe
 from processes import ended
-from tribe.io import states
+from tribe.io import tensors as tensor_file
+from tribe.io.states import STATE
 from tribe.testing import images, ready, small_network
 
 
@@ -123,33 +125,6 @@ def test_a_flipped_bit_anywhere_is_noticed(tmp_path):
             tribe.load(tmp_path / "b", net)
 
 
-def test_a_file_from_before_digests_loads(tmp_path):
-    adapter = played()
-    adapter.save(tmp_path / "a")
-    with safe_open(tmp_path / "a", "pt") as file:
-        header, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    del header["digest"]
-    save_file(tensors, tmp_path / "a", header)
-    assert tribe.load(tmp_path / "a", small_network()).digest() == adapter.digest()
-
-
-@pytest.mark.parametrize("fisher", ["sum", "mean"])
-def test_a_file_that_is_older_than_a_field_goes_on_as_before(tmp_path, fisher):
-    """Catches a default that changed under a state which had no such field."""
-    method = ready("eata")
-    method.knowledge.save(tmp_path / "knowledge")
-    adapter = tribe.adapt(small_network(), dataclasses.replace(method, knowledge=tmp_path / "knowledge", fisher=fisher))
-    adapter(images(1, 6)[0])
-    adapter.save(tmp_path / "a")
-    assert tribe.load(tmp_path / "a", small_network()).method == adapter.method
-    with safe_open(tmp_path / "a", "pt") as file:
-        header, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    fields = json.loads(header["fields"])
-    del fields["fisher"], header["digest"]
-    save_file(tensors, tmp_path / "a", header | {"fields": json.dumps(fields)})
-    assert tribe.load(tmp_path / "a", small_network()).method.fisher == "sum"
-
-
 def test_the_file_says_what_it_is(tmp_path):
     played(lr=5e-4).save(tmp_path / "a.safetensors")
     with safe_open(tmp_path / "a.safetensors", "pt") as file:
@@ -190,42 +165,79 @@ def test_a_kill_while_saving_leaves_the_old_state_or_the_new(tmp_path, monkeypat
     assert tribe.load(tmp_path / "a", small_network()).digest() == (adapter.digest() if renamed else old)
 
 
-@pytest.mark.parametrize("method", ["tribe", "rotta", "tribe+time"])
-def test_a_file_from_before_states_reported_agreement_still_loads(tmp_path, method):
-    adapter = tribe.adapt(small_network(), tribe.methods.create(method, classes=4))
-    adapter(images(1, 6, 0)[0])
-    saved = states.read(adapter.save(tmp_path / "new") or tmp_path / "new")
-    older = {name: t for name, t in saved.tensors.items() if not name.endswith("_agreement")}
-    assert len(older) == len(saved.tensors) - 2
-    states.write(tmp_path / "old", saved._replace(tensors=older))
-    resumed = tribe.load(tmp_path / "old", small_network())
-    assert (resumed.info[0].student_agreement, resumed.info[0].anchor_agreement) == (1, 1)
-    assert torch.equal(resumed(images(1, 6, 1)[0]), adapter(images(1, 6, 1)[0]))
-    plain = {name: t for name, t in adapter.state_dict().items() if not name.endswith("_agreement")}
-    other = tribe.adapt(small_network(), adapter.method)
-    other.load_state_dict(plain)
-    assert torch.equal(other(images(1, 6, 2)[0]), adapter(images(1, 6, 2)[0]))
+# -- files that are missing, damaged or do not fit ---------------------------------------------------------------------
+
+
+def rewrite(path, **changes):
+    """Write the same file with another header or other tensors, and a digest that fits."""
+    header, tensors = tensor_file.read(path, STATE)
+    tensors |= changes.pop("tensors", {})
+    for name in changes.pop("without", []):
+        del tensors[name]
+    tensor_file.write(path, dataclasses.replace(STATE, schema=changes.pop("schema", 1)), header | changes, tensors)
+
+
+FILES = {  # the damage, and a word of the error
+    "with numbers that are not finite": (
+        lambda p: rewrite(p, tensors={"affine.bias": torch.full((1, 14), -torch.inf)}),
+        "not finite",
+    ),
+    "empty": (lambda p: p.write_bytes(b""), "cut short"),
+    "text": (lambda p: p.write_text("state\n" * 99), "not a tribe state file"),
+    "a pickle": (lambda p: p.write_bytes(pickle.dumps({"a": 1})), "not a tribe state file"),
+    "truncated": (lambda p: p.write_bytes(p.read_bytes()[:-7]), "cut short"),
+    "a truncated header": (lambda p: p.write_bytes(p.read_bytes()[:40]), "cut short"),
+    "weights of some network": (lambda p: save_file({"w": torch.ones(2)}, p), "not a tribe state"),
+    "of another version": (lambda p: rewrite(p, schema=2), "schema 2"),
+    "from another model": (lambda p: rewrite(p, fingerprint="0"), "another model"),
+    "with more streams in its header": (lambda p: rewrite(p, streams=10_000_000), "10000000 streams"),
+    "of an unknown method": (lambda p: rewrite(p, method="tribe2"), "tribe2"),
+    "with a field too many": (lambda p: rewrite(p, fields={"classes": 4, "speed": 3}), "speed"),
+    "with a tensor missing": (lambda p: rewrite(p, without=["affine.bias"]), "affine.bias"),
+    "with a tensor of another shape": (lambda p: rewrite(p, tensors={"affine.bias": torch.zeros(1, 3)}), "affine.bias"),
+    "with a tensor of another type": (
+        lambda p: rewrite(p, tensors={"affine.bias": torch.zeros(1, 14, dtype=torch.float16)}),
+        "float16",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_a_file_that_does_not_fit_is_refused(tmp_path, case):
+    damage, word = FILES[case]
+    played(1).save(tmp_path / "state.safetensors")
+    damage(tmp_path / "state.safetensors")
+    with pytest.raises(tribe.StateFileError, match=word):
+        tribe.load(tmp_path / "state.safetensors", small_network())
 
 
 @pytest.mark.parametrize(
-    ("method", "later"),
-    [
-        ("tribe+time", "filter.confidence"),
-        ("tribe+guard", "watch.recent"),
-        ("tribe+watch", "rings.source"),
-        ("tribe+guard", "collapse.burst"),
-        ("tribe+guard", "collapse.changed"),
-    ],
+    ("fields", "error", "message"),
+    [({"lr": 0.1}, tribe.StateFileError, "holds lr=0.001 already"), ({"speed": 1}, TypeError, "no field 'speed'")],
 )
-def test_a_file_from_before_a_state_had_a_field_still_loads(tmp_path, method, later):
-    adapter = tribe.adapt(small_network(), tribe.methods.create(method, classes=4))
-    adapter(images(1, 6, 0)[0])
-    saved = states.read(adapter.save(tmp_path / "new") or tmp_path / "new")
-    older = {name: t for name, t in saved.tensors.items() if not name.endswith(later)}
-    assert len(older) == len(saved.tensors) - 1
-    states.write(tmp_path / "old", saved._replace(tensors=older))
-    resumed = tribe.load(tmp_path / "old", small_network())
-    assert torch.equal(resumed(images(1, 6, 1)[0]), adapter(images(1, 6, 1)[0]))
-    fleet = tribe.fleet(small_network(), tribe.methods.create(method, classes=4))
-    fleet.load("camera", tmp_path / "old")
-    assert fleet({"camera": images(1, 6, 2)[0]})["camera"].shape == (6, 4)
+def test_fields_that_a_file_holds_cannot_be_given(tmp_path, fields, error, message):
+    played(1).save(tmp_path / "a")
+    with pytest.raises(error, match=message):
+        tribe.load(tmp_path / "a", small_network(), **fields)
+
+
+@pytest.mark.parametrize(
+    ("where", "error", "message"), [("gone/a", FileNotFoundError, "no folder"), ("", IsADirectoryError, "is a folder")]
+)
+def test_saving_where_nothing_can_be_saved(tmp_path, where, error, message):
+    with pytest.raises(error, match=message):
+        played(1).save(tmp_path / where)
+
+
+def test_a_state_that_is_not_finite_is_not_saved_over_a_good_one(tmp_path):
+    model = tribe.adapt(small_network(), streams=3)
+    model(images(3, 6))
+    model.save(tmp_path / "a")
+    good, snapshot = (tmp_path / "a").read_bytes(), model.snapshot()
+    model.state.affine.weight[[0, 2]] = torch.nan
+    with pytest.raises(tribe.StateFileError, match=r"of stream 0, 2 is not finite \(.*reset.*restore.*Nothing was"):
+        model.save(tmp_path / "a")
+    assert (tmp_path / "a").read_bytes() == good
+    model.reset(stream=0).reset(stream=2).save(tmp_path / "b")
+    model.restore(snapshot).save(tmp_path / "c")
+    assert tribe.load(tmp_path / "c", small_network()).digest() == tribe.core.state.digest(snapshot.state)

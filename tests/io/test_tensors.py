@@ -5,7 +5,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from tribe import knowledge
 from tribe.io import tensors as tensor_file
 from tribe.io.states import STATE, StateFileError
 from tribe.io.tensors import Kind, TensorFileError
@@ -39,11 +38,11 @@ def test_header_and_tensors_come_back(path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"title": "13"}, "damaged: it does not hold what was saved. Write it again"),
+        ({"title": "13"}, "damaged"),
         ({"tribe": "0"}, "damaged"),
         ({"digest": None}, "damaged"),
-        ({"format": "tribe-other"}, "but not a file of notes"),
-        ({"schema": "3", "tribe": "9.9"}, "written by tribe 9.9 with schema 3; this version reads up to 2: upgrade"),
+        ({"format": "tribe-other"}, "not a file of notes"),
+        ({"schema": "3", "tribe": "9.9"}, "schema 3"),
         ({"schema": "x"}, "with schema x"),
     ],
 )
@@ -53,12 +52,11 @@ def test_other_metadata_is_refused(path, changes, message):
         tensor_file.read(path, KIND)
 
 
-@pytest.mark.parametrize("pages", ["three", "true", "[3]", None])
+@pytest.mark.parametrize("pages", ["three", True, [3], None])
 def test_a_header_of_another_type_is_refused(path, pages):
-    old = Kind(KIND.format, KIND.schema, KIND.fields, KIND.noun, KIND.advice, needs_digest=False)
-    rewrite(path, digest=None, pages=pages)
-    with pytest.raises(TensorFileError, match="damaged: its header cannot be read"):
-        tensor_file.read(path, old)
+    tensor_file.write(path, KIND, HEADER | {"pages": pages}, TENSORS)
+    with pytest.raises(TensorFileError, match="header"):
+        tensor_file.read(path, KIND)
 
 
 def test_missing_files_and_folders_are_told_apart(path, tmp_path):
@@ -71,14 +69,3 @@ def test_missing_files_and_folders_are_told_apart(path, tmp_path):
 def test_a_kind_raises_its_own_error(path):
     with pytest.raises(StateFileError, match="not a tribe state file"):
         tensor_file.read(path, STATE)
-
-
-def test_knowledge_of_schema_1_has_a_digest_of_its_tensors_alone(tmp_path):
-    made = knowledge.Knowledge("eata", {"weight": torch.rand(3)}, "network", {"dataset": "mnist"})
-    made.save(tmp_path / "new")
-    rewrite(tmp_path / "new", title="x")
-    with pytest.raises(knowledge.KnowledgeError, match="damaged"):
-        knowledge.Knowledge.load(tmp_path / "new")
-    made.save(tmp_path / "old")
-    rewrite(tmp_path / "old", schema="1", tribe=None, digest=made.digest)
-    assert knowledge.Knowledge.load(tmp_path / "old") == made

@@ -19,8 +19,8 @@ from layouts import WNIDS, made, picture, pixels
 from processes import ended
 from tribe import datasets, methods, metrics, scenarios
 from tribe.core.backbone import Backbone
-from tribe.data.datasets.image_files import SUFFIXES, ImageFileError, read_image
 from tribe.data.datasets.files import MissingData
+from tribe.data.datasets.image_files import SUFFIXES, ImageFileError, read_image
 from tribe.experiments.runner import run
 from tribe.experiments.stream import Stream
 from tribe.testing import CLASSES, check_dataset, check_scenario, informed, small_network
