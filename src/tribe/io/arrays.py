@@ -1,6 +1,5 @@
 """Read npy and npz files with numpy, never with pickle, and compare the arrays with what is expected."""
 
-import os
 import zipfile
 from collections.abc import Mapping
 from os import PathLike
@@ -8,6 +7,8 @@ from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from tribe.io.files import regular_size
 
 MOST_UNPACKED = 64 * 2**20  # bytes that an npz file may unpack to, however small it is; a larger one in proportion
 MOST_RATIO = 100  # of unpacked bytes to bytes of the file. Records reach 10; zeros reach 1,000
@@ -17,12 +18,13 @@ KINDS = {"U": "one text", "i": "a column of integers", "f": "a column of floats"
 def open_npy(path: str | PathLike[str]) -> NDArray[Any]:
     """Memory-map the array of an npy file; a ValueError says why it cannot be read."""
     try:
+        size = regular_size(path)
         array = np.lib.format.open_memmap(path, "r")
     except FileNotFoundError:
         raise
     except Exception as error:  # numpy fails in many ways on damaged bytes
         raise ValueError(f"it was cut short, or is not an npy file of numbers ({_reason(error)})") from error
-    if os.path.getsize(path) != array.offset + array.nbytes:
+    if size != array.offset + array.nbytes:
         raise ValueError(f"it is longer than the {array.dtype} array of shape {array.shape} in it")
     return array
 
@@ -64,7 +66,7 @@ def read_npz(path: str | PathLike[str], arrays: Mapping[str, str] | None = None)
 
 def _check_size(path: str | PathLike[str]) -> None:
     """Raise if a file unpacks to more than its size allows; numpy reads no further than these sizes."""
-    most = max(MOST_UNPACKED, MOST_RATIO * os.path.getsize(path))
+    most = max(MOST_UNPACKED, MOST_RATIO * regular_size(path))
     with zipfile.ZipFile(path) as file:
         if (total := sum(member.file_size for member in file.infolist())) > most:
             raise ValueError(f"it unpacks to {total:,} bytes; expected {most:,} at most")
