@@ -38,7 +38,7 @@ from tribe.core.rng import Key
 from tribe.data import datasets, models
 from tribe.data.datasets import Dataset
 from tribe.data.datasets.clean import Clean
-from tribe.data.datasets.locations import data_root
+from tribe.data.datasets.files import data_root
 from tribe.experiments.provenance import machine
 from tribe.experiments.spec import differences
 from tribe.io.files import check_file, write_atomically

@@ -20,7 +20,7 @@ from processes import Prints, ended, killed
 from reproduction.augment import OPERATIONS, AugMix, Views, consistency, crop, draw_views, operate
 from reproduction.recipe import PRESETS, Recipe, change, preset
 from reproduction.train import TrainingError, make_optimizer, train
-from tribe.data.datasets.locations import MissingData
+from tribe.data.datasets.files import MissingData
 
 SMALL = Recipe(epochs=3, batch=40, optimizer="adamw", lr=5e-3, weight_decay=1e-2, warmup=0.3, shift=2, border="zero")
 CPU = torch.device("cpu")
@@ -492,7 +492,7 @@ def test_the_command_trains_where_the_data_lies(few):
     words = ("train", "mnist", "--data", few, "--set", "epochs=1", "--set", "batch=50")
     result = tribe_command(*words, "--json")
     assert result.exit_code == 0, result.stderr
-    (path,) = (tribe.data.datasets.locations.data_root(few) / "weights").glob("*.safetensors")
+    (path,) = (tribe.data.datasets.files.data_root(few) / "weights").glob("*.safetensors")
     assert path.name == "compact_mnist.safetensors"
     assert json.loads(result.stdout)["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
     assert result.stderr.startswith("epoch 1/1 loss ")
