@@ -39,10 +39,10 @@ def draw(seed):
 
 
 def write_record(path):
-    record = tribe.run(
-        small_network(), "source", tribe.Stream(layouts.made("mnist", path.parent), tribe.scenarios.create("iid"), (0,))
-    )
-    (record if isinstance(record, Record) else record[0]).save(path)
+    column = torch.arange(30)
+    spec = {"method": {"name": "source", "fields": {}}, "seed": 0}
+    record = Record(column // 15, column % 4, column % 3, column / 30, column / 1e4, ("fog@5", "snow@5"), 4, spec)
+    record.save(path)
 
 
 def write_weights(path):

@@ -157,7 +157,7 @@ def test_the_folder_of_the_classes_may_be_named_itself(root):
     assert Request("imagenet", "compact", None, root / "elsewhere").root != root / "elsewhere", "no place for files"
 
 
-CAT = f"holds a folder 'cat', which is no class of ImageNet; expected .*{WNIDS[0]}.*--dataset folder --data ROOT"
+CAT = f"holds a folder 'cat', which is not a class of ImageNet; expected .*{WNIDS[0]}.*--dataset folder --data ROOT"
 
 
 def one_level_deeper(val):
