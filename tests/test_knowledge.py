@@ -58,12 +58,12 @@ def test_knowledge_of_another_method_is_refused(eata, tmp_path):
     other = dataclasses.replace(eata.knowledge, method="ttac")
     other.save(tmp_path / "ttac.safetensors")
     for given in (other, tmp_path / "ttac.safetensors"):
-        with pytest.raises(KnowledgeError, match="made for ttac; eata needs the Fisher"):
+        with pytest.raises(KnowledgeError, match="Fisher"):
             methods.create("eata", classes=4, knowledge=given)
 
 
 def test_knowledge_of_another_network_is_refused(eata):
-    with pytest.raises(KnowledgeError, match=r"another network.*tribe source eata"):
+    with pytest.raises(KnowledgeError, match="another"):
         eata.init(Backbone(small_network(seed=1)))
 
 
@@ -75,7 +75,7 @@ def test_knowledge_serves_its_network_in_any_precision(eata, net):
 
 def test_knowledge_with_other_tensors_is_refused(eata, net):
     wrong = Knowledge("eata", {"weight": torch.zeros(3)}, net.fingerprint(exact=False))
-    with pytest.raises(KnowledgeError, match=r"a tensor of shape \(3\) as weight; expected finite numbers, \(14\)"):
+    with pytest.raises(KnowledgeError, match="numbers"):
         dataclasses.replace(eata, knowledge=wrong).init(net)
 
 
@@ -115,8 +115,8 @@ def test_what_knowledge_holds_is_checked_alike_for_all_methods(net, name, tensor
 
 
 @pytest.mark.parametrize("given", [3, b"eata.safetensors", {"weight": torch.zeros(14)}])
-def test_what_is_no_knowledge_is_told_what_was_expected(given):
-    with pytest.raises(KnowledgeError, match=r"is the path of a file that tribe source eata wrote.*; got"):
+def test_other_values_are_not_knowledge(given):
+    with pytest.raises(KnowledgeError, match="source"):
         methods.create("eata", classes=4, knowledge=given)
 
 
@@ -179,11 +179,16 @@ def flipped(path):
         (lambda p: p.write_bytes(b"not a file of ours, but long enough to look like one"), "not a file of source"),
         (flipped, "damaged"),
         (lambda p: save_file(load_file(p), p), "not a file of source knowledge"),
+<<<<<<< HEAD
         (
             lambda p: save_file(load_file(p), p, {"format": "tribe-source", "schema": "99"}),
             "schema 99",
         ),
         (lambda p: save_file(load_file(p), p, {"format": "tribe-source", "schema": "2"}), "damaged"),
+=======
+        (lambda p: save_file(load_file(p), p, {"format": "tribe-source", "schema": "99"}), "schema"),
+        (lambda p: save_file(load_file(p), p, {"format": "tribe-source", "schema": "1"}), "damaged"),
+>>>>>>> 37615bd (Write core, norms and filters in plain words, shorten their decisions)
     ],
     ids=["absent", "empty", "cut", "other", "flipped", "plain", "newer", "words lost"],
 )
@@ -229,6 +234,20 @@ def root(tmp_path, monkeypatch):
     return data
 
 
+DIGITS = ("--model", "compact", "--dataset", "mnist")
+
+
+def play(root, names, *options):
+    """Run methods on a short stream of digits."""
+    small = ("--data", root, "--scenario", "ptta", "--set", "dataset.corruptions=('stripe',)", "--no-chart")
+    return command("run", *small, "--methods", names, *options)
+
+
+def study(root, name="eata", *options):
+    """Make the source knowledge of a method from digits."""
+    return command("source", name, *DIGITS, "--data", root, "--batch", 10, *options)
+
+
 OWN = """
 from torch import nn
 import torch
@@ -242,9 +261,7 @@ def two():
 
 
 def test_the_package_network_on_published_digits_and_a_run_that_finds_it(root):
-    result = command(
-        "source", "eata", "--model", "compact", "--dataset", "mnist", "--data", root, "--batch", 10, "--json"
-    )
+    result = study(root, "eata", "--json")
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
     path = root / "source" / "eata_compact_mnist.safetensors"
@@ -266,18 +283,7 @@ def test_the_package_network_on_published_digits_and_a_run_that_finds_it(root):
     expected = methods.create("eata", classes=10).study(net, taken).tensors
     assert all(torch.allclose(knowledge.tensors[k], expected[k], rtol=1e-4, atol=1e-9) for k in expected)
 
-    small = (
-        "--data",
-        root,
-        "--scenario",
-        "ptta",
-        "--set",
-        "dataset.corruptions=('stripe',)",
-        "--no-chart",
-        "--out",
-        "run",
-    )
-    run = command("run", *small, "--methods", "eata", "--json", "-")
+    run = play(root, "eata", "--out", "run", "--json", "-")
     assert run.exit_code == 0, run.output
     assert knowledge_digest("run") == knowledge.digest
 
@@ -288,41 +294,28 @@ def knowledge_digest(folder):
     return result.experiment.method.fields["knowledge"]["knowledge"]
 
 
-def test_a_run_without_knowledge_names_the_command_that_makes_it(root, monkeypatch):
-    monkeypatch.setattr("tribe.knowledge.SHIPPED", root / "nothing")  # the package brings some for this network
-    small = ("--data", root, "--scenario", "ptta", "--set", "dataset.corruptions=('stripe',)", "--no-chart")
-    result = command("run", *small, "--methods", "eata")
-    assert result.exit_code == 2
-    wanted = f"tribe source eata --model compact --dataset mnist --data {root}"
-    assert wanted in message(result)
-    assert command(*wanted.split()[1:], "--batch", 10).exit_code == 0
-    assert command("run", *small, "--methods", "eata").exit_code == 0
-    assert command("run", *small, "--methods", "eata", "--set", "eata.alpha=0", "--out", "free").exit_code == 0
-
-
-def test_what_several_methods_lack_is_told_at_once(root, monkeypatch):
+def test_a_run_names_the_commands_that_make_missing_knowledge(root, monkeypatch):
     monkeypatch.setattr("tribe.knowledge.SHIPPED", root / "nothing")
-    small = ("--data", root, "--scenario", "ptta", "--set", "dataset.corruptions=('stripe',)", "--no-chart")
-    result = command("run", *small, "--methods", "eata,source,ttac")
+    result = play(root, "eata,source,ttac")
     assert result.exit_code == 2
     wanted = [f"tribe source {name} --model compact --dataset mnist --data {root}" for name in ("eata", "ttac")]
     assert message(result).endswith(f"Here: {' && '.join(wanted)}")
     assert not Path("runs").exists(), "nothing was begun"
+    assert play(root, "eata", "--set", "eata.alpha=0", "--out", "free").exit_code == 0, "without penalty none is needed"
     for line in wanted:
         assert command(*line.split()[1:], "--batch", 10).exit_code == 0
-    assert command("run", *small, "--methods", "eata,source,ttac").exit_code == 0
+    assert play(root, "eata,source,ttac").exit_code == 0
 
 
 def test_knowledge_of_other_settings_has_a_file_of_its_own_and_a_run_finds_it(root):
     def play(*options):
-        small = ("--data", root, "--scenario", "ptta", "--set", "dataset.corruptions=('stripe',)", "--no-chart")
-        return command("run", *small, "--methods", "ttac", "--out", "out", *options)
+        return play(root, "ttac", "--out", "out", *options)
 
     usual = f"tribe source ttac --model compact --dataset mnist --data {root}"
     assert command(*usual.split()[1:], "--batch", 10).exit_code == 0
     before = (root / "source" / "ttac_compact_mnist.safetensors").read_bytes()
     frozen = ("--set", "ttac.statistics=frozen", "--set", "ttac.lr=0.5")
-    result = play(*frozen)
+    result = play(root, "ttac", "--out", "out", *frozen)
     assert result.exit_code == 2
     advice = f"{usual} --set ttac.statistics=frozen --set ttac.lr=0.5"
     assert message(result).endswith(advice)
@@ -333,28 +326,21 @@ def test_knowledge_of_other_settings_has_a_file_of_its_own_and_a_run_finds_it(ro
     taken = {known.digest: known for path in (root / "source").iterdir() if (known := Knowledge.load(path))}
     for options, expected in ((frozen, "frozen"), (frozen[:2], "frozen"), ((), "batch"), (frozen[2:], "batch")):
         folder = f"out{len(options)}{options[:2]}"
-        result = play(*options, "--out", folder)
+        result = play(root, "ttac", *options, "--out", folder)
         assert result.exit_code == 0, result.output
         assert taken[knowledge_digest(folder)].spec["statistics"] == expected
 
 
 def test_knowledge_without_classes_does_not_replace_that_with_them(root):
-    usual = ("source", "ttac", "--model", "compact", "--dataset", "mnist", "--data", root, "--batch", 10)
-    assert command(*usual).exit_code == 0
+    assert study(root, "ttac").exit_code == 0
     before = (root / "source" / "ttac_compact_mnist.safetensors").read_bytes()
-    assert command(*usual, "--set", "ttac.class_aware=false").exit_code == 0
+    assert study(root, "ttac", "--set", "ttac.class_aware=false").exit_code == 0
     assert (root / "source" / "ttac_compact_mnist.safetensors").read_bytes() == before
-    small = ("--data", root, "--scenario", "ptta", "--set", "dataset.corruptions=('stripe',)", "--no-chart")
     for options, classes in (((), True), (("--set", "ttac.class_aware=false"), False)):
-        result = command("run", *small, "--methods", "ttac", *options, "--out", f"out{classes}")
+        result = play(root, "ttac", *options, "--out", f"out{classes}")
         assert result.exit_code == 0, result.output
         made = {known.digest: known for path in (root / "source").iterdir() if (known := Knowledge.load(path))}
         assert made[knowledge_digest(f"out{classes}")].spec["class_aware"] is classes
-
-
-def test_a_run_without_penalty_asks_for_nothing(root):
-    small = ("--data", root, "--scenario", "ptta", "--set", "dataset.corruptions=('stripe',)", "--no-chart")
-    assert command("run", *small, "--methods", "eata", "--set", "eata.alpha=0").exit_code == 0
 
 
 def test_knowledge_of_other_weights_is_not_used_in_silence(root):
@@ -382,17 +368,8 @@ def test_a_folder_of_pictures(root):
     assert "weight" in result.stdout
     knowledge = Knowledge.load("camera.safetensors")
     assert knowledge.spec["batches"] == 3
-    played = (
-        "--dataset",
-        "folder",
-        "--data",
-        root / "camera",
-        "--model",
-        "mine.py:two",
-        "--scenario",
-        "ptta",
-        "--no-chart",
-    )
+    played = ("--dataset", "folder", "--data", root / "camera", "--model", "mine.py:two")
+    played += ("--scenario", "ptta", "--no-chart")
     missing = command("run", *played, "--methods", "eata")
     assert missing.exit_code == 2
     advice = message(missing).partition("Here: tribe ")[2].replace("TRAINING_IMAGES", str(root / "camera"))
@@ -439,29 +416,23 @@ def test_images_that_are_not_there_are_asked_for(root):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["tent", "--model", "compact", "--dataset", "mnist"], "tent needs no source knowledge"),
-        (["eta", "--model", "compact", "--dataset", "mnist"], "unknown method 'eta'"),
+        (["tent", *DIGITS], "tent needs no source knowledge"),
+        (["eta", *DIGITS], "unknown method 'eta'"),
         (["eata", "--model", "compact", "--dataset", "mnsit"], "unknown data set 'mnsit'"),
         (["eata", "--model", "compact", "--dataset", "live-mnist-c"], "comes from the clean ones: --dataset mnist"),
         (["eata", "--model", "compact", "--dataset", "imagenet-c"], "comes from the clean ones: --dataset imagenet"),
         (["eata", "--model", "wrn28_10", "--dataset", "cifar10"], "no weights of wrn28_10 for cifar10"),
-        (["eata", "--model", "compact", "--dataset", "mnist", "--batch", "0"], "--batch"),
-        (["eata", "--model", "compact", "--dataset", "mnist", "--images", "0"], "--images"),
-        (
-            ["eata", "--model", "compact", "--dataset", "mnist", "--out", "no/where.safetensors"],
-            "there is no folder no",
-        ),
-        (["eata", "--model", "compact", "--dataset", "mnist", "--out", "data"], "is a folder"),
-        (["eata", "--model", "compact", "--dataset", "mnist", "--set", "eata.dd=1"], "no field 'dd'"),
-        (["eata", "--model", "compact", "--dataset", "mnist", "--device", "tpu9"], "device"),
+        (["eata", *DIGITS, "--batch", "0"], "--batch"),
+        (["eata", *DIGITS, "--images", "0"], "--images"),
+        (["eata", *DIGITS, "--out", "no/where.safetensors"], "there is no folder no"),
+        (["eata", *DIGITS, "--out", "data"], "is a folder"),
+        (["eata", *DIGITS, "--set", "eata.dd=1"], "no field 'dd'"),
+        (["eata", *DIGITS, "--device", "tpu9"], "device"),
         (["eata", "--model", "absent.py:net", "--dataset", "mnist"], "no file at absent.py"),
-        (
-            ["petal", "--model", "compact", "--dataset", "mnist", "--images", "5"],
-            "a smaller swag_every. Here: --images and --batch, which made 1 batch of 5",
-        ),
+        (["petal", *DIGITS, "--images", "5"], "swag_every"),
     ],
 )
-def test_what_cannot_be_done_is_said_in_words(root, arguments, words):
+def test_wrong_arguments_are_refused(root, arguments, words):
     data = [] if "folder" in arguments else ["--data", str(root)]
     result = command("source", *arguments, *data)
     assert result.exit_code == 2
@@ -472,8 +443,7 @@ def test_what_cannot_be_done_is_said_in_words(root, arguments, words):
 def test_where_a_run_of_other_data_would_look_is_made(root):
     """As the advice of a run on images whose clean ones tribe does not know has it."""
     place = root / "elsewhere" / "source" / "eata_compact_imagenet.safetensors"
-    arguments = ("--model", "compact", "--dataset", "mnist", "--data", root, "--batch", 10, "--out", place)
-    assert command("source", "eata", *arguments).exit_code == 0
+    assert study(root, "eata", "--out", place).exit_code == 0
     assert Knowledge.load(place).method == "eata"
 
 
@@ -485,7 +455,7 @@ def test_a_folder_must_be_named(root):
 
 def test_the_bar_goes_to_stderr_and_json_alone_to_stdout(root):
     """As people start it: a process of its own."""
-    words = ("eata", "--model", "compact", "--dataset", "mnist", "--data", root, "--batch", "5", "--json")
+    words = ("eata", *DIGITS, "--data", root, "--batch", "5", "--json")
     done = ended("-m", "tribe", "source", *words)
     assert done.code == 0, done.err
     assert json.loads(done.out)["method"] == "eata"
@@ -511,7 +481,7 @@ def net():
 """
 
 
-def test_json_is_alone_on_stdout_whatever_one_s_own_code_prints(root):
+def test_json_is_alone_on_stdout_whatever_custom_code_prints(root):
     Path("chatty.py").write_text(CHATTY)
     words = ("--model", "chatty.py:net", "--dataset", "mnist", "--data", root, "--batch", 10, "--out", "k.safetensors")
     try:
@@ -525,13 +495,9 @@ def test_json_is_alone_on_stdout_whatever_one_s_own_code_prints(root):
 
 
 def test_a_damaged_file_found_by_a_run_names_the_command(root):
-    assert (
-        command("source", "eata", "--model", "compact", "--dataset", "mnist", "--data", root, "--batch", 10).exit_code
-        == 0
-    )
+    assert study(root).exit_code == 0
     flipped(root / "source" / "eata_compact_mnist.safetensors")
-    small = ("--data", root, "--scenario", "ptta", "--set", "dataset.corruptions=('stripe',)", "--no-chart")
-    result = command("run", *small, "--methods", "eata")
+    result = play(root, "eata")
     assert result.exit_code == 2
     assert "damaged" in message(result)
     assert f"tribe source eata --model compact --dataset mnist --data {root}" in message(result)
@@ -555,8 +521,7 @@ def test_a_run_refuses_knowledge_of_another_data_set(root, tmp_path):
     """The same network, but told to have been studied on other images."""
     shipped = Knowledge.load(SHIPPED / "eata_compact_mnist.safetensors")
     dataclasses.replace(shipped, spec={**shipped.spec, "dataset": "cifar10"}).save(tmp_path / "other.safetensors")
-    small = ("--data", root, "--scenario", "ptta", "--set", "dataset.corruptions=('stripe',)", "--no-chart")
-    result = command("run", *small, "--methods", "eata", "--set", f"eata.knowledge={tmp_path / 'other.safetensors'}")
+    result = play(root, "eata", "--set", f"eata.knowledge={tmp_path / 'other.safetensors'}")
     assert result.exit_code == 2
     assert "was taken from cifar10, not from mnist" in message(result)
     assert "tribe source eata --model compact --dataset mnist" in message(result)

@@ -17,7 +17,7 @@ OTHERS = ("OMP_WAIT_POLICY", VARIABLE)  # one who has set these knows better
 
 
 def is_command(argv: Sequence[str]) -> bool:
-    """Whether this process is the command line, ``tribe`` or ``python -m tribe``; argv as in `sys.orig_argv`.
+    """Return whether this process is the command line, ``tribe`` or ``python -m tribe``; argv as in `sys.orig_argv`.
 
     >>> is_command(["python", "/usr/bin/tribe", "run"]), is_command(["python", "-m", "tribe"])
     (True, True)
@@ -29,7 +29,7 @@ def is_command(argv: Sequence[str]) -> bool:
 
 
 def setting(argv: Sequence[str], environment: Mapping[str, str], is_loaded: bool) -> dict[str, str]:
-    """The variables to set: none in another program, after torch was loaded, or if the user has set them."""
+    """Return the variables to set: none in another program, after torch was loaded, or if the user has set them."""
     decided = is_loaded or not is_command(argv) or any(name in environment for name in OTHERS)
     return {} if decided else {VARIABLE: TURNS}
 

@@ -35,7 +35,7 @@ OFF, FAR = 1.0, 4.0  # shifts at the first layer: above OFF another scaling is t
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerReport:
     """A normalisation layer, and what can adapt in it."""
 
     name: str
@@ -47,10 +47,10 @@ class Layer:
 
 @dataclass(frozen=True)
 class Report:
-    """What `doctor` found. ``str(report)`` is for people, ``report.as_dict()`` for programs."""
+    """The result of `doctor`. ``str(report)`` is for people, ``report.as_dict()`` for programs."""
 
     adaptable: bool
-    layers: list[Layer] = field(default_factory=list)
+    layers: list[LayerReport] = field(default_factory=list)
     left_alone: dict[str, str] = field(default_factory=dict)
     classes: int | None = None
     classifier: str | None = None
@@ -66,12 +66,12 @@ class Report:
     problems: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data, fit for JSON."""
+        """Return plain data, fit for JSON."""
         return asdict(self)
 
     @property
     def headline(self) -> str:
-        """The first line of the text."""
+        """Return the first line of the text."""
         if not self.adaptable:
             return "cannot be adapted"
         count = len(self.problems)
@@ -79,7 +79,7 @@ class Report:
         return f"can be adapted{many if count else ''}"
 
     def __str__(self) -> str:
-        alike: dict[tuple[str, bool, bool], list[Layer]] = {}
+        alike: dict[tuple[str, bool, bool], list[LayerReport]] = {}
         for layer in self.layers:
             alike.setdefault((layer.kind, layer.statistics, layer.affine), []).append(layer)
         lines = [self.headline]
@@ -128,7 +128,7 @@ def doctor(
     except (ValueError, TypeError) as error:
         return Report(False, problems=[str(error)])
     layers = [
-        Layer(
+        LayerReport(
             slot.name,
             type(slot.layer).__name__,
             slot.channels,
@@ -162,7 +162,7 @@ def doctor(
 
 
 def _state_bytes(net: Backbone, classes: int, fit: dict[str, str]) -> dict[str, int]:
-    """What TRIBE keeps for each stream, and what is leaner. Measured with few classes: sizes are linear in them."""
+    """Return the bytes of TRIBE's state of a stream, and of leaner ones. Sizes are linear in the number of classes."""
     settings = {"tribe": {}, PACKED: {"class_stats": "packed"}, "tent": {}, "bn": {}}
     sizes = {}
     for name, fields in settings.items():
@@ -173,7 +173,7 @@ def _state_bytes(net: Backbone, classes: int, fit: dict[str, str]) -> dict[str, 
 
 
 def _sizes(state_bytes: dict[str, int]) -> Iterator[str]:
-    """The line about the size of states."""
+    """Return the line about the size of states."""
     if (most := state_bytes.get("tribe")) is not None:
         leaner = [f"{name} {_size(n)}" for name, n in state_bytes.items() if n < most]
         many = f"; leaner: {', '.join(leaner)}" if most >= LARGE and leaner else ""
@@ -181,7 +181,7 @@ def _sizes(state_bytes: dict[str, int]) -> Iterator[str]:
 
 
 def _size(count: int) -> str:
-    """A number of bytes for people.
+    """Return a number of bytes for people.
 
     >>> _size(52), _size(504_000), _size(505_100_000)
     ('52 bytes', '504 kB', '505 MB')
@@ -201,7 +201,7 @@ def _no_warnings(net: Backbone) -> Iterator[None]:
 
 
 def _not_finite(net: Backbone) -> Iterator[str]:
-    """The parameters and statistics that hold NaN or infinity, by name."""
+    """Return the parameters and statistics that hold NaN or infinity, by name."""
     for place, module in net.model.named_modules():
         layer = module.layer if isinstance(module, Slot) else module
         for name, t in (*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)):
@@ -210,7 +210,7 @@ def _not_finite(net: Backbone) -> Iterator[str]:
 
 
 def _examine(net: Backbone, x: Tensor, labels: Tensor | None, report: dict[str, Any], noise: bool) -> dict[str, Any]:
-    """The fields of a report that images give; adds to its problems."""
+    """Return the fields of a report that need images; add to its problems."""
     problems = report["problems"]
     if not isinstance(x, Tensor):
         problems.append(f"images are {type(x).__name__}; expected a tensor. For an array: torch.from_numpy(x)")
@@ -249,7 +249,7 @@ def _examine(net: Backbone, x: Tensor, labels: Tensor | None, report: dict[str, 
 
 
 def _confidence(net: Backbone, logits: Tensor, problems: list[str], noise: bool) -> float | None:
-    """The mean confidence, or None if the logits allow none; adds what looks wrong about the predictions."""
+    """Return the mean confidence, or None if the logits allow none; add what looks wrong about the predictions."""
     finite = logits.isfinite().all(1)
     if not finite.all():
         problems.append(f"the network's logits are not finite for {int((~finite).sum())} of {len(logits)} images")
@@ -269,7 +269,7 @@ def _confidence(net: Backbone, logits: Tensor, problems: list[str], noise: bool)
 
 
 def _accuracy(logits: Tensor, labels: Tensor, confidence: float | None, problems: list[str]) -> float | None:
-    """The share of images that are predicted right; adds that it is no better than chance."""
+    """Return the share of images that are predicted right; add a problem if it is not better than chance."""
     if labels.shape != (len(logits),) or labels.is_floating_point():
         problems.append(
             f"labels are {labels.dtype} of shape {tuple(labels.shape)}; expected {len(logits)} integers, one for each "
@@ -311,7 +311,7 @@ def _try_gradients(net: Backbone, x: Tensor, problems: list[str]) -> None:
 def _first_shift(
     net: Backbone, x: Tensor, called: set[str] | None = None
 ) -> tuple[float | None, Tensor, Tensor | None]:
-    """The shift of a batch at the first BatchNorm, with the logits and features.
+    """Return the shift of a batch at the first BatchNorm, with the logits and features.
 
     The shift is the distance of the mean in the source's deviations plus the log ratio of the deviations, averaged
     over channels; None without a BatchNorm, or if it is not finite. ``called`` collects the names of the layers that

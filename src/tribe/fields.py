@@ -13,7 +13,7 @@ import numpy as np
 
 
 def is_whole(value: Any, least: int | None = None) -> bool:
-    """Whether a value is a whole number, numpy's included, and at least ``least``; a truth value is none.
+    """Return whether a value is a whole number, numpy's included, and at least ``least``; a boolean is not.
 
     >>> is_whole(3), is_whole(True), is_whole(3.0), is_whole(0, least=1)
     (True, False, False, False)
@@ -23,7 +23,7 @@ def is_whole(value: Any, least: int | None = None) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is a finite number, numpy's included; a truth value is none.
+    """Return whether a value is a finite number, numpy's included; a boolean is not.
 
     >>> is_number(0.5), is_number(math.inf), is_number(False)
     (True, False, False)
@@ -67,7 +67,7 @@ def document(cls: type[tuple[Any, ...]], **texts: str) -> None:
 
 
 def printable(text: str, keep: str = "") -> str:
-    r"""Text that is safe to show: control, escape, bidirectional and invisible characters become visible escapes.
+    r"""Return a text that is safe to show: control, bidirectional and invisible characters become visible escapes.
 
     Raw, a name in a file from elsewhere could clear a terminal, rewrite what it shows, or break a page. ``keep``: such
     characters that stay, such as line breaks.

@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The part of an error message that suggests similar names and lists all of them.
+    """Return the part of an error message that suggests similar names and lists all of them.
 
     >>> nearest("trbe", ["source", "tribe"])
     "did you mean 'tribe'? Known: source, tribe"
@@ -59,7 +59,7 @@ class Registry(Generic[T]):
         self._classes: dict[str, type[T]] = {}
 
     def register(self, name: str) -> Callable[[type[T]], type[T]]:
-        """Class decorator: make a component known by name."""
+        """Return a class decorator that registers a component under a name."""
 
         def add(cls: type[T]) -> type[T]:
             known = self._classes.get(name)
@@ -72,11 +72,11 @@ class Registry(Generic[T]):
         return add
 
     def names(self) -> list[str]:
-        """All known names, sorted."""
+        """Return all known names, sorted."""
         return sorted(self._classes)
 
     def get(self, name: str) -> type[T]:
-        """The class behind a name."""
+        """Return the class behind a name."""
         if name not in self._classes:
             raise ValueError(f"unknown {self.kind} {name!r}: {nearest(str(name), self._classes)}")
         return self._classes[name]

@@ -192,7 +192,7 @@ def test_names_of_the_state_dict_and_back(build):
 def test_tensors_of_another_network_are_refused():
     layout = WeightLayout(Backbone(small_network()))
     state = small_network().state_dict()
-    with pytest.raises(ValueError, match=r"not of this network: 8.weight, 8.bias missing or of another shape"):
+    with pytest.raises(ValueError, match="missing"):
         layout.pack(small_network(classes=7).state_dict())
     del state["1.bias"]
     with pytest.raises(ValueError, match=r"1.bias missing"):

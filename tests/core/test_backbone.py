@@ -69,7 +69,7 @@ def test_gradients_reach_the_affine_parameters_of_every_layer(name: str) -> None
     affine = Affine(*(t.requires_grad_() for t in affine))
     x = images(name, 2, dtype=torch.float64)
     if not net.has_affine:
-        with pytest.raises(ValueError, match="no normalisation layer of the network has affine parameters to learn"):
+        with pytest.raises(ValueError, match="normalisation"):
             net(x, affine, stats, BATCH)
         return
     y = net(x, affine, stats, BATCH).logits
@@ -251,7 +251,7 @@ def test_there_are_no_features_where_frames_are_classified_one_by_one() -> None:
 
 
 def test_an_unknown_classifier_is_refused_with_the_known_layers() -> None:
-    with pytest.raises(ValueError, match=r"no layer 'fc' to take features from; it has 0, 1, "):
+    with pytest.raises(ValueError, match="features"):
         Backbone(small(), classifier="fc")
 
 

@@ -41,7 +41,7 @@ def test_images_given_by_name_come_back_as_an_object_with_logits() -> None:
 def test_images_are_given_once(give) -> None:
     model = tribe.adapt(HuggingFace())
     before = model.digest()
-    with pytest.raises(TypeError, match=r"give images once: model\(images\), or model\(pixel_values=images\)"):
+    with pytest.raises(TypeError, match="pixel_values"):
         give(model)
     assert model.digest() == before
 

@@ -24,7 +24,7 @@ from zoo import BALANCED, BATCH, FROZEN, IMAGE, Arguments, Wrapped, build, diffe
 
 
 def test_a_slot_outside_a_pass_raises() -> None:
-    with pytest.raises(RuntimeError, match="'1' was used outside a pass: call the Backbone"):
+    with pytest.raises(RuntimeError, match="Backbone"):
         Backbone(small()).model(torch.rand(2, *IMAGE))
 
 
@@ -110,11 +110,11 @@ def test_layers_in_a_list_are_adapted_and_exported() -> None:
 
 def test_layers_that_no_pass_calls_are_named_once() -> None:
     model, x = Listed(lambda norm: norm.forward), images("BatchNorm2d")
-    with pytest.raises(ValueError, match=r"called none of its normalisation layers.*self.norm.forward"):
+    with pytest.raises(ValueError, match="normalisation"):
         run(model)
     model.second = nn.BatchNorm2d(5)
     net = Backbone(model)
-    with pytest.warns(UserWarning, match=r"did not call do not adapt: norm\. .* auxiliary head"):
+    with pytest.warns(UserWarning, match="auxiliary"):
         net(x, *net.source(), FROZEN)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -131,7 +131,7 @@ def test_the_current_pass_is_cleared_after_an_error(error: BaseException) -> Non
     net, x = Backbone(Wrapped(fail)), images("BatchNorm2d")
     with pytest.raises((type(error), ValueError)):
         net(x, *net.source(), FROZEN)
-    with pytest.raises(RuntimeError, match="outside a pass"):
+    with pytest.raises(RuntimeError, match="outside"):
         net.model(x[0])
 
 

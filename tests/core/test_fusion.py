@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tribe import norms
 from tribe.core import convolution, fusion, kernels
 from tribe.core.backbone import Backbone
-from tribe.core.fusion import Plan
+from tribe.core.fusion import FusionPlan
 from tribe.core.precision import float32_precision
 from tribe.core.state import Affine, Stats
 from tribe.norms.balanced import Balanced
@@ -130,7 +130,7 @@ STYLES = {Functional: (3, 1, 2), InPlace: (3, 1, 2), Identity: (3, 2, 2), PreAct
 STYLES |= {Doubled: (2, 0, 1), Overwritten: (0, 0, 0), IntoResidual: (2, 0, 1)}
 
 
-def counts(plan: Plan | None) -> tuple[int, ...]:
+def counts(plan: FusionPlan | None) -> tuple[int, ...]:
     layers = () if plan is None else plan.layers.values()
     return tuple(sum(getattr(layer, name) is not None for layer in layers) for name in ("bias", "add", "relu"))
 

@@ -65,20 +65,21 @@ def test_a_black_frame_changes_nothing_and_is_counted(name, net):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_screened_out_is_finite_in_every_layer(name, net):
+def test_what_is_screened_out_is_finite_in_every_layer(name):
     """Catches zeros in place of padding, bad images and free places of a memory, which become NaN in such a network."""
+    net = Backbone(Standardised().double())
     method = built(name, net)
-    start, good = method.init(net), images(1, 6, 3)
+    start, good = method.init(net), images(1, 6, 3, torch.float64)
     padded = torch.cat((good, torch.full_like(good[:, :2], torch.nan)), 1)
     alone, one = method.step(net, start, good)
     beside, other = method.step(net, start, padded)
     assert beside[:, :6].isfinite().all()
-    torch.testing.assert_close(beside[:, :6], alone, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(beside[:, :6], alone, rtol=1e-6, atol=1e-9)
     assert other.info.skipped.item() == 2
     assert other.info.images.item() == 6
     for part, t in learned(other).items():
         if t.is_floating_point():
-            torch.testing.assert_close(t, learned(one)[part], rtol=1e-4, atol=1e-5, msg=part)
+            torch.testing.assert_close(t, learned(one)[part], rtol=1e-6, atol=1e-9, msg=part)
 
 
 def test_a_black_frame_of_one_stream_does_not_affect_others(net):
@@ -87,7 +88,7 @@ def test_a_black_frame_of_one_stream_does_not_affect_others(net):
     want, _ = method.step(net, state, x)
     x[0, 2] = 0
     got, after = method.step(net, state, x)
-    torch.testing.assert_close(got[1], want[1], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(got[1], want[1], rtol=1e-6, atol=1e-9)
     assert after.info.skipped.tolist() == [6, 0]
     assert after.info.images.tolist() == [0, 6]
 
@@ -120,5 +121,5 @@ def test_images_that_require_gradients_leave_no_graph_in_a_memory(name, net):
 
 def test_a_batch_without_images_is_refused(net):
     method = methods.create("tent", classes=4)
-    with pytest.raises(ValueError, match=r"at least one image a stream; got a batch of shape \(1, 0, 3, 8, 8\)"):
+    with pytest.raises(ValueError, match="stream"):
         method.step(net, method.init(net), torch.rand(1, 0, 3, 8, 8))

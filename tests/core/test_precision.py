@@ -116,7 +116,7 @@ def test_another_thread_cannot_change_the_meaning_of_float32():
         assert "one for all threads" in str(other.raised)
         assert float32() == ("ieee", "ieee")
     with Other(float32_precision("tf32")), float32_precision("tf32"):
-        with pytest.raises(RuntimeError, match=r"computing with \('tf32', 'tf32'\)"), float32_precision("float32"):
+        with pytest.raises(RuntimeError, match="computing"), float32_precision("float32"):
             pass
         assert float32() == ("tf32", "tf32")
     assert float32() == before

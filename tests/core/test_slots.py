@@ -90,9 +90,7 @@ def test_tokens_before_samples_are_told_apart(batch: int) -> None:
 
 def test_as_many_tokens_as_samples_are_refused_where_either_may_come_first() -> None:
     net = Backbone(build("TransformerEncoder, tokens first"))
-    with pytest.raises(
-        ValueError, match=r"as many tokens as samples, 4,.* Use another batch size, or batch_first=True"
-    ):
+    with pytest.raises(ValueError, match="batch_first"):
         net(torch.rand(2, 2, 4, 6), *different_rows(net, FROZEN, 2, 2))
     alone = net(torch.rand(1, 4, 4, 6), *different_rows(net, FROZEN, 1, 4))  # one row: nothing to tell apart
     assert alone.logits.shape == (1, 4, 4)

@@ -82,11 +82,11 @@ def test_numbers_come_as_arrays_and_tensors_and_a_temperature_alone():
     expected = filters.create("time", training_shares=counts)
     for given in (np.array(counts), torch.tensor(counts), torch.tensor(counts, dtype=torch.bfloat16)):
         assert filters.create("time", training_shares=given) == expected
-        assert methods.create("source+time", training_shares=given).time_filter == expected
+        assert methods.create("source+time", training_shares=given).filter == expected
 
 
 def test_training_shares_are_one_for_each_class():
-    with pytest.raises(ValueError, match="training_shares has 3 shares; the network has 4 classes"):
+    with pytest.raises(ValueError, match="training_shares"):
         Markov(training_shares=(1, 1, 2)).init(1, 4, torch.empty(0))
     assert Markov(training_shares=[1, 3]) == Markov(training_shares=(1.0, 3.0))
 

@@ -12,7 +12,7 @@ from tribe.health.alarms import KINDS
 from tribe.health.guard import Guard, limit, pull_back
 from tribe.health.lean import distance_of_images, distance_of_statistics, interpolate_to_source, shift_weight
 from tribe.methods import Deployed, Frozen, PerBatch
-from tribe.norms.mixed import Mixed
+from tribe.norms.mixed import MixedBatch
 from tribe.testing import check_method, ready, small, small_network
 from tribe.testing.samples import small_backbone
 from watching import pictures
@@ -275,19 +275,21 @@ def test_at_the_source_the_network_is_the_sources():
 def test_the_statistics_of_a_batch_are_mixed_with_the_sources():
     net, x = small_backbone(), pictures(1, 6)
     leaned = interpolate_to_source(net, Deployed.per_batch(net, net.source()[0]), lambda: 0.06**2, 0.85, 0.3)
-    assert leaned.norm == Mixed(0.3)
+    assert leaned.norm == MixedBatch(0.3)
     valid = torch.ones(1, 6, dtype=torch.bool)
-    everything = Mixed(1.0)(*_moments(net, x), net.source()[1], None, valid, 0.0)
-    nothing = Mixed(0.0)(*_moments(net, x), net.source()[1], None, valid, 0.0)
+    everything = MixedBatch(1.0)(*_moments(net, x), net.source()[1], None, valid, 0.0)
+    nothing = MixedBatch(0.0)(*_moments(net, x), net.source()[1], None, valid, 0.0)
     alone = PerBatch()(*_moments(net, x), net.source()[1], None, valid, 0.0)
     for mixed, other in ((everything, alone), (nothing, (*net.source()[1], None))):
         torch.testing.assert_close(mixed[:2], tuple(other[:2]))
     two = torch.tensor([[[1.0], [3.0]]])  # two images of one pixel and one channel: mean 2, variance 1
     stored = Stats(torch.zeros(1, 1, 1), torch.ones(1, 1, 1))
-    mean, var, kept = Mixed(0.5)(two, torch.zeros(1, 2, 1), 1, stored, None, torch.ones(1, 2, dtype=torch.bool), 0.0)
+    mean, var, kept = MixedBatch(0.5)(
+        two, torch.zeros(1, 2, 1), 1, stored, None, torch.ones(1, 2, dtype=torch.bool), 0.0
+    )
     assert (float(mean), float(var)) == (1.0, 2.0)  # half of the population around 0, half around 2
     assert kept is stored
-    none = Mixed(0.5)(two, torch.zeros(1, 2, 1), 1, stored, None, torch.zeros(1, 2, dtype=torch.bool), 0.0)
+    none = MixedBatch(0.5)(two, torch.zeros(1, 2, 1), 1, stored, None, torch.zeros(1, 2, dtype=torch.bool), 0.0)
     assert (float(none[0]), float(none[1])) == (0.0, 1.0)
 
 

@@ -28,15 +28,15 @@ def test_a_name_and_fields():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("robst", "unknown norm 'robst': did you mean 'robust'"),
-        ("robust(", "names no norm rule: expected a name such as robust"),
-        ("robust(0.1)", "cannot be read: expected plain values by name"),
-        ("robust(alpha=open('x'))", "cannot be read: expected plain values by name"),
-        ("robust(alpha=2)", "alpha is the newest batch's share of the statistics, 0 to 1; got 2"),
-        ("robust(beta=2)", "norm 'robust' has no field 'beta'"),
+        ("robst", "did you mean"),
+        ("robust(", "robust"),
+        ("robust(0.1)", "cannot be read"),
+        ("robust(alpha=open('x'))", "cannot be read"),
+        ("robust(alpha=2)", "alpha"),
+        ("robust(beta=2)", "beta"),
     ],
 )
-def test_what_is_no_rule(text, words):
+def test_text_that_is_not_a_rule(text, words):
     with pytest.raises((ValueError, TypeError), match=words):
         from_text(text, 10)
 
@@ -81,15 +81,15 @@ def broken():
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        ("nan", "with labels its mean is not finite for ordinary moments: it holds nan"),
-        ("infinite", "its variance to keep is not finite for ordinary moments: it holds inf"),
-        ("negative", "its variance is negative"),
-        ("shape", r"its mean is of shape \(2, 4\); expected the shape \(2, 1, 4\) or \(2, 3, 4\)"),
-        ("kept", r"its mean to keep is of shape \(2, 1, 1\); expected the shape \(2, 1, 4\)"),
-        ("unobserved", "it returned other statistics than the stored ones, although its observes is False"),
-        ("pair", "it returned a tuple; expected the mean, the variance, and the Stats to keep"),
-        ("raises", "failed with labels: AttributeError: 'Tensor' object has no attribute 'nothing'"),
-        ("labels", "failed without labels: AttributeError: 'NoneType'"),
+        ("nan", "finite"),
+        ("infinite", "finite"),
+        ("negative", "negative"),
+        ("shape", "shapes"),
+        ("kept", "shapes"),
+        ("unobserved", "observes"),
+        ("pair", "failed with labels"),
+        ("raises", "failed with labels"),
+        ("labels", "failed without labels"),
     ],
 )
 def test_a_rule_that_breaks_the_protocol_is_refused_before_it_plays(how, words):
@@ -98,7 +98,7 @@ def test_a_rule_that_breaks_the_protocol_is_refused_before_it_plays(how, words):
 
 
 @pytest.mark.usefixtures("broken")
-def test_a_rule_of_ones_own_normalises_every_branch():
+def test_a_custom_rule_normalises_every_branch():
     net, x = Backbone(small_network()), pictures(1, 8)
     own, batch = (ready("selftrain", rule=rule) for rule in ("broken", "batch"))
     assert own.functions == (Broken,)

@@ -32,11 +32,11 @@ class Parameters(NamedTuple):
     weights: Tensor  # (S, P), of all other layers
 
     def stream(self, index: int) -> "Parameters":
-        """The row of one stream in each, (1, C) and (1, P): views."""
+        """Return the row of one stream in each, (1, C) and (1, P): views."""
         return Parameters(Affine(*(t[index : index + 1] for t in self.affine)), self.weights[index : index + 1])
 
     def streams(self, x: Tensor) -> range:
-        """The indices of the streams of images (S, B, ...); see `streams_of`."""
+        """Return the indices of the streams of images (S, B, ...); see `streams_of`."""
         return streams_of(x, len(self.weights))
 
 
@@ -69,11 +69,11 @@ class WeightLayout:
         self.pieces = {name: Piece(p.shape, p.dtype) for name, p in self._parameters.items()}
 
     def source(self, streams: int = 1) -> Parameters:
-        """The parameters of the source network, a copy for each stream."""
+        """Return the parameters of the source network, a copy for each stream."""
         return Parameters(self.net.source(streams)[0], self._row(self._parameters).expand(streams, -1).clone())
 
     def views(self, row: Tensor) -> dict[str, Tensor]:
-        """The weights (P,) of one stream by name, as views; gradients flow back to the row."""
+        """Return the weights (P,) of one stream by name, as views; gradients flow back to the row."""
         return {name: weight.to(self.pieces[name].dtype) for name, weight in self._split(row).items()}
 
     def _split(self, row: Tensor) -> dict[str, Tensor]:
@@ -83,7 +83,7 @@ class WeightLayout:
         return {name: _unflatten(t, piece.shape) for (name, piece), t in named}
 
     def pack(self, named: Mapping[str, Tensor]) -> Parameters:
-        """Parameters (1, ...) from tensors by their names in the model's state dict, normalisation layers included."""
+        """Return parameters (1, ...) from the tensors of a model's state dict."""
         like = self.net.origin.state.affine.weight
         missing = [name for name in self.names() if name not in named]
         wrong = [name for name, shape in self.names().items() if name in named and named[name].shape != shape]
@@ -104,7 +104,7 @@ class WeightLayout:
         return Parameters(Affine(affine("weight", 1.0), affine("bias", 0.0)), self._row(named))
 
     def unpack(self, params: Parameters) -> dict[str, Tensor]:
-        """One stream's parameters (1, ...) by their names in the model's state dict; the inverse of `pack`."""
+        """Return one stream's parameters (1, ...) by their names in the model's state dict; the inverse of `pack`."""
         widths = [slot.channels for slot in self.net.slots]
         named = self._split(params.weights[0])
         for field, row in params.affine._asdict().items():
@@ -114,7 +114,7 @@ class WeightLayout:
         return named
 
     def existing_columns(self, row: Tensor) -> Tensor:
-        """The columns (S, n) of a `flat` row that the network has: without those of scales and shifts it lacks."""
+        """Return the columns (S, n) of a `flat` row without those of scales and shifts that the network lacks."""
         exists = [getattr(slot.layer, field) is not None for field in Affine._fields for slot in self.net.slots]
         if all(exists):
             return row
@@ -123,7 +123,7 @@ class WeightLayout:
         return torch.cat([*itertools.compress(affine, exists), weights], 1)
 
     def names(self) -> dict[str, torch.Size]:
-        """The shapes of all parameters, those of normalisation included, by their names in the model's state dict."""
+        """Return the shapes of all parameters, by their names in the model's state dict."""
         fields = ((slot, field) for slot in self.net.slots for field in ("weight", "bias"))
         norms = {f"{s.name}.{f}": getattr(s.layer, f).shape for s, f in fields if getattr(s.layer, f) is not None}
         return {name: piece.shape for name, piece in self.pieces.items()} | norms
@@ -135,7 +135,7 @@ class WeightLayout:
 
 
 def _flatten(t: Tensor) -> Tensor:
-    """The values in channels-last order, as the network's weights are, so that a view of four axes is channels-last."""
+    """Return the values in channels-last order, as the network's weights are."""
     return (t.movedim(1, -1) if t.dim() == 4 else t).reshape(-1)
 
 
@@ -158,12 +158,12 @@ def forward(layout: WeightLayout, params: Parameters, x: Tensor, norm: Norm, val
 
 
 def leaf(params: Parameters) -> Parameters:
-    """The same values as the start of a graph."""
+    """Return the same values as the start of a graph."""
     return Parameters(params.affine.leaf(), params.weights.detach().requires_grad_())
 
 
 def gradients(loss: Tensor, params: Parameters) -> Parameters:
-    """The gradient of a loss with respect to the result of `leaf`; zero where the loss does not depend on it."""
+    """Return the gradient of a loss with respect to the result of `leaf`; zero where the loss does not depend on it."""
     *affine, weights = torch.autograd.grad(
         loss, (*params.affine, params.weights), allow_unused=True, materialize_grads=True
     )
@@ -179,7 +179,7 @@ def stack_streams(streams: list[Parameters]) -> Parameters:
 
 
 def flat(params: Parameters) -> Tensor:
-    """All parameters of a stream in one row: (S, 2 C + P)."""
+    """Return all parameters of a stream in one row: (S, 2 C + P)."""
     return torch.cat((*params.affine, params.weights), 1)
 
 
@@ -219,12 +219,12 @@ def bernoulli_mask(key: Key, purpose: int, p: float, n: int) -> Tensor:
 
 @lru_cache  # copying it to a device synchronises
 def _within(p: float, device: torch.device) -> Tensor:
-    """The chance that the next chosen place is at most 1, 2, ... `REACH` places away, in 2**32nds."""
+    """Return the chance that the next chosen place is at most 1, 2, ... `REACH` places away, in 2**32nds."""
     return torch.tensor([round((1 - (1 - p) ** k) * 2**32) for k in range(1, REACH + 1)], device=device)
 
 
 def quantile(values: Tensor, q: float) -> Tensor:
-    """The q-quantile of each row (S, n) with linear interpolation, for any n: (S,). `torch.quantile` refuses n > 2**24.
+    """Return the q-quantile (S,) of each row (S, n), interpolated. `torch.quantile` refuses n > 2**24.
 
     >>> quantile(torch.tensor([[3.0, 0.0, 1.0, 2.0]]), 0.5)
     tensor([1.5000])

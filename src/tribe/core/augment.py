@@ -102,7 +102,8 @@ class Augment:
         if key.seed.shape != (streams,):
             raise ValueError(f"{streams} streams need as many seeds, got a key of shape {tuple(key.seed.shape)}")
         colour = self.brightness, self.contrast, self.saturation, self.hue, self.gamma
-        affine = self.rotation, *(_times(self.translation, _padded(size)) for size in (width, height)), self.scale
+        pixels = [tuple(bound * _padded(size) for bound in self.translation) for size in (width, height)]
+        affine = self.rotation, *pixels, self.scale
         ranges = (*colour, *affine, self.sigma, (0.0, 1.0))
         u = kernels.uniform(key, PARAMETERS, (batch if self.per == "image" else 1, 5 + len(ranges)))
         order = u[..., :5].argsort(stable=True, dim=-1)  # the ranks of five numbers: all 120 orders are equally likely
@@ -141,7 +142,7 @@ View = Augment | Callable[[Tensor], Tensor]  # a custom function takes and retur
 
 
 def view(augment: View, x: Tensor, key: Key) -> Tensor:
-    """The augmented images (S, B, ...); the same key gives the same images."""
+    """Return the augmented images (S, B, ...); the same key gives the same images."""
     if isinstance(augment, Augment):
         return augment(x, key)
     views = [augment(images) for images in x]
@@ -179,7 +180,7 @@ def _where(due: Tensor, operation: Callable[[Tensor, Tensor], Tensor], x: Tensor
 
 
 def _readable(x: Tensor) -> bool:
-    """Whether reading values does not synchronise: then only the operations that are due are computed."""
+    """Return whether reading values does not synchronise: then only the operations that are due are computed."""
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
@@ -253,7 +254,8 @@ def _move(x: Tensor, rotation: Tensor, dx: Tensor, dy: Tensor, scale: Tensor, fl
     v = _centres(height, x) - dy[:, None]  # (G, H + 4)
     u, v = u[:, None, :], v[:, :, None]
     u, v = cos * u + sin * v, cos * v - sin * u  # (G, H + 4, W + 4)
-    inside = _inside(u, width) * _inside(v, height)
+    # The weight of the taps inside the padded image.
+    inside = ((_padded(width) + 1) / 2 - u.abs()).clamp_(0, 1) * ((_padded(height) + 1) / 2 - v.abs()).clamp_(0, 1)
     grid = torch.stack((u * (2 / width), v * (2 / height)), -1)
     grid = grid[:, None].expand(-1, images, -1, -1, -1).flatten(0, 1)  # (G M, H + 4, W + 4, 2)
     y = F.grid_sample(x.flatten(0, 1), grid, padding_mode="border", align_corners=False)
@@ -261,19 +263,14 @@ def _move(x: Tensor, rotation: Tensor, dx: Tensor, dy: Tensor, scale: Tensor, fl
 
 
 def _centres(size: int, like: Tensor) -> Tensor:
-    """Positions of crop and margin along one axis, from the centre; reflected outside the padded image."""
+    """Return positions of crop and margin along one axis, from the centre; reflected outside the padded image."""
     c = torch.arange(size + 2 * MARGIN, dtype=like.dtype, device=like.device) - (size - 1 + 2 * MARGIN) / 2
     last = (_padded(size) - 1) / 2
     return (2 * c.clamp(-last, last) - c).clamp(-last, last)  # an axis of one pixel has no neighbour: it repeats
 
 
-def _inside(position: Tensor, size: int) -> Tensor:
-    """The weight of the taps inside the padded image."""
-    return ((_padded(size) + 1) / 2 - position.abs()).clamp_(0, 1)
-
-
 def _blur(x: Tensor, sigma: Tensor, dim: int) -> Tensor:
-    """Gaussian blur with five taps along one axis, which loses its margin."""
+    """Return gaussian blur with five taps along one axis, which loses its margin."""
     near, far = ((-(i**2) / (2 * sigma**2)).exp().view(-1, 1, 1, 1, 1) for i in (1, 2))
     total = 1 + 2 * near + 2 * far
     size = x.shape[dim] - 2 * MARGIN
@@ -283,7 +280,3 @@ def _blur(x: Tensor, sigma: Tensor, dim: int) -> Tensor:
 
 def _padded(size: int) -> int:
     return size + 2 * (size // 2)
-
-
-def _times(bounds: Range, size: int) -> Range:
-    return bounds[0] * size, bounds[1] * size

@@ -38,7 +38,7 @@ from tribe.core.placement import (
     replace_module,
     source_norm,
 )
-from tribe.core.rules import Frozen, Norm, group_labels
+from tribe.core.rules import Frozen, Norm
 from tribe.core.slots import NORMS, Pass, Slot, SlotHook, current_pass, set_current_pass, views_come_first
 from tribe.core.state import Affine, StateModule, Stats, copy_missing, hash_tensors, room_for, tree_map
 
@@ -111,6 +111,8 @@ class Backbone(nn.Module):
         self._buffers_given = {name: t.clone() for name, t in self.model.named_buffers()}
         self.origin = StateModule(source_norm([slot.layer for slot in self.slots], device))
         self._widths = [slot.channels for slot in self.slots]
+        self.channels = sum(self._widths)  # C, of the whole network
+        self.columns = [slot.columns for slot in self.slots]  # of each slot among the statistics
         self._eps = common_eps(self.slots)
         self._candidates = self._classifiers(classifier)
         for layer in self._candidates.values():
@@ -123,7 +125,7 @@ class Backbone(nn.Module):
 
     @torch.inference_mode(False)
     def restricted_to(self, outputs: Sequence[int]) -> "Backbone":
-        """A copy that returns only these outputs of the network, in this order: the classes of a data set with fewer.
+        """Return a copy with only these outputs, in this order: the classes of a data set that has fewer.
 
         ImageNet-R and ImageNet-A are evaluated like this, with 200 of 1,000 classes. A network that is exported from
         an adapter has all outputs.
@@ -161,7 +163,7 @@ class Backbone(nn.Module):
 
     @property
     def classes(self) -> int | None:
-        """The number of outputs of the classifier layer, or of those kept; None if it is not known before a pass."""
+        """Return the number of outputs; None if it is not known before a pass."""
         if self.outputs is not None:
             return len(self.outputs)
         for layer in reversed(self._candidates.values()):
@@ -171,28 +173,23 @@ class Backbone(nn.Module):
 
     @property
     def classifier(self) -> str | None:
-        """The name of the layer that `classes` was read from."""
+        """Return the name of the layer that `classes` was read from."""
         return next(reversed(self._candidates), None)
 
     @property
-    def channels(self) -> int:
-        """C: normalised channels of the whole network."""
-        return sum(self._widths)
-
-    @property
     def has_statistics(self) -> bool:
-        """Whether any layer keeps statistics that can adapt (BatchNorm); LayerNorm and GroupNorm keep none."""
+        """Return whether any layer keeps statistics that can adapt (BatchNorm); LayerNorm and GroupNorm keep none."""
         source: SourceNorm = self.origin.state
         return source.stats.mean.numel() > 0
 
     @property
     def has_affine(self) -> bool:
-        """Whether any normalisation layer has affine parameters, which gradients can move."""
+        """Return whether any normalisation layer has affine parameters, which gradients can move."""
         return any(slot.layer.weight is not None for slot in self.slots)
 
     @cached_property  # it is read for each batch, and a network has hundreds of modules
     def rank(self) -> int | None:
-        """The number of axes of a batch of images (B, ...), from the first convolution; None if there is none."""
+        """Return the axes of a batch of images (B, ...), from the first convolution; None if there is none."""
         first = self._first_convolution()
         return None if first is None else 2 + len(first.kernel_size)
 
@@ -202,7 +199,7 @@ class Backbone(nn.Module):
         return next((layer for layer in layers if layer not in gates), next(iter(layers), None))
 
     def _expected(self, shape: tuple[int, ...]) -> str:
-        """What the first convolution expects, if images of this shape do not fit it: the end of an error message."""
+        """Return the shape that the first convolution expects, for an error message, if this one does not fit."""
         first = self._first_convolution()
         if first is None or self.rank is None:
             return ""
@@ -212,27 +209,22 @@ class Backbone(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """The device of the network."""
+        """Return the device of the network."""
         source: SourceNorm = self.origin.state
         return source.affine.weight.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """The precision of the network's weights, which images are converted to."""
+        """Return the precision of the network's weights, which images are converted to."""
         floating = (p.dtype for p in self.model.parameters() if p.is_floating_point())
         return next(floating, torch.float32)
 
     def source(self, rows: int = 1, classes: int = 1) -> tuple[Affine, Stats]:
-        """The source model's affine parameters (rows, C) and statistics (rows, classes, C), fresh copies."""
+        """Return the source model's affine parameters (rows, C) and statistics (rows, classes, C), fresh copies."""
         source: SourceNorm = self.origin.state
         affine = Affine(*(t.expand(rows, -1).clone() for t in source.affine))
         stats = Stats(*(t.expand(rows, classes, -1).clone() for t in source.stats))
         return affine, stats
-
-    @property
-    def columns(self) -> list[slice]:
-        """The columns of each slot among the statistics."""
-        return [slot.columns for slot in self.slots]
 
     def class_stats(self, rows: int, classes: int, packed: bool = False) -> ClassStats:
         """Return the source's statistics for every class, (rows, classes, C); packed: see `tribe.core.packed`."""
@@ -243,7 +235,7 @@ class Backbone(nn.Module):
         return pack(stats, torch.cat(eps), classes, len(self.slots))
 
     def fingerprint(self, exact: bool = True) -> str:
-        """A hash of the source model's weights, statistics and layer names; not ``exact``: of their float32 values."""
+        """Return a hash of the source model's weights, statistics and layer names; not ``exact``: of float32 values."""
         # All buffers as they were given: a network may count or cache in them while it predicts.
         named = {**dict(self.model.named_parameters()), **self._buffers_given} | self.origin.state_dict()
         # Only an unusual eps is hashed, so that fingerprints from before eps was hashed stay valid.
@@ -255,7 +247,7 @@ class Backbone(nn.Module):
         return hash_tensors(named)
 
     def not_finite(self) -> list[str]:
-        """The names of normalisation parameters and statistics that hold NaN or infinity."""
+        """Return the names of normalisation parameters and statistics that hold NaN or infinity."""
         source: SourceNorm = self.origin.state
         if source.affine.weight.is_meta or all(bool(t.isfinite().all()) for t in (*source.affine, *source.stats)):
             return []
@@ -281,7 +273,7 @@ class Backbone(nn.Module):
         spare: ClassStats | None = None,
         slot_hook: SlotHook | None = None,
     ) -> Output:
-        """One pass over (R, B, ...) images, each row with its own normalisation.
+        """Pass (R, B, ...) images through the network, each row with its own normalisation.
 
         Args:
             x: images, (R, B, ...).
@@ -299,11 +291,7 @@ class Backbone(nn.Module):
         self._check_shapes(rows, affine, stats, norm)
         if valid is None:
             valid = torch.ones(rows, batch, dtype=torch.bool, device=x.device)
-        grouped = None if labels is None else group_labels(norm, labels, valid, affine.weight.dtype)
-        current = self._new_pass(batch, affine, stats, norm, grouped, valid, slot_hook)
-        if grouped is not None and (prepare := getattr(norm, "prepare", None)):
-            current.room = room_for(current.stats, spare)
-            current.prepared = prepare(grouped, current.stats, current.room)
+        current = self._new_pass(batch, affine, stats, norm, labels, valid, slot_hook, spare)
         if self._eps is not None and not norm.observes:  # one fold for the whole network
             both = fold(current.stats.mean, current.stats.var, *affine, self._eps)
             current.folded = tuple(zip(*(t.split(self._widths, 2) for t in both), strict=True))
@@ -365,13 +353,20 @@ class Backbone(nn.Module):
         affine: Affine,
         stats: ClassStats,
         norm: Norm,
-        labels: Any,
+        labels: Tensor | None,
         valid: Tensor,
-        slot_hook: SlotHook | None,
+        slot_hook: SlotHook | None = None,
+        spare: ClassStats | None = None,
     ) -> Pass:
         weight, bias = affine.weight.split(self._widths, 1), affine.bias.split(self._widths, 1)
-        stats = tree_map(Tensor.detach, stats)
-        return Pass(len(valid), batch, weight, bias, stats, norm, labels, valid, slot_hook=slot_hook)
+        stats, grouped = tree_map(Tensor.detach, stats), labels
+        if labels is not None and (group := getattr(norm, "group", None)):
+            grouped = group(labels, valid, affine.weight.dtype)
+        current = Pass(len(valid), batch, weight, bias, stats, norm, grouped, valid, slot_hook=slot_hook)
+        if labels is not None and (prepare := getattr(norm, "prepare", None)):
+            current.room = room_for(stats, spare)
+            current.prepared = prepare(grouped, stats, current.room)
+        return current
 
     def _report_uncalled(self, called: set[int]) -> None:
         """Refuse a network that called no slot; warn once about slots that it did not call."""
@@ -388,7 +383,7 @@ class Backbone(nn.Module):
             )
 
     def _source_pass(self, batch: int, slot_hook: SlotHook | None) -> Pass:
-        """A pass of one row with the source's normalisation, in which images do not affect each other."""
+        """Return a pass of one row with the source's normalisation, in which images do not affect each other."""
         affine, stats = self.source()
         valid = torch.ones(1, batch, dtype=torch.bool, device=self.device)
         return self._new_pass(batch, affine, stats, Frozen(), None, valid, slot_hook)
@@ -410,7 +405,7 @@ class Backbone(nn.Module):
         return super()._apply(fn, recurse)  # type: ignore[no-any-return,no-untyped-call]
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As for any module; afterwards it is another source model."""
+        """Load weights as any module does; afterwards it is another source model."""
         incompatible_keys = super().load_state_dict(state_dict, strict, assign)
         self._thread_copies = ThreadCopies()
         self._buffers_given = {name: t.clone() for name, t in self.model.named_buffers()}
@@ -421,7 +416,7 @@ class Backbone(nn.Module):
         return deepcopy_module(self, memo)
 
     def _collect(self, current: Pass, spare: Any) -> Any:
-        """The statistics that each slot's rule keeps, together; those of layers that were not called stay."""
+        """Return the statistics that each slot's rule keeps, together; those of layers that were not called stay."""
         if not current.norm.observes or not current.kept:
             return current.stats
         by_slot = [current.kept.get(slot.index) or current.stats.layer(slot.columns, slot.index) for slot in self.slots]
@@ -436,7 +431,7 @@ class Backbone(nn.Module):
 
     @torch.inference_mode(False)
     def plain(self, affine: Affine, stats: Stats | None, weights: Mapping[str, Tensor] | None = None) -> nn.Module:
-        """A plain module with ordinary layers that hold these affine parameters (1, C) and statistics (1, 1, C).
+        """Return a plain module with ordinary layers that hold these affine parameters (1, C) and statistics (1, 1, C).
 
         Without statistics (None) its BatchNorm layers normalise each batch with that batch's. ``weights`` replace the
         source's weights of other layers, by name.
@@ -473,7 +468,7 @@ def _record_features(_: nn.Module, args: tuple[Any, ...]) -> None:
 
 
 def _features(current: Pass) -> Tensor | None:
-    """The recorded features (R, B, F); None if there are none, or not one row for each image (frames, crops)."""
+    """Return the recorded features (R, B, F); None if there are none, or not one row for each image (frames, crops)."""
     features, samples = current.features, current.rows * current.batch
     if features is None or features.shape[0] != samples:
         return None

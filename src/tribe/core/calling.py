@@ -21,7 +21,7 @@ class LogitsOutput(dict[str, Tensor]):
 
     @property
     def logits(self) -> Tensor:
-        """What the network gives for each image."""
+        """Return the logits of each image."""
         return self["logits"]
 
 
@@ -43,22 +43,22 @@ class NetworkInterface(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """The device of the network, which images must be on."""
+        """Return the device of the network, which images must be on."""
         return self.net.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """The precision of the network's weights; images may have another."""
+        """Return the precision of the network's weights; images may have another."""
         return self.net.dtype
 
     @property
     def config(self) -> Any:
-        """The configuration of a Hugging Face model, also inside a wrapper; None if the network has none."""
+        """Return the configuration of a Hugging Face model, also inside a wrapper; None if the network has none."""
         return next((m.config for m in self.net.model.modules() if hasattr(m, "config")), None)
 
 
 def images_of(x: Tensor | None, pixel_values: Tensor | None) -> Tensor:
-    """The images of a call, given by position or by name."""
+    """Return the images of a call, given by position or by name."""
     if (x is None) == (pixel_values is None):
         raise TypeError("give images once: model(images), or model(pixel_values=images) for an output with .logits")
     return x if x is not None else pixel_values  # type: ignore[return-value]

@@ -34,21 +34,10 @@ from tribe.core.state import tree_map
 RELU = (F.relu, F.relu_, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_)
 ADD = (torch.add, Tensor.add, Tensor.add_)  # the operators + and += call them
 IN_PLACE = (Tensor.add_, F.relu_, torch.relu_, Tensor.relu_)
-METADATA_METHODS: tuple[Any, ...] = (
-    Tensor.size,
-    Tensor.dim,
-    Tensor.ndimension,
-    Tensor.numel,
-    Tensor.nelement,
-    Tensor.stride,
-)
-METADATA_METHODS += (
-    Tensor.__len__,
-    Tensor.is_contiguous,
-    Tensor.is_floating_point,
-    Tensor.element_size,
-    Tensor.get_device,
-)
+METADATA_METHODS = {
+    *(Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.stride, Tensor.__len__),
+    *(Tensor.is_contiguous, Tensor.is_floating_point, Tensor.element_size, Tensor.get_device),
+}
 METADATA_ATTRS = ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "requires_grad", "itemsize", "nbytes")
 # The largest difference of logits in a trial, relative to the largest logit, in the first precision that reaches it.
 CLOSE = {torch.float32: 0.05, torch.float64: 1e-4}  # float32 may mean TF32
@@ -79,8 +68,8 @@ class FusedLayer(NamedTuple):
     relu: int | None
 
 
-class Plan(NamedTuple):
-    """What a pass fuses: calls by their number, in the order of the network."""
+class FusionPlan(NamedTuple):
+    """The calls that a pass fuses, by their number, in the order of the network."""
 
     calls: int  # in the whole pass
     layers: dict[int, FusedLayer]  # by the number of the slot's call
@@ -89,12 +78,12 @@ class Plan(NamedTuple):
     sources: dict[int, int]  # the calls whose results are residuals, and the last call of a slot that adds each
 
     @staticmethod
-    def of(layers: dict[int, FusedLayer], calls: int) -> "Plan":
-        """The plan for these layers."""
+    def of(layers: dict[int, FusedLayer], calls: int) -> "FusionPlan":
+        """Return the plan for these layers."""
         convolutions = {layer.bias: at for at, layer in layers.items() if layer.bias is not None}
         skipped = {n: at for at, layer in layers.items() for n in (layer.add, layer.relu) if n is not None}
         sources = {layer.residual: at for at, layer in layers.items() if layer.residual is not None}
-        return Plan(calls, layers, convolutions, skipped, sources)
+        return FusionPlan(calls, layers, convolutions, skipped, sources)
 
 
 class Mismatch(BaseException):
@@ -105,12 +94,12 @@ class Fusion:
     """Fuses the passes of one network."""
 
     def __init__(self) -> None:
-        self.plan: Plan | None = None
+        self.plan: FusionPlan | None = None
         self.reason: str | None = "there was no pass on a GPU yet"  # why nothing is fused
         self.tried = False  # whether there was a trial pass: on a CPU there is none
 
     def describe(self) -> str:
-        """What is fused, or why nothing is, in words."""
+        """Describe what is fused, or why nothing is."""
         if self.plan is None:
             return f"nothing is fused: {self.reason}"
         layers = self.plan.layers.values()
@@ -122,7 +111,7 @@ class Fusion:
     def start(
         self, model: nn.Module, images: Tensor, source_pass: Callable[[int, SlotHook | None], Pass]
     ) -> "FusedPass | None":
-        """The mode that fuses a pass; None if it is to be computed call by call."""
+        """Return the mode that fuses a pass; None if it is to be computed call by call."""
         if _switch is False or (_switch == "auto" and not kernels.can_run(images)):
             return None
         if torch.is_inference_mode_enabled():
@@ -145,8 +134,8 @@ class Fusion:
 @torch.no_grad()
 def _try(
     model: nn.Module, images: Tensor, source_pass: Callable[[int, SlotHook | None], Pass]
-) -> tuple[Plan | None, str | None]:
-    """The plan of a network, or why there is none."""
+) -> tuple[FusionPlan | None, str | None]:
+    """Return the plan of a network, or why there is none."""
     noise = torch.rand(2, *images.shape[1:], generator=torch.Generator().manual_seed(0), device="cpu")
     form = torch.channels_last if images.is_contiguous(memory_format=torch.channels_last) else torch.contiguous_format
     noise = noise.to(images).contiguous(memory_format=form) if images.dim() == 4 else noise.to(images)
@@ -175,7 +164,7 @@ def _try(
                 if dtype != noise.dtype:
                     model, noise = copy.deepcopy(model).to(dtype), noise.to(dtype)
                 with full_precision(noise.device.type):
-                    wanted, found = (logits(FusedPass(p), model, noise) for p in (Plan.of({}, plan.calls), plan))
+                    wanted, found = (logits(FusedPass(p), model, noise) for p in (FusionPlan.of({}, plan.calls), plan))
                 difference = float((found - wanted).abs().max() / wanted.abs().max().clamp_min(1e-6))
                 if difference <= close:
                     return plan, None
@@ -184,7 +173,7 @@ def _try(
     return None, f"in the trial it changed logits by {difference:.1%}"
 
 
-class Call(NamedTuple):
+class TracedCall(NamedTuple):
     """A call of a torch function or of a slot."""
 
     kind: Kind
@@ -200,7 +189,7 @@ class Trial(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[Call] = []
+        self.calls: list[TracedCall] = []
         self.paused = False  # inside a call
         self.unseen: str | None = None  # what was computed outside of all calls
         self._makers: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # by id, the tensor and the call that made it
@@ -220,19 +209,19 @@ class Trial(TorchFunctionMode):
         return result
 
     def enter(self, slot: Slot, x: Tensor) -> Epilogue:
-        """A slot is called with x: what it computes beside its normalisation."""
+        """Return what a slot computes besides its normalisation, when it is called with x."""
         self._entered = self._inputs([x])
         self.paused = True
         return Epilogue()
 
     def leave(self, slot: Slot, y: Tensor) -> None:
-        """A slot has computed y."""
+        """Note that a slot has computed y."""
         self.paused = False
         fusable = isinstance(slot, StatisticsSlot) and not slot.relu and not len(slot.after)
         self._record("slot", self._entered, fusable, slot.index, y)
 
     def finish(self) -> None:
-        """The pass is over."""
+        """End the pass."""
 
     def _inputs(self, found: list[Tensor]) -> tuple[int | None, ...]:
         made = [self._makers.get(id(t)) for t in found]
@@ -251,10 +240,10 @@ class Trial(TorchFunctionMode):
         one = weakref.ref(made[0]) if len(made) == 1 and made[0] is result else None
         for t in made:
             self._makers[id(t)] = weakref.ref(t), len(self.calls)
-        self.calls.append(Call(kind, inputs, fusable and one is not None, in_place, slot, one))
+        self.calls.append(TracedCall(kind, inputs, fusable and one is not None, in_place, slot, one))
 
-    def plan(self) -> Plan:
-        """What can be fused."""
+    def plan(self) -> FusionPlan:
+        """Return what can be fused."""
         users: dict[int, list[int]] = {}
         for number, call in enumerate(self.calls):
             for made in call.inputs:
@@ -262,7 +251,7 @@ class Trial(TorchFunctionMode):
                     users.setdefault(made, []).append(number)
 
         def only_user(number: int, kind: Kind) -> int | None:
-            """The call that alone uses a result, if it is of this kind and nothing holds the result."""
+            """Return the call that alone uses a result, if it is of this kind and nothing holds the result."""
             result = self.calls[number].result
             held = result is not None and (t := result()) is not None and self._makers[id(t)][1] == number
             using = users.get(number, [])
@@ -283,10 +272,10 @@ class Trial(TorchFunctionMode):
             relu = only_user(number if add is None else add, "relu")
             if any(n is not None for n in (bias, add, relu)):
                 layers[number] = FusedLayer(call.slot, bias, residual, add, relu)
-        return Plan.of(layers, len(self.calls))
+        return FusionPlan.of(layers, len(self.calls))
 
     def _residual(self, add: int, slot: int) -> int | None:
-        """The call whose result is added to that of a slot; None if it comes later, or if it is overwritten."""
+        """Return the call whose result is added to that of a slot; None if it comes later, or if it is overwritten."""
         call = self.calls[add]
         others = [made for made in call.inputs if made is not None and made < slot]
         usable = len(others) == 1 and self.calls[others[0]].result is not None
@@ -294,7 +283,7 @@ class Trial(TorchFunctionMode):
 
 
 class UntracedOpDetector(TorchDispatchMode):
-    """Notes what a network computes without calling a torch function, as code of torch.jit does."""
+    """Detects operations that a network computes without calling a torch function, as code of torch.jit does."""
 
     def __init__(self, seen: Trial) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -315,7 +304,7 @@ def _kind(func: Any) -> Kind:
 
 
 def _fusable(kind: Kind, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> bool:
-    """Whether a call, by its arguments, is one that a slot can compute."""
+    """Return whether a call, by its arguments, is one that a slot can compute."""
     if kind == "add":
         plain = len(args) == 2 and not kwargs and all(isinstance(t, Tensor) for t in args)
         return plain and args[0] is not args[1] and args[0].shape == args[1].shape and args[0].dtype == args[1].dtype
@@ -327,14 +316,14 @@ def _fusable(kind: Kind, args: Sequence[Any], kwargs: Mapping[str, Any], result:
 
 
 def _reads_metadata_only(func: Any) -> bool:
-    """Whether a function reads facts of a tensor, and no values."""
+    """Return whether a function reads facts of a tensor, and no values."""
     if getattr(func, "__name__", "") == "__get__":
         return getattr(getattr(func, "__self__", None), "__name__", "") in METADATA_ATTRS
     return func in METADATA_METHODS
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors in nested tuples, lists and dicts, in order."""
+    """Return the tensors in nested tuples, lists and dicts, in order."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, tuple | list):
@@ -359,7 +348,7 @@ class PendingTensor(NamedTuple):
 class FusedPass(TorchFunctionMode):
     """Fuses the calls of one pass as planned; raises `Mismatch` where the network makes others."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: FusionPlan) -> None:
         super().__init__()
         self.plan = plan
         self.paused = False
@@ -400,7 +389,7 @@ class FusedPass(TorchFunctionMode):
         return result
 
     def _skip(self, number: int, func: Any, args: Sequence[Any]) -> Tensor:
-        """The result of an addition or of ReLU, which the slot has computed."""
+        """Return the result of an addition or of ReLU, which the slot has computed."""
         layer = self.plan.layers[self.plan.skipped[number]]
         found = [t for t in args[:2] if isinstance(t, Tensor) and id(t) in self._pending]
         one = self._pending.pop(id(found[0])) if len(found) == 1 else None
@@ -419,7 +408,7 @@ class FusedPass(TorchFunctionMode):
         return one.tensor
 
     def enter(self, slot: Slot, x: Tensor) -> Epilogue:
-        """A slot is called with x: what it computes beside its normalisation."""
+        """Return what a slot computes besides its normalisation, when it is called with x."""
         number, self._number = self._number, self._number + 1
         self.paused, self._entered = True, number
         layer, given = self.plan.layers.get(number), self._pending.pop(id(x), None)
@@ -435,7 +424,7 @@ class FusedPass(TorchFunctionMode):
         return Epilogue(layer.relu is not None, None if given is None else given.bias, residual)
 
     def leave(self, slot: Slot, y: Tensor) -> None:
-        """A slot has computed y."""
+        """Note that a slot has computed y."""
         number = self._entered
         if number in self.plan.sources:
             self._sources[number] = y
@@ -450,6 +439,6 @@ class FusedPass(TorchFunctionMode):
         self.paused = False
 
     def finish(self) -> None:
-        """The pass is over: it must have made all the calls of the plan."""
+        """End the pass; raise `Mismatch` if it has not made all the calls of the plan."""
         if self._pending or self._number != self.plan.calls:
             raise Mismatch(f"the pass made {self._number} calls, the trial {self.plan.calls}")

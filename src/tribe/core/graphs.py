@@ -50,12 +50,12 @@ class SteppedMethod(Protocol):
 
     @property
     def name(self) -> str:
-        """The name, for messages."""
+        """Return the name, for messages."""
         ...
 
     @property
     def capture(self) -> str:
-        """How a step can be captured: "whole", "segments" (see `segment`) or "never"."""
+        """Return how a step can be captured: "whole", "segments" (see `segment`) or "never"."""
         ...
 
     def step(

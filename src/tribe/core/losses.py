@@ -7,7 +7,7 @@ from tribe.core.moments import accumulation_dtype
 
 
 def entropy(logits: Tensor) -> Tensor:
-    """Entropy of softmax(logits) in nats: (..., K) -> (...).
+    """Return entropy of softmax(logits) in nats: (..., K) -> (...).
 
     >>> import torch
     >>> entropy(torch.zeros(4)).exp().round(decimals=4)
@@ -18,22 +18,22 @@ def entropy(logits: Tensor) -> Tensor:
 
 
 def probabilities(logits: Tensor) -> Tensor:
-    """Softmax of logits, in float32 at least: (..., K) -> (..., K)."""
+    """Return softmax of logits, in float32 at least: (..., K) -> (..., K)."""
     return _precise(logits).softmax(-1)
 
 
 def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
-    """Cross-entropy with hard labels: (..., K), (...) -> (...)."""
+    """Return the cross-entropy with hard labels: (..., K), (...) -> (...)."""
     return -_precise(logits).log_softmax(-1).gather(-1, target.unsqueeze(-1)).squeeze(-1)
 
 
 def soft_cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
-    """Cross-entropy with softmax(target) as the distribution: (..., K) twice -> (...)."""
+    """Return the cross-entropy with softmax(target): (..., K) twice -> (...)."""
     return -(_precise(target).softmax(-1) * _precise(logits).log_softmax(-1)).sum(-1)
 
 
 def soft_likelihood_ratio(logits: Tensor, clip: float = 0.99, eps: float = 1e-5) -> Tensor:
-    """Minus the mean log odds of a prediction; its gradient does not vanish for confident ones, as the entropy's does.
+    """Return minus the mean log odds of a prediction; unlike the entropy's, its gradient stays for confident ones.
 
     Probabilities are clipped (Marsden et al., WACV 2024): above ``clip`` a prediction is confident enough.
     """
@@ -42,13 +42,13 @@ def soft_likelihood_ratio(logits: Tensor, clip: float = 0.99, eps: float = 1e-5)
 
 
 def symmetric_cross_entropy(logits: Tensor, others: Tensor) -> Tensor:
-    """The mean of the cross-entropies of two predictions (..., K), each with the other as its target: (...)."""
+    """Return the mean of the cross-entropies of two predictions (..., K), each with the other as its target: (...)."""
     log_p, log_q = _precise(logits).log_softmax(-1), _precise(others).log_softmax(-1)
     return -(log_q.exp() * log_p + log_p.exp() * log_q).sum(-1) / 2
 
 
 def mean_over(values: Tensor, counts: Tensor) -> Tensor:
-    """Mean over the last axis of the values where ``counts`` is True; 0, not NaN, where there is none.
+    """Return mean over the last axis of the values where ``counts`` is True; 0, not NaN, where there is none.
 
     >>> import torch
     >>> mean_over(torch.tensor([[1.0, 3.0], [5.0, 7.0]]), torch.tensor([[True, True], [False, False]]))

@@ -49,12 +49,12 @@ class Timely(NamedTuple):
 
     @property
     def filled(self) -> Tensor:
-        """Which places are taken: (S, M)."""
+        """Return which places are taken: (S, M)."""
         return _filled(self)
 
     @property
     def age(self) -> Tensor:
-        """The number of arrivals since that of each image, itself included: (S, M)."""
+        """Return the number of arrivals since that of each image, itself included: (S, M)."""
         return self.arrivals.unsqueeze(1) - self.arrival
 
 
@@ -70,7 +70,7 @@ class Reservoir(NamedTuple):
 
     @property
     def filled(self) -> Tensor:
-        """Which places are taken: (S, M)."""
+        """Return which places are taken: (S, M)."""
         return _filled(self)
 
 
@@ -85,13 +85,13 @@ class Turnover(NamedTuple):
     until: Tensor  # (S, N) int64, after how many images it left; B + 1: it stayed
 
     def present(self, passed: Tensor) -> Tensor:
-        """Which entries are held after the first ``passed`` (S,) images of the batch: (S, N)."""
+        """Return which entries are held after the first ``passed`` (S,) images of the batch: (S, N)."""
         passed = passed.unsqueeze(1)
         return self.entered & (self.since <= passed) & (passed < self.until)
 
 
 def new_timely(streams: int, size: int, *, room: int, dtype: torch.dtype, device: torch.device) -> Timely:
-    """An empty memory for RoTTA."""
+    """Return an empty memory for RoTTA."""
     image, label, count = _places(streams, size, room, dtype, device)
     uncertainty = torch.zeros(streams, size, dtype=accumulation_dtype(dtype), device=device)
     return Timely(image, label, label.clone(), uncertainty, count, count.clone(), count.clone())
@@ -100,7 +100,7 @@ def new_timely(streams: int, size: int, *, room: int, dtype: torch.dtype, device
 def new_reservoir(
     streams: int, size: int, classes: int, *, room: int, dtype: torch.dtype, device: torch.device
 ) -> Reservoir:
-    """An empty memory for NOTE."""
+    """Return an empty memory for NOTE."""
     image, label, count = _places(streams, size, room, dtype, device)
     predicted = torch.zeros(streams, classes, dtype=torch.int64, device=device)
     return Reservoir(image, label, predicted, count, count.clone(), count.clone())
@@ -128,14 +128,14 @@ def fit(memory: Memory, x: Tensor) -> Memory:
 
 
 def images(memory: Memory, shape: tuple[int, ...]) -> Tensor:
-    """The images, (S, M, *shape); a free place holds a copy of the first image, which is finite in every layer."""
+    """Return the images (S, M, *shape). A free place has a copy of the first image, which is finite in every layer."""
     streams, size, _ = memory.image.shape
     seen = memory.image[..., : math.prod(shape)]
     return torch.where(memory.filled.unsqueeze(-1), seen, seen[:, :1]).reshape(streams, size, *shape)
 
 
 def hold(memory: Memory, newcomers: Mapping[str, Tensor], turnover: Turnover, valid: Tensor, passed: Tensor) -> Memory:
-    """The memory after the first ``passed`` (S,) newcomers: one gather for each of its columns.
+    """Return the memory after the first ``passed`` (S,) newcomers: one gather for each of its columns.
 
     ``newcomers`` has a tensor (S, B, ...) for each column (S, M, ...) of the memory; images may be of any shape that
     `fit` accepted.
@@ -160,7 +160,7 @@ def hold(memory: Memory, newcomers: Mapping[str, Tensor], turnover: Turnover, va
 
 
 def arrival_numbers(memory: Memory, valid: Tensor) -> Tensor:
-    """How many images arrived before each image of a batch: (S, B)."""
+    """Return the number of images that arrived before each image of a batch: (S, B)."""
     return memory.arrivals.unsqueeze(1) + valid.cumsum(1) - valid.long()
 
 
@@ -252,11 +252,11 @@ class _Entries(NamedTuple):
 
     @property
     def size(self) -> int:
-        """M."""
+        """Return M."""
         return int(self.filled.shape[1])
 
     def candidates(self, j: int, counts: Array, alive: Array, same_class: Array) -> Array:
-        """Which entries may leave for newcomer j (S, N): its class where ``same_class`` (S,), else the largest."""
+        """Return who may leave for newcomer j (S, N): its class where ``same_class`` (S,), else the largest class."""
         crowd = counts * alive
         largest = crowd == crowd.max(1, keepdims=True)
         among: Array = np.where(same_class[:, None], self.same[:, self.size + j], largest) & alive

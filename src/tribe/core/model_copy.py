@@ -24,7 +24,7 @@ class ThreadCopies(threading.local):
     model: nn.Module | None = None
 
     def of(self, model: nn.Module) -> nn.Module:
-        """This thread's copy of the model."""
+        """Return this thread's copy of the model."""
         if self.model is None:
             layers = [slot.layer for slot in model.modules() if isinstance(slot, Slot)]
             tensors = (t for m in (model, *layers) for t in itertools.chain(m.parameters(), m.buffers()))
@@ -65,7 +65,7 @@ def refuse_unknown_sizes(model: nn.Module) -> None:
 
 
 def copy_model(model: nn.Module) -> nn.Module:
-    """A deep copy, or an error that says what prevents it."""
+    """Return a deep copy; raise with what prevents it."""
     try:
         return copy.deepcopy(model)
     except Exception as error:
@@ -76,7 +76,7 @@ def copy_model(model: nn.Module) -> nn.Module:
 
 
 def deepcopy_module(module: M, memo: dict[int, Any]) -> M:
-    """What copy.deepcopy makes of a module without a ``__deepcopy__`` method."""
+    """Copy a module as copy.deepcopy copies one without a ``__deepcopy__`` method."""
     new = object.__new__(type(module))
     memo[id(module)] = new
     vars(new).update(copy.deepcopy(vars(module), memo))
@@ -84,12 +84,12 @@ def deepcopy_module(module: M, memo: dict[int, Any]) -> M:
 
 
 def with_memory_format(t: Tensor, channels_last: bool) -> Tensor:
-    """A tensor of four axes in channels-last or contiguous order; any other tensor as it is."""
+    """Return a tensor of four axes in channels-last or contiguous order; any other tensor as it is."""
     form = torch.channels_last if channels_last else torch.contiguous_format
     return t.contiguous(memory_format=form) if t.dim() == 4 else t
 
 
 def is_channels_last(model: nn.Module) -> bool:
-    """Whether some weights of a model are in channels-last order."""
+    """Return whether some weights of a model are in channels-last order."""
     weights = (p for p in model.parameters() if p.dim() == 4 and not p.is_contiguous())
     return any(p.is_contiguous(memory_format=torch.channels_last) for p in weights)

@@ -34,24 +34,20 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def observe(x: Tensor, offset: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Mean and (biased) variance of each sample and channel over its pixels: (R, B, C, ...) -> (R, B, C) twice."""
+    """Return the mean and biased variance of each sample and channel: (R, B, C, ...) -> (R, B, C) twice."""
     if kernels.can_normalise(x):
         return kernels.observe(x, offset)
-    mean, var = _observe(x.to(accumulation_dtype(x.dtype)))
-    return (mean if offset is None else mean + offset), var
-
-
-def _observe(x: Tensor) -> tuple[Tensor, Tensor]:
+    x = x.to(accumulation_dtype(x.dtype))
     pixels = tuple(range(3, x.dim()))
     if not pixels:
-        return x.clone(), torch.zeros_like(x)
-    if x.device.type != "cpu":
+        mean, var = x.clone(), torch.zeros_like(x)
+    elif x.device.type != "cpu":
         var, mean = torch.var_mean(x, pixels, correction=0)
-        return mean, var
-    # On the CPU var_mean is many times slower than two plain sums. Centred first: E[x^2] - E[x]^2 would cancel.
-    mean = x.mean(pixels)
-    centred = x - _over_pixels(mean, x)
-    return mean, centred.mul_(centred).mean(pixels)
+    else:  # var_mean is many times slower here than two plain sums. Centred first: E[x^2] - E[x]^2 would cancel.
+        mean = x.mean(pixels)
+        centred = x - _over_pixels(mean, x)
+        var = centred.mul_(centred).mean(pixels)
+    return (mean if offset is None else mean + offset), var
 
 
 class Epilogue(NamedTuple):
@@ -75,7 +71,7 @@ def normalise(x: Tensor, rule: Rule, epilogue: Epilogue = NO_EPILOGUE) -> Tensor
 
 
 def scale_and_shift(x: Tensor, scale: Tensor, shift: Tensor, epilogue: Epilogue = NO_EPILOGUE) -> Tensor:
-    """x * scale + shift for (R, B, C, ...) and (R, 1|B, C), where scale and shift do not depend on x."""
+    """Compute x * scale + shift for (R, B, C, ...) and (R, 1|B, C), where scale and shift do not depend on x."""
     if not torch.is_grad_enabled():
         return _apply(x, scale, shift, epilogue)
     return _Apply.apply(x, scale, shift, epilogue.residual, None, epilogue)  # type: ignore[no-any-return,no-untyped-call]

@@ -19,7 +19,7 @@ class Adam(NamedTuple):
 
 
 def adam_init(params: Any) -> Adam:
-    """Moments before the first gradient; ``params`` is a named tuple of tensors, (S, n) each."""
+    """Return moments before the first gradient; ``params`` is a named tuple of tensors, (S, n) each."""
     example = _first_leaf(params)
     steps = torch.zeros(len(example), dtype=torch.int64, device=example.device)
     return Adam(tree_map(torch.zeros_like, params), tree_map(torch.zeros_like, params), steps)

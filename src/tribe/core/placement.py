@@ -72,7 +72,7 @@ def replace_module(model: nn.Module, name: str, module: nn.Module) -> nn.Module:
 
 
 def common_eps(slots: list[Slot]) -> float | None:
-    """The eps of all layers, if all are BatchNorm with statistics and parameters and have the same one."""
+    """Return the eps of all layers, if all are BatchNorm with statistics and parameters and have the same one."""
     fields = ("running_mean", "weight", "bias")
     complete = all(getattr(slot.layer, field, None) is not None for slot in slots for field in fields)
     found = {slot.layer_eps for slot in slots}
@@ -98,7 +98,7 @@ def source_norm(layers: Sequence[nn.Module], device: torch.device) -> SourceNorm
 
 
 def slot_kind(layer: nn.Module) -> type[Slot] | str:
-    """The kind of slot that can replace a normalisation layer, or why none can."""
+    """Return the kind of slot that can replace a normalisation layer, or why none can."""
     name, known = type(layer).__name__, type(layer).forward in KNOWN_FORWARDS
     if isinstance(layer, _BatchNorm):
         kinds: list[type[Slot]] = [StatisticsSlot]
@@ -122,19 +122,19 @@ def slot_kind(layer: nn.Module) -> type[Slot] | str:
 
 
 def _takes_one_argument(layer: nn.Module) -> bool:
-    """Whether a layer's forward takes the images and nothing else, which a slot would ignore."""
+    """Return whether a layer's forward takes the images and nothing else, which a slot would ignore."""
     return len(inspect.signature(layer.forward).parameters) == 1
 
 
 def slot_for(layer: nn.Module, kind: type[Slot], name: str = "", index: int = 0, column: int = 0) -> Slot:
-    """The slot that replaces a layer; its statistics begin at ``column``."""
+    """Return the slot that replaces a layer; its statistics begin at ``column``."""
     width = channels_of(layer) if getattr(layer, "running_mean", None) is not None else 0
     return kind(name, layer, index, slice(column, column + width))
 
 
 @torch.no_grad()
 def _slot_agrees(layer: nn.Module, kind: type[Slot]) -> bool:
-    """Whether a slot computes what a layer with a custom forward, or with hooks, computes: a trial on random numbers.
+    """Return whether a slot computes the same as a layer with a custom forward or hooks, by a trial.
 
     The trial uses copies, on the CPU and in float64, so that no state changes and only the rounding of layers that
     compute in float32 is allowed for.
@@ -167,7 +167,7 @@ def _slot_agrees(layer: nn.Module, kind: type[Slot]) -> bool:
 
 
 def _trial_shapes(layer: nn.Module, kind: type[Slot]) -> list[tuple[int, ...]]:
-    """Shapes of inputs for a trial. No other size equals the number of channels, which shows which axis they are on."""
+    """Return shapes of inputs for a trial. No other size equals the number of channels, so only their axis fits."""
     channels = channels_of(layer)
     batch, height, width = [size for size in (4, 3, 2, 5) if size != channels][:3]
     pixels: list[tuple[int, ...]] = [(), (height,), (height, width)]
@@ -184,7 +184,7 @@ def _close(a: Any, b: Tensor) -> bool:
 
 
 def resembles_layer_norm(layer: nn.Module) -> bool:
-    """Whether a layer that is no nn.LayerNorm has what one has: ``eps``, ``weight`` and ``bias`` of one size, no more.
+    """Return whether a layer has exactly what an nn.LayerNorm has: ``eps``, ``weight`` and ``bias`` of one size.
 
     >>> layer = nn.Module()
     >>> layer.eps, layer.weight, layer.bias = 1e-6, nn.Parameter(Tensor(4)), nn.Parameter(Tensor(4))
@@ -201,7 +201,7 @@ def resembles_layer_norm(layer: nn.Module) -> bool:
 
 
 def is_called_norm(layer: nn.Module) -> bool:
-    """Whether a layer without layers of its own is named as a norm: RMSNorm, but not Normalize.
+    """Return whether a layer without child layers is named as a norm: RMSNorm, but not Normalize.
 
     Private classes, such as torch's parametrization by the spectral norm, belong to other layers.
     """
@@ -210,7 +210,7 @@ def is_called_norm(layer: nn.Module) -> bool:
 
 
 def has_tensors(layer: nn.Module) -> bool:
-    """Whether a layer has parameters or buffers of its own."""
+    """Return whether a layer itself has parameters or buffers."""
     return any(t is not None for t in (*layer._parameters.values(), *layer._buffers.values()))
 
 
@@ -219,7 +219,7 @@ def _eps(layer: nn.Module) -> object:
 
 
 def nothing_to_adapt(model: nn.Module, left_alone: Mapping[str, str]) -> str:
-    """The error message for a model none of whose layers was replaced by a slot."""
+    """Return the error message for a model none of whose layers was replaced by a slot."""
     if left_alone:
         return f"none of the model's normalisation layers can be adapted ({'; '.join(by_reason(left_alone))})"
     others = sorted({type(layer).__name__ for layer in model.modules() if is_called_norm(layer)})  # without parameters
@@ -232,7 +232,7 @@ def nothing_to_adapt(model: nn.Module, left_alone: Mapping[str, str]) -> str:
 
 
 def by_reason(left_alone: Mapping[str, str]) -> list[str]:
-    """One text for each reason why layers are left alone, with the names of the first layers.
+    """Return one text for each reason why layers are left alone, with the names of the first layers.
 
     >>> by_reason({"a": "it is odd", "b": "it is odd", "c": "it is odd", "d": "it has hooks"})
     ['a, b and 1 more: it is odd', 'd: it has hooks']

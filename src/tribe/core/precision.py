@@ -15,7 +15,7 @@ PRECISIONS = ("float32", "tf32", "bf16")
 
 
 def choose_device(name: str = "auto") -> torch.device:
-    """The device of this name; "auto" is the GPU if there is one.
+    """Return the device of this name; "auto" is the GPU if there is one.
 
     >>> choose_device("cpu")
     device(type='cpu')
@@ -38,7 +38,7 @@ def check_precision(precision: str) -> None:
 
 
 def precision_on(device: torch.device, precision: str) -> str:
-    """The effective precision on a device: a CPU has no TF32 and computes in float32; bf16 is bf16 everywhere.
+    """Return the effective precision on a device: a CPU has no TF32 and computes in float32; bf16 is bf16 everywhere.
 
     >>> precision_on(torch.device("cpu"), "tf32"), precision_on(torch.device("cpu"), "bf16")
     ('float32', 'bf16')

@@ -68,7 +68,7 @@ def _words(key: Key, purpose: int, n: int) -> tuple[Tensor, Tensor, Tensor, Tens
 def _philox(
     counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Philox4x32-10 of 32-bit words held in int64; counter and key words broadcast against each other."""
+    """Compute Philox4x32-10 of 32-bit words held in int64; counter and key words broadcast against each other."""
     (c0, c1, c2, c3), (k0, k1) = counter, key
     for _ in range(ROUNDS):
         # A product may wrap to a negative number: its 64 bits are still correct. Its sign then fills the high half of

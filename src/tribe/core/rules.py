@@ -24,7 +24,7 @@ class Norm(Protocol):
 
     @property
     def classes(self) -> int:
-        """K, the statistics kept per channel."""
+        """Return K, the number of statistics that are kept per channel."""
         ...
 
     observes: ClassVar[bool]  # False: the rule ignores mean and var, which are then not computed
@@ -41,12 +41,6 @@ class Norm(Protocol):
     ) -> tuple[Tensor, Tensor, Stats]:
         """Return the mean and var to normalise with, (R, 1|B, C), and the statistics to keep."""
         ...
-
-
-def group_labels(norm: Norm, labels: Tensor, valid: Tensor, dtype: torch.dtype) -> Any:
-    """The labels as ``norm`` takes them: what its ``group`` makes of them, if it has one."""
-    group = getattr(norm, "group", None)
-    return labels if group is None else group(labels, valid, dtype)
 
 
 @dataclass(frozen=True)

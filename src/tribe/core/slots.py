@@ -31,7 +31,7 @@ KNOWN_FORWARDS = {
 
 @dataclasses.dataclass
 class Pass:
-    """The arguments of one forward pass, and what its slots record."""
+    """The arguments of one forward pass, and the records of its slots."""
 
     rows: int
     batch: int
@@ -39,7 +39,7 @@ class Pass:
     bias: tuple[Tensor, ...]
     stats: Any  # (R, K, C) before this pass: Stats or PackedStats
     norm: Norm
-    labels: Any  # what the rule makes of the labels (R, B), or None
+    labels: Any  # the labels (R, B) as the rule takes them, or None
     valid: Tensor
     called: set[int] = dataclasses.field(default_factory=set)  # indices of the slots that were called
     kept: dict[int, Any] = dataclasses.field(default_factory=dict)  # by slot, (R, K, c), after this pass
@@ -49,18 +49,18 @@ class Pass:
     features: Tensor | None = None  # the input of the classifier
     slot_hook: "SlotHook | None" = None  # called with each slot and its input
     find_order: Callable[["Slot"], bool] | None = None  # a trial: whether views come before samples at a slot
-    fusing: "Fusing | None" = None  # what computes more than the normalisation in the passes of a slot
+    fusing: "Fusing | None" = None  # computes more than the normalisation in the passes of a slot
 
 
 class Fusing(Protocol):
-    """What slots tell `tribe.core.fusion`."""
+    """The calls of slots to `tribe.core.fusion`."""
 
     def enter(self, slot: "Slot", x: Tensor) -> Epilogue:
-        """A slot is called with x: what it computes beside its normalisation."""
+        """Return what a slot computes besides its normalisation, when it is called with x."""
         ...
 
     def leave(self, slot: "Slot", y: Tensor) -> None:
-        """A slot has computed y."""
+        """Note that a slot has computed y."""
         ...
 
 
@@ -81,6 +81,8 @@ def set_current_pass(current: Pass) -> Iterator[None]:
 class Slot(nn.Module, ABC):
     """A layer in place of a normalisation layer. It holds nothing that adapts, only the position of its columns."""
 
+    layer: Any  # the layer that this slot replaces
+
     def __init__(self, name: str, layer: nn.Module, index: int, columns: slice) -> None:
         super().__init__()
         self.name, self.index, self.columns = name, index, columns
@@ -94,12 +96,7 @@ class Slot(nn.Module, ABC):
         self.after = nn.Sequential(*([] if self.relu else after))
         self.tokens_first = False  # whether tokens may come before samples, (T, N, C)
         self.views_first: bool | None = None  # the order where views (crops, time) are folded into N; None: unknown
-        self._template = (layer,)  # in a tuple, so that the layer is no submodule: it serves exports
-
-    @property
-    def layer(self) -> Any:
-        """The layer that this slot replaces."""
-        return self._template[0]
+        vars(self)["layer"] = layer  # not a submodule: it serves exports
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise with the arguments of the current pass."""
@@ -128,8 +125,8 @@ class Slot(nn.Module, ABC):
         return y
 
     def __getattr__(self, name: str) -> Any:
-        """Other attributes of the layer: settings, but no tensors, which are arguments of each pass."""
-        layer = vars(self).get("_template", (None,))[0]
+        """Return another attribute of the layer: a setting, but not a tensor, which is an argument of each pass."""
+        layer = vars(self).get("layer")
         if name in vars(self).get("_modules", ()) or not hasattr(layer, name):
             return super().__getattr__(name)
         value = getattr(layer, name)
@@ -150,7 +147,7 @@ class Slot(nn.Module, ABC):
         """Normalise (N, ...) with each row's affine parameters (R, c)."""
 
     def plain(self, weight: Tensor, bias: Tensor, stats: Stats | None) -> nn.Module:
-        """The layer that the slot replaced, with these affine parameters (1, c) and statistics (1, 1, C).
+        """Return the layer that the slot replaced, with these affine parameters (1, c) and statistics (1, 1, C).
 
         Without statistics (None) a BatchNorm normalises each batch with that batch's.
         """
@@ -177,7 +174,7 @@ class Slot(nn.Module, ABC):
         self.layer.forward = self.forward
 
     def unfold(self, x: Tensor, current: Pass) -> Any:
-        """(N, C, ...) -> (R, B, C, ...); time or views that a model folds into N become pixels."""
+        """Reshape (N, C, ...) to (R, B, C, ...); time or views that a model folds into N become pixels."""
         rows, batch = current.rows, current.batch
         if x.shape[0] == rows * batch:
             return x.unflatten(0, (rows, batch))
@@ -188,7 +185,7 @@ class Slot(nn.Module, ABC):
         return x.unflatten(0, (rows, batch, -1)).movedim(2, 3)
 
     def refold(self, y: Tensor, shape: torch.Size) -> Tensor:
-        """The inverse of `unfold`, to (N, C, ...)."""
+        """Reshape to (N, C, ...), the inverse of `unfold`."""
         if y.dim() == len(shape) + 1:
             y = y.flatten(0, 1)
         else:
@@ -196,13 +193,13 @@ class Slot(nn.Module, ABC):
         return y
 
     def puts_views_first(self, current: Pass) -> bool:
-        """Whether the views of an image, folded into N, are a batch apart (as after torch.cat) or adjacent."""
+        """Return whether the views of an image, folded into N, are a batch apart (as after torch.cat) or adjacent."""
         if self.views_first is None and current.find_order is not None:
             self.views_first = current.find_order(self)
         return bool(self.views_first)
 
     def mixed_images(self, samples: int, current: Pass) -> RuntimeError:
-        """The error of a layer whose input does not have one sample, or several, for each image."""
+        """Return the error of a layer whose input does not have one sample, or several, for each image."""
         return RuntimeError(
             f"layer {self.name!r} received {samples} samples where the pass has {current.rows} x {current.batch}: the "
             "model mixes or drops images before this layer, so statistics per image cannot be computed"
@@ -296,19 +293,19 @@ def full_precision(device: str) -> Any:
 
 
 def channels_of(layer: nn.Module) -> int:
-    """The number of channels that a normalisation layer scales and shifts, or would."""
+    """Return the number of channels that a normalisation layer scales and shifts, or would."""
     if isinstance(layer, _BatchNorm | nn.GroupNorm):
         return int(getattr(layer, "num_features", 0) or layer.num_channels)  # type: ignore[arg-type]
     return torch.Size(normalized_shape(layer)).numel()
 
 
 def normalized_shape(layer: Any) -> tuple[int, ...]:
-    """The shape that a LayerNorm normalises over; of one that is no nn.LayerNorm, the size of its parameters."""
+    """Return the shape that a LayerNorm normalises over; of another class, the size of its parameters."""
     return tuple(layer.normalized_shape) if isinstance(layer, nn.LayerNorm) else (layer.weight.numel(),)
 
 
 def _layers_after(layer: nn.Module) -> list[nn.Module]:
-    """The layers inside a normalisation layer that it applies afterwards: dropout and activation, as in timm."""
+    """Return the layers inside a normalisation layer that it applies afterwards: dropout and activation, as in timm."""
     if type(layer).forward in KNOWN_FORWARDS:
         return []
     return [m for m in (getattr(layer, n, None) for n in ("drop", "act")) if isinstance(m, nn.Module)]
@@ -338,7 +335,7 @@ class _Received(BaseException):
 
 @torch.no_grad()
 def views_come_first(slot: Slot, model: nn.Module, like: Tensor, source_pass: Callable[[int, SlotHook], Pass]) -> bool:
-    """Whether the views of an image reach a slot a batch apart, as after torch.cat of two batches, or adjacent.
+    """Return whether the views of an image reach a slot a batch apart, as after torch.cat of two batches, or adjacent.
 
     Two trial passes answer it: the images of the second are those of the first in reverse order, so the position where
     the first image is found again shows the order.

@@ -27,11 +27,11 @@ class Affine(NamedTuple):
     bias: Tensor  # (R, C)
 
     def leaf(self) -> "Affine":
-        """The same values as the start of a graph."""
+        """Return the same values as the start of a graph."""
         return Affine(*(t.detach().requires_grad_() for t in self))
 
     def gradient(self, losses: Tensor) -> "Affine":
-        """The gradient of the losses (S,) with respect to these parameters, which `leaf` made."""
+        """Return the gradient of the losses (S,) with respect to these parameters, which `leaf` made."""
         return Affine(*torch.autograd.grad(losses.sum(), self))
 
 
@@ -55,7 +55,7 @@ class Stats(NamedTuple):
 
 
 class Info(NamedTuple):
-    """What a stream's last step saw. It is part of the state, so that monitoring needs no second pass."""
+    """Report on a stream's last step. It is part of the state, so that monitoring needs no second pass."""
 
     images: Tensor  # (S,) int64, images learned from so far
     skipped: Tensor  # (S,) int64, images so far that were bad, or whose output was not finite, and changed nothing
@@ -102,12 +102,12 @@ def clone(state: T) -> T:
 
 
 def rows_of(state: T, rows: slice) -> T:
-    """Some rows of every tensor of a state, without a copy."""
+    """Return some rows of every tensor of a state, without a copy."""
     return tree_map(lambda t: t[rows], state)
 
 
 def room_for(past: T, spare: Any) -> T:
-    """Memory for statistics that follow ``past``: the spare one if it fits and is not that of the past."""
+    """Return memory for the statistics after ``past``: the spare one if it fits and is not that of the past."""
     fits = type(spare) is type(past) and all(s.shape == t.shape for s, t in zip(spare, past, strict=True))
     overlap = fits and any(s.data_ptr() == t.data_ptr() for s in spare for t in past)
     return spare if fits and not overlap else tree_map(torch.empty_like, past)
@@ -121,13 +121,13 @@ def copy_missing(state: tuple[Any, ...], target: tuple[Any, ...]) -> None:
 
 
 def per_stream(t: Tensor, streams: int) -> Tensor:
-    """(S * n, ...) -> (S, n, ...): the rows that belong to each stream."""
+    """Group rows by stream: (S * n, ...) -> (S, n, ...)."""
     rows: Tensor = t.unflatten(0, (streams, -1))
     return rows
 
 
 def streams_of(x: Tensor, streams: int) -> range:
-    """The indices of the streams of images (S, B, ...); raises if x does not have this number of streams."""
+    """Return the indices of the streams of images (S, B, ...); raise if x does not have this number of streams."""
     if len(x) != streams:
         raise ValueError(f"x has {len(x)} rows and the state {streams} streams; expected a row for each stream")
     return range(streams)
@@ -161,7 +161,7 @@ JOINED = 2**20  # numbers of a tensor above which a launch of its own costs litt
 
 
 def select_joined(chosen: Tensor, new: T, old: T) -> T:
-    """As `select`, in few launches: for one stream, small tensors of a type are joined, and the result has their views.
+    """Select as `select` does, in few launches: for one stream, small tensors of a type are joined first.
 
     On a CPU, or with several streams, it is `select`.
     """

@@ -1,4 +1,4 @@
-"""Time filters: what the order of images says about their classes. Each is one file, a frozen dataclass.
+"""Time filters: use the order of images, whose neighbours often share a class. Each is one file, a frozen dataclass.
 
 The next image of a camera is probably of the same class. A filter turns the predictions of any method into predictions
 that use this: ``tribe.adapt(net, "tribe", time="auto")``. To add one, put a file beside this one, with
@@ -11,7 +11,7 @@ create, names, get = registry.create, registry.names, registry.get
 
 
 def resolve(given: str | TimeFilter) -> TimeFilter:
-    """A filter as it is; a name is the filter with its default settings, and "auto" is the Markov filter."""
+    """Return a filter as it is; a name stands for the filter with default settings, "auto" for the Markov filter."""
     if isinstance(given, TimeFilter):
         return given
     return create("time" if given == "auto" else given)

@@ -25,7 +25,7 @@ class Cofa(TimeFilter):
     always_on = "as published it averages any two neighbours, and has no test of whether they share their class"
 
     def init(self, streams: int, classes: int, like: Tensor) -> CofaState:
-        """No image has been seen."""
+        """Return the state before the first image."""
         return CofaState(like.new_zeros(streams, classes), torch.zeros(streams, dtype=torch.bool, device=like.device))
 
     @torch.no_grad()
@@ -46,5 +46,5 @@ class Cofa(TimeFilter):
 
 
 def _at(values: Tensor, places: Tensor) -> Tensor:
-    """The rows (S, N, K) of each stream at these places (S, N)."""
+    """Return the rows (S, N, K) of each stream at these places (S, N)."""
     return torch.take_along_dim(values, places.unsqueeze(-1), 1)

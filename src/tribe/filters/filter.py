@@ -17,7 +17,7 @@ LEAST = -1e30  # a logit below it is as good as this: sums of two, and quotients
 
 
 class Filtered(NamedTuple):
-    """What a filter makes of a batch."""
+    """The result of filtering a batch."""
 
     logits: Tensor  # (S, B, K), the log of the filtered probabilities
     used: Tensor  # (S, B), where they replace the method's own prediction
@@ -25,7 +25,7 @@ class Filtered(NamedTuple):
 
 
 class FilterInfo(NamedTuple):
-    """What a filter does for one stream, in plain numbers."""
+    """A report on the filter of one stream, in plain numbers."""
 
     on: bool  # whether the last image was filtered
     burst: float  # how many images in a row share their class, as the filter estimates it
@@ -47,12 +47,12 @@ class TimeFilter(ABC):
 
     @property
     def uses_batch(self) -> bool:
-        """Whether an answer also depends on later images of its batch; without them batch size changes nothing."""
+        """Return whether an answer also depends on later images of its batch."""
         return False
 
     @abstractmethod
     def init(self, streams: int, classes: int, like: Tensor) -> Any:
-        """The state before the first image, on the device and in the precision of ``like``."""
+        """Return the state before the first image, on the device and in the precision of ``like``."""
 
     @abstractmethod
     def step(self, state: Any, logits: Tensor, valid: Tensor) -> Filtered:
@@ -62,12 +62,12 @@ class TimeFilter(ABC):
         """
 
     def info(self, state: Any) -> list[FilterInfo] | None:
-        """What the filter does for each stream; None if it has nothing to report."""
+        """Report on each stream; None if there is nothing to report."""
         return None
 
 
 def informative(logits: Tensor, valid: Tensor) -> Tensor:
-    """Which images (S, B) count: valid ones whose logits are not all equal, as those of a bad image are, nor NaN.
+    """Return which images (S, B) count: valid ones whose logits are not NaN and not all equal, as a bad image's are.
 
     A logit of minus infinity is a class that is excluded; one of plus infinity says nothing.
     """
@@ -77,7 +77,7 @@ def informative(logits: Tensor, valid: Tensor) -> Tensor:
 
 
 def bounded(logits: Tensor, counted: Tensor) -> Tensor:
-    """Logits (S, B, K) of the same probabilities that do not overflow; those of images that do not count are 0.
+    """Return logits (S, B, K) of the same probabilities that do not overflow; images that do not count get 0.
 
     What does not count must not be NaN either: a product with 0 would still be NaN.
     """

@@ -12,8 +12,8 @@ What the network says of an image is the likelihood of its classes, l = softmax(
 A bank of temperatures T runs side by side. While the evidence of any, the sum of log (prior . l) - log null, is above a
 threshold, the answer is p, else the network's own prediction. The sharpest temperature answers of those whose prior
 predicted the last images about best, by the sum of log (prior . l). A temperature at which the likeliest class of an
-image has less than about a quarter has no say, and waits where it started: with many classes it adds up what the
-network is biased to, not what it sees. See docs/time.md for the derivation.
+image has less than about a quarter is excluded, and waits where it started: with many classes it adds up the bias of
+the network, not its observations. See docs/time.md for the derivation.
 """
 
 import functools
@@ -35,13 +35,13 @@ PATIENCE = 30  # images that the first rho counts for
 FIRST = 10  # images that the uniform first marginal counts for
 FORGET = 0.01  # share of w that returns to a half with every image, so that it can change
 SURE = 2  # images that the first confidence, 1, counts for
-LEAST_CONFIDENCE = 0.25  # mean likelihood of the likeliest of many classes below which a temperature has no say
-FEWER = 1.5  # divided by the number of classes it is less: with ten a tenth, which the likeliest always has
+LEAST_CONFIDENCE = 0.25  # mean likelihood of the likeliest of many classes below which a temperature is excluded
+FEWER = 1.5  # subtracted per number of classes: with ten classes a tenth remains, which the likeliest always has
 UNSEEN = 0.01  # share of the marginal that is spread evenly, so that a class that was never seen can come
 
 
 class MarkovState(NamedTuple):
-    """What each of M temperatures believes of each stream."""
+    """The belief of each of M temperatures about each stream."""
 
     belief: Tensor  # (S, M, K), p
     marginal: Tensor  # (S, M, K), pi
@@ -54,7 +54,7 @@ class MarkovState(NamedTuple):
 
 
 class Scanned(NamedTuple):
-    """What a pass over a batch leaves behind for each image."""
+    """The results of a pass over a batch, for each image."""
 
     belief: Tensor  # (S, B, M, K), after the image
     rate: Tensor  # (S, B, M), before the image
@@ -63,7 +63,7 @@ class Scanned(NamedTuple):
     confidence: Tensor  # (S, B, M), after the image
 
 
-class Images(NamedTuple):
+class FilterInput(NamedTuple):
     """A batch as the filter reads it."""
 
     likelihood: Tensor  # (S, B, M, K)
@@ -72,12 +72,12 @@ class Images(NamedTuple):
 
     @classmethod
     def of(cls, likelihood: Tensor, counted: Tensor) -> Self:
-        """The batch with these likelihoods (S, B, M, K), of which these images (S, B) count."""
+        """Return the batch with these likelihoods (S, B, M, K), of which these images (S, B) count."""
         every = counted.all(0).tolist() if counted.device.type == "cpu" else [False] * counted.shape[1]
         return cls(likelihood, counted, every)
 
     def mask(self, image: int) -> Tensor:
-        """For which streams an image counts, (S, 1)."""
+        """Return for which streams an image counts, (S, 1)."""
         return self.counted[:, image].unsqueeze(-1)
 
 
@@ -131,11 +131,11 @@ class Markov(TimeFilter):
 
     @property
     def uses_batch(self) -> bool:
-        """With ``within="batch"``."""
+        """Return whether ``within`` is "batch"."""
         return self.within == "batch"
 
     def init(self, streams: int, classes: int, like: Tensor) -> MarkovState:
-        """Every class is as likely as any other, and nothing is known of bursts."""
+        """Return a state in which every class is equally likely, and nothing is known of bursts."""
         if self.training_shares is not None and len(self.training_shares) != classes:
             given = len(self.training_shares)
             raise ValueError(f"training_shares has {given} shares; the network has {classes} classes")
@@ -153,12 +153,12 @@ class Markov(TimeFilter):
         z = bounded(z, counted)
         if self.training_shares is not None:
             z = z - _logs(tuple(self.training_shares), z.dtype, z.device)
-        images = Images.of(self._likelihood(z), counted)
+        images = FilterInput.of(self._likelihood(z), counted)
         scanned, new = self._scan(state, images)
         if self.within == "batch":
             chosen = self._chosen(new)  # as it is at the end of the batch
             belief = self._smooth(scanned, images, chosen)
-            # Where it had no say it started again after the image, so its belief knows nothing of the image.
+            # Where it was excluded it started again after the image, so its belief does not include the image.
             sure = _at(scanned.confidence, chosen.unsqueeze(1).expand(counted.shape))
             on = (sure >= least_confidence(z.shape[-1])) & (self._evidence(new) > self.evidence_on).unsqueeze(1)
         else:
@@ -168,28 +168,28 @@ class Markov(TimeFilter):
         return Filtered(belief.clamp_min(tiny).log(), counted & on, new)
 
     def info(self, state: MarkovState) -> list[FilterInfo]:
-        """Whether the filter is on for each stream, and what the temperature that answers believes."""
+        """Return whether the filter is on for each stream, and what the temperature that answers believes."""
         chosen = self._chosen(state)
         evidence = self._evidence(state).tolist()
         rows = zip(chosen.tolist(), _at(state.rate, chosen).tolist(), evidence, strict=True)
         return [FilterInfo(e > self.evidence_on, 1 / rate, self.temperatures[m], e) for m, rate, e in rows]
 
     def _evidence(self, after: MarkovState | Scanned) -> Tensor:
-        """The most evidence (...) of all temperatures; one without a say has less than turns the filter on."""
+        """Return the most evidence (...) of all temperatures; an excluded one has less than turns the filter on."""
         return after.evidence.amax(-1)
 
     def _chosen(self, after: MarkovState | Scanned) -> Tensor:
-        """The temperature that answers: the first, so the sharpest, with a say and a sum (..., M) within the margin."""
+        """Return the temperature that answers: the sharpest, not excluded, with a sum (..., M) within the margin."""
         recent = after.recent.masked_fill(after.confidence < least_confidence(after.belief.shape[-1]), -math.inf)
         best = recent.amax(-1, keepdim=True)
         return (recent >= best - self.temperature_margin * best.abs()).byte().argmax(-1)
 
     def _likelihood(self, z: Tensor) -> Tensor:
-        """The likelihood of the classes, (S, B, M, K), for every temperature."""
+        """Return the likelihood of the classes, (S, B, M, K), for every temperature."""
         heat = torch.stack([z / t for t in self.temperatures], 2)  # no tensor from the host: it is captured in graphs
         return heat.softmax(-1) * (1 - self.likelihood_floor) + self.likelihood_floor / z.shape[-1]
 
-    def _scan(self, state: MarkovState, images: Images) -> tuple[Scanned, MarkovState]:
+    def _scan(self, state: MarkovState, images: FilterInput) -> tuple[Scanned, MarkovState]:
         """Update the belief image by image, then compare it with the null model image by image."""
         if kernels.can_filter(images.likelihood):
             return _scan_in_one_launch(self, state, images.likelihood, images.counted)
@@ -202,9 +202,9 @@ class Markov(TimeFilter):
         return Scanned(beliefs, rates, recents, evidences, confidences), ends
 
     def _follow(
-        self, state: MarkovState, images: Images, silent: Tensor
+        self, state: MarkovState, images: FilterInput, silent: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
-        """The belief and rho of each image, and what they and pi say of it: prior . l and pi . l, each (S, B, M).
+        """Return the belief and rho after each image, and its likelihoods prior . l and pi . l, each (S, B, M).
 
         A temperature that is ``silent`` (S, B, M) after an image starts again.
 
@@ -240,9 +240,9 @@ class Markov(TimeFilter):
         return torch.stack(beliefs, 1), rates_, total, local, (belief, marginal, rate.squeeze(-1))
 
     def _compare(
-        self, state: MarkovState, images: Images, total: Tensor, local: Tensor, silent: Tensor
+        self, state: MarkovState, images: FilterInput, total: Tensor, local: Tensor, silent: Tensor
     ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
-        """How well the last images were predicted, and the evidence, after each image: (S, B, M) each."""
+        """Return the quality of the last predictions, and the evidence, after each image: (S, B, M) each."""
         weight, recent, evidence = state.weight, state.recent, state.evidence
         classes, even = state.belief.shape[-1], torch.full_like(weight, 1 / state.belief.shape[-1])
         return_to = torch.full_like(weight, FORGET / 2)
@@ -264,8 +264,8 @@ class Markov(TimeFilter):
             evidences.append(evidence)
         return torch.stack(recents, 1), torch.stack(evidences, 1), (weight, recent, evidence)
 
-    def _confidence(self, state: MarkovState, images: Images) -> Tensor:
-        """The mean likelihood of the likeliest class after each image, (S, B, M)."""
+    def _confidence(self, state: MarkovState, images: FilterInput) -> Tensor:
+        """Return the mean likelihood of the likeliest class after each image, (S, B, M)."""
         top, mean, means = images.likelihood.amax(-1), state.confidence, []
         before = state.images.unsqueeze(1) + images.counted.cumsum(1) - 1  # images before this one, if it counts
         step = (1 / (before + SURE)).clamp_min(self.marginal_step).masked_fill_(~images.counted, 0).to(top.dtype)
@@ -275,14 +275,14 @@ class Markov(TimeFilter):
         return torch.stack(means, 1)
 
     def _steps(self, images: Tensor, counted: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """How far each image moves rho, (S, B, 1), and pi, (S, B, 1, 1): further at first, not at all if it is bad."""
+        """Return the step of each image for rho, (S, B, 1), and pi, (S, B, 1, 1): larger at first, 0 if it is bad."""
         before = (images.unsqueeze(1) + counted.cumsum(1) - counted.long()).to(dtype)  # images before this one
         steps = [(1 / (before + PATIENCE), self.rate_step), (1 / (before + FIRST), self.marginal_step)]
         rate, marginal = (torch.where(counted, at_first.clamp_min(later), 0) for at_first, later in steps)
         return rate.unsqueeze(-1), marginal[..., None, None]
 
-    def _smooth(self, scanned: Scanned, images: Images, chosen: Tensor) -> Tensor:
-        """The belief (S, B, K) in every image, given its whole batch: one pass backwards at the chosen temperature."""
+    def _smooth(self, scanned: Scanned, images: FilterInput, chosen: Tensor) -> Tensor:
+        """Return the belief (S, B, K) in every image given its whole batch, by a backward pass at one temperature."""
         each = chosen.unsqueeze(1).expand(images.counted.shape)
         belief, rate, likelihood = (_at(t, each) for t in (scanned.belief, scanned.rate, images.likelihood))
         if kernels.can_filter(likelihood):
@@ -300,7 +300,7 @@ class Markov(TimeFilter):
 
 
 def least_confidence(classes: int) -> float:
-    """The mean likelihood of the likeliest class below which a temperature has no say.
+    """Return the mean likelihood of the likeliest class below which a temperature is excluded.
 
     >>> [round(least_confidence(classes), 3) for classes in (6, 10, 100, 1000)]
     [0.0, 0.1, 0.235, 0.248]
@@ -311,7 +311,7 @@ def least_confidence(classes: int) -> float:
 def _scan_in_one_launch(
     rule: Markov, state: MarkovState, likelihood: Tensor, counted: Tensor
 ) -> tuple[Scanned, MarkovState]:
-    """`Markov._scan` as one kernel: a program for each stream and temperature goes through the images."""
+    """Scan as `Markov._scan`, in one kernel: a program for each stream and temperature."""
     constants = (
         *(rule.rate_step, rule.least_rate, rule.marginal_step, rule.recent_memory),
         *(rule.evidence_on, rule.evidence_most, rule.evidence_drift, START, PATIENCE, FIRST, SURE),
@@ -326,12 +326,12 @@ def _scan_in_one_launch(
 
 @functools.cache
 def _logs(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Their logarithms, copied to the device once: a CUDA graph cannot copy from the host."""
+    """Return the logarithms of values, copied to the device once: a CUDA graph cannot copy from the host."""
     return torch.tensor(values, dtype=dtype, device=device).log()
 
 
 def _at(values: Tensor, index: Tensor) -> Tensor:
-    """The values (S, ..., K) or (S, ...) at one temperature each: ``index`` (S, ...) into the axis after its own."""
+    """Return the values (S, ..., K) or (S, ...) at one temperature each, by ``index`` (S, ...) into the next axis."""
     axis = index.dim()
     place = index.view(*index.shape, 1, *[1] * (values.dim() - axis - 1))
     return torch.take_along_dim(values, place, axis).squeeze(axis)

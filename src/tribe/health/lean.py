@@ -21,7 +21,7 @@ from tribe.health.calibration import source_logits
 from tribe.health.changes import DEPTHS, constants
 from tribe.methods import Deployed
 from tribe.norms.balanced import Balanced
-from tribe.norms.mixed import Mixed
+from tribe.norms.mixed import MixedBatch
 
 POWER = 4  # how sharply the share rises around `midpoint`
 RATIO = 1.4  # of a fitted `midpoint` to the distance that clean images have: 0.06 to 0.043 for ResNet-20 on CIFAR-10
@@ -47,7 +47,7 @@ def interpolate_to_source(
     if not deployed.stats.mean.shape[-1] or deployed.weights is not None:
         return deployed  # it has no statistics, or weights that were adapted together with them
     if isinstance(deployed.norm, PerBatch):
-        return replace(deployed, norm=Mixed(of_batch)) if type(deployed.norm) is PerBatch else deployed
+        return replace(deployed, norm=MixedBatch(of_batch)) if type(deployed.norm) is PerBatch else deployed
     if midpoint is None:
         return deployed
     affine, stats = net.origin.state

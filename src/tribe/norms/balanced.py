@@ -52,7 +52,7 @@ class Groups(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """What a pass has computed for a layer before it is called."""
+    """Values that a pass has computed for a layer before it is called."""
 
     groups: Groups
     over_classes: Tensor  # (3, R, C), see `_over_classes`
@@ -85,11 +85,11 @@ class Balanced:
 
     @property
     def freedom(self) -> int:
-        """The divisor of the spread of the class means."""
+        """Return the divisor of the spread of the class means."""
         return max(self.classes - (self.pooled_ddof or 0), 1)
 
     def pool(self, stats: ClassStats) -> Stats:
-        """Eq. 2: the statistics of a population in which every class is equally frequent. (R, K, C) -> (R, 1, C).
+        """Pool as Eq. 2: the statistics of a population with equally frequent classes. (R, K, C) -> (R, 1, C).
 
         Packed statistics must be of one layer.
         """
@@ -217,7 +217,7 @@ class _Update(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g_mean: Tensor | None, g_var: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-        """Each sample moves the delta of its class by rate, and the square of its class by rate * (1, 2 d)."""
+        """Return the gradients. A sample moves the delta of its class by rate, and its square by rate * (1, 2 d)."""
         d, delta, off_centre, move, pooled_var = ctx.saved_tensors
         groups: Groups = ctx.groups
         norm: Balanced = ctx.norm
@@ -272,7 +272,7 @@ def _settings(norm: Balanced) -> tuple[int, float, int, bool]:
 
 
 def _over_classes(stats: Stats) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean of the class means, mean of the class variances, summed squared deviation of the class means; (R, 1, C)."""
+    """Return the mean of class means, the mean of class variances, and the summed squared deviation of class means."""
     means, vars = (t.transpose(1, 2).unsqueeze(1) for t in stats)  # (R, 1, C, K): classes in place of pixels
     if kernels.can_normalise(means) and kernels.can_normalise(vars):
         centre, between = kernels.observe(means)

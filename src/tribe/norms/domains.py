@@ -44,18 +44,18 @@ class Domains:
 
     @property
     def classes(self) -> int:
-        """D K, the statistics kept per channel."""
+        """Return D K, the number of statistics that are kept per channel."""
         return self.domains * self.per_domain
 
     def pool(self, stats: Stats) -> Stats:
-        """The statistics of each domain: (R, D K, C) -> (R, D, C)."""
+        """Return the statistics of each domain: (R, D K, C) -> (R, D, C)."""
         mean, var = (t.unflatten(1, (self.domains, self.per_domain)) for t in stats)
         centre = mean.mean(2, keepdim=True)
         spread = (mean - centre).square().sum(2) / max(self.per_domain - 1, 1)
         return Stats(centre.squeeze(2), var.mean(2) + spread)
 
     def group(self, labels: Tensor, valid: Tensor, dtype: torch.dtype) -> DomainGroups:
-        """How much each image counts, from (R, B) labels and valid marks: eta, or less if its class has many."""
+        """Return the weight of each image, from (R, B) labels and valid marks: eta, or less if its class has many."""
         counts = torch.zeros(len(labels), self.classes, dtype=dtype, device=labels.device)
         counts = counts.scatter_add_(1, labels, valid.to(dtype)).gather(1, labels)
         rate = valid.to(dtype) * torch.clamp(1 / counts.clamp_min(1), max=self.eta)

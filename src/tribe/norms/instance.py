@@ -58,5 +58,5 @@ class Instance:
 
 
 def _shrink(deviation: Tensor, chance: Tensor) -> Tensor:
-    """The excess of a deviation over chance, in either direction."""
+    """Return the excess of a deviation over chance, in either direction."""
     return (deviation - chance).relu() - (-deviation - chance).relu()

@@ -14,7 +14,7 @@ from tribe.norms import Stats, pool_batch, register, require
 
 @register("mixed")
 @dataclass(frozen=True)
-class Mixed(PerBatch):
+class MixedBatch(PerBatch):
     """The mean and variance of a mixture: ``share`` of the batch, the rest as stored. The stored ones stay."""
 
     share: float = 0.3  # of the batch; 1: its own statistics alone

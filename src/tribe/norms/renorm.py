@@ -38,7 +38,7 @@ class Renorm:
 
     @staticmethod
     def none_yet(stats: Stats) -> Stats:
-        """Statistics of this shape that say: no batch yet."""
+        """Return statistics of this shape that say: no batch yet."""
         return Stats(torch.zeros_like(stats.mean), torch.full_like(stats.var, NONE_YET))
 
     def __call__(

@@ -13,13 +13,13 @@ SAMPLES = 7  # images of a domain that the checks read
 
 
 def _some(dataset: Dataset, domain: str) -> Tensor:
-    """Some positions, from the first image of a domain to the last."""
+    """Return some positions, from the first image of a domain to the last."""
     count = len(dataset.labels(domain))
     return torch.linspace(0, count - 1, min(count, SAMPLES)).long()
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    """Whether images are equal; NaN equals NaN."""
+    """Return whether images are equal; NaN equals NaN."""
     return a.shape == b.shape and torch.equal(a.nan_to_num(-1), b.nan_to_num(-1))
 
 

@@ -52,13 +52,13 @@ def _play(
 
 
 def _bursts(streams: int, images: int, classes: int = CLASSES) -> tuple[Tensor, Tensor]:
-    """Labels (S, N) in bursts, and predictions (S, N, K) of them in float64."""
+    """Return labels (S, N) in bursts, and predictions (S, N, K) of them in float64."""
     labels = labels_in_bursts(streams, images, classes, STAY)
     return labels, predictions(labels, classes)
 
 
 def _answers(played: _Played, logits: Tensor) -> Tensor:
-    """What a method with the filter predicts: the filter's answer where it is used, else the method's own."""
+    """Return the predictions of a method with the filter: the filter's where it is used, else the method's own."""
     return torch.where(played.used.unsqueeze(-1), played.logits, logits.log_softmax(-1))
 
 
@@ -67,7 +67,7 @@ def _errors(played: _Played, logits: Tensor, labels: Tensor) -> int:
 
 
 def _same(one: _Played, other: _Played, logits: Tensor, tolerance: float = 1e-9) -> bool:
-    """Whether two runs give the same answers to the same predictions."""
+    """Return whether two runs give the same answers to the same predictions."""
     gap = (_answers(one, logits) - _answers(other, logits)).abs()
     return torch.equal(one.used, other.used) and bool((gap <= tolerance).all())
 
@@ -77,7 +77,7 @@ def _first(played: _Played, images: int) -> _Played:
 
 
 def _moved(state: Any, other: Any, tolerance: float = 1e-9) -> list[str]:
-    """The names of the tensors in which two states differ."""
+    """Return the names of the tensors in which two states differ."""
     before = leaves(other)
     return [n for n, t in leaves(state).items() if not torch.allclose(t.double(), before[n].double(), 0, tolerance)]
 

@@ -69,12 +69,12 @@ def _stream_of(streams: int, batch: int = 6, steps: int = 4) -> list[Tensor]:
 
 
 def _adapted(state: Any) -> dict[str, Tensor]:
-    """The tensors of a state that can change predictions: all but `key` and `info`."""
+    """Return the tensors of a state that can change predictions: all but `key` and `info`."""
     return {name: t for name, t in leaves(state).items() if not {"key", "info"} & set(name.split("."))}
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors hold the same bits: NaN equals NaN."""
+    """Return whether two tensors hold the same bits: NaN equals NaN."""
     return hash_tensors({"": one}) == hash_tensors({"": other})
 
 

@@ -15,20 +15,20 @@ PER_CLASS = 120  # images of each of the 4 classes in each domain: a long tail o
 
 
 def label_sets(scenario: Scenario) -> list[Tensor]:
-    """Labels of every base domain, each in another order."""
+    """Return labels of every base domain, each in another order."""
     count = 3 if scenario.domains is None else len(scenario.domains)
     generator = torch.Generator().manual_seed(0)
     return [torch.randperm(CLASSES * PER_CLASS, generator=generator) % CLASSES for _ in range(count)]
 
 
 def _draws(scenario: Scenario) -> list[tuple[Scenario, Schedule]]:
-    """The scenario with the released sampler and with the paper's draw, each with a schedule."""
+    """Return the scenario with the released sampler and with the paper's draw, each with a schedule."""
     variants = [dataclasses.replace(scenario, draw=draw) for draw in ("released", "paper")]
     return [(variant, variant.schedule(label_sets(variant), seed=5)) for variant in variants]
 
 
 def _times_visited(scenario: Scenario) -> Tensor:
-    """How often the scenario visits each domain number."""
+    """Return how often the scenario visits each domain number."""
     bases = label_sets(scenario)
     visits = [visit.domain for visit in scenario.visits(range(len(bases)))]
     return torch.bincount(torch.tensor(visits), minlength=len(scenario.expand(bases)))

@@ -1,9 +1,9 @@
 """Passes over activations: per-sample moments, scale and shift, and their joint backward.
 
 Activations are N = R x B samples of C channels and L pixels, with any strides; channels-last is fastest. Every pass
-takes what stands around the normalisation with it: the ``offset`` (C,) that the layer before would have added (the bias
-of a convolution), and the ``residual`` and ReLU after it. A program covers a tile of pixels and channels, and programs
-with adjacent numbers read adjacent memory. Sums stay in the registers of each thread until the last tile.
+computes the operations next to the normalisation, too: the ``offset`` (C,) that the layer before would have added (the
+bias of a convolution), and the ``residual`` and ReLU after it. A program covers a tile of pixels and channels, and
+programs with adjacent numbers read adjacent memory. Sums stay in the registers of each thread until the last tile.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, attr-defined"
@@ -19,12 +19,12 @@ PROGRAMS = 1024  # that a GPU needs to be busy; sums over fewer are split by pix
 
 
 def match_layout(g: Tensor, x: Tensor) -> Tensor:
-    """A gradient with the type and strides of its activations; gradients of means come expanded."""
+    """Return a gradient with the type and strides of its activations; gradients of means come expanded."""
     return g if g.stride() == x.stride() and g.dtype == x.dtype else torch.empty_like(x).copy_(g)
 
 
 def _tile(x: Tensor, at: Strides, elements: int) -> tuple[int, int]:
-    """Pixels and channels of one tile, powers of two: whole lines of memory, and few elements beyond the end."""
+    """Return pixels and channels of one tile, powers of two: whole lines of memory, and few elements beyond the end."""
     if at.channel == 1:
         wide = min(triton.next_power_of_2(at.channels), LINE // x.element_size())
         while wide > 32 and at.channels % wide:
@@ -35,7 +35,7 @@ def _tile(x: Tensor, at: Strides, elements: int) -> tuple[int, int]:
 
 
 def _parts(at: Strides, long: int, wide: int) -> tuple[int, int]:
-    """In how many parts the pixels of a sample are summed, and the pixels of a part: whole tiles, at least four."""
+    """Return the number of parts that the pixels of a sample are summed in, and the pixels of a part: whole tiles."""
     tiles = triton.cdiv(at.pixels, long)
     programs = at.samples * triton.cdiv(at.channels, wide)
     each = triton.cdiv(tiles, max(min(triton.cdiv(PROGRAMS, programs), tiles // 4), 1))
@@ -43,7 +43,7 @@ def _parts(at: Strides, long: int, wide: int) -> tuple[int, int]:
 
 
 def observe(x: Tensor, offset: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance of each sample and channel over its pixels: (R, B, C, ...) -> (R, B, C) twice."""
+    """Return mean and biased variance of each sample and channel over its pixels: (R, B, C, ...) -> (R, B, C) twice."""
     at = _require_strides(x)
     long, wide = _tile(x, at, SUMMED)
     parts, span = _parts(at, long, wide)
@@ -66,7 +66,7 @@ def apply(
     residual: Tensor | None = None,
     active: Tensor | None = None,
 ) -> Tensor:
-    """(x + offset) * scale + shift + residual for (R, B, C, ...) and (R, 1|B, C), in x's precision.
+    """Compute (x + offset) * scale + shift + residual for (R, B, C, ...) and (R, 1|B, C), in x's precision.
 
     ``relu``: where that is positive, 0 elsewhere. Where it is positive is written to ``active``, int8.
     ``residual`` and ``active`` have the strides of x.
@@ -93,7 +93,7 @@ def apply_backward(
     offset: Tensor | None = None,
     active: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of scale and shift in `apply`, (R, 1|B, C): sums of g x and of g. Also the gradient of the residual.
+    """Return the gradients of scale and shift in `apply`, (R, 1|B, C): sums of g x and of g; and of the residual.
 
     ``g`` has the strides of x, see `match_layout`. Where ReLU was active is computed again, unless ``active`` says it;
     then the gradient of the residual is g where it was active, and otherwise it is g itself.
@@ -124,7 +124,7 @@ def joint_backward(
     relu: bool = False,
     offset: Tensor | None = None,
 ) -> Tensor:
-    """The joint backward of `observe` and `apply`: g scale + x a + b, a = 2 dvar / L, b = dmean / L - a mean.
+    """Compute the joint backward of `observe` and `apply`: g scale + x a + b, a = 2 dvar / L, b = dmean / L - a mean.
 
     ``moments`` are mean, dmean and dvar (R, B, C); None: no moments were taken, and the gradient is g scale.
     """
@@ -147,12 +147,12 @@ def _require_strides(x: Tensor) -> Strides:
 
 
 def _or(t: Tensor | None, placeholder: Tensor) -> Tensor:
-    """A tensor that a kernel does not read, where there is none."""
+    """Return a tensor that a kernel does not read, where there is none."""
     return placeholder if t is None else t
 
 
 def _sharing(x: Tensor, scale: Tensor) -> int:
-    """How many adjacent samples share a scale."""
+    """Return how many adjacent samples share a scale."""
     return 1 if scale.shape[1] == x.shape[1] else x.shape[1]
 
 

@@ -74,7 +74,7 @@ def update_backward(
     freedom: int,
     among_present: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of the per-sample moments (R, B, C)."""
+    """Return gradients of the per-sample moments (R, B, C)."""
     rows, batch, channels = terms.d.shape
     dmean, dvar = terms.d.new_empty((2, rows, batch, channels))
     _update_backward[rows * batch, triton.cdiv(channels, LINE)](

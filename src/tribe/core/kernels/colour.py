@@ -41,7 +41,7 @@ def _power(t, f):
 
 @triton.jit
 def _hue(low, depth, h):
-    """What a channel becomes whose own hue is a distance h from the colour's."""
+    """Return the value of a channel whose own hue is a distance h from the colour's."""
     d = tl.abs(h - tl.floor(h + 0.5))
     return low + 2 * depth - 6 * depth * tl.minimum(tl.maximum(d, 0.16666667), 0.33333334)
 

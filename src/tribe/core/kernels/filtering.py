@@ -37,7 +37,7 @@ def scan(
 
 
 def smooth(belief: Tensor, rate: Tensor, likelihood: Tensor, counted: Tensor) -> Tensor:
-    """The belief (S, B, K) given the whole batch, from the belief, rate (S, B) and likelihood at one temperature."""
+    """Return the belief (S, B, K) given the whole batch, from belief, rate (S, B) and likelihood at one temperature."""
     belief, rate, likelihood = belief.contiguous(), rate.contiguous(), likelihood.contiguous()
     streams, batch, classes = belief.shape
     smoothed = torch.empty_like(belief)

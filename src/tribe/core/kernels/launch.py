@@ -69,12 +69,12 @@ def using(mode: Switch) -> Iterator[None]:
 
 
 def can_run(x: Tensor) -> bool:
-    """Whether kernels can work on this tensor: its type, size and device."""
+    """Return whether kernels can work on this tensor: its type, size and device."""
     return x.dtype in DTYPES and x.numel() > 0 and can_launch(x)
 
 
 def can_launch(x: Tensor) -> bool:
-    """Whether kernels can be launched on the device of this tensor."""
+    """Return whether kernels can be launched on the device of this tensor."""
     if _mode is False or not INSTALLED:
         return False
     if INTERPRETED:
@@ -84,33 +84,33 @@ def can_launch(x: Tensor) -> bool:
 
 
 def can_normalise(x: Tensor) -> bool:
-    """Whether the kernels can pass over these activations (R, B, C, ...): offsets inside a sample are int32."""
+    """Return whether the kernels can pass over these activations (R, B, C, ...): offsets inside a sample are int32."""
     return can_run(x) and (at := strides_of(x)) is not None and at.channels * at.pixels < 2**31
 
 
 def can_pool(mean: Tensor) -> bool:
-    """Whether the kernels can pool these moments (R, B, C)."""
+    """Return whether the kernels can pool these moments (R, B, C)."""
     return can_run(mean) and mean.dtype == torch.float32
 
 
 def can_update(mean: Tensor) -> bool:
-    """Whether the kernels can update class statistics from these moments (R, B, C)."""
+    """Return whether the kernels can update class statistics from these moments (R, B, C)."""
     return can_run(mean) and mean.dtype == torch.float32 and mean.shape[1] <= SAMPLES
 
 
 def can_jitter(x: Tensor) -> bool:
-    """Whether `jitter` can work on these images (G, M, C, H, W)."""
+    """Return whether `jitter` can work on these images (G, M, C, H, W)."""
     return can_run(x) and x.dtype == torch.float32 and x.shape[2] in (1, 3)
 
 
 def can_filter(likelihood: Tensor) -> bool:
-    """Whether the kernels can filter with these likelihoods (..., K)."""
+    """Return whether the kernels can filter with these likelihoods (..., K)."""
     return can_run(likelihood) and likelihood.dtype == torch.float32 and likelihood.shape[-1] <= CLASSES
 
 
 @functools.cache
 def works(device: int) -> bool:
-    """Whether kernels can be built and launched on a GPU: Triton needs a C compiler and a recent GPU.
+    """Return whether kernels can be built and launched on a GPU: Triton needs a C compiler and a recent GPU.
 
     Where they cannot, it warns once, and the tensor operations serve.
     """
@@ -146,7 +146,7 @@ class Strides(NamedTuple):
 
 
 def strides_of(x: Tensor) -> Strides | None:
-    """The strides; None where rows and samples, or the axes of the pixels, do not form one run each, or leave gaps."""
+    """Return the strides; None where rows and samples, or the pixels' axes, do not form one run each, or leave gaps."""
     rows, batch, channels = x.shape[:3]
     if sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) != x.numel() - 1:
         return None

@@ -21,7 +21,7 @@ def fold(mean: Tensor, var: Tensor, weight: Tensor, bias: Tensor, eps: float) ->
 def fold_backward(
     dscale: Tensor, dshift: Tensor, mean: Tensor, var: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of mean, var (R, 1|B, C), weight and bias (R, C)."""
+    """Return gradients of mean, var (R, 1|B, C), weight and bias (R, C)."""
     mean, var, dscale, dshift = (t.contiguous() for t in (mean, var, dscale, dshift))
     dmean, dvar = mean.new_empty((2, *mean.shape))
     rows, batch, channels = mean.shape
@@ -33,7 +33,7 @@ def fold_backward(
 
 
 def pool(mean: Tensor, var: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean and biased variance (R, 1, C) over the valid (R, B) samples of a row, and their number (R,)."""
+    """Return mean and biased variance (R, 1, C) over the valid (R, B) samples of a row, and their number (R,)."""
     mean, var, valid = mean.contiguous(), var.contiguous(), valid.contiguous()
     rows, batch, channels = mean.shape
     centre, spread = mean.new_empty((2, rows, 1, channels))
@@ -46,7 +46,7 @@ def pool(mean: Tensor, var: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tens
 def pool_backward(
     by_centre: Tensor, by_spread: Tensor, mean: Tensor, valid: Tensor, centre: Tensor, count: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of the per-sample moments (R, B, C)."""
+    """Return gradients of the per-sample moments (R, B, C)."""
     rows, batch, channels = mean.shape
     dmean, dvar = mean.new_empty((2, rows, batch, channels))
     _pool_backward[rows * batch, triton.cdiv(channels, LINE)](
