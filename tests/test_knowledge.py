@@ -179,16 +179,8 @@ def flipped(path):
         (lambda p: p.write_bytes(b"not a file of ours, but long enough to look like one"), "not a file of source"),
         (flipped, "damaged"),
         (lambda p: save_file(load_file(p), p), "not a file of source knowledge"),
-<<<<<<< HEAD
-        (
-            lambda p: save_file(load_file(p), p, {"format": "tribe-source", "schema": "99"}),
-            "schema 99",
-        ),
-        (lambda p: save_file(load_file(p), p, {"format": "tribe-source", "schema": "2"}), "damaged"),
-=======
         (lambda p: save_file(load_file(p), p, {"format": "tribe-source", "schema": "99"}), "schema"),
-        (lambda p: save_file(load_file(p), p, {"format": "tribe-source", "schema": "1"}), "damaged"),
->>>>>>> 37615bd (Write core, norms and filters in plain words, shorten their decisions)
+        (lambda p: save_file(load_file(p), p, {"format": "tribe-source", "schema": "2"}), "damaged"),
     ],
     ids=["absent", "empty", "cut", "other", "flipped", "plain", "newer", "words lost"],
 )
