@@ -1,5 +1,6 @@
 """Requests of the Open Inference Protocol and of the plain API: what is read, and what is refused."""
 
+import contextlib
 import json
 import zlib
 
@@ -196,6 +197,21 @@ def test_a_body_that_was_cut_short_is_refused_wherever_it_was_cut():
             read(body, wrong)
 
 
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 2**32), st.booleans())
+def test_a_damaged_request_is_read_or_refused(seed, plainly_sent):
+    rng = np.random.default_rng(seed)
+    body, length = binary(IMAGES[:1, :, :2, :2])
+    if plainly_sent:
+        body = bytearray([plain.encode_npy(IMAGES), safetensors.numpy.save({"images": IMAGES})][seed % 2])
+    for _ in range(rng.integers(1, 4)):
+        place = int(rng.integers(0, min(len(body), 200)))
+        body[place : place + int(rng.integers(0, 4))] = rng.bytes(int(rng.integers(0, 4)))
+    with contextlib.suppress(ServeError):
+        request = plainly(body) if plainly_sent else read(body, length)
+        MODEL.check_images(tuple(request.images.shape))
+
+
 @pytest.mark.parametrize(
     "body", [b"", b"[]", b"nonsense", b"{}", b'{"inputs": []}', b"[" * 10_000, b'{"a": NaN}', b"\xff"]
 )
@@ -224,7 +240,7 @@ def test_every_error_has_a_status_and_words():
     assert named == set(errors.ERRORS)
     for each in errors.ERRORS:
         assert 400 <= each.status < 600
-        assert each.when
+        assert each.__doc__.endswith(".")
         assert each.code.isupper()
     assert errors.Unavailable("x", 0.2).headers == {"retry-after": "1"}
     assert errors.Unavailable("x", 1.2).headers == {"retry-after": "2"}

@@ -90,10 +90,10 @@ def test_deleting_and_replacing_need_an_admin(guarded):
     assert call(guarded, "operator", "PUT", "/v1/streams/a-1").status_code == 200
     state = call(guarded, "operator", "GET", "/v1/streams/a-1/state").content
     for name in ("watcher", "camera"):
-        refused(call(guarded, name, "DELETE", "/v1/streams/a-1"), 403, "drop needs the role admin")
-        refused(call(guarded, name, "PUT", "/v1/streams/a-1/state", state), 403, "put state needs the role admin")
+        refused(call(guarded, name, "DELETE", "/v1/streams/a-1"), 403, "role admin")
+        refused(call(guarded, name, "PUT", "/v1/streams/a-1/state", state), 403, "role admin")
     assert call(guarded, "owner", "PUT", "/v1/streams/a-1/state", state).status_code == 200
-    refused(call(guarded, "owner", "DELETE", "/v1/streams/b-1"), 403, "begin with 'a-', not 'b-1'")
+    refused(call(guarded, "owner", "DELETE", "/v1/streams/b-1"), 403, "'b-1'")
     assert call(guarded, "owner", "DELETE", "/v1/streams/a-1").status_code == 200
 
 
@@ -114,13 +114,13 @@ def test_a_token_sees_only_its_streams(guarded):
 
 
 def test_a_predicting_token_never_learns_and_never_creates(guarded):
-    refused(call(guarded, "watcher", "POST", "/v1/streams/a-none/predict", BODY), 404, "may not create one")
+    refused(call(guarded, "watcher", "POST", "/v1/streams/a-none/predict", BODY), 404, "create")
     call(guarded, "operator", "PUT", "/v1/streams/a-pre")
     answer = call(guarded, "watcher", "POST", "/v1/streams/a-pre/predict", BODY).json()
     assert answer["adapted"] is False
     assert call(guarded, "watcher", "GET", "/v1/streams/a-pre").json()["images"] == 0
     start = infer(guarded, sequence_id="a-pre", sequence_start=True, headers={"authorization": "Bearer watcher"})
-    refused(start, 403, "create needs the role learn")
+    refused(start, 403, "role learn")
     call(guarded, "operator", "DELETE", "/v1/streams/a-pre")
 
 
@@ -129,7 +129,7 @@ def test_a_token_has_a_number_of_streams(guarded):
         call(guarded, "operator", "DELETE", f"/v1/streams/{stream['name']}")
     for name in ("a-1", "a-2", "a-1"):
         assert call(guarded, "camera", "POST", f"/v1/streams/{name}/predict", BODY).status_code == 200
-    refused(call(guarded, "camera", "POST", "/v1/streams/a-3/predict", BODY), 429, "as many as it may", "DELETE")
+    refused(call(guarded, "camera", "POST", "/v1/streams/a-3/predict", BODY), 429, "DELETE")
     refused(call(guarded, "camera", "PUT", "/v1/streams/a-3"), 429)
     call(guarded, "owner", "DELETE", "/v1/streams/a-2")
     assert call(guarded, "camera", "PUT", "/v1/streams/a-3").status_code == 200
@@ -161,7 +161,7 @@ def test_the_rate_is_kept_over_time():
 
 def test_a_page_of_another_site_is_refused(server):
     url = f"{server.url}/v1/streams/web/predict"
-    refused(web.post(url, content=BODY, headers={"origin": "https://evil.example"}), 403, "a page of 'https://evil")
+    refused(web.post(url, content=BODY, headers={"origin": "https://evil.example"}), 403, "evil.example")
     refused(web.post(url, content=BODY, headers={"origin": "null"}), 403)
     assert web.post(url, content=BODY, headers={"origin": server.url}).status_code == 200
 
@@ -284,5 +284,5 @@ def test_a_client_sends_its_token(guarded):
 
 def test_a_wrong_port_is_refused():
     for wrong in (-1, 70_000, "80", True):
-        with pytest.raises(ValueError, match="port is the number of a port"):
+        with pytest.raises(ValueError, match="65535"):
             listening(port=wrong)

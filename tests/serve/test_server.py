@@ -29,7 +29,7 @@ def serving(**options):
 
 
 def offline(streams):
-    """What the library computes: the logits of each stream's batches, and the states."""
+    """Return what the library computes: the logits of each stream's batches, and the states."""
     streams_of = fleet(small_network(), **FIELDS)
     logits = {name: [streams_of({name: torch.from_numpy(x)})[name].numpy() for x in xs] for name, xs in streams.items()}
     return logits, {name: streams_of.digest(name) for name in streams}
@@ -126,7 +126,7 @@ def test_a_stored_state_of_another_method_is_a_conflict_in_words(tmp_path):
         client.predict("cam", IMAGES)
     other = Server(small_network(), "tent", port=0, name="small", shape=(3, 8, 8), data=tmp_path / "data")
     with other as server, Client(server.url, "small") as client:
-        with pytest.raises(ClientError, match="stored state that does not fit") as caught:
+        with pytest.raises(ClientError, match="fit") as caught:
             client.predict("cam", IMAGES)
         assert caught.value.status == 409
         assert client.infer("new", IMAGES).facts["tribe_adapted"] is True
@@ -154,9 +154,9 @@ def test_a_network_that_does_not_fit_its_images_says_so():
 def test_the_shape_is_that_of_the_first_layer_unless_it_is_given():
     server = Server(small_network(), port=0)
     assert server.service.model.shape == (3, None, None)
-    with pytest.raises(ValueError, match="shape is that of one image"):
+    with pytest.raises(ValueError, match="shape"):
         Server(small_network(), shape=(3, 0, 8))
-    with pytest.raises(ValueError, match="labels are the names of 4 classes"):
+    with pytest.raises(ValueError, match="labels"):
         Server(small_network(), labels=("a",))
     with pytest.raises(ValueError, match="1 to 128"):
         Server(small_network(), name="a/b")
@@ -167,7 +167,7 @@ def test_the_shape_is_that_of_the_first_layer_unless_it_is_given():
 
 def test_the_package_names_what_it_has():
     assert tribe.serve.Server is Server
-    with pytest.raises(AttributeError, match="no attribute 'Sever'"):
+    with pytest.raises(AttributeError, match="Sever"):
         _ = tribe.serve.Sever
 
 

@@ -15,7 +15,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from tribe.serve import plain, protocol
-from tribe.serve.errors import BadRequest, NotFound, ServeError, WrongMethod
+from tribe.serve.errors import UNEXPECTED, BadRequest, NotFound, ServeError, WrongMethod
 from tribe.serve.http import (
     JSON,
     BodyBudget,
@@ -148,7 +148,7 @@ async def _disconnected(request: Request, error: Exception) -> Response:
 
 async def _failed(request: Request, error: Exception) -> Response:
     """Return the answer to an unexpected error, which uvicorn logs."""
-    return error_response(request.scope, ServeError("an unexpected error in the server; its log says more"))
+    return error_response(request.scope, ServeError(UNEXPECTED))
 
 
 async def _not_routed(request: Request, error: Exception) -> Response:

@@ -19,7 +19,7 @@ HEADER = "Inference-Header-Content-Length"
 
 
 class ClientError(Exception):
-    """An answer that is no success; ``status`` is HTTP's, ``retry_after`` in seconds if the server is busy."""
+    """An answer that is not a success; ``status`` is HTTP's, ``retry_after`` in seconds if the server is busy."""
 
     def __init__(self, message: str, status: int, retry_after: float | None = None) -> None:
         super().__init__(message)
@@ -27,14 +27,14 @@ class ClientError(Exception):
 
 
 class Prediction(NamedTuple):
-    """Logits, and what the server says of the stream."""
+    """Logits, and facts about the stream."""
 
-    logits: NDArray[np.float32]
-    facts: dict[str, Any]
+    logits: NDArray[np.float32]  # (B, K)
+    facts: dict[str, Any]  # parameters of the answer, such as tribe_adapted and tribe_clock
 
 
 class Client:
-    """Talks to a server over HTTP; each thread keeps one connection.
+    """Talk to a server over HTTP; each thread keeps one connection.
 
     Args:
         url: where the server is, such as http://127.0.0.1:8000.
@@ -62,7 +62,7 @@ class Client:
         self._local = threading.local()
 
     def predict(self, stream: str | None, images: NDArray[Any], **options: Any) -> NDArray[np.float32]:
-        """Logits (B, K) of images (B, ...), floating point in [0, 1] or uint8; the stream learns from them.
+        """Return logits (B, K) of images (B, ...), floating point in [0, 1] or uint8; the stream learns from them.
 
         None as the stream: the source model predicts. Options: as for `infer`.
         """
@@ -78,7 +78,7 @@ class Client:
         learn: bool = True,
         end: bool = False,
     ) -> Prediction:
-        """Predict, and return what the server says of the stream, too.
+        """Predict, and also return facts about the stream.
 
         Args:
             stream: its name; it is created if there is none. None: the source model predicts.
@@ -109,21 +109,21 @@ class Client:
             headers["X-Tribe-Stream"] = stream
         answer, body = self._call("POST", f"/v2/models/{quote(self.model)}/infer", text + array.tobytes(), headers)
         size = int(answer[HEADER])
-        found = json.loads(body[:size])
-        logits = np.frombuffer(body, "<f4", offset=size).reshape(found["outputs"][0]["shape"])
-        return Prediction(logits, found["parameters"])
+        head = json.loads(body[:size])
+        logits = np.frombuffer(body, "<f4", offset=size).reshape(head["outputs"][0]["shape"])
+        return Prediction(logits, head["parameters"])
 
     def streams(self) -> list[dict[str, Any]]:
-        """What is known of all streams."""
-        found: list[dict[str, Any]] = self._json("GET", "/v1/streams")["streams"]
-        return found
+        """Return the descriptions of all streams."""
+        streams: list[dict[str, Any]] = self._json("GET", "/v1/streams")["streams"]
+        return streams
 
     def stream(self, name: str) -> dict[str, Any]:
-        """What is known of one stream."""
+        """Return the description of one stream."""
         return self._json("GET", _path(name))
 
     def control(self, action: str, stream: str, **arguments: Any) -> dict[str, Any]:
-        """``end``, ``reset``, ``freeze``, ``unfreeze``, ``snapshot`` or ``rollback`` a stream."""
+        """End, reset, freeze, unfreeze, snapshot or roll back a stream."""
         return self._json(
             "POST", f"{_path(stream)}/{quote(action)}", json.dumps(arguments).encode() if arguments else b""
         )
@@ -133,7 +133,7 @@ class Client:
         return self._json("DELETE", _path(stream))
 
     def get_state(self, stream: str) -> bytes:
-        """The state file of a stream, which `tribe.load` opens."""
+        """Return the state file of a stream, which `tribe.load` opens."""
         return self._call("GET", f"{_path(stream)}/state")[1]
 
     def put_state(self, stream: str, data: bytes) -> dict[str, Any]:
@@ -153,13 +153,13 @@ class Client:
         self.close()
 
     def _json(self, method: str, path: str, body: bytes = b"") -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self._call(method, path, body)[1])
-        return found
+        answer: dict[str, Any] = json.loads(self._call(method, path, body)[1])
+        return answer
 
     def _call(
         self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None
     ) -> tuple[http.client.HTTPMessage, bytes]:
-        """One request. An idle connection that the server has closed is opened again."""
+        """Send one request. An idle connection that the server has closed is opened again."""
         sent = {**self._headers, **(headers or {})}
         reused = getattr(self._local, "connection", None) is not None
         try:
@@ -198,7 +198,7 @@ def _path(stream: str) -> str:
 
 
 def _words(content: bytes) -> str:
-    """The message of an error."""
+    """Return the message of an error."""
     try:
         return str(json.loads(content)["error"])
     except (ValueError, KeyError, TypeError):

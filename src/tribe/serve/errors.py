@@ -1,5 +1,7 @@
 """The errors of a server: those of its worker, and the answers that clients get instead of a success."""
 
+import math
+from collections.abc import Mapping
 from typing import ClassVar
 
 from tribe.streams.fleet import UnknownStream as UnknownStream
@@ -32,146 +34,98 @@ class NotStored(RuntimeError):
     """The state of the stream cannot be stored, for example because a number in it is not finite."""
 
 
-# -- of a request; docs/serving.md lists them --------------------------------------------------------------------------
+# -- of a request; docs/serving.md lists them with their docstrings ----------------------------------------------------
+
+
+UNEXPECTED = "an unexpected error in the server; its log says more"
 
 
 class ServeError(Exception):
-    """A request that is not answered with success; the message is for the client."""
+    """An unexpected error in the server; its log says more."""
 
     status: ClassVar[int] = 500  # of HTTP
     code: ClassVar[str] = "INTERNAL"  # of gRPC
-    when: ClassVar[str] = "an unexpected error in the server; its log says more"
-    retry_after: float | None = None  # seconds
-
-    @property
-    def headers(self) -> dict[str, str]:
-        """Return the headers of the answer."""
-        return {}
+    headers: Mapping[str, str] = {}  # of the answer
 
 
 class BadRequest(ServeError):
-    """A request that does not follow the protocol."""
+    """The request does not follow the protocol: JSON, headers, parameters, names, a body that was cut short."""
 
-    status = 400
-    code = "INVALID_ARGUMENT"
-    when = "the request does not follow the protocol: JSON, headers, parameters, names, a body that was cut short"
+    status, code = 400, "INVALID_ARGUMENT"
 
 
 class BadInput(BadRequest):
-    """Images of a wrong type, shape or size, or bytes that are not an image."""
-
-    when = "the images have a wrong type, shape or size, or the bytes are not an image"
+    """The images have a wrong type, shape or size, or the bytes are not an image."""
 
 
 class NoToken(ServeError):
-    """A request without a token, or with an unknown one."""
+    """The server has tokens, and the request has none or an unknown one."""
 
-    status = 401
-    code = "UNAUTHENTICATED"
-    when = "the server has tokens, and the request has none or an unknown one"
-
-    @property
-    def headers(self) -> dict[str, str]:
-        """Return the header that asks for a token."""
-        return {"www-authenticate": "Bearer"}
+    status, code = 401, "UNAUTHENTICATED"
+    headers: Mapping[str, str] = {"www-authenticate": "Bearer"}
 
 
 class Forbidden(ServeError):
-    """A request that the token does not permit, or that a page of another site sent."""
+    """The token does not permit this, or a page of another site sent the request."""
 
-    status = 403
-    code = "PERMISSION_DENIED"
-    when = "the token does not permit this, or a page of another site sent the request"
+    status, code = 403, "PERMISSION_DENIED"
 
 
 class NotFound(ServeError):
-    """A path, a model or a stream that does not exist."""
+    """The path, the model or the stream does not exist."""
 
-    status = 404
-    code = "NOT_FOUND"
-    when = "the path, the model or the stream does not exist"
+    status, code = 404, "NOT_FOUND"
 
 
 class WrongMethod(ServeError):
-    """A path that exists, with a method that it does not have."""
+    """The path exists, but not with this method; the header Allow names those that it has."""
 
-    status = 405
-    code = "UNIMPLEMENTED"
-    when = "the path exists, but not with this method; the header Allow names those that it has"
+    status, code = 405, "UNIMPLEMENTED"
 
     def __init__(self, message: str, allowed: str) -> None:
         super().__init__(message)
-        self.allowed = allowed
-
-    @property
-    def headers(self) -> dict[str, str]:
-        """Return the header with the methods of the path."""
-        return {"allow": self.allowed}
+        self.headers = {"allow": allowed}
 
 
 class TooSlow(ServeError):
-    """A body that did not arrive in time."""
+    """The body did not arrive in time; the connection is closed."""
 
-    status = 408
-    code = "DEADLINE_EXCEEDED"
-    when = "the body did not arrive in time; the connection is closed"
-
-    @property
-    def headers(self) -> dict[str, str]:
-        """Return the header that closes the connection."""
-        return {"connection": "close"}
+    status, code = 408, "DEADLINE_EXCEEDED"
+    headers: Mapping[str, str] = {"connection": "close"}
 
 
 class Conflict(ServeError):
-    """A state of another model, or a worker that does not own the stream."""
+    """It does not fit the stream: a state of another model or not finite, or another worker owns the stream."""
 
-    status = 409
-    code = "FAILED_PRECONDITION"
-    when = (
-        "it does not fit the stream: the state of another model or method, another worker owns the stream, or its "
-        "state is not finite and cannot be stored"
-    )
+    status, code = 409, "FAILED_PRECONDITION"
 
 
 class TooLarge(ServeError):
-    """A body, or an image, that is larger than the server accepts."""
+    """The body has too many bytes, or the image too many pixels."""
 
-    status = 413
-    code = "RESOURCE_EXHAUSTED"
-    when = "the body has too many bytes, or the image too many pixels"
+    status, code = 413, "RESOURCE_EXHAUSTED"
 
 
 class WrongType(ServeError):
-    """A body of a type or an encoding that the server does not read."""
+    """The body has a type or an encoding that the server does not read."""
 
-    status = 415
-    code = "INVALID_ARGUMENT"
-    when = "the body has a type or an encoding that the server does not read"
+    status, code = 415, "INVALID_ARGUMENT"
 
 
 class TooMany(ServeError):
-    """More streams than a token may have."""
+    """The token has as many streams as it may have."""
 
-    status = 429
-    code = "RESOURCE_EXHAUSTED"
-    when = "the token has as many streams as it may have"
+    status, code = 429, "RESOURCE_EXHAUSTED"
 
 
 class Unavailable(ServeError):
-    """A deadline that cannot be met, or a server that is full, starts or stops."""
+    """The deadline cannot be met, the server is full or stops; the header Retry-After says when to try again."""
 
-    status = 503
-    code = "UNAVAILABLE"
-    when = "the deadline cannot be met, the server is full or stops; the header Retry-After says when to try again"
+    status, code = 503, "UNAVAILABLE"
 
     def __init__(self, message: str, retry_after: float = 1.0) -> None:
         super().__init__(message)
-        self.retry_after = retry_after
-
-    @property
-    def headers(self) -> dict[str, str]:
-        """Return the header with the seconds to wait."""
-        return {"retry-after": str(max(1, -int(-(self.retry_after or 0) // 1)))}
+        self.headers = {"retry-after": str(max(1, math.ceil(retry_after)))}
 
 
 ERRORS: tuple[type[ServeError], ...] = (

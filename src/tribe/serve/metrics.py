@@ -41,6 +41,7 @@ class Metrics:
     def __init__(self, model: str) -> None:
         self.registry = CollectorRegistry()
         self._common = (model, "1")
+        self._labels = dict(zip(COMMON, self._common, strict=True))
         self._requests = self._counter("tribe_requests_total", "Requests by outcome.", "outcome")
         for outcome in (*ANSWERED, *REASONS):
             self._requests.labels(*self._common, outcome)
@@ -112,16 +113,16 @@ class Metrics:
             self.gauge(
                 f"tribe_stream_{name}" + ("_seconds" if name == "lag" else ""),
                 words,
-                {stream: _number(known[name]) for stream, known in streams.items() if name in known},
+                {stream: _number(facts[name]) for stream, facts in streams.items() if name in facts},
                 "stream",
             )
             for name, words in STREAM_GAUGES.items()
-            if any(name in known for known in streams.values())
+            if any(name in facts for facts in streams.values())
         ]
 
     def total(self, name: str, **labels: str) -> float:
         """Return the value of a sample, such as ``total("tribe_requests_total", outcome="adapted")``."""
-        value = self.registry.get_sample_value(name, dict(zip(COMMON, self._common, strict=True)) | labels)
+        value = self.registry.get_sample_value(name, self._labels | labels)
         return 0.0 if value is None else value
 
     def text(self, now: Iterable[Metric] = ()) -> str:
@@ -130,37 +131,26 @@ class Metrics:
 
     def _triton(self) -> list[Metric]:
         """Return Triton's metrics. They have no type: prometheus_client would append _total to names of counters."""
-        microseconds = {
-            name: 1e6 * sum(self.total(f"{each}_sum") for each in of)
-            for name, of in (
-                ("request", ("tribe_request_seconds",)),
-                ("queue", ("tribe_queue_seconds",)),
-                ("compute_infer", ("tribe_step_seconds", "tribe_predict_seconds")),
-            )
-        }
+        sums = {name: 1e6 * self.total(f"tribe_{name}_seconds_sum") for name in ("request", "queue", "step", "predict")}
+        batches = sum(self.total(f"tribe_{name}_seconds_count") for name in ("step", "predict"))
+        answered = sum(self.total("tribe_requests_total", outcome=name) for name in ANSWERED)
         numbers = {
-            "request_success": ("Requests that were answered.", sum(self._outcomes(ANSWERED).values())),
-            "count": ("Images in requests that were answered.", float(self._images)),
-            "exec_count": (
-                "Batches that the model ran: steps and predictions.",
-                self.total("tribe_step_seconds_count") + self.total("tribe_predict_seconds_count"),
-            ),
-            "request_duration_us": ("Total time of requests, in microseconds.", microseconds["request"]),
-            "queue_duration_us": ("Total time that requests waited, in microseconds.", microseconds["queue"]),
-            "compute_infer_duration_us": ("Total time of batches, in microseconds.", microseconds["compute_infer"]),
+            "request_success": ("Requests that were answered.", answered),
+            "count": ("Images in requests that were answered.", self._images),
+            "exec_count": ("Batches that the model ran: steps and predictions.", batches),
+            "request_duration_us": ("Total time of requests, in microseconds.", sums["request"]),
+            "queue_duration_us": ("Total time that requests waited, in microseconds.", sums["queue"]),
+            "compute_infer_duration_us": ("Total time of batches, in microseconds.", sums["step"] + sums["predict"]),
         }
-        common = dict(zip(COMMON, self._common, strict=True))
         metrics = []
         for name, (words, value) in numbers.items():
             metrics.append(Metric(f"nv_inference_{name}", words, "unknown"))
-            metrics[-1].add_sample(f"nv_inference_{name}", common, value)
+            metrics[-1].add_sample(f"nv_inference_{name}", self._labels, value)
         failure = Metric("nv_inference_request_failure", "Requests that were not answered, by reason.", "unknown")
-        for outcome, value in self._outcomes(REASONS).items():
-            failure.add_sample(failure.name, common | {"reason": REASONS[outcome]}, value)
+        for outcome, reason in REASONS.items():
+            value = self.total("tribe_requests_total", outcome=outcome)
+            failure.add_sample(failure.name, self._labels | {"reason": reason}, value)
         return [*metrics, failure]
-
-    def _outcomes(self, names: Iterable[str]) -> dict[str, float]:
-        return {name: self.total("tribe_requests_total", outcome=name) for name in names}
 
 
 class _Readings(Collector):

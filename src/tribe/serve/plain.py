@@ -108,9 +108,9 @@ def _kind(body: bytearray, content_type: str) -> str:
         return KINDS[kind]
     if kind not in OCTETS:
         raise WrongType(f"the body has the type {kind[:60]!r}; expected {', '.join(dict.fromkeys(KINDS.values()))}")
-    for start, known in STARTS.items():
+    for start, started in STARTS.items():
         if body.startswith(start):
-            return known
+            return started
     if body[8:9] == b"{":
         return SAFETENSORS
     raise WrongType(

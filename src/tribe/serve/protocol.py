@@ -312,8 +312,8 @@ def _images_from_numbers(data: list[Any], datatype: str, shape: tuple[int, ...])
 
 def as_numbers(logits: Tensor) -> "np.ndarray[Any, np.dtype[np.float32]]":
     """Return logits (B, K) as float32 on the CPU."""
-    found: np.ndarray[Any, np.dtype[np.float32]] = logits.detach().to("cpu", torch.float32).contiguous().numpy()
-    return found
+    array: np.ndarray[Any, np.dtype[np.float32]] = logits.detach().to("cpu", torch.float32).contiguous().numpy()
+    return array
 
 
 def encode_infer(result: InferResult, request: InferRequest, model: ModelInfo) -> tuple[bytes, int | None]:

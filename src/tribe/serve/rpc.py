@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tribe.serve import protocol
-from tribe.serve.errors import BadInput, BadRequest, ServeError
+from tribe.serve.errors import UNEXPECTED, BadInput, BadRequest, ServeError
 from tribe.serve.protocol import VERSION, InferHead, InferRequest, convert, infer_request
 from tribe.serve.security import Principal
 from tribe.serve.service import Service
@@ -97,13 +97,12 @@ class Calls:
             try:
                 return await function(request, context)
             except ServeError as error:
-                trailing = () if error.retry_after is None else (("retry-after", f"{error.retry_after:g}"),)
-                await context.abort(self.grpc.StatusCode[error.code], str(error), trailing)
+                await context.abort(self.grpc.StatusCode[error.code], str(error), tuple(error.headers.items()))
             except (asyncio.CancelledError, self.grpc.aio.AbortError):
                 raise
             except Exception:
                 log.exception("an unexpected error in %s", function.__name__)
-                await context.abort(self.grpc.StatusCode.INTERNAL, ServeError.when)
+                await context.abort(self.grpc.StatusCode.INTERNAL, UNEXPECTED)
 
         return run
 

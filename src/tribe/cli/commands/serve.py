@@ -96,10 +96,10 @@ def serve(
 
         chosen = method_name(method)
         fields = parse_overrides(settings, [chosen, *PARTS])
-        net, known = _network(model, weights)
+        net, image_shape = _network(model, weights)
         options: dict[str, Any] = {
             "name": model.rpartition("/")[2].rpartition(":")[2].partition(".")[0],
-            "shape": known,
+            "shape": image_shape,
             "data": data,
             "guard": guard,
             "health": False if health is None else health,
@@ -163,6 +163,8 @@ def _network(name: str, weights: Path | None) -> tuple[nn.Module, tuple[int, ...
 def _where(server: Any, data: str | None) -> str:
     """Return one line about what is served where."""
     grpc = "" if server.grpc_address is None else f", gRPC on {server.grpc_address}"
-    kept = "streams live in memory until it stops (--data DIR keeps them)" if data is None else f"streams are in {data}"
+    place = (
+        "streams are in memory until it stops (--data DIR stores them)" if data is None else f"streams are in {data}"
+    )
     model = server.service.model
-    return f"tribe serves {model.name} ({model.method}) on {server.url}{grpc}; {kept}; Ctrl-C stops it"
+    return f"tribe serves {model.name} ({model.method}) on {server.url}{grpc}; {place}; Ctrl-C stops it"
