@@ -119,7 +119,7 @@ def pages() -> list[Page]:
             "serve",
             "tribe.serve",
             "One network for many streams, over the network; see [Serving](../serving.md).",
-            _all_of("tribe.serve"),
+            (*_all_of("tribe.serve"), "tribe.serve.config"),
         ),
         Page(
             "testing",
