@@ -16,8 +16,8 @@ from hypothesis.extra import numpy as arrays
 
 from tribe.serve import errors, plain, protocol
 from tribe.serve.errors import BadInput, BadRequest, ServeError, TooLarge, WrongType
+from tribe.serve.execution import InferResult
 from tribe.serve.protocol import InferRequest, ModelInfo
-from tribe.serve.worker import InferResult
 
 MODEL = ModelInfo("small", (3, 8, 8), 4, labels=("a", "b", "c", "d"), method="tribe")
 IMAGES = np.random.default_rng(0).random((2, 3, 8, 8), np.float32)
