@@ -171,8 +171,9 @@ def _read_npy(body: bytearray) -> Tensor:
         if version != (1, 0):
             raise ValueError(f"the version is {version}; expected (1, 0), as np.save writes")
         shape, fortran, dtype = np.lib.format.read_array_header_1_0(file)
-    except ValueError as error:
-        raise BadInput(f"the body is not an npy array that can be read: {error}") from None
+    except Exception as error:  # damaged bytes make numpy's parser fail in any way
+        reason = str(error) or type(error).__name__
+        raise BadInput(f"the body is not an npy array that can be read: {reason[:200]}") from None
     start = file.tell()
     if dtype.str not in ("<f4", "<f2", "<f8", "|u1") or (fortran and len(shape) > 1):
         raise BadInput(f"the npy array is {dtype}{' in the order of Fortran' * fortran}; {EXPECTED}, in the order of C")
