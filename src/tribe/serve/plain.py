@@ -178,7 +178,7 @@ def _read_npy(body: bytearray) -> Tensor:
     if dtype.str not in ("<f4", "<f2", "<f8", "|u1") or (fortran and len(shape) > 1):
         raise BadInput(f"the npy array is {dtype}{' in the order of Fortran' * fortran}; {EXPECTED}, in the order of C")
     expected = dtype.itemsize * np.prod(shape, dtype=object)
-    if len(body) - start != expected:
+    if len(body) - start != expected or min(shape, default=0) < 0:
         raise BadInput(f"{len(body) - start} bytes follow the npy header; expected {expected}: it is cut short or long")
     return torch.from_numpy(np.frombuffer(body, dtype, offset=start).reshape(shape))
 
