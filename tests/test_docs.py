@@ -272,15 +272,6 @@ def test_the_table_of_methods_says_what_is_measured(name):
     assert cells[7] == megabytes(name, *next(iter(NETWORKS.values())))
 
 
-def test_the_page_of_methods_says_what_later_ones_claim_and_what_was_found():
-    from benchmarks.later_methods import CLAIMS, section
-
-    from reproduction.beyond import LATER
-
-    assert list(CLAIMS) == [row.key for row in LATER]
-    assert page("methods").endswith(f"\n{section()}"), "python -m benchmarks.methods > docs/methods.md"
-
-
 @pytest.mark.parametrize("name", FILTER_ROWS)
 def test_the_table_of_time_filters_says_what_they_are(name):
     from benchmarks.methods import filter_row
