@@ -7,11 +7,14 @@ from collections import Counter, defaultdict
 
 import pytest
 import torch
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from tribe.serve.batch_times import BatchTimes
 from tribe.serve.config import Policy
 from tribe.serve.errors import Overloaded
-from tribe.serve.scheduler import Job, Scheduler
+from tribe.serve.scheduler import Job, JobState, Scheduler
 
 ZEROS = torch.zeros(32, 1, 2, 2)
 
@@ -342,6 +345,146 @@ def test_what_is_abandoned_comes_back_once_and_nothing_is_left():
     sched.step_done(1.0)
     sched.answer(running)
     assert (sched.waiting, sched.queues, sched.backlog) == (0, {}, {})
+
+
+# -- any history ------------------------------------------------------------------------------------------------------
+
+STREAMS = st.sampled_from((None, "a", "b", "c"))
+SIZES, SHAPES = st.integers(1, 5), st.sampled_from(((1, 2, 2), (1, 3, 3)))
+IDS = st.none() | st.sampled_from("123")
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Draw what clients, batches, holders and clocks do, and check what must always hold."""
+
+    def __init__(self):
+        super().__init__()
+        self.now, self.jobs, self.held, self.blocked = 0.0, [], [], set()
+        limits = {"streams": 2, "images": 6, "waiting": 6, "backlog": 3, "backlog_bytes": 200, "relief": 0.05}
+        self.sched = scheduler(0.02, 0.005, lambda stream: "lease" if stream in self.blocked else None, **limits)
+        self.stepped, self.ended = defaultdict(list), set()
+
+    def end(self, refused):
+        for each, error in refused.items():
+            assert isinstance(error, Overloaded)
+            self.finish(each)
+
+    def finish(self, each):
+        assert each not in self.ended, "two answers"
+        self.ended.add(each)
+
+    @rule(stream=STREAMS, size=SIZES, shape=SHAPES, learn=st.booleans(), wait=st.none() | st.floats(0.0, 0.1), id=IDS)
+    def request(self, stream, size, shape, learn, wait, id):
+        deadline = math.inf if wait is None else self.now + wait
+        each = Job(stream, torch.zeros(size, *shape), self.now, deadline, learn, id)
+        try:
+            self.sched.offer(each, self.now)
+        except Overloaded:
+            assert each.state is JobState.NEW
+            assert not each.queued
+        else:
+            self.jobs.append(each)
+
+    @rule(choice=st.randoms())
+    def client_goes_away(self, choice):
+        waiting = [each for each in self.jobs if each.is_waiting]
+        if waiting and self.sched.answer(each := choice.choice(waiting)):
+            self.finish(each)
+
+    @rule()
+    def pump(self):
+        self.end(self.sched.refuse_late(self.now))
+        predicted, late = self.sched.next_prediction(self.now)
+        self.end(late)
+        names = [each.stream for each in predicted if each.stream is not None]
+        assert len(set(names)) == len(names), "one request of a stream in a prediction"
+        stepped = self.sched.next_step(self.now)
+        assert not {each.stream for each in stepped} & (self.blocked | set(self.held))
+        assert len({each.images.shape[1:] for each in stepped}) <= 1
+        for batch in (predicted, stepped):
+            assert len(batch) <= 2
+            assert len(batch) <= 1 or sum(each.size for each in batch) <= 6
+        for each in stepped:
+            self.stepped[each.stream].append(each.arrived)
+            assert self.stepped[each.stream] == sorted(self.stepped[each.stream]), "in the order of arrival"
+
+    @rule(kind=st.sampled_from(("step", "predict")), seconds=st.floats(0.0, 0.03))
+    def batch_ends(self, kind, seconds):
+        self.now += seconds
+        running = self.sched.stepping if kind == "step" else self.sched.predicting
+        for each in running.jobs if running else ():
+            if self.sched.answer(each):
+                self.finish(each)
+        if running:
+            (self.sched.step_done if kind == "step" else self.sched.prediction_done)(self.now)
+
+    @rule(seconds=st.floats(0.0, 0.1))
+    def time_passes(self, seconds):
+        self.now += seconds
+
+    @rule(stream=st.sampled_from("abc"))
+    def block_or_unblock(self, stream):
+        self.blocked ^= {stream}
+
+    @rule(stream=st.sampled_from("abc"))
+    def hold(self, stream):
+        self.sched.hold(stream, lambda: self.held.append(stream))
+
+    @precondition(lambda self: self.held)
+    @rule()
+    def let_go(self):
+        self.sched.release(self.held.pop(0))
+
+    @rule(stream=st.sampled_from("abc"))
+    def stream_is_lost(self, stream):
+        for each in self.sched.withdraw(stream, "lease"):
+            assert each.state is JobState.NEW
+            self.jobs.remove(each)
+        assert not any(each.queued for each in self.jobs if each.stream == stream)
+
+    @invariant()
+    def counts_agree_with_the_states_of_the_requests(self):
+        sched, queued = self.sched, [each for each in self.jobs if each.queued]
+        assert sched.waiting == sum(each.is_waiting for each in self.jobs) <= 6
+        assert {each for each in self.jobs if each.state is JobState.DONE} == self.ended & set(self.jobs)
+        assert set(sched.backlog) == {each for each in queued if each.state is not JobState.STEP}
+        assert sched.backlog_bytes == sum(each.images.nbytes for each in sched.backlog) <= 200
+        assert len(sched.backlog) <= 3
+        assert sched._awaiting == sum(each.awaits_step for each in queued)
+        assert {each for queue in sched.queues.values() for each in queue.jobs} == set(queued)
+        assert all(queue.jobs or queue.busy or queue.holders for queue in sched.queues.values())
+        stepping = sched.stepping.jobs if sched.stepping else []
+        known = [each for each in (*queued, *stepping) if each.stream and each.request_id]
+        assert sched._ids <= {(each.stream, each.request_id) for each in known}
+
+    @invariant()
+    def what_waits_has_a_reason(self):
+        """A request without an answer is in a queue, to be predicted, or in a batch that runs."""
+        running = [batch.jobs for batch in (self.sched.stepping, self.sched.predicting) if batch]
+        places = {*self.sched.predictions, *(each for batch in running for each in batch)}
+        assert all(each.queued or each in places for each in self.jobs if each.is_waiting)
+
+    def teardown(self):
+        """At the end everything can be answered, and nothing is left."""
+        self.blocked.clear()
+        while self.held:
+            self.sched.release(self.held.pop(0))
+        for _ in range(200):
+            self.pump()
+            self.batch_ends("step", 0.01)
+            self.batch_ends("predict", 0.01)
+            while self.held:
+                self.sched.release(self.held.pop(0))
+            self.now += 0.02
+        assert self.sched.waiting == 0
+        assert (self.sched.queues, self.sched.backlog, self.sched._ids) == ({}, {}, set())
+
+
+def test_any_history():
+    """Hypothesis draws the same histories every time."""
+    options = {"deadline": None, "database": None, "derandomize": True, "suppress_health_check": list(HealthCheck)}
+    chosen = settings(max_examples=60, stateful_step_count=40, phases=(Phase.generate, Phase.shrink), **options)
+    run_state_machine_as_test(SchedulerMachine, settings=chosen)
 
 
 # -- overload ---------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ log = logging.getLogger("tribe.serve")
 
 
 class Runtime:
-    """What the parts of a worker share. Use it on one event loop.
+    """Hold the parts that a worker's sessions, writer and controls share. Use it on one event loop.
 
     Each thread does one thing after another. ``step`` and ``predict`` run the model, so that a prediction never waits
     for a step; ``claims`` asks the store for claims, ``states`` changes the fleet, and may wait for a step; ``writer``

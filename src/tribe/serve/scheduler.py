@@ -58,17 +58,17 @@ class Job:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it was offered and has no answer."""
+        """Return whether it was offered and has no answer."""
         return self.state in (JobState.STEP, JobState.PREDICTION)
 
     @property
     def awaits_step(self) -> bool:
-        """Whether it is in a queue, and its answer comes from a step."""
+        """Return whether it is in a queue, and its answer comes from a step."""
         return self.queued and self.state is JobState.STEP
 
     @property
     def in_backlog(self) -> bool:
-        """Whether it is in a queue only to be learned: its answer does not come from a step."""
+        """Return whether it is in a queue only to be learned: its answer does not come from a step."""
         return self.queued and self.state is not JobState.STEP
 
 

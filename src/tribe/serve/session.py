@@ -40,12 +40,12 @@ class StreamSession:
 
     @property
     def frozen(self) -> bool:
-        """Whether it only predicts."""
+        """Return whether it only predicts."""
         return bool(self.report.get("frozen"))
 
     @property
     def changed(self) -> bool:
-        """Whether some of its learning is not stored yet."""
+        """Return whether some of its learning is not stored yet."""
         return self.dirty_since is not None or self.writing_since is not None
 
     def lag(self, now: float) -> float:

@@ -41,7 +41,7 @@ class Writer:
 
     @property
     def down(self) -> bool:
-        """Whether the last call of the store failed."""
+        """Return whether the last call of the store failed."""
         return self._failures > 0
 
     async def round(self, sessions: Iterable[StreamSession]) -> None:

@@ -72,7 +72,7 @@ class Stored(NamedTuple):
 
 
 class StateRecord(NamedTuple):
-    """What the ledger holds of one state."""
+    """A row of the ledger for one state."""
 
     generation: int
     clock: int
