@@ -255,7 +255,7 @@ def _supported(parameters: TensorParameters | None) -> TensorParameters:
 
 
 def _read_images(inputs: list[InputTensor], content: Buffer, model: ModelInfo) -> Tensor:
-    """Return the images of a request."""
+    """Return the images of a request from writable bytes, little-endian and row by row, or from its JSON."""
     if len(inputs) != 1 or inputs[0].name != INPUT:
         names = ", ".join(repr(each.name[:40]) for each in inputs[:4]) or "none"
         raise BadInput(f"the inputs are {names}; expected one input with the name {INPUT!r}")
@@ -271,7 +271,7 @@ def _read_images(inputs: list[InputTensor], content: Buffer, model: ModelInfo) -
                 f"binary_data_size is {size}, and {len(content)} bytes follow the JSON; {given.datatype} of the shape "
                 f"{shape} has {expected}: the body was cut short or is too long"
             )
-        return images_from_bytes(content, given.datatype, shape)
+        return as_images(torch.frombuffer(content, dtype=DATATYPES[given.datatype])).reshape(shape)
     if content:
         raise BadInput(f"{len(content)} bytes follow the JSON, but the input has no parameter binary_data_size")
     if given.data is None:
@@ -279,11 +279,6 @@ def _read_images(inputs: list[InputTensor], content: Buffer, model: ModelInfo) -
             "the input has no data; expected numbers in 'data', or bytes with the parameter binary_data_size"
         )
     return _images_from_numbers(given.data, given.datatype, shape)
-
-
-def images_from_bytes(content: Buffer, datatype: str, shape: tuple[int, ...]) -> Tensor:
-    """Return images (B, ...) from writable bytes, little-endian and row by row."""
-    return as_images(torch.frombuffer(content, dtype=DATATYPES[datatype])).reshape(shape)
 
 
 def as_images(values: Tensor) -> Tensor:

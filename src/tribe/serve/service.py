@@ -93,7 +93,7 @@ class Service:
         )
         if stream is not None and request.end:
             await self._end(stream)
-        elif stream is not None:
+        elif stream is not None and self.thumbnails.limit:
             self.thumbnails.update(stream, images)
         return result
 
