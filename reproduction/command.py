@@ -17,6 +17,7 @@ from reproduction.chart import draw_chart
 from reproduction.claims import Verdict, claims, judge
 from reproduction.compare import Comparison, compare, stream_name
 from reproduction.document import all_comparisons, by_settings, write_document
+from reproduction.output import OutputTarget
 from reproduction.plan import COMPONENTS, Choices, Finished, Plan
 from reproduction.render import FORMATS, claims_grid, claims_markdown, draw
 from tribe.cli.custom import method_name
@@ -24,13 +25,12 @@ from tribe.cli.options import custom_network, parse_seeds
 from tribe.cli.output import errors_as_messages, shown, stdout_to_stderr
 from tribe.cli.overrides import parse_overrides
 from tribe.cli.progress import experiment_bars, message_on_interrupt
-from tribe.cli.terminal import OutputTarget
 from tribe.core.precision import check_precision
 from tribe.data.datasets.files import data_root
 from tribe.data.datasets.manifest import FILE as MANIFEST
 from tribe.experiments import plots
 from tribe.experiments.experiment import Experiment
-from tribe.experiments.ray import Failure, run_all
+from tribe.experiments.parallel import Failure, run_all
 from tribe.experiments.store import find, finished, keep
 from tribe.experiments.workbench import Workbench
 from tribe.fields import printable
@@ -59,7 +59,6 @@ Columns = Annotated[str | None, typer.Option(help="Columns to keep: names or pat
 Beyond = Annotated[
     str, typer.Option(help=f"Rows beyond the paper, marked {MARK}: none, time (filters), or all (other methods, too).")
 ]
-Seed = Annotated[int | None, typer.Option(help="Seed of the first stream.", show_default="0; with --no-run any")]
 Seeds = Annotated[str | None, typer.Option(help="How many streams, side by side, or their seeds: 425,1,2.")]
 Settings = Annotated[
     list[str] | None,
@@ -89,7 +88,6 @@ def reproduce(
     rows: Rows = None,
     columns: Columns = None,
     beyond: Beyond = "time",
-    seed: Seed = None,
     seeds: Seeds = None,
     settings: Settings = None,
     data: Data = None,
@@ -117,7 +115,7 @@ def reproduce(
                 raise ValueError(f"{artifact} needs --out: the page or the folder that it writes")
             write_document(runs, out) if artifact == "document" else _keep(runs, out, data)
             return
-        choices, weights = _choices(settings, parse_seeds(seed, seeds), device)
+        choices, weights = _choices(settings, parse_seeds(seeds), device)
         if artifact == "claims":
             _show_claims(_judge_all(choices, planning.read(runs)), output)
             return
@@ -221,30 +219,28 @@ def _workbench(choices: Choices, weights: str | None, data: Path | None, device:
 
 def _run(plan: Plan, runs: Path, workers: str | None) -> Plan:
     """Run the experiments that are missing; return the plan with all results."""
-    done = {
-        e.id: result for e in plan.experiments if (result := find(e, runs, verified=True, current=True)) is not None
-    }
-    missing = [e for e in plan.experiments if e.id not in done]
-    outcomes: dict[str, Finished | str] = {id: planning.gather([result])[0] for id, result in done.items()}
+    missing, outcomes = plan.experiments, dict[str, Finished | str]()
     if missing:
         check_folder(runs)
-        runs.mkdir(parents=True, exist_ok=True)
-        cores = int(workers) if workers is not None and workers.isdigit() else None
-        with experiment_bars(plan.table.name, len(missing), _name_of) as (progress, tick):
+        with experiment_bars(plan.table.name, len(missing), _name_of) as bars:
             results = run_all(
-                sorted(missing, key=lambda e: -e.length(plan.workbench)),  # no worker starts a long run at the end
+                sorted(missing, key=lambda e: -_images(e)),  # no worker starts a long run at the end
                 runs,
-                ray="auto" if cores is not None else workers,
-                workers=cores,
+                workers=int(workers) if workers is not None and workers.isdigit() else workers,
                 workbench=plan.workbench,
                 retries=0 if workers is None else 2,
-                progress=progress,
-                done=tick,
+                progress=bars.progress,
+                done=bars.done,
             )
         for outcome in results:
-            failed = isinstance(outcome, Failure)
-            outcomes[outcome.experiment.id] = outcome.reason if failed else planning.gather([outcome])[0]  # type: ignore[union-attr, list-item]
+            reason = outcome.reason if isinstance(outcome, Failure) else Finished(outcome)
+            outcomes[outcome.experiment.id] = reason
     return plan.with_results(outcomes)
+
+
+def _images(experiment: Experiment) -> int:
+    """Return how many images the streams of a planned experiment play."""
+    return 0 if experiment.parts is None else experiment.parts.stream.images
 
 
 def _name_of(experiment: Experiment) -> str:
@@ -253,10 +249,10 @@ def _name_of(experiment: Experiment) -> str:
 
 def _show_runs(plan: Plan, runs: Path, output: OutputTarget) -> None:
     """Print the runs of a plan, whether they are done, and the time of the others where the like of it was measured."""
-    measured = {_kind(r.experiment): r.environment.get("seconds_per_image", {}) for r in finished(runs, damaged="skip")}
+    measured = {_kind(r.experiment): r.values("seconds_per_image") for r in finished(runs)}
     rows: list[dict[str, Any]] = []
     for experiment in plan.experiments:
-        images, seconds = experiment.length(plan.workbench), measured.get(_kind(experiment), {}).values()
+        images, seconds = _images(experiment), measured.get(_kind(experiment))
         rows.append(
             {
                 "id": experiment.id,
@@ -264,7 +260,7 @@ def _show_runs(plan: Plan, runs: Path, output: OutputTarget) -> None:
                 "model": experiment.model.name,
                 "stream": f"{experiment.dataset.name} {stream_name(experiment)}",
                 "images": images,
-                "done": find(experiment, runs, verified=True, current=True) is not None,
+                "done": find(experiment, runs) is not None,
                 "minutes": images * max(seconds) / 60 if seconds else None,
             }
         )
@@ -288,12 +284,12 @@ def _kind(experiment: Experiment) -> tuple[str, str, str, str]:
 def _keep(runs: Path, target: Path, data: Path | None) -> None:
     """Copy results without records, and the files that say how corrupted images were made."""
     check_folder(target)
-    kept = keep(runs, target)
+    keep(runs, target)
     for made in sorted(data_root(None if data is None else str(data)).glob(f"*/{MANIFEST}")):
         place = target / "data" / made.parent.name
         place.mkdir(parents=True, exist_ok=True)
         write_atomically(place / made.name, made.read_bytes())
-    typer.echo(f"{printable(str(target))}: {len(kept)} results")
+    typer.echo(f"{printable(str(target))}: {len([*finished(target)])} results")
 
 
 # -- output -----------------------------------------------------------------------------------------------------------
@@ -302,7 +298,7 @@ def _keep(runs: Path, target: Path, data: Path | None) -> None:
 def _judge_all(choices: Choices, results: Sequence[Finished]) -> list[Verdict]:
     """Judge all claims on the first series of results that the choices accept."""
     accepted = [found.select(choices.seeds) for found in results if choices.accepts(found.experiment)]
-    series = by_settings([found for found in accepted if found.results])
+    series = by_settings([found for found in accepted if found is not None])
     compared = all_comparisons(next(iter(series.values()), []))
     return [judge(claim, {c.name: c for c in compared if "(ours:" not in c.title}) for claim in claims()]
 

@@ -217,7 +217,7 @@ def _departures(plan: Plan) -> list[str]:
 
 def _length(plan: Plan) -> list[str]:
     """Return how many images of each domain ours plays, where the paper plays another part of the data set."""
-    scores = [result.metrics[str(seed)] for found in _played(plan).values() for seed, result in found.results.items()]
+    scores = [scores for found in _played(plan).values() for scores in found.result.metrics.values()]
     counts = {round(s["images"] / max(1, len(s["domain_error"]))) for s in scores}
     if plan.table.images is None or not counts - {plan.table.images}:
         return []
@@ -227,8 +227,8 @@ def _length(plan: Plan) -> list[str]:
 
 def _stale(plan: Plan) -> list[str]:
     """Return which components have changed since the results were computed."""
-    results = {r.experiment.id: r for found in _played(plan).values() for r in found.results.values()}
-    changed = {f"the {role} {getattr(r.experiment, role).name}" for r in results.values() for role in stale(r)}
+    results = (found.result for found in _played(plan).values())
+    changed = {f"the {role} {getattr(r.experiment, role).name}" for r in results for role in stale(r)}
     if not changed:
         return []
     return [f"Stale: the code of {', '.join(sorted(changed))} has changed; `tribe reproduce` computes these again."]
@@ -241,7 +241,9 @@ def _duels(plan: Plan) -> list[str]:
     for column in plan.table.column_keys:
         for group in dict.fromkeys(groups.values()):
             cells = {row: plan.cells[row, column].finished for row in groups if groups[row] == group}
-            streams = {row: found for row, found in cells.items() if found is not None and len(found.results) > 1}
+            streams = {
+                row: found for row, found in cells.items() if found is not None and len(found.result.streams) > 1
+            }
             names = frozenset(found.experiment.id for found in streams.values())
             if len(names) < 2 or names in seen or same_for_all_seeds(_any(streams).experiment.scenario.json()):
                 continue

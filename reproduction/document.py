@@ -150,11 +150,11 @@ def _tables(names: Iterable[str], folder: str) -> str:
 def _runs(series: Mapping[str, Sequence[Finished]]) -> str:
     rows = []
     for settings, results in series.items():
-        runs = {r.experiment.id: r for found in results for r in found.results.values()}
-        images = sum(scores["images"] for run in runs.values() for scores in run.metrics.values())
-        hours = sum(float(run.environment.get("seconds", 0)) for run in runs.values()) / 3600
-        machines = sorted({str(run.environment.get("machine", {}).get("device", "")) for run in runs.values()})
-        seeds = sorted({seed for found in results for seed in found.results})
+        runs = [found.result for found in results]
+        images = sum(scores["images"] for run in runs for scores in run.metrics.values())
+        hours = sum(run.seconds() for run in runs) / 3600
+        machines = sorted({str(run.environment.get("machine", {}).get("device", "")) for run in runs})
+        seeds = sorted({seed for run in runs for seed in run.streams})
         rows.append([settings, " and ".join(machines), ", ".join(map(str, seeds)), str(len(runs))])
         rows[-1] += [f"{images:,}", f"{hours:.2f}"]
     return markdown_table(["settings", "machine", "seeds", "experiments", "images", "hours"], rows)

@@ -8,9 +8,8 @@ their seeds only belong together: a cell has the mean of them all.
 """
 
 import dataclasses
-import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from os import PathLike
@@ -22,11 +21,11 @@ from reproduction.tables import Cell, Table, matching
 from tribe import methods
 from tribe.core.precision import precision_on
 from tribe.experiments.experiment import Experiment, difference
-from tribe.experiments.jobs import error_message
-from tribe.experiments.spec import ComponentSpec, canonical, decode_fields, describe, with_whole_numbers
+from tribe.experiments.spec import ComponentSpec, decode_fields, describe
 from tribe.experiments.store import Result, finished
 from tribe.experiments.stream import Stream
 from tribe.experiments.workbench import Workbench, build_scenario, trained_on
+from tribe.experiments.workers import error_message
 from tribe.registry import nearest
 
 FAILURES = (ValueError, TypeError, OSError, ImportError)  # data, weights, source knowledge or a library are missing
@@ -100,29 +99,23 @@ class Choices:
 
 @dataclass(frozen=True)
 class Finished:
-    """The results of one experiment, seed by seed: results that differ in their seeds only add up."""
+    """The result of one experiment, with some of its seeds."""
 
-    experiment: Experiment  # with the seeds of the first result
-    results: Mapping[int, Result]  # by seed
+    result: Result
+
+    @property
+    def experiment(self) -> Experiment:
+        """The experiment."""
+        return self.result.experiment
 
     def values(self, metric: str, domain: str | None = None) -> dict[int, float]:
         """Return a number for each seed, NaN where there is none; "domain_error" needs a domain."""
-        found = {}
-        for seed, result in self.results.items():
-            if metric == "seconds_per_image":
-                value = result.environment.get(metric, {}).get(str(seed))
-            else:
-                value = result.metrics[str(seed)][metric]
-            if metric == "domain_error":
-                named = [error for name, error in value.items() if domain in (name, name.partition("@")[0])]
-                value = named[0] if len(named) == 1 else None
-            found[seed] = math.nan if value is None else float(value)
-        return found
+        return dict(zip(self.result.streams, self.result.values(metric, domain), strict=True))
 
-    def select(self, seeds: Sequence[int] | None) -> "Finished":
-        """Return the results of some seeds; None: of all."""
-        chosen = self.results if seeds is None else {s: self.results[s] for s in seeds if s in self.results}
-        return dataclasses.replace(self, results=chosen)
+    def select(self, seeds: Sequence[int] | None) -> "Finished | None":
+        """Return the result of some seeds, None: of all; None if it has none of them."""
+        chosen = [seed for seed in seeds or self.result.streams if seed in self.result.streams]
+        return Finished(self.result.of_seeds(chosen)) if chosen else None
 
     @cached_property
     def settings(self) -> str:
@@ -132,21 +125,9 @@ class Finished:
         return f"{e.device}{threads}, {e.precision}, batch {e.batch}"
 
 
-def gather(results: Iterable[Result]) -> list[Finished]:
-    """Group results that differ in their seeds only."""
-    found: dict[str, Finished] = {}
-    for result in results:
-        spec = {name: value for name, value in result.experiment.json().items() if name != "seeds"}
-        key = canonical(with_whole_numbers(spec))
-        group = found.get(key, Finished(result.experiment, {}))
-        by_seed = dict.fromkeys(result.experiment.seeds, result) | dict(group.results)
-        found[key] = dataclasses.replace(group, results=dict(sorted(by_seed.items())))
-    return list(found.values())
-
-
 def read(root: str | PathLike[str]) -> list[Finished]:
-    """Read all finished results of a folder. A damaged one raises an error that names its file."""
-    return gather(finished(root))
+    """Read all finished results of a folder; a damaged one is left out with a warning that names its file."""
+    return [Finished(result) for result in finished(root)]
 
 
 @dataclass(frozen=True)
@@ -206,7 +187,6 @@ def build(table: Table, choices: Choices, workbench: Workbench) -> Plan:
             precision=choices.precision or "tf32",
             workbench=workbench,
         )
-        experiment.stream(workbench)  # raises if data are missing
         return Planned(cell, experiment)
 
     return _plan(table, choices, workbench, find)
@@ -229,8 +209,8 @@ def search(table: Table, choices: Choices, results: Sequence[Finished], workbenc
             if names == tuple(getattr(found.experiment, part).name for part in ("method", "dataset", "model"))
         ]
         expected = _expected(cell, choices, workbench) if alike else {}  # it takes a while
-        fitting = [found.select(choices.seeds) for found, spec in alike if _fits(spec, expected)]
-        fitting = [found for found in fitting if found.results]
+        chosen = [found.select(choices.seeds) for found, spec in alike if _fits(spec, expected)]
+        fitting = [found for found in chosen if found is not None]
         if not fitting:
             raise ValueError("no result fits")
         if len(fitting) > 1:
@@ -286,7 +266,7 @@ def stream_of(cell: Cell, choices: Choices, workbench: Workbench) -> Stream:
 def _expected(cell: Cell, choices: Choices, workbench: Workbench) -> dict[str, Any]:
     """Describe a cell's experiment with every default filled in."""
     data = workbench.dataset(choices.dataset_of(cell))
-    clean = trained_on(data, choices.dataset_of(cell).name)
+    clean = trained_on(data)
     published: Mapping[str, Any] = methods.get(cell.method or "").presets.get(clean, {})
     tribes = methods.get("tribe").presets.get(clean, {})  # has all data sets of the paper: no file must be opened
     classes = tribes["classes"] if tribes else len(data.classes)

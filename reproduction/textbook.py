@@ -67,7 +67,7 @@ def _norms(net: nn.Module) -> list[nn.BatchNorm2d]:
 def build_draw(o: argparse.Namespace, seed: int) -> tuple[Dataset, nn.Module]:
     """Return the data and the trained network of a draw."""
     data = workbench.build_dataset(o.dataset, o.data, {"seed": seed} if is_live(o) else {})
-    return data, workbench.build_model(workbench.Request(o.dataset, o.model, data=o.data), data, {})
+    return data, workbench.Workbench(o.data, "cpu").module(o.model, data, {})
 
 
 def is_live(o: argparse.Namespace) -> bool:

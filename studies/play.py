@@ -27,7 +27,7 @@ from tribe.experiments.replay import replay
 from tribe.experiments.runner import run
 from tribe.experiments.spec import ComponentSpec
 from tribe.experiments.stream import Stream
-from tribe.experiments.workbench import Request, Workbench, in_precision
+from tribe.experiments.workbench import Workbench, in_precision
 from tribe.filters import Filtered, TimeFilter, create, informative
 from tribe.filters.markov import Markov, MarkovState
 from tribe.io.files import write_atomically
@@ -71,12 +71,11 @@ class Bench(NamedTuple):
 def open_bench(o: argparse.Namespace) -> Bench:
     """Open what the options name."""
     workbench = Workbench(o.data, o.device, {o.model: o.weights} if o.weights else None)
-    data, model = workbench.dataset(ComponentSpec(o.dataset)), ComponentSpec(o.model)
-    request = Request(o.dataset, o.model, workbench.weights.get(o.model), workbench.data)
-    net, _ = workbench.net(request, data, model)
+    data = workbench.dataset(ComponentSpec(o.dataset))
+    net = workbench.network(o.model, data, {})
 
     def method(name: str) -> tuple[Backbone, Method]:
-        built = workbench.method(request, data, net, model, ComponentSpec(name))
+        built = workbench.method(name, net, data, o.model, {})
         return in_precision(net, built, precision_on(workbench.device, o.precision))
 
     return Bench(InMemory(data), method, workbench.device)

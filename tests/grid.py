@@ -1,4 +1,4 @@
-"""Run a grid of small experiments that is killed at given points; test_experiment.py starts it.
+"""Run a grid of small experiments that is killed at given points; test_store.py starts it.
 
 usage: grid.py RUNS SPECS [FILE:COUNT ...]. For each FILE:COUNT a new process runs the grid and is killed just before
 the file of this name is replaced for the COUNT-th time. At the end the grid runs without a kill.
@@ -32,7 +32,7 @@ def play(runs, count):
     torch.set_num_threads(1)
     workbench = Workbench(device="cpu")
     for experiment in experiments(count, workbench):
-        run_experiment(experiment, runs, workbench=workbench, every=3)
+        run_experiment(experiment, runs, every=3)
 
 
 def main(runs, count, *points):

@@ -1,6 +1,5 @@
 """Calls of `tribe reproduce` and results for it that were not computed, for tests."""
 
-import json
 from pathlib import Path
 
 from commands import tribe_command
@@ -8,6 +7,7 @@ from tribe import methods
 from tribe.data import datasets, scenarios
 from tribe.experiments.experiment import Experiment
 from tribe.experiments.spec import ComponentSpec, describe
+from tribe.experiments.store import Result, ResultStore, StreamResult
 
 EMBEDDED = ("--set", "dataset=live-mnist-c", "--set", "model=compact", "--device", "cpu")
 SMALL = (*EMBEDDED, "--set", "dataset.corruptions=('impulse_noise',)")  # a domain of 1,000 to 10,000 images
@@ -32,16 +32,14 @@ def call(*arguments):
     return tribe_command("reproduce", *arguments)
 
 
-def outdate(folder, error=0.99):
-    """A result as an older version of its method left it: other errors, another digest of its code, no records."""
-    for record in folder.glob("record-*.npz"):
-        record.unlink()
-    metrics, environment = (json.loads((folder / f"{n}.json").read_text()) for n in ("metrics", "environment"))
-    for scores in metrics["seeds"].values():
-        scores["instance_error"] = error
-    environment["code"]["method"] = "0" * 16
-    for name, content in (("metrics", metrics), ("environment", environment)):
-        (folder / f"{name}.json").write_text(json.dumps(content))
+def outdate(result, error=0.99):
+    """Store a result again as an older version of its method left it: other errors, another digest, no records."""
+    streams = {}
+    for seed, (metrics, environment) in result.streams.items():
+        (result.folder / f"record-{seed}.npz").unlink(missing_ok=True)
+        code = {**environment["code"], "method": "0" * 16}
+        streams[seed] = StreamResult({**metrics, "instance_error": error}, {**environment, "code": code})
+    ResultStore(result.root).add(Result(result.experiment, result.root, streams))
 
 
 def fabricate(
@@ -73,7 +71,7 @@ def fabricate(
         weights,
         describe(scenario, stream.on(data.domains)),
         describe(method, built),
-        *(seeds, batch, "tf32", "cuda", None),
+        *(batch, "tf32", "cuda", None, seeds),
     )
     instance, category = (error / 100 for error in errors)
     scores = {"images": 10, "instance_error": instance, "calibration_error": None}
@@ -83,11 +81,6 @@ def fabricate(
         "class_counts": dict.fromkeys(data.domains, [0] * 10),
     }
     machine = {"device": "a GPU", "torch": "2.11", "tribe": "1"}
-    environment = {"machine": machine, "seconds": 36.0, "finished": "2026-01-02T03:04:05+00:00"}
-    environment["seconds_per_image"] = {str(seed): seconds for seed in seeds}
-    files = {"metrics": {"seeds": {str(seed): scores for seed in seeds}}, "environment": environment}
-    files["spec"] = {"format": "tribe-experiment", "spec": experiment.json()}
-    folder = Path(root) / experiment.id
-    folder.mkdir(parents=True)
-    for name, content in files.items():
-        (folder / f"{name}.json").write_text(json.dumps(content | {"schema": 2, "id": experiment.id}))
+    environment = {"machine": machine, "seconds_per_image": seconds, "finished": "2026-01-02T03:04:05+00:00"}
+    streams = {seed: StreamResult(scores, environment) for seed in seeds}
+    ResultStore(root).add(Result(experiment, Path(root), streams))

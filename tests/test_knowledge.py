@@ -231,7 +231,7 @@ DIGITS = ("--model", "compact", "--dataset", "mnist")
 
 def play(root, names, *options):
     """Run methods on a short stream of digits."""
-    small = ("--data", root, "--scenario", "ptta", "--set", "dataset.corruptions=('stripe',)", "--no-chart")
+    small = ("--data", root, "--scenario", "ptta", "--set", "dataset.corruptions=('stripe',)")
     return command("run", *small, "--methods", names, *options)
 
 
@@ -342,7 +342,7 @@ def test_knowledge_of_other_weights_is_not_used_in_silence(root):
     assert find_knowledge("eata", "mine.py:net", "cifar10", root) is not None
     Path("mine.py").write_text(OWN.replace("manual_seed(0)", "manual_seed(1)"))
     played = ("--dataset", "cifar10-c", "--model", "mine.py:net", "--data", root, "--scenario", "ptta")
-    played += ("--set", "dataset.corruptions=('fog',)", "--no-chart")
+    played += ("--set", "dataset.corruptions=('fog',)")
     result = command("run", *played, "--methods", "eata")
     assert result.exit_code == 2
     assert "belongs to another network (model mine.py:net, dataset cifar10)" in message(result)
@@ -361,7 +361,7 @@ def test_a_folder_of_pictures(root):
     knowledge = Knowledge.load("camera.safetensors")
     assert knowledge.spec["batches"] == 3
     played = ("--dataset", "folder", "--data", root / "camera", "--model", "mine.py:two")
-    played += ("--scenario", "ptta", "--no-chart")
+    played += ("--scenario", "ptta")
     missing = command("run", *played, "--methods", "eata")
     assert missing.exit_code == 2
     advice = message(missing).partition("Here: tribe ")[2].replace("TRAINING_IMAGES", str(root / "camera"))

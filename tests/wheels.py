@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PINNED = (ROOT / "constraints.txt").read_text().split("torch==")[1].split()[0]
 EXTRAS = "cli,images,plots"  # as in docs/commands.md
-SHORT = ("--methods", "source,tribe", "--imbalance", "1000000", "--set", "dataset.corruptions=motion_blur")
+SHORT = ("--methods", "source,tribe", "--set", "scenario.imbalance=1000000", "--set", "dataset.corruptions=motion_blur")
 
 ALONE = """
 import doctest, importlib, pkgutil, sys

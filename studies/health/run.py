@@ -56,7 +56,7 @@ def open_pack(o: argparse.Namespace) -> Pack:
     path = o.pack or o.records / f"pack_{o.dataset}.safetensors"
     if not path.exists():
         data = Workbench(o.data, "cpu").dataset(ComponentSpec(f"live-{o.dataset}" if o.live else o.dataset))
-        name = trained_on(data, o.dataset)
+        name = trained_on(data)
         clean = Workbench(o.clean or o.data, "cpu").dataset(ComponentSpec(name, {"split": "test"}))
         path.parent.mkdir(parents=True, exist_ok=True)
         packs.save(path, packs.make(data, clean, o.dataset, name, o.per))

@@ -24,7 +24,7 @@ from tribe.experiments.provenance import machine
 from tribe.experiments.runner import run
 from tribe.experiments.spec import ComponentSpec
 from tribe.experiments.stream import Stream
-from tribe.experiments.workbench import Request, Workbench, in_precision, restrict
+from tribe.experiments.workbench import Workbench, in_precision, restrict
 
 FOLDER = Path(__file__).parent
 CORRUPTIONS = "gaussian_noise,motion_blur,fog,contrast"
@@ -50,14 +50,12 @@ class Every:
 
 def measure(o: argparse.Namespace) -> None:
     """Play all methods and write what they got wrong after each of them."""
-    model = ComponentSpec(o.model)
     networks = {o.model: load_custom_model(o.model)} if ":" in o.model else None
     bench = Workbench(o.data, o.device, {o.model: o.weights} if o.weights else None, networks=networks)
     chosen = {} if o.corruptions == "all" else {"corruptions": o.corruptions.split(",")}
     corrupted = bench.dataset(ComponentSpec(o.dataset, chosen))
     clean = bench.dataset(ComponentSpec(optional(corrupted, "clean_name")))
-    request = Request(o.dataset, o.model, bench.weights.get(o.model), bench.data)
-    net, _ = bench.net(request, corrupted, model)
+    net = bench.network(o.model, corrupted, {})
     precision = precision_on(bench.device, o.precision)
     name = o.name or o.model.rpartition(":")[0].rpartition("/")[2].removesuffix(".py") or o.model
     path = o.out / f"networks_{o.dataset}_{name}_{precision}_{o.every}.json"
@@ -67,7 +65,7 @@ def measure(o: argparse.Namespace) -> None:
     clock = Clock()
     for method in o.methods.split(","):
         found: dict[str, float] = {}
-        built = bench.method(request, corrupted, net, model, ComponentSpec(method))
+        built = bench.method(method, net, corrupted, o.model, {})
         for data in (clean, corrupted):
             own, method_used = in_precision(restrict(net, data), built, precision)
             stream = Stream(Every(data, o.every), scenarios.create(o.scenario), range(o.seeds), o.batch)

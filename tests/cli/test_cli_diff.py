@@ -8,14 +8,14 @@ import pytest
 from commands import message, tribe_command
 from tribe.experiments.store import finished, keep
 
-TINY = ("--set", "dataset.corruptions=('impulse_noise','motion_blur')", "--imbalance", "1000000", "--no-chart")
+TINY = ("--set", "dataset.corruptions=('impulse_noise','motion_blur')", "--set", "scenario.imbalance=1000000")
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, few_digits):
     folder = tmp_path_factory.mktemp("runs")
-    for methods, seed in (("source,bn", 0), ("source", 1)):
-        played = ("--methods", methods, "--data", few_digits, "--out", folder, "--seed", seed)
+    for methods, seed in (("source,bn", 0), ("tent", 1)):
+        played = ("--methods", methods, "--data", few_digits, "--out", folder, "--seeds", f"{seed},")
         assert tribe_command("run", *TINY, *played).exit_code == 0
     return folder
 
@@ -30,7 +30,7 @@ def test_two_results_by_id(runs, ids):
     result = tribe_command("diff", ids["source", 0][:8], ids["bn", 0], "--runs", runs, "--json")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
-    errors = {r.experiment.id: r.metrics["0"] for r in finished(runs) if r.experiment.seeds == (0,)}
+    errors = {r.experiment.id: r.metrics[0] for r in finished(runs) if r.experiment.seeds == (0,)}
     source, bn = errors[ids["source", 0]], errors[ids["bn", 0]]
     assert {"field": "method.name", "a": "source", "b": "bn"} in found["spec"]
     assert found["instance_error"]["gap"] == pytest.approx(source["instance_error"] - bn["instance_error"])
@@ -79,15 +79,14 @@ def test_a_lost_record_is_named(runs, tmp_path, few_digits):
 def test_what_cannot_be_compared(runs, ids, tmp_path):
     unfinished = tmp_path / ids["bn", 0]
     shutil.copytree(runs / ids["bn", 0], unfinished)
-    (unfinished / "metrics.json").unlink()
     (tmp_path / "broken.npz").write_bytes(b"not a record")
     one = ids["source", 0]
     for other, words in (
-        (ids["source", 1], "of seed 1. Compare results that share a seed"),
+        (ids["tent", 1], "of seed 1. Compare results that share a seed"),
         ("nothing", "there is no result 'nothing'; expected an id"),
         ("ffff0000", f"there is no finished result ffff0000 in {runs}"),
         (runs, "holds 3 finished results; expected an id"),
-        (unfinished, "is not finished"),
+        (unfinished, "there is no finished result"),
         (tmp_path / "broken.npz", "broken.npz is not a record, or it is damaged"),
     ):
         result = tribe_command("diff", one, other, "--runs", runs)

@@ -9,14 +9,14 @@ import tribe
 from tribe.cli.commands import app
 from tribe.cli.options import method_names
 from tribe.experiments import bench
+from tribe.experiments.execution import without_filter
 from tribe.experiments.experiment import Experiment
-from tribe.experiments.jobs import CustomMethod
 from tribe.experiments.modules import from_file
 from tribe.experiments.provenance import code_at
 from tribe.experiments.report import command
-from tribe.experiments.shared import without_filter
 from tribe.experiments.spec import ComponentSpec
 from tribe.experiments.workbench import MissingKnowledge, Workbench
+from tribe.experiments.workers import custom_code
 
 MINE = '''
 from dataclasses import dataclass
@@ -56,7 +56,7 @@ def test_a_custom_method_takes_a_filter_and_its_file_counts(mine, workbench):
     experiment = planned(workbench, "mine+time", within="batch", rate=0.2)
     assert experiment.method.code == code_at(str(mine))
     assert without_filter(experiment) == planned(workbench, "mine", rate=0.2)
-    sent = CustomMethod.of(experiment)
+    (sent,) = custom_code(experiment)
     assert (sent.name, sent.attribute, sent.content) == ("mine", "Mine", mine.read_bytes())
     with pytest.raises(ValueError, match="did you mean 'time'"):
         method_names(f"{mine}:Mine+tiem")

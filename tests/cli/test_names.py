@@ -94,7 +94,7 @@ def test_progress_and_table_show_the_name_of_a_method(monkeypatch):
     monkeypatch.setattr(methods.registry, "_classes", dict(methods.registry._classes))
     text = "import tribe\nclass X(type(tribe.methods.create(\"source\"))):\n    '''Nothing.'''\n"
     Path("mine.py").write_text(f"{text}globals()[{name!r}] = X\n")
-    options = ("--set", "dataset.corruptions=('impulse_noise',)", "--imbalance", "300", "--out", "out")
+    options = ("--set", "dataset.corruptions=('impulse_noise',)", "--set", "scenario.imbalance=300", "--out", "out")
     result = tribe_command("run", "--methods", f"mine.py:{name}", *options)
     assert "\x1b" not in result.output
     assert printable(name.lower()) in result.output

@@ -20,7 +20,6 @@ CASES = {  # the work, which must not begin, and a command
     "run --out": ((run, "_plan"), ("run", "--out", "/proc/runs")),
     "run --json": ((run, "_plan"), ("run", "--json", "/proc/x.json")),
     "sweep --out": ((sweep, "_plan"), ("sweep", "--grid", "tribe.lr=1", "--out", "/proc/runs")),
-    "sweep --plot": ((sweep, "_plan"), ("sweep", "--grid", "tribe.lr=1", "--plot", "/proc/x.svg")),
     "sweep --json": ((sweep, "_plan"), ("sweep", "--grid", "tribe.lr=1", "--json", "/proc/x.json")),
     "train --out": ((train, "_open_data"), ("train", "mnist", "--out", "/proc/x.safetensors")),
     "reproduce --runs": ((reproduce, "run_all"), (*REPRODUCE, "--runs", "/proc/runs")),

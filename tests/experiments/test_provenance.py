@@ -166,7 +166,7 @@ net = tribe.models.load("compact", tribe.models.find("compact", "mnist", "nowher
 def test_other_custom_code_is_another_result_of_tribe_run(tmp_path, monkeypatch, few_digits):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    small = ("--imbalance", "1000000", "--set", "dataset.corruptions=('stripe',)", "--no-chart", "--out", "out")
+    small = ("--set", "scenario.imbalance=1000000", "--set", "dataset.corruptions=('stripe',)", "--out", "out")
 
     def play(method):
         words = ("run", *small, "--model", "net.py:net", "--methods", method)
@@ -251,5 +251,5 @@ def test_code_in_no_file_is_refused():
 
 
 def test_a_corruption_does_not_take_the_name_of_another():
-    with pytest.raises(ValueError, match=r"mnist/fog is already registered by tribe\.corruptions"):
+    with pytest.raises(ValueError, match="mnist/fog"):
         tribe.corruptions.corruption("fog", family="mnist")(lambda x, params, draw: x)

@@ -8,9 +8,10 @@ import torch
 from tribe import filters, methods
 from tribe.core.backbone import Backbone
 from tribe.data.scenarios import Scenario, Schedule, create
+from tribe.experiments.checkpoint import CHECKPOINT
 from tribe.experiments.record import Record
 from tribe.experiments.replay import replay
-from tribe.experiments.runner import CHECKPOINT, run
+from tribe.experiments.runner import run
 from tribe.experiments.stream import Stream
 from tribe.io import tensors as tensor_file
 from tribe.io.states import StateFileError
@@ -107,7 +108,7 @@ def test_a_run_that_was_stopped_keeps_the_same_outputs(tmp_path, within):
 def test_a_checkpoint_without_outputs_or_of_other_classes_is_refused(tmp_path):
     file = tmp_path / "run.safetensors"
     play(ready("tent"), checkpoint=file, every=3, keep_checkpoint=True)
-    with pytest.raises(StateFileError, match="did not keep what the method returned"):
+    with pytest.raises(StateFileError, match="did not keep outputs"):
         play(ready("tent"), checkpoint=file, keep_outputs=True)
     file.unlink()
     play(ready("tent"), checkpoint=file, every=3, keep_checkpoint=True, keep_outputs=True)

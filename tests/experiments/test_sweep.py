@@ -8,7 +8,7 @@ import torch
 from tribe.experiments.record import Record
 from tribe.experiments.sweep import (
     SCORES,
-    Row,
+    SweepRow,
     best_by_labels,
     best_by_score,
     default_score,
@@ -72,14 +72,14 @@ class Played:
 
 
 def row(error, **scores):
-    return Row({}, Played(error), {**dict.fromkeys(SCORES), **scores})
+    return SweepRow({}, Played(error), {**dict.fromkeys(SCORES), **scores})
 
 
 def test_the_best_point_with_labels_and_without():
     rows = [
         row(0.3, entropy=0.2, confidence=0.9),
         row(0.2, entropy=0.4, confidence=0.8),
-        Row({}, None, dict.fromkeys(SCORES)),
+        SweepRow({}, None, dict.fromkeys(SCORES)),
     ]
     assert best_by_labels(rows) is rows[1]
     assert best_by_score(rows, "entropy") is rows[0], "lower is better"

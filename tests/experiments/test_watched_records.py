@@ -89,7 +89,7 @@ def test_beginnings_by_hand():
     [
         ({"watched_accuracy": np.full(IMAGES, 2.0, np.float32)}, "expected shares"),
         ({"watched_alarms": np.full(IMAGES, 2**20)}, "a bit for each kind"),
-        ({"watched_alarms": np.zeros(3, np.int64)}, "expected a column of integers"),
+        ({"watched_alarms": np.zeros(3, np.int64)}, "rows"),
     ],
 )
 def test_damaged_columns_are_refused(tmp_path, changes, words):

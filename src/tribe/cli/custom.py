@@ -35,33 +35,33 @@ def _is_subclass_of(base: type) -> Callable[[Any], bool]:
     return lambda found: isinstance(found, type) and issubclass(found, base) and found is not base
 
 
-def _is_dataset(found: Any) -> bool:
-    """Whether a class has the members of the protocol; a field without a default is not an attribute of the class."""
-    if not (isinstance(found, type) and dataclasses.is_dataclass(found)):
-        return False
-    members = {*dir(found), *(field.name for field in dataclasses.fields(found))}
-    return members >= {"classes", "domains", "labels", "images"}
+def _has_members(*names: str) -> Callable[[Any], bool]:
+    """Return whether a class is a dataclass with these members; a field without a default is no class attribute."""
 
+    def fits(found: Any) -> bool:
+        if not (isinstance(found, type) and dataclasses.is_dataclass(found)):
+            return False
+        return set(names) <= {*dir(found), *(field.name for field in dataclasses.fields(found))}
 
-def _is_norm(found: Any) -> bool:
-    """Whether a class has the members of the protocol of a norm rule."""
-    if not (isinstance(found, type) and dataclasses.is_dataclass(found)):
-        return False
-    members = {*dir(found), *(field.name for field in dataclasses.fields(found))}
-    return members >= {"classes", "observes"} and "__call__" in dir(found)
+    return fits
 
 
 METHOD = ComponentKind(tribe.methods.registry, "a subclass of tribe.methods.Method", _is_subclass_of(Method))
 SCENARIO = ComponentKind(tribe.scenarios.registry, "a subclass of tribe.scenarios.Scenario", _is_subclass_of(Scenario))
 DATASET = ComponentKind(
-    tribe.datasets.registry, "a dataclass with classes, domains, labels(domain), images(domain, index)", _is_dataset
+    tribe.datasets.registry,
+    "a dataclass with classes, domains, labels(domain), images(domain, index)",
+    _has_members("classes", "domains", "labels", "images"),
 )
-
-NORM = ComponentKind(tribe.norms.registry, "a frozen dataclass with classes, observes and __call__", _is_norm)
+NORM = ComponentKind(
+    tribe.norms.registry,
+    "a frozen dataclass with classes, observes and __call__",
+    _has_members("classes", "observes", "__call__"),
+)
 
 
 def component_name(kind: ComponentKind, text: str) -> str:
-    """The registered name of a component, given as a name, ``package.module:Class`` or ``file.py:Class``.
+    """Return the registered name of a component, given as a name, ``package.module:Class`` or ``file.py:Class``.
 
     A class that is not in the registry is added, under its own name in lower case.
     """
@@ -69,7 +69,7 @@ def component_name(kind: ComponentKind, text: str) -> str:
         return text
     found = find_custom(text, kind.registry.kind, kind.fits)
     if not kind.fits(found):
-        raise ValueError(f"{text} is no {kind.registry.kind}: expected {kind.expected}; see CONTRIBUTING")
+        raise ValueError(f"{text} is not a {kind.registry.kind}: expected {kind.expected}; see CONTRIBUTING")
     name = next((name for name in kind.registry.names() if kind.registry.get(name) is found), None)
     if name is None:
         name = re.split("[:.]", text)[-1].lower()
@@ -89,13 +89,13 @@ def method_name(text: str) -> str:
 
 
 def norm_text(text: str) -> str:
-    """A norm rule by its registered name, given as a name or as ``file.py:Class``; both may have fields in brackets."""
+    """Return a norm rule by its registered name, from a name or ``file.py:Class``; both may have fields in brackets."""
     place, bracket = split_text(text)
     return component_name(NORM, place) + bracket
 
 
 def load_custom_model(target: str) -> nn.Module:
-    """The module that ``package.module:attribute`` or ``file.py:attribute`` is, or returns when called."""
+    """Return the module that ``package.module:attribute`` or ``file.py:attribute`` is, or returns when called."""
     try:
         found = find_custom(target, "model", lambda value: isinstance(value, nn.Module) or callable(value))
     except ValueError as error:
@@ -106,21 +106,23 @@ def load_custom_model(target: str) -> nn.Module:
         except (Exception, SystemExit) as error:
             fail(f"{target} could not be called without arguments: {describe_error(error)}")
     if not isinstance(found, nn.Module):
-        fail(f"{target} is no model: expected an nn.Module, or a callable that returns one; got {type(found).__name__}")
+        fail(f"{target} is not a model: expected an nn.Module, or a callable that returns one: {type(found)}")
     return found
 
 
 def find_custom(target: str, kind: str, fits: Callable[[Any], bool]) -> Any:
-    """The object that ``package.module:attribute`` or ``file.py:attribute`` names.
+    """Return the object that ``package.module:attribute`` or ``file.py:attribute`` names.
 
     Args:
-        target: the text from the command line.
-        kind: the kind of object, for error messages.
-        fits: whether an object is of that kind; an error message suggests the attributes that fit.
+        target: The text from the command line.
+        kind: The kind of object, for error messages.
+        fits: Whether an object is of that kind; an error message suggests the attributes that fit.
     """
     place, _, attribute = target.rpartition(":")
     if not place or not attribute:
-        raise ValueError(f"{target!r} names no {kind}: expected package.module:attribute or path/to/file.py:attribute")
+        raise ValueError(
+            f"{target!r} does not name a {kind}: expected package.module:attribute or path/to/file.py:attribute"
+        )
     file = Path(place) if place.endswith(".py") else None
     if file is not None and not file.is_file():
         raise ValueError(f"no file at {file}")
@@ -136,7 +138,7 @@ def find_custom(target: str, kind: str, fits: Callable[[Any], bool]) -> Any:
 
 
 def _line(error: BaseException, file: Path | None) -> str:
-    """The last line of a file that an error passed through; nothing if there is none."""
+    """Return the last line of a file that an error passed through, as text; empty if there is none."""
     name = "" if file is None else str(file.absolute())
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == name]
     return f", at {file}:{lines[-1]}" if lines else ""

@@ -2,10 +2,8 @@
 
 import contextlib
 import json
-import math
 import sys
-import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, Literal, NoReturn, TextIO
 
 import typer
@@ -13,7 +11,6 @@ from rich.console import Console
 from rich.text import Text
 
 from tribe.experiments.spec import plain
-from tribe.experiments.statistics import spread
 from tribe.fields import printable
 from tribe.io.files import check_file
 
@@ -32,17 +29,8 @@ def print_message(kind: Literal["error", "warning"], message: str, console: Cons
 
 
 def shown(name: str) -> Text:
-    """A name for a table or a line: neither markup nor control characters in it take effect."""
+    """Return a name for a table or a line: neither markup nor control characters in it take effect."""
     return Text(printable(name))
-
-
-def percent(shares: Sequence[float]) -> str:
-    """Errors of some seeds in a cell of a table.
-
-    >>> percent([0.25]), percent([0.1, 0.3]), percent([float("nan")])
-    ('25.00', '20.00 ± 14.14', 'no labels')
-    """
-    return "no labels" if any(map(math.isnan, shares)) else str(spread([100 * share for share in shares]))
 
 
 def print_json(data: Any) -> None:
@@ -65,14 +53,8 @@ def stdout_to_stderr() -> contextlib.AbstractContextManager[TextIO]:
 
 
 def describe_error(error: BaseException) -> str:
-    """The type and the message of an error that custom code raised."""
+    """Return the type and the message of an error that custom code raised."""
     return f"{type(error).__name__}: {error}"
-
-
-def describe_error_with_line(error: BaseException) -> str:
-    """The type, the message and the line of an unexpected error."""
-    *_, last = traceback.extract_tb(error.__traceback__)
-    return f"{describe_error(error)}, at {last.filename}:{last.lineno}"
 
 
 def check_json_file(file: str | None) -> None:

@@ -1,7 +1,7 @@
 """Overrides of fields: ``--set COMPONENT.FIELD=VALUE``."""
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from tribe.registry import nearest
@@ -9,17 +9,28 @@ from tribe.registry import nearest
 Overrides = dict[str, dict[str, Any]]  # component -> field -> value
 
 
-def parse_overrides(texts: Sequence[str] | None, components: Sequence[str]) -> Overrides:
-    """The fields of each component. A value is a Python literal; what is not a literal is a string.
+def parse_overrides(texts: Sequence[str] | None, components: Sequence[str], plain: Collection[str] = ()) -> Overrides:
+    """Return the fields of each component. A value is a Python literal; what is not a literal is a string.
 
-    >>> parse_overrides(["scenario.sigma=0.01", "tent.optimizer=sgd"], ["scenario", "tent", "bn"])
-    {'scenario': {'sigma': 0.01}, 'tent': {'optimizer': 'sgd'}, 'bn': {}}
+    Args:
+        texts: Such as ``scenario.sigma=0.01``.
+        components: The names before the dot.
+        plain: Names without a dot that may be set, such as ``batch``; their values are those of the component "".
+
+    Example:
+        >>> parse_overrides(["scenario.sigma=0.01", "tent.optimizer=sgd"], ["scenario", "tent", "bn"])
+        {'scenario': {'sigma': 0.01}, 'tent': {'optimizer': 'sgd'}, 'bn': {}}
+        >>> parse_overrides(["batch=32"], ["tent"], ["batch"])
+        {'tent': {}, '': {'batch': 32}}
     """
     overrides: Overrides = {component: {} for component in components}
+    overrides |= {"": {}} if plain else {}
     for text in texts or ():
         place, equals, value = text.partition("=")
         component, dot, field = place.partition(".")
-        if not (equals and dot and field):
+        if equals and place in plain:
+            component, field = "", place
+        elif not (equals and dot and field):
             raise ValueError(f"--set takes COMPONENT.FIELD=VALUE, such as scenario.sigma=0.01; got {text!r}")
         if component not in overrides:
             raise ValueError(f"--set {text}: {component!r} takes no part in this run: {nearest(component, overrides)}")
@@ -28,24 +39,24 @@ def parse_overrides(texts: Sequence[str] | None, components: Sequence[str]) -> O
 
 
 def parse_lists(texts: Sequence[str] | None, option: str) -> dict[str, list[Any]]:
-    """The values of each field, from texts such as ``tribe.lr=1e-4,1e-3``; commas in brackets and quotes do not count.
+    """Return the values of each field, from ``tribe.lr=1e-4,1e-3``; commas in brackets and quotes do not count.
 
     >>> parse_lists(["tribe.lr=1e-4,1e-3", "dataset.corruptions=('fog','snow'),fog", "batch="], "--grid")
     {'tribe.lr': [0.0001, 0.001], 'dataset.corruptions': [('fog', 'snow'), 'fog'], 'batch': []}
     """
-    found: dict[str, list[Any]] = {}
+    lists: dict[str, list[Any]] = {}
     for text in texts or ():
         place, equals, values = text.partition("=")
         if not (equals and place.strip()):
             raise ValueError(f"{option} takes COMPONENT.FIELD=VALUE,VALUE, such as tribe.lr=1e-4,1e-3; got {text!r}")
-        if place in found:
+        if place in lists:
             raise ValueError(f"{option} names {place} twice: give all its values at once, separated by commas")
-        found[place] = [_value(word) for word in _split(values) if word.strip()]
-    return found
+        lists[place] = [_value(word) for word in _split(values) if word.strip()]
+    return lists
 
 
 def _value(text: str) -> Any:
-    """A Python literal, or else the text itself."""
+    """Return a Python literal, or else the text itself."""
     try:
         return ast.literal_eval(text.strip())
     except (ValueError, SyntaxError):

@@ -10,18 +10,22 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from tribe.cli.output import stdout_to_stderr
+from tribe.cli.output import print_message, stdout_to_stderr
 from tribe.experiments.experiment import Experiment
-from tribe.experiments.ray import ExperimentProgress, Failure
+from tribe.experiments.parallel import Failure
 from tribe.experiments.store import Result
+from tribe.experiments.workers import ExperimentProgress
 from tribe.fields import printable
+
+MOST_BARS = 20  # with more experiments, the bar of a finished one is removed
 
 
 class Followers(NamedTuple):
-    """What `tribe.experiments.ray.run_all` calls."""
+    """The callbacks of `tribe.experiments.parallel.run_all`."""
 
     progress: ExperimentProgress
     done: Callable[[Experiment, Result | Failure], None]
+    played: set[Experiment]  # those that were played, not read from the store
 
 
 @contextlib.contextmanager
@@ -29,30 +33,34 @@ def experiment_bars(title: str, count: int, name_of: Callable[[Experiment], str]
     """Show bars on stderr; warnings appear between them, and what other code prints goes to stderr.
 
     Args:
-        title: of the bar for all experiments.
-        count: how many there are.
-        name_of: what to call one of them.
+        title: Of the bar for all experiments.
+        count: How many there are.
+        name_of: What to call one of them.
     """
     columns = TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn()
     with print_warnings() as console, stdout_to_stderr(), Progress(*columns, console=console) as progress:
         total = progress.add_task(f"{title}: 0 of {count} runs", total=count)
-        running: dict[Experiment, TaskID] = {}
+        bars: dict[Experiment, TaskID] = {}
+        played: set[Experiment] = set()
 
         def follow(experiment: Experiment, done: int, of: int, wrong: float | None) -> None:
-            name = printable(name_of(experiment))
             error = "" if wrong is None else f": error {100 * wrong:.1f} %"
-            if experiment not in running:
-                running[experiment] = progress.add_task(name)
-            progress.update(running[experiment], completed=done, total=of, description=name + error)
+            name = printable(name_of(experiment))
+            if experiment not in bars:
+                bars[experiment] = progress.add_task(name)
+                played.add(experiment)
+            progress.update(bars[experiment], completed=done, total=of, description=name + error)
 
         def done(experiment: Experiment, outcome: Result | Failure) -> None:
-            if experiment in running:
-                progress.remove_task(running.pop(experiment))
+            if isinstance(outcome, Failure):
+                print_message("error", f"{name_of(experiment)}: {outcome.reason}", progress.console)
+            if count > MOST_BARS and experiment in bars:
+                progress.remove_task(bars.pop(experiment))
             progress.advance(total)
             finished = int(progress.tasks[0].completed)
             progress.update(total, description=f"{title}: {finished} of {count} runs")
 
-        yield Followers(follow, done)
+        yield Followers(follow, done, played)
 
 
 @contextlib.contextmanager

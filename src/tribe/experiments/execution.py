@@ -1,34 +1,37 @@
-"""Run an experiment: its result is found in the store, or computed there from the last checkpoint on."""
+"""Run an experiment: its result is read from the store, or computed from the last checkpoint on."""
 
 import contextlib
+import dataclasses
 import datetime
+import math
+import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
+from tribe import methods
 from tribe.core.backbone import Backbone
 from tribe.core.precision import float32_precision
-from tribe.experiments import store
+from tribe.experiments import metrics
 from tribe.experiments.experiment import Experiment, difference
-from tribe.experiments.provenance import machine
+from tribe.experiments.provenance import code_of, commit, machine
 from tribe.experiments.record import Record
 from tribe.experiments.replay import replay
 from tribe.experiments.runner import Progress, run
-from tribe.experiments.scores import scores_of
-from tribe.experiments.shared import SharedPlays, without_filter
-from tribe.experiments.sources import changed, commit, files_of, sources_of
-from tribe.experiments.store import CHECKPOINT, ENVIRONMENT, METRICS, SPEC, NewerResults, Result, set_aside
+from tribe.experiments.spec import ComponentSpec
+from tribe.experiments.store import CHECKPOINT, Result, ResultStore, StreamResult, component_digests, locked, stale
 from tribe.experiments.stream import Stream
-from tribe.experiments.workbench import Workbench, in_precision
+from tribe.experiments.workbench import Parts, Workbench, in_precision
 from tribe.io.states import StateFileError
 from tribe.methods import AnyMethod, Pipeline
 
 EVERY = 50  # batches between checkpoints
+MOST_NUMBERS = 2**28  # outputs that are kept in memory: 1 GiB, such as 268,000 images of 1,000 classes
 
 
 def run_experiment(
@@ -40,255 +43,228 @@ def run_experiment(
     every: int = EVERY,
     wait: bool = True,
     force: bool = False,
-    plays: SharedPlays | None = None,
     keep_outputs: bool = False,
 ) -> Result:
-    """The result of an experiment, which is in ``root`` afterwards: found there, or computed.
+    """Return the result of an experiment, which is in ``root`` afterwards.
 
     Args:
-        experiment: what to compute.
-        root: the folder of all results.
-        workbench: where data and weights come from; what it builds must be what the experiment says.
-        progress: called after every batch.
-        every: batches between checkpoints.
-        wait: for another process that computes the same; else `Busy` is raised.
-        force: delete a result or checkpoint that is there, and compute it anew.
-        plays: of a call with several experiments. Those that differ only in the time filter play their method once; its
-            own result, without a filter, is then in ``root``, too.
-        keep_outputs: also keep what the method returned, such as logits, in the records. A result whose records lack it
-            is computed again.
+        experiment: What to compute.
+        root: The folder of results.
+        workbench: Where data and weights are, for an experiment whose components this process has not built.
+        progress: Called after every batch.
+        every: Batches between checkpoints.
+        wait: For another process that computes the same; else `Busy` is raised.
+        force: Compute it anew.
+        keep_outputs: Also keep the outputs of the method, such as logits, in the records. A result whose records lack
+            them is computed again.
     """
-    try:
-        shared = None if keep_outputs else plays  # a filter that is replayed returns no outputs
-        return _run(experiment, Path(root), Options(workbench, progress, every, wait, force, shared, keep_outputs))
-    finally:
-        if plays is not None:
-            plays.finish(experiment)
+    runner = ExperimentRunner(root, workbench, every)
+    return runner.run(experiment, progress=progress, wait=wait, force=force, keep_outputs=keep_outputs)
 
 
-class Options(NamedTuple):
-    """How an experiment is computed; none of it changes the result."""
+class ExperimentRunner:
+    """Runs experiments, one after the other, with one store.
 
-    workbench: Workbench | None
-    progress: Progress | None
-    every: int
-    wait: bool
-    force: bool
-    plays: SharedPlays | None
-    keep_outputs: bool
+    Of experiments that differ in the time filter alone, the method is played once: a filter never feeds what the method
+    learns, so it is replayed over the outputs of the method, whose own result is stored, too.
 
+    Args:
+        root: The folder of results.
+        workbench: See `run_experiment`.
+        every: Batches between checkpoints.
+        planned: All experiments that will be run; those beside one another that share a play gain from it.
+        command: The command line, kept with the results.
+    """
 
-def _run(experiment: Experiment, root: Path, options: Options) -> Result:
-    folder = root / experiment.id
-    if not options.force and (found := _find(experiment, root, options)) is not None:
-        return found
-    missing = experiment.seeds if options.force else store.missing_seeds(experiment, root)
-    if missing and missing != experiment.seeds:  # the other seeds are there
-        _run(experiment.with_seeds(missing), root, options)
-        return _run(experiment, root, options)
-    with store.locked(folder, options.wait):
-        if options.force:
-            _clear(folder, experiment)
-        elif (found := _find(experiment, root, options)) is not None:
-            return found  # computed by the process that was waited for
-        elif other := _other_code(folder, experiment):
-            _clear(folder, experiment)
-            warnings.warn(f"the code of {other} has changed since {folder} was computed: computed again", stacklevel=2)
-        _write_spec(folder, experiment)
-        records = _sound_records(folder, experiment)
-        if records is None or (options.keep_outputs and any(record.outputs is None for record in records)):
-            records = _compute(root, experiment, options)
-        return _finish(folder, experiment, records)
+    def __init__(
+        self,
+        root: str | PathLike[str],
+        workbench: Workbench | None = None,
+        every: int = EVERY,
+        planned: Iterable[Experiment] = (),
+        command: Sequence[str] | None = None,
+    ) -> None:
+        self.store = ResultStore(root)
+        self._workbench, self._every, self._command = workbench, every, command
+        self._sharing = Counter(without_filter(experiment).id for experiment in planned)
+        self._play: tuple[Experiment, list[Record]] | None = None  # the last one that others share, with its outputs
 
+    def run(
+        self,
+        experiment: Experiment,
+        *,
+        progress: Progress | None = None,
+        wait: bool = True,
+        force: bool = False,
+        keep_outputs: bool = False,
+    ) -> Result:
+        """Return the result of an experiment; see `run_experiment`."""
+        result = None if force else self._stored(experiment, keep_outputs)
+        if result is not None and result.experiment == experiment:
+            return result
+        folder = self.store.root / experiment.id
+        with locked(folder / ".lock", wait):
+            if force:
+                (folder / CHECKPOINT).unlink(missing_ok=True)
+            else:
+                result = self._stored(experiment, keep_outputs)  # another process may have computed it meanwhile
+            streams = {} if result is None else dict(result.streams)
+            missing = [seed for seed in experiment.seeds if seed not in streams]
+            memory: dict[int, Record] = {}
+            if missing:
+                played = self._compute(experiment.with_seeds(missing), folder, progress, keep_outputs)
+                self.store.add(played)
+                (folder / CHECKPOINT).unlink(missing_ok=True)  # not before the result is on the disk
+                streams, memory = streams | dict(played.streams), dict(played.memory)
+        return Result(experiment, self.store.root, {seed: streams[seed] for seed in experiment.seeds}, memory)
 
-def _find(experiment: Experiment, root: Path, options: Options) -> Result | None:
-    """The result in the store, if it has all that is asked for."""
-    found = store.find(experiment, root, verified=True, current=True)
-    if found is None or not options.keep_outputs:
-        return found
-    return found if found.has_records and all(record.outputs is not None for record in found.records()) else None
+    def _stored(self, experiment: Experiment, keep_outputs: bool) -> Result | None:
+        """Return the streams in the store that need not be computed again; None if there are none."""
+        streams = self.store.streams_of(experiment)
+        for seed in list(streams):
+            alone = Result(experiment.with_seeds([seed]), self.store.root, {seed: streams[seed]})
+            if roles := stale(alone):
+                names = " and ".join(f"the {role} {getattr(experiment, role).name}" for role in roles)
+                text = f"the code of {names} has changed since seed {seed} of {experiment.id} was computed"
+                warnings.warn(f"{text}: computed again", stacklevel=3)
+                del streams[seed]
+            elif keep_outputs and not _has_outputs(alone):
+                del streams[seed]
+        return Result(experiment.with_seeds(tuple(streams)), self.store.root, streams) if streams else None
 
+    def _compute(self, experiment: Experiment, folder: Path, progress: Progress | None, keep_outputs: bool) -> Result:
+        """Play the streams, or replay the filter over a play of the method alone."""
+        parts = experiment.parts or self._build(experiment)
+        with float32_precision(experiment.precision), _threads(experiment.threads):
+            net, method = in_precision(parts.net, parts.method, experiment.precision)
+            stream = _stream(parts, experiment)
+            alone = without_filter(experiment)
+            is_shared = self._sharing[alone.id] > 1 and _outputs_fit(net, stream) and not keep_outputs
+            rule = Pipeline.of(method).filter
+            if is_shared and rule is not None:
+                records = self._play_alone(alone, net, Pipeline.of(method).unfiltered, stream, progress)
+                spec = experiment.record_spec()
+                records = replay(records, rule, spec=spec, device=net.device, progress=progress)
+            else:
+                records = self._run(experiment, net, method, stream, folder, progress, keep_outputs or is_shared)
+                if is_shared:
+                    self._play = experiment, records
+                    records = [record._replace(outputs=None) for record in records]
+            return self._result(experiment, records, machine(net.device))
 
-def _finish(folder: Path, experiment: Experiment, records: Sequence[Record]) -> Result:
-    """Write the metrics of records that are on disk."""
-    (folder / CHECKPOINT).unlink(missing_ok=True)  # not before the records are on disk
-    _repair_environment(folder, experiment, records)
-    scores = {"schema": store.SCHEMA, "id": experiment.id, "seeds": scores_of(records)}
-    store.write_json(folder / METRICS, scores)
-    return store.load(folder)
+    def _play_alone(
+        self, alone: Experiment, net: Backbone, method: AnyMethod, stream: Stream, progress: Progress | None
+    ) -> list[Record]:
+        """Return the records of a method without its filter, with its outputs; they are a result, too."""
+        if self._play is not None and self._play[0] == alone:
+            return self._play[1]
+        folder = self.store.root / alone.id
+        with locked(folder / ".lock", wait=True):
+            records = self._run(alone, net, method, stream, folder, progress, True)
+            if self._stored(alone, False) is None:
+                bare = [record._replace(outputs=None) for record in records]
+                self.store.add(self._result(alone, bare, machine(net.device)))
+            (folder / CHECKPOINT).unlink(missing_ok=True)
+        self._play = alone, records
+        return records
 
+    def _run(
+        self,
+        experiment: Experiment,
+        net: Backbone,
+        method: AnyMethod,
+        stream: Stream,
+        folder: Path,
+        progress: Progress | None,
+        keep_outputs: bool,
+    ) -> list[Record]:
+        """Play the streams from the checkpoint in a folder on; a checkpoint that cannot be used is set aside."""
+        while True:
+            try:
+                return run(
+                    net,
+                    method,
+                    stream,
+                    seed=experiment.seeds,
+                    spec=experiment.record_spec(),
+                    checkpoint=folder / CHECKPOINT,
+                    every=self._every,
+                    keep_checkpoint=True,  # a disk that is full now must not cost the whole run
+                    keep_outputs=keep_outputs,
+                    progress=progress,
+                    deterministic=net.device.type == "cuda",  # a resumed stream ends with the same bits there, too
+                )
+            except StateFileError as error:
+                _set_aside(folder / CHECKPOINT, str(error))
 
-def _other_code(folder: Path, experiment: Experiment) -> str:
-    """The components whose code has changed since files in a folder were written; empty: none."""
-    try:
-        roles = changed(store.read_environment(folder / ENVIRONMENT).get("code"), experiment)
-    except (OSError, ValueError):
-        return ""
-    return " and ".join(f"the {role} {getattr(experiment, role).name}" for role in roles)
+    def _result(self, experiment: Experiment, records: list[Record], computer: dict[str, Any]) -> Result:
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        common = {"machine": computer, "finished": now, **commit(), "code": component_digests(experiment)}
+        common |= {} if self._command is None else {"command": list(self._command)}
+        streams = {}
+        for record in records:
+            seconds = metrics.seconds_per_image(record).item()
+            time = {"seconds_per_image": seconds if math.isfinite(seconds) else None}
+            streams[record.spec["seed"]] = StreamResult(metrics.scores(record), common | time)
+        return Result(experiment, self.store.root, streams, dict(zip(streams, records, strict=True)))
 
-
-def _clear(folder: Path, experiment: Experiment) -> None:
-    """Delete a result; metrics.json first, since without it the result is not finished."""
-    records = (store.record_name(seed) for seed in experiment.seeds)
-    for name in (METRICS, *records, ENVIRONMENT, CHECKPOINT):
-        (folder / name).unlink(missing_ok=True)
-
-
-def _write_spec(folder: Path, experiment: Experiment) -> None:
-    """Write the spec into the folder; refuse a folder of a newer version."""
-    path = folder / SPEC
-    try:
-        if store.read_spec(path) == experiment:
-            return
-        set_aside(path, "it is of another experiment")
-    except FileNotFoundError:
-        pass
-    except NewerResults:
-        raise
-    except ValueError as error:
-        set_aside(path, str(error))
-    content = {"format": store.FORMAT, "schema": store.SCHEMA, "id": experiment.id, "spec": experiment.json()}
-    store.write_json(path, content)
-
-
-def _sound_records(folder: Path, experiment: Experiment) -> list[Record] | None:
-    """The records, if all can be read; damaged ones are set aside."""
-    found = []
-    for seed in experiment.seeds:
-        try:
-            found.append(store.load_record(folder, experiment, seed))
-        except FileNotFoundError:
-            pass
-        except ValueError as error:
-            (folder / METRICS).unlink(missing_ok=True)  # else the JSON alone would count as complete
-            set_aside(folder / store.record_name(seed), str(error))
-    return found if len(found) == len(experiment.seeds) else None
-
-
-def _repair_environment(folder: Path, experiment: Experiment, records: Sequence[Record]) -> None:
-    """Where environment.json is lost, write what the records know."""
-    path = folder / ENVIRONMENT
-    try:
-        store.read_environment(path)
-        return
-    except FileNotFoundError:
-        pass
-    except ValueError as error:
-        set_aside(path, str(error))
-    store.write_json(path, _environment(experiment, records, {}))
-
-
-def _compute(root: Path, experiment: Experiment, options: Options) -> list[Record]:
-    """Play the streams, or replay the filter over a play of the method alone; write environment and records."""
-    e = experiment
-    workbench = options.workbench or Workbench(device=e.device)
-    components = workbench.prepare(e.dataset, e.model, e.scenario, e.method, images=e.images)
-    built = Experiment.of_components(components, e.seeds, e.batch, e.precision, workbench.device.type, e.threads)
-    if built != e:
-        apart = "; ".join(difference(e, built))
-        raise ValueError(f"experiment {e.id} cannot be computed here, where something differs: {apart}")
-    net, method = in_precision(components.net, components.method, e.precision)
-    stage = _Stage(root, net, e.stream(workbench), options)
-    numbers = e.length(workbench) * (net.classes or len(components.dataset.classes))
-    plays, force = options.plays, options.force
-    shared = plays is not None and plays.is_shared(e, numbers, lambda other: force or store.find(other, root) is None)
-    with float32_precision(e.precision), _threads(e.threads):
-        if plays is not None and shared:
-            records = _play_shared(stage, e, method, plays)
-        else:
-            records = _play(stage, e, method, options.keep_outputs)
-        computer = machine(workbench.device)
-    _write(root / e.id, e, records, computer, options.keep_outputs)
-    return records
-
-
-class _Stage(NamedTuple):
-    """What the plays of a method with any filter have in common."""
-
-    root: Path
-    net: Backbone
-    stream: Stream
-    options: Options
-
-
-def _play(stage: _Stage, experiment: Experiment, method: AnyMethod, keep_outputs: bool = False) -> list[Record]:
-    """Play the streams, from the checkpoint in the experiment's folder on."""
-    checkpoint = stage.root / experiment.id / CHECKPOINT
-    play = partial(
-        run,
-        stage.net,
-        method,
-        stage.stream,
-        seed=experiment.seeds,
-        spec=store.record_spec(experiment),
-        checkpoint=checkpoint,
-        every=stage.options.every,
-        keep_checkpoint=True,  # a disk that is full now must not cost the whole run
-        keep_outputs=keep_outputs,
-        progress=stage.options.progress,
-        deterministic=stage.net.device.type == "cuda",  # a resumed stream must end with the same bits there, too
-    )
-    try:
-        return play()
-    except StateFileError as error:
-        set_aside(checkpoint, str(error))
-        return play()
-
-
-def _play_shared(stage: _Stage, experiment: Experiment, method: AnyMethod, plays: SharedPlays) -> list[Record]:
-    """The records of an experiment whose play others share; the first that needs the play takes it."""
-    alone = without_filter(experiment)
-    found = plays.find(alone)
-    if found is None:
-        found = (
-            _play(stage, alone, method, keep_outputs=True) if alone == experiment else _play_alone(stage, alone, method)
+    def _build(self, experiment: Experiment) -> Parts:
+        """Build the components of an experiment that was read from plain data."""
+        e, workbench = experiment, self._workbench or Workbench(device=experiment.device, threads=experiment.threads)
+        options: Any = {"seeds": e.seeds, "batch": e.batch, "precision": e.precision, "workbench": workbench}
+        built = dataclasses.replace(
+            Experiment.of(e.dataset, e.model, e.scenario, e.method, **options), threads=e.threads
         )
-        plays.keep(alone, found)
-    if (rule := Pipeline.of(method).filter) is None:
-        return [record._replace(outputs=None) for record in found]
-    spec, device = store.record_spec(experiment), stage.net.device
-    return replay(found, rule, spec=spec, device=device, progress=stage.options.progress)
+        if built != e:
+            raise ValueError(f"experiment {e.id} cannot be computed here: {'; '.join(difference(e, built))}")
+        assert built.parts is not None
+        return built.parts
 
 
-def _play_alone(stage: _Stage, alone: Experiment, method: AnyMethod) -> list[Record]:
-    """Play the method of an experiment without its filter, in the folder of that experiment: it is a result, too."""
-    folder = stage.root / alone.id
-    with store.locked(folder, stage.options.wait):
-        _write_spec(folder, alone)
-        is_missing = store.find(alone, stage.root) is None
-        records = _play(stage, alone, Pipeline.of(method).unfiltered, keep_outputs=True)
-        if is_missing:
-            _write(folder, alone, records, machine(stage.net.device))
-            _finish(folder, alone, records)
-        (folder / CHECKPOINT).unlink(missing_ok=True)
-    return records
+# -- filters ----------------------------------------------------------------------------------------------------------
 
 
-def _write(
-    folder: Path,
-    experiment: Experiment,
-    records: Sequence[Record],
-    computer: Mapping[str, Any],
-    keep_outputs: bool = False,
-) -> None:
-    """Write the environment, then the records: see the layout."""
-    store.write_json(folder / ENVIRONMENT, _environment(experiment, records, computer))
-    for record in records:
-        record.save(folder / store.record_name(record.spec["seed"]), outputs=keep_outputs)
+def without_filter(experiment: Experiment) -> Experiment:
+    """Return the experiment of the method alone; the same one if its method has no time filter."""
+    name = methods.parse(experiment.method.name).unfiltered
+    if name == experiment.method.name:
+        return experiment
+    try:
+        own, classes = methods.field_names(name), methods.classes_of(name)
+    except ValueError:  # a custom method that is unknown here
+        return experiment
+    fields = {field: value for field, value in experiment.method.fields.items() if field in own}
+    return dataclasses.replace(experiment, method=ComponentSpec(name, fields, code_of(*classes)), parts=None)
 
 
-def _environment(experiment: Experiment, records: Sequence[Record], computer: Mapping[str, Any]) -> dict[str, Any]:
-    times = {str(record.spec["seed"]): record.seconds.double() for record in records}
-    custom = {"files": found} if (found := files_of(experiment)) else {}
-    return {
-        "schema": store.SCHEMA,
-        "id": experiment.id,
-        "machine": computer,
-        "seconds": sum(float(seconds.sum()) for seconds in times.values()),
-        "seconds_per_image": {seed: float(seconds.mean()) for seed, seconds in times.items()},
-        "finished": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        **({"code": commit() | sources_of(experiment) | custom} if computer else {}),
-    }
+def in_groups(experiments: Iterable[Experiment]) -> list[Experiment]:
+    """Return experiments that share a play beside one another, where the first was; the method alone comes first."""
+    groups: dict[Experiment, list[Experiment]] = {}
+    for experiment in experiments:
+        groups.setdefault(without_filter(experiment), []).append(experiment)
+    return [e for alone, group in groups.items() for e in sorted(group, key=lambda e: e != alone)]
+
+
+def _outputs_fit(net: Backbone, stream: Stream) -> bool:
+    """Return whether the outputs of a play fit into memory."""
+    return stream.images * (net.classes or len(stream.dataset.classes)) <= MOST_NUMBERS
+
+
+def _has_outputs(result: Result) -> bool:
+    try:
+        return all(record.outputs is not None for record in result.records())
+    except (OSError, ValueError):
+        return False
+
+
+# -- helpers ----------------------------------------------------------------------------------------------------------
+
+
+def _stream(parts: Parts, experiment: Experiment) -> Stream:
+    stream = parts.stream
+    if stream.seeds == experiment.seeds:
+        return stream
+    return Stream(stream.dataset, stream.scenario, experiment.seeds, experiment.batch)
 
 
 @contextlib.contextmanager
@@ -299,3 +275,12 @@ def _threads(count: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def _set_aside(path: Path, reason: str) -> None:
+    """Rename a file that cannot be used, so that nothing is lost, and warn."""
+    number = 1
+    while (renamed := path.with_name(f"{path.name}.damaged-{number}")).exists():
+        number += 1
+    os.replace(path, renamed)
+    warnings.warn(f"{reason}. It was set aside as {renamed.name}, and the run begins anew", stacklevel=3)

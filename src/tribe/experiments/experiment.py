@@ -1,7 +1,7 @@
 """An experiment is plain data, and its id is a hash of it.
 
 experiment = Experiment.of("live-mnist-c", "compact", "gli-f", "tribe", seeds=(0, 1))
-result = run_experiment(experiment, "runs")    # tribe.experiments.execution: found in the store, or computed
+result = run_experiment(experiment, "runs")    # tribe.experiments.execution: from the store, or computed
 result.error()                                 # mean instance error over its seeds
 """
 
@@ -9,18 +9,15 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from tribe.core.precision import check_precision, precision_on
-from tribe.experiments.spec import ComponentSpec, canonical, describe, differences, with_whole_numbers
-from tribe.experiments.stream import Stream
-from tribe.experiments.workbench import Components, Workbench, model_code
+from tribe.experiments.spec import ComponentSpec, canonical, describe, differences
+from tribe.experiments.workbench import Parts, Workbench, model_code
 from tribe.fields import is_whole
 from tribe.io import json_files
-from tribe.methods.encoding import drop_added, fill_added
-from tribe.registry import nearest
 
 COMPONENTS = ("dataset", "model", "scenario", "method")
 STREAM = ("dataset", "images", "scenario")  # the parts of a spec that decide which images come in which order
@@ -28,7 +25,6 @@ COMPONENT = {"name": str, "fields?": dict, "code?": (str, None)}
 SCHEMA = {
     **dict.fromkeys(COMPONENTS, COMPONENT),
     **dict.fromkeys(("images", "weights", "precision", "device"), str),
-    "seeds": [int],
     "batch": int,
     "threads": (int, None),
 }
@@ -40,9 +36,10 @@ class MixedResults(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class Experiment:
-    """All that a result depends on, as plain data. Make one with `of`, which fills in every default.
+    """All that a result depends on, as plain data, and the seeds of the streams that are played.
 
-    ``threads`` is None on a GPU: there no sum depends on it.
+    A stream does not depend on the streams beside it, so the seeds are not part of the id: each id has one result,
+    with one stream for each seed. Make an experiment with `of`, which fills in every default.
     """
 
     dataset: ComponentSpec
@@ -51,11 +48,12 @@ class Experiment:
     weights: str  # Backbone.fingerprint of the network, before it is rounded to a lower precision
     scenario: ComponentSpec
     method: ComponentSpec
-    seeds: tuple[int, ...]  # one stream each, side by side; each stream is what it would be alone
-    batch: int
+    batch: int  # images a stream and step
     precision: str  # of tribe.core.precision.PRECISIONS
     device: str  # "cpu" or "cuda"
-    threads: int | None
+    threads: int | None  # of the CPU; None on a GPU, where no sum depends on it
+    seeds: tuple[int, ...] = (0,)  # one stream each, side by side; each stream is what it would be alone
+    parts: Parts | None = field(default=None, repr=False)  # the components, where this process has built them
 
     @staticmethod
     def of(
@@ -69,30 +67,23 @@ class Experiment:
         precision: str = "float32",
         workbench: Workbench | None = None,
     ) -> "Experiment":
-        """The experiment of these components with the workbench's data, weights, device and threads."""
+        """Build the components on the workbench, and return the experiment that plays them."""
         workbench = workbench or Workbench()
-        components = workbench.prepare(*(ComponentSpec.of(given) for given in (dataset, model, scenario, method)))
-        settled = precision_on(workbench.device, precision)
-        return Experiment.of_components(components, seeds, batch, settled, workbench.device.type, workbench.threads)
-
-    @staticmethod
-    def of_components(
-        components: Components, seeds: Sequence[int], batch: int, precision: str, device: str, threads: int | None
-    ) -> "Experiment":
-        """The experiment that plays components which are built already."""
-        model = components.model
+        data, network, protocol, adapting = (ComponentSpec.of(given) for given in (dataset, model, scenario, method))
+        parts = workbench.build(data, network, protocol, adapting, seeds, batch)
         return Experiment(
-            dataset=describe(components.dataset_name, components.dataset),
-            images=components.images,
-            model=dataclasses.replace(model, code=model_code(model.name)),
-            weights=components.weights,
-            scenario=describe(components.scenario_name, components.scenario),
-            method=describe(components.method_name, components.method),
-            seeds=tuple(seeds),
+            dataset=describe(data.name, parts.stream.dataset),
+            images=parts.images,
+            model=dataclasses.replace(network, code=model_code(network.name)),
+            weights=parts.weights,
+            scenario=describe(protocol.name, parts.stream.scenario),
+            method=describe(adapting.name, parts.method),
             batch=batch,
-            precision=precision,
-            device=device,
-            threads=threads if device == "cpu" else None,
+            precision=precision_on(workbench.device, precision),
+            device=workbench.device.type,
+            threads=workbench.threads if workbench.device.type == "cpu" else None,
+            seeds=tuple(seeds),
+            parts=parts,
         )
 
     def __post_init__(self) -> None:
@@ -102,74 +93,50 @@ class Experiment:
         check_precision(self.precision)
 
     def json(self) -> dict[str, Any]:
-        """The experiment as plain data."""
-        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        """Return all that the id is a hash of, as plain data."""
+        fields = {name: getattr(self, name) for name in SCHEMA}
         fields |= {name: fields[name].json() for name in COMPONENTS}
-        spec: dict[str, Any] = json.loads(canonical(fields))
+        spec: dict[str, Any] = json.loads(json.dumps(fields, sort_keys=True, allow_nan=False))
         return spec
 
     @staticmethod
-    def from_json(data: Mapping[str, Any]) -> "Experiment":
-        """The experiment that `json` described; an unknown field is refused.
+    def from_json(data: Mapping[str, Any], seeds: Sequence[int] = (0,)) -> "Experiment":
+        """Return the experiment that `json` described, with these seeds.
 
-        A field of the method that is newer than the description has the value that says what the method did then.
+        Raises:
+            ValueError: A field is missing, is unknown, or has the wrong type.
         """
-        fields = Experiment.__dataclass_fields__.keys()
-        for name in data:
-            if name not in fields:
-                raise ValueError(f"an experiment has no field {name!r}: {nearest(name, fields)}")
         json_files.check(data, SCHEMA, "the spec of the experiment")
+        if unknown := sorted(data.keys() - SCHEMA.keys()):
+            raise ValueError(f"the spec of the experiment has an unknown field {unknown[0]!r}: remove it")
         try:
             components = {name: ComponentSpec(**data[name]) for name in COMPONENTS}
-            if (method := components["method"]).code is None:  # see `id`
-                components["method"] = dataclasses.replace(method, fields=fill_added(method.name, method.fields))
-            return Experiment(**{**data, **components})
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"this is no experiment ({error}); expected what Experiment.json gives") from error
+        except TypeError as error:
+            raise ValueError(f"the spec of the experiment is damaged: {error}") from error
+        return Experiment(**{**data, **components}, seeds=tuple(seeds))
 
     @cached_property
     def id(self) -> str:
-        """16 hexadecimal digits of the hash of its canonical JSON, without fields of the method that changed nothing.
-
-        Such a field was added later, with the value that says what the method did before: old results keep their ids.
-        Not so in a custom method: its id must be the same where its class is unknown.
-        """
-        return self._hash(self.json())
-
-    @cached_property
-    def family(self) -> str:
-        """The same hash without the seeds: results of one family differ in their seeds only, and add up.
-
-        An id tells 100 from 100.0, as results that are on disk do. A family does not.
-        """
-        return self._hash(with_whole_numbers({name: value for name, value in self.json().items() if name != "seeds"}))
-
-    def _hash(self, spec: dict[str, Any]) -> str:
-        if self.method.code is None:
-            spec["method"]["fields"] = drop_added(self.method.name, spec["method"]["fields"])
-        return hashlib.sha256(canonical(spec).encode()).hexdigest()[:16]
+        """16 hexadecimal digits of the hash of its canonical JSON."""
+        return hashlib.sha256(canonical(self.json()).encode()).hexdigest()[:16]
 
     def with_seeds(self, seeds: Sequence[int]) -> "Experiment":
-        """The same experiment with other seeds."""
+        """Return the same experiment with other seeds."""
         return self if tuple(seeds) == self.seeds else dataclasses.replace(self, seeds=tuple(seeds))
 
+    def record_spec(self) -> dict[str, Any]:
+        """Return the spec of its records, to which `run` adds the seed."""
+        return self.json() | {"experiment": self.id}
+
     def __eq__(self, other: object) -> bool:
-        return self.id == other.id if isinstance(other, Experiment) else NotImplemented
+        return (self.id, self.seeds) == (other.id, other.seeds) if isinstance(other, Experiment) else NotImplemented
 
     def __hash__(self) -> int:
-        return hash(self.id)
-
-    def stream(self, workbench: Workbench) -> Stream:
-        """Its streams."""
-        return workbench.stream(self.dataset, self.scenario, self.seeds, self.batch, self.images)
-
-    def length(self, workbench: Workbench) -> int:
-        """How many images all its streams play."""
-        return sum(len(schedule.index) for schedule in self.stream(workbench).schedules)
+        return hash((self.id, self.seeds))
 
 
 def difference(one: Experiment, other: Experiment) -> list[str]:
-    """The fields in which two experiments differ, with both values."""
+    """Return the fields in which two experiments differ, with both values."""
     return [f"{place} is {a!r} and {b!r}" for place, a, b in differences(one.json(), other.json())]
 
 
@@ -177,8 +144,11 @@ def refuse_mixture(experiments: Mapping[str, Experiment], varying: Collection[st
     """Refuse results that differ in more than the table varies.
 
     Args:
-        experiments: by the name of their row or column.
-        varying: fields that may differ, such as "method" or "scenario.fields.imbalance", with all below them.
+        experiments: By the name of their row or column.
+        varying: Fields that may differ, such as "method" or "scenario.fields.imbalance", with all below them.
+
+    Raises:
+        MixedResults: Another field differs.
     """
     rows = list(experiments.items())
     for name, experiment in rows[1:]:

@@ -1,8 +1,9 @@
 """Metrics: functions of a record. Nothing to accumulate, nothing to reset."""
 
+import math
 from collections.abc import Callable
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -13,52 +14,52 @@ Metric = Callable[[Record], Tensor]
 
 
 def scored(record: Record) -> Tensor:
-    """(T,) which images have a label; a record without any is refused."""
-    known = record.label >= 0
-    if not known.any():
+    """Return which images have a label, (T,); a record without any is refused."""
+    labelled = record.label >= 0
+    if not labelled.any():
         raise ValueError("the record holds no labels, so there is no error to compute")
-    return known
+    return labelled
 
 
 def wrong(record: Record) -> Tensor:
-    """(T,) 1 where the prediction is not the label, else 0; without meaning for images that are not `scored`."""
+    """Return 1 where the prediction is not the label, else 0, (T,); only for images that are `scored`."""
     return (record.prediction != record.label).double()
 
 
 def _share(missed: Tensor, chosen: Tensor) -> Tensor:
-    """Mean of ``missed`` over the chosen rows; NaN where there are none."""
+    """Return the mean of ``missed`` over the chosen rows; NaN where there are none."""
     return missed[chosen].mean() if chosen.any() else torch.tensor(float("nan"), dtype=torch.float64)
 
 
 def instance_error(record: Record) -> Tensor:
-    """The share of images that were misclassified."""
+    """Return the share of images that were misclassified."""
     return _share(wrong(record), scored(record))
 
 
 def domain_error(record: Record) -> Tensor:
-    """Instance error per domain, (D,); NaN for domains the stream never visits."""
-    known, domains = scored(record), len(record.domains)
-    domain, missed = record.domain[known], wrong(record)[known]
+    """Return the instance error per domain, (D,); NaN for domains the stream never visits."""
+    labelled, domains = scored(record), len(record.domains)
+    domain, missed = record.domain[labelled], wrong(record)[labelled]
     return torch.bincount(domain, missed, domains) / torch.bincount(domain, minlength=domains)
 
 
 def class_error(record: Record) -> Tensor:
-    """Error per domain and class, (D, K); NaN where a class is absent."""
-    known, count = scored(record), class_counts(record)
-    cell = (record.domain * record.classes + record.label)[known]
-    missed = torch.zeros(count.numel(), dtype=torch.float64).index_add_(0, cell, wrong(record)[known])
+    """Return the error per domain and class, (D, K); NaN where a class is absent."""
+    labelled, count = scored(record), class_counts(record)
+    cell = (record.domain * record.classes + record.label)[labelled]
+    missed = torch.zeros(count.numel(), dtype=torch.float64).index_add_(0, cell, wrong(record)[labelled])
     return missed.view_as(count) / count
 
 
 def class_counts(record: Record) -> Tensor:
-    """How many images of each class each domain played, (D, K)."""
-    known = scored(record)
-    cell = (record.domain * record.classes + record.label)[known]
+    """Return how many images of each class each domain played, (D, K)."""
+    labelled = scored(record)
+    cell = (record.domain * record.classes + record.label)[labelled]
     return torch.bincount(cell, minlength=len(record.domains) * record.classes).view(-1, record.classes)
 
 
 def category_error(record: Record, absent: Literal["skip", "correct"] = "skip") -> Tensor:
-    """Mean over domains of the mean over classes of the error.
+    """Return the mean over domains of the mean over classes of the error.
 
     A class that is absent from a domain is skipped. The paper's tables count it as correct: ``absent="correct"``.
     """
@@ -70,7 +71,7 @@ def category_error(record: Record, absent: Literal["skip", "correct"] = "skip") 
 
 
 def online_error(record: Record, window: int = 500) -> Tensor:
-    """The prequential curve, (T,): error over the last ``window`` images with a label."""
+    """Return the prequential curve, (T,): error over the last ``window`` images with a label."""
     if window < 1:
         raise ValueError(f"window is a number of images, at least 1; got {window}")
     missed = wrong(record)[scored(record)]
@@ -81,23 +82,23 @@ def online_error(record: Record, window: int = 500) -> Tensor:
 
 
 def calibration_error(record: Record, bins: int = 15) -> Tensor:
-    """Expected calibration error: the mean gap between confidence and accuracy over equal bins of confidence."""
+    """Return the expected calibration error: the mean gap between confidence and accuracy over bins of confidence."""
     if bins < 1:
         raise ValueError(f"bins is a number of bins, at least 1; got {bins}")
-    known = scored(record)
-    right, confidence = 1 - wrong(record)[known], record.confidence[known].double()
+    labelled = scored(record)
+    right, confidence = 1 - wrong(record)[labelled], record.confidence[labelled].double()
     bucket = (confidence * bins).long().clamp(0, bins - 1)
     gap = torch.zeros(bins, dtype=torch.float64).index_add_(0, bucket, right - confidence)
     return gap.abs().sum() / len(right)
 
 
 def seconds_per_image(record: Record) -> Tensor:
-    """Mean time of an image."""
+    """Return the mean time of an image."""
     return record.seconds.double().mean()
 
 
-def summary(record: Record) -> dict[str, float | None]:
-    """The numbers of a table's row, by name; errors are shares, and None where the images have no labels."""
+def scores(record: Record) -> dict[str, Any]:
+    """Return the numbers of a result, by name; errors are shares, and None where the images have no labels."""
     judged: dict[str, Metric] = {
         "instance_error": instance_error,
         "category_error": category_error,
@@ -105,5 +106,16 @@ def summary(record: Record) -> dict[str, float | None]:
         "calibration_error": calibration_error,
     }
     labelled = bool((record.label >= 0).any())
-    scores = {name: metric(record).item() if labelled else None for name, metric in judged.items()}
-    return scores | {"seconds_per_image": seconds_per_image(record).item()}
+    numbers: dict[str, Any] = {"images": len(record.label)}
+    numbers |= {name: _finite(metric(record).item()) if labelled else None for name, metric in judged.items()}
+    errors = map(_finite, domain_error(record).tolist()) if labelled else ()
+    counts = class_counts(record).tolist() if labelled else ()
+    domains = record.domains if labelled else ()
+    return numbers | {
+        "domain_error": dict(zip(domains, errors, strict=True)),
+        "class_counts": dict(zip(domains, counts, strict=True)),
+    }
+
+
+def _finite(number: float) -> float | None:
+    return number if math.isfinite(number) else None

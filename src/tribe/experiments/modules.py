@@ -7,7 +7,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 
 
-class _Fresh(SourceFileLoader):
+class _UncachedLoader(SourceFileLoader):
     """Compiles the file every time: a cache of bytecode misses an edit of the same size within the same second."""
 
     def get_code(self, fullname: str) -> CodeType:
@@ -17,9 +17,9 @@ class _Fresh(SourceFileLoader):
 
 def from_file(path: Path, name: str) -> ModuleType:
     """Run a file as the module ``name``; not the file's own name, which a loaded module may have."""
-    path = path.absolute()  # what a traceback names, and what `inspect` finds
-    sys.path.insert(0, str(path.resolve().parent))  # a script sees its neighbours, as when Python runs it
-    spec = importlib.util.spec_from_file_location(name, path, loader=_Fresh(name, str(path)))
+    path = path.absolute()  # in tracebacks, and for `inspect`
+    sys.path.insert(0, str(path.resolve().parent))  # a script can import its neighbours, as when Python runs it
+    spec = importlib.util.spec_from_file_location(name, path, loader=_UncachedLoader(name, str(path)))
     assert spec is not None
     assert spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up there

@@ -1,4 +1,4 @@
-"""What a method returned for every image, kept while a stream is played, so that time filters can be played over it."""
+"""The outputs of a method for every image, kept while a stream is played, so that time filters can be replayed."""
 
 from collections.abc import Iterator, Mapping
 from typing import Literal, NamedTuple
@@ -9,11 +9,11 @@ from torch import Tensor
 from tribe.experiments.stream import Stream
 from tribe.io.states import StateFileError
 
-Kind = Literal["logits", "probabilities"]  # what a method returns: its field `output`
+Kind = Literal["logits", "probabilities"]  # `Method.output`
 
 
 class Outputs(NamedTuple):
-    """What a method returned for the images of one stream, in order, and how they were cut into batches."""
+    """The outputs of a method for the images of one stream, in order, and how they were cut into batches."""
 
     values: Tensor  # (N, K) in the precision of the network; images that could not be read have a row, too
     valid: Tensor  # (N,) False: an image that could not be read, which the record leaves out
@@ -22,7 +22,7 @@ class Outputs(NamedTuple):
     kind: Kind
 
     def damage(self, images: int) -> str | None:
-        """Why no run has written such outputs next to a record of so many images; None for sound ones."""
+        """Return why no run has written such outputs next to a record of so many images; None for sound ones."""
         if int(self.valid.sum()) != images or len(self.values) != len(self.valid):
             return f"its outputs are of {int(self.valid.sum()):,} images; expected {images:,}"
         if (
@@ -35,7 +35,7 @@ class Outputs(NamedTuple):
 
 
 def predictions(output: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
-    """The largest probability (S, B) of what a method returned, (S, B, K), and its class; both on the CPU."""
+    """Return the largest probability (S, B) of a method's output (S, B, K), and its class; both on the CPU."""
     p = output if kind == "probabilities" else output.float().softmax(-1)
     confidence, prediction = (t.cpu() for t in p.max(-1))  # waits for the device
     return confidence, prediction
@@ -55,10 +55,10 @@ class OutputTable:
         placed = output.cpu()
         if not self._values:
             self._values = [placed.new_zeros(length, placed.shape[-1]) for length in self._lengths]
-        kept = self._values[0]
-        if (kept.shape[1], kept.dtype) != (placed.shape[-1], placed.dtype):
+        table = self._values[0]
+        if (table.shape[1], table.dtype) != (placed.shape[-1], placed.dtype):
             raise StateFileError(
-                f"the checkpoint holds outputs of {kept.shape[1]} classes as {kept.dtype}; this network gives "
+                f"the checkpoint holds outputs of {table.shape[1]} classes as {table.dtype}; this network gives "
                 f"{placed.shape[-1]} as {placed.dtype}: remove the checkpoint"
             )
         for s, cuts in enumerate(self._stream.cuts):
@@ -68,26 +68,26 @@ class OutputTable:
                 self._values[s][cut], self._valid[s][cut] = placed[s, :images], valid[s, :images]
 
     def cut(self, step: int) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of a checkpoint after a step, by name."""
+        """Yield the tensors of a checkpoint after a step, by name."""
         for s, done in enumerate(self._done(step)):
             yield f"{s}.valid", self._valid[s][:done]
             yield f"{s}.values", self._values[s][:done] if self._values else torch.empty(0, 0)
 
     def like(self, step: int, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors with the names, shapes and types that a checkpoint after a step must have.
+        """Return tensors with the names, shapes and types that a checkpoint after a step must have.
 
         The number of classes and the precision are those of the first stream in the file.
         """
         first = tensors.get("0.values", torch.empty(0))
         first = first if first.dim() == 2 and first.is_floating_point() else torch.empty(0, 0)
-        found = {}
+        like = {}
         for s, done in enumerate(self._done(step)):
-            found[f"{s}.valid"] = self._valid[s][:done]
-            found[f"{s}.values"] = first.new_empty(done, first.shape[1])
-        return found
+            like[f"{s}.valid"] = self._valid[s][:done]
+            like[f"{s}.values"] = first.new_empty(done, first.shape[1])
+        return like
 
     def _done(self, step: int) -> list[int]:
-        """The images of each stream after a step."""
+        """Return the number of images of each stream after a step."""
         return [sum(cut.stop - cut.start for cut in cuts[:step]) for cuts in self._stream.cuts]
 
     def resume(self, tensors: Mapping[str, Tensor]) -> None:
@@ -99,7 +99,7 @@ class OutputTable:
             self._valid[s][: len(values)] = tensors[f"{s}.valid"]
 
     def of_streams(self) -> list[Outputs]:
-        """The outputs of each stream, once all steps are done."""
+        """Return the outputs of each stream, once all steps are done."""
         return [
             Outputs(
                 values,

@@ -1,20 +1,22 @@
-"""Where a result comes from: a hash of custom code, and the machine.
+"""Where a result comes from: the machine, the versions, the commit, and the files of the components.
 
-The hash of a custom component covers its file and all files that it imports, except the standard library and installed
-packages. So a change of a helper in a neighbouring file counts, and a new version of a library does not.
+The id of an experiment holds a hash of custom code: of its file, and of the files that it imports, except the standard
+library and installed packages. A component of the package is named by its name and fields alone, so its result also
+keeps the digest of the component's own file. Where that differs from today's, the result is *stale*.
 """
 
-import ast
 import contextlib
+import functools
 import hashlib
 import importlib.util
 import inspect
 import os
 import platform
+import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator
-from importlib.machinery import ModuleSpec, PathFinder
+from collections.abc import Iterable
+from modulefinder import ModuleFinder
 from pathlib import Path
 from typing import Any
 
@@ -26,127 +28,126 @@ INSTALLED = {Path(sysconfig.get_path(kind)).resolve() for kind in ("stdlib", "pl
 LIBRARIES = {"site-packages", "dist-packages"}  # folders of installed packages, in any place
 
 
+# -- code -------------------------------------------------------------------------------------------------------------
+
+
 def code_of(*parts: Any, strict: bool = True) -> str | None:
-    """A hash of the files of classes or functions, and of the files they import; None: all are part of tribe.
+    """Return a hash of the files of custom classes or functions; None if all are part of tribe.
 
-    Code that is in no file, as in a notebook, is refused; not ``strict``: it is left out.
+    Args:
+        parts: Classes or functions.
+        strict: Refuse code that is in no file, as in a notebook. Otherwise it is left out.
 
-    >>> from tribe.methods.tent import Tent
-    >>> code_of(Tent) is None
-    True
+    Example:
+        >>> from tribe.methods.tent import Tent
+        >>> code_of(Tent) is None
+        True
     """
-    foreign = [part for part in parts if not _is_ours(part.__module__)]
-    files = [(_file(part, strict), _package(part.__module__)) for part in foreign]
-    return _hash((file, package) for file, package in files if file is not None)
+    files = [(_file_of(part), part) for part in parts if not is_ours(part)]
+    if strict and (lost := [part for file, part in files if file is None]):
+        raise ValueError(
+            f"the code of {lost[0].__name__} is in no file, so a result could not name its version: put it into one"
+        )
+    return _hash(file for file, _ in files if file is not None)
 
 
 def code_at(place: str) -> str | None:
-    """The hash of a module, given by its name, or of a file."""
+    """Return the hash of a module, given by its name or its file; None if it is installed or part of tribe."""
     if place.endswith(".py"):
-        return _hash([(Path(place).resolve(), "")])
-    file = None if _is_ours(place) else _own_file(place)
-    return None if file is None else _hash([(file, _package(place))])
+        return _hash([Path(place).resolve()])
+    origin = getattr(importlib.util.find_spec(place), "origin", None) or ""
+    file = Path(origin).resolve()
+    return None if place.partition(".")[0] == "tribe" or _is_installed(file) else _hash([file])
 
 
 def coded(code: str | None) -> dict[str, str]:
-    """The entry of a spec for a hash of code: none if the code is part of tribe."""
+    """Return the entry of a spec for a hash of code: none if the code is part of tribe."""
     return {} if code is None else {"code": code}
 
 
-def is_own(part: Any) -> bool:
-    """Whether a class or function is custom: neither part of tribe nor installed."""
-    return not _is_ours(part.__module__) and _own_file(part.__module__) is not None
+def is_ours(part: Any) -> bool:
+    """Return whether a class or function is part of tribe."""
+    return str(part.__module__).partition(".")[0] == "tribe"
 
 
-def _hash(starts: Iterable[tuple[Path, str]]) -> str | None:
-    """The sha256 of one file; of several files, that of their sorted hashes, whatever their paths."""
-    files, todo = set[Path](), list(starts)
-    while todo:
-        file, package = todo.pop()
-        if file not in files:
-            files.add(file)
-            names = {whole for name in _imports(file, package) for whole in _with_parents(name)}
-            found = ((name, _own_file(name)) for name in names if not _is_ours(name))
-            todo += [(path, _package(name)) for name, path in found if path is not None]
+def is_custom(part: Any) -> bool:
+    """Return whether a class or function is neither part of tribe nor installed."""
+    file = None if is_ours(part) else _file_of(part)
+    return file is not None and not _is_installed(file)
+
+
+def file_digest(part: Any) -> str | None:
+    """Return 16 digits of the hash of the file of a class or function; None if it is in no file."""
+    file = _file_of(part)
+    return None if file is None else hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+
+
+def _file_of(part: Any) -> Path | None:
+    try:
+        file = Path(inspect.getfile(part)).resolve()
+    except (TypeError, OSError):
+        return None
+    return file if file.is_file() else None
+
+
+def _is_installed(file: Path) -> bool:
+    return bool(LIBRARIES & set(file.parts) or INSTALLED & set(file.parents))
+
+
+def _hash(starts: Iterable[Path]) -> str | None:
+    """Return the sha256 of one file; of several files, that of their sorted hashes, whatever their paths."""
+    files = {file for start in starts for file in _with_imports(start)}
     marks = sorted(hashlib.sha256(file.read_bytes()).hexdigest() for file in files)
     return hashlib.sha256("".join(marks).encode()).hexdigest() if len(marks) > 1 else next(iter(marks), None)
 
 
-def _imports(file: Path, package: str) -> Iterator[str]:
-    """The names that a file imports, anywhere in it: modules, and attributes of modules."""
-    for node in ast.walk(ast.parse(file.read_bytes())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            name = "." * node.level + (node.module or "")
-            if node.level and not package:
-                continue  # such an import fails anyway
-            name = importlib.util.resolve_name(name, package) if node.level else name
-            yield name
-            yield from (f"{name}.{alias.name}" for alias in node.names)
+def _with_imports(file: Path) -> set[Path]:
+    """Return a file and the files that it imports, anywhere in it, which are neither installed nor part of tribe."""
+    root = file.parent
+    while (root / "__init__.py").is_file():  # a file in a package: relative imports refer to it
+        root = root.parent
+    own = [place for place in map(Path, sys.path) if not _is_installed(place.resolve() / "module")]
+    finder = _CustomFinder([str(root), str(file.parent), *map(str, own)], excludes=["tribe"])
+    with contextlib.suppress(SyntaxError):
+        if root == file.parent:
+            finder.run_script(str(file))
+        else:
+            finder.import_hook(".".join(file.relative_to(root).with_suffix("").parts))
+    places = (getattr(module, "__file__", None) for module in finder.modules.values())
+    return {file, *(Path(place).resolve() for place in places if place)}
 
 
-def _with_parents(name: str) -> Iterator[str]:
-    """A module and the packages it is in, which are imported with it: a.b.c, a.b, a."""
-    while name:
-        yield name
-        name = name.rpartition(".")[0]
+class _CustomFinder(ModuleFinder):
+    """Finds modules; a folder without ``__init__.py`` has no file, so its name counts as not found."""
+
+    def find_module(self, name: str, path: Any, parent: Any = None) -> Any:
+        try:
+            return super().find_module(name, path, parent)
+        except AttributeError:
+            raise ImportError(name) from None
 
 
-def _file(part: Any, strict: bool) -> Path | None:
+# -- machine and commit -----------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def commit() -> dict[str, Any]:
+    """Return the commit of the checkout that the package is in, and whether its files are as committed; else {}."""
+    folder = Path(__file__).parents[1]
     try:
-        file = Path(inspect.getfile(part)).resolve()
-    except (TypeError, OSError):
-        file = Path()
-    if file.is_file():
-        return file
-    if strict:
-        raise ValueError(
-            f"the code of {part.__name__} is in no file, so a result could not say which version of it was used: put "
-            "it into one"
-        )
-    return None
+        head = _git(folder, "rev-parse", "HEAD")
+        return {"commit": head, "clean": not _git(folder, "status", "--porcelain", "--", ".")} if head else {}
+    except (OSError, subprocess.SubprocessError):
+        return {}
 
 
-def _own_file(name: str) -> Path | None:
-    """The file of a module, loaded or not; None: it is installed."""
-    module = sys.modules.get(name)
-    place = getattr(module, "__file__", None) if module is not None else getattr(_spec(name), "origin", None)
-    file = Path(place).resolve() if isinstance(place, str) and place.endswith(".py") else None
-    if file is None or not file.is_file() or LIBRARIES & set(file.parts) or INSTALLED & set(file.parents):
-        return None
-    return file
-
-
-def _spec(name: str) -> ModuleSpec | None:
-    """Where a module would be imported from; it is not imported."""
-    package = name.rpartition(".")[0]
-    try:
-        if not package:
-            return importlib.util.find_spec(name)
-        parent = sys.modules.get(package)
-        places = (
-            getattr(parent, "__path__", None) if parent else getattr(_spec(package), "submodule_search_locations", None)
-        )
-        return PathFinder.find_spec(name, places) if places is not None else None
-    except (ImportError, ValueError):
-        return None
-
-
-def _package(module: str) -> str:
-    """The package that a module's relative imports refer to."""
-    if (loaded := sys.modules.get(module)) is not None:
-        return getattr(loaded, "__package__", None) or ""
-    spec = _spec(module)
-    return "" if spec is None else spec.parent or ""
-
-
-def _is_ours(module: str) -> bool:
-    return module.partition(".")[0] == "tribe"
+def _git(folder: Path, *words: str) -> str:
+    command = ["git", "-C", str(folder), *words]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """The machine and the versions."""
+    """Return the machine and the versions."""
     processor = platform.processor() or platform.machine()
     with contextlib.suppress(OSError):
         names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]

@@ -1,4 +1,4 @@
-"""Play a time filter over what a method returned, without the method.
+"""Play a time filter over the outputs of a method, without the method.
 
 A filter stands behind a method and never feeds what it learns. So one play of the method serves any number of filters:
 
@@ -36,19 +36,19 @@ def replay(
     device: str | torch.device = "cpu",
     progress: Progress | None = None,
 ) -> list[Record]:
-    """The records of a method with a filter, from those of the method alone: one for each stream.
+    """Return the records of a method with a filter, from those of the method alone: one for each stream.
 
     Predictions and confidences are exactly those of a run of the method with the filter. Seconds are those of the
     method alone, and what the filter takes here. The batches are those of the run, and a reset of the method is one of
     the filter.
 
     Args:
-        records: all streams of one `run` with ``keep_outputs=True``.
-        rule: the filter.
-        spec: of the new records, but for their seeds; by default that of the method alone, with the name and the fields
+        records: All streams of one `run` with ``keep_outputs=True``.
+        rule: The filter.
+        spec: Of the new records, but for their seeds; by default that of the method alone, with the name and the fields
             of the filter.
-        device: where the filter computes.
-        progress: called after every batch, as by `run`.
+        device: Where the filter computes.
+        progress: Called after every batch, as by `run`.
     """
     outputs = [_outputs(record) for record in records]
     if not outputs:
@@ -56,7 +56,7 @@ def replay(
     kind, values = outputs[0].kind, outputs[0].values
     like = values.new_empty(0, dtype=accumulation_dtype(values.dtype), device=device)
     source, steps = rule.init(len(outputs), values.shape[1], like), max(len(kept.sizes) for kept in outputs)
-    state, table = clone(source), _Answers(records)
+    state, table = clone(source), _ReplayTable(records)
     parts = [kept.values.split(kept.sizes.tolist()) for kept in outputs]
     marks = [kept.valid.split(kept.sizes.tolist()) for kept in outputs]
     on_its_device = torch.cuda.device(device) if like.is_cuda else contextlib.nullcontext()  # where kernels launch
@@ -84,15 +84,15 @@ def _outputs(record: Record) -> Outputs:
         )
     if record.outputs is None:
         raise ValueError(
-            "a filter is played over what a method returned, and this record does not hold it: "
-            "tribe.run(..., keep_outputs=True) and tribe run --logits keep it, and Record.save(path, outputs=True) "
-            "writes it"
+            "a filter is replayed over the outputs of a method, and this record does not hold them: "
+            "tribe.run(..., keep_outputs=True) and tribe run --logits keep them, and Record.save(path, outputs=True) "
+            "writes them"
         )
     return record.outputs
 
 
 def _batch(parts: Sequence[Sequence[Tensor]], step: int) -> Tensor:
-    """A step of all streams, (S, B, ...), padded with zeros as `tribe.experiments.stream` pads batches."""
+    """Return a step of all streams, (S, B, ...), padded with zeros as `tribe.experiments.stream` pads batches."""
     rows = [part[step] if step < len(part) else part[0][:0] for part in parts]
     return pad_sequence(rows, batch_first=True)
 
@@ -106,7 +106,7 @@ def _spec(record: Record, rule: TimeFilter, given: Mapping[str, Any] | None) -> 
     return {**record.spec, "method": {"name": f"{method.get('name')}+{rule.name}", "fields": fields, **coded(code)}}
 
 
-class _Answers:
+class _ReplayTable:
     """Records whose predictions are replaced, batch after batch."""
 
     def __init__(self, records: Sequence[Record]) -> None:
@@ -130,10 +130,10 @@ class _Answers:
             record.prediction[here], record.confidence[here] = answers, sure.float()
             record.seconds[here] += seconds
             label, self._done[s] = record.label[here], here.stop
-            known = label >= 0
-            self._wrong += int((label != answers)[known].sum())
-            self._labelled += int(known.sum())
+            labelled = label >= 0
+            self._wrong += int((label != answers)[labelled].sum())
+            self._labelled += int(labelled.sum())
 
     def error(self) -> float | None:
-        """The error so far; None without labels."""
+        """Return the error so far; None without labels."""
         return self._wrong / self._labelled if self._labelled else None

@@ -18,13 +18,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tribe.experiments import store
+from tribe.experiments import metrics
 from tribe.experiments.experiment import COMPONENTS, STREAM
 from tribe.experiments.record import Record
-from tribe.experiments.scores import record_scores
 from tribe.experiments.spec import differences, same_for_all_seeds
 from tribe.experiments.statistics import Duel, Paired, Spread, duel, paired, spread
-from tribe.fields import document
+from tribe.experiments.store import Result, ResultStore, record_path
 
 NOT_COMPARED = ("seed", "experiment")  # of a record's spec: streams are compared seed by seed
 ID = re.compile(r"[0-9a-f]{4,16}")
@@ -41,41 +40,21 @@ class DifferentData(ValueError):
 class Side(NamedTuple):
     """One of two results that are compared."""
 
-    name: str
-    spec: Mapping[str, Any]
-    scores: Mapping[Any, Mapping[str, Any]]
-    records: Mapping[Any, Record]
-    code: Mapping[str, Any] = MappingProxyType({})
-
-
-document(
-    Side,
-    name="Where it was found: a folder or a file.",
-    spec="All that its streams have in common.",
-    scores="The metrics of each seed, as metrics.json holds them.",
-    records="The record of each seed; empty if only metrics were kept.",
-    code="A digest of the source of each component, see tribe.experiments.sources; empty if it is not known.",
-)
+    name: str  # its folder or file
+    spec: Mapping[str, Any]  # all that its streams have in common
+    scores: Mapping[Any, Mapping[str, Any]]  # the metrics of each seed
+    records: Mapping[Any, Record]  # the record of each seed; empty if only metrics were kept
+    code: Mapping[str, Any] = MappingProxyType({})  # the digest of the file of each component
 
 
 class Divergence(NamedTuple):
     """An image that two results predict differently."""
 
-    image: int
+    image: int  # its number in the stream, from 0
     domain: str
-    label: int
-    predictions: tuple[int, int]
-    confidences: tuple[float, float]
-
-
-document(
-    Divergence,
-    image="Its number in the stream, from 0.",
-    domain="The name of its domain.",
-    label="Its class; -1 if unknown.",
-    predictions="The class that each result predicts.",
-    confidences="The probability that each result gives to its prediction.",
-)
+    label: int  # -1 if unknown
+    predictions: tuple[int, int]  # the class that each result predicts
+    confidences: tuple[float, float]  # the probability that each result gives to its prediction
 
 
 class StreamDiff(NamedTuple):
@@ -83,123 +62,92 @@ class StreamDiff(NamedTuple):
 
     seed: Any
     images: int
-    different: int
-    first: Divergence | None
-    confidence: float
-
-
-document(
-    StreamDiff,
-    seed="The seed of the stream.",
-    images="The number of images.",
-    different="How many of them have two different predictions.",
-    first="The first of these; None if there is none.",
-    confidence="The largest difference between the confidences for one image.",
-)
+    different: int  # how many images have two different predictions
+    first: Divergence | None  # the first of these
+    confidence: float  # the largest difference between the confidences for one image
 
 
 class DomainDiff(NamedTuple):
     """The errors of two results in one domain."""
 
     domain: str
-    errors: tuple[float, float]
-    gap: Spread
-
-
-document(
-    DomainDiff,
-    domain="Its name.",
-    errors="The mean error of each result over the seeds that both have, as a share.",
-    gap="The first error minus the second over these seeds: negative where the first result is better.",
-)
+    errors: tuple[float, float]  # the mean error of each over the seeds that both have, as a share
+    gap: Spread  # the first error minus the second over these seeds: negative where the first result is better
 
 
 class ResultDiff(NamedTuple):
     """The difference between two results on the same streams."""
 
-    spec: tuple[tuple[str, Any, Any], ...]
-    seeds: tuple[Any, ...]
-    streams: tuple[StreamDiff, ...]
-    overall: DomainDiff | None
-    domains: tuple[DomainDiff, ...]
-    verdict: Paired | Duel | None
-
-
-document(
-    ResultDiff,
-    spec="Place, such as method.fields.lr, and both values of every field or source that differs.",
-    seeds="The seeds that both results have.",
-    streams="The predictions for each of these; empty if a result has no records.",
-    overall="The instance errors; None without labels.",
-    domains="The errors in each domain that was visited; empty without labels.",
-    verdict="Whether the first is better: over seeds or, with one stream, on it; None without labels or records.",
-)
+    spec: tuple[tuple[str, Any, Any], ...]  # place, such as method.fields.lr, and both values of all that differs
+    seeds: tuple[Any, ...]  # the seeds that both results have
+    streams: tuple[StreamDiff, ...]  # the predictions for each of these; empty if a result has no records
+    overall: DomainDiff | None  # the instance errors; None without labels
+    domains: tuple[DomainDiff, ...]  # the errors in each domain that was visited; empty without labels
+    verdict: Paired | Duel | None  # whether the first is better, over seeds or on one stream; None without labels
 
 
 # -- read -------------------------------------------------------------------------------------------------------------
 
 
 def load_side(text: str | PathLike[str], runs: str | PathLike[str] = "runs") -> Side:
-    """A result by its id, or the first digits of it, in ``runs``; by its folder; or a record by its file."""
+    """Return a result by its id, or the first digits of it, in ``runs``; by its folder; or a record by its file."""
     path = Path(text)
     if path.is_file():
         return side_of_records(str(path), [Record.load(path)])
-    if not path.exists() and ID.fullmatch(str(text)):
+    if not path.is_dir() and ID.fullmatch(str(text)):
+        if not Path(runs).is_dir():
+            raise FileNotFoundError(f"there is no folder {runs} to find the result {text} in: --runs names it")
         return _side_of_result(_find_id(str(text), Path(runs)))
-    if (path / store.SPEC).is_file() and not (path / store.METRICS).is_file():
-        raise ValueError(f"{path} is not finished: the command that began it goes on from there")
-    if (path / store.METRICS).is_file() or not path.is_dir():
-        try:
-            result = store.load(path)
-        except FileNotFoundError:
-            if path.is_dir():  # the message names the file that is missing
-                raise
-            raise FileNotFoundError(f"there is no result {str(text)!r}; {EXPECTED}") from None
-        return _side_of_result(result)
-    inside = list(store.finished(path))
-    if len(inside) != 1:
-        raise ValueError(f"{path} holds {len(inside)} finished results; {EXPECTED}")
-    return _side_of_result(inside[0])
+    if not path.is_dir():
+        path, text = path.parent, path.name  # runs/ID of a result without records
+        if not path.is_dir() or not ID.fullmatch(str(text)):
+            raise FileNotFoundError(f"there is no result {str(text)!r}; {EXPECTED}")
+        return _side_of_result(_find_id(str(text), path))
+    if results := ResultStore(path).results():  # a folder of results
+        if len(results) > 1:
+            raise ValueError(f"{path} holds {len(results)} finished results; {EXPECTED}")
+        return _side_of_result(results[0])
+    path = path.resolve()
+    return _side_of_result(_find_id(path.name, path.parent))
 
 
 def side_of_records(name: str, records: Sequence[Record]) -> Side:
-    """The side of records that differ in their seeds only."""
+    """Return the side of records that differ in their seeds only."""
     spec = {key: value for key, value in records[0].spec.items() if key not in NOT_COMPARED}
     by_seed = {record.spec.get("seed"): record for record in records}
-    return Side(name, spec, {seed: record_scores(record) for seed, record in by_seed.items()}, by_seed)
+    return Side(name, spec, {seed: metrics.scores(record) for seed, record in by_seed.items()}, by_seed)
 
 
-def _find_id(text: str, runs: Path) -> store.Result:
-    if not runs.is_dir():
-        raise FileNotFoundError(f"there is no folder {runs} to find the result {text} in: --runs names it")
-    found = [result for result in store.survey(runs) if result.folder.name.startswith(text)]
-    if len(found) > 1:
-        names = ", ".join(result.folder.name for result in found[:5])
-        raise ValueError(f"{len(found)} results in {runs} begin with {text} ({names}): give more digits")
-    if not found:
+def _find_id(text: str, runs: Path) -> Result:
+    results = [result for result in ResultStore(runs).results() if result.experiment.id.startswith(text)]
+    if len(results) > 1:
+        names = ", ".join(result.experiment.id for result in results[:5])
+        raise ValueError(f"{len(results)} results in {runs} begin with {text} ({names}): give more digits")
+    if not results:
         raise FileNotFoundError(f"there is no finished result {text} in {runs}; {EXPECTED}")
-    if isinstance(found[0], store.Damaged):
-        raise found[0].error
-    return found[0]
+    return results[0]
 
 
-def _side_of_result(result: store.Result) -> Side:
-    seeds = result.experiment.seeds
-    spec = {key: value for key, value in store.record_spec(result.experiment).items() if key not in NOT_COMPARED}
-    records = dict(zip(seeds, result.records(), strict=True)) if result.has_records else {}
+def _side_of_result(result: Result) -> Side:
+    has_some = any(record_path(result.folder, seed).exists() for seed in result.streams)  # one that is lost is named
+    records = dict(zip(result.streams, result.records(), strict=True)) if has_some else {}
     code = {role: digest for role, digest in result.environment.get("code", {}).items() if role in COMPONENTS}
-    return Side(str(result.folder), spec, {seed: result.metrics[str(seed)] for seed in seeds}, records, code)
+    return Side(str(result.folder), result.experiment.json(), result.metrics, records, code)
 
 
 # -- compare ----------------------------------------------------------------------------------------------------------
 
 
 def diff_results(a: Side, b: Side) -> ResultDiff:
-    """What differs between two results; `DifferentData` if they are of different streams."""
+    """Return what differs between two results.
+
+    Raises:
+        DifferentData: They are of different streams.
+    """
     _refuse_different_data(a, b)
     seeds = tuple(seed for seed in a.scores if seed in b.scores)
     if not seeds:
-        have = " and ".join(f"{side.name} of {_named(side.scores)}" for side in (a, b))
+        have = " and ".join(f"{side.name} of {_seeds_text(side.scores)}" for side in (a, b))
         raise DifferentData(f"the results are of different streams: {have}. Compare results that share a seed")
     both = [seed for seed in seeds if seed in a.records and seed in b.records]
     streams = tuple(_diff_streams(seed, a.records[seed], b.records[seed]) for seed in both)
@@ -209,11 +157,11 @@ def diff_results(a: Side, b: Side) -> ResultDiff:
             raise DifferentData("the results are of different streams: their domains do not hold the same classes")
     names = dict.fromkeys(name for scores in sides[0] for name in scores["domain_error"])
     overall = _diff_errors("all", *([scores["instance_error"] for scores in side] for side in sides))
-    domains = [_diff_errors(n, *([s["domain_error"].get(n) for s in side] for side in sides)) for n in names]
-    edited = [(f"code.{role}", a.code[role], b.code[role]) for role in a.code if role in b.code]
-    spec = (*differences(a.spec, b.spec), *(found for found in edited if found[1] != found[2]))
-    found = tuple(domain for domain in domains if domain is not None)
-    return ResultDiff(spec, seeds, streams, overall, found, None if overall is None else _verdict(a, b, seeds))
+    domains = (_diff_errors(n, *([s["domain_error"].get(n) for s in side] for side in sides)) for n in names)
+    code = ((f"code.{role}", a.code[role], b.code[role]) for role in a.code if role in b.code)
+    spec = (*differences(a.spec, b.spec), *(place for place in code if place[1] != place[2]))
+    visited = tuple(domain for domain in domains if domain is not None)
+    return ResultDiff(spec, seeds, streams, overall, visited, None if overall is None else _verdict(a, b, seeds))
 
 
 def _verdict(a: Side, b: Side, seeds: Sequence[Any]) -> Paired | Duel | None:
@@ -230,12 +178,11 @@ def _verdict(a: Side, b: Side, seeds: Sequence[Any]) -> Paired | Duel | None:
 
 
 def _refuse_different_data(a: Side, b: Side) -> None:
-    """Refuse specs that say that the images differ, or their order. A spec that does not say it passes."""
-    known = [part for part in STREAM if part in a.spec and part in b.spec]
-    one, other = ({part: side.spec[part] for part in known} for side in (a, b))
-    apart = list(differences(one, other))
-    if apart:
-        words = "; ".join(f"{place} is {x!r} and {y!r}" for place, x, y in apart)
+    """Refuse specs whose images differ, or their order. A spec without these parts passes."""
+    parts = [part for part in STREAM if part in a.spec and part in b.spec]
+    one, other = ({part: side.spec[part] for part in parts} for side in (a, b))
+    if places := list(differences(one, other)):
+        words = "; ".join(f"{place} is {x!r} and {y!r}" for place, x, y in places)
         raise DifferentData(f"the results are of different data: {words}. Compare results of the same stream")
 
 
@@ -246,10 +193,10 @@ def _diff_streams(seed: Any, a: Record, b: Record) -> StreamDiff:
             f"the records of seed {seed} are of different streams: they have {len(a.label):,} and {len(b.label):,} "
             "images, and not the same labels and domains in the same order"
         )
-    apart = (a.prediction != b.prediction).nonzero().flatten()
+    different = (a.prediction != b.prediction).nonzero().flatten()
     confidence = float((a.confidence - b.confidence).abs().max()) if len(a.label) else 0.0
-    first = _divergence(a, b, int(apart[0])) if len(apart) else None
-    return StreamDiff(seed, len(a.label), len(apart), first, confidence)
+    first = _divergence(a, b, int(different[0])) if len(different) else None
+    return StreamDiff(seed, len(a.label), len(different), first, confidence)
 
 
 def _divergence(a: Record, b: Record, image: int) -> Divergence:
@@ -259,7 +206,7 @@ def _divergence(a: Record, b: Record, image: int) -> Divergence:
 
 
 def _diff_errors(name: str, a: Sequence[float | None], b: Sequence[float | None]) -> DomainDiff | None:
-    """The errors over the seeds in which both have one."""
+    """Compare the errors over the seeds in which both have one."""
     pairs = [(x, y) for x, y in zip(a, b, strict=True) if x is not None and y is not None]
     if not pairs:
         return None
@@ -267,5 +214,5 @@ def _diff_errors(name: str, a: Sequence[float | None], b: Sequence[float | None]
     return DomainDiff(name, (one, other), spread([x - y for x, y in pairs]))
 
 
-def _named(seeds: Mapping[Any, Any]) -> str:
+def _seeds_text(seeds: Mapping[Any, Any]) -> str:
     return f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}"

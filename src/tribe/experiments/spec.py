@@ -23,20 +23,23 @@ class ComponentSpec:
     code: str | None = None  # hash of custom code, see tribe.experiments.provenance; None: it is part of tribe
 
     def json(self) -> dict[str, Any]:
-        """As plain data."""
+        """Return the spec as plain data."""
         return {"name": self.name, "fields": self.fields, **coded(self.code)}
 
     @staticmethod
     def of(given: "str | ComponentSpec") -> "ComponentSpec":
-        """A spec as it is; a name alone is the component with default fields."""
+        """Return a spec as it is; a name alone is the component with default fields."""
         return given if isinstance(given, ComponentSpec) else ComponentSpec(given)
 
 
 def describe(name: str, component: Any, strict: bool = True) -> ComponentSpec:
-    """The spec of a data set, scenario or method.
+    """Return the spec of a data set, scenario or method.
 
-    A field that JSON cannot hold, or custom code that is in no file, is refused; not ``strict``: such a field becomes
-    its repr, such code is left out.
+    Args:
+        name: Of the component in its registry.
+        component: The data set, scenario or method.
+        strict: Refuse a field that JSON cannot hold, and custom code that is in no file. Otherwise such a field
+            becomes its repr, and such code is left out.
     """
     fields = encode_fields(component) if dataclasses.is_dataclass(component) else {}
     if not isinstance(component, Method | Pipeline):
@@ -48,19 +51,21 @@ def describe(name: str, component: Any, strict: bool = True) -> ComponentSpec:
         return ComponentSpec(name, plain(fields), code)
     for key, value in fields.items():
         if isinstance(value, dict) and "callable" in value:
-            raise ValueError(
-                f"{name}.{key} is {value['callable']}, which no file can hold; an experiment is plain data"
-            )
-    return ComponentSpec(name, json.loads(canonical(fields)), code)
+            raise ValueError(f"{name}.{key} is {value['callable']}, which JSON cannot hold: give plain data")
+    return ComponentSpec(name, json.loads(json.dumps(fields, allow_nan=False)), code)
 
 
 def same_for_all_seeds(scenario: Any) -> str | None:
-    """Why a scenario plays one stream for all seeds, given as a spec has it; None: it does not, or is unknown here.
+    """Return why a scenario plays one stream for all seeds; None if it does not, or is unknown here.
 
-    >>> same_for_all_seeds({"name": "replay", "fields": {}})
-    "the stream is the order of the files; only order='random' depends on the seed"
-    >>> same_for_all_seeds({"name": "replay", "fields": {"order": "random"}}), same_for_all_seeds("gli-f")
-    (None, None)
+    Args:
+        scenario: The scenario as a spec holds it.
+
+    Example:
+        >>> same_for_all_seeds({"name": "replay", "fields": {}})
+        "the stream is the order of the files; only order='random' depends on the seed"
+        >>> same_for_all_seeds({"name": "replay", "fields": {"order": "random"}}), same_for_all_seeds("gli-f")
+        (None, None)
     """
     name, fields = (scenario.get("name"), scenario.get("fields")) if isinstance(scenario, Mapping) else (scenario, {})
     if name not in scenarios.registry.names() or (isinstance(fields, Mapping) and fields.get("order") == "random"):
@@ -69,27 +74,27 @@ def same_for_all_seeds(scenario: Any) -> str | None:
 
 
 def decode_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields as a component takes them, from plain data; source knowledge is left out: it is found by its place."""
-    known = {name: value for name, value in fields.items() if not is_knowledge(value)}
-    return {name: decode_value(value) for name, value in known.items()}
+    """Return fields as a component takes them; source knowledge is left out, since its place is searched."""
+    return {name: decode_value(value) for name, value in fields.items() if not is_knowledge(value)}
 
 
 def is_knowledge(value: Any) -> bool:
-    """Whether an encoded field is source knowledge, which has only a digest there."""
+    """Return whether an encoded field is source knowledge, which is stored as a digest."""
     return isinstance(value, dict) and value.keys() == {"knowledge"}
 
 
 def canonical(value: Any) -> str:
-    """The one JSON text of plain data: equal texts, equal data. Ids are hashes of it."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    """Return the one JSON text of plain data: equal texts, equal data. Ids are hashes of it.
+
+    Example:
+        >>> canonical({"b": 100.0, "a": (0.9, 1.0)})
+        '{"a":[0.9,1],"b":100}'
+    """
+    return json.dumps(with_whole_numbers(value), sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 def with_whole_numbers(value: Any) -> Any:
-    """Plain data in which a number without a fraction is an integer: 100 and 100.0 mean the same.
-
-    >>> with_whole_numbers({"imbalance": 100.0, "scale": (0.9, 1.0)})
-    {'imbalance': 100, 'scale': [0.9, 1]}
-    """
+    """Return plain data in which a number without a fraction is an integer: 100 and 100.0 mean the same."""
     if isinstance(value, Mapping):
         return {key: with_whole_numbers(field) for key, field in value.items()}
     if isinstance(value, list | tuple):
@@ -98,10 +103,11 @@ def with_whole_numbers(value: Any) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """Turn a value into what JSON can hold; what it cannot becomes null (not finite) or its repr.
+    """Return a value as JSON can hold it; a number that is not finite becomes null, any other object its repr.
 
-    >>> plain({"a": (1, math.nan), "b": math})["a"]
-    [1, None]
+    Example:
+        >>> plain({"a": (1, math.nan)})
+        {'a': [1, None]}
     """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
@@ -115,24 +121,26 @@ def plain(value: Any) -> Any:
 
 
 def by_place(spec: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """All values of a spec by their place.
+    """Return all values of a spec by their place.
 
-    >>> by_place({"batch": 64, "scenario": {"name": "gli-f", "fields": {"sigma": 0.1}}})
-    {'batch': 64, 'scenario.name': 'gli-f', 'scenario.fields.sigma': 0.1}
+    Example:
+        >>> by_place({"batch": 64, "scenario": {"name": "gli-f", "fields": {"sigma": 0.1}}})
+        {'batch': 64, 'scenario.name': 'gli-f', 'scenario.fields.sigma': 0.1}
     """
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, value in spec.items():
-        found |= by_place(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
-    return found
+        values |= by_place(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return values
 
 
 def differences(one: Mapping[str, Any], other: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """The places where two specs differ, with both values; None also where a spec lacks the place.
+    """Yield the places where two specs differ, with both values; None also where a spec lacks the place.
 
-    >>> list(differences({"batch": 64, "scenario": {"sigma": 0.1}}, {"batch": 64, "scenario": {"sigma": 0.2}}))
-    [('scenario.sigma', 0.1, 0.2)]
-    >>> list(differences({"knowledge": {"digest": "5f"}}, {"knowledge": None, "code": None}))
-    [('code', None, None), ('knowledge', {'digest': '5f'}, None)]
+    Example:
+        >>> list(differences({"batch": 64, "scenario": {"sigma": 0.1}}, {"batch": 64, "scenario": {"sigma": 0.2}}))
+        [('scenario.sigma', 0.1, 0.2)]
+        >>> list(differences({"knowledge": {"digest": "5f"}}, {"knowledge": None, "code": None}))
+        [('code', None, None), ('knowledge', {'digest': '5f'}, None)]
     """
     for name in sorted(one.keys() | other.keys()):
         a, b = one.get(name), other.get(name)

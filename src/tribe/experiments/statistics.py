@@ -3,7 +3,7 @@
 Whether a method is better is judged over seeds (`paired`): every seed is another stream, both methods play the same
 streams, and the differences of their errors are independent. Two seeds are the least, and few decide little.
 
-One stream can only say what was better *on this stream* (`duel`). The images of a stream are not independent: classes
+One stream shows only what was better *on this stream* (`duel`). The images of a stream are not independent: classes
 come in bursts, a domain lasts for thousands of images, and a prediction depends on the images before it. The plain
 bootstrap draws single images as if they were independent, and its intervals are far too narrow. Here blocks of
 consecutive images are drawn, the same blocks for both methods: both had the same images in the same order, so what is
@@ -42,7 +42,7 @@ class Spread(NamedTuple):
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Mean and standard deviation.
+    """Return mean and standard deviation.
 
     >>> str(spread([1.0, 2.0, 3.0]))
     '2.00 ± 1.00'
@@ -90,37 +90,23 @@ def paired(a: Sequence[float], b: Sequence[float]) -> Paired:
     if not a or len(a) != len(b):
         raise ValueError(f"a comparison needs as many numbers of A as of B, at least one; got {len(a)} and {len(b)}")
     gaps = [x - y for x, y in zip(a, b, strict=True)]
-    found = spread(gaps)
-    return Paired(found.mean, found.deviation, _p_of(gaps, found), len(gaps), sum(gap * found.mean > 0 for gap in gaps))
+    over = spread(gaps)
+    return Paired(over.mean, over.deviation, _p_of(gaps, over), len(gaps), sum(gap * over.mean > 0 for gap in gaps))
 
 
-def _p_of(gaps: Sequence[float], found: Spread) -> float | None:
-    """The p of differences with this spread; None where they show none."""
-    if found.deviation is None:
+def _p_of(gaps: Sequence[float], over: Spread) -> float | None:
+    """Return the p of differences with this spread; None where they show none."""
+    if over.deviation is None:
         return None
     if all(math.isclose(gap, gaps[0], rel_tol=1e-9, abs_tol=1e-12) for gap in gaps):  # equal but for rounding
         return None if any(gaps) else 1.0
-    return t_test(found.mean * math.sqrt(len(gaps)) / found.deviation, len(gaps) - 1)
+    from scipy.stats import ttest_1samp  # takes a second to import, and most commands do not need it
 
-
-def t_test(t: float, freedom: int) -> float:
-    """The two-sided p of Student's t with so many degrees of freedom: a finite sum.
-
-    >>> round(t_test(2.776, 4), 3), t_test(0.0, 4)
-    (0.05, 1.0)
-    """
-    angle = math.atan(abs(t) / math.sqrt(freedom))
-    cosine, term, total = math.cos(angle) ** 2, 1.0, 0.0
-    for k in range(freedom // 2):
-        total += term
-        term *= cosine * (2 * k + 1 + freedom % 2) / (2 * k + 2 + freedom % 2)
-    if freedom % 2 == 0:
-        return max(0.0, 1 - math.sin(angle) * total)
-    return max(0.0, 1 - 2 / math.pi * (angle + math.sin(angle) * math.cos(angle) * total))
+    return float(ttest_1samp(gaps, 0.0).pvalue)
 
 
 def correlation_time(gap: NDArray[np.float64]) -> float:
-    """The integrated autocorrelation time of a series, in steps: 1 if its numbers are independent.
+    """Return the integrated autocorrelation time of a series, in steps: 1 if its numbers are independent.
 
     One plus twice the sum of the autocorrelations, up to the first lag that is `WINDOW` times the sum so far: further
     ones are noise, and their sum would grow with the length of the series.
@@ -171,7 +157,7 @@ def duel(
     level: float = 0.95,
     seed: int = 0,
 ) -> Duel:
-    """The difference between the instance errors of A and B on the same streams, with its uncertainty.
+    """Return the difference between the instance errors of A and B on the same streams, with its uncertainty.
 
     Args:
         a: records of A, one for each seed.
@@ -201,14 +187,14 @@ def duel(
 
 
 def block_length(gaps: Sequence[NDArray[np.float64]]) -> int:
-    """How many consecutive images to draw together, for differences of errors image by image."""
+    """Return how many consecutive images to draw together, for differences of errors image by image."""
     longest = max(correlation_time(gap) for gap in gaps)
     images = min(len(gap) for gap in gaps)
     return max(1, min(math.ceil(BLOCK_TIMES * longest), images // LEAST_BLOCKS))
 
 
 def _gap(a: Record, b: Record) -> NDArray[np.float64]:
-    """(T,) whether A is wrong minus whether B is, image by image."""
+    """Return whether A is wrong minus whether B is, image by image, (T,)."""
     same = all(torch.equal(x, y) for x, y in ((a.label, b.label), (a.domain, b.domain))) and a.domains == b.domains
     if not same:
         raise ValueError(
@@ -218,7 +204,7 @@ def _gap(a: Record, b: Record) -> NDArray[np.float64]:
 
 
 def _block_sums(gap: NDArray[np.float64], block: int, draws: int, rng: np.random.Generator) -> NDArray[np.float64]:
-    """(draws,) sums over as many images, in blocks that start anywhere; the end of the stream joins its start."""
+    """Return (draws,) sums over as many images, in blocks that start anywhere; the stream is a circle."""
     count = len(gap)
     total = np.concatenate(([0.0], np.cumsum(np.concatenate((gap, gap[:block])))))
     whole, rest = divmod(count, block)

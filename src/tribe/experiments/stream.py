@@ -60,16 +60,21 @@ class Stream:
         self.schedules = [scenario.schedule(self.labels, seed) for seed in seeds]
         self.cuts = [_cuts(schedule, batch) for schedule in self.schedules]  # the images of each batch, by stream
 
+    @property
+    def images(self) -> int:
+        """The number of images of all streams."""
+        return sum(len(schedule.index) for schedule in self.schedules)
+
     def __len__(self) -> int:
-        """How many batches."""
+        """Return the number of batches."""
         return max(len(cuts) for cuts in self.cuts)
 
     def __iter__(self) -> Iterator[Batch]:
-        """All batches from the beginning."""
+        """Yield all batches from the beginning."""
         return self.starting_at(0)
 
     def starting_at(self, step: int, *, pin: bool = False, ahead: int = 1) -> Iterator[Batch]:
-        """The batches from one on, as a run that is resumed needs them.
+        """Yield the batches from one on, as a run that is resumed needs them.
 
         While one batch is used, the next ones are read. A caller that stops early waits for nothing.
 
@@ -123,7 +128,7 @@ class Stream:
         return Batch(x, y.where(valid, -1), domain.where(valid, -1), valid, torch.tensor(starts))
 
     def _row(self, schedule: Schedule, cut: slice, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Images, labels, domains and marks of one stream's batch; all but the images padded to ``width``."""
+        """Return images, labels, domains and marks of one stream's batch; all but the images padded to ``width``."""
         domain, index = schedule.domain[cut], schedule.index[cut]
         y, padded = (torch.full((width,), -1) for _ in range(2))
         images: Tensor = torch.empty(0)
@@ -141,7 +146,7 @@ class Stream:
 
 
 def _stack(rows: Sequence[Tensor], width: int, pin: bool) -> Tensor:
-    """The images (S, B, ...) of all streams; where a stream has fewer, zeros.
+    """Return the images (S, B, ...) of all streams; where a stream has fewer, zeros.
 
     Using new memory costs nearly as much as decoding a JPEG file of the same size. So the images of one stream are not
     copied, unless to pinned memory, which torch uses again.
@@ -158,7 +163,7 @@ def _stack(rows: Sequence[Tensor], width: int, pin: bool) -> Tensor:
 
 
 def _cuts(schedule: Schedule, batch: int) -> list[slice]:
-    """Where batches begin and end: every ``batch`` images, and before every reset."""
+    """Return where batches begin and end: every ``batch`` images, and before every reset."""
     borders = [*schedule.reset.nonzero().flatten().tolist(), len(schedule.index)]
     cuts, start = [], 0
     for border in borders:

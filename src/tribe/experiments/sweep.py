@@ -14,7 +14,6 @@ from torch import Tensor
 
 from tribe.experiments.record import Record
 from tribe.experiments.store import Result
-from tribe.fields import document
 
 MOST_POINTS = 10_000
 
@@ -25,30 +24,24 @@ MOST_POINTS = 10_000
 class Axis(NamedTuple):
     """Fields that vary together, and the values that they take: one field in a grid, several in a list."""
 
-    places: tuple[str, ...]
-    values: tuple[tuple[Any, ...], ...]
+    places: tuple[str, ...]  # the fields, such as tribe.lr
+    values: tuple[tuple[Any, ...], ...]  # for each point of the axis, a value for each field
 
     @property
     def name(self) -> str:
-        """The fields in one word."""
+        """The fields in one text."""
         return ", ".join(self.places)
 
     def labels(self) -> list[str]:
-        """The values in words, one for each point."""
+        """Return the values as text, one for each point."""
         return [", ".join(map(str, value)) for value in self.values]
 
-
-document(
-    Axis,
-    places="The fields, such as tribe.lr.",
-    values="For each point of the axis, a value for each field.",
-)
 
 Point = dict[str, Any]  # field, such as tribe.lr -> value
 
 
 def make_axes(grid: Mapping[str, Sequence[Any]], listed: Mapping[str, Sequence[Any]]) -> list[Axis]:
-    """The axes of a sweep: one for each field of ``grid``, and one for all fields of ``listed`` together.
+    """Return the axes of a sweep: one for each field of ``grid``, and one for all fields of ``listed`` together.
 
     >>> [axis.labels() for axis in make_axes({"tribe.lr": [0.1, 0.2]}, {"tribe.eta": [1, 2], "tribe.h0": [3, 4]})]
     [['0.1', '0.2'], ['1, 3', '2, 4']]
@@ -73,7 +66,7 @@ def make_axes(grid: Mapping[str, Sequence[Any]], listed: Mapping[str, Sequence[A
 
 
 def points_of(axes: Sequence[Axis]) -> Iterator[Point]:
-    """All points of a sweep; the values of the last axis change fastest.
+    """Yield all points of a sweep; the values of the last axis change fastest.
 
     >>> list(points_of(make_axes({"a.x": [1, 2]}, {})))
     [{'a.x': 1}, {'a.x': 2}]
@@ -84,7 +77,7 @@ def points_of(axes: Sequence[Axis]) -> Iterator[Point]:
 
 
 def _different(values: Sequence[Any]) -> list[Any]:
-    """Values without repeats; 1, 1.0 and True are different."""
+    """Return values without repeats; 1, 1.0 and True are different."""
     return list({(repr(value)): value for value in values}.values())
 
 
@@ -96,15 +89,7 @@ class Score(NamedTuple):
 
     words: str
     better: Literal["higher", "lower"]
-    of: Callable[[Record], float | None]
-
-
-document(
-    Score,
-    words="What it is.",
-    better="Whether a higher or a lower value is better.",
-    of="The score of a record; None if the record does not have what it needs.",
-)
+    of: Callable[[Record], float | None]  # of a record; None if the record does not hold the columns for it
 
 
 def _estimate(record: Record) -> float | None:
@@ -124,7 +109,7 @@ def _confidence(record: Record) -> float | None:
 
 
 def _mean(column: Tensor) -> float | None:
-    """The mean of the values that are known; None if there is none."""
+    """Return the mean of the finite values; None if there is none."""
     mean = float(column.double().nanmean()) if len(column) else math.nan
     return mean if math.isfinite(mean) else None
 
@@ -139,26 +124,26 @@ SCORES = {
 
 
 def predicted_classes(record: Record) -> float | None:
-    """How many classes are predicted, as their effective number: e to the entropy of their shares. 1: a collapse.
+    """Return the effective number of predicted classes: e to the entropy of their shares. 1: a collapse.
 
-    It is no score: how many classes a stream shows is not known without labels.
+    It is not a score: how many classes a stream shows is not known without labels.
     """
     shares = record.prediction.bincount().double() / max(len(record.prediction), 1)
     return float((-shares * shares.clamp_min(1e-300).log()).sum().exp()) if len(record.prediction) else None
 
 
 def mean_over_seeds(records: Sequence[Record], of: Callable[[Record], float | None]) -> float | None:
-    """The mean of a number over records; None if there are none, or one lacks what the number needs."""
-    found = [of(record) for record in records]
-    known = [value for value in found if value is not None]
-    return math.fsum(known) / len(known) if known and len(known) == len(found) else None
+    """Return the mean of a number over records; None if there are none, or one does not have it."""
+    values = [of(record) for record in records]
+    numbers = [value for value in values if value is not None]
+    return math.fsum(numbers) / len(numbers) if numbers and len(numbers) == len(values) else None
 
 
 # -- the outcome ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Row:
+class SweepRow:
     """A point of a sweep that was played, or the reason why it was not."""
 
     point: Point
@@ -174,17 +159,17 @@ class Row:
         return error if math.isfinite(error) else None
 
 
-def make_row(point: Point, outcome: Result | str) -> Row:
-    """The row of a point; an outcome in words is the reason why there is no result."""
+def make_row(point: Point, outcome: Result | str) -> SweepRow:
+    """Return the row of a point; a text is the reason why there is no result."""
     if isinstance(outcome, str):
-        return Row(point, None, dict.fromkeys(SCORES), outcome)
+        return SweepRow(point, None, dict.fromkeys(SCORES), outcome)
     records = outcome.records() if outcome.has_records else []
     scores = {name: mean_over_seeds(records, score.of) for name, score in SCORES.items()}
-    return Row(point, outcome, scores, classes=mean_over_seeds(records, predicted_classes))
+    return SweepRow(point, outcome, scores, classes=mean_over_seeds(records, predicted_classes))
 
 
-def default_score(rows: Sequence[Row]) -> str:
-    """The first of `SCORES` that every result has and that differs between them; else the confidence."""
+def default_score(rows: Sequence[SweepRow]) -> str:
+    """Return the first of `SCORES` that every result has and that differs between them; else the confidence."""
     played = [row for row in rows if row.result is not None]
     for name in SCORES:
         values = [row.scores[name] for row in played]
@@ -193,14 +178,14 @@ def default_score(rows: Sequence[Row]) -> str:
     return "confidence"
 
 
-def best_by_score(rows: Sequence[Row], name: str) -> Row | None:
-    """The best point without labels; None if no result has the score."""
+def best_by_score(rows: Sequence[SweepRow], name: str) -> SweepRow | None:
+    """Return the best point without labels; None if no result has the score."""
     sign = 1 if SCORES[name].better == "lower" else -1
-    known = [(sign * value, row) for row in rows if (value := row.scores[name]) is not None]
-    return min(known, key=lambda pair: pair[0])[1] if known else None
+    scored = [(sign * value, row) for row in rows if (value := row.scores[name]) is not None]
+    return min(scored, key=lambda pair: pair[0])[1] if scored else None
 
 
-def best_by_labels(rows: Sequence[Row]) -> Row | None:
-    """The point with the lowest error; None without labels."""
-    known = [(error, row) for row in rows if (error := row.error) is not None]
-    return min(known, key=lambda pair: pair[0])[1] if known else None
+def best_by_labels(rows: Sequence[SweepRow]) -> SweepRow | None:
+    """Return the point with the lowest error; None without labels."""
+    errors = [(error, row) for row in rows if (error := row.error) is not None]
+    return min(errors, key=lambda pair: pair[0])[1] if errors else None

@@ -1,4 +1,4 @@
-"""What a watched or guarded method knew of its own stream while it was played: estimates and alarms, image by image."""
+"""Estimates and alarms of a watched or guarded method while a stream was played, image by image."""
 
 import math
 from typing import Any, NamedTuple
@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from tribe.core.backbone import Backbone
-from tribe.fields import document
 from tribe.health.alarms import KINDS
 from tribe.methods import AnyMethod, Pipeline
 
@@ -18,25 +17,25 @@ MOST_KINDS = 62  # of alarms: a bit each
 class Watched(NamedTuple):
     """Columns with a value for each image of a stream, of when its batch was done."""
 
-    accuracy: Tensor
-    low: Tensor
-    high: Tensor
-    alarms: Tensor
-    kinds: tuple[str, ...]
+    accuracy: Tensor  # (T,) float32, the estimated accuracy of the last 500 images; NaN without a calibration
+    low: Tensor  # (T,) float32, the lower end of its 90 % interval
+    high: Tensor  # (T,) float32, its upper end
+    alarms: Tensor  # (T,) int64, which alarms were on: a bit for each of `kinds`
+    kinds: tuple[str, ...]  # the names of the alarms
 
     def beginnings(self) -> list[tuple[int, str]]:
-        """Image and kind of every alarm that began."""
-        found = []
+        """Return image and kind of every alarm that began."""
+        began = []
         for bit, kind in enumerate(self.kinds):
             on = (self.alarms >> bit & 1).bool()
             begins = on & ~torch.cat((torch.zeros(1, dtype=torch.bool), on[:-1]))
-            found += [(image, kind) for image in begins.nonzero()[:, 0].tolist()]
-        return sorted(found)
+            began += [(image, kind) for image in begins.nonzero()[:, 0].tolist()]
+        return sorted(began)
 
-    def damage(self) -> str | None:
-        """Why no run has written such columns; None for sound ones."""
-        if len({len(self.alarms), *(len(getattr(self, name)) for name in COLUMNS)}) > 1:
-            return "its columns of health differ in length"
+    def damage(self, images: int) -> str | None:
+        """Return why no run of so many images has written such columns; None for sound ones."""
+        if {len(getattr(self, name)) for name in COLUMNS} != {images}:
+            return f"its columns of health do not have {images} rows each"
         if len(self.kinds) > MOST_KINDS:
             return f"it names {len(self.kinds)} kinds of alarms; expected at most {MOST_KINDS}"
         for name in ("accuracy", "low", "high"):
@@ -48,18 +47,8 @@ class Watched(NamedTuple):
         return None
 
 
-document(
-    Watched,
-    accuracy="(T,) float32, the estimated accuracy of the last 500 images; NaN without a calibration.",
-    low="(T,) float32, the lower end of its 90 % interval.",
-    high="(T,) float32, its upper end.",
-    alarms="(T,) int64, which alarms were on: a bit for each of `kinds`.",
-    kinds="The names of the alarms.",
-)
-
-
 def look(method: AnyMethod, net: Backbone, state: Any) -> dict[str, Tensor] | None:
-    """The columns' values now, (S,) each; None if nothing watches. Waits for the device."""
+    """Return the columns' values now, (S,) each; None if nothing watches. Waits for the device."""
     if not isinstance(method, Pipeline) or method.guard is None:
         return None
     watcher, watch = method.guard.watcher(net, method.method), state.guard.watch

@@ -1,17 +1,17 @@
 """A workbench builds components by name: data sets, scenarios, networks and methods, with the fields they are given.
 
-It knows where data and weights are and which device computes. What cannot be built is a ValueError (or TypeError,
-OSError) that says why.
+It holds where data and weights are and which device computes. Each component is built once. What cannot be built is a
+ValueError (or TypeError, OSError) that says why.
 """
 
 import copy
 import dataclasses
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from types import UnionType
-from typing import Any, NamedTuple, Union, get_args, get_origin
+from typing import Any, NamedTuple, TypeVar, Union, get_args, get_origin
 
 import torch
 
@@ -24,37 +24,48 @@ from tribe.data.datasets.files import data_root
 from tribe.data.datasets.imagenet import holds_classes
 from tribe.data.scenarios import Scenario
 from tribe.experiments.provenance import code_at, code_of
-from tribe.experiments.spec import ComponentSpec, canonical, decode_fields, describe
+from tribe.experiments.spec import ComponentSpec, canonical, decode_fields
 from tribe.experiments.stream import Stream
 from tribe.fields import is_number
 from tribe.knowledge import Knowledge, KnowledgeError, find_knowledge, knowledge_path
 from tribe.methods import AnyMethod, check_classes, get_fields, with_fields
 
+T = TypeVar("T")
 
-class Components(NamedTuple):
-    """The components of an experiment, built, with the names they were requested by."""
 
-    dataset: Dataset
-    net: Backbone
-    scenario: Scenario
+class Parts(NamedTuple):
+    """The components of an experiment, built."""
+
+    net: Backbone  # in float32
     method: AnyMethod
-    images: str  # the data set's fingerprint
-    weights: str  # the network's
-    dataset_name: str
-    model: ComponentSpec
-    scenario_name: str
-    method_name: str
+    stream: Stream
+    images: str  # fingerprint of the images
+    weights: str  # fingerprint of the network
+
+
+class MissingKnowledge(KnowledgeError):
+    """A method whose source knowledge is missing or cannot be used: why, and the command that makes it."""
+
+    def __init__(self, why: str, command: str) -> None:
+        super().__init__(f"{why}. Here: {command}")
+        self.why, self.command = why, command
+
+    @staticmethod
+    def of_all(errors: "Sequence[MissingKnowledge]") -> "MissingKnowledge":
+        """Return one error for several methods."""
+        whys, commands = (dict.fromkeys(texts) for texts in zip(*((e.why, e.command) for e in errors), strict=True))
+        return MissingKnowledge(". ".join(whys), " && ".join(commands))
 
 
 class Workbench:
-    """Where experiments are computed: a device, the place of data and weights, and a cache of what was built.
+    """Where experiments are computed: a device, the place of data and weights, and the components built so far.
 
     Args:
-        data: root of the data sets; None: $TRIBE_DATA or the cache directory.
+        data: Root of the data sets; None: $TRIBE_DATA or the cache directory.
         device: auto, cpu, cuda or cuda:1.
-        weights: files of weights by the name of the network; others lie where `tribe train` puts them.
-        threads: that a CPU computes with; None: as many as torch takes now.
-        networks: custom networks by name, such as ``file.py:net``.
+        weights: Files of weights by the name of the network; others lie where `tribe train` puts them.
+        threads: That a CPU computes with; None: as many as torch takes now.
+        networks: Custom networks by name, such as ``file.py:net``.
     """
 
     def __init__(
@@ -72,212 +83,166 @@ class Workbench:
         self.threads = threads or torch.get_num_threads()
         self.weights = {name: Path(path) for name, path in (weights or {}).items()}
         self.networks = dict(networks or {})
-        self._datasets: dict[str, Dataset] = {}  # by name and fields, and by name, fields of a spec and fingerprint
-        self._images: dict[int, str] = {}  # by the id of the data set
-        self._nets: dict[str, tuple[Backbone, str]] = {}
-        self._methods: dict[tuple[object, ...], AnyMethod] = {}
-        self._streams: dict[str, Stream] = {}
+        self._built: dict[str, Any] = {}
 
-    def prepare(
+    def build(
         self,
         dataset: ComponentSpec,
         model: ComponentSpec,
         scenario: ComponentSpec,
         method: ComponentSpec,
-        *,
-        images: str | None = None,
-    ) -> Components:
-        """Build the components of an experiment, or say why it cannot be done; ``images``: see `dataset`."""
+        seeds: Sequence[int] = (0,),
+        batch: int = 64,
+    ) -> Parts:
+        """Build the components of an experiment, or say why it cannot be done."""
         try:
-            data = self.dataset(dataset, images)
-            request = Request(dataset.name, model.name, self.weights.get(model.name), self.data)
-            net, weights = self.net(request, data, model)
-            protocol = build_scenario(scenario.name, decode_fields(scenario.fields))
-            protocol = protocol if protocol.domains is not None else protocol.on(data.domains)
-            adapting = self.method(request, data, net, model, method)
-            names = dataset.name, model, scenario.name, method.name
-            return Components(data, net, protocol, adapting, self._fingerprint(dataset.name, data), weights, *names)
+            stream = self.stream(dataset, scenario, seeds, batch)  # refuses missing data before the weights are read
+            data, place = stream.dataset, [dataset.name, dataset.fields]
+            net, weights = self._once(
+                [model.name, model.fields, trained_on(data), optional(data, "outputs")],
+                lambda: self._fingerprinted(self.network(model.name, data, decode_fields(model.fields))),
+            )
+            adapting = self._once(
+                [*place, model.name, model.fields, id(methods.get(method.name)), method.name, method.fields],
+                lambda: self.method(method.name, net, data, model.name, decode_fields(method.fields)),
+            )
+            images = self._once(["images", *place], lambda: fingerprint(data))
+            return Parts(net, adapting, stream, images, weights)
         except TypeError as error:  # a field that a component does not have
             raise ValueError(str(error)) from error
 
-    def dataset(self, spec: ComponentSpec, images: str | None = None) -> Dataset:
-        """A data set, opened once.
-
-        The spec of an experiment does not say in which folder the images are. ``images`` is their fingerprint: of the
-        data sets with this spec that were opened before, it selects the one with these images.
-        """
-        key = canonical([spec.name, spec.fields, images])
-        if images is None or key not in self._datasets:
-            key = canonical([spec.name, spec.fields])
-        if key not in self._datasets:
-            data = self._datasets[key] = build_dataset(spec.name, self.data, decode_fields(spec.fields))
-            described = describe(spec.name, data, strict=False)  # as an experiment names it, with every default
-            self._datasets.setdefault(canonical([spec.name, described.fields]), data)
-        return self._datasets[key]
-
-    def fingerprint(self, spec: ComponentSpec) -> str:
-        """The fingerprint of a data set's images, computed once."""
-        return self._fingerprint(spec.name, self.dataset(spec))
-
-    def _fingerprint(self, name: str, data: Dataset) -> str:
-        if id(data) not in self._images:
-            images = self._images[id(data)] = fingerprint(data)
-            described = describe(name, data, strict=False)
-            self._datasets.setdefault(canonical([name, described.fields, images]), data)
-        return self._images[id(data)]
-
-    def net(self, request: "Request", data: Dataset, spec: ComponentSpec) -> tuple[Backbone, str]:
-        """A network on the device, read once, and its fingerprint, which takes a while."""
-        key = canonical([spec.name, spec.fields, trained_on(data, request.dataset), optional(data, "outputs")])
-        if key not in self._nets:
-            model = self.networks.get(spec.name)
-            model = build_model(request, data, decode_fields(spec.fields)) if model is None else model
-            model = model.to(self.device)
-            net = restrict(model if isinstance(model, Backbone) else Backbone(model), data)
-            self._nets[key] = net, net.fingerprint()
-        return self._nets[key]
-
-    def method(
-        self, request: "Request", data: Dataset, net: Backbone, model: ComponentSpec, spec: ComponentSpec
-    ) -> AnyMethod:
-        """A method, built once: it takes long to read its source knowledge and to check it against the network."""
-
-        def key(fields: Mapping[str, Any]) -> tuple[object, ...]:
-            return id(data), methods.get(spec.name), canonical([model.name, model.fields, spec.name, fields])
-
-        if key(spec.fields) not in self._methods:
-            method = build_method(spec.name, net, data, request, decode_fields(spec.fields))
-            self._methods[key(spec.fields)] = method
-            described = describe(spec.name, method, strict=False)  # as an experiment names it, with every default
-            self._methods.setdefault(key(described.fields), method)
-        return self._methods[key(spec.fields)]
+    def dataset(self, spec: ComponentSpec) -> Dataset:
+        """Return a data set, opened once."""
+        return self._once(
+            [spec.name, spec.fields], (lambda: build_dataset(spec.name, self.data, decode_fields(spec.fields)))
+        )
 
     def stream(
-        self,
-        dataset: ComponentSpec,
-        scenario: ComponentSpec,
-        seeds: Sequence[int] = (0,),
-        batch: int = 64,
-        images: str | None = None,
+        self, dataset: ComponentSpec, scenario: ComponentSpec, seeds: Sequence[int] = (0,), batch: int = 64
     ) -> Stream:
-        """Streams of a data set, made once: experiments with the same data, scenario and seeds share them.
+        """Return streams of a data set, made once: experiments with the same data, scenario and seeds share them."""
+        return self._once(
+            [dataset.name, dataset.fields, scenario.name, scenario.fields, list(seeds), batch],
+            (
+                lambda: Stream(
+                    self.dataset(dataset), build_scenario(scenario.name, decode_fields(scenario.fields)), seeds, batch
+                )
+            ),
+        )
 
-        ``images``: see `dataset`.
-        """
-        key = canonical([dataset.json(), scenario.json(), list(seeds), batch, images])
-        if key not in self._streams:
-            protocol = build_scenario(scenario.name, decode_fields(scenario.fields))
-            self._streams[key] = Stream(self.dataset(dataset, images), protocol, seeds, batch)
-        return self._streams[key]
+    def module(self, name: str, data: Dataset, fields: Mapping[str, Any]) -> torch.nn.Module:
+        """Return a network with weights: a custom one, or that of ``weights``, its library or the data set."""
+        if name in self.networks:
+            return self.networks[name]
+        path = self.weights.get(name)
+        if path is None and name.startswith(("timm/", "torchvision/")):
+            return models.create(name, pretrained=True, **fields)
+        path = models.find(name, trained_on(data), self.root(data)) if path is None else path
+        return models.load(name, path, **fields)
+
+    def network(self, name: str, data: Dataset, fields: Mapping[str, Any]) -> Backbone:
+        """Return a network on the device, with the outputs that are the classes of the data set."""
+        model = self.module(name, data, fields).to(self.device)
+        return restrict(model if isinstance(model, Backbone) else Backbone(model), data)
+
+    def method(self, name: str, net: Backbone, data: Dataset, model: str, fields: Mapping[str, Any]) -> AnyMethod:
+        """Return a method with its published settings for the data set and, where it needs it, its source knowledge."""
+        if methods.get(name).needs is None:
+            return plain_method(name, net, data, fields)
+        alone = methods.parse(name).alone  # knowledge does not depend on a guard or a filter
+        own = methods.field_names(alone)
+        unusual = departures(alone, net, data, {field: value for field, value in fields.items() if field in own})
+        path = find_knowledge(alone, model, trained_on(data), self.root(data), unusual)
+        try:
+            method = plain_method(name, net, data, {"knowledge": path, **fields})
+            method.init(net)  # refuses knowledge that is missing or belongs to another network
+            _check_knowledge(method, trained_on(data))
+        except KnowledgeError as error:
+            raise MissingKnowledge(str(error), self._source_command(alone, data, model, unusual)) from error
+        return method
+
+    def root(self, data: Dataset | type[Dataset]) -> Path:
+        """Return the root of all data: ``data``, unless it is the folder of this data set alone."""
+        of_all = self.data is not None and "data" in _fields(data) and not holds_classes(self.data)
+        return data_root(str(self.data) if of_all else None)
+
+    def _once(self, key: Sequence[Any], make: Callable[[], T]) -> T:
+        name = canonical(key)
+        if name not in self._built:
+            self._built[name] = make()
+        built: T = self._built[name]
+        return built
+
+    @staticmethod
+    def _fingerprinted(net: Backbone) -> tuple[Backbone, str]:
+        return net, net.fingerprint()
+
+    def _source_command(self, method: str, data: Dataset, model: str, fields: Mapping[str, Any]) -> str:
+        """Return the command that makes the source knowledge of a method with these fields, where it is searched."""
+        clean, words = trained_on(data), ["tribe", "source", method, "--model", model]
+        if clean in datasets.names() and clean != "folder":
+            words += ["--dataset", clean, *([] if self.data is None else ["--data", str(self.data)])]
+        else:
+            place = knowledge_path(method, model, clean, self.root(data), fields)
+            words += ["--dataset", "folder", "--data", "TRAINING_IMAGES"]
+            words += [] if clean == "folder" else ["--out", str(place)]
+        words += ["--weights", str(self.weights[model])] if model in self.weights else []
+        return shlex.join(
+            words + [word for name, value in fields.items() for word in ("--set", f"{method}.{name}={value}")]
+        )
 
 
 # -- one component ----------------------------------------------------------------------------------------------------
 
 
-class Request(NamedTuple):
-    """The names of a data set and a network, and where their files are."""
-
-    dataset: str
-    model: str
-    weights: Path | None = None
-    data: Path | None = None
-
-    @property
-    def root(self) -> Path:
-        """The root of all data, which ``data`` is unless it is the folder of this data set alone."""
-        of_all = self.data is not None and "data" in _fields(self.dataset) and not holds_classes(self.data)
-        return data_root(str(self.data) if of_all else None)
-
-
-class MissingKnowledge(KnowledgeError):
-    """A method whose source knowledge is missing or cannot be used: why, and the command that makes it."""
-
-    def __init__(self, why: str, command: str) -> None:
-        super().__init__(f"{why}. Here: {command}")
-        self.why, self.command = why, command
-
-    @staticmethod
-    def of_all(errors: "Sequence[MissingKnowledge]") -> "MissingKnowledge":
-        """One error for several methods."""
-        whys, commands = (dict.fromkeys(texts) for texts in zip(*((e.why, e.command) for e in errors), strict=True))
-        return MissingKnowledge(". ".join(whys), " && ".join(commands))
-
-
 def build_dataset(name: str, data: Path | None, fields: Mapping[str, Any]) -> Dataset:
-    """A data set by name; ``data`` is the root of all of them, or the folder of this one."""
-    place = {} if data is None else {"data" if "data" in _fields(name) else "root": str(data)}
-    if "root" in _fields(name) and "root" not in {**place, **fields}:
+    """Return a data set by name; ``data`` is the root of all of them, or the folder of this one."""
+    known = _fields(datasets.get(name))
+    place = {} if data is None else {"data" if "data" in known else "root": str(data)}
+    if "root" in known and "root" not in {**place, **fields}:
         raise ValueError(f"data set {name} needs its folder: --data FOLDER, or root= among its fields")
     return datasets.create(name, **{**place, **_converted([datasets.get(name)], fields)})
 
 
 def build_scenario(name: str, fields: Mapping[str, Any]) -> Scenario:
-    """A scenario by name."""
+    """Return a scenario by name."""
     return scenarios.create(name, **_converted([scenarios.get(name)], fields))
 
 
-def build_model(request: Request, data: Dataset, fields: Mapping[str, Any]) -> torch.nn.Module:
-    """A network with weights: those of the request, else those of its library, else those found for the data set."""
-    weights = request.weights
-    if weights is None and request.model.startswith(("timm/", "torchvision/")):
-        return models.create(request.model, pretrained=True, **fields)
-    if weights is None:
-        weights = models.find(request.model, trained_on(data, request.dataset), request.root)
-    return models.load(request.model, weights, **fields)
-
-
 def restrict(net: Backbone, data: Dataset) -> Backbone:
-    """The network with the outputs that are the classes of a data set, if it tells more classes apart."""
-    outputs, known = optional(data, "outputs"), net.classes
-    if outputs is None or known is None or known <= max(outputs) or known == len(outputs):
+    """Return the network with the outputs that are the classes of a data set, if it has more."""
+    outputs, count = optional(data, "outputs"), net.classes
+    if outputs is None or count is None or count <= max(outputs) or count == len(outputs):
         return net
     return net.restricted_to(outputs)
 
 
-def build_method(name: str, net: Backbone, data: Dataset, request: Request, fields: Mapping[str, Any]) -> AnyMethod:
-    """A method with its published settings for the data set and, where it needs it, its source knowledge."""
-    if methods.get(name).needs is None:
-        return plain_method(name, net, data, request.dataset, fields)
-    clean, alone = trained_on(data, request.dataset), methods.parse(name).alone  # the method needs knowledge alone
-    own = methods.field_names(alone)
-    given = {field: value for field, value in fields.items() if field in own}
-    unusual = departures(alone, net, data, request.dataset, given)
-    path = find_knowledge(alone, request.model, clean, request.root, unusual)
-    try:
-        method = plain_method(name, net, data, request.dataset, {"knowledge": path, **fields})
-        method.init(net)  # refuses knowledge that is missing or belongs to another network
-        _check_knowledge(method, clean)
-    except KnowledgeError as error:
-        raise MissingKnowledge(str(error), _source_command(alone, clean, request, unusual)) from error
-    return method
-
-
-def plain_method(name: str, net: Backbone, data: Dataset, dataset: str, fields: Mapping[str, Any]) -> AnyMethod:
-    """A method with its published settings for the data set, if there are any."""
+def plain_method(name: str, net: Backbone, data: Dataset, fields: Mapping[str, Any]) -> AnyMethod:
+    """Return a method with its published settings for the data set, if there are any; without source knowledge."""
     check_classes(net, None)
-    known, outputs = len(data.classes), net.classes
-    if known and outputs and known != outputs:
+    count, outputs = len(data.classes), net.classes
+    if count and outputs and count != outputs:
         raise ValueError(
-            f"the network tells {outputs} classes apart, but {dataset} has {known}, and does not say which outputs "
-            "they are, as folders with the wnids of ImageNet do"
+            f"the network has {outputs} outputs, but {trained_on(data)} has {count} classes, and does not say which "
+            "outputs they are, as folders with the wnids of ImageNet do"
         )
     cls = methods.get(name)
-    published = cls.presets.get(trained_on(data, dataset), {})
-    given = {**published, "classes": outputs or known, **_converted(methods.classes_of(name), fields)}
+    published = cls.presets.get(trained_on(data), {})
+    given = {**published, "classes": outputs or count, **_converted(methods.classes_of(name), fields)}
     if "room" not in fields and (usual := published.get("room", getattr(cls, "room", None))) is not None:
-        given["room"] = max(usual, _values(data))  # the default is for small images
+        given["room"] = max(usual, _numbers_of_image(data))  # the default is for small images
     return methods.create(name, **given)
 
 
-def departures(name: str, net: Backbone, data: Dataset, dataset: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields, but for source knowledge, in which a method differs from the one without any given field."""
+def departures(name: str, net: Backbone, data: Dataset, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields, except source knowledge, in which a method differs from the one with no field given."""
     given = {field: value for field, value in fields.items() if field != "knowledge"}
-    usual, changed = (get_fields(plain_method(name, net, data, dataset, chosen)) for chosen in ({}, given))
+    usual, changed = (get_fields(plain_method(name, net, data, chosen)) for chosen in ({}, given))
     return {field: changed[field] for field in given if changed[field] != usual[field]}
 
 
 def in_precision(net: Backbone, method: AnyMethod, precision: str) -> tuple[Backbone, AnyMethod]:
-    """A network, and a method that was built for it, in a precision: for bf16 a copy of the network with such weights.
+    """Return a network, and a method that was built for it, in a precision; for bf16 a copy of the network.
 
     Statistics and the affine parameters of norm layers stay float32. Source knowledge describes the network before it
     is rounded; the method's copy of it names the rounded one.
@@ -285,70 +250,63 @@ def in_precision(net: Backbone, method: AnyMethod, precision: str) -> tuple[Back
     if precision != "bf16":
         return net, method
     rounded = copy.deepcopy(net).to(torch.bfloat16)
-    known = get_fields(method).get("knowledge")
-    if isinstance(known, Knowledge):
-        known = dataclasses.replace(known, network=rounded.fingerprint(exact=False))
-        method = with_fields(method, knowledge=known)
+    knowledge = get_fields(method).get("knowledge")
+    if isinstance(knowledge, Knowledge):
+        knowledge = dataclasses.replace(knowledge, network=rounded.fingerprint(exact=False))
+        method = with_fields(method, knowledge=knowledge)
     return rounded, method
 
 
-def trained_on(data: Dataset, name: str) -> str:
-    """The clean data set behind a corrupted one: what a source network was trained on."""
-    return optional(data, "clean_name") or name
+def trained_on(data: Dataset | type[Dataset]) -> str:
+    """Return the name of the clean data set behind a corrupted one: the data that a source network was trained on."""
+    return str(optional(data, "clean_name") or optional(data, "name") or type(data).__name__)
 
 
 def model_code(name: str) -> str | None:
-    """The hash of a network's code; None: it is part of tribe or of a library."""
+    """Return the hash of a network's code; None if it is part of tribe or of a library."""
     place, colon, _ = name.rpartition(":")
     return code_at(place) if colon else code_of(type(models.architecture(name)))
 
 
 def _check_knowledge(method: AnyMethod, clean: str) -> None:
     """Refuse knowledge of other images than the network of this data set was trained on."""
-    known = get_fields(method).get("knowledge")
-    images = known.spec.get("dataset") if isinstance(known, Knowledge) else None
+    knowledge = get_fields(method).get("knowledge")
+    images = knowledge.spec.get("dataset") if isinstance(knowledge, Knowledge) else None
     if images is not None and images not in (clean, "folder"):
-        raise KnowledgeError(f"{known!r} was taken from {images}, not from {clean}")
+        raise KnowledgeError(f"{knowledge!r} was taken from {images}, not from {clean}")
 
 
-def _source_command(method: str, clean: str, request: Request, fields: Mapping[str, Any]) -> str:
-    """The command that makes the source knowledge of a method with these fields, at the path where it is searched."""
-    words = ["tribe", "source", method, "--model", request.model]
-    if clean in datasets.names() and clean != "folder":
-        words += ["--dataset", clean, *([] if request.data is None else ["--data", str(request.data)])]
-    else:
-        place = knowledge_path(method, request.model, clean, request.root, fields)
-        words += ["--dataset", "folder", "--data", "TRAINING_IMAGES"]
-        words += [] if clean == "folder" else ["--out", str(place)]
-    words += [] if request.weights is None else ["--weights", str(request.weights)]
-    return shlex.join(
-        words + [word for name, value in fields.items() for word in ("--set", f"{method}.{name}={value}")]
-    )
-
-
-def _values(data: Dataset) -> int:
-    """The number of values of an image: what a memory of images needs room for."""
+def _numbers_of_image(data: Dataset) -> int:
+    """Return the number of values of an image: a memory of images needs room for them."""
     domain = next((domain for domain in data.domains if len(data.labels(domain))), None)
     return 0 if domain is None else data.images(domain, torch.tensor([0]))[0].numel()
 
 
-def _converted(components: Sequence[type[Any]], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields in the types that components take, from what people write."""
+def _fields(component: Any) -> set[str]:
+    return {field.name for field in dataclasses.fields(component)} if dataclasses.is_dataclass(component) else set()
+
+
+# -- values of fields -------------------------------------------------------------------------------------------------
+
+
+def _converted(components: Sequence[Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return fields in the types that components take, from what people write."""
     types = {field.name: field.type for component in components for field in dataclasses.fields(component)}
     return {name: _convert(types.get(name), value) for name, value in fields.items()}
 
 
 def _convert(wanted: Any, value: Any) -> Any:
-    """A value of a field's type: true, false and none in any case, and for a sequence one value, or words with commas.
+    """Return a value of a field's type: true, false and none in any case; a sequence from one value, or from text.
 
     Numbers become text where the field, or an item of its sequence, is text.
 
-    >>> _convert(bool | None, "false"), _convert(bool | None, "NONE"), _convert(str, "none")
-    (False, None, 'none')
-    >>> _convert(Sequence[str] | None, "fog,snow"), _convert(Sequence[int], 5), _convert(str, "fog,snow")
-    (('fog', 'snow'), (5,), 'fog,snow')
-    >>> _convert(Sequence[str] | None, (9, 8)), _convert(Sequence[str], 9), _convert(str, 2024)
-    (('9', '8'), ('9',), '2024')
+    Example:
+        >>> _convert(bool | None, "false"), _convert(bool | None, "NONE"), _convert(str, "none")
+        (False, None, 'none')
+        >>> _convert(Sequence[str] | None, "fog,snow"), _convert(Sequence[int], 5), _convert(str, "fog,snow")
+        (('fog', 'snow'), (5,), 'fog,snow')
+        >>> _convert(Sequence[str] | None, (9, 8)), _convert(Sequence[str], 9), _convert(str, 2024)
+        (('9', '8'), ('9',), '2024')
     """
     kinds = get_args(wanted) if get_origin(wanted) in (Union, UnionType) else (wanted,)
     constants = {str(constant).lower(): constant for constant in (True, False, None) if type(constant) in kinds}
@@ -363,9 +321,5 @@ def _convert(wanted: Any, value: Any) -> Any:
 
 
 def _text(value: Any) -> Any:
-    """A number as text; other values as they are."""
+    """Return a number as text; other values as they are."""
     return str(value) if is_number(value) else value
-
-
-def _fields(name: str) -> set[str]:
-    return {field.name for field in dataclasses.fields(datasets.get(name))}  # type: ignore[arg-type]

@@ -17,9 +17,8 @@ from tribe.data.datasets.class_folders import output_of, outputs_of, wnids
 from tribe.data.datasets.files import MissingData
 from tribe.data.datasets.image_files import ImageFileError, read_image
 from tribe.experiments.runner import run
-from tribe.experiments.spec import ComponentSpec
 from tribe.experiments.stream import Stream
-from tribe.experiments.workbench import Request, Workbench, plain_method, restrict
+from tribe.experiments.workbench import Workbench, plain_method, restrict
 from tribe.testing import small_network
 
 SISTERS = {"imagenet-v2": "matched-frequency", "imagenet-r": "renditions", "imagenet-a": "adversarial"}
@@ -153,8 +152,10 @@ def test_the_folder_of_the_classes_may_be_named_itself(root):
     assert torch.equal(whole.labels("clean"), direct.labels("clean"))
     (root / "imagenet/val").rename(root / "elsewhere")
     assert imagenet(root / "elsewhere").classes == whole.classes
-    assert Request("imagenet", "compact", None, root).root == root
-    assert Request("imagenet", "compact", None, root / "elsewhere").root != root / "elsewhere", "no place for files"
+    assert Workbench(root, "cpu").root(datasets.get("imagenet")) == root
+    assert Workbench(root / "elsewhere", "cpu").root(datasets.get("imagenet")) != root / "elsewhere", (
+        "no place for files"
+    )
 
 
 CAT = f"holds a folder 'cat', which is not a class of ImageNet; expected .*{WNIDS[0]}.*--dataset folder --data ROOT"
@@ -240,16 +241,16 @@ def test_only_the_classes_of_the_data_set_are_predicted(root):
         torch.testing.assert_close(logits[0], model(x)[:, [1, 281]])
     assert features.shape == (1, 4, 4)
     assert net.fingerprint() == Backbone(model).fingerprint(), "source knowledge of the network still fits"
-    method = plain_method("tent", net, data, "imagenet-r", {})
+    method = plain_method("tent", net, data, {})
     (record,) = run(net, method, Stream(data, scenarios.create("replay"), (0,), batch=4))
     assert record.classes == 2
     assert set(record.prediction.tolist()) <= {0, 1}
 
 
 def test_a_workbench_restricts_and_keeps_networks_apart(root):
-    bench, spec = Workbench(root, "cpu", networks={"mine.py:net": thousand()}), ComponentSpec("mine.py:net")
+    bench = Workbench(root, "cpu", networks={"mine.py:net": thousand()})
     nets = {
-        name: bench.net(Request(name, "mine.py:net"), made(name, root), spec)[0]
+        name: bench.network("mine.py:net", made(name, root), {})
         for name in ("imagenet-r", "imagenet-a", "imagenet-sketch")
     }
     assert [net.classes for net in nets.values()] == [2, 2, 3]
@@ -259,7 +260,7 @@ def test_a_workbench_restricts_and_keeps_networks_apart(root):
 def test_a_network_that_is_not_restricted_is_refused(root):
     data = made("imagenet-r", root)
     stream = Stream(data, scenarios.create("replay"), (0,), batch=4)
-    with pytest.raises(ValueError, match=r"1000 classes apart, but the data set has 2. net.restricted_to\(dataset.out"):
+    with pytest.raises(ValueError, match=r"1000 classes, but the data set has 2. net.restricted_to\(dataset.out"):
         run(Backbone(thousand()), methods.create("source"), stream)
 
 

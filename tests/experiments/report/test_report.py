@@ -274,7 +274,7 @@ def test_many_methods_and_groups_have_a_navigation_and_every_link_leads_somewher
 
 # -- where the numbers come from --------------------------------------------------------------------------------------
 
-SHORT = ("--set", "dataset.corruptions=('impulse_noise',)", "--imbalance", "400", "--no-chart")
+SHORT = ("--set", "dataset.corruptions=('impulse_noise',)", "--set", "scenario.imbalance=400")
 
 
 def said_commands(folder):
@@ -287,7 +287,7 @@ def test_the_command_on_the_page_makes_the_same_records_again(tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TRIBE_DATA", few_digits)
     asked = ["run", *SHORT, "--methods", "source,tent", "--set", "tent.lr=0.01", "--set", "scenario.sigma=0.05"]
-    asked += ["--seed", "3", "--seeds", "2", "--out", "runs", "--scenario", "gli-v", "--batch", "50"]
+    asked += ["--seeds", "3,4", "--out", "runs", "--scenario", "gli-v", "--set", "batch=50"]
     assert tribe_command(*asked).exit_code == 0
     page_of(tmp_path / "runs")
     commands = said_commands(tmp_path / "runs")

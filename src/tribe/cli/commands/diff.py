@@ -5,12 +5,11 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from tribe.cli.app import app
 from tribe.cli.options import AsJson
 from tribe.cli.output import errors_as_messages, print_json, shown
-from tribe.cli.terminal import OutputTarget
+from tribe.cli.tables import make_table, wide_console
 from tribe.experiments.result_diff import DomainDiff, ResultDiff, Side, StreamDiff, diff_results, load_side
 from tribe.experiments.statistics import Spread
 
@@ -35,7 +34,7 @@ def diff(
     if as_json:
         print_json(_plain(sides, found))
     else:
-        OutputTarget("table", None).draw(lambda console: _print(sides, found, console))
+        _print(sides, found, wide_console())
 
 
 def _plain(sides: tuple[Side, Side], found: ResultDiff) -> dict[str, Any]:
@@ -67,10 +66,8 @@ def _print(sides: tuple[Side, Side], found: ResultDiff, console: Console) -> Non
     for letter, side in zip("AB", sides, strict=True):
         console.print(letter, shown(side.name), soft_wrap=True)
     if found.spec:
-        grid = Table("field", "A", "B")
-        for place, one, other in found.spec:
-            grid.add_row(shown(place), *("" if value is None else shown(str(value)) for value in (one, other)))
-        console.print(grid)
+        rows = ([place, *("" if value is None else str(value) for value in values)] for place, *values in found.spec)
+        console.print(make_table(["field", "A", "B"], [], rows))
     else:
         console.print("no field differs")
     if any(seed not in found.seeds for side in sides for seed in side.scores):
@@ -84,31 +81,24 @@ def _print(sides: tuple[Side, Side], found: ResultDiff, console: Console) -> Non
 
 
 def _print_streams(found: ResultDiff, console: Console) -> None:
-    grid = Table("seed", "images", "differ", "first: image", "domain", "label", "A predicts", "B predicts")
-    for column in (0, 1, 2, 3, 5, 6, 7):
-        grid.columns[column].justify = "right"
+    rows = []
     for stream in found.streams:
-        first = ("none", "", "", "", "")
+        first = ["none", "", "", "", ""]
         if (at := stream.first) is not None:
-            label = "?" if at.label < 0 else str(at.label)
             answers = (f"{p} ({100 * c:.1f} %)" for p, c in zip(at.predictions, at.confidences, strict=True))
-            first = (f"{at.image:,}", shown(at.domain), label, *answers)  # type: ignore[assignment]
-        grid.add_row(str(stream.seed), f"{stream.images:,}", f"{stream.different:,}", *first)
-    console.print(grid)
+            first = [f"{at.image:,}", at.domain, "?" if at.label < 0 else str(at.label), *answers]
+        rows.append([str(stream.seed), first[1], f"{stream.images:,}", f"{stream.different:,}", first[0], *first[2:]])
+    numbers = ["images", "differ", "first: image", "label", "A predicts", "B predicts"]
+    console.print(make_table(["seed", "domain"], numbers, rows))
     largest = max(stream.confidence for stream in found.streams)
     console.print(f"images count from 0; confidences of one image differ by at most {largest:.2g}", highlight=False)
 
 
 def _print_errors(found: ResultDiff, overall: DomainDiff, console: Console) -> None:
-    grid = Table("domain", "A, error %", "B, error %", "A - B")
-    for column in grid.columns[1:]:
-        column.justify = "right"
+    rows = []
     for row in (*found.domains, overall):
-        if row is overall:
-            grid.add_section()
-        errors = (f"{100 * error:.2f}" for error in row.errors)
-        grid.add_row(shown(row.domain), *errors, _points(row.gap))
-    console.print(grid)
+        rows.append([row.domain, *(f"{100 * error:.2f}" for error in row.errors), _points(row.gap)])
+    console.print(make_table(["domain"], ["A, error %", "B, error %", "A - B"], rows))
     seeds = len(found.seeds)
     over = f"means over {seeds} seeds, ± is the deviation of the gap between seeds" if seeds > 1 else "of one seed"
     console.print(f"{over}; the gap is negative where A is better", highlight=False)

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 import tribe
 from tribe.cli.app import app
 from tribe.cli.custom import load_custom_model
-from tribe.cli.options import AsJson, DataRoot, build_dataset, parse_shape
+from tribe.cli.options import AsJson, DataRoot, parse_shape
 from tribe.cli.output import describe_error, errors_as_messages, fail, print_json, stdout_to_stderr
 from tribe.data.datasets import Dataset
-from tribe.experiments.workbench import restrict
+from tribe.experiments.workbench import build_dataset, restrict
 from tribe.fields import printable
 from tribe.io.arrays import open_npy, read_npz
 
@@ -58,7 +58,7 @@ def doctor(
     if sum(given is not None for given in (images, shape, dataset)) > 1:
         fail("--input reads images, --dataset those of a data set, and --shape makes random ones: choose one")
     with stdout_to_stderr(), errors_as_messages():
-        known = None if dataset is None else build_dataset(dataset, data, None, {})
+        known = None if dataset is None else build_dataset(dataset, data, {})
         x, labels = (
             _sample(known)
             if known is not None

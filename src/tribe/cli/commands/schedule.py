@@ -5,17 +5,17 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Column, Table
 
 import tribe
 from tribe.cli.app import app
 from tribe.cli.custom import DATASET, SCENARIO, component_name
-from tribe.cli.options import AsJson, DataRoot, Imbalance, Severity, build_dataset, with_imbalance
-from tribe.cli.output import errors_as_messages, print_json, shown, stdout_to_stderr
+from tribe.cli.options import AsJson, DataRoot
+from tribe.cli.output import errors_as_messages, print_json, stdout_to_stderr
 from tribe.cli.overrides import parse_overrides
+from tribe.cli.tables import make_table
 from tribe.data.scenarios import class_counts, digest, local_balance, save
 from tribe.experiments import plots
-from tribe.experiments.workbench import build_scenario
+from tribe.experiments.workbench import build_dataset, build_scenario
 from tribe.io.files import check_file
 
 MOST = 20  # classes in a table
@@ -27,11 +27,10 @@ def schedule(
     dataset: Annotated[
         str, typer.Option(help="Data set, see `tribe list datasets`, or file.py:Class.")
     ] = "live-mnist-c",
-    imbalance: Imbalance = None,
-    severity: Severity = None,
     seed: Annotated[int, typer.Option(help="Seed of the stream.")] = 0,
     settings: Annotated[
-        list[str] | None, typer.Option("--set", help="Any field: scenario.sigma=0.01, dataset.seed=1. Repeatable.")
+        list[str] | None,
+        typer.Option("--set", help="Any field: scenario.imbalance=10, dataset.severities=1,3. Repeatable."),
     ] = None,
     data: DataRoot = None,
     out: Annotated[Path | None, typer.Option(help="Write the schedule to this npz file.")] = None,
@@ -46,8 +45,8 @@ def schedule(
             plots.check_path(plot)
         dataset, scenario = component_name(DATASET, dataset), component_name(SCENARIO, scenario)
         overrides = parse_overrides(settings, ("dataset", "scenario"))
-        images = build_dataset(dataset, data, severity, overrides["dataset"])
-        protocol = build_scenario(scenario, with_imbalance(overrides["scenario"], imbalance))
+        images = build_dataset(dataset, data, overrides["dataset"])
+        protocol = build_scenario(scenario, overrides["scenario"])
         stream = tribe.Stream(images, protocol, (seed,))
         plan, labels = stream.schedules[0], stream.labels
         if out is not None:
@@ -71,10 +70,11 @@ def schedule(
         return
     console = Console()
     if counts is not None and classes <= MOST:
-        grid = Table("domain", *(Column(shown(name)) for name in images.classes), "all", padding=0)
-        grid.columns[0].no_wrap = True
-        for name, row in zip(stream.domains, counts.tolist(), strict=True):
-            grid.add_row(shown(name), *map(str, row), str(sum(row)))
+        pairs = zip(stream.domains, counts.tolist(), strict=True)
+        grid = make_table(
+            ["domain"], [*images.classes, "all"], ([name, *map(str, (*row, sum(row)))] for name, row in pairs)
+        )
+        grid.padding, grid.columns[0].no_wrap = 0, True
         console.print(grid)
     local = "" if balance is None else f", local balance {balance:.3f} (1: even, 0: one class at a time)"
     console.print(f"{len(plan.index):,} images of {len(stream.domains)} domains{local}, BLAKE2b-128 {digest(plan)}")

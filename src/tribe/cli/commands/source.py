@@ -1,7 +1,7 @@
 """``tribe source``: make the source knowledge of a method, or the calibration of health, from clean source images."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -14,19 +14,18 @@ from torch import Tensor
 import tribe
 from tribe.cli.app import app
 from tribe.cli.custom import DATASET, component_name, method_name
-from tribe.cli.options import AsJson, Device, Model, Weights, build_dataset, build_network
+from tribe.cli.options import AsJson, Device, Model, Weights, custom_network
 from tribe.cli.output import errors_as_messages, print_json, stdout_to_stderr
-from tribe.cli.overrides import parse_overrides
+from tribe.cli.overrides import Overrides, parse_overrides
 from tribe.core.backbone import Backbone
-from tribe.core.precision import choose_device, deterministic, float32_precision
+from tribe.core.precision import deterministic, float32_precision
 from tribe.core.validation import good_images
 from tribe.data.datasets import Dataset
-from tribe.experiments.workbench import Request, departures, plain_method, trained_on
+from tribe.experiments.workbench import Workbench, build_dataset, departures, plain_method, trained_on
 from tribe.health.calibration import NAME as HEALTH
 from tribe.health.calibration import Calibration
 from tribe.io.files import check_file, check_folder
 from tribe.knowledge import Knowledge, knowledge_path
-from tribe.methods import AnyMethod
 
 SHOWN = 6  # tensors that are listed; a network has hundreds of weights
 HELD_OUT = 2000  # images for health
@@ -74,17 +73,19 @@ def source(
     test images of a data set, or the images of a folder.
     """
     with stdout_to_stderr(), errors_as_messages():
-        where = choose_device(device)
-        dataset = component_name(DATASET, dataset)
-        wanted = Wanted(model, dataset, weights, data, images, batch, seed, out, settings, where)
-        knowledge, target, title = (
-            _health(wanted, method_name(adapts_with))
-            if method == HEALTH
-            else _of_method(
-                wanted, tribe.methods.parse(method_name(method)).alone
-            )  # a guard or a time filter needs none
-        )
-        if _is_made(wanted.folder, target):
+        name = component_name(DATASET, dataset)
+        networks = {model: custom_network(model, weights)} if ":" in model else {}
+        workbench = Workbench(data, device, {} if weights is None else {model: weights}, networks=networks)
+        make = _calibrate if method == HEALTH else _study
+        adapts = method_name(adapts_with if method == HEALTH else method)
+        adapts = adapts if method == HEALTH else tribe.methods.parse(adapts).alone  # wrappers need none
+        source = SourceImages(workbench, model, name, images, batch, seed)
+        folder = knowledge_path("any", model, name, source.root).parent  # where `tribe run` searches, in any data root
+        is_made = out is None or out.parent.name == folder.name  # this command makes that folder
+        check_folder(folder if out is None else out.parent) if is_made else check_file(out or folder)
+        knowledge, place, title = make(source, adapts, parse_overrides(settings, ("dataset", "model", adapts)))
+        target = out or place
+        if is_made:
             target.parent.mkdir(parents=True, exist_ok=True)
         knowledge.save(target)
     if as_json:
@@ -93,120 +94,90 @@ def source(
     tensors = [f"{name} {tuple(t.shape)}" for name, t in knowledge.tensors.items()]
     more = f" and {len(tensors) - SHOWN} more" if len(tensors) > SHOWN else ""
     for line in (
-        f"{method} on {model}, {dataset}, {knowledge.spec['images']:,} images: {title}",
+        f"{method} on {model}, {name}, {knowledge.spec['images']:,} images: {title}",
         f"holds {', '.join(tensors[:SHOWN])}{more}",
         f"{target}, {target.stat().st_size:,} bytes",
     ):
         Console().print(line, soft_wrap=True, highlight=False, markup=False)
 
 
-class Wanted(NamedTuple):
-    """The options of the command."""
+class SourceImages(NamedTuple):
+    """The clean images to learn from, and the network that has learned from them."""
 
+    workbench: Workbench
     model: str
     dataset: str
-    weights: Path | None
-    data: Path | None
-    images: int | None
+    images: int | None  # how many; None: the default of what learns
     batch: int
     seed: int
-    out: Path | None
-    settings: list[str] | None
-    device: torch.device
 
     @property
     def root(self) -> Path:
-        """The folder of the data sets."""
-        return Request(self.dataset, self.model, self.weights, self.data).root
+        """The root of all data."""
+        return self.workbench.root(tribe.datasets.get(self.dataset))
 
-    @property
-    def folder(self) -> Path:
-        """Where `tribe run` searches."""
-        return knowledge_path("any", self.model, self.dataset, self.root).parent
+    def path(self, method: str, fields: Mapping[str, Any]) -> Path:
+        """Return where `tribe run` searches the knowledge of a method with these fields."""
+        return knowledge_path(method, self.model, self.dataset, self.root, fields)
 
-    def prepare(self, split: str, overrides: dict[str, dict[str, Any]]) -> tuple[Dataset, Backbone]:
-        """The clean images and the network."""
-        clean = _clean_images(self.dataset, self.data, overrides["dataset"], split)
-        fields = overrides["model"]
-        return clean, build_network(self.model, self.weights, clean, self.dataset, self.data, fields, self.device)
+    def prepare(self, part: str, overrides: Overrides) -> tuple[Dataset, Backbone]:
+        """Return the clean images of a part, train or test (all, if there are no parts), and the network."""
+        cls: Any = tribe.datasets.get(self.dataset)
+        names, fields = {field.name for field in dataclasses.fields(cls)}, overrides["dataset"]
+        split = {"split": part} if "split" in names else {}
+        if "root" in names and self.workbench.data is None and "root" not in fields:
+            raise ValueError(f"--dataset {self.dataset} needs --data DIR, the folder of the images")
+        images = build_dataset(self.dataset, self.workbench.data, split | fields)
+        if (clean := trained_on(images)) != self.dataset:
+            option = f"--dataset {clean}" if clean in tribe.datasets.names() else "--dataset folder --data DIR"
+            raise ValueError(
+                f"{self.dataset} holds corrupted images; source knowledge comes from the clean ones: {option}"
+            )
+        return images, self.workbench.network(self.model, images, overrides["model"])
+
+    def batches(self, data: Dataset, most: int | None, title: str, whole: bool = False) -> "Batches":
+        """Return batches of the images."""
+        return Batches(data, most if self.images is None else self.images, self.batch, self.seed, title, whole)
 
 
-def _of_method(wanted: Wanted, method: str) -> tuple[Knowledge, Path, str]:
-    """The source knowledge of a method, where it goes, and what it is."""
+def _study(source: SourceImages, method: str, overrides: Overrides) -> tuple[Knowledge, Path, str]:
+    """Return the source knowledge of a method, where it goes, and a description."""
     if (needs := tribe.methods.get(method).needs) is None:
         raise ValueError(f"{method} needs no source knowledge: run it directly")
-    overrides = parse_overrides(wanted.settings, ("dataset", "model", method))
-    _check_output(wanted.folder, wanted.out)
-    training, net = wanted.prepare("train", overrides)
-    built = plain_method(method, net, training, wanted.dataset, overrides[method])
-    most = wanted.images if wanted.images is not None else getattr(built, "source_images", None)
-    batches = Batches(training, most, wanted.batch, wanted.seed, f"{method}, {wanted.dataset}")
+    training, net = source.prepare("train", overrides)
+    built = plain_method(method, net, training, overrides[method])
+    batches = source.batches(training, getattr(built, "source_images", None), f"{method}, {source.dataset}")
     with float32_precision("float32"), deterministic():  # the same images give the same file, and experiment
-        knowledge = _study(built, net, batches)
-    changed = departures(method, net, training, wanted.dataset, overrides[method])
+        try:
+            knowledge = built.study(net, batches)
+        except ValueError as error:
+            if len(batches) > 1:
+                raise
+            raise ValueError(f"{error}. Here: --images and --batch, which made 1 batch of {batches.images}") from error
+    changed = departures(method, net, training, overrides[method])
     relevant = {field: value for field, value in changed.items() if field in knowledge.spec}
-    target = wanted.out or knowledge_path(method, wanted.model, wanted.dataset, wanted.root, relevant)
-    counts = {"images": batches.images, "batch": wanted.batch, "seed": wanted.seed}
-    origin: dict[str, Any] = {"model": wanted.model, "dataset": wanted.dataset, **counts}
-    return dataclasses.replace(knowledge, spec={**origin, **knowledge.spec}), target, needs
+    counts = {"images": batches.images, "batch": source.batch, "seed": source.seed}
+    origin: dict[str, Any] = {"model": source.model, "dataset": source.dataset, **counts}
+    return dataclasses.replace(knowledge, spec={**origin, **knowledge.spec}), source.path(method, relevant), needs
 
 
-def _health(wanted: Wanted, method: str) -> tuple[Knowledge, Path, str]:
-    """The calibration of a method on a network, where it goes, and what it is."""
-    overrides = parse_overrides(wanted.settings, ("dataset", "model", method))
-    _check_output(wanted.folder, wanted.out)
-    held_out, net = wanted.prepare("test", overrides)
-    built = plain_method(method, net, held_out, wanted.dataset, overrides[method])
-    most = HELD_OUT if wanted.images is None else wanted.images
-    read = Batches(held_out, most, wanted.batch, wanted.seed, f"reading {wanted.dataset}", whole=True)
+def _calibrate(source: SourceImages, method: str, overrides: Overrides) -> tuple[Knowledge, Path, str]:
+    """Return the calibration of a method on a network, where it goes, and a description."""
+    held_out, net = source.prepare("test", overrides)
+    built = plain_method(method, net, held_out, overrides[method])
+    read = source.batches(held_out, HELD_OUT, f"reading {source.dataset}", whole=True)
     x, y = (torch.cat(column) for column in zip(*read, strict=True))
     with float32_precision("float32"), deterministic(), Progress(console=Console(stderr=True)) as bar:
         task = bar.add_task(f"{method} plays them", total=None)
         calibration: Calibration = tribe.calibrate(
-            net, x, y, method=built, seed=wanted.seed, progress=lambda n, of: bar.update(task, completed=n, total=of)
+            net, x, y, method=built, seed=source.seed, progress=lambda n, of: bar.update(task, completed=n, total=of)
         )
-    method = tribe.methods.parse(method).unfiltered  # what was calibrated
-    target = wanted.out or knowledge_path(HEALTH, wanted.model, wanted.dataset, wanted.root, {"method": method})
-    known, error = calibration.knowledge(), 100 * calibration.estimator.unseen
-    origin = {"model": wanted.model, "dataset": wanted.dataset, "seed": wanted.seed}
+    method = tribe.methods.parse(method).unfiltered  # the part that was calibrated
+    knowledge, error = calibration.knowledge(), 100 * calibration.estimator.unseen
+    origin = {"model": source.model, "dataset": source.dataset, "seed": source.seed}
     title = f"{method}, source accuracy {100 * calibration.accuracy:.1f} %, estimates off by about {error:.1f} points"
-    return dataclasses.replace(known, spec={**origin, **known.spec}), target, title
-
-
-def _check_output(default: Path, out: Path | None) -> None:
-    """Raise OSError if the file cannot be written. The folder where `tribe run` searches may be missing."""
-    if out is None or _is_made(default, out):
-        check_folder(default if out is None else out.parent)
-    else:
-        check_file(out)
-
-
-def _is_made(default: Path, target: Path) -> bool:
-    """Whether this command makes the folder of a file: it is where `tribe run` searches, in any data root."""
-    return target.parent.name == default.name
-
-
-def _clean_images(name: str, data: Path | None, fields: dict[str, object], part: str) -> Dataset:
-    """The clean images of a part, train or test, of a data set; of all it has, if it has no parts."""
-    names = {field.name for field in dataclasses.fields(tribe.datasets.get(name))}  # type: ignore[arg-type]
-    split = {"split": part} if "split" in names else {}
-    if "root" in names and data is None and "root" not in fields:
-        raise ValueError(f"--dataset {name} needs --data DIR, the folder of the images")
-    images = build_dataset(name, data, None, split | fields)
-    if (clean := trained_on(images, name)) != name:
-        option = f"--dataset {clean}" if clean in tribe.datasets.names() else "--dataset folder --data DIR"
-        raise ValueError(f"{name} holds corrupted images; source knowledge comes from the clean ones: {option}")
-    return images
-
-
-def _study(method: AnyMethod, net: Backbone, batches: "Batches") -> Knowledge:
-    """The source knowledge of a method; an error about too few images names the options that give more."""
-    try:
-        return method.study(net, batches)
-    except ValueError as error:
-        if len(batches) > 1:
-            raise
-        raise ValueError(f"{error}. Here: --images and --batch, which made 1 batch of {batches.images}") from error
+    spec = {**origin, **knowledge.spec}
+    return dataclasses.replace(knowledge, spec=spec), source.path(HEALTH, {"method": method}), title
 
 
 class Batches:

@@ -4,51 +4,37 @@ Each point is an `Experiment`, whose result is in the store, as those of `tribe 
 again, and a sweep that was stopped goes on.
 """
 
-import json
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
 from rich.console import Console
-from rich.table import Column, Table
+from rich.table import Table
+from rich.text import Text
 
 from tribe import methods
 from tribe.cli.app import app
 from tribe.cli.custom import method_name
-from tribe.cli.options import (
-    DataRoot,
-    DatasetName,
-    Device,
-    Imbalance,
-    JsonFile,
-    Model,
-    Out,
-    Precision,
-    ScenarioName,
-    Seeds,
-    Settings,
-    Severity,
-    Weights,
-    parse_seeds,
-)
-from tribe.cli.output import check_json_file, errors_as_messages, fail, percent, print_json, shown, stdout_to_stderr
-from tribe.cli.overrides import parse_lists, parse_overrides
-from tribe.cli.planning import COMPONENTS, Planner, Request, file_name
+from tribe.cli.options import DataRoot, DatasetName, JsonFile, Model, Out, ScenarioName, Seeds, Settings, Weights
+from tribe.cli.output import check_json_file, errors_as_messages, fail, print_json, stdout_to_stderr
+from tribe.cli.overrides import parse_lists
+from tribe.cli.planning import COMPONENTS, Planner, file_name
 from tribe.cli.progress import experiment_bars, message_on_interrupt, print_warnings
-from tribe.cli.terminal import OutputTarget
+from tribe.cli.tables import HEADER, make_table, result_cells, wide_console, write_summary
 from tribe.experiments import plots
 from tribe.experiments.experiment import STREAM, Experiment
+from tribe.experiments.parallel import Failure, run_all
 from tribe.experiments.provenance import machine
-from tribe.experiments.ray import Failure, run_all
-from tribe.experiments.spec import canonical, plain, with_whole_numbers
-from tribe.experiments.store import find
+from tribe.experiments.spec import canonical, plain
+from tribe.experiments.store import ResultStore
 from tribe.experiments.sweep import (
     SCORES,
     Axis,
     Point,
-    Row,
+    SweepRow,
     best_by_labels,
     best_by_score,
     default_score,
@@ -56,27 +42,25 @@ from tribe.experiments.sweep import (
     make_row,
     points_of,
 )
-from tribe.fields import is_whole, printable
-from tribe.io.files import check_folder, write_atomically
+from tribe.fields import printable
+from tribe.io.files import check_folder
 from tribe.registry import nearest
 
 AUTO = "auto"
+SWEPT = ("batch", "precision")  # fields of the experiment itself that may be swept
 
 Grid = Annotated[
     list[str] | None,
     typer.Option(
-        "--grid",
-        metavar="FIELD=VALUES",
-        help="A field and its values: tribe.lr=1e-4,1e-3, scenario.sigma=0.01,0.1 or batch=16,64. Repeatable: all "
-        "combinations are played.",
+        help="A field and its values: tribe.lr=1e-4,1e-3, scenario.sigma=0.01,0.1 or batch=1,64. Each combination of "
+        "the values of all grids is a point. Repeatable."
     ),
 ]
 Listed = Annotated[
     list[str] | None,
     typer.Option(
         "--list",
-        metavar="FIELD=VALUES",
-        help="As --grid, but the fields of all lists vary together: the first value of each, then the second. "
+        help="The same, but the fields of all lists vary together: the first value of each, then the second. "
         "Repeatable.",
     ),
 ]
@@ -89,20 +73,18 @@ ScoreName = Annotated[
         show_default="auto: the first of these that the results have",
     ),
 ]
-Threads = Annotated[int | None, typer.Option(help="CPU threads of a run; its results depend on it.")]
-Ray = Annotated[
-    bool, typer.Option("--ray", help="Run side by side on Ray: on a cluster, else on all cores; with --threads 1.")
-]
-RayAddress = Annotated[str | None, typer.Option(help="Run on this Ray cluster.", show_default="$RAY_ADDRESS")]
-Workers = Annotated[int | None, typer.Option(help="Start a Ray cluster with this many cores of this machine.")]
-Plot = Annotated[
-    Path | None,
-    typer.Option(help="Draw the heat maps to this file: .svg, .png or .pdf.", show_default="an .svg in --out"),
+Workers = Annotated[
+    str | None,
+    typer.Option(
+        help="Run points side by side: in so many processes, or on Ray: auto ($RAY_ADDRESS, or all cores here) or the "
+        "address of a cluster. With --set threads=1.",
+        show_default="one after the other",
+    ),
 ]
 
 
-class _Plan(NamedTuple):
-    """What is to be played."""
+class SweepPlan(NamedTuple):
+    """The points of a sweep, and their experiments."""
 
     planner: Planner
     method: str
@@ -120,23 +102,13 @@ def sweep(
     model: Model = "compact",
     weights: Weights = None,
     scenario: ScenarioName = "gli-f",
-    imbalance: Imbalance = None,
-    severity: Severity = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of the first stream.", show_default="0")] = None,
     seeds: Seeds = None,
-    batch: Annotated[int, typer.Option(help="Images a stream and step.")] = 64,
     settings: Settings = None,
     data: DataRoot = None,
-    device: Device = "auto",
-    precision: Precision = "tf32",
-    threads: Threads = None,
     out: Out = Path("runs"),
     score: ScoreName = AUTO,
-    ray: Ray = False,
-    ray_address: RayAddress = None,
     workers: Workers = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the points, and whether they are done.")] = False,
-    plot: Plot = None,
     json_file: JsonFile = None,
 ) -> None:
     """Play a method at every point of a grid: a table, heat maps, and the best point with labels and without.
@@ -146,83 +118,60 @@ def sweep(
     """
     console = Console(stderr=json_file == "-")
     with print_warnings(), stdout_to_stderr(), errors_as_messages(), message_on_interrupt(out):
-        _check(json_file, plot, score, out)
+        if score != AUTO and score not in SCORES:
+            raise ValueError(f"--score {score!r} is unknown: {nearest(score, [AUTO, *SCORES])}")
+        check_json_file(json_file)
+        check_folder(out)
         axes = make_axes(parse_lists(grid, "--grid"), parse_lists(listed, "--list"))
-        streams = parse_seeds(seed, seeds) or (0,)
-        parts = (dataset, model, weights, scenario, imbalance, severity, streams, batch, data, device, precision)
-        plan = _plan(Request(*parts, threads), method, axes, settings)
+        name = method_name(method)
+        planner = Planner(dataset, model, weights, scenario, [name], seeds, settings, data)
+        plan = _plan(planner, name, axes)
         if not dry_run:
-            on = ray_address or ("auto" if ray or workers is not None else None)
-            rows = _play(plan, out, on, workers)
+            rows = _play(plan, out, int(workers) if workers is not None and workers.isdigit() else workers)
     if dry_run:
         _dry_run(plan, out, console, json_file)
         return
     with errors_as_messages():
-        _show(plan, rows, score, out, plot, json_file, console)
+        _show(plan, rows, score, out, json_file, console)
     if failed := [row for row in rows if row.result is None]:
         reasons = "; ".join(dict.fromkeys(row.reason for row in failed))
         fail(f"{len(failed)} of {len(rows)} points could not be played to the end: {reasons}")
 
 
-def _check(json_file: str | None, plot: Path | None, score: str, out: Path) -> None:
-    """Raise an error before the work for options that would fail after it."""
-    if score != AUTO and score not in SCORES:
-        raise ValueError(f"--score {score!r} is unknown: {nearest(score, [AUTO, *SCORES])}")
-    check_json_file(json_file)
-    check_folder(out)
-    if plot is not None:
-        plots.check_path(plot)
-
-
 # -- points -----------------------------------------------------------------------------------------------------------
 
 
-def _plan(request: Request, method: str, axes: list[Axis], settings: list[str] | None) -> _Plan:
-    """The experiment of every point; a field or value that does not exist is refused before any is played."""
-    name = method_name(method)
-    owners = (*COMPONENTS, name)
-    fixed = parse_overrides(settings, owners)
-    swept = [place for axis in axes for place in axis.places]
-    for place in swept:
+def _plan(planner: Planner, method: str, axes: list[Axis]) -> SweepPlan:
+    """Return the experiment of every point; a field or value that does not exist is refused before any is played."""
+    owners = (*COMPONENTS, method)
+    for place in (place for axis in axes for place in axis.places):
         owner, dot, field = place.partition(".")
-        if place != "batch" and not (dot and field):
-            raise ValueError(f"{place!r} is no field: expected COMPONENT.FIELD, such as {name}.lr, or batch")
-        if place != "batch" and owner not in owners:
+        if place not in SWEPT and not (dot and field):
+            raise ValueError(f"{place!r} is not a field: expected COMPONENT.FIELD, such as {method}.lr, or batch")
+        if place not in SWEPT and owner not in owners:
             hint = f"--method {owner} sweeps it" if owner in methods.names() else nearest(owner, owners)
             raise ValueError(f"{place}: {owner!r} takes no part in this sweep: {hint}")
-        if field in fixed.get(owner, {}):
+        if field in planner.fields.get(owner, {}):
             raise ValueError(f"{place} is set and swept: leave out --set {place}")
-    planner, points = Planner(request), list(points_of(axes))
-    return _Plan(planner, name, axes, points, [_experiment(planner, name, fixed, point) for point in points])
+    points = list(points_of(axes))
+    return SweepPlan(planner, method, axes, points, [planner.experiment(method, point) for point in points])
 
 
-def _experiment(planner: Planner, method: str, fixed: Mapping[str, Mapping[str, Any]], point: Point) -> Experiment:
-    overrides = {owner: dict(fields) for owner, fields in fixed.items()}
-    for place, value in point.items():
-        owner, _, field = place.partition(".")
-        if place != "batch":
-            overrides[owner][field] = value
-    batch = point.get("batch")
-    if batch is not None and not is_whole(batch, least=1):
-        raise ValueError(f"batch is a number of images, at least 1; got {batch!r}")
-    return planner.experiment(method, overrides, batch)
-
-
-def _play(plan: _Plan, out: Path, ray: str | None, workers: int | None) -> list[Row]:
+def _play(plan: SweepPlan, out: Path, workers: int | str | None) -> list[SweepRow]:
     """Run what is missing; a point that fails does not stop the others."""
     out.mkdir(parents=True, exist_ok=True)
     names = {experiment: _words(point) for experiment, point in zip(plan.experiments, plan.points, strict=True)}
-    title = f"sweep of {plan.method}"
-    with experiment_bars(printable(title), len(names), lambda experiment: names[experiment]) as (progress, done):
+    title = printable(f"sweep of {plan.method}")
+    with experiment_bars(title, len(names), names.__getitem__) as bars:
         outcomes = run_all(
             plan.experiments,
             out,
-            ray=ray,
             workers=workers,
             workbench=plan.planner.workbench,
-            retries=0 if ray is None else 2,
-            progress=progress,
-            done=done,
+            retries=2 if isinstance(workers, str) else 0,
+            command=["tribe", *sys.argv[1:]],
+            progress=bars.progress,
+            done=bars.done,
         )
     reasons = [outcome.reason if isinstance(outcome, Failure) else outcome for outcome in outcomes]
     return [make_row(point, outcome) for point, outcome in zip(plan.points, reasons, strict=True)]
@@ -232,146 +181,126 @@ def _words(point: Point) -> str:
     return ", ".join(f"{place}={value}" for place, value in point.items())
 
 
-def _dry_run(plan: _Plan, out: Path, console: Console, json_file: str | None) -> None:
-    done = [find(experiment, out, verified=True, current=True) is not None for experiment in plan.experiments]
+def _places(plan: SweepPlan) -> list[str]:
+    return [place for axis in plan.axes for place in axis.places]
+
+
+def _dry_run(plan: SweepPlan, out: Path, console: Console, json_file: str | None) -> None:
+    store = ResultStore(out)
+    done = [store.find(experiment) is not None for experiment in plan.experiments]
+    rows = list(zip(plan.points, plan.experiments, done, strict=True))
     if json_file is not None:
-        rows = [
-            {"fields": point, "id": experiment.id, "done": is_done}
-            for point, experiment, is_done in zip(plan.points, plan.experiments, done, strict=True)
-        ]
-        _write_json({"points": rows}, json_file)
-    table = Table(*(Column(shown(place)) for axis in plan.axes for place in axis.places), "id", "")
-    for point, experiment, is_done in zip(plan.points, plan.experiments, done, strict=True):
-        table.add_row(*(shown(str(value)) for value in point.values()), experiment.id, "done" if is_done else "")
-    console.print(table)
+        points = [{"fields": point, "id": experiment.id, "done": is_done} for point, experiment, is_done in rows]
+        if json_file == "-":
+            print_json({"points": points})
+        else:
+            write_summary({"points": points}, Path(json_file), None)
+    cells = ([*map(str, point.values()), e.id, "done" if is_done else ""] for point, e, is_done in rows)
+    console.print(make_table([*_places(plan), "id", ""], [], cells))
     console.print(f"{len(done)} points, {sum(done)} done", highlight=False)
 
 
 # -- output -----------------------------------------------------------------------------------------------------------
 
 
-class _Choice(NamedTuple):
+class BestPoints(NamedTuple):
     """The best points."""
 
     score: str  # the name of the score
-    without_labels: Row | None
-    with_labels: Row | None
+    without_labels: SweepRow | None
+    with_labels: SweepRow | None
     streams: int  # how many different streams the points were played on; with several there is no best point
 
 
-def _choose(rows: Sequence[Row], score: str) -> _Choice:
+def _choose(rows: Sequence[SweepRow], score: str) -> BestPoints:
     name = default_score(rows) if score == AUTO else score
     specs = (row.result.experiment.json() for row in rows if row.result is not None)
-    streams = len({canonical(with_whole_numbers([spec[part] for part in STREAM])) for spec in specs})
+    streams = len({canonical([spec[part] for part in STREAM]) for spec in specs})
     if streams > 1:
-        return _Choice(name, None, None, streams)
-    return _Choice(name, best_by_score(rows, name), best_by_labels(rows), streams)
+        return BestPoints(name, None, None, streams)
+    return BestPoints(name, best_by_score(rows, name), best_by_labels(rows), streams)
 
 
 def _show(
-    plan: _Plan, rows: Sequence[Row], score: str, out: Path, plot: Path | None, json_file: str | None, console: Console
+    plan: SweepPlan, rows: Sequence[SweepRow], score: str, out: Path, json_file: str | None, console: Console
 ) -> None:
     """Print the table and the best points; write the summary and the heat maps."""
-    choice = _choose(rows, score)
-    if json_file == "-":
-        _print(plan, rows, choice, console)
-    else:
-        OutputTarget("table", None).draw(lambda wide: _print(plan, rows, choice, wide))
+    best = _choose(rows, score)
+    wide = console if json_file == "-" else wide_console()
+    wide.print(_table(plan, rows, best))
+    for line in _lines(rows, best):
+        wide.print(printable(line), soft_wrap=True, markup=False, highlight=False)
     path = out / file_name(f"sweep-{plan.method}-", plan.experiments)
     summary = path.with_name(f"{path.name}.json")
-    report = _report(plan, rows, choice)
-    write_atomically(summary, json.dumps(plain(report), indent=1).encode())
-    if json_file is not None:
-        _write_json(report, json_file)
-    picture = _draw(plan, rows, choice, plot or path.with_name(f"{path.name}.svg"), console)
+    write_summary(_report(plan, rows, best), summary, json_file)
+    picture = _draw(plan, rows, best, path.with_name(f"{path.name}.svg"), console)
     drawn = f", heat maps in {picture}" if picture else ""
     console.print(printable(f"results in {out}, summary in {summary}{drawn}"), soft_wrap=True, markup=False)
 
 
-def _write_json(report: Any, json_file: str) -> None:
-    if json_file == "-":
-        print_json(report)
-    else:
-        write_atomically(json_file, json.dumps(plain(report), indent=1).encode())
-
-
-def _report(plan: _Plan, rows: Sequence[Row], choice: _Choice) -> dict[str, Any]:
-    """The summary as plain data."""
-    return {
+def _report(plan: SweepPlan, rows: Sequence[SweepRow], best: BestPoints) -> dict[str, Any]:
+    """Return the summary as plain data."""
+    score = SCORES[best.score]
+    report = {
         "method": plan.method,
         "machine": machine(plan.planner.workbench.device),
         "axes": [{"fields": axis.places, "values": axis.values} for axis in plan.axes],
-        "score": {"name": choice.score, "words": SCORES[choice.score].words, "better": SCORES[choice.score].better},
+        "score": {"name": best.score, "words": score.words, "better": score.better},
         "points": [_plain_row(row) for row in rows],
-        "best": {"without_labels": _best(choice.without_labels), "with_labels": _best(choice.with_labels)},
+        "best": {"without_labels": _plain_best(best.without_labels), "with_labels": _plain_best(best.with_labels)},
     }
+    return dict(plain(report))
 
 
-def _plain_row(row: Row) -> dict[str, Any]:
-    found: dict[str, Any] = {"fields": row.point, "id": None if row.result is None else row.result.experiment.id}
+def _plain_row(row: SweepRow) -> dict[str, Any]:
+    start: dict[str, Any] = {"fields": row.point, "id": None if row.result is None else row.result.experiment.id}
     if row.result is None:
-        return {**found, "failed": row.reason}
-    seeds = row.result.experiment.seeds
+        return {**start, "failed": row.reason}
     names = ("instance_error", "category_error", "seconds_per_image")
     numbers = {name: row.result.values(name) for name in names}
-    return {**found, "seeds": seeds, **numbers, "predicted_classes": row.classes, "scores": row.scores}
+    seeds = row.result.experiment.seeds
+    return {**start, "seeds": seeds, **numbers, "predicted_classes": row.classes, "scores": row.scores}
 
 
-def _best(row: Row | None) -> dict[str, Any] | None:
+def _plain_best(row: SweepRow | None) -> dict[str, Any] | None:
     return None if row is None else {"fields": row.point, "instance_error": row.error, "scores": row.scores}
 
 
-def _print(plan: _Plan, rows: Sequence[Row], choice: _Choice, console: Console) -> None:
-    score = SCORES[choice.score]
-    table = Table(
-        *(Column(shown(place)) for axis in plan.axes for place in axis.places),
-        *(
-            "instance error, %",
-            "category error, %",
-            f"{choice.score}, {score.better} is better",
-            "classes predicted",
-            "ms / image",
-        ),
-    )
-    for column in table.columns[-5:]:
-        column.justify = "right"
-    for row in rows:
-        table.add_row(*(shown(str(value)) for value in row.point.values()), *_cells(row, choice))
-    console.print(table)
-    for line in _lines(rows, choice):
-        console.print(printable(line), soft_wrap=True, markup=False, highlight=False)
+def _table(plan: SweepPlan, rows: Sequence[SweepRow], best: BestPoints) -> Table:
+    errors, time = HEADER[:2], HEADER[2]
+    score = f"{best.score}, {SCORES[best.score].better} is better"
+    cells = ([*map(str, row.point.values()), *_cells(row, best)] for row in rows)
+    return make_table(_places(plan), [*errors, score, "classes predicted", time], cells)
 
 
-def _cells(row: Row, choice: _Choice) -> list[str]:
+def _cells(row: SweepRow, best: BestPoints) -> list[str | Text]:
     if row.result is None:
         return ["failed", "", "", "", ""]
-    errors = [percent(row.result.values(name)) for name in ("instance_error", "category_error")]
-    value = row.scores[choice.score]
-    score = "none" if value is None else f"{value:.4f}"
-    errors[0] = f"[bold]{errors[0]}[/]" if row is choice.with_labels else errors[0]
-    score = f"[bold]{score}[/]" if row is choice.without_labels else score
-    times = row.result.values("seconds_per_image")
-    classes = "" if row.classes is None else f"{row.classes:.1f}"
-    return [*errors, score, classes, f"{1e3 * sum(times) / len(times):.2f}"]
+    instance, category, time = result_cells(row.result)
+    value = row.scores[best.score]
+    score = Text("none" if value is None else f"{value:.4f}")
+    instance.stylize("bold" if row is best.with_labels else "")
+    score.stylize("bold" if row is best.without_labels else "")
+    return [instance, category, score, "" if row.classes is None else f"{row.classes:.1f}", time]
 
 
-def _lines(rows: Sequence[Row], choice: _Choice) -> list[str]:
-    """The best points in words."""
-    if choice.streams > 1:
-        return [f"no best point: the points were played on {choice.streams} different streams"]
-    lines, score = [], SCORES[choice.score]
-    if (chosen := choice.without_labels) is not None:
+def _lines(rows: Sequence[SweepRow], best: BestPoints) -> list[str]:
+    """Return the best points as text."""
+    if best.streams > 1:
+        return [f"no best point: the points were played on {best.streams} different streams"]
+    lines, score = [], SCORES[best.score]
+    if (chosen := best.without_labels) is not None:
         error = "" if chosen.error is None else f": error {100 * chosen.error:.2f} %"
-        lines.append(f"best without labels, by {choice.score} ({score.words}): {_words(chosen.point)}{error}")
+        lines.append(f"best without labels, by {best.score} ({score.words}): {_words(chosen.point)}{error}")
     else:
-        lines.append(f"no best point without labels: the records do not hold {choice.score} ({score.words})")
-    if (oracle := choice.with_labels) is not None and oracle.error is not None:
+        lines.append(f"no best point without labels: the records do not hold {best.score} ({score.words})")
+    if (oracle := best.with_labels) is not None and oracle.error is not None:
         same = "the same point" if oracle is chosen else _words(oracle.point)
         lines.append(f"best with labels: {same}: error {100 * oracle.error:.2f} %")
     return lines
 
 
-def _draw(plan: _Plan, rows: Sequence[Row], choice: _Choice, path: Path, console: Console) -> Path | None:
+def _draw(plan: SweepPlan, rows: Sequence[SweepRow], best: BestPoints, path: Path, console: Console) -> Path | None:
     """Draw the error and the score of all points; None where matplotlib is missing."""
     across, others = plan.axes[-1], plan.axes[:-1]
     downwards = (
@@ -379,14 +308,14 @@ def _draw(plan: _Plan, rows: Sequence[Row], choice: _Choice, path: Path, console
     )
     columns = {
         "instance error, %": [None if row.error is None else 100 * row.error for row in rows],
-        f"{choice.score}, {SCORES[choice.score].better} is better": [row.scores[choice.score] for row in rows],
+        f"{best.score}, {SCORES[best.score].better} is better": [row.scores[best.score] for row in rows],
     }
     maps = {
         title: torch.tensor([float("nan") if value is None else value for value in values]).view(len(downwards), -1)
         for title, values in columns.items()
         if any(value is not None for value in values)
     }
-    marks = {"best without labels": choice.without_labels, "best with labels": choice.with_labels}
+    marks = {"best without labels": best.without_labels, "best with labels": best.with_labels}
     chosen = {name: divmod(rows.index(row), len(across.values)) for name, row in marks.items() if row is not None}
     names = across.name, others[0].name if len(others) == 1 else ""
     try:

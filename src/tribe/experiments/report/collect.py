@@ -6,6 +6,7 @@ results differ in nothing but the seed.
 
 import json
 import re
+import warnings
 import zipfile
 import zlib
 from collections import defaultdict
@@ -16,13 +17,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tribe.experiments import metrics, store
+from tribe.experiments import metrics
 from tribe.experiments.experiment import Experiment
 from tribe.experiments.record import Record
 from tribe.experiments.report.command import component, departures, is_known
-from tribe.experiments.scores import record_scores
-from tribe.experiments.sources import changed
 from tribe.experiments.spec import by_place, with_whole_numbers
+from tribe.experiments.store import PACK, Result, ResultStore, changed, record_path
 
 OF_A_ROW = ("method", "seed", "experiment")  # what may differ within a group
 MOST_DOMAINS = 2**13  # of a record: each has a column, and a page of more takes minutes to write and to show
@@ -39,10 +39,10 @@ class Played(NamedTuple):
     path: str  # relative to the folder
     spec: Mapping[str, Any]
     machine: Mapping[str, Any]  # empty: unknown
-    code: Mapping[str, Any]  # of its components, see environment.json in tribe.experiments.store; empty: unknown
+    code: Mapping[str, Any]  # of its components, see tribe.experiments.store; empty: unknown
     scores: Mapping[
         str, Any
-    ]  # see metrics.json in tribe.experiments.store; also "seconds_per_image" and, of a record, "confidence"
+    ]  # tribe.experiments.metrics.scores; also "seconds_per_image" and, of a record, "confidence"
     domains: tuple[str, ...]
     classes: int
     record: Record | None
@@ -127,7 +127,15 @@ def collect(folder: str | PathLike[str]) -> Runs:
         raise NotADirectoryError(f"there is no folder {folder}; expected one with results, such as `tribe run` leaves")
     found: list[Played] = []
     damaged: list[tuple[str, str]] = []
-    environments: dict[Path, Mapping[str, Any]] = {}
+    stores = [ResultStore(folder) for folder in sorted({pack.parent for pack in root.rglob(f"*{PACK}")})]
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # the page names damaged lines
+        results = [result for one in stores for result in one.results()]
+    damaged += [(file.relative_to(root).as_posix(), reason) for one in stores for file, reason in one.damaged]
+    environments = {
+        record_path(result.folder, seed): stream.environment
+        for result in results
+        for seed, stream in result.streams.items()
+    }
     for file in sorted(file for file in root.rglob("*.npz") if file.is_file()):
         path = file.relative_to(root).as_posix()
         try:
@@ -135,13 +143,8 @@ def collect(folder: str | PathLike[str]) -> Runs:
                 found.append(_read(file, path, environments))
         except UNREADABLE as error:
             damaged.append((path, f"{error}".replace(str(file), "the file") or type(error).__name__))
-    for path, result in _without_records(root):
-        try:
-            if isinstance(result, store.Damaged):
-                raise result.error
-            found += _of_result(path, result)
-        except UNREADABLE as error:
-            damaged.append((path, str(error) or type(error).__name__))
+    for result in results:
+        found += _without_record(result, root)
     if not found and not damaged:
         raise FileNotFoundError(
             f"there is no record or result under {folder}; expected what `tribe run` or tribe.Record.save leaves: make "
@@ -151,26 +154,19 @@ def collect(folder: str | PathLike[str]) -> Runs:
     return Runs(_grouped(single), tuple(damaged), tuple(repeated))
 
 
-def _without_records(root: Path) -> Iterator[tuple[str, store.Result | store.Damaged]]:
-    """Results that were kept as JSON alone, in folders and in packs, by their path."""
-    for file in sorted(root.rglob(store.METRICS)):
-        if not any(file.parent.glob("record-*.npz")):
-            yield file.parent.relative_to(root).as_posix(), store.survey_folder(file.parent.resolve())
-    for pack in sorted(root.rglob(f"*{store.PACK}")):
-        for result in store.read_pack(pack):
-            yield f"{pack.relative_to(root).as_posix()}, {result.folder.name}", result
-
-
-def _of_result(path: str, result: store.Result) -> Iterator[Played]:
-    """The streams of a result without records."""
-    spec, environment = store.record_spec(result.experiment), result.environment
-    machine, code = dict(environment.get("machine", {})), dict(environment.get("code", {}))
-    for seed, seconds in zip(result.experiment.seeds, result.values("seconds_per_image"), strict=True):
-        scores = {**result.metrics[str(seed)], "seconds_per_image": seconds}
+def _without_record(result: Result, root: Path) -> Iterator[Played]:
+    """Yield the streams of a result without a record."""
+    for seed, stream in result.streams.items():
+        if record_path(result.folder, seed).exists():
+            continue
+        scores = {**stream.metrics, "seconds_per_image": stream.environment.get("seconds_per_image")}
         counts = scores["class_counts"]
         domains = tuple(counts or result.experiment.scenario.fields.get("domains") or ())
         classes = len(next(iter(counts.values()))) if counts else int(result.experiment.method.fields["classes"] or 0)
-        yield Played(path, {**spec, "seed": seed}, machine, code, scores, domains, classes, None)
+        path = result.folder.relative_to(root).as_posix()
+        spec = {**result.experiment.record_spec(), "seed": seed}
+        machine, code = dict(stream.environment.get("machine", {})), dict(stream.environment.get("code", {}))
+        yield Played(path, spec, machine, code, scores, domains, classes, None)
 
 
 # -- one file ---------------------------------------------------------------------------------------------------------
@@ -185,7 +181,7 @@ def _is_another(file: Path) -> bool:
         return False
 
 
-def _read(file: Path, path: str, environments: dict[Path, Mapping[str, Any]]) -> Played:
+def _read(file: Path, path: str, environments: Mapping[Path, Mapping[str, Any]]) -> Played:
     if not zipfile.is_zipfile(file):
         raise ValueError("it is not an npz file, or it was cut short")
     record = Record.load(file)
@@ -193,23 +189,13 @@ def _read(file: Path, path: str, environments: dict[Path, Mapping[str, Any]]) ->
         raise ValueError("it is empty: not one image was predicted")
     if len(record.domains) > MOST_DOMAINS:
         raise ValueError(f"it has {len(record.domains):,} domains; a page shows at most {MOST_DOMAINS:,}")
-    if file.parent not in environments:
-        environments[file.parent] = _environment(file.parent)
-    environment = environments[file.parent] if "experiment" in record.spec else {}
+    environment = environments.get(file, {})
     machine, code = dict(environment.get("machine", {})), dict(environment.get("code", {}))
-    scores = record_scores(record) | {
+    scores = metrics.scores(record) | {
         "seconds_per_image": metrics.seconds_per_image(record).item(),
         "confidence": record.confidence.double().mean().item(),
     }
     return Played(path, record.spec, machine, code, scores, record.domains, record.classes, record)
-
-
-def _environment(folder: Path) -> Mapping[str, Any]:
-    """How an experiment was computed, if the file beside its records says it."""
-    try:
-        return store.read_environment(folder / store.ENVIRONMENT)
-    except (OSError, ValueError):
-        return {}
 
 
 # -- many -------------------------------------------------------------------------------------------------------------
@@ -236,7 +222,7 @@ def _is_stale(played: Played) -> bool:
     """Whether the source code has changed since a stream was played; see `tribe.experiments.store.stale`."""
     spec = {key: value for key, value in played.spec.items() if key not in ("seed", "experiment")}
     try:
-        return bool(played.code) and bool(changed(played.code, Experiment.from_json({**spec, "seeds": [played.seed]})))
+        return bool(played.code) and bool(changed(Experiment.from_json(spec, [played.seed]), played.code))
     except UNREADABLE:
         return False
 

@@ -106,9 +106,10 @@ def command(spec: Fields, seeds: Sequence[int], files: Any = None) -> Command:
     words = ["tribe", "run", "--dataset", places.get("dataset", data), "--model", model]
     words += ["--scenario", places.get("scenario", protocol), "--methods", adapting]
     if protocol_fields.get("imbalance") is not None:
-        words += ["--imbalance", _literal(protocol_fields["imbalance"]).removesuffix(".0")]
-    options = {"batch": "--batch", "precision": "--precision", "device": "--device"}
-    words += [word for key, option in options.items() if key in spec for word in (option, str(spec[key]))]
+        words += ["--set", f"scenario.imbalance={_literal(protocol_fields['imbalance']).removesuffix('.0')}"]
+    words += [
+        word for key in ("batch", "precision", "device") if key in spec for word in ("--set", f"{key}={spec[key]}")
+    ]
     overrides = {
         "dataset": _differing(data_fields, _defaults(datasets.registry, data)),
         "model": model_fields,
@@ -131,9 +132,9 @@ def command(spec: Fields, seeds: Sequence[int], files: Any = None) -> Command:
     for owner, fields in overrides.items():
         plain = [(key, value) for key, value in fields.items() if key not in _nested(fields)]
         words += [word for key, value in plain for word in ("--set", f"{owner}.{key}={_literal(value)}")]
-    starts = [["--seed", str(first), "--seeds", str(count), "--out", "again"] for first, count in _stretches(seeds)]
+    words += ["--seeds", "".join(f"{seed}," for seed in sorted(set(seeds))), "--out", "again"]
     threads = f"OMP_NUM_THREADS={spec['threads']} " if isinstance(spec.get("threads"), int) else ""
-    return Command(tuple(threads + shlex.join(words + start) for start in starts), tuple(notes))
+    return Command((threads + shlex.join(words),), tuple(notes))
 
 
 def _places(spec: Fields, files: Any) -> dict[str, str]:
@@ -224,21 +225,6 @@ def _literal(value: Any) -> str:
     if isinstance(value, list):
         return f"({', '.join(map(_literal, value))}{',' * (len(value) == 1)})"
     return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
-
-
-def _stretches(seeds: Sequence[int]) -> list[tuple[int, int]]:
-    """Runs of consecutive seeds: (first, how many).
-
-    >>> _stretches([4, 0, 1])
-    [(0, 2), (4, 1)]
-    """
-    found: list[tuple[int, int]] = []
-    for seed in sorted(set(seeds)):
-        if found and seed == sum(found[-1]):
-            found[-1] = (found[-1][0], found[-1][1] + 1)
-        else:
-            found.append((seed, 1))
-    return found
 
 
 def _differing(fields: Fields, usual: Fields) -> dict[str, Any]:
