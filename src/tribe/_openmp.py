@@ -1,10 +1,9 @@
-"""How long the threads of OpenMP wait for one another before they sleep; this must be decided before torch loads.
+"""Set how long threads of OpenMP wait for one another before they sleep. It must run before torch loads.
 
 A thread that has done its part of an operation runs in a loop until the others are done, by default for milliseconds.
-On a core that another program wants, too, it takes the time from the very thread that it waits for: `tribe run` on a
-busy machine took five times as long with two threads as with one. The command line therefore lets threads sleep after a
-few microseconds, which costs nothing on a quiet machine (`python -m benchmarks.load`). A library inside another program
-changes nothing: there, set the variable yourself.
+On a shared core it takes the time from the very thread that it waits for: `tribe run` on a busy machine took five times
+as long with two threads as with one. The command line lets threads sleep after a few microseconds, which costs nothing
+on an idle machine (`python -m benchmarks.load`). As a library, tribe changes nothing: set the variable yourself.
 """
 
 import os
@@ -13,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 VARIABLE, TURNS = "GOMP_SPINCOUNT", "10000"  # of the loop, of GNU's OpenMP, which torch uses on Linux
-OTHERS = ("OMP_WAIT_POLICY", VARIABLE)  # one who has set these knows better
+OTHERS = ("OMP_WAIT_POLICY", VARIABLE)  # set by the user
 
 
 def is_command(argv: Sequence[str]) -> bool:

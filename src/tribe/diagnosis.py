@@ -107,7 +107,7 @@ class Report:
         return "\n".join(lines)
 
 
-@torch.inference_mode(False)  # a gradient is computed, too
+@torch.inference_mode(False)  # a gradient is computed
 def doctor(
     model: nn.Module | Backbone, x: Tensor | None = None, labels: Tensor | None = None, *, noise: bool = False
 ) -> Report:
@@ -276,14 +276,14 @@ def _accuracy(logits: Tensor, labels: Tensor, confidence: float | None, problems
             "image"
         )
         return None
-    known = labels >= 0
-    if not known.any() or confidence is None:
+    labelled = labels >= 0
+    if not labelled.any() or confidence is None:
         return None
-    count, chance = int(known.sum()), 1 / logits.shape[-1]
+    count, chance = int(labelled.sum()), 1 / logits.shape[-1]
     if int(labels.max()) >= logits.shape[-1]:
         problems.append(f"labels reach {int(labels.max())}, but the network tells {logits.shape[-1]} classes apart")
         return None
-    right = int((logits.argmax(-1).cpu() == labels.cpu())[known].sum())
+    right = int((logits.argmax(-1).cpu() == labels.cpu())[labelled].sum())
     if count >= ENOUGH and right <= count * chance + 3 * math.sqrt(count * chance * (1 - chance)):
         problems.append(
             f"{right} of {count} labelled images are predicted right, which is no better than chance, with a mean "

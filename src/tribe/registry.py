@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 T = TypeVar("T")
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, names: Iterable[str]) -> str:
     """Return the part of an error message that suggests similar names and lists all of them.
 
     >>> nearest("trbe", ["source", "tribe"])
@@ -18,19 +18,19 @@ def nearest(name: str, known: Iterable[str]) -> str:
     >>> nearest("CoTTA", ["cotta", "source"])
     "did you mean 'cotta'? Known: cotta, source"
     """
-    known = sorted(known)
-    spelled = {word.lower(): word for word in known}
+    names = sorted(names)
+    spelled = {word.lower(): word for word in names}
     close = [spelled[word] for word in difflib.get_close_matches(name.lower(), spelled, n=2, cutoff=0.5)]
     hint = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
-    return f"{hint}Known: {', '.join(known) or 'none'}"
+    return f"{hint}Known: {', '.join(names) or 'none'}"
 
 
 def build(cls: type[T], kind: str, fields: Mapping[str, Any]) -> T:
     """Build a component from its class and its fields; an unknown field raises TypeError, with similar names."""
-    known = [f.name for f in dataclasses.fields(cls) if f.init]  # type: ignore[arg-type]
+    names = [f.name for f in dataclasses.fields(cls) if f.init]  # type: ignore[arg-type]
     for field in fields:
-        if field not in known:
-            raise TypeError(f"{kind} {cls.name!r} has no field {field!r}: {nearest(field, known)}")  # type: ignore[attr-defined]
+        if field not in names:
+            raise TypeError(f"{kind} {cls.name!r} has no field {field!r}: {nearest(field, names)}")  # type: ignore[attr-defined]
     return cls(**fields)
 
 
@@ -62,9 +62,9 @@ class Registry(Generic[T]):
         """Return a class decorator that registers a component under a name."""
 
         def add(cls: type[T]) -> type[T]:
-            known = self._classes.get(name)
-            if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
-                raise ValueError(f"{self.kind} {name!r} is registered already, by {known.__module__}")
+            other = self._classes.get(name)
+            if other is not None and (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
+                raise ValueError(f"{self.kind} {name!r} is registered already, by {other.__module__}")
             self._classes[name] = cls
             cls.name = name  # type: ignore[attr-defined]
             return cls

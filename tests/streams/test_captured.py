@@ -78,7 +78,8 @@ def test_shapes_are_few_and_the_oldest_recordings_go(recorded):
 
 
 @gpu
-def test_on_a_gpu_streams_agree_with_adapters():
+def test_on_a_gpu_streams_agree_with_adapters(monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # its rounding depends on the size of the batch
     net = small_backbone().cuda()
     fleet = tribe.fleet(net, h0=2.0)
     adapters = {name: tribe.adapt(net, h0=2.0, seed=stream_seed(name)) for name in "abc"}

@@ -1,1 +1,1 @@
-"""What computes: a frozen network whose normalisation is an argument, and pure functions to build methods from."""
+"""The computation: a frozen network whose normalisation is an argument, and pure functions to build methods from."""

@@ -165,18 +165,15 @@ def _jitter(x: Tensor, order: Tensor, strength: Sequence[Tensor]) -> Tensor:
         return kernels.jitter(x, order, torch.stack(tuple(strength), 1))
     for place in order.unbind(1):
         for i in sorted(set(place.tolist())) if _readable(x) else range(5):
-            x = _where(place == i, OPERATIONS[i], x, strength[i].view(-1, 1, 1, 1, 1))
+            due, f = place == i, strength[i].view(-1, 1, 1, 1, 1)  # (G,), (G, 1, 1, 1, 1)
+            if not _readable(x):
+                x = torch.where(due.view(-1, 1, 1, 1, 1), OPERATIONS[i](x, f), x)
+            elif due.all():
+                x = OPERATIONS[i](x, f)
+            else:
+                index = due.nonzero()[:, 0]
+                x = x.index_copy_(0, index, OPERATIONS[i](x[index], f[index]))
     return x
-
-
-def _where(due: Tensor, operation: Callable[[Tensor, Tensor], Tensor], x: Tensor, f: Tensor) -> Tensor:
-    """Apply the operation to the sets that are due (G,) and leave the rest as they are. May overwrite x."""
-    if not _readable(x):
-        return torch.where(due.view(-1, 1, 1, 1, 1), operation(x, f), x)
-    if due.all():
-        return operation(x, f)
-    index = due.nonzero()[:, 0]
-    return x.index_copy_(0, index, operation(x[index], f[index]))
 
 
 def _readable(x: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""How others call a network: with types, and as a Hugging Face pipeline does.
+"""The interface of a network for its callers: with types, and as a Hugging Face pipeline does.
 
 A pipeline reads ``device``, ``dtype`` and ``config``, gives images by name (``pixel_values=``) and expects an output
 with ``.logits``: ``pipe.model = tribe.adapt(pipe.model)``. No library is imported for it.

@@ -18,7 +18,7 @@ DEFAULTS = {"bias": None, "stride": 1, "padding": 0, "dilation": 1, "groups": 1}
 
 
 def bias_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """Return the bias of a call of a convolution with these arguments; None if it has none, or if x is no batch."""
+    """Return the bias of a call of a convolution with these arguments; None without one, or if x is not a batch."""
     given = _named(args, kwargs)
     bias: Tensor | None = given["bias"]
     return bias if given["input"].dim() == given["weight"].dim() else None

@@ -59,7 +59,7 @@ def using(switch: Switch) -> Iterator[None]:
 
 
 class FusedLayer(NamedTuple):
-    """The numbers of the calls that one call of a slot computes; None where there is no such call."""
+    """The numbers of the calls that one call of a slot computes; None for those that do not exist."""
 
     slot: int  # the slot's index
     bias: int | None  # the convolution whose bias is added
@@ -105,8 +105,8 @@ class Fusion:
         layers = self.plan.layers.values()
         named = {"bias": "biases of convolutions", "add": "residual additions", "relu": "ReLU"}
         counts = {words: sum(getattr(layer, field) is not None for layer in layers) for field, words in named.items()}
-        found = ", ".join(f"{count} {words}" for words, count in counts.items() if count)
-        return f"computed together with normalisation: {found}"
+        parts = ", ".join(f"{count} {words}" for words, count in counts.items() if count)
+        return f"computed together with normalisation: {parts}"
 
     def start(
         self, model: nn.Module, images: Tensor, source_pass: Callable[[int, SlotHook | None], Pass]
@@ -153,8 +153,8 @@ def _try(
 
     try:
         logits(trial := Trial(), model, noise)
-        if trial.unseen is not None:
-            return None, f"compiled code computes {trial.unseen}"
+        if trial.untraced is not None:
+            return None, f"compiled code computes {trial.untraced}"
         plan = trial.plan()
         if not plan.layers:
             return None, "no bias, addition or ReLU belongs to one normalisation layer alone"
@@ -164,8 +164,8 @@ def _try(
                 if dtype != noise.dtype:
                     model, noise = copy.deepcopy(model).to(dtype), noise.to(dtype)
                 with full_precision(noise.device.type):
-                    wanted, found = (logits(FusedPass(p), model, noise) for p in (FusionPlan.of({}, plan.calls), plan))
-                difference = float((found - wanted).abs().max() / wanted.abs().max().clamp_min(1e-6))
+                    plain, fused = (logits(FusedPass(p), model, noise) for p in (FusionPlan.of({}, plan.calls), plan))
+                difference = float((fused - plain).abs().max() / plain.abs().max().clamp_min(1e-6))
                 if difference <= close:
                     return plan, None
     except (Exception, Mismatch) as error:  # a network may raise anything
@@ -191,7 +191,7 @@ class Trial(TorchFunctionMode):
         super().__init__()
         self.calls: list[TracedCall] = []
         self.paused = False  # inside a call
-        self.unseen: str | None = None  # what was computed outside of all calls
+        self.untraced: str | None = None  # an operation outside of all calls
         self._makers: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # by id, the tensor and the call that made it
 
     def __torch_function__(
@@ -217,15 +217,15 @@ class Trial(TorchFunctionMode):
     def leave(self, slot: Slot, y: Tensor) -> None:
         """Note that a slot has computed y."""
         self.paused = False
-        fusable = isinstance(slot, StatisticsSlot) and not slot.relu and not len(slot.after)
+        fusable = isinstance(slot, StatisticsSlot) and not slot.relu and slot.after is None
         self._record("slot", self._entered, fusable, slot.index, y)
 
     def finish(self) -> None:
         """End the pass."""
 
-    def _inputs(self, found: list[Tensor]) -> tuple[int | None, ...]:
-        made = [self._makers.get(id(t)) for t in found]
-        return tuple(m[1] if m is not None and m[0]() is t else None for m, t in zip(made, found, strict=True))
+    def _inputs(self, tensors: list[Tensor]) -> tuple[int | None, ...]:
+        made = [self._makers.get(id(t)) for t in tensors]
+        return tuple(m[1] if m is not None and m[0]() is t else None for m, t in zip(made, tensors, strict=True))
 
     def _record(
         self,
@@ -285,15 +285,15 @@ class Trial(TorchFunctionMode):
 class UntracedOpDetector(TorchDispatchMode):
     """Detects operations that a network computes without calling a torch function, as code of torch.jit does."""
 
-    def __init__(self, seen: Trial) -> None:
+    def __init__(self, trial: Trial) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.seen = seen
+        self.trial = trial
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if not self.seen.paused:
-            self.seen.unseen = str(func)
+        if not self.trial.paused:
+            self.trial.untraced = str(func)
         return func(*args, **(kwargs or {}))
 
 
@@ -339,8 +339,8 @@ class PendingTensor(NamedTuple):
 
     tensor: Tensor  # held, so that no other tensor gets its id
     user: int  # the number of the call that may use it
-    bias: Tensor | None  # what is still to be added
-    residual: Tensor | None  # what has been added already
+    bias: Tensor | None  # still to be added
+    residual: Tensor | None  # added already
     version: int  # of the residual
     with_grad: bool
 
@@ -391,8 +391,8 @@ class FusedPass(TorchFunctionMode):
     def _skip(self, number: int, func: Any, args: Sequence[Any]) -> Tensor:
         """Return the result of an addition or of ReLU, which the slot has computed."""
         layer = self.plan.layers[self.plan.skipped[number]]
-        found = [t for t in args[:2] if isinstance(t, Tensor) and id(t) in self._pending]
-        one = self._pending.pop(id(found[0])) if len(found) == 1 else None
+        pending = [t for t in args[:2] if isinstance(t, Tensor) and id(t) in self._pending]
+        one = self._pending.pop(id(pending[0])) if len(pending) == 1 else None
         if one is None or one.user != number or func not in (ADD if number == layer.add else RELU):
             raise Mismatch(f"{func} is called in place of an addition or ReLU")
         if one.with_grad != torch.is_grad_enabled():

@@ -78,7 +78,7 @@ Memory = TypeVar("Memory", Timely, Reservoir)
 
 
 class Turnover(NamedTuple):
-    """Which entries were held, and when, while a batch arrived."""
+    """The entries that were held while a batch arrived, and when."""
 
     entered: Tensor  # (S, N) bool, was held before the batch or was admitted
     since: Tensor  # (N,) int64, after how many images of the batch: 0 if held before it
@@ -130,8 +130,8 @@ def fit(memory: Memory, x: Tensor) -> Memory:
 def images(memory: Memory, shape: tuple[int, ...]) -> Tensor:
     """Return the images (S, M, *shape). A free place has a copy of the first image, which is finite in every layer."""
     streams, size, _ = memory.image.shape
-    seen = memory.image[..., : math.prod(shape)]
-    return torch.where(memory.filled.unsqueeze(-1), seen, seen[:, :1]).reshape(streams, size, *shape)
+    values = memory.image[..., : math.prod(shape)]
+    return torch.where(memory.filled.unsqueeze(-1), values, values[:, :1]).reshape(streams, size, *shape)
 
 
 def hold(memory: Memory, newcomers: Mapping[str, Tensor], turnover: Turnover, valid: Tensor, passed: Tensor) -> Memory:

@@ -66,8 +66,8 @@ def normalise(x: Tensor, rule: Rule, epilogue: Epilogue = NO_EPILOGUE) -> Tensor
     if not torch.is_grad_enabled():
         return _apply(x, *rule(*observe(x, epilogue.offset)), epilogue)
     joint = _Joint()
-    seen, mean, var = _Observe.apply(x, joint, epilogue.offset)  # type: ignore[no-untyped-call]
-    return _Apply.apply(seen, *rule(mean, var), epilogue.residual, joint, epilogue)  # type: ignore[no-any-return,no-untyped-call]
+    observed, mean, var = _Observe.apply(x, joint, epilogue.offset)  # type: ignore[no-untyped-call]
+    return _Apply.apply(observed, *rule(mean, var), epilogue.residual, joint, epilogue)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def scale_and_shift(x: Tensor, scale: Tensor, shift: Tensor, epilogue: Epilogue = NO_EPILOGUE) -> Tensor:
@@ -123,8 +123,8 @@ class _Observe(torch.autograd.Function):
         x, mean, offset = ctx.saved_tensors
         joint: _Joint = ctx.joint
         if ctx.by_kernel:
-            g, seen = kernels.match_layout(g, x), (mean, dmean, dvar)
-            return kernels.joint_backward(g, x, joint.scale, joint.shift, seen, joint.relu, offset), None, None
+            g, moments = kernels.match_layout(g, x), (mean, dmean, dvar)
+            return kernels.joint_backward(g, x, joint.scale, joint.shift, moments, joint.relu, offset), None, None
         count = max(x[0, 0, 0].numel(), 1)
         a = dvar * (2 / count)
         b = dmean / count - a * (mean if offset is None else mean - offset)

@@ -20,7 +20,7 @@ class Adam(NamedTuple):
 
 def adam_init(params: Any) -> Adam:
     """Return moments before the first gradient; ``params`` is a named tuple of tensors, (S, n) each."""
-    example = _first_leaf(params)
+    example = next(iter(leaves(params).values()))
     steps = torch.zeros(len(example), dtype=torch.int64, device=example.device)
     return Adam(tree_map(torch.zeros_like, params), tree_map(torch.zeros_like, params), steps)
 
@@ -39,7 +39,7 @@ def adam_step(
     first = tree_map(lambda m, g: torch.lerp(m, g, 1 - b1), adam.first, grads)
     second = tree_map(lambda v, g: (v * b2).addcmul_(g, g, value=1 - b2), adam.second, grads)
 
-    dtype = _first_leaf(params).dtype
+    dtype = next(iter(leaves(params).values())).dtype
     exact = torch.float32 if steps.device.type == "mps" else torch.float64  # b2 ** 1 = .999 loses digits in float32
     c1, c2 = (1 - torch.pow(torch.full_like(steps, 1, dtype=exact) * b, steps) for b in betas)
     rate = (lr / c1).to(dtype).unsqueeze(-1)  # (S, 1)
@@ -56,7 +56,3 @@ def sgd_step(params: P, grads: P, velocity: P, lr: float, momentum: float = 0.9,
     velocity = tree_map(lambda v, g: torch.add(g, v, alpha=momentum), velocity, grads)
     ahead = tree_map(lambda v, g: torch.add(g, v, alpha=momentum), velocity, grads) if nesterov else velocity
     return tree_map(lambda p, v: torch.sub(p, v, alpha=lr), params, ahead), velocity
-
-
-def _first_leaf(params: Any) -> Tensor:
-    return next(iter(leaves(params).values()))

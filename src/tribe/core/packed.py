@@ -62,7 +62,7 @@ class PackedStats(NamedTuple):
             present: which classes are among them (R, K).
             shrink: (R, 1, 1).
         """
-        by_mean, by_var, seen = self.scale.chunk(3, 1)  # (R, K, 1) each
+        by_mean, by_var, counts = self.scale.chunk(3, 1)  # (R, K, 1) each
         by_var = by_var * (1 - shrink)
         mean, var, unit = self.shared.unsqueeze(2).unbind(1)
         # An absent class says how far the shared part moves. If none is absent any will do: all are stored again.
@@ -73,7 +73,7 @@ class PackedStats(NamedTuple):
 
         label = code.clamp_min(0).unsqueeze(2)  # (R, B, 1)
         index = label.expand(*code.shape, mean.shape[2])
-        key = Key(label.flatten(), seen.gather(1, label).flatten().long())
+        key = Key(label.flatten(), counts.gather(1, label).flatten().long())
         draw = kernels.uniform(key, ROUNDING, (2, mean.shape[2])).view(*code.shape, 2, -1).unbind(2)  # (R, B, c) each
         means, mean_scale = _encode((kept.mean.gather(1, index) - mean) / unit, draw[0])
         vars, var_scale = _encode((kept.var.gather(1, index) - var) / (unit * unit), draw[1])
@@ -83,7 +83,7 @@ class PackedStats(NamedTuple):
             _put(self.mean, place, means),
             _put(self.var, place, vars),
             torch.cat((mean, var, unit), 1),
-            torch.cat((*scales, seen + present.unsqueeze(2)), 1),
+            torch.cat((*scales, counts + present.unsqueeze(2)), 1),
         )
 
 

@@ -75,8 +75,8 @@ def common_eps(slots: list[Slot]) -> float | None:
     """Return the eps of all layers, if all are BatchNorm with statistics and parameters and have the same one."""
     fields = ("running_mean", "weight", "bias")
     complete = all(getattr(slot.layer, field, None) is not None for slot in slots for field in fields)
-    found = {slot.layer_eps for slot in slots}
-    return found.pop() if complete and len(found) == 1 else None
+    values = {slot.layer_eps for slot in slots}
+    return values.pop() if complete and len(values) == 1 else None
 
 
 def source_norm(layers: Sequence[nn.Module], device: torch.device) -> SourceNorm:
@@ -99,7 +99,7 @@ def source_norm(layers: Sequence[nn.Module], device: torch.device) -> SourceNorm
 
 def slot_kind(layer: nn.Module) -> type[Slot] | str:
     """Return the kind of slot that can replace a normalisation layer, or why none can."""
-    name, known = type(layer).__name__, type(layer).forward in KNOWN_FORWARDS
+    name, is_standard = type(layer).__name__, type(layer).forward in KNOWN_FORWARDS
     if isinstance(layer, _BatchNorm):
         kinds: list[type[Slot]] = [StatisticsSlot]
     elif isinstance(layer, nn.GroupNorm):
@@ -113,12 +113,12 @@ def slot_kind(layer: nn.Module) -> type[Slot] | str:
     if layer._backward_hooks or layer._backward_pre_hooks:
         return "it has hooks on its gradient"
     hooked = bool(layer._forward_hooks or layer._forward_pre_hooks)
-    if "forward" in vars(layer) or (not known and not _takes_one_argument(layer)):
+    if "forward" in vars(layer) or (not is_standard and not _takes_one_argument(layer)):
         return f"{name} has a custom forward"
-    if known and not hooked:
+    if is_standard and not hooked:
         return kinds[0]
-    found = next((kind for kind in kinds if _slot_agrees(layer, kind)), None)
-    return found or ("its hooks change its output" if hooked else f"{name} has a custom forward")
+    fitting = next((kind for kind in kinds if _slot_agrees(layer, kind)), None)
+    return fitting or ("its hooks change its output" if hooked else f"{name} has a custom forward")
 
 
 def _takes_one_argument(layer: nn.Module) -> bool:

@@ -93,7 +93,7 @@ class Slot(nn.Module, ABC):
         self.eps = float("nan")
         after = [m for m in _layers_after(layer) if not isinstance(m, nn.Identity)]
         self.relu = len(after) == 1 and type(after[0]) is nn.ReLU and isinstance(layer, _BatchNorm)  # fused
-        self.after = nn.Sequential(*([] if self.relu else after))
+        self.after = nn.Sequential(*after) if after and not self.relu else None
         self.tokens_first = False  # whether tokens may come before samples, (T, N, C)
         self.views_first: bool | None = None  # the order where views (crops, time) are folded into N; None: unknown
         vars(self)["layer"] = layer  # not a submodule: it serves exports
@@ -116,12 +116,13 @@ class Slot(nn.Module, ABC):
             weight = torch.ones_like(weight)
         if self.layer.bias is None:
             bias = torch.zeros_like(bias)
-        if current.fusing is None:
-            return self.after(self.normalise(x, weight, bias, current, Epilogue(self.relu)))  # type: ignore[no-any-return]
-        epilogue = current.fusing.enter(self, x)
-        epilogue = epilogue._replace(relu=epilogue.relu or self.relu)
-        y: Tensor = self.after(self.normalise(x, weight, bias, current, epilogue))
-        current.fusing.leave(self, y)
+        fusing = current.fusing
+        epilogue = Epilogue() if fusing is None else fusing.enter(self, x)
+        y = self.normalise(x, weight, bias, current, epilogue._replace(relu=True) if self.relu else epilogue)
+        if self.after is not None:
+            y = self.after(y)
+        if fusing is not None:
+            fusing.leave(self, y)
         return y
 
     def __getattr__(self, name: str) -> Any:

@@ -69,7 +69,7 @@ class TimeFilter(ABC):
 def informative(logits: Tensor, valid: Tensor) -> Tensor:
     """Return which images (S, B) count: valid ones whose logits are not NaN and not all equal, as a bad image's are.
 
-    A logit of minus infinity is a class that is excluded; one of plus infinity says nothing.
+    A logit of minus infinity is a class that is excluded; an image with one of plus infinity does not count.
     """
     high, low = logits.amax(-1), logits.amin(-1)  # NaN if one is
     counted: Tensor = valid & (high > low) & (high < torch.inf)
@@ -81,6 +81,6 @@ def bounded(logits: Tensor, counted: Tensor) -> Tensor:
 
     What does not count must not be NaN either: a product with 0 would still be NaN.
     """
-    known = logits.masked_fill(~counted.unsqueeze(-1), 0)
-    high = known.amax(-1, keepdim=True)
-    return (known - torch.where(high.abs() > LARGE, high, 0)).clamp_min(LEAST)
+    safe = logits.masked_fill(~counted.unsqueeze(-1), 0)
+    high = safe.amax(-1, keepdim=True)
+    return (safe - torch.where(high.abs() > LARGE, high, 0)).clamp_min(LEAST)

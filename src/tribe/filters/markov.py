@@ -197,8 +197,8 @@ class Markov(TimeFilter):
         silent = confidences < least_confidence(images.likelihood.shape[-1])
         beliefs, rates, total, local, (belief, marginal, rate) = self._follow(state, images, silent)
         recents, evidences, (weight, recent, evidence) = self._compare(state, images, total, local, silent)
-        seen = state.images + images.counted.sum(1)
-        ends = MarkovState(belief, marginal, weight, rate, recent, evidence, confidences[:, -1], seen)
+        images_so_far = state.images + images.counted.sum(1)
+        ends = MarkovState(belief, marginal, weight, rate, recent, evidence, confidences[:, -1], images_so_far)
         return Scanned(beliefs, rates, recents, evidences, confidences), ends
 
     def _follow(

@@ -10,6 +10,7 @@ has its own Balanced BN statistics; the same pseudo labels update all of them. P
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -126,9 +127,9 @@ class Tribe(Method):
         self.require_range("lambda_anc", "lr", "h0")
         _ = self.norm  # checks eta and gamma
 
-    @property
+    @cached_property
     def norm(self) -> Balanced:
-        """Balanced BN with this method's settings."""
+        """Return Balanced BN with this method's settings."""
         conventions = {field: getattr(self, field) for field in NORM_CONVENTIONS["paper"]}
         return Balanced(self.class_count, self.eta or 0.0, self.gamma or 0.0, self.convention, **conventions)
 

@@ -30,15 +30,15 @@ CONVENTIONS: dict[str, dict[str, Any]] = {
 
 def apply_convention(config: Any, conventions: dict[str, dict[str, Any]]) -> None:
     """Fill the open fields (None) of a dataclass from its convention, so that its repr shows the values in use."""
-    known = f"convention is one of {', '.join(conventions)}"
-    require(config.convention in conventions, known, config.convention)
+    expected = f"convention is one of {', '.join(conventions)}"
+    require(config.convention in conventions, expected, config.convention)
     for field, value in conventions[config.convention].items():
         if getattr(config, field) is None:
             object.__setattr__(config, field, value)
 
 
 class Groups(NamedTuple):
-    """Which samples of a batch share a class. It is the same for every layer, so each pass computes it once."""
+    """The samples of a batch that share a class. They are the same for every layer, so each pass finds them once."""
 
     labels: Tensor  # (R, B)
     code: Tensor  # (R, B) the same, but -1 for samples that do not count
@@ -176,8 +176,8 @@ class _Update(torch.autograd.Function):
 
         # Eq. 1: the sums over each class in this batch, for every sample of it.
         d = mean - mu
-        seen = same @ torch.cat((d, torch.addcmul(var, d, d)), 2).to(same.dtype)  # (R, B, 2 C): sums over a class
-        delta, square = (rate * seen.to(mean.dtype)).chunk(2, 2)  # delta_k, and eta sum_b (1/HW) sum_hw (F - mu_k)^2
+        sums = same @ torch.cat((d, torch.addcmul(var, d, d)), 2).to(same.dtype)  # (R, B, 2 C): sums over a class
+        delta, square = (rate * sums.to(mean.dtype)).chunk(2, 2)  # delta_k, and eta sum_b (1/HW) sum_hw (F - mu_k)^2
         fresh = torch.addcmul(square, delta, delta, value=-1)
 
         def total(t: Tensor) -> Tensor:  # over the classes present: (R, B, C) -> (R, 1, C)

@@ -41,8 +41,8 @@ class Instance:
         shared_mean, shared_var = stats
         if self.observing:
             shared_mean, shared_var = pool_batch(mean, var, valid)
-            seen = count * valid.sum(1).to(var.dtype).view(-1, 1, 1)  # (R, 1, 1)
-            shared_var = shared_var * (seen / (seen - 1).clamp_min(1))
+            values = count * valid.sum(1).to(var.dtype).view(-1, 1, 1)  # (R, 1, 1)
+            shared_var = shared_var * (values / (values - 1).clamp_min(1))
             share = self.momentum * valid.any(1).to(mean.dtype).view(-1, 1, 1)
             stats = Stats(
                 (stats.mean + share * (shared_mean - stats.mean)).detach(),

@@ -58,9 +58,9 @@ class Renorm:
 
         share = (1 - self.alpha) * valid.any(1).to(mu.dtype).view(-1, 1, 1)
         kept_sigma = past_sigma + share * (sigma - past_sigma)
-        seen = valid.any(1).view(-1, 1, 1)
+        any_valid = valid.any(1).view(-1, 1, 1)
         kept = Stats(
-            torch.where(seen, past_mu + share * (mu - past_mu), stats.mean),
-            torch.where(seen, (kept_sigma.square() - eps).clamp_min(0), stats.var),
+            torch.where(any_valid, past_mu + share * (mu - past_mu), stats.mean),
+            torch.where(any_valid, (kept_sigma.square() - eps).clamp_min(0), stats.var),
         )
         return m, s.square() - eps, kept

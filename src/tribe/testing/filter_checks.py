@@ -25,7 +25,7 @@ TOO_SURE, CALIBRATED, CAUTIOUS = 2.0, 1.0, 0.4  # how many times too large the l
 
 
 class _Played(NamedTuple):
-    """What a filter made of a stream."""
+    """The result of filtering a stream."""
 
     logits: Tensor  # (S, N, K)
     used: Tensor  # (S, N)
@@ -164,7 +164,7 @@ def padding_changes_nothing(filter: TimeFilter) -> None:
     """Catches images that are not valid and enter a belief, a rate or a count, wherever they are in the batch."""
     certain = torch.zeros(CLASSES, dtype=torch.float64)
     certain[7] = 50
-    for extra in (certain, certain * torch.nan, certain.log()):  # what is not valid may be anything
+    for extra in (certain, certain * torch.nan, certain.log()):  # an invalid image may hold anything
         _change_nothing(filter, extra, valid=False)
 
 

@@ -77,7 +77,7 @@ def changes_no_argument(norm: Norm) -> None:
 def gradients_are_right(norm: Norm) -> None:
     """Catches a rule that detaches the batch's share of the statistics, or keeps statistics with a graph.
 
-    A rule that does so on purpose says why in ``stops_gradient``; a reason without need is caught, too.
+    A rule that does so on purpose says why in ``stops_gradient``; an unneeded reason fails.
     """
     if not norm.observes:
         return

@@ -1,4 +1,4 @@
-"""What the checks run on: a small network, images, predictions, methods, and a watch on global random generators."""
+"""The inputs of the checks: a small network, images, predictions, methods, and a watch on global random generators."""
 
 import copy
 import functools
