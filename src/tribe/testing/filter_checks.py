@@ -9,12 +9,20 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import load, save
 from torch import Tensor
 
-from tribe.core.state import clone, digest, leaves, rebuild, stream
+from tribe.core.state import clone, digest, leaves, stream
 from tribe.filters import TimeFilter
-from tribe.testing.samples import generators_stay, labels_in_bursts, predictions, require_documentation, seed_generators
+from tribe.testing.samples import (
+    generators_stay,
+    is_finite,
+    labels_in_bursts,
+    predictions,
+    require_documentation,
+    require_same_layout,
+    saved_and_loaded,
+    seed_generators,
+)
 
 CLASSES = 10
 STAY = 0.95  # probability that the next image has the same class: bursts of about 20 images
@@ -128,8 +136,7 @@ def resumes_exactly(filter: TimeFilter) -> None:
     logits = _bursts(2, 200)[1].float()
     whole = _play(filter, logits)
     middle = _play(filter, logits[:, :100])
-    blob = save({name: t.contiguous() for name, t in leaves(middle.state).items()})
-    resumed = rebuild(filter.init(2, CLASSES, logits.new_empty(0)), load(blob))
+    resumed = saved_and_loaded(middle.state, filter.init(2, CLASSES, logits.new_empty(0)))
     rest = _play(copy.deepcopy(filter), logits[:, 100:], state=resumed)
     last = whole._replace(logits=whole.logits[:, 100:], used=whole.used[:, 100:])
     assert _same(last, rest, logits[:, 100:], 0), "answers differ after resuming"
@@ -219,8 +226,7 @@ def stays_finite(filter: TimeFilter) -> None:
                 run = _play(filter, batch, state=state)
                 state = run.state
                 assert bool(run.logits.isfinite().all()), f"{case}, {classes} classes: an answer is not finite"
-                finite = all(bool(t.isfinite().all()) for t in leaves(state).values())
-                assert finite, f"{case}, {classes} classes: the state is not finite"
+                assert is_finite(state), f"{case}, {classes} classes: the state is not finite"
 
 
 def keeps_no_graph(filter: TimeFilter) -> None:
@@ -247,11 +253,8 @@ def state_size_is_fixed(filter: TimeFilter) -> None:
     for dtype in (torch.float32, torch.float64):
         logits = _bursts(2, 120)[1].to(dtype)
         start, end = filter.init(2, CLASSES, logits.new_empty(0)), _play(filter, logits, batch=40).state
-        before, after = leaves(start), leaves(end)
-        assert before.keys() == after.keys(), f"the state lost or gained {sorted(before.keys() ^ after.keys())}"
-        for name, t in before.items():
-            old, new = (f"{tuple(u.shape)} of {u.dtype}" for u in (t, after[name]))
-            assert old == new, f"{name} of the state was {old} and after 120 images is {new}"
+        require_same_layout(start, end)
+        for name, t in leaves(end).items():
             assert len(t) == 2, f"{name} of the state has {len(t)} rows for 2 streams"
 
 

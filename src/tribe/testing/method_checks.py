@@ -2,27 +2,26 @@
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from safetensors.torch import load, save
 from torch import Tensor
 
 from tribe.core.backbone import Backbone, Output
 from tribe.core.memory import Reservoir, Timely
-from tribe.core.packed import ClassStats
-from tribe.core.slots import SlotHook
-from tribe.core.state import Affine, clone, digest, hash_tensors, leaves, rebuild, stream
+from tribe.core.state import clone, digest, hash_tensors, leaves, stream
 from tribe.core.validation import good_images
 from tribe.methods import AnyMethod, Pipeline
-from tribe.norms import Norm
 from tribe.testing.samples import (
     CLASSES,
     SIZE,
     generators_stay,
     images,
+    is_finite,
     require_documentation,
+    require_same_layout,
+    saved_and_loaded,
     seed_generators,
     small_backbone,
     small_network,
@@ -32,25 +31,15 @@ from tribe.testing.samples import (
 class _StrictBackbone(Backbone):
     """A network that refuses to count an image twice, and returns arbitrary logits for images that are not valid."""
 
-    def forward(
-        self,
-        x: Tensor,
-        affine: Affine,
-        stats: ClassStats,
-        norm: Norm,
-        labels: Tensor | None = None,
-        valid: Tensor | None = None,
-        weights: Mapping[str, Tensor] | None = None,
-        spare: ClassStats | None = None,
-        slot_hook: SlotHook | None = None,
-    ) -> Output:
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Output:
+        valid = inspect.signature(Backbone.forward).bind(self, x, *args, **kwargs).arguments.get("valid")
         counted = torch.ones(x.shape[:2], dtype=torch.bool) if valid is None else valid
         for row, mask in zip(x.detach(), counted, strict=True):
             distinct = row[mask].unique(dim=0)
             assert len(distinct) == int(mask.sum()), (
                 "a pass counts an image twice: the copy that replaces padding, or that fills a free place of the memory"
             )
-        output = super().forward(x, affine, stats, norm, labels, valid, weights, spare, slot_hook)
+        output = super().forward(x, *args, **kwargs)
         arbitrary = torch.linspace(-3, 3, output.logits.shape[-1], dtype=output.logits.dtype)
         features = None if output.features is None else output.features.where(counted.unsqueeze(-1), 3.0)
         return output._replace(logits=output.logits.where(counted.unsqueeze(-1), arbitrary), features=features)
@@ -76,10 +65,6 @@ def _adapted(state: Any) -> dict[str, Tensor]:
 def _same(one: Tensor, other: Tensor) -> bool:
     """Return whether two tensors hold the same bits: NaN equals NaN."""
     return hash_tensors({"": one}) == hash_tensors({"": other})
-
-
-def _finite(state: Any) -> bool:
-    return all(bool(t.isfinite().all()) for t in leaves(state).values())
 
 
 def never_sees_labels(method: AnyMethod) -> None:
@@ -177,9 +162,7 @@ def saves_and_resumes(method: AnyMethod) -> None:
     net, batches = small_backbone(), _stream_of(2)
     whole, end = _play(method, net, method.init(net, 2, seed=3), batches)
     _, middle = _play(method, net, method.init(net, 2, seed=3), batches[:2])
-    blob = save({name: t.contiguous() for name, t in leaves(middle).items()})
-    del middle
-    resumed = rebuild(method.init(net, 2), load(blob))
+    resumed = saved_and_loaded(middle, method.init(net, 2))
     rest, resumed_end = _play(copy.deepcopy(method), small_backbone(), resumed, batches[2:])
     assert all(torch.equal(a, b) for a, b in zip(whole[2:], rest, strict=True)), "predictions differ after resuming"
     assert digest(end) == digest(resumed_end), "states differ after resuming"
@@ -220,10 +203,10 @@ def stays_finite(method: AnyMethod) -> None:
             y, state = method.step(net, state, batch)
             bad += int((~good_images(batch)).sum())
             assert y.isfinite().all(), f"{case}: a prediction is not finite"
-            assert _finite(state), f"{case}: the state is not finite"
+            assert is_finite(state), f"{case}: the state is not finite"
             assert int(state.info.skipped) == bad, (
-                f"{case}: {int(state.info.skipped)} images were skipped, and {bad} are bad. `finish` also skips good "
-                "images if the step's results for them are not finite"
+                f"{case}: {int(state.info.skipped)} images were skipped, and {bad} are bad. `commit_step` also skips "
+                "good images if the step's results for them are not finite"
             )
 
 
@@ -280,7 +263,7 @@ def says_nothing_of_what_does_not_count(method: AnyMethod) -> None:
         ):
             assert bool((y.amax(-1) == y.amin(-1))[ignored].all()), (
                 f"{what} prefers a class for padding, or for an image that is not finite; expected equal ones, see "
-                "tribe.methods.quiet"
+                "tribe.methods.mask_logits"
             )
 
 
@@ -299,11 +282,7 @@ def cost_does_not_grow(method: AnyMethod) -> None:
         net = small_backbone(dtype)
         start = method.init(net)
         _, end = _play(method, net, start, [images(1, 6, seed, dtype) for seed in range(4)])
-        before, after = leaves(start), leaves(end)
-        assert before.keys() == after.keys(), f"the state lost or gained {sorted(before.keys() ^ after.keys())}"
-        for name, t in before.items():
-            old, new = (f"{tuple(u.shape)} of {u.dtype}" for u in (t, after[name]))
-            assert old == new, f"{name} of the state was {old} and after four batches is {new}"
+        require_same_layout(start, end)
 
 
 def adapts(method: AnyMethod) -> None:

@@ -10,11 +10,13 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from tribe import methods
 from tribe.core.backbone import Backbone
 from tribe.core.rng import Key, normal, uniform
+from tribe.core.state import leaves, rebuild
 from tribe.methods import AnyMethod, Pipeline, with_fields
 
 CLASSES = 4  # of the small network
@@ -119,6 +121,25 @@ def small(method: AnyMethod) -> AnyMethod:
         limits: Mapping[str, Any] = getattr(part, "small", {})
         smaller |= {name: limit for name, limit in limits.items() if getattr(part, name) > limit}
     return with_fields(method, **smaller)
+
+
+def saved_and_loaded(state: Any, fresh: Any) -> Any:
+    """Save a state and load it again; ``fresh`` is another state of the same kind."""
+    return rebuild(fresh, load(save({name: t.contiguous() for name, t in leaves(state).items()})))
+
+
+def is_finite(state: Any) -> bool:
+    """Return whether every number of a state is finite."""
+    return all(bool(t.isfinite().all()) for t in leaves(state).values())
+
+
+def require_same_layout(start: Any, end: Any) -> None:
+    """Require that two states have the same tensors, with the same shapes and types."""
+    before, after = leaves(start), leaves(end)
+    assert before.keys() == after.keys(), f"the state lost or gained {sorted(before.keys() ^ after.keys())}"
+    for name, t in before.items():
+        old, new = (f"{tuple(u.shape)} of {u.dtype}" for u in (t, after[name]))
+        assert old == new, f"{name} of the state was {old} and is {new}"
 
 
 @contextmanager
