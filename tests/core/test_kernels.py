@@ -23,7 +23,7 @@ from tribe.core.graphs import Captured
 from tribe.core.kernels import activations, class_update, launch
 from tribe.core.precision import float32_precision
 from tribe.core.state import Affine, Stats, leaves, rows_of
-from tribe.filters.markov import Images, Markov
+from tribe.filters.markov import FilterInput, Markov
 from tribe.methods import tribe as tribe_method
 from tribe.norms import pool_batch
 from tribe.norms.balanced import Balanced
@@ -485,7 +485,7 @@ def test_the_scan_and_the_smoothing_are_those_of_the_tensor_operations(classes):
     with kernels.using(False):
         assert not kernels.can_filter(likelihood)
         state = rule.step(rule.init(3, classes, logits[..., :0]), logits[:, :40], valid[:, :40]).state
-        seen = Images.of(likelihood, valid)
+        seen = FilterInput.of(likelihood, valid)
         wanted, end = rule._scan(state, seen)
         chosen = end.recent.argmax(-1)
         smoothed = rule._smooth(wanted, seen, chosen)

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 import tribe
 from tribe.core.backbone import Backbone
 from tribe.core.slots import AffineSlot, ChannelSlot
-from tribe.data.models import layer_norm
 from zoo import FROZEN, ChannelNorm, LayerNorm2d, different_rows, gap, images, small
 
 
@@ -45,6 +44,13 @@ class EitherWay(nn.LayerNorm):
         return super().forward(features)
 
 
+class AnyAxes(nn.LayerNorm):
+    """The channels of (N, C, ...), by moving them last."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.movedim(1, -1)).movedim(-1, 1)
+
+
 class WideChannelNorm(ChannelNorm):
     """Its parameters have the shape of an image."""
 
@@ -69,7 +75,7 @@ NORMS = {
     "Hugging Face": (partial(small, EitherWay), ChannelSlot),
     "Hugging Face, last": (partial(last, partial(EitherWay, data_format="channels_last")), AffineSlot),
     "authors": (partial(small, ChannelNorm), ChannelSlot),
-    "any number of axes": (partial(small, layer_norm.ChannelNorm), ChannelSlot),
+    "any number of axes": (partial(small, AnyAxes), ChannelSlot),
     "wide parameters": (partial(small, WideChannelNorm), ChannelSlot),
 }
 
