@@ -17,7 +17,7 @@ from tribe.core.moments import observe
 from tribe.core.placement import by_reason
 from tribe.core.slots import Slot, StatisticsSlot
 from tribe.core.state import Affine
-from tribe.core.validation import PROBABILITIES, are_probabilities, good_images
+from tribe.core.validation import PROBABILITIES, are_probabilities, good_images, in_range
 from tribe.health.recorder import count_bytes
 from tribe.norms import pool_batch
 from tribe.norms.frozen import Frozen
@@ -281,7 +281,7 @@ def _accuracy(logits: Tensor, labels: Tensor, confidence: float | None, problems
         return None
     count, chance = int(labelled.sum()), 1 / logits.shape[-1]
     if int(labels.max()) >= logits.shape[-1]:
-        problems.append(f"labels reach {int(labels.max())}, but the network tells {logits.shape[-1]} classes apart")
+        problems.append(f"labels reach {int(labels.max())}, but the network has {logits.shape[-1]} outputs")
         return None
     right = int((logits.argmax(-1).cpu() == labels.cpu())[labelled].sum())
     if count >= ENOUGH and right <= count * chance + 3 * math.sqrt(count * chance * (1 - chance)):
@@ -301,9 +301,7 @@ def _try_gradients(net: Backbone, x: Tensor, problems: list[str]) -> None:
         with torch.enable_grad():
             logits = net(x.to(net.device, copy=True).unsqueeze(0), affine, stats, Frozen()).logits
             torch.autograd.grad(logits.float().square().sum(), affine, allow_unused=True)
-    except ValueError as error:
-        problems.append(str(error))
-    except RuntimeError as error:  # raised by torch in the backward pass
+    except (ValueError, RuntimeError) as error:  # RuntimeError: raised by torch in the backward pass
         problems.append(f"no gradient can be taken through the network: {error}")
 
 
@@ -338,8 +336,8 @@ def _first_shift(
 
 def _suspect_scaling(net: Backbone, x: Tensor, shift: float, problems: list[str]) -> None:
     """Report another scaling of the same images that fits the first layer much better."""
-    low, high = x.min().item(), x.max().item()
-    if low < -1e-3 or high > 1 + 1e-3:
+    if not in_range(x):
+        low, high = (v.item() for v in x.aminmax())
         problems.append(f"images reach from {low:.3g} to {high:.3g}; methods that augment expect [0, 1]")
     others = {"divided by 255": x / 255, "multiplied by 255": x * 255}
     if x.dim() == 4 and x.shape[1] == 3:
