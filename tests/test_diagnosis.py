@@ -312,7 +312,7 @@ def test_a_network_whose_classes_are_in_another_order_is_recognised() -> None:
     assert "accuracy on these images: 100%" in str(tribe.doctor(small_network(), x, right))
     accuracy, words = diagnosed(wrong, x)
     assert accuracy == 0
-    assert "0 of 64 labelled images are predicted right, which is no better than chance" in words
+    assert "0 of 64 labelled images are predicted right, which is not better than chance" in words
     assert "classes in the order of the labels?" in words
     assert diagnosed(torch.where(torch.arange(64) < 48, right, wrong), x) == (0.75, "")
     assert diagnosed(wrong[:8], x[:8]) == (0, ""), "eight may all be hard"

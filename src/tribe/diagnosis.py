@@ -286,7 +286,7 @@ def _accuracy(logits: Tensor, labels: Tensor, confidence: float | None, problems
     right = int((logits.argmax(-1).cpu() == labels.cpu())[labelled].sum())
     if count >= ENOUGH and right <= count * chance + 3 * math.sqrt(count * chance * (1 - chance)):
         problems.append(
-            f"{right} of {count} labelled images are predicted right, which is no better than chance, with a mean "
+            f"{right} of {count} labelled images are predicted right, which is not better than chance, with a mean "
             f"confidence of {confidence:.0%}: are the images clean, and are the network's classes in the order of the "
             "labels? Networks of ImageNet number the sorted wnids (n01440764 is 0)"
         )

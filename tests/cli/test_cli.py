@@ -285,7 +285,7 @@ def test_doctor_asks_about_the_order_of_classes(call, tmp_path):
     assert report["problems"] == []
     result = call("doctor", tmp_path / "digits.py:turned", *options)
     assert result.exit_code == 1
-    assert "no better than chance" in json.loads(result.stdout)["problems"][0]
+    assert "not better than chance" in json.loads(result.stdout)["problems"][0]
     both = call("doctor", tmp_path / "digits.py:right", "--dataset", "mnist", "--shape", "1,28,28")
     assert both.exit_code == 2
     assert "choose one" in both.stderr

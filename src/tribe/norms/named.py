@@ -24,7 +24,7 @@ def split_text(text: str) -> tuple[str, str]:
 
 
 def find_class(text: Any) -> type[Norm] | None:
-    """Return the class of the rule that a text names; None if there is no such rule.
+    """Return the class of the rule that a text names; None if it is unknown.
 
     >>> find_class("robust(alpha=0.01)").__name__, find_class("mine"), find_class(None)
     ('Robust', None, None)

@@ -48,7 +48,7 @@ def indices_are_valid(scenario: Scenario) -> None:
     """Catches a domain or an image that does not exist, and an image played twice in one visit."""
     for variant, schedule in _draws(scenario):
         labels = variant.expand(label_sets(variant))
-        assert 0 <= int(schedule.domain.min()) <= int(schedule.domain.max()) < len(labels), "there is no such domain"
+        assert 0 <= int(schedule.domain.min()) <= int(schedule.domain.max()) < len(labels), "a domain does not exist"
         sizes = torch.tensor([len(y) for y in labels])
         assert bool(((schedule.index >= 0) & (schedule.index < sizes[schedule.domain])).all()), "no such image"
         most = int(sizes.max())
