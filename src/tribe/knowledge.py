@@ -70,7 +70,7 @@ class Knowledge:
         return {}
 
     def on(self, net: Backbone) -> dict[str, Tensor]:
-        """The tensors on a network's device in its precision; moved once."""
+        """Return the tensors on a network's device in its precision; moved once."""
         place = net.device, net.origin.state.affine.weight.dtype
         if place not in self._placed:
             self._placed[place] = {
@@ -128,7 +128,7 @@ def resolve_knowledge(method: StudyingMethod) -> None:
 def checked_tensors(
     method: StudyingMethod, net: Backbone, shapes: Mapping[str, Sequence[int | str]]
 ) -> dict[str, Tensor]:
-    """A method's source knowledge on the network's device; refused if it is missing or does not fit the network.
+    """Return a method's source knowledge on the network's device; refused if it is missing or does not fit the network.
 
     Args:
         method: the method with the field ``knowledge``.
@@ -158,7 +158,7 @@ def checked_tensors(
 
 
 def _problem(t: Tensor | None, shape: Sequence[int | str], sizes: dict[str, int]) -> str | None:
-    """What a tensor is instead of finite numbers of a shape; the first tensor with a letter sets that size."""
+    """Return what a tensor is instead of finite numbers of a shape; the first tensor with a letter sets that size."""
     if t is None:
         return "nothing"
     wanted = [sizes.setdefault(n, size) if isinstance(n, str) else n for n, size in zip(shape, t.shape, strict=False)]
@@ -196,7 +196,7 @@ def study_batches(
 
 
 def require_labels(y: Tensor | None, logits: Tensor) -> Tensor:
-    """The labels of images with logits (..., K); refused if there are none, or if one is not below K."""
+    """Return the labels of images with logits (..., K); refused if there are none, or if one is not below K."""
     if y is None:
         raise ValueError("source images came without labels; expected one class number for each image")
     if bool((y >= logits.shape[-1]).any()):
@@ -207,7 +207,7 @@ def require_labels(y: Tensor | None, logits: Tensor) -> Tensor:
 def find_knowledge(
     method: str, model: str, dataset: str, root: str | PathLike[str], fields: Mapping[str, Any] | None = None
 ) -> Path | None:
-    """The file of a method's source knowledge, in the folder of `tribe source` or in the package; None: no file.
+    """Return the file of a method's source knowledge, in the folder of `tribe source` or in the package; None: no file.
 
     A file name lists the fields that shaped the knowledge. All of them must be among ``fields``; the file with the
     most wins.

@@ -38,9 +38,9 @@ from tribe.methods import (
     Affine,
     Agreement,
     Backbone,
-    Batch,
     Info,
     Key,
+    ScreenedBatch,
     Stats,
     Update,
     accumulation_dtype,
@@ -121,7 +121,7 @@ class Learning(Tribe):
         """The filter."""
         return Markov(within=self.within)
 
-    def adapt(self, net: Backbone, state: LearningState, batch: Batch) -> Update:  # type: ignore[override]
+    def adapt(self, net: Backbone, state: LearningState, batch: ScreenedBatch) -> Update:  # type: ignore[override]
         """Predict with the teacher, filter, learn from both."""
         prediction, _ = self.predict_batch(net, state, batch)
         logits, on, after = self.rule.step(state.time, prediction, batch.valid)

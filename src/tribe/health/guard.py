@@ -1,8 +1,8 @@
 """A guard over any method: it watches, skips frames that teach nothing, limits every step, and goes back.
 
 Fitted to its network (`Guard.fitted`), it also leans on the source where little has changed.
-``tribe.adapt(net, guard=True)``, or ``tribe+guard``. What the method learns is its own affair; the guard decides what
-it may learn from, how fast, and how far predictions follow. It acts stream by stream, with masks, in a pure step.
+``tribe.adapt(net, guard=True)``, or ``tribe+guard``. The guard does not change the method's update rule: it
+skips batches, limits updates, and blends what predicts. It acts stream by stream, with masks, in a pure step.
 ``tribe+watch`` only watches.
 """
 
@@ -58,7 +58,7 @@ GONE_WRONG = slice(KINDS.index("drift"), len(KINDS))  # alarms of the method its
 
 
 class GuardState(NamedTuple):
-    """What a guard remembers of each stream."""
+    """The state of a guard."""
 
     watch: WatchState
     held: Tensor  # (S,) int64, images that the method did not learn from
@@ -70,7 +70,7 @@ class GuardState(NamedTuple):
 @guards.register("watch")
 @dataclass(frozen=True)
 class Watch:
-    """What is watched of a stream: alarms, estimated accuracy, agreement with the source."""
+    """Settings of watching a stream: alarms, estimated accuracy, agreement with the source."""
 
     calibration: KnowledgeLike = None  # a `tribe.health.Calibration`, or its file; None: no estimate, fewer alarms
     probe: int = 4  # every so many images of a batch, one is also predicted by the source; 0: none
@@ -98,7 +98,7 @@ class Watch:
         return method.deployed(net, state)
 
     def watcher(self, net: Backbone, method: Method) -> Watcher:
-        """Return what watches streams of this network; made once for each: a calibration is compared with it."""
+        """Return the watcher of streams of this network; made once for each: a calibration is compared with it."""
         made = _watchers.setdefault(net, {})
         place = self.name, method.name, method.classes, self.calibration, self.probe, net.device
         if place not in made:
@@ -109,7 +109,7 @@ class Watch:
         return made[place]
 
     def calibrated(self, method: Method) -> AnyMethod:
-        """Return what a calibration must have been made with."""
+        """Return the method that a calibration must have been made with."""
         return method
 
     def init(self, net: Backbone, method: Method, state: Any) -> GuardState:
@@ -233,7 +233,7 @@ class Watch:
         return [Health(**dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
 
     def _leaning(self, net: Backbone, method: Method, state: Any) -> dict[str, Sequence[Any]]:
-        """How far the statistics of each stream are from the source's, and how far predictions follow them."""
+        """Return how far the statistics of each stream are from the source's, and how far predictions follow them."""
         none = [None] * len(state.info.images)
         adapted = method.deployed(net, state)
         if isinstance(adapted.norm, PerBatch) or not adapted.stats.mean.shape[-1]:
@@ -250,7 +250,7 @@ class Watch:
 @guards.register("guard")
 @dataclass(frozen=True)
 class Guard(Watch):
-    """What a guard does, and when."""
+    """Settings of a guard: its limits, and how far predictions lean on the source."""
 
     probe: int = 16
     lean_half: float | None = None  # distance of the statistics at which predictions lean halfway; see `fitted`
@@ -288,7 +288,7 @@ class Guard(Watch):
 
     @classmethod
     def fitted(cls, net: Any, images: Tensor, method: AnyMethod | str = "tribe", **fields: Any) -> "Guard":
-        """A guard for this network: `lean_half` from clean images (N, ...) in [0, 1], without labels, of all classes.
+        """Return a guard for this network: `lean_half` from clean images (N, ...) of all classes, without labels.
 
         How far clean images are from the source's statistics differs between networks: 0.043 for ResNet-20, 0.015 for
         WRN-28-10. A few hundred tell it. Where the method's statistics share updates between classes, as TRIBE's do
@@ -306,7 +306,7 @@ class Guard(Watch):
         return cls(**fields)
 
     def midpoint(self, state: Any) -> float | Tensor:
-        """The squared distance at which predictions lean halfway, for a state of the method: (S,), or one for all."""
+        """Return the squared distance at which predictions lean halfway: (S,), or one for all streams."""
         assert self.lean_half is not None
         return squared_midpoint(state, self.lean_half, self.lean_single)
 
@@ -323,7 +323,7 @@ class Guard(Watch):
         )
 
     def calibrated(self, method: Method) -> AnyMethod:
-        """Return what a calibration must have been made with."""
+        """Return the method that a calibration must have been made with."""
         return Pipeline(method, self)
 
     def init(self, net: Backbone, method: Method, state: Any) -> GuardState:
@@ -350,7 +350,7 @@ class Guard(Watch):
     def _limit(
         self, net: Backbone, method: Method, before: Any, moved: Any, idle: Tensor, real: Tensor
     ) -> tuple[Any, Tensor]:
-        """What a guard allows of a step, and how many images of each stream (S,) were not learned from."""
+        """Return the step within the guard's limits, and how many images of each stream (S,) were not learned from."""
         if self.speed is not None:
             moved = limit(moved, before, self.speed)
         per_batch, own_weights = _kind_of_prediction(net, method, before)
@@ -388,7 +388,7 @@ class Guard(Watch):
 
 
 def _kind_of_prediction(net: Backbone, method: Method, state: Any) -> tuple[bool, bool]:
-    """Whether a method normalises with the batch's statistics, and whether it predicts with weights of its own.
+    """Return whether a method normalises with the batch's statistics, and whether it predicts with weights of its own.
 
     It is computed once for a network: `deployed` may pool many classes.
     """
@@ -445,7 +445,7 @@ def limit(new: Any, old: Any, speed: float) -> Any:
 def pull_back(net: Backbone, state: Any, pull: Tensor) -> Any:
     """Take the affine parameters of each stream, anywhere in a state, a share ``pull`` (S,) of the way to the source's.
 
-    Entropy falls without end while a network says one class more and more often. Against a pull, it gets so far only.
+    Without a pull, entropy can fall until the network predicts one class.
     """
     source = net.source()[0]
 
@@ -457,7 +457,7 @@ def pull_back(net: Backbone, state: Any, pull: Tensor) -> Any:
 
 
 def _distance(net: Backbone, state: Any) -> Tensor:
-    """How far the affine parameters have moved, as `Info` reports it, after a guard has held them back: (S,)."""
+    """Return how far the affine parameters have moved, as `Info` reports it, after a guard has held them back: (S,)."""
     found = next(_parameters(state), None)
     if found is None:
         distance: Tensor = state.info.distance
@@ -467,7 +467,7 @@ def _distance(net: Backbone, state: Any) -> Tensor:
 
 
 def _parameters(value: Any) -> Iterator[Affine]:
-    """The affine parameters anywhere in a state; the moments of their gradients, of the same kind, are none."""
+    """Return the affine parameters anywhere in a state; the moments of their gradients, of the same kind, are none."""
     if isinstance(value, Affine):
         yield value
     elif not isinstance(value, Tensor | optim.Adam):
@@ -476,7 +476,7 @@ def _parameters(value: Any) -> Iterator[Affine]:
 
 
 def _on_parameters(change: Callable[[Affine, Affine], Affine], value: Any, before: Any) -> Any:
-    """A state whose affine parameters are changed; the moments of their gradients, of the same kind, stay."""
+    """Return a state whose affine parameters are changed; the moments of their gradients, of the same kind, stay."""
     if isinstance(value, Tensor | optim.Adam):
         return value
     if isinstance(value, Affine):

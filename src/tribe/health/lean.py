@@ -37,7 +37,7 @@ def interpolate_to_source(
     of_batch: float,
     anchored: Callable[[], Stats | None] = lambda: None,
 ) -> Deployed:
-    """The network that predicts, between the source and the adapted one, or with the statistics of a batch.
+    """Return the network that predicts, between the source and the adapted one, or with the statistics of a batch.
 
     ``midpoint`` gives the squared distance at which it leans halfway. Without it nothing is known of the network's
     scale, and the adapted one predicts. ``anchored`` gives the statistics under the source's parameters, where a method
@@ -68,7 +68,7 @@ def _between(source: Tensor, adapted: Tensor, share: Tensor) -> Tensor:
 
 
 def squared_midpoint(state: Any, many: float, single: float | None) -> float | Tensor:
-    """The squared distance at which predictions lean halfway, for the mean size B of the batches of a state: (S,).
+    """Return the squared distance at which predictions lean halfway, for the mean batch size B of a state: (S,).
 
     It is ``many`` for large batches, ``single`` for batches of one. Where a batch moves what all classes share, its
     images are averaged: their noise has a variance of 1 / B. A number for all if there is no ``single``.
@@ -88,7 +88,7 @@ def shift_weight(net: Backbone, stats: Stats, squared: float | Tensor) -> Tensor
 
 @torch.no_grad()
 def distance_of_statistics(net: Backbone, stats: Stats) -> Tensor:
-    """How far statistics (S, 1, C) are from the source's, (S,): in standard deviations, over the middle layers.
+    """Return the distance of statistics (S, 1, C) from the source's, (S,): standard deviations, middle layers.
 
     The first layers see what differs between augmented and plain images, the last ones which classes are there; the
     middle third sees the world in front of the camera. Each layer counts the same: sqrt(dmean^2 + dstd^2).
@@ -100,7 +100,7 @@ def distance_of_statistics(net: Backbone, stats: Stats) -> Tensor:
 
 
 class Ruler(NamedTuple):
-    """What the distance from the source's statistics is made of, (C,) each."""
+    """The constants of the distance from the source's statistics, (C,) each."""
 
     mean: Tensor
     std: Tensor
@@ -132,14 +132,14 @@ class ReturnBatchStats:
     def __call__(
         self, mean: Tensor, var: Tensor, count: int, stats: Stats, labels: Tensor | None, valid: Tensor, eps: float
     ) -> tuple[Tensor, Tensor, Stats]:
-        """The batch's statistics, twice."""
+        """Return the batch's statistics, twice."""
         own = Stats(*pool_batch(mean, var, valid))
         return *own, own
 
 
 @torch.no_grad()
 def distance_of_images(net: Backbone, images: Tensor) -> float:
-    """How far the statistics of images (N, ...) of all classes are from the source's: of clean ones, what is normal.
+    """Return the distance of the statistics of images (N, ...) of all classes from the source's.
 
     Images pass in equal batches of at most `BATCH`, and their statistics are averaged. A batch has images from
     everywhere, because they may be sorted by class.
@@ -160,7 +160,7 @@ def distance_of_images(net: Backbone, images: Tensor) -> float:
 
 
 def _check(images: Tensor) -> None:
-    """Refuse what tells no distance."""
+    """Raise if the distance of images cannot be measured."""
     if not isinstance(images, Tensor) or images.dim() < 2 or not images.is_floating_point():
         kind = f"{images.dtype} {tuple(images.shape)}" if isinstance(images, Tensor) else type(images).__name__
         raise ValueError(f"clean images are a floating point tensor (N, ...) in [0, 1]; got {kind}")
@@ -172,7 +172,7 @@ def _check(images: Tensor) -> None:
 
 @torch.no_grad()
 def distance_in_single_images(net: Backbone, images: Tensor, norm: Balanced) -> float:
-    """The greatest distance of Balanced BN's statistics from the source's while images (N, ...) come one by one.
+    """Return the greatest distance of Balanced BN's statistics from the source's while images (N, ...) come one by one.
 
     `LEAST` images from everywhere come in bursts, ordered by the class that the source predicts. The last half counts.
     """

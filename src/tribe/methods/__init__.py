@@ -44,7 +44,16 @@ from tribe.methods.pipeline import (
     predict_and_advance,
     with_fields,
 )
-from tribe.methods.stepping import Agreement, Batch, Update, distance_of, finite, gradient_step, mask_logits, screen
+from tribe.methods.stepping import (
+    Agreement,
+    ScreenedBatch,
+    Update,
+    distance_of,
+    finite,
+    gradient_step,
+    mask_logits,
+    screen,
+)
 from tribe.norms import Norm
 from tribe.norms.balanced import Balanced
 from tribe.norms.instance import Instance
@@ -59,7 +68,6 @@ __all__ = [
     "Augment",
     "Backbone",
     "Balanced",
-    "Batch",
     "Deployed",
     "EmptyState",
     "EntropyMethod",
@@ -82,6 +90,7 @@ __all__ = [
     "PipelineState",
     "Reservoir",
     "Robust",
+    "ScreenedBatch",
     "Stats",
     "Timely",
     "Update",

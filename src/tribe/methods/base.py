@@ -15,7 +15,7 @@ from tribe.core.rng import Key
 from tribe.core.rules import Norm
 from tribe.core.state import Affine, Info, Stats, select
 from tribe.methods.method import Deployed, Method, Part
-from tribe.methods.stepping import Batch, Update
+from tribe.methods.stepping import ScreenedBatch, Update
 
 
 class EntropyState(NamedTuple):
@@ -58,7 +58,7 @@ class EntropyMethod(Method):
         return losses.entropy(logits)
 
     def objective(
-        self, net: Backbone, state: Any, batch: Batch, affine: Affine, logits: Tensor
+        self, net: Backbone, state: Any, batch: ScreenedBatch, affine: Affine, logits: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         """Return the loss of each stream (S,), and the images (S, B) that it trusts; None: all.
 
@@ -70,16 +70,18 @@ class EntropyMethod(Method):
         """Take a step of the optimiser: Adam's."""
         return optim.adam_step(state.affine, grads, state.adam, self.lr)
 
-    def follow(self, net: Backbone, old: Any, new: Any, output: Output, batch: Batch, trusted: Tensor | None) -> Any:
+    def follow(
+        self, net: Backbone, old: Any, new: Any, output: Output, batch: ScreenedBatch, trusted: Tensor | None
+    ) -> Any:
         """Return the state ``new`` with all else that follows the batch, besides parameters and moments."""
         return new
 
-    def normalisation(self, net: Backbone, state: Any, batch: Batch) -> tuple[Stats, Norm]:
+    def normalisation(self, net: Backbone, state: Any, batch: ScreenedBatch) -> tuple[Stats, Norm]:
         """Return the statistics and the rule that normalise the batch."""
         _, stats, norm = batch.deploy(net, state)
         return stats, norm
 
-    def adapt(self, net: Backbone, state: Any, batch: Batch) -> Update:
+    def adapt(self, net: Backbone, state: Any, batch: ScreenedBatch) -> Update:
         """Predict, then take one step down the loss of these predictions."""
         stats, norm = self.normalisation(net, state, batch)
         with torch.enable_grad():
@@ -128,14 +130,14 @@ class MemoryMethod(Method):
         )
 
     @abstractmethod
-    def look(self, net: Backbone, state: Any, batch: Batch) -> Any:
+    def look(self, net: Backbone, state: Any, batch: ScreenedBatch) -> Any:
         """Predict a batch: a named tuple whose first fields are logits (S, B, K) and the images that count (S, B)."""
 
     @abstractmethod
     def learn(self, net: Backbone, state: Any, x: Tensor, seen: Any) -> Update:
         """Add images (S, B, ...) to the memory and learn from it; ``seen`` is what `look` returned."""
 
-    def adapt(self, net: Backbone, state: Any, batch: Batch) -> Update:
+    def adapt(self, net: Backbone, state: Any, batch: ScreenedBatch) -> Update:
         """Predict, remember, and learn from the memory when it is due."""
         seen = segment(self.look, net, state, batch)
         new = state._replace(memory=memory.fit(state.memory, batch.x))

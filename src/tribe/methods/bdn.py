@@ -23,12 +23,12 @@ from tribe.core.slots import Slot, StatisticsSlot, current_pass
 from tribe.methods import (
     Backbone,
     Balanced,
-    Batch,
     Deployed,
     Frozen,
     Info,
     Key,
     Method,
+    ScreenedBatch,
     Stats,
     Update,
     finite,
@@ -117,20 +117,20 @@ class Bdn(Method):
         return BdnState(stats, domains, torch.full_like(key.clock, 2), key, info)
 
     def deployed(self, net: Backbone, state: BdnState) -> Deployed:
-        """The network of the first pass: the source's parameters, the statistics of all images."""
+        """Return the network of the first pass: the source's parameters, the statistics of all images."""
         return Deployed(net.source(len(state.known))[0], self.norm.pool(state.stats), Frozen())
 
-    def logits(self, net: Backbone, state: BdnState, batch: Batch) -> Tensor:
+    def logits(self, net: Backbone, state: BdnState, batch: ScreenedBatch) -> Tensor:
         """Predict as a step would, and forget what the statistics became."""
         return self._passes(net, state, batch)[0]
 
-    def adapt(self, net: Backbone, state: BdnState, batch: Batch) -> Update:
+    def adapt(self, net: Backbone, state: BdnState, batch: ScreenedBatch) -> Update:
         """Assign images to domains, update the statistics, and predict."""
         return Update(*self._passes(net, state, batch))
 
     @torch.no_grad()
-    def _passes(self, net: Backbone, state: BdnState, batch: Batch) -> tuple[Tensor, BdnState]:
-        """The logits and the state after the three passes."""
+    def _passes(self, net: Backbone, state: BdnState, batch: ScreenedBatch) -> tuple[Tensor, BdnState]:
+        """Return the logits and the state after the three passes."""
         x, valid = batch.x, batch.valid
         first = super().logits(net, state, batch)
         labels = mask_logits(first, valid & finite(first)).argmax(-1)  # (S, B)
@@ -157,7 +157,7 @@ class Bdn(Method):
         return logits, state._replace(stats=stats, domains=domains, known=known)
 
     def _nearest(self, domains: Stats, known: Tensor, slot: StatisticsSlot, mean: Tensor, var: Tensor) -> Tensor:
-        """The known domain (S, B) nearest to each image, from the moments (S, B, c) of its input to a layer."""
+        """Return the known domain (S, B) nearest to each image, from the moments (S, B, c) of its input to a layer."""
         there = self.domain_norm.pool(domains.layer(slot.columns, slot.index))  # (S, D, c)
         apart = torch.cdist(mean.to(there.mean), there.mean, compute_mode="donot_use_mm_for_euclid_dist").square()
         spread = torch.cdist(var.to(there.var).sqrt(), there.var.sqrt(), compute_mode="donot_use_mm_for_euclid_dist")
@@ -165,7 +165,7 @@ class Bdn(Method):
         return (apart + spread.square()).masked_fill(unknown.unsqueeze(1), torch.inf).argmin(-1)
 
     def _slot(self, net: Backbone) -> StatisticsSlot:
-        """The normalisation layer whose input tells domains apart."""
+        """Return the normalisation layer whose input tells domains apart."""
         slots = [slot for slot in net.slots if isinstance(slot, StatisticsSlot)]
         if not slots:
             raise ValueError(

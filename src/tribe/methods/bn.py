@@ -16,5 +16,5 @@ class BN(Source):
     does_not_adapt = "it keeps nothing from one batch to the next"
 
     def deployed(self, net: Backbone, state: SourceState) -> Deployed:
-        """The source's parameters, the batch's statistics."""
+        """Return the source's parameters, the batch's statistics."""
         return Deployed(*net.source(len(state.key.seed)), PerBatch())

@@ -57,7 +57,7 @@ def build_method(
 
 
 def _count(net: Backbone, classes: int | None) -> int | None:
-    """The number of classes; None if it is not known and the network may return something else than logits."""
+    """Return the number of classes; None if it is not known and the network may return something else than logits."""
     if net.dense and (classes is not None or (net.classes or 0) < 2):
         return classes
     return count_classes(net, classes)

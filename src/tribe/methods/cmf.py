@@ -22,7 +22,7 @@ PARAMETERS = 38_400  # for so many learned numbers q holds as it is; for others 
 
 
 class CmfState(NamedTuple):
-    """What ROID keeps, the hidden parameters and their variance."""
+    """ROID's state, the hidden parameters and their variance."""
 
     affine: Affine  # (S, C)
     adam: optim.Adam  # with SGD its first moment is the velocity
@@ -61,7 +61,7 @@ class Cmf(Roid):
         return CmfState(roid.affine, roid.adam, roid.mean, hidden, variance, roid.key, roid.info)
 
     def ensemble(self, net: Backbone, state: CmfState) -> CmfState:
-        """One step of the filter."""
+        """Return one step of the filter."""
         q = min(self.q * _learned(net) / PARAMETERS, 1.0)
         variance = self.alpha**2 * state.variance + q
         beta = ((1 - q) / (variance + (1 - q)).clamp_min(torch.finfo(variance.dtype).tiny)).clamp_min(0.89)
@@ -77,5 +77,5 @@ class Cmf(Roid):
 
 
 def _learned(net: Backbone) -> int:
-    """The number of scales and shifts that the network has."""
+    """Return the number of scales and shifts that the network has."""
     return sum(slot.channels for slot in net.slots for name in Affine._fields if getattr(slot.layer, name) is not None)

@@ -18,13 +18,13 @@ from torch import Tensor
 from tribe.methods import (
     Augment,
     Backbone,
-    Batch,
     Deployed,
     Info,
     Key,
     Method,
     Parameters,
     PerBatch,
+    ScreenedBatch,
     Update,
     View,
     WeightLayout,
@@ -52,7 +52,7 @@ class CottaState(NamedTuple):
 
 @dataclass(frozen=True)
 class AveragedTeacher(Method):
-    """What CoTTA and PETAL share: all but the second term of the loss and the choice of weights to reset."""
+    """CoTTA and PETAL, but for the second term of the loss and the choice of weights to reset."""
 
     lr: float = 1e-3  # Adam's learning rate
     alpha: float = 0.999  # the teacher's own share in its moving average
@@ -93,15 +93,15 @@ class AveragedTeacher(Method):
         return CottaState(student, teacher, optim.adam_init(student), *self.new_key_and_info(net, streams, seed))
 
     def deployed(self, net: Backbone, state: CottaState) -> Deployed:
-        """The teacher, the batch's statistics."""
+        """Return the teacher, the batch's statistics."""
         layout = WeightLayout(net)
         return Deployed.per_batch(net, state.teacher.affine, [layout.views(row) for row in state.teacher.weights])
 
-    def logits(self, net: Backbone, state: CottaState, batch: Batch) -> Tensor:
+    def logits(self, net: Backbone, state: CottaState, batch: ScreenedBatch) -> Tensor:
         """Predict as a step would: the views are drawn from the state's key."""
         return self._teach(WeightLayout(net), state, batch.x, batch.valid)
 
-    def adapt(self, net: Backbone, state: CottaState, batch: Batch) -> Update:
+    def adapt(self, net: Backbone, state: CottaState, batch: ScreenedBatch) -> Update:
         """Predict with the teacher, teach the student, let the teacher follow, forget."""
         x, valid, layout = batch.x, batch.valid, WeightLayout(net)
         logits = self._teach(layout, state, x, valid)
@@ -114,7 +114,7 @@ class AveragedTeacher(Method):
 
     @torch.no_grad()
     def _teach(self, layout: WeightLayout, state: CottaState, x: Tensor, valid: Tensor) -> Tensor:
-        """The teacher's logits (S, B, K), averaged over views in streams whose source model is uncertain."""
+        """Return the teacher's logits (S, B, K), averaged over views in streams whose source model is uncertain."""
         net = layout.net
         source = net(x, *net.source(len(x)), PerBatch(), valid=valid).logits
         confidence = losses.mean_over(losses.probabilities(source).amax(-1), valid)  # (S,)
@@ -144,7 +144,7 @@ class AveragedTeacher(Method):
         return view(self.augment, images.expand(count, *images.shape), Key(key.seed[index].expand(count), clock))
 
     def _learn(self, layout: WeightLayout, state: CottaState, x: Tensor, valid: Tensor, target: Tensor) -> Parameters:
-        """The gradient of the student's loss, one stream after another."""
+        """Return the gradient of the student's loss, one stream after another."""
         grads = []
         for i in state.student.streams(x):
             row = slice(i, i + 1)

@@ -19,13 +19,13 @@ from torch import Tensor
 from tribe.methods import (
     Affine,
     Backbone,
-    Batch,
     Deployed,
     EntropyMethod,
     Frozen,
     Info,
     Key,
     Output,
+    ScreenedBatch,
     Stats,
     gradient_step,
     losses,
@@ -88,20 +88,20 @@ class Delta(EntropyMethod):
         return DeltaState(affine, net.source(streams)[1], adam, mean, *clocks)
 
     def deployed(self, net: Backbone, state: DeltaState) -> Deployed:
-        """The adapted parameters and the moving statistics; the source's before the first batch."""
+        """Return the adapted parameters and the moving statistics; the source's before the first batch."""
         return Deployed(state.affine, state.stats, Frozen())
 
-    def normalisation(self, net: Backbone, state: DeltaState, batch: Batch) -> tuple[Stats, Renorm]:
+    def normalisation(self, net: Backbone, state: DeltaState, batch: ScreenedBatch) -> tuple[Stats, Renorm]:
         """Return the moving statistics, which the batch updates; of a stream's first batch, its own."""
         return self._moving(state), self.norm
 
-    def logits(self, net: Backbone, state: DeltaState, batch: Batch) -> Tensor:
+    def logits(self, net: Backbone, state: DeltaState, batch: ScreenedBatch) -> Tensor:
         """Predict: a pass of `deployed`; in a stream without a batch yet, the images have their own statistics."""
         logits: Tensor = net(batch.x, state.affine, self._moving(state), self.norm, valid=batch.valid).logits
         return logits
 
     def objective(
-        self, net: Backbone, state: DeltaState, batch: Batch, affine: Affine, logits: Tensor
+        self, net: Backbone, state: DeltaState, batch: ScreenedBatch, affine: Affine, logits: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return the loss of the predictions that it trusts, weighted by how rare their classes are."""
         each, trusted = self._losses(logits, batch.valid)
@@ -113,7 +113,13 @@ class Delta(EntropyMethod):
         return gradient_step(state.affine, grads, state.adam, self.lr, self.optimizer)
 
     def follow(
-        self, net: Backbone, old: DeltaState, new: DeltaState, output: Output, batch: Batch, trusted: Tensor | None
+        self,
+        net: Backbone,
+        old: DeltaState,
+        new: DeltaState,
+        output: Output,
+        batch: ScreenedBatch,
+        trusted: Tensor | None,
     ) -> DeltaState:
         """Let statistics and frequencies follow the batch."""
         p = losses.probabilities(output.logits.detach())
@@ -122,11 +128,11 @@ class Delta(EntropyMethod):
         return new._replace(stats=output.stats, mean=mean)
 
     def _moving(self, state: DeltaState) -> Stats:
-        """The moving statistics; those of streams without a batch yet are marked."""
+        """Return the moving statistics; those of streams without a batch yet are marked."""
         return select(state.key.clock == 0, Renorm.none_yet(state.stats), state.stats)
 
     def _losses(self, logits: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-        """The loss of each prediction (S, B), and which ones count."""
+        """Return the loss of each prediction (S, B), and which ones count."""
         if self.loss == "pseudo labels":
             confident = losses.probabilities(logits.detach()).amax(-1) > 0.4
             return losses.cross_entropy(logits, logits.argmax(-1)), valid & confident

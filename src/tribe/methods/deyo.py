@@ -23,9 +23,9 @@ from tribe.core import rng
 from tribe.methods import (
     Affine,
     Backbone,
-    Batch,
     EntropyMethod,
     Key,
+    ScreenedBatch,
     accumulation_dtype,
     gradient_step,
     losses,
@@ -83,7 +83,7 @@ ICLR 2024"
         return super().init(net, streams, seed)
 
     def objective(
-        self, net: Backbone, state: Any, batch: Batch, affine: Affine, logits: Tensor
+        self, net: Backbone, state: Any, batch: ScreenedBatch, affine: Affine, logits: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return the weighted entropy of the images that rest on shape."""
         uncertainty = losses.entropy(logits)  # (S, B)
@@ -97,9 +97,9 @@ ICLR 2024"
 
     @torch.no_grad()
     def _choose(
-        self, net: Backbone, state: Any, batch: Batch, logits: Tensor, uncertainty: Tensor
+        self, net: Backbone, state: Any, batch: ScreenedBatch, logits: Tensor, uncertainty: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Which images (S, B) to learn from, and their weights; 0 for the others."""
+        """Return which images (S, B) to learn from, and their weights; 0 for the others."""
         unit, valid = math.log(logits.shape[-1]), batch.valid
         certain = valid & (uncertainty < self.tau_ent * unit)
         counted = torch.where(certain.any(1, keepdim=True), certain, valid)  # a pass needs an image that counts

@@ -18,7 +18,6 @@ from tribe.fields import is_whole
 from tribe.methods import (
     Affine,
     Backbone,
-    Batch,
     EntropyMethod,
     Info,
     Key,
@@ -27,6 +26,7 @@ from tribe.methods import (
     KnowledgeLike,
     Output,
     PerBatch,
+    ScreenedBatch,
     checked_tensors,
     losses,
     optim,
@@ -97,7 +97,7 @@ class Eata(EntropyMethod):
         return EataState(affine, adam, mean, *clocks)
 
     def objective(
-        self, net: Backbone, state: EataState, batch: Batch, affine: Affine, logits: Tensor
+        self, net: Backbone, state: EataState, batch: ScreenedBatch, affine: Affine, logits: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return the weighted entropy of reliable and new predictions, plus the Fisher penalty."""
         uncertainty, limit = losses.entropy(logits), self.e0 * math.log(logits.shape[-1])  # (S, B)
@@ -107,7 +107,13 @@ class Eata(EntropyMethod):
         return losses.mean_over(weight * uncertainty, chosen) + self._penalty(net, affine), chosen
 
     def follow(
-        self, net: Backbone, old: EataState, new: EataState, output: Output, batch: Batch, trusted: Tensor | None
+        self,
+        net: Backbone,
+        old: EataState,
+        new: EataState,
+        output: Output,
+        batch: ScreenedBatch,
+        trusted: Tensor | None,
     ) -> EataState:
         """Let the mean prediction follow those that were learned from."""
         assert trusted is not None
@@ -117,7 +123,7 @@ class Eata(EntropyMethod):
         return new._replace(mean=torch.where(trusted.any(1, keepdim=True), mean, old.mean))
 
     def _new(self, p: Tensor, mean: Tensor) -> Tensor:
-        """Which predictions (S, B) are unlike the moving mean; all, if there is none yet."""
+        """Return which predictions (S, B) are unlike the moving mean; all, if there is none yet."""
         cosine = cosine_similarity(mean.unsqueeze(1), p, dim=-1).abs()
         return (cosine < self.d) | ~_exists(mean)
 
@@ -132,7 +138,7 @@ class Eata(EntropyMethod):
 
     @property
     def _share(self) -> float:
-        """What makes F of the sum over batches: 1, or one over their number."""
+        """The factor that makes F of the sum over batches: 1, or one over their number."""
         if self.fisher == "sum" or not isinstance(self.knowledge, Knowledge):
             return 1.0
         batches: Any = self.knowledge.spec.get("batches")
@@ -145,5 +151,5 @@ class Eata(EntropyMethod):
 
 
 def _exists(mean: Tensor) -> Tensor:
-    """Whether there is a mean prediction yet: (S, 1); its probabilities sum to one."""
+    """Return whether there is a mean prediction yet: (S, 1); its probabilities sum to one."""
     return mean.sum(-1, keepdim=True) > 0

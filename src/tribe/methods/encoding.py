@@ -37,7 +37,7 @@ def _encode(value: Any) -> Any:
 
 
 def decode_value(value: Any) -> Any:
-    """A value of `encode_fields` after it went through JSON; knowledge and callables stay encoded."""
+    """Return a value of `encode_fields` after it went through JSON; knowledge and callables stay encoded."""
     if isinstance(value, list):
         return tuple(decode_value(item) for item in value)
     if isinstance(value, dict) and value.keys() == {"augment"} and isinstance(value["augment"], dict):
@@ -49,7 +49,7 @@ def decode_value(value: Any) -> Any:
 
 
 def fill_added(method: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a method from a file, with those that it did not have when the file was written.
+    """Return the fields of a method from a file, with those that it did not have when the file was written.
 
     >>> fill_added("note", {"k": 4.0})
     {'every': None, 'k': 4.0}
@@ -58,7 +58,7 @@ def fill_added(method: str, fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def drop_added(method: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a method without those that say what it did before they were added; the reverse of `fill_added`.
+    """Return the fields without those that say what the method did before they were added: reverse of `fill_added`.
 
     >>> drop_added("note", {"every": None, "k": 4.0}), drop_added("note", {"every": 64})
     ({'k': 4.0}, {'every': 64})
@@ -127,7 +127,7 @@ def method_from_file(
 
 
 def _knowledge(path: str | PathLike[str], saved: Mapping[str, Any], given: Any) -> Knowledge:
-    """The source knowledge that a state was saved with, from its saved path or from ``given``."""
+    """Return the source knowledge that a state was saved with, from its saved path or from ``given``."""
     if not all(isinstance(saved.get(name), str) for name in ("knowledge", "digest")):
         raise StateFileError(f"{path} is damaged: its source knowledge has no path or no digest. {STATE.advice}")
     place = saved["knowledge"] if given is None else given

@@ -15,7 +15,7 @@ NOT_EXPORTED = (
 
 
 def plain_network(net: Backbone, method: AnyMethod, state: Any, stream: int) -> nn.Module:
-    """A module with ordinary normalisation layers that predicts for one stream as the method does, or an error."""
+    """Return a module with ordinary normalisation layers that predicts for one stream as the method does."""
     if (more := method.not_exportable_because) is not None:
         raise ValueError(NOT_EXPORTED.format(method.name, f"predicts with more than a pass of a network: {more}"))
     chosen = method.deployed(net, state).stream(stream)

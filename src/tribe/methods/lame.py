@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tribe.methods import (
     Backbone,
-    Batch,
+    ScreenedBatch,
     Update,
     accumulation_dtype,
     features_of,
@@ -72,22 +72,22 @@ class Lame(Source):
         self.require_range("rounds", low=1)
 
     def init(self, net: Backbone, streams: int = 1, seed: int = 0) -> SourceState:
-        """Clocks only."""
+        """Return the clocks only."""
         require_features(net, self)
         return super().init(net, streams, seed)
 
-    def adapt(self, net: Backbone, state: SourceState, batch: Batch) -> Update:
+    def adapt(self, net: Backbone, state: SourceState, batch: ScreenedBatch) -> Update:
         """Predict."""
         return Update(self.logits(net, state, batch), state)
 
     @torch.no_grad()
-    def logits(self, net: Backbone, state: SourceState, batch: Batch) -> Tensor:
+    def logits(self, net: Backbone, state: SourceState, batch: ScreenedBatch) -> Tensor:
         """Return the logits (S, B, K) of the assignments."""
         unary, near = segment(self._compare, net, state, batch)
         return self._settle(unary, near, batch.valid)
 
-    def _compare(self, net: Backbone, state: SourceState, batch: Batch) -> tuple[Tensor, Neighbours]:
-        """The source's -log p of each image (S, B, K), and its neighbours."""
+    def _compare(self, net: Backbone, state: SourceState, batch: ScreenedBatch) -> tuple[Tensor, Neighbours]:
+        """Return the source's -log p of each image (S, B, K), and its neighbours."""
         output = net(batch.x, *batch.deploy(net, state), valid=batch.valid)
         return -(losses.probabilities(output.logits) + 1e-10).log(), nearest(
             features_of(self, output), batch.valid, self.neighbours
@@ -122,7 +122,7 @@ class Lame(Source):
 
 
 def nearest(features: Tensor, valid: Tensor, count: int) -> Neighbours:
-    """The ``count`` nearest valid neighbours of each image by direction; of two at the same distance the earlier."""
+    """Return the ``count`` nearest valid neighbours of each image by direction; ties go to the earlier image."""
     directions = torch.nn.functional.normalize(features.to(accumulation_dtype(features.dtype)), dim=-1)
     # By differences: a matrix product would round, and copies of one image would have a distance.
     distance = torch.cdist(directions, directions, compute_mode="donot_use_mm_for_euclid_dist")  # (S, B, B)

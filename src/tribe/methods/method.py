@@ -19,7 +19,7 @@ from tribe.core.rules import Frozen, PerBatch
 from tribe.core.state import Affine, Info, Stats, streams_of
 from tribe.fields import is_number, is_whole, plain_numbers, require
 from tribe.knowledge import Knowledge, resolve_knowledge
-from tribe.methods.stepping import Batch, Update, commit_step, finite, ignore, mask_logits, screen
+from tribe.methods.stepping import ScreenedBatch, Update, commit_step, finite, ignore, mask_logits, screen
 from tribe.norms import Norm
 from tribe.registry import Registry, nearest
 
@@ -41,19 +41,19 @@ class Deployed:
 
     @classmethod
     def frozen(cls, net: Backbone, affine: Affine) -> Self:
-        """A network with the source's statistics."""
+        """Return a network with the source's statistics."""
         return cls(affine, net.source(len(affine.weight))[1], Frozen())
 
     @classmethod
     def per_batch(cls, net: Backbone, affine: Affine, weights: Sequence[Mapping[str, Tensor]] | None = None) -> Self:
-        """A network that normalises each batch with its own statistics; the source's only give the shape."""
+        """Return a network that normalises each batch with its own statistics; the source's only give the shape."""
         return cls(affine, net.source(len(affine.weight))[1], PerBatch(), weights)
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self.affine, self.stats, self.norm))
 
     def stream(self, index: int) -> "Deployed":
-        """One stream's network."""
+        """Return one stream's network."""
         row = slice(index, index + 1)
         affine, stats = Affine(*(t[row] for t in self.affine)), Stats(*(t[row] for t in self.stats))
         return Deployed(affine, stats, self.norm, self.weights and self.weights[row])
@@ -127,7 +127,7 @@ class Method(ABC):
 
     @classmethod
     def preset(cls, dataset: str, **fields: Any) -> Self:
-        """The method with the hyper-parameters published for a data set; ``fields`` override single ones."""
+        """Return the method with the hyper-parameters published for a data set; ``fields`` override single ones."""
         if dataset not in cls.presets:
             raise ValueError(f"{cls.name} has no preset {dataset!r}: {nearest(dataset, cls.presets)}")
         return cls(**{**cls.presets[dataset], **fields})
@@ -160,7 +160,7 @@ class Method(ABC):
 
     @staticmethod
     def new_key_and_info(net: Backbone, streams: int, seed: int) -> tuple[Key, Info]:
-        """The last two fields of a new state: one seed a stream and the clock at zero, and an empty report."""
+        """Return the last two fields of a new state: one seed a stream and the clock at zero, and an empty report."""
         count = torch.zeros(streams, dtype=torch.int64, device=net.device)
         share = torch.zeros(streams, dtype=torch.float32, device=net.device)
         key = Key(seed + torch.arange(streams, device=net.device), count)
@@ -178,13 +178,13 @@ class Method(ABC):
         """Return the network that this state predicts with."""
 
     @abstractmethod
-    def adapt(self, net: Backbone, state: Any, batch: Batch) -> Update:
+    def adapt(self, net: Backbone, state: Any, batch: ScreenedBatch) -> Update:
         """Predict a batch, then learn from it.
 
         The network that predicts is ``batch.deploy(net, state)``. Images that are not ``batch.valid`` weigh nothing.
         """
 
-    def logits(self, net: Backbone, state: Any, batch: Batch) -> Tensor:
+    def logits(self, net: Backbone, state: Any, batch: ScreenedBatch) -> Tensor:
         """Predict a batch without learning, by a pass of `deployed`; an override declares `not_exportable_because`."""
         logits: Tensor = batch.deploy(net, state).logits(net, batch.x, batch.valid)
         return logits
@@ -229,7 +229,7 @@ class Method(ABC):
             Predictions (S, B, K) and the next state.
         """
         x, valid, rejected = screen(x, valid)
-        batch = Batch(x, valid, deploy or self.deployed, on_prediction, retired)
+        batch = ScreenedBatch(x, valid, deploy or self.deployed, on_prediction, retired)
         logits, new = commit_step(net, state, self.adapt(net, state, batch), valid, rejected)
         return logits if self.output == "logits" else logits.softmax(-1), new
 
@@ -244,11 +244,11 @@ class Method(ABC):
     ) -> Tensor:
         """Predict images without adapting; the arguments are those of `step`."""
         x, valid, _ = screen(x, valid)
-        prediction, _ = self.predict_batch(net, state, Batch(x, valid, deploy or self.deployed))
+        prediction, _ = self.predict_batch(net, state, ScreenedBatch(x, valid, deploy or self.deployed))
         return prediction if self.output == "logits" else prediction.softmax(-1)
 
     @torch.no_grad()
-    def predict_batch(self, net: Backbone, state: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+    def predict_batch(self, net: Backbone, state: Any, batch: ScreenedBatch) -> tuple[Tensor, Tensor]:
         """Return the logits of a batch, equal ones for images that do not count, and which images (S, B) do.
 
         An image whose logits are not finite does not count.
@@ -310,7 +310,7 @@ def check_classes(net: Backbone, classes: int | None) -> None:
 
 
 def count_classes(net: Backbone, classes: int | None) -> int:
-    """The number of classes: the given one, or the one that the network's classifier has."""
+    """Return the number of classes: the given one, or the one that the network's classifier has."""
     check_classes(net, classes)
     count = classes if classes is not None else net.classes
     if count is None:
@@ -331,7 +331,7 @@ def require_features(net: Backbone, method: Method) -> None:
 
 
 def features_of(method: Method, output: Output) -> Tensor:
-    """The input of the network's classifier, (S, B, F)."""
+    """Return the input of the network's classifier, (S, B, F)."""
     if output.features is None:
         raise ValueError(NO_FEATURES.format(method.name))
     return output.features

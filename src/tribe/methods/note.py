@@ -18,13 +18,13 @@ from torch import Tensor
 from tribe.methods import (
     Affine,
     Backbone,
-    Batch,
     Deployed,
     Info,
     Instance,
     Key,
     MemoryMethod,
     Reservoir,
+    ScreenedBatch,
     Stats,
     Update,
     losses,
@@ -47,7 +47,7 @@ class NoteState(NamedTuple):
     info: Info
 
 
-class Seen(NamedTuple):
+class NotePrediction(NamedTuple):
     """The predictions of a batch."""
 
     prediction: Tensor  # (S, B, K) logits
@@ -86,7 +86,7 @@ class Note(MemoryMethod):
         return NoteState(affine, stats, optim.adam_init(affine), bank, *self.new_key_and_info(net, streams, seed))
 
     def deployed(self, net: Backbone, state: NoteState) -> Deployed:
-        """The adapted parameters and running statistics, corrected for each image."""
+        """Return the adapted parameters and running statistics, corrected for each image."""
         return Deployed(state.affine, state.stats, self._norm(observing=False))
 
     def remember(self, bank: Reservoir, x: Tensor, labels: Tensor, valid: Tensor, key: Key) -> Reservoir:
@@ -99,11 +99,11 @@ class Note(MemoryMethod):
             bank = memory.count_predictions(bank, label, counted)
         return bank
 
-    def look(self, net: Backbone, state: NoteState, batch: Batch) -> Seen:
+    def look(self, net: Backbone, state: NoteState, batch: ScreenedBatch) -> NotePrediction:
         """Predict with instance-aware BN."""
-        return Seen(*self.predict_batch(net, state, batch))
+        return NotePrediction(*self.predict_batch(net, state, batch))
 
-    def learn(self, net: Backbone, state: NoteState, x: Tensor, seen: Seen) -> Update:
+    def learn(self, net: Backbone, state: NoteState, x: Tensor, seen: NotePrediction) -> Update:
         """Remember the images, and take an Adam step down the entropy of the memory whenever it is due."""
         labels, counts = seen.prediction.argmax(-1), seen.counts
         if self.every is None:

@@ -26,7 +26,6 @@ from tribe.methods import (
     Agreement,
     Augment,
     Backbone,
-    Batch,
     Deployed,
     Frozen,
     Info,
@@ -36,6 +35,7 @@ from tribe.methods import (
     KnowledgeLike,
     MemoryMethod,
     Robust,
+    ScreenedBatch,
     Stats,
     Timely,
     Update,
@@ -71,7 +71,7 @@ class PettaState(NamedTuple):
     info: Info
 
 
-class Sensed(NamedTuple):
+class PettaPrediction(NamedTuple):
     """The teacher's predictions of a batch, and the divergence."""
 
     prediction: Tensor  # (S, B, K) logits
@@ -156,17 +156,17 @@ class Petta(MemoryMethod):
         return PettaState(teacher, student, anchor, mean, moments, self.new_timely(net, streams), *key_and_info)
 
     def deployed(self, net: Backbone, state: PettaState) -> Deployed:
-        """The teacher."""
+        """Return the teacher."""
         return Deployed(*state.teacher, Frozen())
 
-    def learn(self, net: Backbone, state: PettaState, x: Tensor, seen: Sensed) -> Update:
+    def learn(self, net: Backbone, state: PettaState, x: Tensor, seen: PettaPrediction) -> Update:
         """Remember the images, and learn from the memory."""
         new = state._replace(mean=seen.mean, memory=self._remember(state.memory, x, seen))
         new, agreement = segment(self._learn, net, new, x.shape[2:], seen.gamma, seen.counts.any(1))
         return Update(seen.prediction, new, affine=new.teacher.affine, agreement=agreement)
 
     @torch.no_grad()
-    def look(self, net: Backbone, state: PettaState, batch: Batch) -> Sensed:
+    def look(self, net: Backbone, state: PettaState, batch: ScreenedBatch) -> PettaPrediction:
         """Predict, measure the divergence, and let the mean features follow the batch's."""
         output = net(batch.x, *batch.deploy(net, state), valid=batch.valid)
         counts = batch.valid & finite(output.logits)
@@ -177,10 +177,10 @@ class Petta(MemoryMethod):
         gamma = self._divergence(net, state.mean, member.any(1))
         features = features_of(self, output).to(state.mean.dtype)
         mean = state.mean + self.nu * _shift(state.mean, features, member)
-        return Sensed(prediction, counts, labels, -(p * (p + 1e-6).log()).sum(-1), gamma, mean)
+        return PettaPrediction(prediction, counts, labels, -(p * (p + 1e-6).log()).sum(-1), gamma, mean)
 
     def _divergence(self, net: Backbone, mean: Tensor, present: Tensor) -> Tensor:
-        """How far the mean features of the classes ``present`` (S, K) are from the source's: (S,), 0 to 1."""
+        """Return how far the mean features of the classes ``present`` (S, K) are from the source's: (S,), 0 to 1."""
         assert isinstance(self.knowledge, Knowledge)
         known = self.knowledge.on(net)
         distance = (mean - known["mean"]).square() / (known["var"] + 1e-6)  # (S, K, F)
@@ -188,7 +188,7 @@ class Petta(MemoryMethod):
             return losses.mean_over(-torch.expm1(-distance.sum(-1)), present)
         return -torch.expm1(-losses.mean_over(distance.mean(-1), present))
 
-    def _remember(self, bank: Timely, x: Tensor, seen: Sensed) -> Timely:
+    def _remember(self, bank: Timely, x: Tensor, seen: PettaPrediction) -> Timely:
         """Add a batch to the memory, in chunks no larger than it: the cost of a chunk grows with its square."""
         columns = (x, seen.labels, seen.uncertainty, seen.counts)
         for image, label, doubt, valid in zip(*(t.split(self.size, 1) for t in columns), strict=True):
@@ -244,7 +244,7 @@ class Petta(MemoryMethod):
 
 
 def _members(labels: Tensor, classes: int) -> Tensor:
-    """Which class each image has: (S, B) -> (S, B, K) bool."""
+    """Return which class each image has: (S, B) -> (S, B, K) bool."""
     return labels.unsqueeze(-1) == torch.arange(classes, device=labels.device)
 
 

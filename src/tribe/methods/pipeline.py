@@ -117,12 +117,12 @@ class Pipeline:
 
     @property
     def does_not_adapt(self) -> str | None:
-        """Why the method's predictions never change."""
+        """The reason why the method's predictions never change; None: they do."""
         return self.method.does_not_adapt
 
     @property
     def capture(self) -> Literal["whole", "segments", "never"]:
-        """How a step is captured in CUDA graphs."""
+        """The way a step is captured in CUDA graphs."""
         return self.method.capture
 
     @property
@@ -132,7 +132,7 @@ class Pipeline:
 
     @property
     def not_exportable_because(self) -> str | None:
-        """Why a pass of `deployed` does not predict what `predict` does."""
+        """The reason why a pass of `deployed` does not predict what `predict` does; None: it does."""
         return self.method.not_exportable_because if self.filter is None else "filters its predictions over time"
 
     def study(self, net: Backbone, batches: Any) -> Knowledge:

@@ -18,11 +18,11 @@ from tribe.methods import (
     Affine,
     Augment,
     Backbone,
-    Batch,
     EntropyMethod,
     Info,
     Key,
     Output,
+    ScreenedBatch,
     Update,
     View,
     accumulation_dtype,
@@ -82,17 +82,17 @@ correction, WACV 2024"
         mean = affine.weight.new_full((streams, self.class_count), 1 / self.class_count)
         return RoidState(affine, adam, mean, *clocks)
 
-    def logits(self, net: Backbone, state: Any, batch: Batch) -> Tensor:
+    def logits(self, net: Backbone, state: Any, batch: ScreenedBatch) -> Tensor:
         """Predict without adapting; the prior is the batch's own."""
         return self._corrected(super().logits(net, state, batch), batch.valid)
 
-    def adapt(self, net: Backbone, state: Any, batch: Batch) -> Update:
+    def adapt(self, net: Backbone, state: Any, batch: ScreenedBatch) -> Update:
         """Predict, learn, and step back towards the source."""
         update = super().adapt(net, state, batch)
         return update._replace(logits=self._corrected(update.logits, batch.valid))
 
     def objective(
-        self, net: Backbone, state: Any, batch: Batch, affine: Affine, logits: Tensor
+        self, net: Backbone, state: Any, batch: ScreenedBatch, affine: Affine, logits: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return the weighted losses of the diverse predictions, and of their agreement with a view."""
         weight, chosen = self._weights(logits.detach(), state.mean, batch.valid)  # (S, B)
@@ -107,7 +107,9 @@ correction, WACV 2024"
         """Take a step of Adam, or of SGD with Nesterov's momentum."""
         return gradient_step(state.affine, grads, state.adam, self.lr, self.optimizer, nesterov=True)
 
-    def follow(self, net: Backbone, old: Any, new: Any, output: Output, batch: Batch, trusted: Tensor | None) -> Any:
+    def follow(
+        self, net: Backbone, old: Any, new: Any, output: Output, batch: ScreenedBatch, trusted: Tensor | None
+    ) -> Any:
         """Move the mean prediction, and the parameters a little back towards the source's."""
         mean = self.beta * old.mean + (1 - self.beta) * _mean_prediction(output.logits, batch.valid).to(old.mean)
         return self.ensemble(net, new._replace(mean=mean))
@@ -118,7 +120,7 @@ correction, WACV 2024"
         return state._replace(affine=mixed)
 
     def _weights(self, logits: Tensor, mean: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-        """The weight of each prediction (S, B), and which ones have one at all: the more diverse ones."""
+        """Return the weight of each prediction (S, B), and which ones have one at all: the more diverse ones."""
         p = losses.probabilities(logits)
         diversity = _spread(1 - cosine_similarity(mean.unsqueeze(1), p, dim=-1), valid)
         certainty = _spread(-losses.entropy(logits), valid)

@@ -21,13 +21,13 @@ from tribe.methods import (
     Agreement,
     Augment,
     Backbone,
-    Batch,
     Deployed,
     Frozen,
     Info,
     Key,
     MemoryMethod,
     Robust,
+    ScreenedBatch,
     Stats,
     Timely,
     Update,
@@ -61,7 +61,7 @@ class RottaState(NamedTuple):
     info: Info
 
 
-class Seen(NamedTuple):
+class RottaPrediction(NamedTuple):
     """The teacher's predictions of a batch."""
 
     prediction: Tensor  # (S, B, K) logits
@@ -102,16 +102,16 @@ class Rotta(MemoryMethod):
         return RottaState(teacher, student, moments, bank, *self.new_key_and_info(net, streams, seed))
 
     def deployed(self, net: Backbone, state: RottaState) -> Deployed:
-        """The teacher."""
+        """Return the teacher."""
         return Deployed(*state.teacher, Frozen())
 
-    def look(self, net: Backbone, state: RottaState, batch: Batch) -> Seen:
+    def look(self, net: Backbone, state: RottaState, batch: ScreenedBatch) -> RottaPrediction:
         """Predict with the teacher."""
         prediction, seen = self.predict_batch(net, state, batch)
         p = losses.probabilities(prediction)
-        return Seen(prediction, seen, p.argmax(-1), -(p * (p + 1e-6).log()).sum(-1))
+        return RottaPrediction(prediction, seen, p.argmax(-1), -(p * (p + 1e-6).log()).sum(-1))
 
-    def learn(self, net: Backbone, state: RottaState, x: Tensor, seen: Seen) -> Update:
+    def learn(self, net: Backbone, state: RottaState, x: Tensor, seen: RottaPrediction) -> Update:
         """Remember the images, and learn from the memory after every 64."""
         # A chunk has no more images than there are between updates, so at most one update.
         for chunk in zip(

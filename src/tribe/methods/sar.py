@@ -16,10 +16,10 @@ from torch import Tensor
 from tribe.methods import (
     Affine,
     Backbone,
-    Batch,
     EntropyMethod,
     Info,
     Key,
+    ScreenedBatch,
     Update,
     losses,
     optim,
@@ -80,7 +80,7 @@ class Sar(EntropyMethod):
         velocity = tree_map(torch.zeros_like, affine)
         return SarState(affine, velocity, mean, *self.new_key_and_info(net, streams, seed))
 
-    def adapt(self, net: Backbone, state: SarState, batch: Batch) -> Update:
+    def adapt(self, net: Backbone, state: SarState, batch: ScreenedBatch) -> Update:
         """Predict; find the worst point nearby; step along the gradient at that point."""
         adapted = self._adapted(net)
         logits, reliable, grads, _ = self._gradient(net, state, state.affine, batch, batch.valid)
@@ -105,7 +105,7 @@ class Sar(EntropyMethod):
         return Update(logits, new, reliable, new.affine)
 
     def _gradient(
-        self, net: Backbone, state: SarState, at: Affine, batch: Batch, among: Tensor
+        self, net: Backbone, state: SarState, at: Affine, batch: ScreenedBatch, among: Tensor
     ) -> tuple[Tensor, Tensor, Affine, Tensor]:
         """Logits; which images (of those ``among``) are reliable; gradient and value (S,) of their entropy."""
         stats, norm = self.normalisation(net, state, batch)
@@ -123,7 +123,7 @@ class Sar(EntropyMethod):
 
 
 def checked_tail(tail: float | Sequence[str]) -> float | tuple[str, ...]:
-    """A ``frozen_tail``, with names as a tuple; refused if it is neither a share of the layers nor names."""
+    """Return a ``frozen_tail``, with names as a tuple; refused if it is neither a share of the layers nor names."""
     tail = tuple(tail) if isinstance(tail, list) else tail
     names = isinstance(tail, tuple) and all(isinstance(name, str) for name in tail)
     share = isinstance(tail, int | float) and not isinstance(tail, bool) and 0 <= tail < 1
@@ -136,7 +136,7 @@ def checked_tail(tail: float | Sequence[str]) -> float | tuple[str, ...]:
 
 
 def adapted_channels(net: Backbone, tail: float | tuple[str, ...]) -> Tensor:
-    """One for each channel that adapts, zero for those of the frozen tail: (C,)."""
+    """Return one for each channel that adapts, zero for those of the frozen tail: (C,)."""
     names = [slot.name for slot in net.slots]
     if isinstance(tail, tuple):
         frozen = [any(name == block or name.startswith(f"{block}.") for block in tail) for name in names]
@@ -159,6 +159,6 @@ def adapted_channels(net: Backbone, tail: float | tuple[str, ...]) -> Tensor:
 
 
 def length_of(affine: Affine) -> Tensor:
-    """The norm of each stream's row over both parameters: (S, 1)."""
+    """Return the norm of each stream's row over both parameters: (S, 1)."""
     length: Tensor = torch.linalg.vector_norm(torch.cat(affine, 1), dim=1, keepdim=True)
     return length

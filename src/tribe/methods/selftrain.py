@@ -19,7 +19,6 @@ from tribe.methods import (
     Agreement,
     Backbone,
     Balanced,
-    Batch,
     Deployed,
     Frozen,
     Info,
@@ -27,6 +26,7 @@ from tribe.methods import (
     Key,
     Norm,
     Robust,
+    ScreenedBatch,
     Stats,
     Timely,
     Update,
@@ -124,7 +124,7 @@ class SelfTraining(Tribe):
 
     @property
     def capture(self) -> Literal["whole", "segments"]:  # type: ignore[override]  # the same for all of TRIBE
-        """How a step is captured: with a memory, the host decides which images enter it."""
+        """The way a step is captured: with a memory, the host decides which images enter it."""
         return "segments" if self.memory else "whole"
 
     @property
@@ -151,7 +151,7 @@ class SelfTraining(Tribe):
         return SelfTrainingState(affine, clone(affine), pair, anchor, bank, moments, *clocks)
 
     def deployed(self, net: Backbone, state: SelfTrainingState) -> Deployed:  # type: ignore[override]
-        """The teacher, with its present statistics."""
+        """Return the teacher, with its present statistics."""
         stats: Any = rows_of(state.pair, slice(0, None, 2))
         norm = self.norm
         if isinstance(norm, Balanced):
@@ -166,7 +166,7 @@ class SelfTraining(Tribe):
         """As TRIBE's with Balanced BN; None with other rules."""
         return super().anchored(net, state) if isinstance(self.norm, Balanced) else None
 
-    def adapt(self, net: Backbone, state: Any, batch: Batch) -> Update:
+    def adapt(self, net: Backbone, state: Any, batch: ScreenedBatch) -> Update:
         """Predict with the teacher; then update the branches on the batch, or on the memory, and teach the student."""
         prediction, _ = segment(self.predict_batch, net, state, batch._replace(retired=None))
         batch.on_prediction(prediction)

@@ -20,13 +20,13 @@ from torch import Tensor
 from tribe.methods import (
     Affine,
     Backbone,
-    Batch,
     Deployed,
     Frozen,
     Info,
     Key,
     MemoryMethod,
     Reservoir,
+    ScreenedBatch,
     Stats,
     Update,
     losses,
@@ -53,7 +53,7 @@ class SottaState(NamedTuple):
     info: Info
 
 
-class Seen(NamedTuple):
+class SottaPrediction(NamedTuple):
     """The predictions of a batch."""
 
     prediction: Tensor  # (S, B, K) logits
@@ -113,16 +113,16 @@ class Sotta(MemoryMethod):
         return SottaState(affine, stats, optim.adam_init(affine), bank, key.clock.clone(), key, info)
 
     def deployed(self, net: Backbone, state: SottaState) -> Deployed:
-        """The adapted parameters and the running statistics."""
+        """Return the adapted parameters and the running statistics."""
         return Deployed(state.affine, state.stats, Frozen())
 
-    def look(self, net: Backbone, state: SottaState, batch: Batch) -> Seen:
+    def look(self, net: Backbone, state: SottaState, batch: ScreenedBatch) -> SottaPrediction:
         """Predict with the running statistics."""
         prediction, counts = self.predict_batch(net, state, batch)
         confidence, labels = losses.probabilities(prediction).max(-1)
-        return Seen(prediction, counts, labels, counts & (confidence >= self.c_0))  # type: ignore[operator]
+        return SottaPrediction(prediction, counts, labels, counts & (confidence >= self.c_0))  # type: ignore[operator]
 
-    def learn(self, net: Backbone, state: SottaState, x: Tensor, seen: Seen) -> Update:
+    def learn(self, net: Backbone, state: SottaState, x: Tensor, seen: SottaPrediction) -> Update:
         """Remember confident images, and learn from the memory after every 64 images."""
         # A chunk has no more images than there are between updates, so at most one update.
         for chunk in zip(*(t.split(self.every, 1) for t in (x, seen.labels, seen.confident, seen.counts)), strict=True):
@@ -163,7 +163,7 @@ class Sotta(MemoryMethod):
         return select(counts.any(1), state._replace(affine=moved, stats=stats, adam=moments), state)
 
     def _gradient(self, net: Backbone, at: Affine, stats: Stats, x: Tensor, counts: Tensor) -> tuple[Affine, Stats]:
-        """The gradient of the mean entropy, and the running statistics after the pass."""
+        """Return the gradient of the mean entropy, and the running statistics after the pass."""
         with torch.enable_grad():
             affine = at.leaf()
             logits, _, stats = net(x, affine, stats, self.norm, valid=counts)

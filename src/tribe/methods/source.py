@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tribe.methods import Backbone, Batch, Deployed, Frozen, Info, Key, Method, Update, finite, register
+from tribe.methods import Backbone, Deployed, Frozen, Info, Key, Method, ScreenedBatch, Update, finite, register
 
 
 class SourceState(NamedTuple):
-    """Only what every state has."""
+    """Clocks and report, as in every state."""
 
     key: Key
     info: Info
@@ -30,7 +30,7 @@ class Source(Method):
         """Return the source's parameters and statistics for every stream."""
         return Deployed(*net.source(len(state.key.seed)), Frozen())
 
-    def adapt(self, net: Backbone, state: SourceState, batch: Batch) -> Update:
+    def adapt(self, net: Backbone, state: SourceState, batch: ScreenedBatch) -> Update:
         """Predict."""
         logits = self.logits(net, state, batch)
         return Update(logits, state, seen=batch.valid & finite(logits))

@@ -40,7 +40,7 @@ def _like(mask: Tensor, x: Tensor) -> Tensor:
 
 
 def finite(t: Tensor) -> Tensor:
-    """Whether all numbers of the last axis, or of all after the second, are finite: then their sum is, and is fast."""
+    """Return whether all numbers of the last axis, or of all after the second, are finite: then their sum is."""
     return (t.flatten(2) if t.dim() > 3 else t).sum(
         -1, dtype=torch.float32
     ).abs() < math.inf  # no comparison with NaN is true
@@ -79,7 +79,7 @@ class Agreement(NamedTuple):
 
     @classmethod
     def reported(cls, info: Info) -> "Agreement":
-        """What a state reports already."""
+        """Return the shares that a state reports already."""
         return cls(info.student_agreement, info.anchor_agreement)
 
 
@@ -87,7 +87,7 @@ def ignore(prediction: Tensor) -> None:
     """Do nothing with a prediction."""
 
 
-class Batch(NamedTuple):
+class ScreenedBatch(NamedTuple):
     """The images of a step or of a prediction, and the network that predicts them."""
 
     x: Tensor  # (S, B, ...), padding and bad images replaced: see `screen`
@@ -152,7 +152,7 @@ def commit_step(net: Backbone, old: Any, update: Update, valid: Tensor, rejected
 
 
 def _entropy(logits: Tensor) -> Tensor:
-    """The entropy (S, B) of logits (S, B, K, ...) as a share of the largest, the mean over pixels; 0 for one class."""
+    """Return the entropy (S, B) of logits (S, B, K, ...) as a share of the largest, the mean over pixels."""
     if (classes := logits.shape[2]) < 2:
         return torch.zeros(logits.shape[:2], device=logits.device)
     share = entropy(logits.movedim(2, -1)).float() / math.log(classes)
@@ -160,7 +160,7 @@ def _entropy(logits: Tensor) -> Tensor:
 
 
 def _finite(new: Any, old: Any) -> Tensor:
-    """Which streams (S,) have only finite numbers in the tensors that a step changed."""
+    """Return which streams (S,) have only finite numbers in the tensors that a step changed."""
     streams, before = len(old.key.seed), leaves(old)
     changed = [t for name, t in leaves(new).items() if t is not before[name] and t.is_floating_point() and t.numel()]
     totals = [t.reshape(streams, -1).sum(-1, dtype=torch.float32) for t in changed]
@@ -168,7 +168,7 @@ def _finite(new: Any, old: Any) -> Tensor:
 
 
 def distance_of(net: Backbone, affine: Affine) -> Tensor:
-    """The norm of the move of the affine parameters, relative to the norm of the source's: (S,)."""
+    """Return the norm of the move of the affine parameters, relative to the norm of the source's: (S,)."""
     source = torch.cat(net.origin.state.affine, 1)
     moved = torch.linalg.vector_norm(torch.cat(affine, 1) - source, dim=1)
     distance: Tensor = moved / torch.linalg.vector_norm(source)

@@ -24,12 +24,12 @@ from tribe.methods import (
     Augment,
     Backbone,
     Balanced,
-    Batch,
     Deployed,
     Frozen,
     Info,
     Key,
     Method,
+    ScreenedBatch,
     Stats,
     Update,
     View,
@@ -140,11 +140,11 @@ class Tribe(Method):
         return TribeState(affine, pair, anchor, optim.adam_init(affine), *self.new_key_and_info(net, streams, seed))
 
     def deployed(self, net: Backbone, state: TribeState) -> Deployed:
-        """The teacher, its class statistics pooled."""
+        """Return the teacher, its class statistics pooled."""
         return Deployed(state.affine, self.pooled(net, rows_of(state.pair, slice(0, None, 2))), Frozen())
 
     def anchored(self, net: Backbone, state: Any) -> Stats | None:
-        """The anchor's class statistics, pooled; None if the loss does not use the anchor."""
+        """Return the anchor's class statistics, pooled; None if the loss does not use the anchor."""
         return self.pooled(net, state.anchor) if self.lambda_anc else None
 
     def first_stats(self, net: Backbone, rows: int) -> ClassStats:
@@ -155,7 +155,7 @@ class Tribe(Method):
         """Pool the class statistics of all layers: (R, K, C) -> (R, 1, C)."""
         return stats.map_layers(self.norm.pool, net.columns)
 
-    def adapt(self, net: Backbone, state: TribeState, batch: Batch) -> Update:
+    def adapt(self, net: Backbone, state: TribeState, batch: ScreenedBatch) -> Update:
         """Predict with the teacher, then update the statistics of the three branches and the affine parameters."""
         prediction, _ = self.predict_batch(net, state, batch)
         batch.on_prediction(prediction)
@@ -208,7 +208,7 @@ class Tribe(Method):
     def _anchor(
         self, net: Backbone, state: Any, x: Tensor, labels: Tensor, valid: Tensor, spare: ClassStats | None
     ) -> tuple[Tensor | None, ClassStats]:
-        """The logits of the source's parameters with the anchor's statistics; None if the loss does not use them."""
+        """Return the logits with the source's parameters and the anchor's statistics; None if unused."""
         if self.lambda_anc == 0:
             return None, state.anchor
         with torch.no_grad():
@@ -217,7 +217,7 @@ class Tribe(Method):
         return anchor, stats
 
     def _trusted(self, teacher: Tensor, valid: Tensor) -> Tensor:
-        """The samples (S, B) that the teacher is certain of."""
+        """Return the samples (S, B) that the teacher is certain of."""
         certain: Tensor = losses.entropy(teacher.detach()) < self.h0 * math.log(self.class_count)  # type: ignore[operator]
         return certain & valid
 
@@ -231,7 +231,7 @@ class Tribe(Method):
         return loss
 
     def _disagreement(self, teacher: Tensor, anchor: Tensor) -> Tensor:
-        """The squared distance of teacher and anchor, (S, B)."""
+        """Return the squared distance of teacher and anchor, (S, B)."""
         teacher, anchor = (t.to(accumulation_dtype(t.dtype)) for t in (teacher, anchor))
         if self.anchor_on == "posteriors":
             teacher, anchor = teacher.softmax(-1), anchor.softmax(-1)
@@ -254,7 +254,7 @@ class _Branches:
         self.stats = room_for(past, spare)
 
     def together(self, images: tuple[Tensor, Tensor], teaching: Affine, affine: Affine) -> tuple[Tensor, Tensor]:
-        """The logits of teacher and student (S, B, K), in one pass."""
+        """Return the logits of teacher and student (S, B, K), in one pass."""
         both = tree_map(interleave, teaching, affine)
         labels, valid = twice(self.labels), twice(self.valid)
         pair, _, self.stats = self.net(
@@ -264,7 +264,7 @@ class _Branches:
         return teacher, student
 
     def alone(self, branch: slice, images: Tensor, affine: Affine) -> Tensor:
-        """The logits of one branch (S, B, K)."""
+        """Return the logits of one branch (S, B, K)."""
         past, spare = (rows_of(stats, branch) for stats in (self.past, self.stats))
         logits: Tensor
         logits, _, kept = self.net(images, affine, past, self.norm, self.labels, self.valid, spare=spare)

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from tribe.methods import (
     Affine,
     Backbone,
-    Batch,
     Deployed,
     Frozen,
     Info,
@@ -27,6 +26,7 @@ from tribe.methods import (
     Norm,
     Parameters,
     PerBatch,
+    ScreenedBatch,
     Update,
     WeightLayout,
     accumulation_dtype,
@@ -150,12 +150,12 @@ class Ttac(Method):
             )
 
     def deployed(self, net: Backbone, state: TtacState) -> Deployed:
-        """The adapted parameters; the batch's statistics, or the source's."""
+        """Return the adapted parameters; the batch's statistics, or the source's."""
         layout = WeightLayout(net, without=nn.Linear)
         weights = [layout.views(row) for row in state.weights]
         return Deployed(state.affine, net.source(len(state.key.seed))[1], self.norm, weights)
 
-    def adapt(self, net: Backbone, state: TtacState, batch: Batch) -> Update:
+    def adapt(self, net: Backbone, state: TtacState, batch: ScreenedBatch) -> Update:
         """Predict, update the clusters, and take one Adam step that makes them more like the source's."""
         assert isinstance(self.knowledge, Knowledge)
         x, valid = batch.x, batch.valid
@@ -191,7 +191,7 @@ class Ttac(Method):
         whole: Gaussians,
         known: dict[str, Tensor],
     ) -> tuple[Tensor, Gaussians, Gaussians]:
-        """One stream: the loss of its batch, (B, K) logits and (B, F) features, and its clusters after it."""
+        """Return one stream: the loss of its batch, (B, K) logits and (B, F) features, and its clusters after it."""
         features = features.to(known["mean"].dtype)
         identity = torch.eye(features.shape[1], dtype=features.dtype, device=features.device)
         ridge = self.ridge * known["cov"].max() * identity
