@@ -1,1 +1,1 @@
-"""What builds the site from docs/, the code and its docstrings: ``python -m mkdocs build --strict``, see mkdocs.yml."""
+"""Parts of the site that MkDocs calls: `make site`, see mkdocs.yml."""

@@ -10,16 +10,31 @@ import io
 import re
 import shlex
 from pathlib import Path
+from typing import NamedTuple
 
+from places import ROOT
 from processes import ended
-from website.code_blocks import blocks
+
+FENCE = re.compile(r'^```(python|sh|text)(?: title="([^"]+)")?\n(.*?)^```$', re.DOTALL | re.MULTILINE)
+
+
+class Block(NamedTuple):
+    """A block of code: Python with a title is a file; text is what the block before it prints."""
+
+    language: str
+    title: str
+    code: str
+
+
+def blocks(page):
+    """The blocks of a page below docs/, in the order in which a reader meets them."""
+    return [Block(*found) for found in FENCE.findall((ROOT / "docs" / page).read_text())]
 
 
 def run_page(page, folder, skip=()):
     """Run all blocks of a page in a folder, which is the working directory; `skip`: commands that a test cannot run."""
     scope, printed = {"__name__": "__main__"}, ""
-    for block in blocks(page):
-        language, title, code = block
+    for language, title, code in blocks(page):
         if language == "python" and title:
             Path(folder, title).write_text(code)
         elif language == "python":
@@ -28,7 +43,7 @@ def run_page(page, folder, skip=()):
                 exec(compile(code, page, "exec"), scope)
             printed = out.getvalue()
         elif language == "sh":
-            lines = [line for line in block.commands() if line not in skip]
+            lines = [line for line in code.replace("\\\n", " ").splitlines() if line not in skip]
             printed = "".join(run_command(line, folder) for line in lines)
         elif printed:
             missing = list(lines_not_printed(code, printed))

@@ -4,11 +4,10 @@ import re
 from pathlib import Path
 
 import pytest
-from page_runner import lines_not_printed, run_page
+from page_runner import blocks, lines_not_printed, run_page
 
 from commands import tribe_command
 from places import ROOT
-from website.code_blocks import blocks
 
 TUTORIALS = sorted(path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs/tutorials").glob("*.md"))
 

@@ -1,10 +1,11 @@
-"""Draw the pictures of the pages How it works and Start, from real streams: ``python -m website.pictures [NAME ...]``.
+"""Draw the pictures of the pages How it works and Start, from real streams: ``python -m studies.pictures [NAME ...]``.
 
 They are committed, because the repository shows the pages, too. All use the digits and the network of the package.
 """
 
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,9 +16,8 @@ import tribe
 from tribe.experiments.plots import COLOURS, save
 from tribe.experiments.plots import errors as errors_chart
 from tribe.methods import Balanced, Frozen, PerBatch, Robust
-from website.links import ROOT
 
-FOLDER = ROOT / "docs/pictures"
+FOLDER = Path(__file__).parents[1] / "docs/pictures"
 BLACK, BLUE, ORANGE, GREEN = COLOURS[:4]
 
 
