@@ -72,14 +72,14 @@ def test_two_workers_share_the_streams_and_each_stream_stays_with_one_until_it_i
 
 
 def test_without_a_store_there_cannot_be_several_workers():
-    with pytest.raises(ValueError, match="several workers need one store"):
+    with pytest.raises(ValueError, match="store"):
         replicas.application(small_network(), data=None)
-    with pytest.raises(ValueError, match="at least 1"):
+    with pytest.raises(ValueError, match="workers"):
         replicas.application(small_network(), data="streams", workers=0)
 
 
 def test_without_ray_the_error_says_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.setitem(sys.modules, "ray.serve", None)
-    with pytest.raises(ModuleNotFoundError, match=r"tribe-tta\[ray-serve\]"):
+    with pytest.raises(ModuleNotFoundError, match="ray-serve"):
         replicas.application(small_network(), data=tmp_path)

@@ -188,7 +188,7 @@ def test_a_request_is_refused_at_its_deadline_even_if_its_step_still_runs():
             await asyncio.sleep(0)
         clock.now += 1.0
         worker.pump()
-        with pytest.raises(Overloaded, match="no answer within 1"):
+        with pytest.raises(Overloaded, match="within"):
             await asked
         fleet.go.set()
         return await worker.infer("cam", batch(0), request_id="7")
@@ -359,7 +359,7 @@ def test_a_worker_that_does_not_own_a_stream_answers_from_the_last_stored_state(
         soon = await two.infer("cam", batch(9))  # within the staleness
         world.clock.now += 1.5
         second = await two.infer("cam", batch(9))
-        with pytest.raises(NotOwner, match="another worker owns"):
+        with pytest.raises(NotOwner, match="another"):
             await two.control("reset", "cam")
         return before, first, soon, second
 
@@ -476,7 +476,7 @@ def test_a_stream_is_frozen_reset_and_rolled_back_and_its_state_is_stored(store)
         assert fleet.digest("cam") == replay(fleet, "cam", [batch(0)])
         assert (await worker.control("reset", "cam"))["clock"] == 0
         await worker.infer("cam", batch(3))
-        with pytest.raises(UnknownStream, match="no snapshot of clock 5; it has 1"):
+        with pytest.raises(UnknownStream, match="snapshot"):
             await worker.control("rollback", "cam", to=5)
 
     play(scenario, fleet, store)
@@ -492,7 +492,7 @@ def test_a_state_is_read_and_replaced_and_a_wrong_one_changes_nothing(store):
         data = await worker.get_state("cam")
         made = await worker.put_state("copy", data)
         before = fleet.digest("cam")
-        with pytest.raises(StateFileError, match="stream 'cam'"):
+        with pytest.raises(StateFileError, match="cam"):
             await worker.put_state("cam", b"no state")
         assert fleet.digest("cam") == before
         await worker.control("end", "cam")
@@ -511,7 +511,7 @@ def test_a_stored_state_of_another_method_is_refused_and_can_be_deleted(store):
         await worker.infer("cam", batch(0))
 
     async def scenario(worker):
-        with pytest.raises(RuntimeError, match=r"stored state that does not fit.*tent"):
+        with pytest.raises(RuntimeError, match="tent"):
             await worker.infer("cam", batch(0))
         assert not store.entry("cam").held  # others may have it
         await worker.control("drop", "cam")
@@ -559,9 +559,9 @@ def test_a_dropped_stream_starts_anew(store):
 
 def test_an_unknown_action_and_a_wrong_name_are_refused():
     async def scenario(worker):
-        with pytest.raises(ValueError, match="no action 'explode'"):
+        with pytest.raises(ValueError, match="explode"):
             await worker.control("explode", "cam")
-        with pytest.raises(ValueError, match="expected a name"):
+        with pytest.raises(ValueError, match="name"):
             await worker.infer("a\nb", batch(0))
 
     play(scenario)
