@@ -12,7 +12,7 @@ import tribe
 from commands import tribe_command
 from places import ROOT
 from tribe.experiments.execution import run_experiment
-from tribe.experiments.experiment import Experiment, MixedResults, difference, refuse_mixture
+from tribe.experiments.experiment import Experiment, difference
 from tribe.experiments.spec import ComponentSpec
 from tribe.experiments.store import finished
 from tribe.experiments.workbench import Workbench
@@ -196,18 +196,6 @@ def test_source_knowledge_of_two_files_makes_two_methods(workbench, tmp_path):
     assert experiments[0].id != experiments[1].id
     for e in experiments:
         assert e.parts.method.knowledge.digest == e.method.fields["knowledge"]["knowledge"]
-
-
-def test_results_of_different_specs_are_never_mixed(workbench):
-    rows = {"TEST": small(workbench), "TRIBE": small(workbench, "tribe")}
-    refuse_mixture(rows)
-    with pytest.raises(MixedResults, match=r"TEST and BN .* batch is 16 and 8"):
-        refuse_mixture({**rows, "BN": small(workbench, "bn", batch=8)})
-    tail = ComponentSpec("gli-f", {"imbalance": 10})
-    other = Experiment.of(DATA, "compact", tail, "bn", batch=16, workbench=workbench)
-    with pytest.raises(MixedResults, match=r"scenario.fields.imbalance is 1000000 and 10"):
-        refuse_mixture({**rows, "BN": other})
-    refuse_mixture({**rows, "BN": other}, varying=("method", "scenario.fields.imbalance"))
 
 
 def test_the_code_of_a_custom_method_is_part_of_the_id(workbench, tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ result.error()                                 # mean instance error over its se
 import dataclasses
 import hashlib
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -28,10 +28,6 @@ SCHEMA = {
     "batch": int,
     "threads": (int, None),
 }
-
-
-class MixedResults(ValueError):
-    """Results that do not belong into one table, and the field in which they differ."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,21 +134,3 @@ class Experiment:
 def difference(one: Experiment, other: Experiment) -> list[str]:
     """Return the fields in which two experiments differ, with both values."""
     return [f"{place} is {a!r} and {b!r}" for place, a, b in differences(one.json(), other.json())]
-
-
-def refuse_mixture(experiments: Mapping[str, Experiment], varying: Collection[str] = ("method",)) -> None:
-    """Refuse results that differ in more than the table varies.
-
-    Args:
-        experiments: By the name of their row or column.
-        varying: Fields that may differ, such as "method" or "scenario.fields.imbalance", with all below them.
-
-    Raises:
-        MixedResults: Another field differs.
-    """
-    rows = list(experiments.items())
-    for name, experiment in rows[1:]:
-        for text in difference(rows[0][1], experiment):
-            place = text.partition(" ")[0]
-            if not any(place == free or place.startswith(f"{free}.") for free in varying):
-                raise MixedResults(f"{rows[0][0]} and {name} do not belong into one table: {text}")

@@ -21,7 +21,7 @@ MOST_POINTS = 10_000
 # -- points -----------------------------------------------------------------------------------------------------------
 
 
-class Axis(NamedTuple):
+class SweepAxis(NamedTuple):
     """Fields that vary together, and the values that they take: one field in a grid, several in a list."""
 
     places: tuple[str, ...]  # the fields, such as tribe.lr
@@ -40,7 +40,7 @@ class Axis(NamedTuple):
 Point = dict[str, Any]  # field, such as tribe.lr -> value
 
 
-def make_axes(grid: Mapping[str, Sequence[Any]], listed: Mapping[str, Sequence[Any]]) -> list[Axis]:
+def make_axes(grid: Mapping[str, Sequence[Any]], listed: Mapping[str, Sequence[Any]]) -> list[SweepAxis]:
     """Return the axes of a sweep: one for each field of ``grid``, and one for all fields of ``listed`` together.
 
     >>> [axis.labels() for axis in make_axes({"tribe.lr": [0.1, 0.2]}, {"tribe.eta": [1, 2], "tribe.h0": [3, 4]})]
@@ -57,15 +57,15 @@ def make_axes(grid: Mapping[str, Sequence[Any]], listed: Mapping[str, Sequence[A
     if len(set(lengths.values())) > 1:
         counts = ", ".join(f"{place} has {count}" for place, count in lengths.items())
         raise ValueError(f"fields of a list vary together and need as many values each: {counts}")
-    axes = [Axis((place,), tuple((value,) for value in _different(values))) for place, values in grid.items()]
+    axes = [SweepAxis((place,), tuple((value,) for value in _different(values))) for place, values in grid.items()]
     if listed:
-        axes.append(Axis(tuple(listed), tuple(_different(list(zip(*listed.values(), strict=True))))))
+        axes.append(SweepAxis(tuple(listed), tuple(_different(list(zip(*listed.values(), strict=True))))))
     if (count := math.prod(len(axis.values) for axis in axes)) > MOST_POINTS:
         raise ValueError(f"the sweep has {count:,} points; expected at most {MOST_POINTS:,}")
     return axes
 
 
-def points_of(axes: Sequence[Axis]) -> Iterator[Point]:
+def points_of(axes: Sequence[SweepAxis]) -> Iterator[Point]:
     """Yield all points of a sweep; the values of the last axis change fastest.
 
     >>> list(points_of(make_axes({"a.x": [1, 2]}, {})))
@@ -84,7 +84,7 @@ def _different(values: Sequence[Any]) -> list[Any]:
 # -- scores without labels --------------------------------------------------------------------------------------------
 
 
-class Score(NamedTuple):
+class SweepScore(NamedTuple):
     """A score that needs no labels."""
 
     words: str
@@ -115,11 +115,11 @@ def _mean(column: Tensor) -> float | None:
 
 
 SCORES = {
-    "estimate": Score("estimated accuracy, of a method with +watch and a calibration", "higher", _estimate),
-    "entropy": Score("mean entropy of the predictions, as a share of log K", "lower", _entropy),
-    "confidence": Score("mean probability of the predicted class", "higher", _confidence),
+    "estimate": SweepScore("estimated accuracy, of a method with +watch and a calibration", "higher", _estimate),
+    "entropy": SweepScore("mean entropy of the predictions, as a share of log K", "lower", _entropy),
+    "confidence": SweepScore("mean probability of the predicted class", "higher", _confidence),
     # Not before the others: branches that have collapsed to the same few classes agree, too.
-    "agreement": Score("agreement of teacher and student", "higher", _agreement),
+    "agreement": SweepScore("agreement of teacher and student", "higher", _agreement),
 }
 
 

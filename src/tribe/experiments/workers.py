@@ -1,6 +1,6 @@
 """Workers of `tribe.experiments.parallel`: processes of this machine, or of a cluster of Ray.
 
-A worker gets an experiment as plain data (`Job`), with the files of a custom method or norm rule.
+A worker gets an experiment as plain data (`ExperimentJob`), with the files of a custom method or norm rule.
 """
 
 import contextlib
@@ -151,7 +151,7 @@ def _folder() -> "tempfile.TemporaryDirectory[str]":
     return tempfile.TemporaryDirectory(prefix="tribe-methods-")
 
 
-class Job(NamedTuple):
+class ExperimentJob(NamedTuple):
     """All that a worker needs, in plain data."""
 
     spec: dict[str, Any]
@@ -178,11 +178,11 @@ class Sender:
     queue: Any = None
     _sent: dict[str, Experiment] = field(default_factory=dict)
 
-    def job(self, experiment: Experiment, wait: bool, node: str | None = None) -> Job:
+    def job(self, experiment: Experiment, wait: bool, node: str | None = None) -> ExperimentJob:
         """Return the job of an experiment."""
         self._sent[experiment.id] = experiment
         data, weights = (None, {}) if self.workbench is None else (self.workbench.data, self.workbench.weights)
-        return Job(
+        return ExperimentJob(
             spec=experiment.json(),
             seeds=experiment.seeds,
             settings=self.settings._replace(root=str(Path(self.settings.root).absolute())),
@@ -214,7 +214,7 @@ def versions() -> dict[str, str]:
 # -- in a worker ------------------------------------------------------------------------------------------------------
 
 
-def run_job(job: Job, reports: Any) -> Reply:
+def run_job(job: ExperimentJob, reports: Any) -> Reply:
     """Run a job; the message of an error names the machine."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
@@ -228,7 +228,7 @@ def run_job(job: Job, reports: Any) -> Reply:
     return reply._replace(warnings=tuple(dict.fromkeys(messages)))
 
 
-def _run_job(job: Job, reports: Any) -> Reply:
+def _run_job(job: ExperimentJob, reports: Any) -> Reply:
     own = versions()
     if own != job.versions:
         differ = "; ".join(f"{n} is {own[n]}, not {v}" for n, v in job.versions.items() if own[n] != v)
@@ -281,7 +281,7 @@ def _keep_queue(reports: Any) -> None:
     _reports.append(reports)
 
 
-def _run_job_of_pool(job: Job) -> Reply:
+def _run_job_of_pool(job: ExperimentJob) -> Reply:
     return run_job(job, _reports[0])
 
 

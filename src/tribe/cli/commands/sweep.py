@@ -32,8 +32,8 @@ from tribe.experiments.spec import canonical, plain
 from tribe.experiments.store import ResultStore
 from tribe.experiments.sweep import (
     SCORES,
-    Axis,
     Point,
+    SweepAxis,
     SweepRow,
     best_by_labels,
     best_by_score,
@@ -88,7 +88,7 @@ class SweepPlan(NamedTuple):
 
     planner: Planner
     method: str
-    axes: list[Axis]
+    axes: list[SweepAxis]
     points: list[Point]
     experiments: list[Experiment]  # of the points, in their order
 
@@ -141,7 +141,7 @@ def sweep(
 # -- points -----------------------------------------------------------------------------------------------------------
 
 
-def _plan(planner: Planner, method: str, axes: list[Axis]) -> SweepPlan:
+def _plan(planner: Planner, method: str, axes: list[SweepAxis]) -> SweepPlan:
     """Return the experiment of every point; a field or value that does not exist is refused before any is played."""
     owners = (*COMPONENTS, method)
     for place in (place for axis in axes for place in axis.places):
