@@ -6,7 +6,7 @@ the parent ignores it, as shells do for background jobs and `nohup`.
 
     ended = interrupted("-m", "tribe", "corrupt", "cifar10", when=Prints("fog@5: done"))
     assert ended.code == 130
-    assert killed("-m", "tribe", "run", when=Touches("os.rename", "metrics.json", 3)).code == -signal.SIGKILL
+    assert killed("-m", "tribe", "run", when=Touches("os.rename", "record-0.npz", 3)).code == -signal.SIGKILL
 
 To import torch takes longer than most of these commands. A server therefore imports it once, with all of tribe, and
 forks a process for each command. The process runs the command as Python does, up to its exit status. It differs from a

@@ -21,7 +21,7 @@ import tribe
 from processes import ended
 from tribe.cli import MISSING
 from tribe.cli.commands import app
-from tribe.cli.commands.list import registries
+from tribe.cli.commands.list import REGISTRIES
 from tribe.cli.custom import import_file
 
 MODELS = """
@@ -154,14 +154,14 @@ KINDS = ["datasets", "filters", "methods", "models", "norms", "scenarios"]
 
 
 def test_kinds_are_all_that_can_be_listed():
-    assert sorted(registries()) == KINDS
+    assert sorted(REGISTRIES) == KINDS
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_listed_as_json_is_what_is_registered(call, kind):
     result = call("list", kind, "--json")
     assert (result.exit_code, result.stderr) == (0, "")
-    registry = registries()[kind]
+    registry = REGISTRIES[kind]
     listed = {c["name"]: c for c in json.loads(result.stdout)}
     assert list(listed) == registry.names()
     for name, component in listed.items():
@@ -179,7 +179,7 @@ def test_every_kind_is_listed_in_a_table(call, kind):
     result = call("list", kind)
     assert result.exit_code == 0, result.output
     first = [line.split("│")[1].strip() for line in result.stdout.splitlines() if line.startswith("│")]
-    assert "".join(first) == "".join(registries()[kind].names())  # a narrow column breaks words
+    assert "".join(first) == "".join(REGISTRIES[kind].names())  # a narrow column breaks words
 
 
 def test_fields_carry_defaults_and_types(call):

@@ -18,7 +18,7 @@ app = typer.Typer(
 def printable_warning(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
 ) -> str:
-    """A warning in one line, as it is printed on stderr."""
+    """Return a warning in one line, as it is printed on stderr."""
     return printable(f"{filename}:{lineno}: {category.__name__}: {message}") + "\n"
 
 

@@ -128,6 +128,9 @@ class Engine(Protocol):
     def submit(self, experiment: Experiment, wait: bool) -> "Future[Reply]":
         """Begin an attempt; ``wait``: for another process that computes the same."""
 
+    def receive(self, reply: Reply) -> Reply:
+        """Take the end of an attempt."""
+
     def show(self) -> None:
         """Pass on the progress of running attempts."""
 
@@ -155,7 +158,7 @@ def _run_until_done(
         engine.show()
         for future in ended:
             experiment, reasons = running.pop(future)
-            reply = _reply_of(future)
+            reply = engine.receive(_reply_of(future))
             for message in reply.warnings:
                 warnings.warn(message, stacklevel=2)
             if reply.busy:
@@ -203,6 +206,10 @@ class SerialEngine:
         future: Future[Reply] = Future()
         future.set_result(attempt(self._runner, experiment, self._settings, wait, follow))
         return future
+
+    def receive(self, reply: Reply) -> Reply:
+        """Return a reply as it is."""
+        return reply
 
     def show(self) -> None:
         """Do nothing: progress is shown while an experiment runs."""

@@ -193,7 +193,7 @@ class ResultStore:
         self.damaged: list[tuple[Path, str]] = []  # files with lines that were left out, and why
         self._experiments: dict[str, Experiment] = {}
         self._streams: dict[str, dict[int, StreamResult]] = defaultdict(dict)
-        self._offsets: dict[Path, int] = {}
+        self._read_to: dict[Path, tuple[int, int]] = {}  # by file: its inode, and the bytes that were read
 
     def find(self, experiment: Experiment) -> Result | None:
         """Return the result of an experiment, if all its streams are there."""
@@ -236,8 +236,11 @@ class ResultStore:
     def refresh(self) -> None:
         """Read what was added to the files."""
         for path in sorted(self.root.glob(f"*{PACK}")):
-            begin = self._offsets.get(path, 0)
-            if path.stat().st_size == begin:
+            status = path.stat()
+            inode, begin = self._read_to.get(path, (status.st_ino, 0))
+            if inode != status.st_ino or status.st_size < begin:
+                begin = 0  # the file was replaced
+            if status.st_size == begin:
                 continue
             with path.open("rb") as file:
                 file.seek(begin)
@@ -246,7 +249,7 @@ class ResultStore:
                 if line.endswith(b"\n"):  # else another process is writing it
                     self._read(line, path)
                     begin += len(line)
-            self._offsets[path] = begin
+            self._read_to[path] = status.st_ino, begin
 
     def _read(self, line: bytes, path: Path) -> None:
         try:

@@ -300,6 +300,10 @@ class PoolEngine:
         """Send the experiment to a process."""
         return self._pool.submit(_run_job_of_pool, self._sender.job(experiment, wait))
 
+    def receive(self, reply: Reply) -> Reply:
+        """Return a reply as it is: the process wrote its result into the store."""
+        return reply
+
     def show(self) -> None:
         """Pass on the progress of running attempts."""
         self._sender.show()
@@ -329,31 +333,25 @@ class RayEngine:
         sender.queue = importlib.import_module("ray.util.queue").Queue(actor_options={"num_cpus": 0})
 
     def submit(self, experiment: Experiment, wait: bool) -> "Future[Reply]":
-        """Send the experiment to the cluster, unless its result is in the store."""
-        future: Future[Reply] = Future()
+        """Send the experiment to the cluster."""
         try:
             job = self._sender.job(experiment, wait, _node())
             task = self._task.options(**self._needs(experiment)).remote(job, self._sender.queue)
         except CLEAR_ERRORS as error:
-            future.set_result(Reply(failed=error_message(error)))
-            return future
+            failed: Future[Reply] = Future()
+            failed.set_result(Reply(failed=error_message(error)))
+            return failed
         self._tasks.append(task)
-        task.future().add_done_callback(functools.partial(self._finish, future))
+        future: Future[Reply] = task.future()
         return future
 
-    def _finish(self, future: "Future[Reply]", ended: "Future[Reply]") -> None:
-        """Write a result that came from another machine."""
-        try:
-            reply = ended.result()
-            if reply.result is not None and reply.result.memory and not self._is_here(reply.result):
-                self._store.add(replace(reply.result, root=self._store.root))
-            future.set_result(reply)
-        except BaseException as error:
-            future.set_exception(error)
-
-    def _is_here(self, result: Result) -> bool:
-        """Return whether the worker wrote into the same folder, as on a shared disk."""
-        return self._store.find(result.experiment) is not None
+    def receive(self, reply: Reply) -> Reply:
+        """Write a result that came from another machine, unless its worker wrote into the same folder."""
+        if reply.result is None or not reply.result.memory or self._store.find(reply.result.experiment) is not None:
+            return reply
+        result = replace(reply.result, root=self._store.root)
+        self._store.add(result)
+        return reply._replace(result=result)
 
     def _needs(self, experiment: Experiment) -> dict[str, Any]:
         """Return the resources of a task; never more cores than any machine has, since it would wait for ever."""

@@ -129,7 +129,7 @@ class _Rate(ProgressColumn):
     """A column with the images a second."""
 
     def render(self, task: Task) -> Text:
-        """The current speed."""
+        """Return the current speed as text."""
         return Text(f"{task.speed:,.0f} images/s" if task.speed else "", style="progress.data.speed")
 
 

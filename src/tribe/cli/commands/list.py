@@ -1,9 +1,7 @@
 """``tribe list``: list the components that can be chosen by name."""
 
 import dataclasses
-import importlib
 import inspect
-import pkgutil
 import sys
 from typing import Annotated, Any
 
@@ -12,13 +10,22 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-import tribe
+from tribe import filters, methods, norms
 from tribe.cli.app import app
 from tribe.cli.options import AsJson
 from tribe.cli.output import fail, print_json
-from tribe.data import corruptions
+from tribe.data import corruptions, datasets, models, scenarios
 from tribe.fields import printable
 from tribe.registry import Registry, nearest
+
+REGISTRIES: dict[str, Registry[Any]] = {
+    "methods": methods.registry,
+    "filters": filters.registry,
+    "norms": norms.registry,
+    "scenarios": scenarios.registry,
+    "datasets": datasets.registry,
+    "models": models.registry,
+}
 
 
 @app.command("list")
@@ -30,29 +37,20 @@ def list_components(
 
     For methods, also the variants (`method/variant`) and the source knowledge that `tribe source` must make first.
     """
-    kinds = registries()
     if kind == "corruptions":
         components = [describe_corruption(name) for name in corruptions.names()]
-    elif kind in kinds:
-        components = [describe(kinds[kind], name) for name in kinds[kind].names()]
+    elif kind in REGISTRIES:
+        components = [describe(REGISTRIES[kind], name) for name in REGISTRIES[kind].names()]
     else:
-        fail(f"unknown kind {kind!r}: {nearest(kind, [*kinds, 'corruptions'])}")
+        fail(f"unknown kind {kind!r}: {nearest(kind, [*REGISTRIES, 'corruptions'])}")
     if as_json:
         print_json(components)
     else:
         Console().print(table(components))
 
 
-def registries() -> dict[str, Registry[Any]]:
-    """All kinds of components: the subpackages of tribe that have a registry."""
-    packages = [m.name for m in pkgutil.iter_modules(tribe.__path__) if m.ispkg and m.name != "cli"]
-    found = {name: getattr(importlib.import_module(f"tribe.{name}"), "registry", None) for name in packages}
-    found["filters"] = found.pop("time")  # "tribe list time" would not say of what
-    return {name: registry for name, registry in found.items() if isinstance(registry, Registry)}
-
-
 def describe(registry: Registry[Any], name: str) -> dict[str, Any]:
-    """A component as plain data; a field without ``default`` is required."""
+    """Return a component as plain data; a field without ``default`` is required."""
     cls = registry.get(name)
     return {
         "name": name,
@@ -64,13 +62,13 @@ def describe(registry: Registry[Any], name: str) -> dict[str, Any]:
             if field.init
         },
         "presets": getattr(cls, "presets", {}),
-        "variants": getattr(cls, "variants", {}) if registry is tribe.methods.registry else {},
+        "variants": getattr(cls, "variants", {}) if registry is methods.registry else {},
         "needs": getattr(cls, "needs", None),
     }
 
 
 def describe_corruption(name: str) -> dict[str, Any]:
-    """A corruption, family/name, as the same plain data. If its function has no docstring, its module's is used."""
+    """Return a corruption, family/name, as the same plain data; its summary is from its function or its module."""
     family, _, short = name.partition("/")
     function = corruptions.function(short, family)
     text = inspect.getdoc(function) or inspect.getdoc(sys.modules[function.__module__]) or ""
@@ -79,7 +77,7 @@ def describe_corruption(name: str) -> dict[str, Any]:
 
 
 def summary(cls: type, registry: Registry[Any]) -> str:
-    """The idea in one line: the first line of the module, or of the class if the module has several components."""
+    """Return the idea in one line: of the module, or of the class if the module has several components."""
     neighbours = [name for name in registry.names() if registry.get(name).__module__ == cls.__module__]
     file = inspect.getdoc(sys.modules[cls.__module__]) if len(neighbours) == 1 else None
     return (file or inspect.getdoc(cls) or "").partition("\n")[0]
@@ -92,7 +90,7 @@ def _default(field: dataclasses.Field[Any]) -> dict[str, Any]:
 
 
 def table(components: list[dict[str, Any]]) -> Table:
-    """The components as a table."""
+    """Return the components as a table."""
     papers, settings = (any(c[key] for c in components) for key in ("paper", "fields"))
     grid = Table("name", "idea", *["paper"] * papers, *["fields"] * settings, show_lines=True)
     for c in components:
@@ -105,7 +103,7 @@ def table(components: list[dict[str, Any]]) -> Table:
 
 
 def _idea(component: dict[str, Any]) -> str:
-    """The idea, the source knowledge it needs, and the variants."""
+    """Return the idea, the source knowledge it needs, and the variants."""
     name, needs, variants = (component[key] for key in ("name", "needs", "variants"))
     notes = [f"needs {needs}: tribe source {name}"] if needs else []
     notes += [f"variants, as in {name}/{next(iter(variants))}: {', '.join(variants)}"] if variants else []
