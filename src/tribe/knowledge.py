@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,15 +25,6 @@ from tribe.core.validation import good_images
 from tribe.io import tensors as tensor_file
 
 SHIPPED = Path(__file__).parent / "data" / "models" / "shipped"  # knowledge for the network in the package
-
-
-class StudyingMethod(Protocol):
-    """What this module needs of a method; `tribe.methods.Method` has it."""
-
-    @property
-    def name(self) -> str: ...  # noqa: D102
-    @property
-    def needs(self) -> str | None: ...  # noqa: D102
 
 
 class KnowledgeError(tensor_file.TensorFileError):
@@ -109,7 +100,7 @@ class Knowledge:
 KnowledgeLike = Knowledge | str | PathLike[str] | None  # values of a method's field `knowledge`
 
 
-def resolve_knowledge(method: StudyingMethod) -> None:
+def resolve_knowledge(method: Any) -> None:
     """Load the file that a method's field ``knowledge`` names, and refuse knowledge of another method."""
     value: KnowledgeLike = getattr(method, "knowledge", None)
     if value is None:
@@ -125,9 +116,7 @@ def resolve_knowledge(method: StudyingMethod) -> None:
     object.__setattr__(method, "knowledge", knowledge)
 
 
-def checked_tensors(
-    method: StudyingMethod, net: Backbone, shapes: Mapping[str, Sequence[int | str]]
-) -> dict[str, Tensor]:
+def checked_tensors(method: Any, net: Backbone, shapes: Mapping[str, Sequence[int | str]]) -> dict[str, Tensor]:
     """Return a method's source knowledge on the network's device; refused if it is missing or does not fit the network.
 
     Args:
@@ -174,7 +163,7 @@ def _text(shape: Sequence[int | str]) -> str:
 def study_batches(
     net: Backbone, batches: Iterable[tuple[Tensor, Tensor | None]]
 ) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Source images (1, B, ...) and labels (1, B) on the network's device, for `study`; bad images are left out.
+    """Yield source images (1, B, ...) and labels (1, B) on the network's device, for `study`, without bad images.
 
     Labels may be None: most methods use the network's own predictions.
     """
