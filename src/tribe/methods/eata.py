@@ -61,7 +61,6 @@ class Eata(EntropyMethod):
     paper = "Niu et al., Efficient test-time model adaptation without forgetting, ICML 2022"
     per_class = "a mean prediction"
     needs = "the Fisher information of the affine parameters on source images (with alpha=0 it needs nothing)"
-    added = {"fisher": "sum"}  # noqa: RUF012
     source_images: ClassVar[int] = 2000  # the paper's number; a sum over batches grows with it, their mean does not
 
     def __post_init__(self) -> None:

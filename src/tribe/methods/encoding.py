@@ -45,35 +45,6 @@ def decode_value(value: Any) -> Any:
     return value
 
 
-# -- fields that were added since -------------------------------------------------------------------------------------
-
-
-def fill_added(method: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a method from a file, with those that it did not have when the file was written.
-
-    >>> fill_added("note", {"k": 4.0})
-    {'every': None, 'k': 4.0}
-    """
-    return {**_added(method), **fields}
-
-
-def drop_added(method: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields without those that say what the method did before they were added: reverse of `fill_added`.
-
-    >>> drop_added("note", {"every": None, "k": 4.0}), drop_added("note", {"every": 64})
-    ({'k': 4.0}, {'every': 64})
-    """
-    added = _added(method)
-    return {name: value for name, value in fields.items() if name not in added or added[name] != value}
-
-
-def _added(method: str) -> Mapping[str, Any]:
-    try:
-        return get(method).added
-    except (ValueError, TypeError):  # a custom method that is unknown here, or a name that no method has
-        return {}
-
-
 # -- state files ------------------------------------------------------------------------------------------------------
 
 
@@ -102,7 +73,6 @@ def method_from_file(
             f"{path} was saved with method {name!r}, unknown here: import what registers it"
         ) from error
     fields: dict[str, Any] = {}
-    saved = fill_added(name, saved)
     for field, value in saved.items():
         if isinstance(value, dict) and "callable" in value:
             if field not in given:

@@ -100,9 +100,6 @@ class Method(ABC):
     }
     variants: ClassVar[Mapping[str, Mapping[str, Any]]] = {}  # such as "selftrain/fixmatch"
     small: ClassVar[Mapping[str, int]] = {}  # values for tests with few images; see `tribe.testing`
-    # Fields that are newer than results and state files of this method, with what the method did before: a spec without
-    # the field means this value, and an experiment with this value has the id that it had before. See methods/encoding.
-    added: ClassVar[Mapping[str, Any]] = {}
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)

@@ -67,7 +67,6 @@ class Note(MemoryMethod):
     lr: float = 1e-4  # Adam's learning rate
     every: int | None = None  # images between updates, 64 in the paper; None: one update a batch, as released
 
-    added = {"every": None}  # noqa: RUF012
     paper = "Gong et al., NOTE: robust continual test-time adaptation against temporal correlation, NeurIPS 2022"
     per_class = "counts of the predicted classes"
 

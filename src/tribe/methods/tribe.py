@@ -99,7 +99,6 @@ class Tribe(Method):
     paper = "Su et al., Towards real-world TTA: tri-net self-training with balanced normalization, AAAI 2024"
     works_on = ("affine",)
     per_class = "statistics of each class"
-    added = {"class_stats": "full"}  # noqa: RUF012
     presets = {  # noqa: RUF012
         "mnist": {"eta": 0.01, "gamma": 0.0, "h0": 0.05},
         "cifar10": {"eta": 0.01, "gamma": 0.0, "h0": 0.05},

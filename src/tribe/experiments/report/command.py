@@ -13,7 +13,7 @@ from tribe import methods, norms
 from tribe.core.backbone import Backbone
 from tribe.data import datasets, models, scenarios
 from tribe.fields import is_number
-from tribe.methods.encoding import decode_value, encode_fields, fill_added
+from tribe.methods.encoding import decode_value, encode_fields
 from tribe.registry import Registry
 
 Fields = Mapping[str, Any]
@@ -56,8 +56,6 @@ def departures(spec: Fields) -> dict[str, Any]:
     Fields that follow from others, as TRIBE's details follow from its convention, are left out.
     """
     (name, fields), (data, _) = component(spec.get("method")), component(spec.get("dataset"))
-    if name is not None and fields:  # all that there were: a record may be older than a field
-        fields = fill_added(name, fields)
     known = {key: value for key, value in fields.items() if key not in FOUND}
     usual = _built(name, data, fields, {})
     if ROOM in usual and is_number(known.get(ROOM)) and known[ROOM] >= usual[ROOM]:
