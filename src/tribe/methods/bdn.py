@@ -18,24 +18,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tribe.core import losses
+from tribe.core.backbone import Backbone
 from tribe.core.moments import observe
 from tribe.core.slots import Slot, StatisticsSlot, current_pass
-from tribe.methods import (
-    Backbone,
-    Balanced,
-    Deployed,
-    Frozen,
-    Info,
-    Key,
-    Method,
-    ScreenedBatch,
-    Stats,
-    Update,
-    finite,
-    losses,
-    mask_logits,
-    register,
-)
+from tribe.core.state import Info, Stats
+from tribe.methods import Balanced, Deployed, Frozen, Key, Method, ScreenedBatch, Update, finite, mask_logits, register
 from tribe.norms.domains import Domains
 
 # The published layers of WRN-28-10, ResNeXt-29 and ResNet-50, and a later one that only such networks have too.

@@ -15,27 +15,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tribe.methods import (
-    Augment,
-    Backbone,
-    Deployed,
-    Info,
-    Key,
-    Method,
-    Parameters,
-    PerBatch,
-    ScreenedBatch,
-    Update,
-    View,
-    WeightLayout,
-    accumulation_dtype,
-    all_weights,
-    losses,
-    optim,
-    register,
-    tree_map,
-    view,
-)
+from tribe.core import all_weights, losses, optim
+from tribe.core.all_weights import Parameters, WeightLayout
+from tribe.core.augment import Augment, View, view
+from tribe.core.backbone import Backbone
+from tribe.core.state import Info, tree_map
+from tribe.methods import Deployed, Key, Method, PerBatch, ScreenedBatch, Update, accumulation_dtype, register
 
 RESTORE = 0x434F5454  # purpose of the draw, "COTT" in ASCII
 

@@ -16,23 +16,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from tribe.methods import (
-    Affine,
-    Backbone,
-    Deployed,
-    EntropyMethod,
-    Frozen,
-    Info,
-    Key,
-    Output,
-    ScreenedBatch,
-    Stats,
-    gradient_step,
-    losses,
-    optim,
-    register,
-    select,
-)
+from tribe.core import losses, optim
+from tribe.core.state import Affine, Info, Stats, select
+from tribe.methods import Backbone, Deployed, EntropyMethod, Frozen, Key, Output, ScreenedBatch, gradient_step, register
 from tribe.norms.renorm import Renorm
 
 

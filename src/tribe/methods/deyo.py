@@ -19,20 +19,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from tribe.core import rng
-from tribe.methods import (
-    Affine,
-    Backbone,
-    EntropyMethod,
-    Key,
-    ScreenedBatch,
-    accumulation_dtype,
-    gradient_step,
-    losses,
-    optim,
-    register,
-    tree_map,
-)
+from tribe.core import losses, optim, rng
+from tribe.core.state import Affine, tree_map
+from tribe.methods import Backbone, EntropyMethod, Key, ScreenedBatch, accumulation_dtype, gradient_step, register
 from tribe.methods.sar import adapted_channels, checked_tail
 
 SHUFFLE = 0x4445594F  # purpose of the draw, "DEYO" in ASCII

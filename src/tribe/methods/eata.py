@@ -14,25 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
+from tribe.core import losses, optim
+from tribe.core.state import Affine, Info
 from tribe.fields import is_whole
-from tribe.methods import (
-    Affine,
-    Backbone,
-    EntropyMethod,
-    Info,
-    Key,
-    Knowledge,
-    KnowledgeError,
-    KnowledgeLike,
-    Output,
-    PerBatch,
-    ScreenedBatch,
-    checked_tensors,
-    losses,
-    optim,
-    register,
-    study_batches,
-)
+from tribe.knowledge import Knowledge, KnowledgeError, KnowledgeLike, checked_tensors, study_batches
+from tribe.methods import Backbone, EntropyMethod, Key, Output, PerBatch, ScreenedBatch, register
 
 
 class EataState(NamedTuple):

@@ -14,17 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tribe.methods import (
-    Backbone,
-    ScreenedBatch,
-    Update,
-    accumulation_dtype,
-    features_of,
-    losses,
-    register,
-    require_features,
-    segment,
-)
+from tribe.core import losses
+from tribe.core.backbone import Backbone
+from tribe.methods import ScreenedBatch, Update, accumulation_dtype, features_of, register, require_features, segment
 from tribe.methods.source import Source, SourceState
 
 CHECK_EVERY = 8  # rounds between two checks for convergence: each makes the host wait for the device

@@ -15,25 +15,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tribe.methods import (
-    Affine,
-    Backbone,
-    Deployed,
-    Info,
-    Instance,
-    Key,
-    MemoryMethod,
-    Reservoir,
-    ScreenedBatch,
-    Stats,
-    Update,
-    losses,
-    memory,
-    optim,
-    register,
-    segment,
-    select,
-)
+from tribe.core import losses, memory, optim
+from tribe.core.backbone import Backbone
+from tribe.core.state import Affine, Info, Stats, select
+from tribe.methods import Deployed, Instance, Key, MemoryMethod, Reservoir, ScreenedBatch, Update, register, segment
 
 
 class NoteState(NamedTuple):

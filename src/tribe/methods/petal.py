@@ -11,21 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tribe.methods import (
-    Backbone,
-    Knowledge,
-    KnowledgeLike,
-    Parameters,
-    PerBatch,
-    WeightLayout,
-    all_weights,
-    checked_tensors,
-    losses,
-    register,
-    require_labels,
-    study_batches,
-    tree_map,
-)
+from tribe.core import all_weights, losses
+from tribe.core.state import tree_map
+from tribe.knowledge import Knowledge, KnowledgeLike, checked_tensors, require_labels, study_batches
+from tribe.methods import Backbone, Parameters, PerBatch, WeightLayout, register
 from tribe.methods.cotta import AveragedTeacher, CottaState
 
 EPS = 1e-6  # added to the posterior's variance, as released

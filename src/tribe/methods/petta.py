@@ -21,41 +21,29 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
+from tribe.core import losses, memory, optim
+from tribe.core.augment import Augment, View, view
+from tribe.core.backbone import Backbone
+from tribe.core.graphs import segment
+from tribe.core.memory import Timely
+from tribe.core.rng import Key
+from tribe.core.rules import Frozen
+from tribe.core.state import Affine, Info, Stats, select, tree_map
+from tribe.knowledge import Knowledge, KnowledgeError, KnowledgeLike, checked_tensors, study_batches
 from tribe.methods import (
-    Affine,
     Agreement,
-    Augment,
-    Backbone,
     Deployed,
-    Frozen,
-    Info,
-    Key,
-    Knowledge,
-    KnowledgeError,
-    KnowledgeLike,
     MemoryMethod,
-    Robust,
     ScreenedBatch,
-    Stats,
-    Timely,
     Update,
-    View,
-    checked_tensors,
     features_of,
     finite,
-    losses,
     mask_logits,
-    memory,
-    optim,
     register,
     require_features,
-    segment,
-    select,
-    study_batches,
-    tree_map,
-    view,
 )
 from tribe.methods.rotta import Branch
+from tribe.norms.robust import Robust
 
 
 class PettaState(NamedTuple):

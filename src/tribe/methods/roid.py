@@ -14,25 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from tribe.methods import (
-    Affine,
-    Augment,
-    Backbone,
-    EntropyMethod,
-    Info,
-    Key,
-    Output,
-    ScreenedBatch,
-    Update,
-    View,
-    accumulation_dtype,
-    gradient_step,
-    losses,
-    optim,
-    register,
-    tree_map,
-    view,
-)
+from tribe.core import losses, optim
+from tribe.core.augment import Augment, View, view
+from tribe.core.backbone import Backbone, Output
+from tribe.core.state import Affine, Info, tree_map
+from tribe.methods import EntropyMethod, Key, ScreenedBatch, Update, accumulation_dtype, gradient_step, register
 
 # NOTE: the paper's view has neither blur nor noise. It pads by reflection; `Augment` pads with edge values.
 VIEW = Augment(sigma=(0.001, 0.001), noise=0.0)

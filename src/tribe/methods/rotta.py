@@ -16,31 +16,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tribe.methods import (
-    Affine,
-    Agreement,
-    Augment,
-    Backbone,
-    Deployed,
-    Frozen,
-    Info,
-    Key,
-    MemoryMethod,
-    Robust,
-    ScreenedBatch,
-    Stats,
-    Timely,
-    Update,
-    View,
-    losses,
-    memory,
-    optim,
-    register,
-    segment,
-    select,
-    tree_map,
-    view,
-)
+from tribe.core import losses, memory, optim
+from tribe.core.augment import Augment, View, view
+from tribe.core.backbone import Backbone
+from tribe.core.memory import Timely
+from tribe.core.rules import Frozen
+from tribe.core.state import Affine, Info, Stats, select, tree_map
+from tribe.methods import Agreement, Deployed, Key, MemoryMethod, Robust, ScreenedBatch, Update, register, segment
 
 
 class Branch(NamedTuple):

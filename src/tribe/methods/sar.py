@@ -13,20 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tribe.methods import (
-    Affine,
-    Backbone,
-    EntropyMethod,
-    Info,
-    Key,
-    ScreenedBatch,
-    Update,
-    losses,
-    optim,
-    register,
-    select,
-    tree_map,
-)
+from tribe.core import losses, optim
+from tribe.methods import Affine, Backbone, EntropyMethod, Info, Key, ScreenedBatch, Update, register, select, tree_map
 
 NONE_YET = -1.0  # a moving mean of entropies without a first value
 

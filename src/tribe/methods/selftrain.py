@@ -11,36 +11,18 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from tribe.core import losses, memory, optim
+from tribe.core.backbone import Backbone
+from tribe.core.graphs import segment
+from tribe.core.memory import ROOM, Timely
 from tribe.core.packed import ClassStats
+from tribe.core.rng import Key
+from tribe.core.rules import Frozen
+from tribe.core.state import Affine, Info, Stats, clone, rows_of, tree_map
 from tribe.fields import require
-from tribe.methods import (
-    ROOM,
-    Affine,
-    Agreement,
-    Backbone,
-    Balanced,
-    Deployed,
-    Frozen,
-    Info,
-    Instance,
-    Key,
-    Norm,
-    Robust,
-    ScreenedBatch,
-    Stats,
-    Timely,
-    Update,
-    clone,
-    losses,
-    memory,
-    norm_from_text,
-    optim,
-    register,
-    rows_of,
-    segment,
-    tree_map,
-)
+from tribe.methods import Agreement, Deployed, Instance, Norm, Robust, ScreenedBatch, Update, norm_from_text, register
 from tribe.methods.tribe import Tribe, interleave
+from tribe.norms.balanced import Balanced
 
 ALONE: Mapping[str, Any] = {"learning": False}
 PLAIN: Mapping[str, Any] = {"lambda_anc": 0.0}  # self-training without the anchored loss

@@ -17,26 +17,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tribe.methods import (
-    Affine,
-    Backbone,
-    Deployed,
-    Frozen,
-    Info,
-    Key,
-    MemoryMethod,
-    Reservoir,
-    ScreenedBatch,
-    Stats,
-    Update,
-    losses,
-    memory,
-    optim,
-    register,
-    segment,
-    select,
-    tree_map,
-)
+from tribe.core import losses, memory, optim
+from tribe.core.backbone import Backbone
+from tribe.core.state import Affine, Info, Stats, select, tree_map
+from tribe.methods import Deployed, Frozen, Key, MemoryMethod, Reservoir, ScreenedBatch, Update, register, segment
 from tribe.methods.sar import adapted_channels, checked_tail, length_of
 from tribe.norms.training import Training
 

@@ -16,31 +16,14 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from tribe.core import losses, optim
+from tribe.core.augment import Augment, View, view
+from tribe.core.backbone import Backbone
+from tribe.core.moments import accumulation_dtype
 from tribe.core.packed import ClassStats
-from tribe.core.state import copy_missing, room_for
-from tribe.methods import (
-    Affine,
-    Agreement,
-    Augment,
-    Backbone,
-    Balanced,
-    Deployed,
-    Frozen,
-    Info,
-    Key,
-    Method,
-    ScreenedBatch,
-    Stats,
-    Update,
-    View,
-    accumulation_dtype,
-    losses,
-    optim,
-    register,
-    rows_of,
-    tree_map,
-    view,
-)
+from tribe.core.rules import Frozen
+from tribe.core.state import Affine, Info, Stats, copy_missing, room_for, rows_of, tree_map
+from tribe.methods import Agreement, Balanced, Deployed, Key, Method, ScreenedBatch, Update, register
 from tribe.norms.balanced import CONVENTIONS as NORM_CONVENTIONS
 from tribe.norms.balanced import Convention, apply_convention
 

@@ -12,33 +12,14 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tribe.methods import (
-    Affine,
-    Backbone,
-    Deployed,
-    Frozen,
-    Info,
-    Key,
-    Knowledge,
-    KnowledgeError,
-    KnowledgeLike,
-    Method,
-    Norm,
-    Parameters,
-    PerBatch,
-    ScreenedBatch,
-    Update,
-    WeightLayout,
-    accumulation_dtype,
-    all_weights,
-    checked_tensors,
-    features_of,
-    losses,
-    optim,
-    register,
-    require_features,
-    study_batches,
-)
+from tribe.core import all_weights, losses, optim
+from tribe.core.all_weights import Parameters, WeightLayout
+from tribe.core.backbone import Backbone
+from tribe.core.moments import accumulation_dtype
+from tribe.core.rules import Frozen, PerBatch
+from tribe.core.state import Affine, Info
+from tribe.knowledge import Knowledge, KnowledgeError, KnowledgeLike, checked_tensors, study_batches
+from tribe.methods import Deployed, Key, Method, Norm, ScreenedBatch, Update, features_of, register, require_features
 
 LIMIT = 2**30  # most numbers in the class covariances of one stream: 4 GB in float32
 TOO_LARGE = (
