@@ -13,7 +13,6 @@ from tribe.experiments.execution import without_filter
 from tribe.experiments.experiment import Experiment
 from tribe.experiments.modules import from_file
 from tribe.experiments.provenance import code_at
-from tribe.experiments.report import command
 from tribe.experiments.spec import ComponentSpec
 from tribe.experiments.workbench import MissingKnowledge, Workbench
 from tribe.experiments.workers import custom_code
@@ -102,12 +101,3 @@ def test_source_takes_the_name_with_a_filter(tmp_path):
     words = [word for name, value in options.items() for word in (f"--{name}", value)]
     made = call("source", "eata+time", *words, "--set", "dataset.split=test", "--json")
     assert json.loads(made.stdout)["method"] == "eata", made.output
-
-
-def test_the_command_of_a_report_sets_the_fields_of_the_filter(workbench):
-    spec = planned(workbench, "tent+time", within="batch", lr=0.5).json()
-    (line,) = command.command(spec, [0]).lines
-    assert "--methods tent+time" in line
-    assert "--set tent+time.lr=0.5" in line
-    assert "--set 'tent+time.within=\"batch\"'" in line
-    assert line.count("--set tent+time") + line.count("--set 'tent+time") == 2

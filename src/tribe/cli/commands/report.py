@@ -9,7 +9,7 @@ from rich.console import Console
 from tribe.cli.app import app
 from tribe.cli.output import fail, print_json, print_message
 from tribe.experiments import report as pages
-from tribe.experiments.report.elements import plural
+from tribe.experiments.report.page import plural
 from tribe.fields import printable
 
 

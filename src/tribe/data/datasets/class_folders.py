@@ -93,9 +93,13 @@ class Listing(NamedTuple):
 class ListedImages(ABC):
     """A base class of data sets: images in class folders, one folder a domain. Only file names are held in memory."""
 
-    size: int  # rows and columns of the images
     unreadable: Unreadable
     workers: int | None
+
+    @property
+    @abstractmethod
+    def side(self) -> int:
+        """Rows and columns of the images."""
 
     @property
     @abstractmethod
@@ -137,7 +141,7 @@ class ListedImages(ABC):
         listing = self.listing(domain)
         return read_images(
             [listing.folder / listing.names[i] for i in positions(index, len(listing.names), domain)],
-            (self.size, self.size),
+            (self.side, self.side),
             hint="the images of this folder are cropped already, and those of a stream have one size",
             resize=self.resize(domain),
             unreadable=self.unreadable,

@@ -41,6 +41,11 @@ class ClassFolders(ListedImages):
         check_reading(self.unreadable, self.workers)
 
     @property
+    def side(self) -> int:
+        """Rows and columns of the images."""
+        return self.size
+
+    @property
     def domains(self) -> Sequence[str]:
         """The names of the folders."""
         return tuple(self.places)

@@ -48,13 +48,17 @@ class ImageNetC(ListedImages):
 
     clean_name: ClassVar[str] = "imagenet"  # the clean data set that it is made from
     folder: ClassVar[str] = "ImageNet-C"
-    size: ClassVar[int] = 224
 
     def __post_init__(self) -> None:
         plain_numbers(self)
         for severity in self.severities:
             require_severity(severity)
         check_reading(self.unreadable, self.workers)
+
+    @property
+    def side(self) -> int:
+        """Rows and columns, as published."""
+        return 224
 
     @property
     def domains(self) -> Sequence[str]:

@@ -1,4 +1,4 @@
-"""All results in a folder on one page that opens from disk, with the spec and the command behind every number.
+"""All results in a folder on one page that opens from disk, with the spec behind every number.
 
     tribe.experiments.report.write("runs", "report.html")       # or: tribe report runs -o report.html
 

@@ -20,7 +20,7 @@ import torch
 from tribe.experiments import metrics
 from tribe.experiments.experiment import Experiment
 from tribe.experiments.record import Record
-from tribe.experiments.report.command import component, departures, is_known
+from tribe.experiments.report.labels import component, departures, is_known
 from tribe.experiments.spec import by_place, with_whole_numbers
 from tribe.experiments.store import PACK, Result, ResultStore, changed, record_path
 
@@ -46,6 +46,7 @@ class Played(NamedTuple):
     domains: tuple[str, ...]
     classes: int
     record: Record | None
+    command: tuple[str, ...] = ()  # that computed it; empty: unknown
 
     @property
     def seed(self) -> Any:
@@ -93,7 +94,7 @@ class Group(NamedTuple):
 
     @property
     def title(self) -> str:
-        """Its facts in one line."""
+        """The facts in one line."""
         return ", ".join(self.facts)
 
     @property
@@ -166,7 +167,8 @@ def _without_record(result: Result, root: Path) -> Iterator[Played]:
         path = result.folder.relative_to(root).as_posix()
         spec = {**result.experiment.record_spec(), "seed": seed}
         machine, code = dict(stream.environment.get("machine", {})), dict(stream.environment.get("code", {}))
-        yield Played(path, spec, machine, code, scores, domains, classes, None)
+        command = tuple(stream.environment.get("command", ()))
+        yield Played(path, spec, machine, code, scores, domains, classes, None, command)
 
 
 # -- one file ---------------------------------------------------------------------------------------------------------
@@ -195,14 +197,15 @@ def _read(file: Path, path: str, environments: Mapping[Path, Mapping[str, Any]])
         "seconds_per_image": metrics.seconds_per_image(record).item(),
         "confidence": record.confidence.double().mean().item(),
     }
-    return Played(path, record.spec, machine, code, scores, record.domains, record.classes, record)
+    command = tuple(environment.get("command", ()))
+    return Played(path, record.spec, machine, code, scores, record.domains, record.classes, record, command)
 
 
 # -- many -------------------------------------------------------------------------------------------------------------
 
 
 def _without_repeats(found: list[Played]) -> tuple[list[Played], list[tuple[str, str]]]:
-    """One result for each spec and seed: a copy would count twice in every mean.
+    """Return one result for each spec and seed: a copy would count twice in every mean.
 
     A result of other source code than today's counts last. Of the others, those with records come first.
     """
@@ -263,7 +266,7 @@ def _rows(rows: Mapping[str, list[Played]], named: Mapping[str, str]) -> tuple[R
 
 
 def _labels(specs: list[Mapping[str, Any]]) -> dict[str, str]:
-    """For each spec the name of its method, with the fields that differ from the published ones for the data set.
+    """Return for each spec the name of its method, with the fields that differ from the published ones.
 
     The published fields of a method that is not registered here are unknown: there it is the fields that differ between
     results.
@@ -285,7 +288,7 @@ def _labels(specs: list[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def _facts(keys: list[str]) -> list[tuple[str, tuple[str, ...]]]:
-    """The main facts of each group; groups with equal facts also get the fields in which they differ."""
+    """Return the main facts of each group; groups with equal facts also get the fields in which they differ."""
     specs = {key: json.loads(key) for key in keys}
     alike: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for key in sorted(keys):
@@ -304,7 +307,7 @@ def _facts(keys: list[str]) -> list[tuple[str, tuple[str, ...]]]:
 
 
 def _distinguishing(flat: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """The fields in which some differ."""
+    """Return the fields in which some differ."""
     fields = sorted({field for found in flat.values() for field in found})
     return [field for field in fields if len({_canonical(found.get(field)) for found in flat.values()}) > 1]
 
@@ -318,13 +321,13 @@ def _main_facts(spec: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _field(place: str, value: Any) -> str:
-    """A field of a spec in a few characters; of source knowledge, the beginning of its digest."""
+    """Return a field of a spec in a few characters; of source knowledge, the beginning of its digest."""
     name = place.removesuffix(".knowledge")
     return f"{place} {_short(value)}" if name == place else f"{name} {str(value)[:8]}"
 
 
 def _short(value: Any) -> str:
-    """A value in a few characters; a long list by its ends and length."""
+    """Return a value in a few characters; a long list by its ends and length."""
     if isinstance(value, float):
         return f"{value:g}"
     if isinstance(value, list):
@@ -334,12 +337,12 @@ def _short(value: Any) -> str:
 
 
 def _canonical(value: Any) -> str:
-    """The same text for equal values, such as 100 and 100.0."""
+    """Return the same text for equal values, such as 100 and 100.0."""
     return json.dumps(with_whole_numbers(value), sort_keys=True, default=repr)
 
 
 def _natural(text: str) -> list[tuple[bool, float, str]]:
-    """A key by which "imbalance 10" comes before "imbalance 100".
+    """Return a key by which "imbalance 10" comes before "imbalance 100".
 
     >>> sorted(["imbalance 100", "imbalance 10", "iid"], key=_natural)
     ['iid', 'imbalance 10', 'imbalance 100']

@@ -2,80 +2,110 @@
 
 import base64
 import hashlib
+import json
+import math
+import shlex
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 from tribe._version import __version__
-from tribe.experiments.report.charts import MARKERS
-from tribe.experiments.report.collect import Group, Runs
-from tribe.experiments.report.elements import Series, plural, score_cell, scroller, swatch
-from tribe.experiments.report.markup import Child, Markup, tag
-from tribe.experiments.report.scores import INSTANCE, SHORT, best, score
-from tribe.experiments.report.sections import section
+from tribe.experiments.report.collect import Group, Played, Row, Runs
+from tribe.experiments.report.scores import INSTANCE, LONG, SHORT, Score, best, score
+from tribe.fields import printable
 
-DASHES = ("none", "6 3", "2 2", "8 3 2 3")  # of the first eight methods, of the next eight, ...
-ABOUT = {
-    "Instance error": "The share of images that were misclassified.",
-    "Category error": "The mean over domains of the mean over classes of the error; a class that is absent from a "
-    "domain is skipped. Rare classes weigh as much as frequent ones.",
-    "ECE": "Expected calibration error: the mean gap between confidence and accuracy, over 15 equal bins of "
-    "confidence.",
-    "ms per image": "The time to predict and adapt, divided by the images of a batch and by the streams that "
-    "ran together. It depends on the machine, which the origin of each row names if it is known.",
-    "±": "Standard deviation over seeds; each seed gives another stream.",
-}
+MOST_COLUMNS = 20  # of a table of classes; more classes become a map
+HUES, DASHES = 8, ("none", "6 3", "2 2", "8 3 2 3")  # of the first eight methods, of the next eight, ...
+MARKERS = (  # of the samples of methods: circle, square, diamond, triangles, plus, star, cross, as in the charts
+    *("M-3.6 0a3.6 3.6 0 1 0 7.2 0a3.6 3.6 0 1 0-7.2 0z", "M-3.2-3.2h6.4v6.4h-6.4z", "M0-4.6L4.6 0L0 4.6L-4.6 0z"),
+    *("M0-4.4L4.2 3.2H-4.2z", "M0 4.4L4.2-3.2H-4.2z", "M-1.3-4h2.6v2.7h2.7v2.6h-2.7v2.7h-2.6v-2.7h-2.7v-2.6h2.7z"),
+    "M0-4.6L1.2-1.5H4.4L1.9.6L2.8 3.8L0 1.9L-2.8 3.8L-1.9.6L-4.4-1.5H-1.2z",
+    "M-3.9-2.1L-2.1-3.9L0-1.8L2.1-3.9L3.9-2.1L1.8 0L3.9 2.1L2.1 3.9L0 1.8L-2.1 3.9L-3.9 2.1L-1.8 0z",
+)
 
-Entry = tuple[str, str, Group]  # anchor, title, group
+
+class Cell(NamedTuple):
+    """A number in a table."""
+
+    text: str
+    spread: float | None  # standard deviation over seeds
+    order: str | None  # to sort by; None: no number
+    lowest: bool
+
+
+class ClassMap(NamedTuple):
+    """A map of classes: a table of tinted numbers, or a picture if there are too many classes."""
+
+    title: str
+    caption: str
+    names: Sequence[str]
+    texts: Sequence[Sequence[str]]
+    tints: Sequence[Sequence[int]]  # from 0 to 10
+    picture: Any = None
+    square: bool = False
 
 
 def render(runs: Runs) -> str:
-    """The whole page. The same results give the same text."""
+    """Return the whole page. The same results give the same text."""
+    try:
+        from jinja2 import Environment, StrictUndefined
+        from markupsafe import Markup
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("a report needs jinja2: pip install 'tribe-tta[report]'", name=error.name) from error
+
+    def finalize(value: Any) -> Any:
+        """Make names in files safe to show; the template escapes them."""
+        return printable(value, keep="\n\t") if isinstance(value, str) and not isinstance(value, Markup) else value
+
     series = {label: i for i, label in enumerate(runs.labels)}
     titles, common = _titles(runs.groups)
-    entries = [(f"g{i}", title, group) for i, (title, group) in enumerate(zip(titles, runs.groups, strict=True), 1)]
+    groups = [
+        _group(g, f"g{i}", title, series) for i, (title, g) in enumerate(zip(titles, runs.groups, strict=True), 1)
+    ]
     style, script = _asset("page.css") + _colours(len(series)), _asset("page.js")
-    head = tag(
-        "head",
-        tag("meta", charset="utf-8"),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("meta", http_equiv="Content-Security-Policy", content=_policy(style, script)),
-        tag("title", "tribe report"),
-        tag("link", rel="icon", href="data:,"),
-        tag("style", Markup(style)),
+    counts = {"damaged, left out": len(runs.damaged), "repeated, counted once": len(runs.repeated)}
+    template = Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined, finalize=finalize
+    ).from_string(_asset("page.html.j2"))
+    text: str = template.render(
+        runs=runs,
+        series=series,
+        groups=groups,
+        short=SHORT,
+        long=LONG,
+        markers=MARKERS,
+        lead=_lead(runs, common),
+        warning="; ".join(f"{count:,} {what}" for what, count in counts.items() if count),
+        style=Markup(style),
+        script=Markup(script),
+        policy=_policy(script),
+        version=__version__,
     )
-    body = tag(
-        "body",
-        tag("a", "Skip to the numbers", href="#main", class_="skip"),
-        _markers(),
-        tag("aside", tag("div", _navigation(entries, runs), _switches(series), class_="held")),
-        tag(
-            "main",
-            tag("h1", "What adapting changed"),
-            tag("p", _lead(runs, common), class_="facts"),
-            _warning(runs),
-            _overview(entries, series) if entries else None,
-            [section(group, name, title, series) for name, title, group in entries],
-            _problems(runs),
-            _about(),
-            tag("footer", f"Written by tribe {__version__} from the results alone."),
-            id="main",
-            tabindex=-1,
-        ),
-        tag("script", Markup(script)),
-    )
-    return "<!doctype html>\n" + tag("html", head, body, lang="en") + "\n"
+    return text.lstrip() + "\n"
+
+
+def plural(count: int, one: str, more: str | None = None) -> str:
+    """Return a number with its noun.
+
+    >>> plural(1, "class"), plural(1200, "record")
+    ('1 class', '1,200 records')
+    """
+    return f"{count:,} {one if count == 1 else more or f'{one}s'}"
 
 
 def _titles(groups: Sequence[Group]) -> tuple[list[str], list[str]]:
-    """The title of each group, without the facts that all groups share, and these facts."""
+    """Return the title of each group, without the facts that all groups share, and these facts."""
     counts = Counter(fact for group in groups for fact in dict.fromkeys(group.facts))
     common = [fact for fact, count in counts.items() if count == len(groups) > 1]
     return [", ".join(f for f in group.facts if f not in common) or group.title for group in groups], common
 
 
 def _lead(runs: Runs, common: Sequence[str]) -> str:
-    """The number of results, methods and streams, and which methods have the lowest error."""
+    """Return the number of results, methods and streams, and which methods have the lowest error."""
     results = sum(len(row.played) for group in runs.groups for row in group.rows)
     streams = plural(len(runs.groups), "kind of stream", "kinds of stream")
     text = f"{plural(results, 'result')}, {plural(len(runs.labels), 'method')}, {streams}"
@@ -91,114 +121,172 @@ def _lead(runs: Runs, common: Sequence[str]) -> str:
     return text
 
 
-def _navigation(entries: Sequence[Entry], runs: Runs) -> Markup:
-    links = [("overview", "Overview")] if entries else []
-    links += [(name, title) for name, title, _ in entries]
-    links += [("problems", "Files with problems")] if runs.damaged or runs.repeated else []
-    links += [("about", "About the numbers")]
-    items = [tag("li", tag("a", title, href=f"#{name}")) for name, title in links]
-    return tag("nav", tag("strong", "On this page"), tag("ol", items), aria_label="On this page")
+# -- the section of a group -------------------------------------------------------------------------------------------
 
 
-def _switches(series: Series) -> Markup | None:
-    """Checkboxes that show and hide methods in the charts; they work without a script."""
-    boxes = [
-        tag("label", tag("input", type="checkbox", id=f"show{i}", checked=True), swatch(i), label)
-        for label, i in series.items()
+def _group(group: Group, anchor: str, title: str, series: Mapping[str, int]) -> dict[str, Any]:
+    """Return what the template shows of a group."""
+    columns = {column: [score(row, column) for row in group.rows] for column in LONG}
+    lowest = {column: best(scores) if column.best else None for column, scores in columns.items()}
+    cells = {
+        row.label: {column: _cell(columns[column][i], lowest[column]) for column in LONG}
+        for i, row in enumerate(group.rows)
+    }
+    return {
+        "anchor": anchor,
+        "title": title,
+        "facts": _facts(group),
+        "links": {row.label: f"#{anchor}m{i}" for i, row in enumerate(group.rows)},
+        "overview": {label: [of[column] for column in SHORT] for label, of in cells.items()},
+        "results": [
+            {"label": row.label, "cells": list(cells[row.label].values()), "seeds": len(row.played)}
+            for row in group.rows
+        ],
+        "charts": _charts(group, series),
+        "maps": _maps(group),
+        "confusions": [_confusion(group, row) for row in group.rows if row.judged],
+        "without_records": [row.label for row in group.rows if len(row.records) < len(row.played)],
+        "origins": [_origin(row) for row in group.rows],
+    }
+
+
+def _cell(value: Score, lowest: str | None) -> Cell:
+    order = None if math.isnan(value.mean) else f"{value.mean:.6f}"
+    return Cell(value.text, value.spread, order, value.text == lowest)
+
+
+def _facts(group: Group) -> str:
+    images = [played.scores["images"] for row in group.rows for played in row.played]
+    length = f"{min(images):,}" + (f" to {max(images):,}" if max(images) > min(images) else "")
+    machines = sorted({str(p.machine["device"]) for row in group.rows for p in row.played if p.machine.get("device")})
+    size = f"{plural(len(group.domains), 'domain')}, {plural(group.classes, 'class', 'classes')}"
+    on = f", on {' and '.join(machines)}" if machines else ""
+    return f"{group.title}: streams of {length} images, {size}{on}."
+
+
+def _charts(group: Group, series: Mapping[str, int]) -> list[Any]:
+    from tribe.experiments.report import figures
+
+    labelled, judged = [row for row in group.rows if row.labelled], [row for row in group.rows if row.judged]
+    watched = [row for row in judged if row.watched]
+    drawn = [
+        *([figures.domain_errors(group, labelled, series)] if labelled else []),
+        *([figures.error_over_time(group, judged, series)] if judged else []),
+        *([figures.calibration(group, judged, series)] if judged else []),
+        *([figures.cost(group, labelled, series)] if labelled else []),
+        *([figures.estimates(group, watched, series)] if watched else []),
     ]
-    return tag("fieldset", tag("legend", "Methods in the charts"), boxes) if boxes else None
+    return drawn
 
 
-def _warning(runs: Runs) -> Markup | None:
-    """One line at the top that counts the files with problems."""
-    counts = {"damaged, left out": len(runs.damaged), "repeated, counted once": len(runs.repeated)}
-    text = "; ".join(f"{count:,} {what}" for what, count in counts.items() if count)
-    return tag("p", "Files: ", text, ". ", tag("a", "See which", href="#problems"), class_="warning") if text else None
+def _maps(group: Group) -> list[ClassMap]:
+    """Return how often each class occurs in each domain, and how often each method predicts it."""
+    maps = []
+    if first := next((played for row in group.rows for played in row.labelled), None):
+        counts = torch.tensor([first.scores["class_counts"][name] for name in first.domains])
+        shares = counts.double().log1p() / counts.max().double().log1p()
+        texts = [[f"{n:,}" if n else "·" for n in row] for row in counts.tolist()]
+        caption = f"Images of each class in each domain, in the stream of seed {first.seed}. The tint is logarithmic."
+        maps.append(_class_map(group, "Classes played", caption, first.domains, texts, shares))
+    if recorded := [row for row in group.rows if row.records]:
+        predictions = {row.label: [record.prediction for record in row.records] for row in recorded}
+        labels = [record.label[record.label >= 0] for row in recorded[:1] for record in row.judged]
+        given = ({"the labels": labels} if labels else {}) | predictions
+        counts = torch.stack([torch.bincount(torch.cat(v), minlength=group.classes) for v in given.values()]).double()
+        shares = counts / counts.sum(1, keepdim=True)
+        caption = "Share of each class among the predictions in %, all seeds together. A method that collapses has few."
+        texts = _percents(shares)
+        maps.append(_class_map(group, "Classes predicted", caption, list(given), texts, shares / shares.max()))
+    return maps
 
 
-def _problems(runs: Runs) -> Markup | None:
-    if not runs.damaged and not runs.repeated:
-        return None
-    damaged = [tag("li", tag("code", path), f": {reason}") for path, reason in runs.damaged]
-    repeated = [tag("li", tag("code", path), f" {reason}") for path, reason in runs.repeated]
-    parts: list[Child] = [tag("h2", "Files with problems", id="problems")]
-    if damaged:
-        parts += [tag("p", "Damaged or not readable, so left out of all numbers:"), tag("ul", damaged)]
-    if repeated:
-        parts += [tag("p", "Repeated, so counted once:"), tag("ul", repeated)]
-    return tag("section", parts, aria_labelledby="problems")
+def _class_map(
+    group: Group, title: str, caption: str, names: Sequence[str], texts: list[list[str]], shares: Tensor
+) -> ClassMap:
+    if shares.shape[1] <= MOST_COLUMNS:
+        return ClassMap(title, caption, names, texts, _tints(shares))
+    from tribe.experiments.report import figures
+
+    picture = figures.class_map(group, title, shares, "", names)
+    return ClassMap(title, caption, (), (), (), picture)
 
 
-def _overview(entries: Sequence[Entry], series: Series) -> Markup:
-    """A table with a row for each method and columns for each group."""
-    above: list[Markup] = []
-    below: list[Markup] = []
-    cells: dict[str, list[Child]] = {label: [] for label in series}
-    for name, title, group in entries:
-        above.append(tag("th", tag("a", title, href=f"#{name}"), class_="group", colspan=len(SHORT), scope="colgroup"))
-        links = {row.label: f"#{name}m{i}" for i, row in enumerate(group.rows)}
-        for column in SHORT:
-            first = "first" if column is SHORT[0] else None
-            below.append(tag("th", column.short, scope="col", data_col=1 + len(below), class_=first))
-            scores = {row.label: score(row, column) for row in group.rows}
-            lowest = best(list(scores.values()))
-            for label, row in cells.items():
-                link = links.get(label) if first else None
-                empty = tag("td", class_=first)
-                row.append(score_cell(scores[label], lowest, link, first) if label in scores else empty)
-    method = [tag("th", swatch(i), label, scope="row", data_v=label) for label, i in series.items()]
-    body = [tag("tr", label, row) for label, row in zip(method, cells.values(), strict=True)]
-    head = tag("tr", tag("td"), above), tag("tr", tag("th", "method", scope="col", data_col=0), below)
-    note = "Instance and category error in %, mean ± standard deviation over seeds, and milliseconds per image. Lower "
-    note += "is better, the lowest is bold. Each instance error links to the command and the spec that made it."
-    whole = tag("table", tag("thead", head), tag("tbody", body), class_="sortable overview")
-    return tag(
-        "section",
-        tag("h2", "Overview", id="overview"),
-        tag("p", note, class_="note"),
-        scroller(whole, "Overview"),
-        aria_labelledby="overview",
-    )
+def _confusion(group: Group, row: Row) -> ClassMap:
+    """Return the confusion matrix of a method; the title is its label."""
+    classes = row.judged[0].classes
+    pairs = torch.cat([(r.label * classes + r.prediction)[r.label >= 0] for r in row.judged])
+    counts = torch.bincount(pairs, minlength=classes**2).view(classes, classes)
+    shares = counts.double() / counts.sum(1, keepdim=True)
+    wrong = counts.clone().fill_diagonal_(0).flatten()
+    top = sorted(wrong.nonzero().flatten().tolist(), key=lambda cell: (-int(wrong[cell]), cell))[:3]
+    text = ", ".join(f"{cell // classes} as {cell % classes} ({int(wrong[cell]):,} images)" for cell in top)
+    caption = f"most often predicts {text}" if text else "no confusions"
+    if classes <= MOST_COLUMNS:
+        names = [str(k) for k in range(classes)]
+        return ClassMap(row.label, caption, names, _percents(shares), _tints(shares), square=True)
+    from tribe.experiments.report import figures
+
+    picture = figures.class_map(group, f"Confusion of {row.label}", shares, "true class")
+    return ClassMap(row.label, caption, (), (), (), picture)
 
 
-def _about() -> Markup:
-    terms = [(tag("dt", name), tag("dd", text)) for name, text in ABOUT.items()]
-    return tag("section", tag("h2", "About the numbers", id="about"), tag("dl", terms), aria_labelledby="about")
+def _percents(shares: Tensor) -> list[list[str]]:
+    """Return whole per cents; a dot for 0, and an empty text for NaN."""
+    return [["" if math.isnan(s) else f"{100 * s:.0f}" if s >= 0.005 else "·" for s in row] for row in shares.tolist()]
 
 
-# -- style and script -------------------------------------------------------------------------------------------
+def _tints(shares: Tensor) -> list[list[int]]:
+    tints: list[list[int]] = (10 * shares.nan_to_num(0)).round().clamp(0, 10).long().tolist()
+    return tints
+
+
+def _origin(row: Row) -> dict[str, Any]:
+    """Return the records, machines, commands and the spec of a row."""
+    spec = {key: value for key, value in row.played[0].spec.items() if key not in ("seed", "experiment")}
+    return {
+        "label": row.label,
+        "head": ["record", "seed", "images", *(column.name for column in LONG)],
+        "records": [_record_cells(played) for played in row.played],
+        "machines": sorted({m for m in (_describe(played.machine) for played in row.played) if m}),
+        "commands": sorted({shlex.join(played.command) for played in row.played if played.command}),
+        "spec": json.dumps(spec, indent=2, ensure_ascii=False),
+    }
+
+
+def _record_cells(played: Played) -> list[str]:
+    alone = Row("", (played,))
+    numbers = (score(alone, column).text_with_spread for column in LONG)
+    return [played.path, str(played.seed), f"{played.scores['images']:,}", *numbers]
+
+
+def _describe(machine: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in machine.items() if value is not None)
+
+
+# -- style and script -------------------------------------------------------------------------------------------------
 
 
 def _asset(name: str) -> str:
     return files("tribe.experiments.report").joinpath(name).read_text(encoding="utf-8")
 
 
-def _markers() -> Markup:
-    shapes = [tag("path", id=f"k{i}", d=shape) for i, shape in enumerate(MARKERS)]
-    return tag("svg", tag("defs", shapes), class_="marks", aria_hidden="true")
-
-
 def _colours(count: int) -> str:
-    """CSS rules: a colour and a dash for each method, and one that hides it if its checkbox is off."""
+    """Return CSS rules: a colour and a dash for each method, and one that hides it if its checkbox is off."""
     rules = []
     for i in range(count):
-        colour, dash = i % len(MARKERS), DASHES[i // len(MARKERS) % len(DASHES)]
-        rules.append(f".m{i} {{ --c: var(--c{colour}); }} .m{i} .line {{ stroke-dasharray: {dash}; }}")
+        rules.append(
+            f".m{i} {{ --c: var(--c{i % HUES}); }} .m{i} .line {{ stroke-dasharray: {DASHES[i // HUES % 4]}; }}"
+        )
         off = f":root:has(#show{i}:not(:checked)) main"
         rules.append(f"{off} .chart .m{i}, {off} .legend .m{i}, {off} .matrix.m{i} {{ display: none; }}")
-    levels = range(1, 11)
-    rules += [f".t{n} {{ background: rgb(var(--tint) / {0.045 * n:.3f}); }}" for n in levels]
-    rules += [f".f{n} {{ fill: rgb(var(--tint) / {0.1 * n:.1f}); }}" for n in levels]
+    rules += [f".t{n} {{ background: rgb(var(--tint) / {0.045 * n:.3f}); }}" for n in range(1, 11)]
     return "\n".join(rules) + "\n"
 
 
-def _policy(style: str, script: str) -> str:
-    """The content security policy: the page loads nothing, and only this style and this script are used."""
+def _policy(script: str) -> str:
+    """Return the content security policy: the page loads nothing, and only this script runs."""
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return (
-        f"default-src 'none'; img-src data:; base-uri 'none'; form-action 'none'; style-src {_hash(style)}; "
-        f"script-src {_hash(script)}"
+        "default-src 'none'; img-src data:; base-uri 'none'; form-action 'none'; style-src 'unsafe-inline'; "
+        f"script-src 'sha256-{digest}'"
     )
-
-
-def _hash(text: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

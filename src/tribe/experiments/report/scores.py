@@ -38,12 +38,12 @@ class Score(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The mean, as printed."""
+        """Return the mean, as printed."""
         return "–" if math.isnan(self.mean) else f"{self.mean:.2f}"
 
     @property
     def text_with_spread(self) -> str:
-        """Mean and standard deviation, as printed.
+        """Return mean and standard deviation, as printed.
 
         >>> Score(10.204, 0.5).text_with_spread, Score(math.nan).text_with_spread
         ('10.20 ± 0.50', '–')
@@ -52,7 +52,7 @@ class Score(NamedTuple):
 
 
 def score(row: Row, column: Column) -> Score:
-    """The score of a row in a column."""
+    """Return the score of a row in a column."""
     found = [played.scores.get(column.key) for played in (row.labelled if column.needs_labels else row.played)]
     if not found:
         return Score(math.nan)
@@ -61,6 +61,6 @@ def score(row: Row, column: Column) -> Score:
 
 
 def best(scores: Sequence[Score]) -> str | None:
-    """The lowest mean, as printed; several scores may have it. None if fewer than two have a mean."""
+    """Return the lowest mean, as printed; several scores may have it. None if fewer than two have a mean."""
     means = [score.mean for score in scores if not math.isnan(score.mean)]
     return Score(min(means)).text if len(means) > 1 else None
