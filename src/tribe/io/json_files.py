@@ -40,7 +40,7 @@ class Where(NamedTuple):
     expected: str  # describes the condition
 
 
-class Mismatch(Exception):
+class SchemaMismatch(Exception):
     """A value that is not of its schema."""
 
     def __init__(self, place: tuple[str, ...], expected: str, shown: str) -> None:
@@ -94,7 +94,7 @@ def check(value: Any, schema: Schema, place: str, advice: str = "") -> Any:
     """Return the value if it is of the schema; else raise a ValueError that names the first place that is not."""
     try:
         _check(value, schema, ())
-    except Mismatch as error:
+    except SchemaMismatch as error:
         name = ".".join(error.place) or "it"
         text = f"{place} is damaged: {name} is {error.shown}; expected {error.expected}"
         raise ValueError(_sentences(text, advice)) from None
@@ -127,13 +127,13 @@ NAMES: dict[Any, str] = {
 
 
 def _check(value: Any, schema: Schema, place: tuple[str, ...]) -> None:
-    """Raise a `Mismatch` for the first part of a value that is not of its schema."""
+    """Raise a `SchemaMismatch` for the first part of a value that is not of its schema."""
     if isinstance(schema, Where):
         _check(value, schema.schema, place)
     if isinstance(schema, tuple) and not isinstance(schema, Where):
         _check_any(value, schema, place)
     elif not _is(value, schema):
-        raise Mismatch(place, _expected(schema), _shown(value))
+        raise SchemaMismatch(place, _expected(schema), _shown(value))
     elif isinstance(schema, dict):
         for name, item in value.items() if ... in schema else ():
             _check(item, schema[...], (*place, _name(name)))
@@ -141,18 +141,18 @@ def _check(value: Any, schema: Schema, place: tuple[str, ...]) -> None:
             if key is not ... and (name := key.removesuffix("?")) in value:
                 _check(value[name], inner, (*place, name))
             elif key is not ... and name == key:
-                raise Mismatch((*place, name), _expected(inner), "missing")
+                raise SchemaMismatch((*place, name), _expected(inner), "missing")
     elif isinstance(schema, list):
         for i, item in enumerate(value):
             _check(item, schema[0], (*place, str(i)))
 
 
 def _check_any(value: Any, schemas: tuple[Schema, ...], place: tuple[str, ...]) -> None:
-    deepest = Mismatch(place, _expected(schemas), _shown(value))
+    deepest = SchemaMismatch(place, _expected(schemas), _shown(value))
     for schema in schemas:
         try:
             return _check(value, schema, place)
-        except Mismatch as error:
+        except SchemaMismatch as error:
             if len(error.place) > len(deepest.place):
                 deepest = error
     raise deepest

@@ -36,7 +36,7 @@ class Dataset(Protocol):
         ...
 
     def labels(self, domain: str) -> Tensor:
-        """(n,) int64 labels of a domain, in file order; -1 where unknown."""
+        """Return (n,) int64 labels of a domain, in file order; -1 where unknown."""
         ...
 
     def images(self, domain: str, index: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ class Defaults:
     functions: Sequence[Callable[..., Any]] = ()  # code outside the class that the images depend on
 
     def digest(self, domain: str) -> str | None:
-        """A hash of a domain's images; None: `tribe.datasets.fingerprint` reads a few of them."""
+        """Return a hash of a domain's images; None: `tribe.datasets.fingerprint` reads a few of them."""
         return None
 
 

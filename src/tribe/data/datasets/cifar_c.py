@@ -80,7 +80,7 @@ class CifarC:
         return set()
 
     def labels(self, domain: str) -> Tensor:
-        """The labels of a block, in file order."""
+        """Return the labels of a block, in file order."""
         _, block = self._block(domain)
         return self._labels[block]
 

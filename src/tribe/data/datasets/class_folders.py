@@ -133,7 +133,7 @@ class ListedImages(ABC):
         return outputs_of(self.classes)
 
     def labels(self, domain: str) -> Tensor:
-        """The positions of the images' classes in `classes`."""
+        """Return the positions of the images' classes in `classes`."""
         return self.listing(domain).labels
 
     def images(self, domain: str, index: Tensor) -> Tensor:

@@ -63,7 +63,7 @@ class Clean(ABC):
         return (DOMAIN,)
 
     def labels(self, domain: str = DOMAIN) -> Tensor:
-        """The labels, in file order."""
+        """Return the labels, in file order."""
         self._check(domain)
         return self._opened[1]
 

@@ -42,7 +42,7 @@ class Corrupted:
         return tuple(f"{name}@{severity}" for name in self.names for severity in self.severities)
 
     def labels(self, domain: str) -> Tensor:
-        """The labels of the clean images."""
+        """Return the labels of the clean images."""
         self._parse(domain)
         return self.clean.labels(self.clean.domains[0])
 
@@ -66,7 +66,7 @@ def to_bytes(images: Tensor) -> Tensor:
 
 
 def family_of(clean_name: str) -> str:
-    """The family of corruptions for a clean data set, whose class has an attribute `shape`."""
+    """Return the family of corruptions for a clean data set, whose class has an attribute `shape`."""
     clean: Any = get(clean_name)
     return family_for(clean.shape)
 
@@ -127,7 +127,7 @@ class Live:
         return self._corrupted.domains
 
     def labels(self, domain: str) -> Tensor:
-        """The labels of the clean images."""
+        """Return the labels of the clean images."""
         return self._corrupted.labels(domain)
 
     def images(self, domain: str, index: Tensor) -> Tensor:

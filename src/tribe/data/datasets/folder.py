@@ -95,7 +95,7 @@ class Folder:
         return tuple(self._domains)
 
     def labels(self, domain: str) -> Tensor:
-        """The numbers of the classes, in file order; -1 where there are no class folders."""
+        """Return the numbers of the classes, in file order; -1 where there are no class folders."""
         number: dict[str | None, int] = {kind: k for k, kind in enumerate(self.classes)}
         return torch.tensor([number.get(kind, -1) for kind in self._domain(domain).kinds])
 
@@ -113,7 +113,7 @@ class Folder:
         )
 
     def digest(self, domain: str) -> str:
-        """A hash of all names and sizes and of the bytes of a few files."""
+        """Return a hash of all names and sizes and of the bytes of a few files."""
         paths = self._domain(domain).paths
         names = [f"{path.relative_to(self._root)} {self._file_size(path)}" for path in paths]
         digest = hashlib.sha256("\n".join(names).encode("utf-8", "surrogateescape"))
@@ -222,7 +222,7 @@ class Folder:
         return _Domain(tuple(path for path, _ in found), tuple(kind for _, kind in found), tuple(closed))
 
     def _list_folder(self, folder: Path) -> tuple[list[Path], list[Path], list[Path]] | None:
-        """The entries of a folder; None, and a warning, if it cannot be listed and is skipped."""
+        """Return the entries of a folder; None, and a warning, if it cannot be listed and is skipped."""
         try:
             return _entries(folder)
         except OSError as error:

@@ -36,7 +36,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Manifest:
-    """How a folder was made: what all of its blocks share, and the blocks by domain ("fog@5")."""
+    """The settings that a folder was made with, and its finished blocks by domain ("fog@5")."""
 
     dataset: str  # the clean data set
     images: int  # number of clean images

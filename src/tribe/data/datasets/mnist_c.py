@@ -56,7 +56,7 @@ class MnistC:
         return {}
 
     def labels(self, domain: str) -> Tensor:
-        """The labels of a corruption, in file order."""
+        """Return the labels of a corruption, in file order."""
         return self._open(domain)[1]
 
     def images(self, domain: str, index: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from tribe.data.models.layers import IMAGENET, BatchNormReLU, Normalization, glo
 from tribe.fields import require_whole
 
 
-class Block(nn.Module):
+class SmallBlock(nn.Module):
     """Two 3x3 convolutions; where the shape changes the shortcut is every other pixel, padded with empty channels."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
@@ -58,7 +58,9 @@ class SmallResNet(nn.Module):
 
 def stage(inputs: int, outputs: int, stride: int, blocks: int) -> nn.Sequential:
     """Blocks of one width; the first may halve the image."""
-    return nn.Sequential(Block(inputs, outputs, stride), *(Block(outputs, outputs, 1) for _ in range(blocks - 1)))
+    return nn.Sequential(
+        SmallBlock(inputs, outputs, stride), *(SmallBlock(outputs, outputs, 1) for _ in range(blocks - 1))
+    )
 
 
 @register("resnet_cifar")

@@ -17,7 +17,7 @@ GROUPS = 4  # "4x": paths through each block
 EXPANSION = 2  # channels that leave a block, for each inside it
 
 
-class Block(nn.Module):
+class GroupedBlock(nn.Module):
     """1x1 down, 3x3 in groups (which has the stride), 1x1 up: the paper's type C."""
 
     def __init__(self, inputs: int, inside: int, stride: int) -> None:
@@ -43,8 +43,8 @@ class Block(nn.Module):
 
 def stage(inputs: int, inside: int, stride: int, blocks: int = 3) -> nn.Sequential:
     """Blocks of one width; the first may halve the image."""
-    rest = (Block(EXPANSION * inside, inside, 1) for _ in range(blocks - 1))
-    return nn.Sequential(Block(inputs, inside, stride), *rest)
+    rest = (GroupedBlock(EXPANSION * inside, inside, 1) for _ in range(blocks - 1))
+    return nn.Sequential(GroupedBlock(inputs, inside, stride), *rest)
 
 
 class ResNeXt29(nn.Module):

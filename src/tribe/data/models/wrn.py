@@ -15,7 +15,7 @@ from tribe.data.models.layers import HALF, BatchNormReLU, Normalization, global_
 from tribe.fields import require_whole
 
 
-class Block(nn.Module):
+class WideBlock(nn.Module):
     """Normalise, activate, convolve, twice; where the shape changes the shortcut convolves the activated input."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
@@ -39,8 +39,8 @@ class Stage(nn.Module):
 
     def __init__(self, blocks: int, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
-        rest = (Block(outputs, outputs, 1) for _ in range(blocks - 1))
-        self.layer = nn.Sequential(Block(inputs, outputs, stride), *rest)
+        rest = (WideBlock(outputs, outputs, 1) for _ in range(blocks - 1))
+        self.layer = nn.Sequential(WideBlock(inputs, outputs, stride), *rest)
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply all blocks."""

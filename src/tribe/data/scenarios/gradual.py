@@ -30,7 +30,7 @@ class Severities(Composed):
 
     @property
     def variants(self) -> tuple[str, ...]:
-        """The severities, as endings of a name."""
+        """Return the severities, as endings of a name."""
         return tuple(f"@{severity}" for severity in self.severities)
 
     def on(self, domains: Sequence[str]) -> Self:
@@ -62,7 +62,7 @@ class Gradual(Severities):
     )
 
     def visits(self, order: Sequence[int]) -> list[Visit]:
-        """All domains at each severity."""
+        """Return all domains at each severity."""
         return [self._visit(base, step) for step in range(len(self.severities)) for base in order]
 
 

@@ -16,7 +16,7 @@ from tribe.fields import is_number, require
 
 @register("mixed")
 @dataclass(frozen=True)
-class Mixed(Composed):
+class MixedDomains(Composed):
     """Each sample draws its domain, which plays its next image; an exhausted domain drops out."""
 
     _: KW_ONLY

@@ -107,7 +107,7 @@ class GLIV(GLIF):
 
     @property
     def profile(self) -> Profile:
-        """A long tail with other rare classes in each domain."""
+        """Return a long tail with other rare classes in each domain."""
         return LongTail(self.imbalance, varying=True)
 
 
@@ -123,10 +123,10 @@ class Composed(Scenario):
 
     @property
     def profile(self) -> Profile:
-        """A long tail if `imbalance` is set."""
+        """Return a long tail if `imbalance` is set."""
         return Natural() if self.imbalance is None else LongTail(self.imbalance, self.varying)
 
     @property
     def local(self) -> Local:
-        """A Dirichlet draw if `sigma` is set."""
+        """Return a Dirichlet draw if `sigma` is set."""
         return Shuffled() if self.sigma is None else Dirichlet(self.sigma, self.window)

@@ -25,5 +25,5 @@ class Recurring(Composed):
         super().__post_init__()
 
     def visits(self, order: Sequence[int]) -> list[Visit]:
-        """All domains, N times."""
+        """Return all domains, N times."""
         return super().visits(order) * self.rounds

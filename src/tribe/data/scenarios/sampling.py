@@ -28,7 +28,7 @@ class ClassPool(NamedTuple):
 
 
 class Profile(Protocol):
-    """How many images of each class a domain plays."""
+    """The number of images of each class that a domain plays."""
 
     def select(self, members: list[Ints], draw: Draw, rng: Random) -> ClassPool:
         """Choose images of each of the K classes, which are given in file order."""
@@ -195,7 +195,7 @@ def drain(log_q: Floats, left: Ints, size: int, rng: Random) -> Ints:
 
 
 def occurrence(values: Ints) -> Ints:
-    """How often each value occurs before its position.
+    """Return how often each value occurs before its position.
 
     >>> occurrence(np.array([3, 1, 3, 3, 1])).tolist()
     [0, 0, 1, 2, 1]

@@ -63,17 +63,17 @@ class Scenario(ABC):
 
     @property
     def profile(self) -> Profile:
-        """How many images of each class a visit plays."""
+        """Return how many images of each class a visit plays."""
         return Natural()
 
     @property
     def local(self) -> Local:
-        """The order of the images of a visit."""
+        """Return the order of the images of a visit."""
         return Shuffled()
 
     @property
     def variants(self) -> tuple[str, ...]:
-        """The domains that the scenario makes of each base domain, as endings of its name."""
+        """Return the domains that the scenario makes of each base domain, as endings of its name."""
         return ("",)
 
     @property
@@ -83,7 +83,7 @@ class Scenario(ABC):
 
     @property
     def domain_names(self) -> tuple[str, ...]:
-        """The names that a schedule's domain numbers refer to."""
+        """Return the names that a schedule's domain numbers refer to."""
         if self.domains is None:
             raise ValueError("this scenario has no domain names: set domains=..., or use scenario.on(names)")
         return tuple(f"{name}{ending}" for name in self.domains for ending in self.variants)
@@ -93,7 +93,7 @@ class Scenario(ABC):
         return dataclasses.replace(self, domains=domains)
 
     def visits(self, order: Sequence[int]) -> list[Visit]:
-        """The visits of the stream, given the order of the base domains."""
+        """Return the visits of the stream, given the order of the base domains."""
         return [Visit(base, base) for base in order]
 
     def play(self, labels: Ints, classes: int, rng: Random) -> Ints:
@@ -167,7 +167,7 @@ class Scenario(ABC):
 
 
 def by_class(labels: Ints, classes: int) -> list[Ints]:
-    """The images of each class, in file order."""
+    """Return the images of each class, in file order."""
     ends = np.cumsum(np.bincount(labels, minlength=classes))
     return np.split(np.argsort(labels, kind="stable"), ends[:-1])
 

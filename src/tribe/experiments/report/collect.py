@@ -59,7 +59,7 @@ class Played(NamedTuple):
         return self.scores.get("instance_error") is not None
 
 
-class Row(NamedTuple):
+class MethodRow(NamedTuple):
     """A method with its fields, on the streams of a group."""
 
     label: str  # the method, and the fields in which it departs from the published ones for the data set
@@ -86,11 +86,11 @@ class Row(NamedTuple):
         return [record for record in self.judged if record.watched is not None]
 
 
-class Group(NamedTuple):
+class ResultGroup(NamedTuple):
     """Rows that can be compared."""
 
     facts: tuple[str, ...]  # data set, scenario, imbalance, network, and what else distinguishes it from other groups
-    rows: tuple[Row, ...]
+    rows: tuple[MethodRow, ...]
 
     @property
     def title(self) -> str:
@@ -111,7 +111,7 @@ class Group(NamedTuple):
 class Runs(NamedTuple):
     """All results in a folder."""
 
-    groups: tuple[Group, ...]
+    groups: tuple[ResultGroup, ...]
     damaged: tuple[tuple[str, str], ...]  # path, reason
     repeated: tuple[tuple[str, str], ...]  # path, and the result that says the same or contradicts it
 
@@ -239,7 +239,7 @@ def _same(one: Played, other: Played) -> bool:
     )
 
 
-def _grouped(found: list[Played]) -> tuple[Group, ...]:
+def _grouped(found: list[Played]) -> tuple[ResultGroup, ...]:
     groups: dict[str, dict[str, list[Played]]] = defaultdict(lambda: defaultdict(list))
     for played in found:
         shared = {key: value for key, value in played.spec.items() if key not in OF_A_ROW}
@@ -247,15 +247,15 @@ def _grouped(found: list[Played]) -> tuple[Group, ...]:
         group[_canonical(played.spec.get("method"))].append(played)
     facts = sorted(_facts(list(groups)), key=lambda pair: (_natural(" ".join(pair[1])), pair[0]))
     labels = _labels([played.spec for played in found])
-    return tuple(Group(texts, _rows(groups[key], labels)) for key, texts in facts)
+    return tuple(ResultGroup(texts, _rows(groups[key], labels)) for key, texts in facts)
 
 
-def _rows(rows: Mapping[str, list[Played]], named: Mapping[str, str]) -> tuple[Row, ...]:
+def _rows(rows: Mapping[str, list[Played]], named: Mapping[str, str]) -> tuple[MethodRow, ...]:
     labels: dict[str, list[str]] = defaultdict(list)
     for key in sorted(rows):
         labels[named[_canonical(rows[key][0].spec)]].append(key)
     made = [
-        Row(
+        MethodRow(
             label + (f" ({i})" if i > 1 else ""),
             tuple(sorted(rows[key], key=lambda played: _natural(str(played.seed)))),
         )

@@ -17,7 +17,7 @@ from torch import Tensor
 from tribe.experiments import metrics
 from tribe.experiments.plots import plain_label
 from tribe.experiments.record import Record
-from tribe.experiments.report.collect import Group, Played, Row
+from tribe.experiments.report.collect import MethodRow, Played, ResultGroup
 from tribe.experiments.report.scores import CALIBRATION, COST, INSTANCE, score
 from tribe.fields import printable
 
@@ -58,7 +58,7 @@ def swatch(series: int) -> Mapping[str, Any]:
     }
 
 
-def domain_errors(group: Group, rows: Sequence[Row], series: Series) -> Chart:
+def domain_errors(group: ResultGroup, rows: Sequence[MethodRow], series: Series) -> Chart:
     """Draw the instance error in each domain."""
     errors = {row.label: _mean([_domain_errors(played) for played in row.labelled]) for row in rows}
     figure, axes = _axes("domain", "instance error, %")
@@ -73,7 +73,7 @@ def domain_errors(group: Group, rows: Sequence[Row], series: Series) -> Chart:
     return Chart(title, caption, _svg(figure, group, title, errors), _labels(errors), ("domain", *errors), body)
 
 
-def error_over_time(group: Group, rows: Sequence[Row], series: Series) -> Chart:
+def error_over_time(group: ResultGroup, rows: Sequence[MethodRow], series: Series) -> Chart:
     """Draw the prequential curve: the error over the last images, along the stream."""
     records = [record for row in rows for record in row.judged]
     length = min(int((record.label >= 0).sum()) for record in records)
@@ -94,7 +94,7 @@ def error_over_time(group: Group, rows: Sequence[Row], series: Series) -> Chart:
     return Chart(title, caption, _svg(figure, group, title, curves), _labels(curves), head, body)
 
 
-def calibration(group: Group, rows: Sequence[Row], series: Series) -> Chart:
+def calibration(group: ResultGroup, rows: Sequence[MethodRow], series: Series) -> Chart:
     """Draw the reliability diagram: accuracy against confidence."""
     bins = {row.label: _reliability(row.judged) for row in rows}
     figure, axes = _axes("confidence, %", "accuracy, %")
@@ -112,7 +112,7 @@ def calibration(group: Group, rows: Sequence[Row], series: Series) -> Chart:
     return Chart(title, caption, _svg(figure, group, title, legend.values()), legend, ("confidence", *bins), body)
 
 
-def cost(group: Group, rows: Sequence[Row], series: Series) -> Chart:
+def cost(group: ResultGroup, rows: Sequence[MethodRow], series: Series) -> Chart:
     """Draw the time of an image against the error, of the rows that have a time."""
     both = {row.label: (score(row, COST).mean, score(row, INSTANCE).mean) for row in rows}
     both = {label: (max(ms, 1e-6), error) for label, (ms, error) in both.items() if math.isfinite(ms)}
@@ -127,7 +127,7 @@ def cost(group: Group, rows: Sequence[Row], series: Series) -> Chart:
     return Chart(title, caption, _svg(figure, group, title, legend.values()), legend)
 
 
-def estimates(group: Group, rows: Sequence[Row], series: Series) -> Chart:
+def estimates(group: ResultGroup, rows: Sequence[MethodRow], series: Series) -> Chart:
     """Draw estimated and true accuracy of watched streams, with a mark where an alarm began."""
     length = min(int((record.label >= 0).sum()) for row in rows for record in row.watched)
     window = max(1, min(WINDOW, length // 2))
@@ -155,7 +155,7 @@ def estimates(group: Group, rows: Sequence[Row], series: Series) -> Chart:
     return Chart(title, caption, _svg(figure, group, title, found or legend.values()), legend, head, body)
 
 
-def class_map(group: Group, title: str, shares: Tensor, down: str, names: Sequence[str] = ()) -> Markup:
+def class_map(group: ResultGroup, title: str, shares: Tensor, down: str, names: Sequence[str] = ()) -> Markup:
     """Draw shares (rows, classes) as a map; ``names``: of the rows."""
     each = math.ceil(shares.shape[1] / MOST_CELLS)
     merged = torch.stack([part.amax(1) for part in shares.split(each, 1)], 1)
@@ -212,7 +212,7 @@ def _estimates(record: Record) -> Tensor:
     return 100 * record.watched.accuracy[record.label >= 0].double()
 
 
-def _alarms(row: Row) -> list[tuple[int, str]]:
+def _alarms(row: MethodRow) -> list[tuple[int, str]]:
     """Return image, among those with labels, and kind of every alarm of a row's streams."""
     alarms = []
     for record in row.watched:
@@ -271,7 +271,7 @@ def _curve(axes: Any, x: Sequence[float], y: Sequence[float], series: int, *, ma
     axes.plot(x, y, gid=f"series-{series}", linewidth=1.3, markersize=4, **style)
 
 
-def _svg(figure: Any, group: Group, title: str, description: Iterable[str]) -> Markup:
+def _svg(figure: Any, group: ResultGroup, title: str, description: Iterable[str]) -> Markup:
     """Return a chart as an element of the page; title and description serve screen readers."""
     from matplotlib import rc_context
 

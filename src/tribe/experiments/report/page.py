@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from tribe._version import __version__
-from tribe.experiments.report.collect import Group, Played, Row, Runs
-from tribe.experiments.report.scores import INSTANCE, LONG, SHORT, Score, best, score
+from tribe.experiments.report.collect import MethodRow, Played, ResultGroup, Runs
+from tribe.experiments.report.scores import INSTANCE, LONG, SHORT, MeanScore, best, score
 from tribe.fields import printable
 
 MOST_COLUMNS = 20  # of a table of classes; more classes become a map
@@ -97,7 +97,7 @@ def plural(count: int, one: str, more: str | None = None) -> str:
     return f"{count:,} {one if count == 1 else more or f'{one}s'}"
 
 
-def _titles(groups: Sequence[Group]) -> tuple[list[str], list[str]]:
+def _titles(groups: Sequence[ResultGroup]) -> tuple[list[str], list[str]]:
     """Return the title of each group, without the facts that all groups share, and these facts."""
     counts = Counter(fact for group in groups for fact in dict.fromkeys(group.facts))
     common = [fact for fact, count in counts.items() if count == len(groups) > 1]
@@ -124,7 +124,7 @@ def _lead(runs: Runs, common: Sequence[str]) -> str:
 # -- the section of a group -------------------------------------------------------------------------------------------
 
 
-def _group(group: Group, anchor: str, title: str, series: Mapping[str, int]) -> dict[str, Any]:
+def _group(group: ResultGroup, anchor: str, title: str, series: Mapping[str, int]) -> dict[str, Any]:
     """Return what the template shows of a group."""
     columns = {column: [score(row, column) for row in group.rows] for column in LONG}
     lowest = {column: best(scores) if column.best else None for column, scores in columns.items()}
@@ -150,12 +150,12 @@ def _group(group: Group, anchor: str, title: str, series: Mapping[str, int]) -> 
     }
 
 
-def _cell(value: Score, lowest: str | None) -> Cell:
+def _cell(value: MeanScore, lowest: str | None) -> Cell:
     order = None if math.isnan(value.mean) else f"{value.mean:.6f}"
     return Cell(value.text, value.spread, order, value.text == lowest)
 
 
-def _facts(group: Group) -> str:
+def _facts(group: ResultGroup) -> str:
     images = [played.scores["images"] for row in group.rows for played in row.played]
     length = f"{min(images):,}" + (f" to {max(images):,}" if max(images) > min(images) else "")
     machines = sorted({str(p.machine["device"]) for row in group.rows for p in row.played if p.machine.get("device")})
@@ -164,7 +164,7 @@ def _facts(group: Group) -> str:
     return f"{group.title}: streams of {length} images, {size}{on}."
 
 
-def _charts(group: Group, series: Mapping[str, int]) -> list[Any]:
+def _charts(group: ResultGroup, series: Mapping[str, int]) -> list[Any]:
     from tribe.experiments.report import figures
 
     labelled, judged = [row for row in group.rows if row.labelled], [row for row in group.rows if row.judged]
@@ -179,7 +179,7 @@ def _charts(group: Group, series: Mapping[str, int]) -> list[Any]:
     return drawn
 
 
-def _maps(group: Group) -> list[ClassMap]:
+def _maps(group: ResultGroup) -> list[ClassMap]:
     """Return how often each class occurs in each domain, and how often each method predicts it."""
     maps = []
     if first := next((played for row in group.rows for played in row.labelled), None):
@@ -201,7 +201,7 @@ def _maps(group: Group) -> list[ClassMap]:
 
 
 def _class_map(
-    group: Group, title: str, caption: str, names: Sequence[str], texts: list[list[str]], shares: Tensor
+    group: ResultGroup, title: str, caption: str, names: Sequence[str], texts: list[list[str]], shares: Tensor
 ) -> ClassMap:
     if shares.shape[1] <= MOST_COLUMNS:
         return ClassMap(title, caption, names, texts, _tints(shares))
@@ -211,7 +211,7 @@ def _class_map(
     return ClassMap(title, caption, (), (), (), picture)
 
 
-def _confusion(group: Group, row: Row) -> ClassMap:
+def _confusion(group: ResultGroup, row: MethodRow) -> ClassMap:
     """Return the confusion matrix of a method; the title is its label."""
     classes = row.judged[0].classes
     pairs = torch.cat([(r.label * classes + r.prediction)[r.label >= 0] for r in row.judged])
@@ -240,7 +240,7 @@ def _tints(shares: Tensor) -> list[list[int]]:
     return tints
 
 
-def _origin(row: Row) -> dict[str, Any]:
+def _origin(row: MethodRow) -> dict[str, Any]:
     """Return the records, machines, commands and the spec of a row."""
     spec = {key: value for key, value in row.played[0].spec.items() if key not in ("seed", "experiment")}
     return {
@@ -254,7 +254,7 @@ def _origin(row: Row) -> dict[str, Any]:
 
 
 def _record_cells(played: Played) -> list[str]:
-    alone = Row("", (played,))
+    alone = MethodRow("", (played,))
     numbers = (score(alone, column).text_with_spread for column in LONG)
     return [played.path, str(played.seed), f"{played.scores['images']:,}", *numbers]
 

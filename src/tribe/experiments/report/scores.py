@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from tribe.experiments.report.collect import Row
+from tribe.experiments.report.collect import MethodRow
 
 
 class Column(NamedTuple):
@@ -30,7 +30,7 @@ SHORT = (INSTANCE, CATEGORY, COST)
 LONG = (INSTANCE, CATEGORY, CALIBRATION, CONFIDENCE, COST)
 
 
-class Score(NamedTuple):
+class MeanScore(NamedTuple):
     """Mean and standard deviation over seeds; NaN where there are no records."""
 
     mean: float
@@ -45,22 +45,22 @@ class Score(NamedTuple):
     def text_with_spread(self) -> str:
         """Return mean and standard deviation, as printed.
 
-        >>> Score(10.204, 0.5).text_with_spread, Score(math.nan).text_with_spread
+        >>> MeanScore(10.204, 0.5).text_with_spread, MeanScore(math.nan).text_with_spread
         ('10.20 ± 0.50', '–')
         """
         return self.text if self.spread is None else f"{self.text} ± {self.spread:.2f}"
 
 
-def score(row: Row, column: Column) -> Score:
+def score(row: MethodRow, column: Column) -> MeanScore:
     """Return the score of a row in a column."""
     found = [played.scores.get(column.key) for played in (row.labelled if column.needs_labels else row.played)]
     if not found:
-        return Score(math.nan)
+        return MeanScore(math.nan)
     values = column.scale * torch.tensor([math.nan if value is None else value for value in found], dtype=torch.float64)
-    return Score(values.mean().item(), values.std().item() if len(values) > 1 and column.spread else None)
+    return MeanScore(values.mean().item(), values.std().item() if len(values) > 1 and column.spread else None)
 
 
-def best(scores: Sequence[Score]) -> str | None:
+def best(scores: Sequence[MeanScore]) -> str | None:
     """Return the lowest mean, as printed; several scores may have it. None if fewer than two have a mean."""
     means = [score.mean for score in scores if not math.isnan(score.mean)]
-    return Score(min(means)).text if len(means) > 1 else None
+    return MeanScore(min(means)).text if len(means) > 1 else None
