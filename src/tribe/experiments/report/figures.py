@@ -61,7 +61,7 @@ def swatch(series: int) -> Mapping[str, Any]:
 def domain_errors(group: ResultGroup, rows: Sequence[MethodRow], series: Series) -> Chart:
     """Draw the instance error in each domain."""
     errors = {row.label: _mean([_domain_errors(played) for played in row.labelled]) for row in rows}
-    figure, axes = _axes("domain", "instance error, %")
+    figure, axes = _axes("domain", "instance error, %", fitted=True)
     for label, values in errors.items():
         _curve(axes, range(len(values)), values, series[label], markers=True)
     step = math.ceil(len(group.domains) / MOST_NAMES)
@@ -161,7 +161,7 @@ def class_map(group: ResultGroup, title: str, shares: Tensor, down: str, names: 
     merged = torch.stack([part.amax(1) for part in shares.split(each, 1)], 1)
     if not names and len(shares) > MOST_CELLS:  # classes in both directions
         merged = torch.stack([part.amax(0) for part in merged.split(each, 0)])
-    figure, axes = _axes(f"{'predicted ' * (not names)}class" + f" ({each} a cell)" * (each > 1), down)
+    figure, axes = _axes(f"{'predicted ' * (not names)}class" + f" ({each} a cell)" * (each > 1), down, fitted=True)
     axes.grid(False)
     image = torch.tensor(TINT).expand(*merged.shape, 3)
     axes.imshow(torch.cat((image, merged.nan_to_num(0)[..., None].float()), -1).numpy(), aspect="auto")
@@ -248,15 +248,17 @@ def _labels(labels: Iterable[str]) -> dict[str, str]:
 # -- drawing ----------------------------------------------------------------------------------------------------------
 
 
-def _axes(across: str, up: str) -> tuple[Any, Any]:
+def _axes(across: str, up: str, *, fitted: bool = False) -> tuple[Any, Any]:
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             "a report needs matplotlib: pip install 'tribe-tta[report]'", name=error.name
         ) from error
-    figure = Figure(figsize=SIZE, layout="constrained")
+    figure = Figure(figsize=SIZE, layout="constrained" if fitted else None)  # fitted to long names, which takes time
     axes = figure.subplots()
+    if not fitted:
+        figure.subplots_adjust(left=0.1, right=0.98, top=0.97, bottom=0.15)
     axes.set_xlabel(plain_label(across), color=TEXT)
     axes.set_ylabel(plain_label(up), color=TEXT)
     axes.tick_params(color=GRID, labelcolor=TEXT, labelsize="small")
@@ -276,7 +278,9 @@ def _svg(figure: Any, group: ResultGroup, title: str, description: Iterable[str]
     from matplotlib import rc_context
 
     drawn = io.StringIO()
-    with rc_context({"svg.hashsalt": f"{group.title} {title}", "svg.fonttype": "none", "font.family": "sans-serif"}):
+    with rc_context(
+        {"svg.hashsalt": printable(f"{group.title} {title}"), "svg.fonttype": "none", "font.family": "sans-serif"}
+    ):
         figure.savefig(drawn, format="svg", transparent=True, metadata={"Date": None})
     text = drawn.getvalue()
     start = text.index("<svg")
