@@ -154,10 +154,10 @@ def test_dry_run_lists_runs_with_their_state(played):
     assert "done" in call(*extended, "--dry-run").stdout
 
 
-def test_missing_weights_are_named_with_their_cells():
+def test_missing_data_are_named_with_their_cells():
     result = call("norms")
     assert result.exit_code == 1
-    assert "no weights of wrn28_10" in message(result)
+    assert "CIFAR-10-C not found" in message(result)
     assert "43.51" in result.stdout, "the paper's numbers are shown all the same"
     assert len(json.loads(call("norms", "--format", "json").stdout)["missing"][0]["cells"]) == 20
 
@@ -215,7 +215,7 @@ def test_ctrl_c_prints_how_to_resume(tmp_path):
     command = ("-m", "tribe", "reproduce", *words)
     stopped = interrupted(*command, when=Touches("open", "steps", 3), cwd=tmp_path)
     assert stopped.code == 130, stopped.err
-    assert "resumes" in stopped.err.splitlines()[-1]
+    assert "resumes" in stopped.err
     steps = tmp_path / "steps"
     steps.unlink()
     again = ended(*command, cwd=tmp_path)
