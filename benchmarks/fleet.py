@@ -24,12 +24,11 @@ from torch import Tensor
 
 import tribe
 from tribe.core.precision import PRECISIONS, choose_device, float32_precision, precision_on
-from tribe.core.state import digest
+from tribe.core.state import count_bytes, digest
 from tribe.data.datasets.files import mnist_test
 from tribe.experiments.bench.clock import peak_memory, summary, time_in_turns, warm_up
 from tribe.experiments.bench.networks import build, noise
 from tribe.experiments.provenance import machine
-from tribe.health.recorder import count_bytes
 from tribe.streams.batching import gather, scatter
 
 RESULTS = Path(__file__).parent / "results"

@@ -17,9 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tribe.core.backbone import Backbone
-from tribe.core.state import Stats, tree_map
+from tribe.core.state import Stats, count_bytes, tree_map
 from tribe.health.changes import squared_moves
-from tribe.health.recorder import count_bytes
 from tribe.methods import create
 
 SIZE, BATCH, TOGETHER = 16, 64, 24  # pixels, images of a batch, classes of a batch

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import tribe
 from tribe import methods
 from tribe.core import fusion
-from tribe.health.recorder import count_bytes
+from tribe.core.state import count_bytes
 from tribe.testing import CLASSES, images, small_network
 
 X = images(1, 6, 0)[0]

@@ -28,8 +28,8 @@ from tribe.experiments.runner import run
 from tribe.experiments.stream import Batch, Stream
 from tribe.health.calibration import Calibration, calibrate
 from tribe.health.guard import Guard
-from tribe.health.history import History
-from tribe.health.snapshots import Snapshot, StreamInfo
+from tribe.health.history import History, Snapshot
+from tribe.health.report import StreamInfo
 from tribe.io.states import StateFileError
 from tribe.streams import Fleet, fleet
 from tribe.streams.adapter import Adapter, adapt, load

@@ -16,9 +16,8 @@ from tribe.core.losses import entropy
 from tribe.core.moments import observe
 from tribe.core.placement import by_reason
 from tribe.core.slots import Slot, StatisticsSlot
-from tribe.core.state import Affine
+from tribe.core.state import Affine, count_bytes
 from tribe.core.validation import PROBABILITIES, are_probabilities, good_images, in_range
-from tribe.health.recorder import count_bytes
 from tribe.norms import pool_batch
 from tribe.norms.frozen import Frozen
 

@@ -25,8 +25,8 @@ from tribe.core.backbone import Backbone
 from tribe.core.losses import entropy
 from tribe.experiments.provenance import machine
 from tribe.experiments.stream import Stream
-from tribe.health.alarms import Alarms, read
-from tribe.health.events import Event
+from tribe.health.alarms import Alarms
+from tribe.health.events import Event, read_alarms
 from tribe.health.frames import FrameRules, Verdict, judge, start_frames
 from tribe.health.martingale import Martingale, Reference, fit_reference, rank
 
@@ -183,7 +183,7 @@ def play_streams(o: argparse.Namespace) -> Iterator[Row]:
                 known = (torch.arange(x.shape[1]) % PART == 0).unsqueeze(0)
                 distance = state.info.distance
                 alarms = ALARMS.observe(alarms, verdict, output, valid, distance, source=logits, known=known)
-                new, seen = read(alarms, seen)
+                new, seen = read_alarms(alarms, seen)
                 events += new
                 count += int(valid.sum())
                 truth = batch.y[:, ::PART]
@@ -216,7 +216,7 @@ def play_recorded(o: argparse.Namespace) -> Iterator[Row]:
             sound = Verdict(*[torch.zeros_like(valid)] * len(Verdict._fields))
             state = ALARMS.observe(state, sound, z, valid, torch.zeros(len(names)), source=s, known=known)
             most = torch.maximum(most, state.collapse.evidence)
-            new, seen = read(state, seen)
+            new, seen = read_alarms(state, seen)
             events += new
         for i, name in enumerate(names):
             own = [[event.kind, event.image, event.since] for event in events if event.stream == i]

@@ -7,15 +7,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from studies.health import baselines
 from studies.health.play import PROBE, REHEARSAL, Columns, Played, Records, load
+from studies.health.records import Signals
 from studies.health.tables import TODAY, mean_errors
 from studies.play import write
 from tribe.core.losses import probabilities
-from tribe.health import baselines
 from tribe.health.calibration import fit_temperature
 from tribe.health.estimate import WINDOW, Estimator, Features, Images, window_features
 from tribe.health.fitting import Labelled, fit
-from tribe.health.records import Signals
 
 BRANCHES = {"tribe": ("student", "anchor"), "rotta": ("student",)}  # what methods report at no extra pass
 

@@ -374,7 +374,7 @@ def test_an_adapter_with_the_switch_can_be_copied():
     adapter(images(1, 6)[0])
     twin = copy.deepcopy(adapter)
     assert torch.equal(twin(images(1, 6, 1)[0]), adapter(images(1, 6, 1)[0]))
-    assert twin._steps.net is twin.net
+    assert twin._core.net is twin.net
 
 
 # -- real graphs -------------------------------------------------------------------------------------------------------

@@ -10,9 +10,8 @@ from tribe.core import kernels, packed
 from tribe.core.backbone import Backbone
 from tribe.core.packed import PackedStats, pack
 from tribe.core.rng import Key, uniform
-from tribe.core.state import Stats, digest, leaves
+from tribe.core.state import Stats, count_bytes, digest, leaves
 from tribe.health.changes import compare_states
-from tribe.health.recorder import count_bytes
 from tribe.methods import create
 from tribe.norms.balanced import Balanced
 from tribe.testing import images, small_network

@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tribe import methods
 from tribe.core.state import leaves, select, stream
-from tribe.health.alarms import KINDS, Alarms, read
+from tribe.health.alarms import KINDS, Alarms
 from tribe.health.collapse import CollapseRules, look_for_collapse, start_collapse
-from tribe.health.events import Event, EventLog
+from tribe.health.events import AlarmLog, Event, read_alarms
 from tribe.health.frames import Verdict
 from tribe.health.martingale import fit_reference
 
@@ -53,7 +54,7 @@ def watch(output, source=None, distance=None, known=None, reference=None, size=S
             known=None if known is None else known[:, part],
             reference=reference,
         )  # fmt: skip
-        new, seen = read(state, seen)
+        new, seen = read_alarms(state, seen)
         events += new
     return events, state
 
@@ -169,7 +170,7 @@ def look(x, size=SIZE, valid=None):
         verdict, state = ALARMS.look(state, images, marks)
         output = torch.zeros(*marks.shape, CLASSES)
         state = ALARMS.observe(state, verdict, output, marks, torch.zeros(len(x)))
-        new, seen = read(state, seen)
+        new, seen = read_alarms(state, seen)
         events += new
     return events, state
 
@@ -221,12 +222,12 @@ def test_a_stream_that_was_reset_is_read_again_from_the_beginning():
     x = pictures(2, 100)
     x[:, 20:] = 0
     _, state = look(x)
-    _, seen = read(state)
-    assert read(state, seen)[0] == []
+    _, seen = read_alarms(state)
+    assert read_alarms(state, seen)[0] == []
     fresh = select(torch.tensor([True, False]), ALARMS.init(2, CLASSES), state)
-    _, seen = read(fresh, seen)
+    _, seen = read_alarms(fresh, seen)
     assert seen[0] == [0] * len(KINDS)
-    assert {event.stream for event in read(state, seen)[0]} == {0}
+    assert {event.stream for event in read_alarms(state, seen)[0]} == {0}
 
 
 def test_nothing_waits_for_the_device():
@@ -249,31 +250,32 @@ def test_a_class_that_is_not_known_for_any_image_says_nothing():
 EVENT = Event(1, "black", 30, 20, "the camera is black", {"share": 1.0})
 
 
-def test_events_are_kept_logged_and_given_to_the_callback(caplog):
+def test_events_are_kept_logged_and_given_to_listeners(caplog):
     given = []
-    log = EventLog(given.append, keep=2)
+    log = AlarmLog(methods.create("tribe+watch", classes=CLASSES), given.append)
     with caplog.at_level(logging.WARNING, logger="tribe.health"):
-        log.add(*[EVENT._replace(image=image) for image in (30, 40, 50)])
-    assert [event.image for event in log.events] == [40, 50]
+        log.publish([EVENT._replace(image=image) for image in (30, 40, 50)])
+    assert given == list(log.events)
     assert [event.image for event in given] == [30, 40, 50]
     assert caplog.messages[0] == "stream 1, image 30: the camera is black"
     assert EVENT.json()["numbers"] == {"share": 1.0}
 
 
-def test_a_callback_that_fails_stops_nothing(caplog):
+def test_a_listener_that_fails_stops_nothing(caplog):
     def fail(event):
         raise RuntimeError("no dashboard")
 
-    log = EventLog(fail)
-    log.add(EVENT, EVENT)
+    log = AlarmLog(methods.create("tribe+watch", classes=CLASSES), fail)
+    log.publish([EVENT, EVENT])
     assert len(log.events) == 2
-    assert "the callback failed" in caplog.text
+    assert "a listener failed" in caplog.text
 
 
-@pytest.mark.parametrize("bad", [{"keep": 0}, {"callback": 3}])
-def test_a_log_refuses_bad_arguments(bad):
-    with pytest.raises(ValueError, match=next(iter(bad))):
-        EventLog(**bad)
+def test_a_listener_needs_something_that_watches():
+    with pytest.raises(ValueError, match="health=True"):
+        AlarmLog(methods.create("bn"), print)
+    with pytest.raises(TypeError, match="on_event"):
+        AlarmLog(methods.create("tribe+watch", classes=CLASSES), 3)
 
 
 @pytest.mark.parametrize("bad", [{"window": 0}, {"frames": None}, {"collapse": 3}])

@@ -9,7 +9,7 @@ import torch
 import tribe
 from tribe.core.state import leaves
 from tribe.health import Guard, Watch
-from tribe.health.watch import Health
+from tribe.health.report import Health
 from tribe.methods import EmptyState
 from tribe.testing import CLASSES, images, ready, small_network
 from tribe.testing.samples import small_backbone

@@ -78,13 +78,16 @@ def test_a_black_camera_is_an_alarm_an_event_a_metric_and_it_is_held_back_until_
 def test_a_return_to_the_last_good_state_is_an_event(monkeypatch):
     """The guard's count is set by hand here: what makes it return is tested in tests/health."""
     fleet = new_fleet(guard=True)
-    plain = fleet.health_many
+    plain = fleet.report_many
     returned = {"gate": 0}
 
-    def health_many(names):
-        return {name: one._replace(returned=returned["gate"]) for name, one in plain(names).items()}
+    def report_many(names):
+        return {
+            name: one._replace(health=one.health._replace(returned=returned["gate"]))
+            for name, one in plain(names).items()
+        }
 
-    fleet.health_many = health_many
+    fleet.report_many = report_many
 
     async def scenario(worker):
         await play(worker, [seen(0)])

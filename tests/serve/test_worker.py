@@ -14,7 +14,7 @@ from tribe.serve.config import Policy
 from tribe.serve.errors import NotOwner, Overloaded
 from tribe.serve.store import SqliteStore, StoreDown
 from tribe.serve.worker import Worker
-from tribe.streams.fleet import UnknownStream, stream_seed
+from tribe.streams import UnknownStream, stream_seed
 from tribe.testing import small_network
 
 # Nothing happens unless a test asks for it, and nobody waits for company: the clock may stand still.

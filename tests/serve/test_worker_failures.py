@@ -367,14 +367,14 @@ def test_a_stream_whose_state_cannot_be_stored_can_be_reset(store):
 def test_a_step_that_is_committed_is_not_an_error_although_its_report_cannot_be_read(store):
     """An error would make the client send the images again, and the stream would learn from them twice."""
     fleet, broken = new_fleet(), []
-    plain = fleet.health_many
+    plain = fleet.report_many
 
-    def health_many(names):
+    def report_many(names):
         if set(broken) & set(names):
             raise RuntimeError("the report is broken")
         return plain(names)
 
-    fleet.health_many = health_many
+    fleet.report_many = report_many
 
     async def scenario(worker):
         await worker.infer("a", batch(0))

@@ -392,7 +392,7 @@ def test_copies_of_an_adapter_adapt_on_their_own():
     copies = copy.deepcopy(adapter), pickle.loads(pickle.dumps(adapter)), torch.load(file, weights_only=False)
     adapter(batch(8))
     for other in copies:
-        with adapter._lock:  # a copy has a lock of its own: it does not wait for this one's
+        with adapter._core.lock:  # a copy has a lock of its own: it does not wait for this one's
             done = threading.Thread(target=other, args=(batch(8),), daemon=True)
             done.start()
             done.join(60)

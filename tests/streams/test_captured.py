@@ -6,9 +6,9 @@ import torch
 import tribe
 from tribe.core import graphs
 from tribe.core.state import leaves
-from tribe.streams.batching import STREAMS, Arrived, group_streams
+from tribe.streams.batching import MAX_ENTRIES, Arrived, group_entries
 from tribe.streams.fleet import stream_seed
-from tribe.streams.running import RECORDINGS, Runner
+from tribe.streams.runner import RECORDINGS, Runner
 from tribe.testing import images
 from tribe.testing.samples import small_backbone
 
@@ -20,7 +20,7 @@ def groups(sizes, seed, **options):
     arrived = {
         name: Arrived(images(1, n, 10 * seed + i, torch.float64), True) for i, (name, n) in enumerate(sizes.items())
     }
-    return [group for _, group in group_streams(arrived, dict.fromkeys(sizes), 1, padded=True, **options)]
+    return list(group_entries(arrived, dict.fromkeys(sizes, False), 1, padded=True, **options))
 
 
 def close(state, other):
@@ -44,8 +44,7 @@ def recorded(monkeypatch):
 def test_states_stay_as_they_are_when_the_recording_of_their_shape_is_replayed(recorded):
     net = small_backbone(torch.float64)
     method = tribe.methods.create("tribe", classes=4, h0=2.0)
-    runner = Runner(method, net, "auto", False, exact=False)
-    runner.padded = True  # as on a GPU
+    runner = Runner(method, net, "auto", False, padded=True, copies=True)
     states = {name: method.init(net, 1, i) for i, name in enumerate("abc")}
     alone = dict(states)
     for seed, sizes in enumerate(ROUNDS):
@@ -57,23 +56,22 @@ def test_states_stay_as_they_are_when_the_recording_of_their_shape_is_replayed(r
                 assert torch.allclose(logits[i, :n], own[0], atol=1e-9)
         for name in "abc":
             assert close(leaves(states[name]).values(), leaves(alone[name]).values())
-    shapes = {(len(group.x), *group.kind) for i, sizes in enumerate(ROUNDS) for group in groups(sizes, i)}
+    shapes = {group.shape for i, sizes in enumerate(ROUNDS) for group in groups(sizes, i)}
     assert len(recorded) == 2 * len(shapes), "each shape once, in two directions"
 
 
 def test_shapes_are_few_and_the_oldest_recordings_go(recorded):
     net = small_backbone(torch.float64)
     method = tribe.methods.create("bn", classes=4)
-    runner = Runner(method, net, "auto", False, exact=False)
-    runner.padded = True
+    runner = Runner(method, net, "auto", False, padded=True, copies=True)
     (group,) = groups({"a": 1}, 0)
     for size in range(1, RECORDINGS + 3):
         wide = group._replace(x=images(1, 1, 0, torch.float64)[..., :1].repeat(1, 1, 1, 1, 4 + size))
         runner.step(wide, [method.init(net)])
-    assert len(runner._steps) == RECORDINGS
-    many = groups({f"cam{i}": 1 + i % 3 for i in range(3 * STREAMS)}, 0)
+    assert len(runner._padded) == RECORDINGS
+    many = groups({f"cam{i}": 1 + i % 3 for i in range(3 * MAX_ENTRIES)}, 0)
     assert {len(group.x) for group in many} <= {2**k for k in range(8)}
-    assert sum(len(group.names) for group in many) == 3 * STREAMS
+    assert sum(len(group.names) for group in many) == 3 * MAX_ENTRIES
     assert all(len(group.names) == 1 for group in groups({"a": 1, "b": 1}, 0, together=False))
 
 

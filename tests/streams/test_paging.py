@@ -17,7 +17,7 @@ def batch(names, seed):
 
 
 def places(fleet):
-    return {name: fleet._pool.entries[name].place for name in fleet.names}
+    return {name: fleet.table.entries[name].residence for name in fleet.names}
 
 
 def test_a_paged_stream_comes_back_bit_for_bit():
@@ -64,7 +64,7 @@ def test_a_stream_on_the_host_can_be_used_as_any_other():
 def test_a_state_of_a_stream_shares_no_memory_with_those_of_others():
     fleet = tribe.fleet(NET)
     fleet({name: images(1, 1, i)[0] for i, name in enumerate(NAMES)})
-    tensors = [t for name in NAMES for t in leaves(fleet._pool.entries[name].state).values()]
+    tensors = [t for name in NAMES for t in leaves(fleet.table.entries[name].state).values()]
     pointers = [t.untyped_storage().data_ptr() for t in tensors]
     assert len(set(pointers)) == len(pointers)
     assert {t.untyped_storage().nbytes() // t.nbytes for t in tensors} == {1}

@@ -115,7 +115,7 @@ def test_a_stream_returns_to_a_snapshot():
     assert fleet.restore("a", snapshot).digest("a") == before
     assert not fleet.info("a").frozen
     assert fleet.restore("copy", snapshot).digest("copy") == before
-    with pytest.raises(ValueError, match="the snapshot was taken with"):
+    with pytest.raises(ValueError, match="taken with"):
         tribe.fleet(NET, "bn").restore("a", snapshot)
     with pytest.raises(TypeError, match="snapshot"):
         fleet.restore("a", fleet.state("a"))
@@ -137,7 +137,7 @@ def test_a_state_is_a_copy_both_ways():
         tensor.zero_()
     assert fleet.digest("a") == fleet.digest("copy") == before
     for wrong in (tribe.fleet(NET, "bn").add("a").state("a"), tribe.adapt(NET, streams=2).state, "a", None):
-        with pytest.raises(ValueError, match="is not one of a single stream of tribe"):
+        with pytest.raises(ValueError, match="state"):
             fleet.put("a", wrong)
     broken = fleet.state("a")
     broken.affine.weight[0, 0] = torch.nan
@@ -184,9 +184,9 @@ def test_a_custom_augmentation_is_that_of_the_fleet():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: tribe.fleet(NET, "bn").add("a").to_bytes("a"), "was saved with bn; this fleet runs"),
-        (lambda: tribe.fleet(NET, lr=0.5).add("a").to_bytes("a"), "this fleet runs"),
-        (lambda: tribe.fleet(small_network(seed=1)).add("a").to_bytes("a"), "saved from another model"),
+        (lambda: tribe.fleet(NET, "bn").add("a").to_bytes("a"), "saved with"),
+        (lambda: tribe.fleet(NET, lr=0.5).add("a").to_bytes("a"), "saved with"),
+        (lambda: tribe.fleet(small_network(seed=1)).add("a").to_bytes("a"), "model"),
         (lambda: b"nonsense", "is not a tribe state file"),
         (lambda: tribe.fleet(NET).add("a").to_bytes("a")[:-9], "cut short or damaged"),
         (lambda: b"", "is not a tribe state file"),

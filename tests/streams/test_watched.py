@@ -63,17 +63,18 @@ def test_several_streams_are_read_together_wherever_their_states_are():
     fleet = cameras(tribe.fleet(small_network(), health=True, rows=1))
     fleet({"gate": torch.full((2, 3, 8, 8), torch.nan)})  # the door's state goes to a file
     names = ["door", "gate"]
-    assert fleet.info_many(names) == {name: fleet.info(name) for name in names}
-    assert fleet.info_many(names)["gate"].poisoned == (0, 1)
+    reports = fleet.report_many(names)
+    assert {name: report.info for name, report in reports.items()} == {name: fleet.info(name) for name in names}
+    assert reports["gate"].info.poisoned == (0, 1)
     less = {"statistics": None, "followed": None}
-    assert fleet.health_many(names) == {name: fleet.health(name)._replace(**less) for name in names}
+    assert all(reports[name].health == fleet.health(name)._replace(**less) for name in names)
     assert fleet.health("door").statistics > 0
 
 
 def test_without_health_there_is_none():
     fleet = cameras(tribe.fleet(small_network()), 1)
     assert fleet.health("door") is None
-    assert fleet.health_many(["door"]) == {"door": None}
+    assert fleet.report_many(["door"])["door"].health is None
     assert fleet.events == []
     with pytest.raises(ValueError, match="health=True or guard=True"):
         tribe.fleet(small_network(), on_event=print)

@@ -101,6 +101,16 @@ def clone(state: T) -> T:
     return tree_map(Tensor.clone, state)
 
 
+def copy_like(state: T, other: T) -> T:
+    """Copy a state to the device and precision of another of the same kind."""
+    return tree_map(lambda t, o: t.detach().to(o, copy=True), state, other)
+
+
+def count_bytes(state: tuple[Any, ...]) -> int:
+    """Return the memory of a state's tensors."""
+    return sum(t.numel() * t.element_size() for t in leaves(state).values())
+
+
 def rows_of(state: T, rows: slice) -> T:
     """Return some rows of every tensor of a state, without a copy."""
     return tree_map(lambda t: t[rows], state)
@@ -136,6 +146,12 @@ def streams_of(x: Tensor, streams: int) -> range:
 def stream(state: T, index: int, streams: int) -> T:
     """Copy one stream out of a state: a state of one stream."""
     return tree_map(lambda t: per_stream(t, streams)[index].clone(), state)
+
+
+def replace_stream(state: T, index: int, new: T) -> T:
+    """Return a state with one stream of ``new``, a state of as many streams; neither is changed."""
+    streams = torch.arange(len(new.key.seed), device=new.key.seed.device)  # type: ignore[attr-defined]
+    return select(streams == index, new, state)
 
 
 def select(chosen: Tensor, new: T, old: T, *, in_place: bool = False) -> T:

@@ -18,14 +18,18 @@ class Lock:
     _all: ClassVar[weakref.WeakSet["Lock"]] = weakref.WeakSet()
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
+        self.renew()
         self._all.add(self)
+
+    def renew(self) -> None:
+        """Free the lock, whoever holds it."""
+        self._lock: Any = threading.RLock()
 
     @classmethod
     def renew_all(cls) -> None:
-        """Replace every lock by a free one."""
+        """Free every lock."""
         for lock in cls._all:
-            lock._lock = threading.RLock()
+            lock.renew()
 
     def __enter__(self) -> None:
         self._lock.acquire()

@@ -6,7 +6,7 @@ synchronise, so that they can be part of a captured step. On the host, `read` tu
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +14,6 @@ from torch import Tensor
 from tribe.core.losses import entropy
 from tribe.fields import is_whole, require
 from tribe.health.collapse import MIDDLE, CollapseRules, CollapseState, Signs, look_for_collapse, start_collapse
-from tribe.health.events import Event
 from tribe.health.frames import FrameRules, FrameState, Verdict, judge, start_frames
 from tribe.health.martingale import Martingale, MartingaleState, Reference, rank
 
@@ -138,7 +137,7 @@ def _logits(output: Tensor, probabilities: bool) -> Tensor:
 
 
 def _update(state: AlarmState, signs: Signs, images: Tensor, compared: bool) -> AlarmState:
-    """Which alarms are on after so many images (S,), and of those that begin: when, since when, and their numbers."""
+    """Update the alarms after so many images (S,): which are on, and when and with which numbers others begin."""
     bet = state.martingale
     mean, began = bet.mean, bet.since[:, 0]
     if compared:  # else they stay as they were in the beginning
@@ -166,50 +165,3 @@ def _update(state: AlarmState, signs: Signs, images: Tensor, compared: bool) -> 
         since=torch.where(begins, since, state.since),
         numbers=torch.where(begins.unsqueeze(2), numbers, state.numbers),
     )
-
-
-WORDS = {
-    "black": "the camera is black: {0:.0%} of the last frames, mean grey {1:.2f}",
-    "white": "the camera is white: {0:.0%} of the last frames, mean grey {1:.2f}",
-    "flat": "the camera shows one grey: {0:.0%} of the last frames, mean grey {1:.2f}",
-    "noise": "the camera shows noise without structure, as a covered lens does: {0:.0%} of the last frames",
-    "outside": "values are far outside [0, 1], as 0 to 255 or normalised images are: {0:.0%} of the last frames, "
-    "mean {1:.2f}",
-    "frozen": "the camera is frozen: {0:.0%} of the last frames equal the one before",
-    "blurred": "the camera is blurred: {0:.0%} of the last frames are hardly more than a gradient",
-    "shift": "the images differ from the source's: the mean rank of the entropy is {0:.2f}, normal is 0.50",
-    "drift": "the parameters run away: they moved by {0:.3f} of their norm in {1:.0f} steps",
-    "collapse": "predictions collapse: {0:.0%} of the last ones are class {1:.0f}, which the source does not confirm",
-    "scatter": "predictions do not follow the stream: neighbours share their class by {0:.2f} more than chance, "
-    "according to the source by {1:.2f}",
-}
-NAMES = dict.fromkeys(FAULTS, ("share", "grey")) | {
-    "shift": ("mean_rank", "window_filled"),
-    "drift": ("distance", "steps"),
-    "collapse": ("share", "class"),
-    "scatter": ("order", "source_order"),
-}
-
-
-def read(state: AlarmState, seen: Any = None) -> tuple[list[Event], list[list[int]]]:
-    """The alarms that began since ``seen``, oldest first, and what to give as ``seen`` next time. Waits for the device.
-
-    An alarm that began twice in between is one event, the last.
-    """
-    counts = state.times.tolist()
-    before = [[0] * len(KINDS) for _ in counts] if seen is None else seen
-    fresh = [
-        (i, j)
-        for i, row in enumerate(counts)
-        for j, count in enumerate(row)
-        if count > (before[i][j] if count >= before[i][j] else 0)  # a stream that was reset counts from 0
-    ]
-    if not fresh:
-        return [], counts
-    image, since, numbers = state.image.tolist(), state.since.tolist(), state.numbers.tolist()
-    events = []
-    for i, j in fresh:
-        kind, pair = KINDS[j], numbers[i][j]
-        words = f"{WORDS[kind].format(*pair)}; since image {since[i][j]:,}"
-        events.append(Event(i, kind, image[i][j], since[i][j], words, dict(zip(NAMES[kind], pair, strict=True))))
-    return sorted(events, key=lambda event: event.image), counts

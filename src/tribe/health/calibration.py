@@ -50,7 +50,7 @@ Progress = Callable[[int, int], None]  # batches done, of so many
 
 @dataclass(frozen=True)
 class Calibration:
-    """What was learned. Files of source knowledge hold it."""
+    """The result of a calibration. Files of source knowledge hold it."""
 
     estimator: Estimator
     method: str  # the name of the method that played
@@ -157,7 +157,7 @@ def _model(known: Knowledge) -> GaussianProcess:
 
 
 def _normal(known: Knowledge, classes: int) -> Reference:
-    """What is normal for the source; ValueError if the knowledge does not hold it."""
+    """Return what is normal for the source; ValueError if the knowledge does not hold it."""
     normal = Reference(*(known.tensors.get(name, torch.empty(0)).float() for name in Reference._fields))
     shapes = tuple(tuple(t.shape) for t in normal)
     if shapes != ((classes, LEVELS), ()) or not all(bool(t.isfinite().all()) for t in normal):

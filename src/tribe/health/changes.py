@@ -1,4 +1,4 @@
-"""Which layers and classes of an adapted network moved, and by how much.
+"""Changes of the layers and classes of an adapted network.
 
 Affine parameters and weights: the norm of the difference, relative to the norm of the older ones. Statistics: each
 channel is a normal distribution; the number is the Wasserstein distance of the two, sqrt(dmean^2 + dstd^2), in standard
@@ -18,63 +18,47 @@ from tribe.core.backbone import Backbone
 from tribe.core.packed import ClassStats
 from tribe.core.rules import PerBatch
 from tribe.core.state import Stats, rows_of
-from tribe.fields import document
 from tribe.methods import AnyMethod, Deployed
 
 SHOWN = 10  # rows of each table that the text of a comparison shows
 
 
 class LayerChange(NamedTuple):
-    """How far one layer moved."""
+    """The change of one layer."""
 
-    name: str
-    affine: float | None
-    statistics: float | None
-    weights: float | None
+    name: str  # the name of the layer in the network that was adapted
+    affine: float | None  # of scale and shift, relative to the norm of the older ones; None for layers without
+    statistics: float | None  # of mean and variance, in standard deviations of the older; None where none are kept
+    weights: float | None  # of other weights, relative to their older norm; None for methods that leave them
 
 
 class ClassChange(NamedTuple):
-    """How far the statistics of one class moved."""
+    """The change of the statistics of one class."""
 
-    number: int
-    statistics: float
+    number: int  # of the class: its place among the logits
+    statistics: float  # in standard deviations of the older, over all that the method keeps for it
 
 
 class StreamChange(NamedTuple):
-    """How far one stream moved as a whole."""
+    """The change of one stream as a whole; the last three fields are as of `LayerChange`."""
 
     stream: int
-    learned: tuple[int, int]
+    learned: tuple[int, int]  # how many images it had learned from then, and now
     affine: float | None
     statistics: float | None
     weights: float | None
 
 
-PARTS = {
-    "affine": "Change of scale and shift, relative to the norm of the older ones; None for layers without.",
-    "statistics": "Change of mean and variance, in standard deviations of the older; None where none are kept.",
-    "weights": "Change of other weights, relative to their older norm; None for methods that leave them.",
-}
-document(LayerChange, name="The layer's name in the network that was adapted.", **PARTS)
-document(
-    ClassChange,
-    number="The number of the class: its place among the logits.",
-    statistics="Change of its statistics, in standard deviations of the older, over all that the method keeps for it.",
-)
-document(
-    StreamChange,
-    stream="The number of the stream.",
-    learned="How many images it had learned from then, and now.",
-    **PARTS,
-)
+PARTS = ("affine", "statistics", "weights")
 
 
 class Comparison(NamedTuple):
-    """What moved between an older state and this one; numbers are root mean squares over the streams compared."""
+    """The changes between an older state and this one; numbers are root mean squares over the streams compared."""
 
-    since: str
-    streams: tuple[StreamChange, ...]
-    layers: tuple[LayerChange, ...]
+    since: str  # what it was compared with: "the source", or the age of a snapshot
+    streams: tuple[StreamChange, ...]  # each stream as a whole
+    layers: tuple[LayerChange, ...]  # all layers that can move, those that moved most first
+    # all classes, those that moved most first; empty for methods without statistics of classes
     classes: tuple[ClassChange, ...]
 
     def json(self) -> dict[str, Any]:
@@ -91,15 +75,6 @@ class Comparison(NamedTuple):
         parts += _table(("layer", *PARTS), self.layers)
         parts += _table(("class", "statistics"), [(str(c.number), c.statistics) for c in self.classes])
         return "\n".join(parts)
-
-
-document(
-    Comparison,
-    since='What it was compared with: "the source", or the age of a snapshot.',
-    streams="Each stream as a whole.",
-    layers="All layers that can move, those that moved most first.",
-    classes="All classes, those that moved most first; empty for methods without statistics of classes.",
-)
 
 
 def _table(header: Sequence[str], rows: Sequence[tuple[Any, ...]]) -> list[str]:
@@ -213,13 +188,13 @@ DEPTHS = 3  # parts of a network, by depth: the first, middle and last third of 
 
 
 def moves_by_depth(net: Backbone, old: Stats, new: Stats) -> Tensor:
-    """How far statistics (S, 1, C) moved in each part of the network, (S, 3); each layer of a part counts the same."""
+    """Return how far statistics (S, 1, C) moved in each part of the network, (S, 3); its layers count the same."""
     squares = squared_moves(net, old, new)[:, 0]
     return (squares.unsqueeze(2) * constants(net, squares).shares).sum(1).sqrt()
 
 
 class Constants(NamedTuple):
-    """What a network's layers say of its channels, on a device."""
+    """Constants of a network's channels, on a device."""
 
     eps: Tensor  # (C,)
     shares: Tensor  # (C, 3) how much each channel counts in the mean over the layers of each part

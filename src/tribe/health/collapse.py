@@ -62,7 +62,7 @@ class CollapseState(NamedTuple):
 
 
 class Signs(NamedTuple):
-    """Which signs each stream shows, and their numbers, (S,) each."""
+    """The signs that each stream shows, and their numbers, (S,) each."""
 
     drift: Tensor
     collapse: Tensor
@@ -103,54 +103,90 @@ def look_for_collapse(
         source: the source's classes (S, B), if they were computed.
         known: for which images (S, B) they were; None: all.
     """
-    other = torch.zeros_like(valid) if source is None else valid if known is None else valid & known
-    both = torch.stack((predicted, predicted if source is None else source), 1)  # (S, 2, B): own, and the source's
-    counted = torch.stack((valid, other), 1)
-    count = counted.sum(2)  # (S, 2)
-    hits = state.shares.new_zeros(*count.shape, state.shares.shape[2]).scatter_add_(2, both, counted.float())
-    batch = hits / count.clamp_min(1).unsqueeze(2)  # (S, 2, K)
-    own_count, their_count = count.unbind(1)
+    batch = _count(state, predicted, valid, source, known)
     means = state.shares / state.weight.unsqueeze(2).clamp_min(1e-6)
+    order, source_order = _order(batch, means)
+    evidence = _evidence(rules, state, batch, order, source_order)
+    shares, weight = _add(state, batch)
+    own_count, source_count = batch.counts.unbind(1)
+    steps = state.steps + (own_count > 0)
+    top_share, top = shares[:, 1].max(1)  # not divided by the weight: a short stream is no collapse
+    near, far = means[:, ::3], means[:, 2::2]
+    beyond_chance = (near * (near - far)).sum(2)  # for people; `order` decides
+    signs = Signs(
+        drift=(distance > rules.drift * steps.clamp_max(MOST_STEPS).sqrt()) & (steps >= rules.steps),
+        collapse=_collapsed(rules, shares, weight, top, top_share),
+        scatter=evidence >= rules.evidence,
+        distance=distance,
+        top=top,
+        top_share=top_share,
+        order=beyond_chance[:, 0],
+        source_order=beyond_chance[:, 1],
+    )
+    length = torch.where(evidence > 0, state.length + own_count, 0)
+    bursts = _follow_bursts(state, shares[:, 3:], weight[:, 3:], own_count, source_count)
+    return signs, CollapseState(shares, weight, steps, evidence, length, *bursts)
+
+
+class Histograms(NamedTuple):
+    """The predictions of a batch: of the adapted network, and of the source."""
+
+    shares: Tensor  # (S, 2, K) of the classes
+    counts: Tensor  # (S, 2) of the predictions
+
+
+def _count(
+    state: CollapseState, predicted: Tensor, valid: Tensor, source: Tensor | None, known: Tensor | None
+) -> Histograms:
+    """Count the predictions of a batch by class."""
+    other = torch.zeros_like(valid) if source is None else valid if known is None else valid & known
+    both = torch.stack((predicted, predicted if source is None else source), 1)  # (S, 2, B)
+    counted = torch.stack((valid, other), 1)
+    count = counted.sum(2)
+    hits = state.shares.new_zeros(*count.shape, state.shares.shape[2]).scatter_add_(2, both, counted.float())
+    return Histograms(hits / count.clamp_min(1).unsqueeze(2), count)
+
+
+def _order(batch: Histograms, means: Tensor) -> tuple[Tensor, Tensor]:
+    """The excess over chance of neighbours that share their class (S,): adapted network, and source."""
     near, far = means[:, ::3], means[:, 2::2]  # (S, 2, K) each: of `WINDOWS` 0 and 3, 2 and 4
-    alike, their_alike = _alike(batch, count, near).unbind(1)
-    chance, their_chance = (batch * far).sum(2).unbind(1)
-    lately = (batch[:, 0] * means[:, 1]).sum(1)  # over the source's horizon
-    order, source_order = alike - torch.minimum(chance, lately), their_alike - their_chance
-    heard = their_count > 0
-    asked = their_count / own_count.clamp_min(1) * own_count.clamp_min(NEAR)
+    alike, source_alike = _alike(batch.shares, batch.counts, near).unbind(1)
+    chance, source_chance = (batch.shares * far).sum(2).unbind(1)
+    lately = (batch.shares[:, 0] * means[:, 1]).sum(1)  # over the source's horizon
+    return alike - torch.minimum(chance, lately), source_alike - source_chance
+
+
+def _evidence(
+    rules: CollapseRules, state: CollapseState, batch: Histograms, order: Tensor, source_order: Tensor
+) -> Tensor:
+    """The evidence of scatter (S,): images whose order the source sees and the adapted network does not."""
+    own_count, source_count = batch.counts.unbind(1)
+    asked = source_count / own_count.clamp_min(1) * own_count.clamp_min(NEAR)
     expected = rules.follow * asked / (asked + FEW) * source_order
     # NOTE: an order below 0 is a stream whose classes have become more even, not a lack of order.
     lack = own_count * (expected - order.clamp_min(0) - rules.margin)
     # NOTE: a source that says one class after all classes may be stuck: bursts are those that change their class.
     lack = torch.where(state.changed < FAR, lack, lack.clamp_max(0))
-    started = heard & (state.weight[:, 3] > 0)
-    evidence = (state.evidence + torch.where(started, lack, 0.0)).clamp_(0, 2 * rules.evidence)
+    started = (source_count > 0) & (state.weight[:, 3] > 0)
+    return (state.evidence + torch.where(started, lack, 0.0)).clamp_(0, 2 * rules.evidence)
 
+
+def _add(state: CollapseState, batch: Histograms) -> tuple[Tensor, Tensor]:
+    """The shares (S, 5, K) of all windows after a batch, and their weight (S, 5)."""
+    own_count, source_count = batch.counts.unbind(1)
     own_keep = torch.stack([torch.exp(own_count / -window) for window in WINDOWS[:3]], 1)
-    keep = torch.cat((own_keep, torch.where(heard.unsqueeze(1), own_keep[:, :2], 1.0)), 1)  # (S, 5)
-    shown = torch.cat((batch[:, :1].expand(-1, 3, -1), batch[:, 1:].expand(-1, 2, -1)), 1)
-    shares = torch.lerp(shown, state.shares, keep.unsqueeze(2))
-    weight = torch.addcmul(1 - keep, state.weight, keep)
+    source_keep = torch.where((source_count > 0).unsqueeze(1), own_keep[:, :2], 1.0)
+    keep = torch.cat((own_keep, source_keep), 1)
+    shown = torch.cat((batch.shares[:, :1].expand(-1, 3, -1), batch.shares[:, 1:].expand(-1, 2, -1)), 1)
+    return torch.lerp(shown, state.shares, keep.unsqueeze(2)), torch.addcmul(1 - keep, state.weight, keep)
 
-    steps = state.steps + (own_count > 0)
-    top_share, top = shares[:, 1].max(1)  # not divided by the weight: a short stream is no collapse
-    spread = torch.linalg.vector_norm(shares[:, 4], dim=1) <= _norm_of_spread(rules, shares.shape[2]) * weight[:, 4]
-    compared = weight[:, 4] > 0.5
-    agrees = shares[:, 4].gather(1, top.unsqueeze(1))[:, 0] >= (1 / shares.shape[2] + AGREES) * weight[:, 4]
-    kept = (near * (near - far)).sum(2)  # for people; `order` decides
-    signs = Signs(
-        drift=(distance > rules.drift * steps.clamp_max(MOST_STEPS).sqrt()) & (steps >= rules.steps),
-        collapse=torch.where(compared, (top_share >= rules.share) & spread & ~agrees, top_share >= rules.alone),
-        scatter=evidence >= rules.evidence,
-        distance=distance,
-        top=top,
-        top_share=top_share,
-        order=kept[:, 0],
-        source_order=kept[:, 1],
-    )
-    length = torch.where(evidence > 0, state.length + own_count, 0)
-    bursts = _follow_bursts(state, shares[:, 3:], weight[:, 3:], own_count, their_count)
-    return signs, CollapseState(shares, weight, steps, evidence, length, *bursts)
+
+def _collapsed(rules: CollapseRules, shares: Tensor, weight: Tensor, top: Tensor, top_share: Tensor) -> Tensor:
+    """Mark the streams (S,) that predict one class that the source does not confirm."""
+    classes, source, filled = shares.shape[2], shares[:, 4], weight[:, 4]
+    spread = torch.linalg.vector_norm(source, dim=1) <= _norm_of_spread(rules, classes) * filled
+    agrees = source.gather(1, top.unsqueeze(1))[:, 0] >= (1 / classes + AGREES) * filled
+    return torch.where(filled > 0.5, (top_share >= rules.share) & spread & ~agrees, top_share >= rules.alone)
 
 
 def _norm_of_spread(rules: CollapseRules, classes: int) -> float:
@@ -172,7 +208,7 @@ def _follow_bursts(
 
 
 def _alike(batch: Tensor, count: Tensor, near: Tensor) -> Tensor:
-    """How often neighbours share their class (S, 2).
+    """Return the share of neighbours of one class (S, 2).
 
     The n (n - 1) / 2 pairs of a batch count beside `PAIRS` n pairs with earlier images: all divided by n.
     """

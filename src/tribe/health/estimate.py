@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from tribe.core.losses import probabilities
-from tribe.fields import document
 from tribe.health.changes import DEPTHS
 from tribe.health.probe import Answers
 from tribe.health.regression import GaussianProcess
@@ -37,7 +36,7 @@ CLIP = 0.005  # shares stay so far from 0 and 1 before their log-odds are taken
 
 
 class Features(NamedTuple):
-    """What a window shows, each (...), one value a window; NaN: unknown."""
+    """The features of windows, each (...), one value a window; NaN: unknown."""
 
     confidence: Tensor  # log-odds of the mean confidence
     agreement: Tensor  # log-odds of the share on which teacher and student agree
@@ -50,7 +49,7 @@ class Features(NamedTuple):
 
 
 class Images(NamedTuple):
-    """What the features need of each image: (..., W)."""
+    """The signals of each image: (..., W)."""
 
     confidence: Tensor
     agreement: Tensor  # of the image's batch; 1 without a student
@@ -83,7 +82,7 @@ def window_features(images: Images, filled: Tensor, classes: int) -> Features:
 
 
 def concentration(predicted: Tensor, filled: Tensor, classes: int) -> Tensor:
-    """How far windows (..., W) of predicted classes are from showing all classes equally: from 0 to 1 - 1 / classes.
+    """Return how unequal the predicted classes of windows (..., W) are: from 0, all alike, to 1 - 1 / classes.
 
     It is the sum of the squared shares of the classes, less its value where all are equal.
     """
@@ -104,7 +103,7 @@ def repetition(predicted: Tensor, filled: Tensor) -> Tensor:
 
 @torch.no_grad()
 def per_image_signals(logits: Tensor, temperature: float, agreement: Tensor | None, answers: Answers | None) -> Images:
-    """What the features need of each image of a batch (S, B), from logits (S, B, K); see `Estimator.observe`."""
+    """Return the signals of each image of a batch (S, B), from logits (S, B, K); see `Estimator.observe`."""
     confidence = probabilities(logits / temperature).amax(-1)
     share = torch.ones_like(confidence) if agreement is None else agreement.unsqueeze(1).expand_as(confidence)
     unknown = confidence.new_zeros(len(confidence), DEPTHS)
@@ -221,18 +220,8 @@ class EstimateState(NamedTuple):
 class Estimate(NamedTuple):
     """The accuracy of S streams, estimated without labels; shares between 0 and 1."""
 
-    accuracy: Tensor
-    low: Tensor
-    high: Tensor
-    overall: Tensor
-    images: Tensor
-
-
-document(
-    Estimate,
-    accuracy="(S,) of the last 500 images, or of all if there were fewer.",
-    low="(S,) the lower end of the interval that holds this window's accuracy with a probability of 90 %.",
-    high="(S,) its upper end.",
-    overall="(S,) over the whole stream.",
-    images="(S,) int64, how many images the stream has shown.",
-)
+    accuracy: Tensor  # (S,) of the last 500 images, or of all if there were fewer
+    low: Tensor  # (S,) the lower end of the interval that holds this window's accuracy with a probability of 90 %
+    high: Tensor  # (S,) its upper end
+    overall: Tensor  # (S,) over the whole stream
+    images: Tensor  # (S,) int64, how many images the stream has shown

@@ -1,8 +1,7 @@
-"""What happened to a stream, in words: alarms that the host has read from the device.
+"""Alarms for people: read from the states of streams on the host, logged, and given to listeners.
 
-The alarms themselves are tensors (see `tribe.health.alarms`). An `EventLog` turns what is new in them into `Event`s,
-keeps the last ones, writes them to the log ``tribe.health``, with their parts as attributes of the record, and gives
-them to a callback.
+The alarms themselves are tensors in the state of what watches a stream (see `tribe.health.alarms`). `AlarmLog` turns
+what is new in them into `Event`s. This is the only place that does so, for adapters, fleets and the server.
 """
 
 import logging
@@ -10,62 +9,138 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from tribe.fields import document, is_whole, require
+from tribe.health.alarms import KINDS, AlarmState
+from tribe.methods import AnyMethod, Pipeline
 
 logger = logging.getLogger("tribe.health")
+KEEP = 1000  # events that a log keeps
+READ_EVERY = 50  # steps between two readings on a GPU: reading waits for the device
+
+Counts = list[list[int]] | None  # how often each alarm of each stream has begun; None: nothing watches
 
 
 class Event(NamedTuple):
-    """Something that a person should know."""
+    """An alarm that began."""
 
-    stream: int | str
-    kind: str
-    image: int
-    since: int
-    words: str
-    numbers: dict[str, float]
+    stream: int | str  # the number of the stream; in a fleet its name
+    kind: str  # one word: "black", "frozen", "shift", "drift", "collapse", ...
+    image: int  # how many images the stream had seen when the alarm was raised
+    since: int  # after how many images its cause began, as far as can be told
+    words: str  # what happened and why
+    numbers: dict[str, float]  # the numbers behind the words
 
     def __str__(self) -> str:
         return f"stream {self.stream}, image {self.image:,}: {self.words}"
 
     def json(self) -> dict[str, Any]:
-        """Plain data: texts, numbers and a dict of numbers."""
+        """Return plain data: texts, numbers and a dict of numbers."""
         return self._asdict()
 
 
-document(
-    Event,
-    stream="The number of the stream; in a fleet its name.",
-    kind='What happened, one word: "black", "frozen", "shift", "drift", "collapse", ...',
-    image="How many images the stream had seen when it was found.",
-    since="After how many images it began, as far as is known.",
-    words="What happened and why, for people.",
-    numbers="The numbers behind the words.",
-)
+Listener = Callable[[Event], object]
 
 
-class EventLog:
-    """The last events of an adapter, the newest last; its owner's lock protects it.
+class AlarmLog:
+    """Read new alarms from states, keep the last events, log them to ``tribe.health`` and call listeners.
 
     Args:
-        callback: called with every event. An error in it is logged and stops nothing.
-        keep: how many events are kept.
+        method: what adapts; without a guard or ``health`` there is nothing to read.
+        listener: called with every event; more may be added to `listeners`. An error in one is logged and stops
+            nothing.
     """
 
-    def __init__(self, callback: Callable[[Event], object] | None = None, keep: int = 1000) -> None:
-        require(callback is None or callable(callback), "callback is a function that takes an event", callback)
-        require(is_whole(keep, least=1), "keep is how many events are kept, a whole number of at least 1", keep)
-        self.callback = callback
-        self.events: deque[Event] = deque(maxlen=int(keep))
+    def __init__(self, method: AnyMethod, listener: Listener | None = None) -> None:
+        self.watched = isinstance(method, Pipeline) and method.guard is not None
+        if listener is not None and not callable(listener):
+            raise TypeError(f"on_event is a function that takes an event; got {listener!r}")
+        if listener is not None and not self.watched:
+            raise ValueError("on_event is called with alarms, which need health=True or guard=True")
+        self.listeners: list[Listener] = [] if listener is None else [listener]
+        self.events: deque[Event] = deque(maxlen=KEEP)  # the newest last
 
-    def add(self, *events: Event) -> None:
-        """Keep events, log them and call back."""
+    def counts(self, state: Any) -> Counts:
+        """Return how often each alarm has begun: give it to `read` to read later ones only."""
+        return state.guard.watch.alarms.times.tolist() if self.watched else None
+
+    def is_due(self, state: Any, step: int) -> bool:
+        """Return whether to read after this step: after each on a CPU; seldom on a GPU, which reading waits for."""
+        return self.watched and (state.key.seed.device.type == "cpu" or step % READ_EVERY == 0)
+
+    def read(self, state: Any, since: Counts) -> tuple[list[Event], Counts]:
+        """Return the alarms that began since these counts, and the counts now."""
+        return read_alarms(state.guard.watch.alarms, since) if self.watched else ([], None)
+
+    def publish(self, events: list[Event]) -> None:
+        """Keep events, log them and call the listeners; never raise."""
         for event in events:
             self.events.append(event)
-            parts = {"stream": event.stream, "kind": event.kind, "numbers": event.numbers}
-            logger.warning("%s", event, extra=parts)
-            if self.callback is not None:
+            logger.warning("%s", event, extra={"stream": event.stream, "kind": event.kind, "numbers": event.numbers})
+            for listener in list(self.listeners):
                 try:
-                    self.callback(event)
+                    listener(event)
                 except Exception:  # a camera must not stop because its dashboard is down
-                    logger.exception("the callback failed for: %s", event)
+                    logger.exception("a listener failed for: %s", event)
+
+
+class Wording(NamedTuple):
+    """The text of an alarm, and the names of the two numbers in it."""
+
+    text: str
+    names: tuple[str, str]
+
+
+_FAULT = ("share", "grey")
+WORDINGS = {
+    "black": Wording("the camera is black: {0:.0%} of the last frames, mean grey {1:.2f}", _FAULT),
+    "white": Wording("the camera is white: {0:.0%} of the last frames, mean grey {1:.2f}", _FAULT),
+    "flat": Wording("the camera shows one grey: {0:.0%} of the last frames, mean grey {1:.2f}", _FAULT),
+    "noise": Wording(
+        "the camera shows noise without structure, as a covered lens does: {0:.0%} of the last frames", _FAULT
+    ),
+    "outside": Wording(
+        "values are far outside [0, 1], as 0 to 255 or normalised images are: {0:.0%} of the last frames, mean {1:.2f}",
+        _FAULT,
+    ),
+    "frozen": Wording("the camera is frozen: {0:.0%} of the last frames equal the one before", _FAULT),
+    "blurred": Wording("the camera is blurred: {0:.0%} of the last frames are hardly more than a gradient", _FAULT),
+    "shift": Wording(
+        "the images differ from the source's: the mean rank of the entropy is {0:.2f}, normal is 0.50",
+        ("mean_rank", "window_filled"),
+    ),
+    "drift": Wording(
+        "the parameters run away: they moved by {0:.3f} of their norm in {1:.0f} steps", ("distance", "steps")
+    ),
+    "collapse": Wording(
+        "predictions collapse: {0:.0%} of the last ones are class {1:.0f}, which the source does not confirm",
+        ("share", "class"),
+    ),
+    "scatter": Wording(
+        "predictions do not follow the stream: neighbours share their class by {0:.2f} more than chance, according to "
+        "the source by {1:.2f}",
+        ("order", "source_order"),
+    ),
+}
+
+
+def read_alarms(state: AlarmState, since: Counts = None) -> tuple[list[Event], list[list[int]]]:
+    """Return the alarms that began since these counts, the oldest first, and the counts now. Waits for the device.
+
+    An alarm that began twice in between is one event, the last.
+    """
+    counts: list[list[int]] = state.times.tolist()
+    before = [[0] * len(KINDS) for _ in counts] if since is None else since
+    fresh = [
+        (i, j)
+        for i, row in enumerate(counts)
+        for j, count in enumerate(row)
+        if count > (before[i][j] if count >= before[i][j] else 0)  # a stream that was reset counts from 0
+    ]
+    if not fresh:
+        return [], counts
+    image, first, numbers = state.image.tolist(), state.since.tolist(), state.numbers.tolist()
+    events = []
+    for i, j in fresh:
+        (text, names), pair = WORDINGS[KINDS[j]], numbers[i][j]
+        words = f"{text.format(*pair)}; since image {first[i][j]:,}"
+        events.append(Event(i, KINDS[j], image[i][j], first[i][j], words, dict(zip(names, pair, strict=True))))
+    return sorted(events, key=lambda event: event.image), counts

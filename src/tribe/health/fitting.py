@@ -115,7 +115,7 @@ def left_out(windows: Windows, window: int, amplitude: float = AMPLITUDE) -> Err
 
 
 def widening(errors: Errors) -> float:
-    """What the model's standard error is multiplied by, so that 90 % of intervals hold a corruption it has not seen."""
+    """Return the factor of the model's standard error, so that 90 % of intervals hold a corruption it has not seen."""
     distances = errors.found.abs() / errors.expected
     return max(float(distances.quantile(0.9)) / Z90, LEAST_WIDENING) if len(distances) else 1.0
 

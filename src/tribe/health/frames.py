@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tribe.fields import document, is_number, is_whole, require
+from tribe.fields import is_number, is_whole, require
 
 GRID = 8  # rows and columns of the small picture that a state keeps of the last frame
 LEAST = 8  # pixels on a side that an image needs for the tests of noise and blur
@@ -50,37 +50,23 @@ class FrameRules:
 
 
 class Moments(NamedTuple):
-    """What is measured of every image, (S, B) each."""
+    """The measurements of every image, (S, B) each."""
 
-    mean: Tensor
-    std: Tensor
-    low: Tensor
-    high: Tensor
-    dark: Tensor
-    bright: Tensor
-    sharpness: Tensor
-    detail: Tensor
+    mean: Tensor  # mean grey, the mean over channels
+    std: Tensor  # standard deviation of grey
+    low: Tensor  # the smallest value of any channel
+    high: Tensor  # the largest value of any channel
+    dark: Tensor  # share of dark pixels
+    bright: Tensor  # share of bright pixels
+    sharpness: Tensor  # mean absolute difference of neighbouring pixels
+    detail: Tensor  # squared differences of neighbours relative to the variance: 1 for one wave across the image
+    # standard deviations from white noise: the largest of tests of rows, of columns and of 8 x 8 blocks
     structure: Tensor
-    picture: Tensor  # (S, B, 64)
-
-
-document(
-    Moments,
-    mean="Mean grey, the mean over channels.",
-    std="Standard deviation of grey.",
-    low="The smallest value of any channel.",
-    high="The largest value of any channel.",
-    dark="Share of dark pixels.",
-    bright="Share of bright pixels.",
-    sharpness="Mean absolute difference of neighbouring pixels.",
-    detail="Squared differences of neighbours relative to the variance: 1 for one wave across the image.",
-    structure="Standard deviations from white noise: the largest of tests of rows, of columns and of 8 x 8 blocks.",
-    picture="Grey in 8 x 8 blocks: the mean of the block and of the pixel in its middle.",
-)
+    picture: Tensor  # grey in 8 x 8 blocks: the mean of the block and of the pixel in its middle
 
 
 class FrameState(NamedTuple):
-    """What is kept of the last frame of every stream."""
+    """The last frame of every stream."""
 
     last: Tensor  # (S, 66) the picture in 8 x 8 blocks, the standard deviation of grey, and sharpness
     runs: Tensor  # (S, 5) int64, how many frames in a row are white, flat, noise, blurred and equal to the one before
@@ -92,32 +78,20 @@ class FrameState(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """Which images (S, B) show which fault."""
+    """The images (S, B) that show each fault."""
 
-    black: Tensor
-    white: Tensor
-    flat: Tensor
-    noise: Tensor
-    outside: Tensor
-    frozen: Tensor
-    blurred: Tensor
+    black: Tensor  # nearly all pixels are dark, and fewer than about one in 1,000 is white
+    white: Tensor  # nearly all pixels are bright, for several frames
+    flat: Tensor  # all pixels have nearly the same grey, for several frames
+    noise: Tensor  # no more structure than white noise, for several frames
+    outside: Tensor  # a value is outside [0, 1] by far: 0 to 255, or normalised already
+    frozen: Tensor  # equal to the frame before, for several frames
+    blurred: Tensor  # hardly more than a gradient, for many frames
 
     @property
     def teaches_nothing(self) -> Tensor:
-        """Which images (S, B) a method must not learn from: all faults but blur, which methods adapt to."""
+        """The images (S, B) that a method must not learn from: all faults but blur, which methods adapt to."""
         return torch.stack((self.black, self.white, self.flat, self.noise, self.outside, self.frozen)).any(0)
-
-
-document(
-    Verdict,
-    black="Nearly all pixels are dark, and fewer than about one in 1,000 is white.",
-    white="Nearly all pixels are bright, for several frames.",
-    flat="All pixels have nearly the same grey, for several frames.",
-    noise="No more structure than white noise, for several frames.",
-    outside="A value is outside [0, 1] by far: 0 to 255, or normalised already.",
-    frozen="Equal to the frame before, for several frames.",
-    blurred="Hardly more than a gradient, for many frames.",
-)
 
 
 def start_frames(streams: int, device: torch.device | str | None = None) -> FrameState:
@@ -216,7 +190,7 @@ def _previous(real: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _runs(before: Tensor, marked: Tensor, real: Tensor) -> Tensor:
-    """How many real frames in a row up to each place are marked, of n kinds (S, n, B); ``before`` (S, n): at first."""
+    """Count the marked real frames in a row up to each place, of n kinds (S, n, B); ``before`` (S, n): at first."""
     count = real.cumsum(1).unsqueeze(1)
     broken = real.unsqueeze(1) & ~marked
     return count - torch.where(broken, count, -before.unsqueeze(2)).cummax(2).values

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tribe.core.backbone import Backbone
 from tribe.core.graphs import SideStream
-from tribe.core.state import Affine, Info, Stats, clone, per_stream, select_joined
+from tribe.core.state import Affine, Info, Stats, clone, copy_like, per_stream, select_joined
 from tribe.core.validation import good_images
 from tribe.fields import is_number, is_whole, plain_numbers, require
 from tribe.health.alarms import KINDS
@@ -32,8 +32,8 @@ from tribe.health.lean import (
     shift_weight,
     squared_midpoint,
 )
-from tribe.health.snapshots import copy_like
-from tribe.health.watch import Health, Watcher, WatchState, alarms_on
+from tribe.health.report import Health
+from tribe.health.watch import Watcher, WatchState, alarms_on
 from tribe.knowledge import Knowledge, KnowledgeError, KnowledgeLike
 from tribe.methods import (
     AnyMethod,

@@ -1,113 +1,341 @@
-"""When an adapter takes snapshots of itself, how many it keeps, and what a person sees of them."""
+"""Snapshots of streams: when they are taken, which of them stay, and the way back to one.
 
+Snapshots are dense in the recent past and sparser before it. When there are too many, the one leaves whose removal
+widens the gaps between ages least: for every age, from one interval to the whole life of a stream, a snapshot stays
+that is not much older.
+"""
+
+import copy
+import math
+import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from typing import Any, NamedTuple
 
-from tribe.fields import document, is_number, is_whole, plain_numbers, require
-from tribe.health.ages import show_seconds
-from tribe.health.snapshots import Snapshot
+import torch
+from torch import Tensor
+
+from tribe.core.backbone import Backbone
+from tribe.core.state import copy_like, count_bytes, replace_stream, tree_map
+from tribe.fields import is_number, is_whole, plain_numbers, require
+from tribe.methods import AnyMethod
+
+NO_HISTORY = (
+    "there is no history to go back in: tribe.adapt(net, history=True) takes snapshots while it learns. "
+    "Without one, give what snapshot() returned, or reset() to the source model"
+)
 
 
 @dataclass(frozen=True)
 class History:
-    """When an adapter takes snapshots of itself, and how many it keeps.
+    """When snapshots of a stream are taken, and how many stay.
 
-    Snapshots are taken before a batch is learned from, the first one before the first batch. The oldest stays; those
+    A snapshot is taken before a batch is learned from, the first one before the first batch. The oldest stays; those
     between it and the newest are spaced so that their ages grow by about the same factor. With 32 snapshots, taken once
     a minute for ten weeks, every age finds a snapshot that is at most twice as old (with 16: five times).
 
-    Memory is bounded: ``keep`` copies of the state, refused at the start if they exceed ``megabytes``. Between two
-    snapshots a step costs two additions and a look at the clock. Files that `Adapter.save` writes hold no history.
-
-    Args:
-        every: images of a stream between two snapshots, padding included; None: by time alone. Learning from 1000
-            images takes TRIBE a third of a second on an H200 and seconds on a CPU; a copy of the state, milliseconds.
-        seconds: time between two snapshots, for cameras with few images; None: by images alone.
-        keep: how many snapshots, at least 2.
-        megabytes: the most memory that they may take, in 2**20 bytes.
-        on_host: keep them in the host's memory, also those of a GPU's states; False: where the state is.
-        clock: seconds that never go back; tests give another one.
+    Memory is bounded: ``keep`` copies of the state, refused at the start if they exceed ``megabytes``. With neither
+    ``every`` nor ``seconds``, snapshots are taken on request only, and the oldest leave first.
     """
 
-    every: int | None = 1000
-    seconds: float | None = 60.0
-    keep: int = 32
-    megabytes: float = 1024
-    on_host: bool = True
-    clock: Callable[[], float] = field(default=time.monotonic, compare=False, repr=False)
+    every: int | None = 1000  # images of a stream between two snapshots, padding included; None: by time alone
+    seconds: float | None = 60.0  # time between two snapshots, for cameras with few images; None: by images alone
+    keep: int = 32  # snapshots of a stream, at least 2
+    megabytes: float = 1024  # the most memory that the snapshots of a stream may take, in 2**20 bytes
+    on_host: bool = True  # keep them in the host's memory, also those of a GPU's states; False: where the state is
+    clock: Callable[[], float] = field(default=time.monotonic, compare=False, repr=False)  # seconds; never goes back
 
     def __post_init__(self) -> None:
         plain_numbers(self)
         require(self.every is None or is_whole(self.every, 1), "every is a number of images, at least 1", self.every)
         positive = self.seconds is None or (is_number(self.seconds) and self.seconds > 0)
         require(positive, "seconds is a number above 0", self.seconds)
-        if self.every is None and self.seconds is None:
-            raise ValueError("a history needs every= (images) or seconds=: with neither, no snapshot is ever due")
         require(is_whole(self.keep, 2), "keep is a number of snapshots, at least 2", self.keep)
         require(is_number(self.megabytes) and self.megabytes > 0, "megabytes is a number above 0", self.megabytes)
         require(isinstance(self.on_host, bool), "on_host is True or False", self.on_host)
         require(callable(self.clock), "clock is a function that returns seconds", self.clock)
 
+    @classmethod
+    def resolve(cls, history: "History | bool | None") -> "History | None":
+        """Return the policy of an argument ``history``: True is the default one, None and False are none."""
+        if history is None or history is False:
+            return None
+        if history is True:
+            return cls()
+        if not isinstance(history, cls):
+            raise TypeError(f"history is None, True or a tribe.History; got {type(history).__name__}")
+        return history
 
-def as_history(given: Any) -> History | None:
-    """The policy that ``history=`` names; True is the default one, None and False are none."""
-    if given is None or given is False:
-        return None
-    if given is True:
-        return History()
-    if not isinstance(given, History):
-        raise TypeError(f"history is None, True or a tribe.History; got {type(given).__name__}")
-    return given
+
+class Snapshot(NamedTuple):
+    """A copy of a state, with the method and the network that it belongs to."""
+
+    method: AnyMethod  # the method that ran
+    state: Any  # a copy of its state, a named tuple of tensors
+    net: Backbone  # the network itself: hashing its weights costs more than copying the state
+    frozen: bool  # whether the stream was frozen
 
 
 class Kept(NamedTuple):
-    """A snapshot in an adapter's history; its ages are those at the time when the history was asked."""
+    """A snapshot in a history; its ages are those at the time when the history was read."""
 
     snapshot: Snapshot
-    seconds: float
-    images: tuple[int, ...]
-    learned: tuple[int, ...]
+    seconds: float  # its age
+    images: tuple[int, ...]  # its age in images: how many came to each stream since, while it learned
+    learned: tuple[int, ...]  # how many images each stream had learned from
+    steps: tuple[int, ...]  # how many batches each stream had learned from
+    note: Any = None  # what was given with a snapshot that was taken on request
 
     @property
     def age(self) -> str:
         """Its age in words."""
-        return f"{show_seconds(self.seconds)} and {_show(self.images)} images ago"
+        return f"{timedelta(seconds=round(self.seconds))} and {_shown(self.images)} images ago"
 
     def __repr__(self) -> str:
-        return f"Kept({self.age}, learned from {_show(self.learned)})"
+        return f"Kept({self.age}, learned from {_shown(self.learned)})"
 
 
-def _show(counts: tuple[int, ...]) -> str:
+class RolledBack(NamedTuple):
+    """The snapshot that a rollback returned to."""
+
+    streams: tuple[int, ...]  # the streams that went back
+    seconds: float | None  # the age of the snapshot; None for one that is not in the history
+    images: tuple[int, ...] | None  # its age in images, for each of these streams; None as for seconds
+    learned: tuple[int, ...]  # how many images each of these streams has learned from now
+    before: tuple[int, ...]  # how many it had learned from before it went back
+
+
+def _shown(counts: tuple[int, ...]) -> str:
     """One number a stream, or one if all are equal."""
     return ", ".join(f"{n:,}" for n in (counts[:1] if len(set(counts)) == 1 else counts))
 
 
-document(
-    Kept,
-    snapshot="The snapshot, for `Adapter.rollback`, `Adapter.restore` or `Adapter.compare`.",
-    seconds="Its age in seconds.",
-    images="Its age in images: how many came to each stream since, while it learned.",
-    learned="How many images each stream had learned from.",
-)
+class TimedSnapshot(NamedTuple):
+    """A snapshot, and the clock and the counts of images when it was taken."""
+
+    snapshot: Snapshot
+    taken: float
+    came: tuple[int, ...]
+    note: Any = None
 
 
-class RolledBack(NamedTuple):
-    """What `Adapter.rollback` went back to."""
+@dataclass(frozen=True)
+class Timeline:
+    """The history of one state: immutable, so that it is replaced together with the state.
 
-    streams: tuple[int, ...]
-    seconds: float | None
-    images: tuple[int, ...] | None
-    learned: tuple[int, ...]
-    before: tuple[int, ...]
+    A pickle of it is empty, because clocks of two machines do not agree; a copy in the same process is whole.
+    """
+
+    policy: History
+    streams: int
+    records: tuple[TimedSnapshot, ...] = ()  # the oldest first
+    came: int = 0  # images of each stream in batches without padding
+    padded: Tensor | None = None  # (S,), on the device of the masks: images in batches with padding
+    places: int = 0  # places in batches since the newest snapshot
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.policy, self.streams)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Timeline":
+        # The copy shares the policy: its clock may be bound to an object.
+        return replace(
+            self, records=copy.deepcopy(self.records, memo), padded=None if self.padded is None else self.padded.clone()
+        )
+
+    def record(
+        self, method: AnyMethod, net: Backbone, state: Any, frozen: bool = False, note: Any = None
+    ) -> "Timeline":
+        """Return the history with a snapshot of a state."""
+        copied = tree_map(lambda t: t.detach().to("cpu" if self.policy.on_host else t.device, copy=True), state)
+        new = TimedSnapshot(Snapshot(method, copied, net, frozen), self.policy.clock(), self.counts(), note)
+        return replace(self, records=thin((*self.records, new), self.policy), places=0)
+
+    def before_step(self, method: AnyMethod, net: Backbone, state: Any) -> "Timeline":
+        """Return the history before a batch is learned from: with a snapshot if one is due."""
+        every, seconds = self.policy.every, self.policy.seconds
+        if every is None and seconds is None:
+            return self
+        by_images = every is not None and self.places >= every
+        by_time = seconds is not None and self.records and self.policy.clock() - self.records[-1].taken >= seconds
+        return self.record(method, net, state) if by_images or by_time or not self.records else self
+
+    def after_step(self, places: int, valid: Tensor | None) -> "Timeline":
+        """Return the history with the images of a batch counted; ``valid`` (S, B) marks those that are not padding."""
+        if valid is None:
+            return replace(self, places=self.places + places, came=self.came + places)
+        more = valid.sum(1)  # read when a snapshot is taken: reading waits for the device
+        padded = more if self.padded is None else self.padded.to(more.device) + more
+        return replace(self, places=self.places + places, padded=padded)
+
+    def counts(self) -> tuple[int, ...]:
+        """Return how many images came to each stream."""
+        padded = [0] * self.streams if self.padded is None else self.padded.tolist()
+        return tuple(self.came + n for n in padded)
+
+    def kept(self) -> list[Kept]:
+        """Return the snapshots with their ages, the newest first."""
+        now, came = self.policy.clock(), self.counts()
+        return [
+            Kept(
+                snapshot,
+                max(now - taken, 0.0),
+                tuple(map(int.__sub__, came, then)),
+                tuple(snapshot.state.info.images.tolist()),
+                tuple(snapshot.state.key.clock.tolist()),
+                note,
+            )
+            for snapshot, taken, then, note in reversed(self.records)
+        ]
+
+    def back_to(self, snapshot: Snapshot, stream: int | None) -> "Timeline":
+        """Return the history after a rollback to one of its snapshots.
+
+        Later snapshots leave. After a rollback of one stream they stay for the others, and hold its older state.
+        """
+        last = next(i for i, record in enumerate(self.records) if record.snapshot is snapshot)
+        records, later = self.records[: last + 1], self.records[last + 1 :]
+        if stream is not None:
+            records += tuple(
+                record._replace(snapshot=_with_stream(record.snapshot, stream, snapshot.state)) for record in later
+            )
+        return replace(self, records=records)
 
 
-document(
-    RolledBack,
-    streams="The streams that went back.",
-    seconds="The age of the snapshot in seconds; None for a snapshot that is not in the history.",
-    images="Its age in images, one number for each of these streams; None as for seconds.",
-    learned="How many images each of these streams has learned from now.",
-    before="How many it had learned from before it went back.",
-)
+def _with_stream(snapshot: Snapshot, stream: int, state: Any) -> Snapshot:
+    return snapshot._replace(state=replace_stream(snapshot.state, stream, state))
+
+
+def thin(records: tuple[TimedSnapshot, ...], policy: History) -> tuple[TimedSnapshot, ...]:
+    """Drop snapshots until they fit the policy, each time the one whose neighbours' ages have the smallest ratio.
+
+    The larger of the ratios in seconds and in images counts, so both kinds of ages stay covered. The newest and the
+    oldest stay.
+    """
+    sizes = [count_bytes(record.snapshot.state) for record in records]
+    while len(records) > policy.keep or (len(records) > 1 and sum(sizes) > policy.megabytes * 2**20):
+        newest = records[-1]
+        ages = [
+            (
+                max(newest.taken - record.taken, 0.0) + (policy.seconds or 1.0),
+                max(map(int.__sub__, newest.came, record.came)) + (policy.every or 1),
+            )
+            for record in records
+        ]
+        ratios = [
+            max(older / newer for older, newer in zip(ages[i - 1], ages[i + 1], strict=True))
+            for i in range(1, len(records) - 1)
+        ]
+        on_request = policy.every is None and policy.seconds is None
+        least = 0 if on_request or not ratios else 1 + ratios.index(min(ratios))
+        records, sizes = records[:least] + records[least + 1 :], sizes[:least] + sizes[least + 1 :]
+    return records
+
+
+def find_snapshot(
+    timeline: Timeline | None,
+    to: timedelta | Snapshot | Kept | None = None,
+    *,
+    seconds: float | None = None,
+    images: int | None = None,
+    stream: int | None = None,
+) -> tuple[Snapshot, Kept | None]:
+    """Return a snapshot, and its place in the history if it has one.
+
+    Args:
+        timeline: the history; None: there is none.
+        to: a snapshot, an entry of the history, or the least age of the newest snapshot that will do.
+        seconds: the least age in seconds.
+        images: the least age in images: of this stream, or of the one with most images.
+        stream: the stream whose images count.
+
+    Raises:
+        TypeError: not exactly one of ``to``, ``seconds`` and ``images`` is given, or ``to`` is something else.
+        ValueError: there is no history, or no snapshot that is so old.
+    """
+    given = sum(value is not None for value in (to, seconds, images))
+    if given != 1:
+        raise TypeError(f"give one of: a snapshot, a timedelta, seconds=30 or images=500; got {given} of them")
+    snapshot = to.snapshot if isinstance(to, Kept) else to
+    if isinstance(snapshot, Snapshot):
+        kept = [] if timeline is None else timeline.kept()
+        return snapshot, next((entry for entry in kept if entry.snapshot is snapshot), None)
+    if isinstance(to, timedelta):
+        seconds = to.total_seconds()
+    elif to is not None:
+        raise TypeError(f"give a snapshot, a timedelta, seconds=30 or images=500; got {type(to).__name__}")
+    if timeline is None:
+        raise ValueError(NO_HISTORY)
+    require(images is None or is_whole(images, least=0), "images is a whole number, at least 0", images)
+    require(seconds is None or (is_number(seconds) and seconds >= 0), "seconds is a number, at least 0", seconds)
+    kept = timeline.kept()
+    if not kept:
+        raise ValueError("the history is empty: the first snapshot is taken before the first batch is learned from")
+    ages = [_age_in_images(entry, stream) if images is not None else entry.seconds for entry in kept]
+    least, unit = (seconds, "seconds") if images is None else (images, "images")
+    for entry, age in zip(kept, ages, strict=True):
+        if age >= (least or 0):
+            return entry.snapshot, entry
+    shown = ", ".join(f"{age:,.6g}" for age in ages)
+    raise ValueError(
+        f"no snapshot is {least:,} {unit} old; there are snapshots from {shown} {unit} ago. reset() returns to the "
+        "source model"
+    )
+
+
+def _age_in_images(kept: Kept, stream: int | None) -> int:
+    return max(kept.images) if stream is None else kept.images[stream]
+
+
+def state_after_rollback(snapshot: Snapshot, kept: Kept | None, now: Any, stream: int | None) -> tuple[Any, RolledBack]:
+    """Return the state after a rollback of all streams, or of one, and the report; nothing is changed yet."""
+    past = copy_like(snapshot.state, now)
+    chosen = list(range(len(now.key.seed)))
+    if stream is not None:
+        past, chosen = replace_stream(now, stream, past), [stream]
+    learned, before = (tuple(state.info.images[chosen].tolist()) for state in (past, now))
+    seconds, images = (None, None) if kept is None else (kept.seconds, tuple(kept.images[i] for i in chosen))
+    return past, RolledBack(tuple(chosen), seconds, images, learned, before)
+
+
+def check_snapshot(snapshot: Any, method: AnyMethod, net: Backbone, streams: int) -> None:
+    """Raise if this is not a snapshot of this method, this network and this number of streams."""
+    if not isinstance(snapshot, Snapshot):
+        raise TypeError(f"restore takes what snapshot() returned; got {type(snapshot).__name__}")
+    if snapshot.method != method:
+        raise ValueError(f"the snapshot was taken with {snapshot.method}; here {method} runs")
+    if (count := len(snapshot.state.key.seed)) != streams:
+        raise ValueError(f"the snapshot is of another number of streams: {count}; expected {streams}")
+    if snapshot.net is not net and snapshot.net.fingerprint() != net.fingerprint():
+        raise ValueError(
+            "the snapshot was taken on another network: its weights differ from this one's. Restore it where it was "
+            "taken, with the same weights and precision"
+        )
+
+
+def check_memory(policy: History, state: Any) -> None:
+    """Raise if the snapshots of this state would take more memory than the policy allows, or than there is."""
+    size, limit = count_bytes(state), policy.megabytes * 2**20
+    there = _memory_of(state.key.seed.device, policy.on_host)
+    if size * policy.keep <= min(limit, there):
+        return
+    needed, fitting = math.ceil(size * policy.keep / 2**20), int(min(limit, there) // size)
+    advice = [f"keep={fitting}"] if fitting >= 2 else []
+    if needed * 2**20 <= there:
+        advice.append(f"megabytes={needed}")
+    reason = f"its limit is {policy.megabytes:,g} MB" if limit <= there else f"there are {there / 2**20:,.0f} MB"
+    raise ValueError(
+        f"a history of {policy.keep} snapshots of {size / 2**20:,.1f} MB each would take {needed:,} MB; {reason}. "
+        + (f"Choose tribe.History({') or tribe.History('.join(advice)})" if advice else "Adapt without a history")
+    )
+
+
+def _memory_of(device: torch.device, on_host: bool) -> float:
+    """The bytes of memory of the machine, or of a GPU; infinity if it cannot be read."""
+    if device.type == "cuda" and not on_host:
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    try:
+        return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    except (AttributeError, ValueError, OSError):
+        return math.inf

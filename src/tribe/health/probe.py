@@ -1,4 +1,4 @@
-"""What the source network says of some images of a stream, in one pass: a second opinion that does not adapt.
+"""Predictions of the source for some images of a stream, in one pass: a second opinion that does not adapt.
 
 Of every so many valid images of a batch, one is a probe. The pass normalises with the source's statistics, and looks at
 those that the probes have: how far they are from the source's tells how much the images have changed, whatever the
@@ -14,7 +14,6 @@ from torch import Tensor
 from tribe.core.backbone import Backbone
 from tribe.core.rules import Frozen, pool_batch
 from tribe.core.state import Stats
-from tribe.fields import document
 from tribe.health.changes import DEPTHS, moves_by_depth
 
 SPAN = 16  # probes over which their statistics are averaged, about
@@ -43,20 +42,13 @@ class ShiftState(NamedTuple):
 
 
 class Answers(NamedTuple):
-    """What the source says of the probes among the images of a batch."""
+    """The source's predictions of the probes among the images of a batch."""
 
-    logits: Tensor
-    known: Tensor
+    logits: Tensor  # (S, B, K), the source's logits of the probes, float32; zero for other images
+    known: Tensor  # (S, B), which images are probes
+    # (S, 3), how far the statistics of the last probes are from the source's, by depth, in standard deviations; 0
+    # before the first probe
     shift: Tensor
-
-
-document(
-    Answers,
-    logits="(S, B, K), the source's logits of the probes, float32; zero for other images.",
-    known="(S, B), which images are probes.",
-    shift="(S, 3), how far the statistics of the last probes are from the source's, by depth, in standard deviations; "
-    "0 before the first probe.",
-)
 
 
 def start_shift(net: Backbone, streams: int) -> ShiftState:
@@ -101,7 +93,7 @@ def _remember(state: ShiftState, stats: Stats, probes: Tensor) -> ShiftState:
 
 
 def measure_shift(net: Backbone, state: ShiftState) -> Tensor:
-    """How far the statistics of the last probes are from the source's (S, 3); 0 if there are none."""
+    """Return how far the statistics of the last probes are from the source's (S, 3); 0 if there are none."""
     if not state.mean.shape[1]:
         return state.weight.new_zeros(len(state.weight), DEPTHS)
     weight = state.weight.clamp_min(1e-6).unsqueeze(1)

@@ -67,7 +67,7 @@ class GaussianProcess(NamedTuple):
         return (_kernel(self._standard(features), self.points, self.amplitude) * self.weights).sum(-1) + self.offset
 
     def variance(self, features: Tensor) -> Tensor:
-        """How far the value of features (..., F) may be from the prediction: a variance, with NOISE."""
+        """Return the variance of the values of features (..., F), with NOISE."""
         x = self._standard(features)
         known = _kernel(x, self.points, self.amplitude) @ self.root.T
         prior = self.amplitude.square() + x.square().sum(-1)

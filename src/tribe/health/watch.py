@@ -1,7 +1,7 @@
 """Watch a stream while a method adapts to it: alarms, the estimated accuracy, and what the stream shows.
 
 A `Watcher` is a pure step over rows that `tribe.health.guard` runs around a method, captured in CUDA graphs like the
-rest. `describe` turns its state into one `Health` a stream.
+rest. A guard turns its state into one `tribe.health.Health` a stream.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from tribe.core.backbone import Backbone
-from tribe.fields import document
 from tribe.health.alarms import KINDS, Alarms, AlarmState
 from tribe.health.calibration import Calibration
 from tribe.health.estimate import EstimateState, Estimator, Features
@@ -24,7 +23,7 @@ RECENT = 500  # images of the means: of the agreement with the source, and of wh
 
 
 class WatchState(NamedTuple):
-    """What is remembered of each stream."""
+    """The state of each stream."""
 
     alarms: AlarmState
     estimate: EstimateState
@@ -36,7 +35,7 @@ class WatchState(NamedTuple):
 
 @dataclass(frozen=True)
 class Watcher:
-    """What is watched. ``probe``: every so many images of a batch, one is also predicted by the source; 0: none."""
+    """Watch streams. ``probe``: every so many images of a batch, one is also predicted by the source; 0: none."""
 
     classes: int
     probe: int
@@ -46,7 +45,7 @@ class Watcher:
 
     @staticmethod
     def of(classes: int, probe: int, calibration: Calibration | None, device: torch.device) -> "Watcher":
-        """What watches streams on a device; without a calibration nothing is estimated."""
+        """Return what watches streams on a device; without a calibration nothing is estimated."""
         if calibration is None:
             empty = GaussianProcess.flat(len(Features._fields), device)
             return Watcher(classes, probe, Estimator(classes, 1.0, empty), None)
@@ -70,7 +69,7 @@ class Watcher:
         return verdict, state._replace(alarms=alarms)
 
     def ask(self, net: Backbone, state: WatchState, x: Tensor, valid: Tensor) -> tuple[Answers | None, ShiftState]:
-        """What the source says of some images; None if it is not asked."""
+        """Return the source's predictions of some images; None if it is not asked."""
         if not self.probe:
             return None, state.shift
         return ask(net, state.shift, x, valid, self.probe, measures=self.normal is not None)
@@ -115,52 +114,6 @@ class Watcher:
 def _add(sums: Tensor, new: Tensor, images: Tensor) -> Tensor:
     """Discounted sums with those of new images (S, 1): about the last `RECENT` count."""
     return torch.addcmul(new, sums, torch.exp(images / -RECENT))
-
-
-class Health(NamedTuple):
-    """How one stream does, in plain numbers."""
-
-    images: int
-    accuracy: float | None
-    low: float | None
-    high: float | None
-    overall: float | None
-    calibrated: bool
-    alarms: tuple[str, ...]
-    entropy: float
-    trusted: float
-    distance: float
-    statistics: float | None
-    followed: float | None
-    source_agreement: float | None
-    predicted: tuple[int, ...]
-    held: int
-    returned: int
-
-    def json(self) -> dict[str, Any]:
-        """Plain data."""
-        return {**self._asdict(), "alarms": list(self.alarms), "predicted": list(self.predicted)}
-
-
-document(
-    Health,
-    images="Images that came, learned from or not.",
-    accuracy="Estimated accuracy of the last 500 images, before the time filter; None without a calibration.",
-    low="Lower end of its 90 % interval; None without a calibration.",
-    high="Upper end of its 90 % interval; None without a calibration.",
-    overall="Estimated accuracy over the whole stream; None without a calibration.",
-    calibrated="Whether a calibration was given: without one there is no estimate and no alarm of a shift.",
-    alarms="The alarms that are on now.",
-    entropy="Mean entropy of about the last 500 predictions, as a share of log K: 0 is certain, 1 is uniform.",
-    trusted="Share of about the last 500 images that was trusted; 1 for methods that do not choose.",
-    distance="How far the affine parameters have moved, relative to the norm of the source's.",
-    statistics="How far the statistics have moved, in standard deviations: see tribe.health.lean; None: none are kept.",
-    followed="The share of the adapted statistics in those that predict; None for methods that keep none.",
-    source_agreement="Share of the last images on which the source agrees, of those that it predicted too; None: none.",
-    predicted="How often each class was predicted, before the time filter.",
-    held="Images that a guard did not let the method learn from.",
-    returned="How often a guard returned the stream to its last good state.",
-)
 
 
 def alarms_on(state: WatchState) -> list[tuple[str, ...]]:

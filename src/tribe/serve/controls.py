@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any, Literal, NamedTuple
 
-from tribe.health.snapshots import Snapshot
+from tribe.health.history import Snapshot
 from tribe.serve.errors import NotOwner, NotStored, Overloaded, UnknownStream
 from tribe.serve.execution import read_reports
 from tribe.serve.session import StreamSession

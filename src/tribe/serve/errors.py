@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import ClassVar
 
-from tribe.streams.fleet import UnknownStream as UnknownStream
+from tribe.streams import UnknownStream as UnknownStream
 
 # -- of a worker; tribe.serve.service turns each of them into one of those below ---------------------------------------
 

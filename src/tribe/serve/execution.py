@@ -92,9 +92,8 @@ def _predict(fleet: Fleet, jobs: list[Job]) -> list[InferResult]:
 
 def read_reports(fleet: Fleet, names: Iterable[str]) -> dict[str, dict[str, Any]]:
     """Return what each stream reports, in plain numbers by name; estimates that do not exist are left out."""
-    chosen = list(names)
-    infos, healths = fleet.info_many(chosen), fleet.health_many(chosen)
-    return {name: infos[name]._asdict() | _plain(healths[name]) for name in chosen}
+    reports = fleet.report_many(names)
+    return {name: report.info._asdict() | _plain(report.health) for name, report in reports.items()}
 
 
 def _plain(health: Health | None) -> dict[str, Any]:

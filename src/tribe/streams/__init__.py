@@ -1,5 +1,6 @@
-"""Many streams by name on one frozen network: `tribe.fleet`. Only streams that have images are stepped."""
+"""Named states that adapt on one frozen network: `tribe.adapt` and `tribe.fleet` are two views of one core."""
 
-from tribe.streams.fleet import Fleet, UnknownStream, fleet, stream_seed
+from tribe.streams.fleet import Fleet, fleet, stream_seed
+from tribe.streams.names import UnknownStream
 
 __all__ = ["Fleet", "UnknownStream", "fleet", "stream_seed"]

@@ -1,4 +1,7 @@
-"""Names of streams and ids of requests: one rule for fleets, stores, URLs, headers, files and metrics."""
+"""Names of streams and ids of requests.
+
+A stream of a fleet may have any name. One that is served has a name that fits into URLs, headers, files and metrics.
+"""
 
 import re
 from typing import Any
@@ -28,3 +31,15 @@ def check_request_id(request_id: Any) -> str:
             f"the id of the request is {str(request_id)[:40]!r}; expected at most {MAX_REQUEST_ID} printable characters"
         )
     return request_id
+
+
+class UnknownStream(LookupError):
+    """There is no stream of this name."""
+
+
+def check_name(name: Any) -> None:
+    """Raise if the name of a stream is not a text, or is empty."""
+    if not isinstance(name, str):
+        raise TypeError(f"the name of a stream is a text; got {name!r}")
+    if not name:
+        raise ValueError("the name of a stream is empty; expected at least one character")

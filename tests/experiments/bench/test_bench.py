@@ -12,11 +12,11 @@ from commands import message, tribe_command
 from places import ROOT
 from processes import ended
 from tribe.core import kernels
+from tribe.core.state import count_bytes
 from tribe.experiments import bench
 from tribe.experiments.bench import clock, contenders
 from tribe.experiments.bench.contenders import Workload
 from tribe.experiments.bench.rates import count_operations
-from tribe.health.recorder import count_bytes
 
 CPU = torch.device("cpu")
 SHAPE = (3, 8, 8)

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from tribe import methods
 from tribe.core.backbone import Backbone
 from tribe.core.kernels import Switch
+from tribe.core.state import count_bytes
 from tribe.experiments.bench.clock import Call
 from tribe.experiments.bench.networks import noise
-from tribe.health.recorder import count_bytes
 from tribe.methods import AnyMethod, with_fields
 from tribe.registry import nearest
 from tribe.streams.adapter import adapt

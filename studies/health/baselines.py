@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from tribe.health.records import Signals
+from studies.health.records import Signals
 
 SMOOTHING = 0.4  # the newest batch's share in AETTA's estimate
 POWER = 3  # of the entropy in AETTA's estimate

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from tribe.health import baselines
-from tribe.health.records import Signals
+from studies.health import baselines
+from studies.health.records import Signals
 
 # Two classes: probabilities 3/4, 9/10 and 1/2 of the predicted class; at temperature 2 the odds are the square roots.
 CONFIDENCE = torch.tensor([0.75, 0.9, 0.5], dtype=torch.float64)

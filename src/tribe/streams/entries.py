@@ -1,0 +1,177 @@
+"""The entries of named states: immutable, replaced as a whole, with bounded memory on the network's device.
+
+A state is a named tuple of tensors that nothing changes: a step makes a new one. So an entry is replaced under a lock
+that is held for a moment, and whatever has an entry needs no lock to use it.
+"""
+
+import math
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from tribe.core.state import tree_map
+from tribe.core.threads import Lock
+from tribe.health.events import Counts
+from tribe.health.history import Timeline
+from tribe.methods import Deployed
+
+Residence = Literal["device", "host"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A named state of one or more streams, and what belongs to it."""
+
+    state: Any
+    frozen: bool = False
+    bad: Tensor | None = None  # (S, B) bad images of the last batch, on the device; None: there were none
+    version: int = 0  # how often the state was replaced
+    residence: Residence = "device"
+    deployed: Deployed | None = None  # the network of this state, made by the first prediction
+    alarms: Counts = None  # how often each alarm had begun when it was last read
+    history: Timeline | None = None
+
+    def moved(self, state: Any, **fields: Any) -> "Entry":
+        """Return the entry with another state, which is on the device."""
+        return replace(self, state=state, version=self.version + 1, residence="device", deployed=None, **fields)
+
+    def bad_images(self) -> list[tuple[int, ...]]:
+        """Return the positions of bad images in the last batch of each stream."""
+        if self.bad is None:
+            return [()] * len(self.state.key.seed)
+        return [tuple(torch.where(row)[0].tolist()) for row in self.bad]
+
+    @property
+    def seed(self) -> int:
+        """The seed of its first stream."""
+        return int(self.state.key.seed[0])
+
+
+class ReadersLock(Lock):
+    """The lock of a table, which is held for a moment, and the states that predictions read at the moment."""
+
+    def renew(self) -> None:
+        """Free the lock; after a fork no other thread reads."""
+        self._lock: Any = threading.Condition()
+        self.states: list[Any] = []
+
+    def forget(self, state: Any) -> None:
+        """Count a state as read once less."""
+        del self.states[next(i for i, other in enumerate(self.states) if other is state)]
+        self._lock.notify_all()
+
+    def wait_for_older(self, state: Any) -> None:
+        """Wait until no prediction reads another state than this one."""
+        with self:
+            self._lock.wait_for(lambda: all(other is state for other in self.states))
+
+
+class EntryTable:
+    """All entries, the least recently used first.
+
+    Args:
+        device: where states are when they are used.
+        rows: the most states there; the others are in host memory. None: any number.
+    """
+
+    def __init__(self, device: torch.device, rows: int | None = None) -> None:
+        self.device, self.rows = device, rows
+        self.lock = ReadersLock()
+        self.entries: OrderedDict[str, Entry] = OrderedDict()
+
+    def get(self, name: str) -> Entry | None:
+        """Return the entry of a name; None: there is none."""
+        with self.lock:
+            return self.entries.get(name)
+
+    def put(self, changes: Mapping[str, Entry], keeps_frozen: bool = False) -> None:
+        """Add or replace entries, all at once.
+
+        First the least recently used states move to the host, so that these fit. An error leaves all as they were.
+
+        Args:
+            changes: the entries by name.
+            keeps_frozen: whether entries stay frozen or not as they are now, which may have changed during a step.
+        """
+        new = dict(changes) if self.rows is None else self._make_room(changes)
+        with self.lock:
+            if keeps_frozen:
+                new = {n: replace(e, frozen=self.entries[n].frozen) if n in self.entries else e for n, e in new.items()}
+            self.entries.update(new)
+            for name in new:
+                self.entries.move_to_end(name)
+
+    @contextmanager
+    def reading(self, find: Callable[[], dict[str, Entry]]) -> Iterator[dict[str, Entry]]:
+        """Give the entries that ``find`` returns; no step writes into their memory in this context."""
+        with self.lock:
+            entries = find()
+            states = [entry.state for entry in entries.values()]
+            self.lock.states += states
+        try:
+            yield entries
+        finally:
+            with self.lock:
+                for state in states:
+                    self.lock.forget(state)
+
+    def change(self, name: str, **fields: Any) -> None:
+        """Replace fields of an entry that leave its state as it is; a dropped entry stays dropped."""
+        with self.lock:
+            if (entry := self.entries.get(name)) is not None:
+                self.entries[name] = replace(entry, **fields)
+
+    def drop(self, name: str) -> None:
+        """Remove an entry."""
+        with self.lock:
+            del self.entries[name]
+
+    def swap(self, name: str, old: Entry, new: Entry) -> None:
+        """Replace an entry by one with the same state elsewhere, unless it was replaced meanwhile."""
+        with self.lock:
+            if self.entries.get(name) is old:
+                self.entries[name] = new
+
+    def on_device(self, entry: Entry) -> Entry:
+        """Return an entry whose state is on the device; the table stays as it is."""
+        if entry.residence == "device":
+            return entry
+        return replace(entry, state=_to(entry.state, self.device), residence="device")
+
+    def use(self, name: str, entry: Entry) -> Entry:
+        """Return an entry with its state on the device, where it stays for the next use."""
+        with self.lock:
+            if name in self.entries:
+                self.entries.move_to_end(name)
+        if entry.residence == "device":
+            return entry
+        there = self.on_device(entry)
+        self._make_room({name: there})
+        self.swap(name, entry, there)
+        return there
+
+    def _make_room(self, new: Mapping[str, Entry]) -> dict[str, Entry]:
+        """Move the least recently used states to the host, and return the new entries, some of them on the host too."""
+        rows = math.inf if self.rows is None else self.rows
+        with self.lock:
+            others = [(n, e) for n, e in self.entries.items() if e.residence == "device" and n not in new]
+        arriving = [name for name, entry in new.items() if entry.residence == "device"]
+        excess = int(max(len(others) + len(arriving) - rows, 0))
+        for name, entry in others[:excess]:
+            self.swap(name, entry, _on_host(entry))
+        stay = set(arriving[max(excess - len(others), 0) :])
+        return {n: _on_host(e) if e.residence == "device" and n not in stay else e for n, e in new.items()}
+
+
+def _on_host(entry: Entry) -> Entry:
+    return replace(entry, state=_to(entry.state, "cpu"), residence="host", deployed=None)
+
+
+def _to(state: Any, device: torch.device | str) -> Any:
+    return tree_map(lambda t: t.to(device), state)

@@ -1,0 +1,106 @@
+"""Which snapshots a history keeps, and what it may cost."""
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+import tribe
+from tribe.core.rng import Key
+from tribe.core.state import count_bytes
+from tribe.health import history
+from tribe.health.history import Snapshot, TimedSnapshot, check_memory, thin
+
+
+class State(NamedTuple):
+    numbers: Tensor
+    key: Key
+
+
+def state(size=1):
+    return State(torch.zeros(1, size), Key(torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)))
+
+
+def histories(steps, policy, images=lambda step: step, seconds=lambda step: step):
+    """The entries after each of so many snapshots."""
+    kept, snapshot = (), Snapshot(None, state(), None, False)
+    for step in range(steps):
+        kept = thin((*kept, TimedSnapshot(snapshot, float(seconds(step)), (images(step),))), policy)
+        yield kept
+
+
+def worst(ages, least=1):
+    """How many times older than asked a snapshot is, at most: for an age just above that of a snapshot."""
+    ages = sorted(ages)
+    return max(older / max(newer, least) for newer, older in pairwise(ages) if older > least)
+
+
+@pytest.mark.parametrize(("keep", "most"), [(8, 12), (16, 4), (32, 2)])
+def test_every_age_finds_a_snapshot_that_is_not_much_older(keep, most):
+    for kept in histories(2000, tribe.History(every=1, seconds=1.0, keep=keep)):
+        assert len(kept) <= keep
+        assert kept[0].taken == 0, "the oldest stays"
+        ages = [kept[-1].taken - record.taken for record in kept]
+        assert len(ages) < 3 or worst(ages) <= most
+
+
+def test_both_kinds_of_ages_are_covered_where_images_come_at_a_changing_rate():
+    """A thousand quick batches, a thousand slow ones: the images are in the first, the time in the second."""
+    images = lambda step: min(step, 1000) * 1000 + max(step - 1000, 0)  # noqa: E731
+    seconds = lambda step: min(step, 1000) + max(step - 1000, 0) * 1000  # noqa: E731
+    *_, kept = histories(2000, tribe.History(every=1, seconds=1.0, keep=32), images, seconds)
+    newest = kept[-1]
+    assert worst([newest.taken - record.taken for record in kept], 1000) <= 4
+    assert worst([newest.came[0] - record.came[0] for record in kept], 1000) <= 4
+
+
+def test_a_state_that_grew_leaves_room_for_fewer():
+    policy = tribe.History(keep=4, megabytes=1)
+    size = 2**20 // 4 // 3  # three of them fit
+    made = [TimedSnapshot(Snapshot(None, state(size), None, False), float(i), (i,)) for i in range(4)]
+    assert count_bytes(made[0].snapshot.state) < 2**20 / 3 + 20
+    assert [record.taken for record in thin(tuple(made), policy)] in ([0, 3], [0, 1, 3], [0, 2, 3])
+    huge = [TimedSnapshot(Snapshot(None, state(2**20), None, False), float(i), (i,)) for i in range(2)]
+    assert [record.taken for record in thin(tuple(huge), policy)] == [1.0], "one always stays, the newest"
+
+
+REFUSED = [  # a policy, and the advice of the error
+    ({"keep": 8, "megabytes": 4}, ("keep=3", "megabytes=9")),
+    ({"keep": 2, "megabytes": 0.5}, ("megabytes=3",)),
+]
+
+
+@pytest.mark.parametrize(("policy", "advice"), REFUSED)
+def test_a_history_larger_than_its_limit_is_refused_with_one_that_fits(policy, advice):
+    with pytest.raises(ValueError, match="limit") as error:
+        check_memory(tribe.History(**policy), state(2**18))
+    assert all(words in str(error.value) for words in advice)
+    check_memory(tribe.History(keep=3, megabytes=4), state(2**18))
+    check_memory(tribe.History(keep=8, megabytes=9), state(2**18))
+
+
+def test_a_history_larger_than_the_machine_is_refused_whatever_its_limit(monkeypatch):
+    large = State(torch.empty(1, 2**50, device="meta"), state().key)
+    with pytest.raises(ValueError, match="without a history"):
+        check_memory(tribe.History(megabytes=2**50), large)
+    monkeypatch.setattr(history, "_memory_of", lambda device, on_host: 20 * 2**20)
+    with pytest.raises(ValueError, match="keep=19"):
+        check_memory(tribe.History(keep=32, megabytes=32), state(2**18))
+
+
+WRONG = {
+    "every": (0, 1.5, True),
+    "seconds": (0, -1, float("inf"), "1h"),
+    "keep": (1, 2.0, None),
+    "megabytes": (0, None, float("nan")),
+    "on_host": (None, 1),
+    "clock": (3,),
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in WRONG.items() for value in values])
+def test_a_policy_says_what_its_fields_are(name, value):
+    with pytest.raises(ValueError, match=name):
+        tribe.History(**{name: value})
