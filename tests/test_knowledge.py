@@ -300,9 +300,6 @@ def test_a_run_names_the_commands_that_make_missing_knowledge(root, monkeypatch)
 
 
 def test_knowledge_of_other_settings_has_a_file_of_its_own_and_a_run_finds_it(root):
-    def play(*options):
-        return play(root, "ttac", "--out", "out", *options)
-
     usual = f"tribe source ttac --model compact --dataset mnist --data {root}"
     assert command(*usual.split()[1:], "--batch", 10).exit_code == 0
     before = (root / "source" / "ttac_compact_mnist.safetensors").read_bytes()
