@@ -50,7 +50,7 @@ def test_the_method_of_the_tutorial_is_played(nowhere, tmp_path, few_digits):
     """Its file alone, on few images; the whole page is below."""
     (file,) = [block for block in blocks("tutorials/add-a-method.md") if block.title == "follow.py"]
     (tmp_path / file.title).write_text(file.code)
-    short = ("--imbalance", "1000000", "--set", "dataset.corruptions=motion_blur", "--data", few_digits)
+    short = ("--set", "scenario.imbalance=1000000", "--set", "dataset.corruptions=motion_blur", "--data", few_digits)
     result = tribe_command("run", "--methods", "source,follow.py:Follow", *short)
     assert result.exit_code == 0, result.stderr
     assert "follow" in result.stdout
