@@ -34,7 +34,7 @@ ERRORS = {"inst": metrics.instance_error, "cat": metrics.category_error}
 def textbook(net: nn.Module, stream: tribe.Stream, device: torch.device, lr: float = 1e-3) -> Tensor:
     """Run plain TENT over a stream and return its predictions, image by image."""
     net = copy.deepcopy(net).to(device).train().requires_grad_(False)
-    affine: list[nn.Parameter] = []
+    affine: list[Tensor] = []
     for layer in _norms(net):
         layer.track_running_stats, layer.running_mean, layer.running_var = False, None, None
         affine += [layer.weight.requires_grad_(), layer.bias.requires_grad_()]
@@ -57,7 +57,7 @@ def nudge(net: nn.Module, seed: int) -> None:
     with torch.no_grad():
         for layer in _norms(net):
             for parameter in (layer.weight, layer.bias):
-                parameter *= 1 + NUDGE * torch.randn(parameter.shape, generator=draws)
+                parameter.mul_(1 + NUDGE * torch.randn(parameter.shape, generator=draws))
 
 
 def _norms(net: nn.Module) -> list[nn.BatchNorm2d]:
