@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import tribe
+from tribe.core.state import digest
 from tribe.methods import Pipeline, create, names
 from tribe.methods.tribe import Tribe
 from tribe.testing import images, ready
@@ -184,3 +185,34 @@ def test_what_a_state_predicts_with_is_made_once():
 def test_a_method_is_what_the_registry_makes():
     assert isinstance(tribe.fleet(NET, "tribe", time="auto").method, Pipeline)
     assert tribe.fleet(NET, create("bn", classes=4)).method.name == "bn"
+
+
+def test_an_adapter_predicts_during_a_step_and_its_memory_is_not_reused_under_a_reader():
+    begun, may_end = threading.Event(), threading.Event()
+
+    def gate():
+        begun.set()
+        assert may_end.wait(WAIT)
+
+    adapter = tribe.adapt(NET, Gated(classes=4, h0=2.0, gate=gate))
+    may_end.set()
+    adapter(x(0)), adapter(x(1))
+    expected = adapter.predict(x(5))
+    begun.clear(), may_end.clear()
+    thread, _ = start(adapter, x(2))
+    assert begun.wait(WAIT)
+    assert torch.equal(adapter.predict(x(5)), expected)
+    may_end.set()
+    thread.join(WAIT)
+    assert not torch.equal(adapter.predict(x(5)), expected)
+    with adapter._core.reading("adapter") as entries:
+        state = entries["adapter"].state
+        before = digest(state)
+        adapter(x(3))  # the state that is read is the current one: the step need not wait
+        begun.clear()
+        thread, _ = start(adapter, x(4))  # this one would write into the memory of the state that is read
+        assert digest(state) == before
+        assert thread.is_alive()
+        assert not begun.is_set()
+    thread.join(WAIT)
+    assert adapter.info[0].steps == 5
