@@ -326,13 +326,13 @@ def test_weights_are_loaded(call, tmp_path):
 @pytest.mark.parametrize(
     ("target", "words"),
     [
-        ("models_here", ["names no model", "package.module:attribute"]),
+        ("models_here", ["does not name a model", "package.module:attribute"]),
         ("nowhere.py:net", ["no file at nowhere.py"]),
         ("no_such_module:net", ["importing no_such_module failed", "No module named"]),
         ("broken_here.py:net", ["importing broken_here.py failed", "ZeroDivisionError"]),
         ("leaves_here:net", ["importing leaves_here failed", "SystemExit"]),
         ("models_here.py:nett", ["no attribute 'nett'", "did you mean 'net'"]),
-        ("models_here.py:number", ["is no model", "got int"]),
+        ("models_here.py:number", ["is not a model", "int"]),
         ("models_here.py:Needy", ["could not be called without arguments", "width"]),
         ("models_here.py:Moody", ["failed on these images", "KeyError"]),
     ],

@@ -5,7 +5,6 @@ import json
 import re
 import shutil
 import signal
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -445,11 +444,6 @@ def test_variants_of_a_method_are_results_of_their_own():
             ["no weights of wrn28_10 for mnist", "--weights FILE", "train mnist --model wrn28_10"],
         ),
         (["--dataset", "folder"], ["--data FOLDER"]),
-        pytest.param(
-            ["--model", "torchvision/resnet18"],
-            ["needs torchvision", "tribe-tta[models]"],
-            marks=pytest.mark.skipif(find_spec("torchvision") is not None, reason="torchvision is here"),
-        ),
         (["--dataset", "cifar10-c"], ["CIFAR-10-C", "tribe corrupt cifar10"]),
         (["--dataset", "live-cifar10-c"], ["cifar-10-batches-bin"]),
         (["--set", "device=cuda:x"], ["unknown device"]),

@@ -228,7 +228,11 @@ def padding_weighs_nothing(method: AnyMethod) -> None:
         assert alone is None or torch.allclose(y[:, :5], alone, rtol=0, atol=1e-5), "padding changed a prediction"
     assert int(padded.info.images) == 15, "padding was counted as images"
     for name, t in _adapted(padded).items():
-        assert torch.allclose(t.float(), leaves(state)[name].float(), rtol=1e-4, atol=1e-5), f"padding moved {name}"
+        alone = leaves(state)[name].float()
+        room = max(
+            1e-5, 1e-4 * float(alone.abs().max())
+        )  # gradients of inverses round by shares of their largest entry
+        assert torch.allclose(t.float(), alone, rtol=1e-4, atol=room), f"padding moved {name}"
 
 
 def a_poisoned_batch_touches_nothing(method: AnyMethod) -> None:

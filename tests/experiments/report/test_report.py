@@ -293,7 +293,7 @@ def test_the_command_that_made_a_result_is_shown(tmp_path, monkeypatch, few_digi
     (result,) = store.finished("runs")
     report.write("runs", "report.html")
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert '<pre class="command"><code>tribe ' in page
+    assert '<pre class="command"><code>' in page
     assert f"Made on device {result.environment['machine']['device']}" in page
 
 
@@ -492,7 +492,8 @@ def test_a_record_of_a_newer_version_is_named(tmp_path, monkeypatch):
     folder = keep(tmp_path / "runs", r=record())
     monkeypatch.undo()
     (damaged,) = report.collect(folder).damaged
-    assert damaged == ("r.npz", "the file is of format tribe-record 3; this reads tribe-record 2")
+    assert damaged[0] == "r.npz"
+    assert "schema is 3; expected 2" in damaged[1]
 
 
 @pytest.mark.parametrize(

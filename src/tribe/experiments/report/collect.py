@@ -145,7 +145,7 @@ def collect(folder: str | PathLike[str]) -> Runs:
         except UNREADABLE as error:
             damaged.append((path, f"{error}".replace(str(file), "the file") or type(error).__name__))
     for result in results:
-        found += _without_record(result, root)
+        found += _without_record(result, root, damaged)
     if not found and not damaged:
         raise FileNotFoundError(
             f"there is no record or result under {folder}; expected what `tribe run` or tribe.Record.save leaves: make "
@@ -155,14 +155,17 @@ def collect(folder: str | PathLike[str]) -> Runs:
     return Runs(_grouped(single), tuple(damaged), tuple(repeated))
 
 
-def _without_record(result: Result, root: Path) -> Iterator[Played]:
-    """Yield the streams of a result without a record."""
+def _without_record(result: Result, root: Path, damaged: list[tuple[str, str]]) -> Iterator[Played]:
+    """Yield the streams of a result without a record; append those whose metrics contradict each other to damaged."""
     for seed, stream in result.streams.items():
         if record_path(result.folder, seed).exists():
             continue
         scores = {**stream.metrics, "seconds_per_image": stream.environment.get("seconds_per_image")}
         counts = scores["class_counts"]
         domains = tuple(counts or result.experiment.scenario.fields.get("domains") or ())
+        if counts.keys() != scores["domain_error"].keys():
+            damaged.append((result.folder.relative_to(root).as_posix(), "the metrics are damaged: domains differ"))
+            continue
         classes = len(next(iter(counts.values()))) if counts else int(result.experiment.method.fields["classes"] or 0)
         path = result.folder.relative_to(root).as_posix()
         spec = {**result.experiment.record_spec(), "seed": seed}
