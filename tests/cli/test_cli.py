@@ -332,7 +332,7 @@ def test_weights_are_loaded(call, tmp_path):
         ("broken_here.py:net", ["importing broken_here.py failed", "ZeroDivisionError"]),
         ("leaves_here:net", ["importing leaves_here failed", "SystemExit"]),
         ("models_here.py:nett", ["no attribute 'nett'", "did you mean 'net'"]),
-        ("models_here.py:number", ["is not a model", "int"]),
+        ("models_here.py:number", ["is not a model", "<class 'int'>"]),
         ("models_here.py:Needy", ["could not be called without arguments", "width"]),
         ("models_here.py:Moody", ["failed on these images", "KeyError"]),
     ],

@@ -229,9 +229,8 @@ def padding_weighs_nothing(method: AnyMethod) -> None:
     assert int(padded.info.images) == 15, "padding was counted as images"
     for name, t in _adapted(padded).items():
         alone = leaves(state)[name].float()
-        room = max(
-            1e-5, 1e-4 * float(alone.abs().max())
-        )  # gradients of inverses round by shares of their largest entry
+        # Gradients of inverses round by shares of their largest entry.
+        room = max(1e-5, 1e-4 * float(alone.abs().max()))
         assert torch.allclose(t.float(), alone, rtol=1e-4, atol=room), f"padding moved {name}"
 
 

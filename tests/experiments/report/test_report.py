@@ -288,12 +288,13 @@ def test_room_for_larger_images_is_a_departure_only_if_it_is_smaller(room):
 
 def test_the_command_that_made_a_result_is_shown(tmp_path, monkeypatch, few_digits):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["tribe", "run", "--methods", "source"])
     options = ("--methods", "source", "--data", few_digits, "--out", "runs")
     assert tribe_command("run", *SHORT, *options).exit_code == 0
     (result,) = store.finished("runs")
     report.write("runs", "report.html")
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert '<pre class="command"><code>' in page
+    assert '<pre class="command"><code>tribe run --methods source</code>' in page
     assert f"Made on device {result.environment['machine']['device']}" in page
 
 
