@@ -413,7 +413,7 @@ def test_images_that_are_not_there_are_asked_for(root):
         (["eata", "--model", "wrn28_10", "--dataset", "cifar10"], "no weights of wrn28_10 for cifar10"),
         (["eata", *DIGITS, "--batch", "0"], "--batch"),
         (["eata", *DIGITS, "--images", "0"], "--images"),
-        (["eata", *DIGITS, "--out", "no/where.safetensors"], "there is no folder no"),
+        (["eata", *DIGITS, "--out", "no/where.safetensors"], "no folder no"),
         (["eata", *DIGITS, "--out", "data"], "is a folder"),
         (["eata", *DIGITS, "--set", "eata.dd=1"], "no field 'dd'"),
         (["eata", *DIGITS, "--device", "tpu9"], "device"),

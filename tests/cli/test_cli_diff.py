@@ -73,7 +73,7 @@ def test_a_lost_record_is_named(runs, tmp_path, few_digits):
     result = tribe_command("diff", one.folder, other.folder)
     assert result.exit_code == 2
     assert f"no record at {one.folder / 'record-1.npz'}" in message(result).replace("- ", "-")
-    assert "there is no result" not in message(result)
+    assert "no result" not in message(result)
 
 
 def test_what_cannot_be_compared(runs, ids, tmp_path):
@@ -83,10 +83,10 @@ def test_what_cannot_be_compared(runs, ids, tmp_path):
     one = ids["source", 0]
     for other, words in (
         (ids["tent", 1], "of seed 1. Compare results that share a seed"),
-        ("nothing", "there is no result 'nothing'; expected an id"),
-        ("ffff0000", f"there is no finished result ffff0000 in {runs}"),
+        ("nothing", "no result 'nothing'; expected an id"),
+        ("ffff0000", f"no finished result ffff0000 in {runs}"),
         (runs, "holds 3 finished results; expected an id"),
-        (unfinished, "there is no finished result"),
+        (unfinished, "no finished result"),
         (tmp_path / "broken.npz", "broken.npz is not a record, or it is damaged"),
     ):
         result = tribe_command("diff", one, other, "--runs", runs)

@@ -282,7 +282,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(tmp_path, mon
 
 
 def test_a_checkpoint_that_cannot_be_written_is_found_before_the_first_batch(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"there is no folder .*missing to write run.safetensors into"):
+    with pytest.raises(FileNotFoundError, match=r"no folder .*missing to write run.safetensors into"):
         play(checkpoint=tmp_path / "missing" / "run.safetensors", progress=lambda *_: pytest.fail("a batch was played"))
 
 

@@ -141,7 +141,7 @@ def test_differences_without_a_spread_prove_nothing(hard):
     """Else the same stream, played with several seeds, would make any difference certain."""
     found = paired(hard, [error + 0.2 for error in hard])  # equal but for rounding
     assert found.p is None
-    why = "not sure: the same in all seeds, so there is no spread to test"
+    why = "not sure: the same in all seeds, without a spread to test"
     assert str(found) == f"0.20 points better over {len(hard)} seeds ({why})"
 
 

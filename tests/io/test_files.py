@@ -211,8 +211,8 @@ def test_a_file_that_cannot_be_written_is_found(tmp_path):
     cases = {
         "/proc/x.json": "could not be written",
         tmp_path: "is a folder; expected the path of a file",
-        tmp_path / "file" / "x.json": "there is no folder .*file to write x.json into",
-        tmp_path / "dangling": "there is no folder .*missing to write deeper into",
+        tmp_path / "file" / "x.json": "no folder .*file to write x.json into",
+        tmp_path / "dangling": "no folder .*missing to write deeper into",
     }
     for path, message in cases.items():
         with pytest.raises(OSError, match=message):

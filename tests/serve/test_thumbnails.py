@@ -87,7 +87,7 @@ def test_it_is_the_last_frame_for_those_who_may_see_the_stream_until_the_stream_
         client.drop("line4-a")
         refused(get(showing, "line4-a/thumbnail", "the-whole-plant"), 404, "line4-a")
         web.put(f"{showing.url}/v1/streams/line4-a", headers={"authorization": "Bearer the-whole-plant"})
-        refused(get(showing, "line4-a/thumbnail", "the-whole-plant"), 404, "there is no thumbnail")
+        refused(get(showing, "line4-a/thumbnail", "the-whole-plant"), 404, "no thumbnail")
 
 
 def test_a_server_without_them_says_how_to_have_them(server):

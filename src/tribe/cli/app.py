@@ -26,7 +26,7 @@ def printable_warning(
 def root(
     context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False
 ) -> None:
-    """Print the version for --version, and the help if there is no command."""
+    """Print the version for --version, and the help without a command."""
     warnings.formatwarning = printable_warning  # a warning may name a file
     if version:
         typer.echo(f"tribe {__version__}")

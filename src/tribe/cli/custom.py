@@ -36,7 +36,7 @@ def _is_subclass_of(base: type) -> Callable[[Any], bool]:
 
 
 def _has_members(*names: str) -> Callable[[Any], bool]:
-    """Return whether a class is a dataclass with these members; a field without a default is no class attribute."""
+    """Return whether a class is a dataclass with these members; a field without a default is not a class attribute."""
 
     def fits(found: Any) -> bool:
         if not (isinstance(found, type) and dataclasses.is_dataclass(found)):

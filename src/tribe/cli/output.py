@@ -1,4 +1,4 @@
-"""How commands print: results and JSON on stdout, errors and warnings as messages on stderr."""
+"""Print results and JSON on stdout, errors and warnings as messages on stderr."""
 
 import contextlib
 import json

@@ -12,7 +12,7 @@ CLOSED_PIPE = 128 + getattr(signal, "SIGPIPE", 13)  # the exit status of program
 
 
 class StdoutError(Exception):
-    """Stdout cannot be written. It is no OSError: commands print those as errors of the files that they write."""
+    """Stdout cannot be written. Not an OSError: commands print those as errors of the files that they write."""
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ def scored(record: Record) -> Tensor:
     """Return which images have a label, (T,); a record without any is refused."""
     labelled = record.label >= 0
     if not labelled.any():
-        raise ValueError("the record holds no labels, so there is no error to compute")
+        raise ValueError("the record holds no labels: errors cannot be computed")
     return labelled
 
 

@@ -91,7 +91,7 @@ class Record(NamedTuple):
         """Read a file of `save`.
 
         Raises:
-            FileNotFoundError: There is no such file.
+            FileNotFoundError: The file does not exist.
             ValueError: The file is not a record, or it is damaged.
         """
         if not Path(path).is_file():
@@ -109,7 +109,7 @@ class Record(NamedTuple):
     def to_pandas(self) -> Any:
         """Return the table as a pandas.DataFrame with a row for each image; ``attrs["spec"]`` is the spec.
 
-        ``domain`` is a categorical column of names, ``correct`` is missing where there is no label. The columns of the
+        ``domain`` is a categorical column of names, ``correct`` is missing where the label is. The columns of the
         trace and of health follow, as far as the record has them, then one for each class of the outputs: ``logits_0``.
         Needs pandas, the extra `pandas`.
         """

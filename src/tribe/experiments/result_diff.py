@@ -96,12 +96,12 @@ def load_side(text: str | PathLike[str], runs: str | PathLike[str] = "runs") -> 
         return side_of_records(str(path), [Record.load(path)])
     if not path.is_dir() and ID.fullmatch(str(text)):
         if not Path(runs).is_dir():
-            raise FileNotFoundError(f"there is no folder {runs} to find the result {text} in: --runs names it")
+            raise FileNotFoundError(f"no folder {runs} to find the result {text} in: --runs names it")
         return _side_of_result(_find_id(str(text), Path(runs)))
     if not path.is_dir():
         path, text = path.parent, path.name  # runs/ID of a result without records
         if not path.is_dir() or not ID.fullmatch(str(text)):
-            raise FileNotFoundError(f"there is no result {str(text)!r}; {EXPECTED}")
+            raise FileNotFoundError(f"no result {str(text)!r}; {EXPECTED}")
         return _side_of_result(_find_id(str(text), path))
     if results := ResultStore(path).results():  # a folder of results
         if len(results) > 1:
@@ -124,7 +124,7 @@ def _find_id(text: str, runs: Path) -> Result:
         names = ", ".join(result.experiment.id for result in results[:5])
         raise ValueError(f"{len(results)} results in {runs} begin with {text} ({names}): give more digits")
     if not results:
-        raise FileNotFoundError(f"there is no finished result {text} in {runs}; {EXPECTED}")
+        raise FileNotFoundError(f"no finished result {text} in {runs}; {EXPECTED}")
     return results[0]
 
 

@@ -74,7 +74,7 @@ class Paired(NamedTuple):
         if not self.difference:
             return f"{gap} over {self.seeds} seeds" + (f" (± {self.deviation:.2f})" if self.deviation else "")
         if self.p is None:
-            return f"{gap} over {self.seeds} seeds (not sure: the same in all seeds, so there is no spread to test)"
+            return f"{gap} over {self.seeds} seeds (not sure: the same in all seeds, without a spread to test)"
         sure = "" if self.p < SURE else "not sure: "
         agree = f"{self.agree} of {self.seeds} agree"
         test = f"paired t test, two-sided p {_p_text(self.p)}"
@@ -126,7 +126,7 @@ class Duel(NamedTuple):
 
     ``p`` is two-sided: the probability of a difference this large, in either direction, if A and B were equally good on
     streams like these. The estimate is twice the share of drawn streams with no difference or one in the other
-    direction. It is the same for A against B as for B against A, and 1 if there is no difference.
+    direction. It is the same for A against B as for B against A, and 1 without a difference.
     """
 
     difference: float
@@ -181,7 +181,7 @@ def duel(
     drawn = np.sum([_block_sums(gap, block, draws, rng) for gap in gaps], axis=0) / total
     observed = float(sum(gap.sum() for gap in gaps)) / total
     low, high = np.quantile(drawn, [(1 - level) / 2, (1 + level) / 2])
-    other_side = drawn * np.sign(observed) <= 0  # everywhere if there is no difference
+    other_side = drawn * np.sign(observed) <= 0  # everywhere without a difference
     p = min(1.0, 2 * (1 + int(other_side.sum())) / (1 + draws))
     return Duel(observed, float(low), float(high), p, level, block)
 

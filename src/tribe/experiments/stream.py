@@ -99,7 +99,7 @@ class Stream:
         main thread's team to sleep between any two operations, which costs small networks on a CPU a third.
 
         An executor takes no work once the main thread has ended, and other threads may still play; so this is a plain
-        thread. It is no daemon, unless its parent is one: a program that ends waits for the batch that is being read,
+        thread. It is a daemon only if its parent is one: a program that ends waits for the batch that is being read,
         because a thread that is killed inside torch aborts the process.
         """
         future: Future[Batch] = Future()

@@ -160,7 +160,7 @@ class SweepRow:
 
 
 def make_row(point: Point, outcome: Result | str) -> SweepRow:
-    """Return the row of a point; a text is the reason why there is no result."""
+    """Return the row of a point; a text is the reason why the result is missing."""
     if isinstance(outcome, str):
         return SweepRow(point, None, dict.fromkeys(SCORES), outcome)
     records = outcome.records() if outcome.has_records else []

@@ -54,7 +54,7 @@ def look(method: AnyMethod, net: Backbone, state: Any) -> dict[str, Tensor] | No
     watcher, watch = method.guard.watcher(net, method.method), state.guard.watch
     read = watcher.estimator.read(watch.estimate)
     values = torch.stack((read.accuracy, read.low, read.high)).float().cpu()
-    if watcher.normal is None:  # without a calibration there is no estimate
+    if watcher.normal is None:  # an estimate needs a calibration
         values = torch.full_like(values, math.nan)
     bits = 2 ** torch.arange(len(KINDS))
     alarms = (watch.alarms.on.cpu() * bits).sum(1)

@@ -45,7 +45,7 @@ ExperimentProgress = Callable[[Experiment, int, int, float | None], None]  # bat
 
 
 class RunSettings(NamedTuple):
-    """How experiments are computed; none of it changes a result."""
+    """The settings of a computation; none of them changes a result."""
 
     root: str  # the folder of results
     every: int = EVERY  # batches between checkpoints
@@ -405,7 +405,7 @@ def _check_address(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
     except (OSError, ValueError) as error:
         hint = "expected auto, local, HOST:PORT of a cluster that runs, or ray://HOST:PORT"
-        raise ConnectionError(f"there is no cluster of Ray at {address!r} ({error}); {hint}") from error
+        raise ConnectionError(f"no cluster of Ray at {address!r} ({error}); {hint}") from error
 
 
 def ray_library() -> Any:

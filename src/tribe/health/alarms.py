@@ -110,7 +110,7 @@ class Alarms:
             probabilities: whether ``output`` holds probabilities instead of logits.
             source: the source's logits (S, B, K), if they were computed.
             known: for which images (S, B) they were; None: all.
-            reference: what is normal for the source; None: there is no alarm "shift".
+            reference: what is normal for the source; None: without the alarm "shift".
         """
         images = state.images + valid.sum(1)
         valid = valid & ~verdict.teaches_nothing

@@ -2,7 +2,7 @@
 
 Affine parameters and weights: the norm of the difference, relative to the norm of the older ones. Statistics: each
 channel is a normal distribution; the number is the Wasserstein distance of the two, sqrt(dmean^2 + dstd^2), in standard
-deviations of the older one, root mean square over channels. 0 is no change; 1 is a move by a standard deviation.
+deviations of the older one, root mean square over channels. 0 means unchanged; 1 is a move by a standard deviation.
 """
 
 import math
@@ -132,7 +132,7 @@ class Part(NamedTuple):
 
 
 def _relative(part: Part) -> Tensor:
-    """(S,): 0 / 0 is no change."""
+    """(S,): 0 / 0 counts as 0."""
     return (part.moved / part.norm.clamp_min(torch.finfo(torch.float32).tiny)).sqrt()
 
 

@@ -6,7 +6,7 @@ collapse     nearly all predictions are one class, while the source's prediction
 scatter      neighbours share their class according to the source, but not according to the adapted network: batches of
              few classes are normalised with their own statistics, and answers spread over classes that are not there
 
-A stream may show one class for a thousand images, so that one class alone is no sign. Without the source's predictions
+A stream may show one class for a thousand images, so one class alone is not a sign. Without the source's predictions
 `scatter` cannot be measured, and `collapse` needs longer. Thresholds were chosen on CIFAR-10-C; see docs/health.md.
 """
 
@@ -110,7 +110,7 @@ def look_for_collapse(
     shares, weight = _add(state, batch)
     own_count, source_count = batch.counts.unbind(1)
     steps = state.steps + (own_count > 0)
-    top_share, top = shares[:, 1].max(1)  # not divided by the weight: a short stream is no collapse
+    top_share, top = shares[:, 1].max(1)  # not divided by the weight: a short stream does not collapse
     near, far = means[:, ::3], means[:, 2::2]
     beyond_chance = (near * (near - far)).sum(2)  # for people; `order` decides
     signs = Signs(

@@ -25,7 +25,7 @@ class Event(NamedTuple):
     stream: int | str  # the number of the stream; in a fleet its name
     kind: str  # one word: "black", "frozen", "shift", "drift", "collapse", ...
     image: int  # how many images the stream had seen when the alarm was raised
-    since: int  # after how many images its cause began, as far as can be told
+    since: int  # after how many images its cause began, as far as can be determined
     words: str  # what happened and why
     numbers: dict[str, float]  # the numbers behind the words
 

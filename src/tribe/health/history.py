@@ -23,7 +23,7 @@ from tribe.fields import is_number, is_whole, plain_numbers, require
 from tribe.methods import AnyMethod
 
 NO_HISTORY = (
-    "there is no history to go back in: tribe.adapt(net, history=True) takes snapshots while it learns. "
+    "no history to go back in: tribe.adapt(net, history=True) takes snapshots while it learns. "
     "Without one, give what snapshot() returned, or reset() to the source model"
 )
 
@@ -252,7 +252,7 @@ def find_snapshot(
 
     Raises:
         TypeError: not exactly one of ``to``, ``seconds`` and ``images`` is given, or ``to`` is something else.
-        ValueError: there is no history, or no snapshot that is so old.
+        ValueError: The history is missing, or no snapshot is so old.
     """
     given = sum(value is not None for value in (to, seconds, images))
     if given != 1:

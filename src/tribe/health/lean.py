@@ -1,4 +1,4 @@
-"""How far a stream follows its adapted network, and how far the source: little where little has changed.
+"""Interpolate a stream between the source and its adapted network: near the source where little has changed.
 
 Adapting costs accuracy where nothing has changed: a network was trained with statistics of augmented images, those of
 clean test images are not the same, and parameters wander. Where much has changed, statistics are what helps most. So

@@ -32,7 +32,7 @@ class Health(NamedTuple):
     low: float | None  # lower end of its 90 % interval
     high: float | None  # upper end of its 90 % interval
     overall: float | None  # estimate for the whole stream
-    calibrated: bool  # whether a calibration was given: without one there is no estimate and no alarm of a shift
+    calibrated: bool  # whether a calibration was given: estimates and alarms of a shift need one
     alarms: tuple[str, ...]  # the alarms that are on now
     entropy: float  # mean entropy of about the last 500 predictions, as a share of log K
     trusted: float  # share of about the last 500 images that was trusted; 1 for methods that do not choose

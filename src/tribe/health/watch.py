@@ -40,7 +40,7 @@ class Watcher:
     classes: int
     probe: int
     estimator: Estimator
-    normal: Reference | None  # what is normal for the source; None: there is no calibration
+    normal: Reference | None  # what is normal for the source; None without a calibration
     alarms: Alarms = Alarms()  # noqa: RUF009
 
     @staticmethod

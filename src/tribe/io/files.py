@@ -47,7 +47,7 @@ def regular_size(path: str | PathLike[str], largest: int | None = None) -> int:
 
     Raises:
         NotRegular: it is a folder, a pipe, a socket or a device, or it has more than ``largest`` bytes.
-        OSError: there is no such file.
+        OSError: The file does not exist.
     """
     status = os.stat(path)
     if not stat.S_ISREG(status.st_mode):
@@ -199,7 +199,7 @@ def _target(path: str | PathLike[str]) -> Path:
         raise IsADirectoryError(f"{path} is a folder; expected the path of a file")
     if not target.parent.is_dir():
         folder = target.parent if os.path.islink(path) else Path(path).parent
-        raise FileNotFoundError(f"there is no folder {folder} to write {target.name} into")
+        raise FileNotFoundError(f"no folder {folder} to write {target.name} into")
     return target
 
 

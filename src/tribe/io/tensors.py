@@ -73,7 +73,7 @@ def read(path: str | PathLike[str], kind: Kind) -> tuple[dict[str, Any], dict[st
     """Return the header and the tensors of a file of this kind.
 
     Raises:
-        FileNotFoundError: there is no such file.
+        FileNotFoundError: The file does not exist.
         TensorFileError: it is not of this kind, or it is damaged; the class is ``kind.error``.
     """
     if Path(path).is_dir():

@@ -90,7 +90,7 @@ class Pipeline:
 
     @property
     def unfiltered(self) -> "AnyMethod":
-        """The pipeline without its filter; the method itself if there is no guard either."""
+        """The pipeline without its filter; the method itself without a guard."""
         return self.method if self.guard is None else Pipeline(self.method, self.guard)
 
     # -- what it has from the method -------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""How a step begins and ends: which images count, what the network learns from them, and what the state reports."""
+"""Begin and end a step: which images count, what the network learns from them, and what the state reports."""
 
 import math
 from collections.abc import Callable

@@ -275,7 +275,7 @@ class Sums:
         mean = self.first / count
         cov = self.second / count[..., None] - mean[:, :, None] * mean[:, None, :]
         if bool(cov[-1].max() <= 0):
-            raise ValueError("all source images have the same features: there is no covariance to align with")
+            raise ValueError("all source images have the same features: a covariance to align with is missing")
         seen = self.count > 0
         mean, cov = torch.where(seen[:, None], mean, mean[-1]), torch.where(seen[:, None, None], cov, cov[-1])
         tensors = {"class_mean": mean[:-1], "class_cov": cov[:-1], "mean": mean[-1], "cov": cov[-1]}

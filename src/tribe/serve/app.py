@@ -160,7 +160,7 @@ async def _not_routed(request: Request, error: Exception) -> Response:
         allowed = ", ".join(sorted({method for each in routes for method in each.methods}))
         words = f"{path!r} has no {request.method}; expected {allowed}"
         return error_response(request.scope, WrongMethod(words, allowed))
-    words = f"there is no path {path!r}; docs/serving.md lists them, and GET /v2 says that the server is there"
+    words = f"no path {path!r}; docs/serving.md lists them, and GET /v2 says that the server is there"
     return error_response(request.scope, NotFound(words))
 
 
@@ -318,7 +318,7 @@ class Handlers:
             raise NotFound("this server keeps no thumbnails; tribe serve --set limits.thumbnails=33554432 keeps 32 MB")
         self.service.describe(name, request.user)
         if (frame := thumbnails.get(name)) is None:
-            raise NotFound(f"there is no thumbnail of stream {name!r}: it has had no request, or its frame was dropped")
+            raise NotFound(f"no thumbnail of stream {name!r}: it has had no request, or its frame was dropped")
         content = await asyncio.to_thread(encode, frame)
         return Response(content, headers={"cache-control": "no-store"}, media_type="image/png")
 

@@ -55,7 +55,7 @@ class Controls:
             **{"unfreeze": self._unfreeze, "snapshot": self._snapshot, "rollback": self._rollback, "drop": self._drop},
         }
         if action not in actions:
-            raise ValueError(f"there is no action {action!r}; expected one of {', '.join(actions)}")
+            raise ValueError(f"no action {action!r}; expected one of {', '.join(actions)}")
         return await self._finish(actions[action](stream, **arguments))
 
     async def _finish(self, action: Coroutine[Any, Any, Description]) -> Description:
@@ -79,7 +79,7 @@ class Controls:
         if stream not in self.sessions.by_name:
             entry = None if store is None else await self.runtime.run("claims", lambda: store.entry(stream))
             if entry is None:
-                raise UnknownStream(f"there is no stream {stream!r}: its first request makes it")
+                raise UnknownStream(f"no stream {stream!r}: its first request makes it")
         return await self.sessions.open(stream)
 
     async def _owned(self, stream: str) -> StreamSession:
@@ -212,7 +212,7 @@ class Controls:
             with self._overloaded_if_down():
                 stored, _ = await self.runtime.run("claims", lambda: read_intact(store, stream))
         if stored is None:
-            raise UnknownStream(f"there is no stream {stream!r}, or it has learned nothing yet")
+            raise UnknownStream(f"no stream {stream!r}, or it has learned nothing yet")
         return stored.blob
 
     async def put_state(self, stream: str, data: bytes) -> Description:

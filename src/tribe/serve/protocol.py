@@ -57,7 +57,7 @@ class ModelInfo:
     def check(self, name: str, version: str = "") -> None:
         """Raise if this is another model or version."""
         if name != self.name:
-            raise NotFound(f"there is no model {name[:80]!r}; this server has the model {self.name!r}")
+            raise NotFound(f"no model {name[:80]!r}; this server has the model {self.name!r}")
         if version not in ("", VERSION):
             raise NotFound(f"model {name!r} has no version {version[:80]!r}; leave it out, or give {VERSION!r}")
 
@@ -202,7 +202,7 @@ def infer_request(head: InferHead, content: Buffer, model: ModelInfo, stream_hea
     binary = parameters.binary_data_output
     for output in head.outputs or ():
         if output.name != model.output:
-            raise BadRequest(f"there is no output {output.name[:40]!r}; expected {model.output!r}")
+            raise BadRequest(f"no output {output.name[:40]!r}; expected {model.output!r}")
         if (chosen := _supported(output.parameters).binary_data) is not None:
             binary = chosen
     images = _read_images(head.inputs, content, model)

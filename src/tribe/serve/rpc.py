@@ -121,7 +121,7 @@ class Calls:
         return self.messages.ServerMetadataResponse(**protocol.server_metadata())
 
     async def model_ready(self, request: Any, context: Any) -> Any:
-        """Return that the model is ready, or raise if there is no such model."""
+        """Return that the model is ready, or raise if the model does not exist."""
         self.model.check(request.name, request.version)
         return self.messages.ModelReadyResponse(ready=True)
 

@@ -74,7 +74,7 @@ class Listener:
 
     @property
     def grpc_address(self) -> str | None:
-        """Return the address of gRPC, such as 127.0.0.1:8001; None: there is no gRPC."""
+        """Return the address of gRPC, such as 127.0.0.1:8001; None without gRPC."""
         return None if self.grpc_port is None else self._address(self.grpc_port)
 
     @property

@@ -75,7 +75,7 @@ class Service:
         """Predict the images of a request, and let its stream learn from them.
 
         Args:
-            request: the request. If there is no stream of its name, it makes one.
+            request: the request. It makes its stream if that does not exist.
             user: who asks.
             arrived: when, in the event loop's time; the deadline counts from here.
         """
@@ -116,7 +116,7 @@ class Service:
         if stream in stored:
             return
         if not user.can("create"):
-            raise NotFound(f"there is no stream {stream!r}, and the token {user.token.name!r} may not create one")
+            raise NotFound(f"no stream {stream!r}, and the token {user.token.name!r} may not create one")
         names = {each["name"] for each in self.worker.streams() if user.can_access(each["name"])} | stored
         if user.token.most_streams is not None and len(names) >= user.token.most_streams:
             raise TooMany(

@@ -311,7 +311,7 @@ class Sessions:
         """Delete the stored states of a stream that is not opened here."""
         store = self.store
         if store is None or await self.runtime.run("claims", lambda: store.entry(name)) is None:
-            raise UnknownStream(f"there is no stream {name!r}")
+            raise UnknownStream(f"no stream {name!r}")
         claim = await self.runtime.run("claims", lambda: store.claim(name, self.runtime.owner, self.policy.lease))
         if claim is None:
             raise NotOwner(f"stream {name!r} cannot be deleted here: another worker owns it. Ask its owner, or wait")

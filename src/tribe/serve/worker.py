@@ -370,7 +370,7 @@ class Worker:
         """Return the description of one stream; `UnknownStream` if this worker does not answer for it."""
         session = self.sessions.by_name.get(name)
         if session is None:
-            raise UnknownStream(f"there is no stream {name!r} here: its first request makes it")
+            raise UnknownStream(f"no stream {name!r} here: its first request makes it")
         return self._describe(session)
 
     def _describe(self, session: StreamSession) -> dict[str, Any]:

@@ -218,7 +218,7 @@ class Streams:
         check_name(name)
         if (entry := self.table.get(name)) is None:
             known = nearest(name, sorted(self.table.entries)) if self.table.entries else "there is none"
-            raise UnknownStream(f"there is no stream {name!r}: {known}. add({name!r}) adds it")
+            raise UnknownStream(f"no stream {name!r}: {known}. add({name!r}) adds it")
         return entry
 
     def new_entry(self, seed: int) -> Entry:
@@ -255,7 +255,7 @@ class Streams:
 
     def seed_of(self, name: str) -> int:
         """Return the seed of a new entry."""
-        raise UnknownStream(f"there is no stream {name!r}")
+        raise UnknownStream(f"no stream {name!r}")
 
     def _stream_of(self, name: str, event: Event) -> int | str:
         """The stream of an event: its number."""

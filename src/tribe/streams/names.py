@@ -34,7 +34,7 @@ def check_request_id(request_id: Any) -> str:
 
 
 class UnknownStream(LookupError):
-    """There is no stream of this name."""
+    """A stream of this name does not exist."""
 
 
 def check_name(name: Any) -> None:

@@ -214,7 +214,7 @@ def test_hidden_files_are_left_out_and_others_with_a_warning(camera):
 
 
 LAYOUTS = {
-    "no root": (shutil.rmtree, "there is no folder"),
+    "no root": (shutil.rmtree, "no folder"),
     "nothing": (lambda r: [shutil.rmtree(p) for p in r.iterdir()], "holds no folders"),
     "pictures in the root": (lambda r: picture(draw, 4, 4).save(r / "a.png"), "itself holds images, such as a.png"),
     "pictures beside classes": (

@@ -391,7 +391,7 @@ def test_bad_files_are_refused(tmp_path):
             scenarios.load(path)
     with pytest.raises(FileNotFoundError, match="no schedule file"):
         scenarios.load(tmp_path / "nowhere.npz")
-    with pytest.raises(FileNotFoundError, match="there is no folder"):
+    with pytest.raises(FileNotFoundError, match="no folder"):
         scenarios.save(tmp_path / "no" / "where.npz", scenarios.create("iid").schedule(even(1), 0))
 
 

@@ -500,9 +500,9 @@ def test_a_record_of_a_newer_version_is_named(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("make", "out", "words"),
     [
-        (lambda runs: None, "report.html", "there is no folder"),
-        (lambda runs: runs.mkdir(), "report.html", "there is no record or result under"),
-        (lambda runs: keep(runs, r=record()), "nowhere/report.html", "there is no folder"),
+        (lambda runs: None, "report.html", "no folder"),
+        (lambda runs: runs.mkdir(), "report.html", "no record or result under"),
+        (lambda runs: keep(runs, r=record()), "nowhere/report.html", "no folder"),
         (lambda runs: keep(runs, r=record()), "runs/r.npz", "a report ends in .html"),
     ],
 )

@@ -35,6 +35,6 @@ def find_commands() -> Any:
                 sys.path.insert(0, str(root))
             return importlib.import_module(f"{PACKAGE}.cli").app
     fail(
-        f"there is no folder {PACKAGE}/ here: it is in the source repository of tribe, not in the installed package. "
+        f"no folder {PACKAGE}/ here: it is in the source repository of tribe, not in the installed package. "
         f"Clone the repository, or unpack the source archive, and call this command there"
     )

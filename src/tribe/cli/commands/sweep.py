@@ -209,7 +209,7 @@ class BestPoints(NamedTuple):
     score: str  # the name of the score
     without_labels: SweepRow | None
     with_labels: SweepRow | None
-    streams: int  # how many different streams the points were played on; with several there is no best point
+    streams: int  # how many different streams the points were played on; with several, no point is the best
 
 
 def _choose(rows: Sequence[SweepRow], score: str) -> BestPoints:

@@ -178,7 +178,7 @@ class Folder:
     @cached_property
     def _listed(self) -> dict[str, _Domain]:
         if not self._root.is_dir():
-            raise MissingData(f"there is no folder {self._root}; {LAYOUT}")
+            raise MissingData(f"no folder {self._root}; {LAYOUT}")
         folders, images, ignored = _entries(self._root)
         if images:
             raise ValueError(f"{self._root} itself holds images, such as {images[0].name}; {LAYOUT}")

@@ -112,7 +112,7 @@ def check_card(path: Path) -> None:
     if not card.is_file():
         return
     try:
-        content = json_files.read(card, object, f"Get it again, or remove it if it is no card of {path.name}")
+        content = json_files.read(card, object, f"Get it again, or remove it if it is not a card of {path.name}")
     except ValueError as error:
         raise WeightsError(str(error)) from error
     recorded = content.get("sha256") if isinstance(content, dict) else None

@@ -70,7 +70,7 @@ def create(name: str, workload: Workload) -> Contender:
 def check_names(names: Sequence[str]) -> None:
     """Raise ValueError if a name is unknown, or if there are none."""
     if not names:
-        raise ValueError(f"there is no method to measure: {nearest('', methods.names())}")
+        raise ValueError(f"no method to measure: {nearest('', methods.names())}")
     for name in names:
         alone = methods.parse(name).alone
         if name not in _builders and alone not in methods.variants() and alone not in methods.names():

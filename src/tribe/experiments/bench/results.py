@@ -67,7 +67,7 @@ def write(path: str | PathLike[str], data: Mapping[str, Any]) -> None:
 def read(path: str | PathLike[str]) -> BenchResult:
     """Read a result that `write` wrote, on any machine."""
     if not Path(path).is_file():
-        raise FileNotFoundError(f"there is no result at {path}; `tribe bench --json {path}` writes one")
+        raise FileNotFoundError(f"no result at {path}; `tribe bench --json {path}` writes one")
     data = json_files.read(path, object)
     if not isinstance(data, dict) or data.get("kind") != KIND:
         raise ValueError(f"{path} is not a result of `tribe bench --json`")

@@ -125,7 +125,7 @@ def collect(folder: str | PathLike[str]) -> Runs:
     """Read all records under a folder, and all results that were kept without records."""
     root = Path(folder)
     if not root.is_dir():
-        raise NotADirectoryError(f"there is no folder {folder}; expected one with results, such as `tribe run` leaves")
+        raise NotADirectoryError(f"no folder {folder}; expected one with results, such as `tribe run` leaves")
     found: list[Played] = []
     damaged: list[tuple[str, str]] = []
     stores = [ResultStore(folder) for folder in sorted({pack.parent for pack in root.rglob(f"*{PACK}")})]
@@ -148,7 +148,7 @@ def collect(folder: str | PathLike[str]) -> Runs:
         found += _without_record(result, root, damaged)
     if not found and not damaged:
         raise FileNotFoundError(
-            f"there is no record or result under {folder}; expected what `tribe run` or tribe.Record.save leaves: make "
+            f"no record or result under {folder}; expected what `tribe run` or tribe.Record.save leaves: make "
             f"some with `tribe run --out {folder}`"
         )
     single, repeated = _without_repeats(found)

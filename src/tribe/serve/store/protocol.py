@@ -143,7 +143,7 @@ class StreamStore(ABC):
 
         Returns:
             The writes that were refused, by stream: `Fenced` if the claim is not the stream's current one (a lease
-            that has ended alone is no reason), `ClockFell` if the clock falls within the generation.
+            that has ended does not suffice), `ClockFell` if the clock falls within the generation.
         """
         return self._commit(self._upload(writes))
 
