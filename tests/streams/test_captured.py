@@ -85,8 +85,9 @@ def test_on_a_gpu_streams_agree_with_adapters(monkeypatch):
         batch = {name: images(1, n, 10 * seed + i)[0].cuda() for i, (name, n) in enumerate(sizes.items())}
         answers = fleet(batch)
         for name, x in batch.items():
-            assert torch.allclose(answers[name], adapters[name](x), atol=1e-3)
+            # Adam turns rounding of small gradients into steps of full size: a few of lr = 1e-3 by the last round.
+            assert torch.allclose(answers[name], adapters[name](x), atol=5e-3)
     for name, adapter in adapters.items():
         x = images(1, 2)[0].cuda()
-        assert torch.allclose(fleet.predict({name: x})[name], adapter.predict(x), atol=1e-3)
+        assert torch.allclose(fleet.predict({name: x})[name], adapter.predict(x), atol=5e-3)
         assert fleet.info(name).images == adapter.info[0].images

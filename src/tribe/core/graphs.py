@@ -82,7 +82,7 @@ class Steps:
     Args:
         method: the method that adapts.
         net: the network, which must not be changed afterwards: a recording uses the addresses of its weights. Call
-            `forget` if it moves.
+            `use` if it moves.
         graphs: True captures, or raises with the reason; "auto" captures where it can; False never captures.
         deterministic: choose algorithms that give the same bits every time, see `tribe.core.precision.deterministic`.
     """
@@ -94,21 +94,26 @@ class Steps:
     ) -> None:
         if graphs not in (True, False, "auto"):
             raise ValueError(f"graphs is True, False or 'auto'; got {graphs!r}")
-        self.method, self.net, self.graphs, self.deterministic = method, net, graphs, deterministic
-        self.forget()
-        if graphs is True and self.capture_disabled_reason is not None:
-            raise ValueError(
-                f"{self.capture_disabled_reason}. With graphs='auto' its steps are taken one launch at a time"
-            )
+        self.method, self.graphs, self.deterministic = method, graphs, deterministic
+        self.use(net)
+        self._check()
 
-    def forget(self) -> None:
-        """Drop the recordings, as when the network moves."""
+    def use(self, net: Backbone) -> None:
+        """Go on with this network, which may have moved; drop the recordings."""
+        self.net = net
         self._captured: Captured | CapturedSegments | None = None
         never = "graphs=False" if self.graphs is False else None
         self.capture_disabled_reason = never or capture_refusal(self.method, self.net.device)
 
+    def _check(self) -> None:
+        if self.graphs is True and self.capture_disabled_reason is not None:
+            raise ValueError(
+                f"{self.capture_disabled_reason}. With graphs='auto' its steps are taken one launch at a time"
+            )
+
     def __call__(self, state: Any, x: Tensor, valid: Tensor | None = None, retired: Any = None) -> tuple[Tensor, Any]:
         """Step as `Method.step` does. The state that a captured step returns is valid until the step after the next."""
+        self._check()  # the network may have moved to a device without graphs
         on_its_device = torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()  # where kernels launch
         with on_its_device, deterministic() if self.deterministic else contextlib.nullcontext():
             if self.capture_disabled_reason is None and x.shape[1]:

@@ -62,7 +62,7 @@ class Runner:
     def use(self, net: Backbone) -> None:
         """Go on with this network; recordings of another, or of this one before it moved, are dropped."""
         self.net = net
-        self._unpadded = self._new_steps()
+        self._unpadded.use(net)
         self._padded.clear()
 
     def _new_steps(self) -> Steps:
