@@ -60,7 +60,7 @@ def test_a_header_of_another_type_is_refused(path, pages):
 
 
 def test_missing_files_and_folders_are_told_apart(path, tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"there is no file of notes at .*missing"):
+    with pytest.raises(FileNotFoundError, match=r"no file of notes at .*missing"):
         tensor_file.read(tmp_path / "missing", KIND)
     with pytest.raises(IsADirectoryError, match="is a folder; expected a file of notes"):
         tensor_file.read(tmp_path, KIND)

@@ -353,12 +353,12 @@ def test_the_command_compares(own, tmp_path):
         (("--classes", "7"), "expected logits of shape (1, 7)"),
         (("--model", "mine.py:fixed"), "nothing to adapt"),
         (("--model", "resnet21"), "unknown model 'resnet21'"),
-        (("--compare", "nothing.json"), "there is no result at nothing.json"),
+        (("--compare", "nothing.json"), "no result at nothing.json"),
         (("--compare", "mine.py"), "is not JSON"),
-        (("--json", "nowhere/out.json"), "there is no folder nowhere"),
+        (("--json", "nowhere/out.json"), "no folder nowhere"),
         (("--json", "."), "is a folder"),
         (("--device", "tpu"), "unknown device 'tpu'"),
-        (("--batch", "1000000000000"), "there is not enough memory"),
+        (("--batch", "1000000000000"), "not enough memory"),
     ],
 )
 def test_bad_options_are_explained(own, options, words):
