@@ -21,8 +21,7 @@ import tribe
 from tribe.core.graphs import Steps
 from tribe.core.precision import PRECISIONS, choose_device, float32_precision, precision_on
 from tribe.experiments.bench.clock import resident
-from tribe.experiments.modules import from_file
-from tribe.experiments.provenance import machine
+from tribe.experiments.provenance import from_file, machine
 from tribe.experiments.workbench import in_precision, restrict
 
 WARM = 20  # steps that are not timed

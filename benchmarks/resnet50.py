@@ -26,8 +26,7 @@ from tribe.core import fusion, kernels
 from tribe.core.precision import choose_device, float32_precision
 from tribe.experiments.bench.clock import Call, peak_memory, summary, time_in_turns, warm_up
 from tribe.experiments.bench.networks import build, estimate_statistics, noise
-from tribe.experiments.modules import from_file
-from tribe.experiments.provenance import machine
+from tribe.experiments.provenance import from_file, machine
 from tribe.methods import tribe as tribe_method
 
 DTYPES = {"tf32": torch.float32, "bf16": torch.bfloat16}

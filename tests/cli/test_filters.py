@@ -11,8 +11,7 @@ from tribe.cli.options import method_names
 from tribe.experiments import bench
 from tribe.experiments.execution import without_filter
 from tribe.experiments.experiment import Experiment
-from tribe.experiments.modules import from_file
-from tribe.experiments.provenance import code_at
+from tribe.experiments.provenance import code_at, from_file
 from tribe.experiments.spec import ComponentSpec
 from tribe.experiments.workbench import MissingKnowledge, Workbench
 from tribe.experiments.workers import custom_code

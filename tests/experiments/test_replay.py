@@ -8,11 +8,11 @@ import torch
 from tribe import filters, methods
 from tribe.core.backbone import Backbone
 from tribe.data.scenarios import Scenario, Schedule, create
-from tribe.experiments.checkpoint import CHECKPOINT
 from tribe.experiments.record import Record
 from tribe.experiments.replay import replay
 from tribe.experiments.runner import run
 from tribe.experiments.stream import Stream
+from tribe.experiments.table import CHECKPOINT
 from tribe.io import tensors as tensor_file
 from tribe.io.states import StateFileError
 from tribe.testing import CLASSES, SIZE, ready, small_network
@@ -117,9 +117,9 @@ def test_a_checkpoint_without_outputs_or_of_other_classes_is_refused(tmp_path):
     tensor_file.write(file, CHECKPOINT, header, wider)
     with pytest.raises(StateFileError, match="5 classes"):
         play(ready("tent"), checkpoint=file, keep_outputs=True)
-    shorter = tensors | {"outputs.1.values": tensors["outputs.1.values"][1:]}
+    shorter = tensors | {"record.1.outputs.values": tensors["record.1.outputs.values"][1:]}
     tensor_file.write(file, CHECKPOINT, header, shorter)
-    with pytest.raises(StateFileError, match=r"outputs\.1\.values"):
+    with pytest.raises(StateFileError, match=r"record\.1\.outputs\.values"):
         play(ready("tent"), checkpoint=file, keep_outputs=True)
 
 

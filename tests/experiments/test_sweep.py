@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from tribe.experiments.record import Record
+from tribe.experiments.record import Record, Trace, Watched
 from tribe.experiments.sweep import (
     SCORES,
     SweepRow,
@@ -17,8 +17,6 @@ from tribe.experiments.sweep import (
     points_of,
     predicted_classes,
 )
-from tribe.experiments.trace import Trace
-from tribe.experiments.watched import Watched
 
 
 def test_a_grid_is_all_combinations_and_a_list_varies_together():

@@ -10,8 +10,7 @@ import torch
 from tribe import filters, norms
 from tribe.core.backbone import Backbone
 from tribe.data.scenarios import create
-from tribe.experiments import trace
-from tribe.experiments.record import Record
+from tribe.experiments.record import FROM_INFO, Record
 from tribe.experiments.replay import replay
 from tribe.experiments.runner import run
 from tribe.experiments.stream import Stream
@@ -52,7 +51,7 @@ def test_the_trace_is_what_the_state_says_after_each_step():
     assert steps.step.tolist() == list(range(1, len(stream()) + 1))
     for row, batch in enumerate(stream()):
         _, state = method.step(net, state, batch.x, batch.valid)
-        for name in trace.FROM_INFO:
+        for name in FROM_INFO:
             assert torch.allclose(getattr(steps, name)[row], getattr(state.info, name)[0], atol=1e-6), name
     assert steps.distance[-1] > steps.distance[0] > 0
     assert torch.equal(record.trace.step, torch.arange(2 * IMAGES) // BATCH + 1)
@@ -123,7 +122,7 @@ def test_logits_in_a_file_serve_a_filter_as_those_in_memory_do(tmp_path):
     [
         ({"trace_step": np.zeros(3, np.int64)}, "60"),
         (
-            {f"trace_{name}": np.zeros(3, np.float32) for name in trace.FROM_INFO} | {"trace_step": np.zeros(3, int)},
+            {f"trace_{name}": np.zeros(3, np.float32) for name in FROM_INFO} | {"trace_step": np.zeros(3, int)},
             "60",
         ),
         ({"output_values": np.zeros(8, np.float32)}, "damaged"),

@@ -8,10 +8,9 @@ import torch
 
 from tribe.core.backbone import Backbone
 from tribe.data.scenarios import create
-from tribe.experiments.record import Record
+from tribe.experiments.record import WATCHED, Record, Watched
 from tribe.experiments.runner import run
 from tribe.experiments.stream import Stream
-from tribe.experiments.watched import COLUMNS, Watched
 from tribe.health.alarms import KINDS
 from tribe.testing import CLASSES, ready, small_network
 from watching import calibration_of, pictures
@@ -40,7 +39,7 @@ def play(method, net=None, **fields):
 
 
 def equal(one, other):
-    return all(torch.equal(getattr(one, name).nan_to_num(-1), getattr(other, name).nan_to_num(-1)) for name in COLUMNS)
+    return all(torch.equal(getattr(one, name).nan_to_num(-1), getattr(other, name).nan_to_num(-1)) for name in WATCHED)
 
 
 def test_a_watched_run_records_estimates_and_alarms(tmp_path):

@@ -17,7 +17,7 @@ from torch import nn
 import tribe
 from tribe.cli.output import describe_error, fail
 from tribe.data.scenarios import Scenario
-from tribe.experiments import modules
+from tribe.experiments.provenance import from_file
 from tribe.methods import Method
 from tribe.norms.named import split_text
 from tribe.registry import Registry, nearest
@@ -147,7 +147,7 @@ def _line(error: BaseException, file: Path | None) -> str:
 def import_file(path: Path) -> ModuleType:
     """Import a file as a module."""
     # Each path has its own module name: pickle and dataclasses find the module of a class by this name.
-    return modules.from_file(path, f"tribe_target_{zlib.crc32(str(path.resolve()).encode()):08x}")
+    return from_file(path, f"tribe_target_{zlib.crc32(str(path.resolve()).encode()):08x}")
 
 
 def import_package(name: str) -> ModuleType:

@@ -9,23 +9,22 @@ import zlib
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tribe.experiments.outputs import Outputs
-from tribe.experiments.trace import COLUMNS as TRACED
-from tribe.experiments.trace import Trace
-from tribe.experiments.watched import COLUMNS as WATCHED
-from tribe.experiments.watched import Watched
 from tribe.io import json_files
 from tribe.io.files import write_atomically
 
 FORMAT, SCHEMA = "tribe-record", 2
 COLUMNS = {"domain": "i", "label": "i", "prediction": "i", "confidence": "f", "seconds": "f"}  # kinds of numbers
+WATCHED = {"accuracy": "f", "low": "f", "high": "f", "alarms": "i"}
+FROM_INFO = ("entropy", "trusted", "distance", "student_agreement", "anchor_agreement")  # fields of tribe's Info
+TRACED = {"step": "i", **dict.fromkeys(FROM_INFO, "f")}
 OUTPUTS = {"values": "f", "valid": "b", "sizes": "i", "reset": "b"}
+MOST_KINDS = 62  # of alarms: a bit each
 MOST_CLASSES = 2**16  # also the most domains
 MOST_CELLS = 2**22  # domains times classes: some metrics have a number for each pair
 HEADER = {
@@ -42,6 +41,55 @@ HEADER = {
     },
 }
 UNREADABLE = (ValueError, KeyError, TypeError, EOFError, OSError, RuntimeError, zipfile.BadZipFile, zlib.error)
+
+
+Kind = Literal["logits", "probabilities"]  # `Method.output`
+
+
+class Watched(NamedTuple):
+    """Estimates and alarms of a watched or guarded method: a value for each image, of when its batch was done."""
+
+    accuracy: Tensor  # (T,) float32, the estimated accuracy of the last 500 images; NaN without a calibration
+    low: Tensor  # (T,) float32, the lower end of its 90 % interval
+    high: Tensor  # (T,) float32, its upper end
+    alarms: Tensor  # (T,) int64, which alarms were on: a bit for each of `kinds`
+    kinds: tuple[str, ...]  # the names of the alarms
+
+    def beginnings(self) -> list[tuple[int, str]]:
+        """Return image and kind of every alarm that began."""
+        began = []
+        for bit, kind in enumerate(self.kinds):
+            on = self.alarms >> bit & 1
+            begins = on.diff(prepend=on.new_zeros(1)) == 1
+            began += [(image, kind) for image in begins.nonzero()[:, 0].tolist()]
+        return sorted(began)
+
+
+class Trace(NamedTuple):
+    """Reports of the method's state: a value for each image, after the step in which the image came."""
+
+    step: Tensor  # (T,) int64, the batch that the image came in, from 1
+    entropy: Tensor  # (T,) float32, the mean entropy of the batch's predictions, as a share of log K
+    trusted: Tensor  # (T,) float32, the share of the batch that the method learned from
+    distance: Tensor  # (T,) float32, how far the affine parameters have moved, relative to the norm of the source's
+    student_agreement: Tensor  # (T,) float32, the share of images that teacher and student classify the same; else 1
+    anchor_agreement: Tensor  # (T,) float32, the same of teacher and anchor
+
+    def steps(self) -> "Trace":
+        """Return one row for each step."""
+        last = torch.ones_like(self.step, dtype=torch.bool)
+        last[:-1] = self.step[1:] != self.step[:-1]
+        return Trace(*(column[last] for column in self))
+
+
+class Outputs(NamedTuple):
+    """The outputs of a method for the images of one stream, in order, and how they were cut into batches."""
+
+    values: Tensor  # (N, K) in the precision of the network; images that could not be read have a row, too
+    valid: Tensor  # (N,) False: an image that could not be read, which the record leaves out
+    sizes: Tensor  # (steps,) int64, images of each batch; sums to N
+    reset: Tensor  # (steps,) True: the stream went back to the source before this batch
+    kind: Kind
 
 
 class Record(NamedTuple):
@@ -113,7 +161,10 @@ class Record(NamedTuple):
         trace and of health follow, as far as the record has them, then one for each class of the outputs: ``logits_0``.
         Needs pandas, the extra `pandas`.
         """
-        pandas = _pandas()
+        try:
+            pandas = importlib.import_module("pandas")
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError("a table needs pandas: pip install 'tribe-tta[pandas]'", name="pandas") from error
         names = np.array(self.domains, dtype=object)[self.domain.numpy()]
         columns: dict[str, Any] = {"domain": pandas.Categorical(names, list(dict.fromkeys(self.domains)))}
         columns |= {name: getattr(self, name).numpy() for name in COLUMNS if name != "domain"}
@@ -149,8 +200,31 @@ class Record(NamedTuple):
             column = getattr(self, name)
             if bool((column < low).any() | (column > high).any() | column.isinf().any()):
                 return f"its column {name} holds {column.min()} to {column.max()}; expected {low} to {high}"
-        parts = (self.watched, self.trace, self.outputs)
-        return next((why for part in parts if part is not None and (why := part.damage(images))), None)
+        return _damage_of_parts(self, images)
+
+
+def _damage_of_parts(record: Record, images: int) -> str | None:
+    """Return why the trace, the columns of health or the outputs cannot be of so many images."""
+    trace, watched, outputs = record.trace, record.watched, record.outputs
+    if trace is not None and {len(column) for column in trace} != {images}:
+        return f"its trace does not have {images} rows in each column"
+    if watched is not None:
+        if {len(getattr(watched, name)) for name in WATCHED} != {images}:
+            return f"its columns of health do not have {images} rows each"
+        for name in ("accuracy", "low", "high"):
+            column = getattr(watched, name)
+            if bool((column < 0).any() | (column > 1).any()):
+                return f"its column {name} holds {column.min()} to {column.max()}; expected shares"
+        bits = len(watched.kinds)
+        if bits > MOST_KINDS or bool((watched.alarms < 0).any() | (watched.alarms >= 2**bits).any()):
+            return f"its column alarms does not hold a bit for each kind of at most {MOST_KINDS}"
+    if outputs is not None:
+        held, rows = int(outputs.valid.sum()), int(outputs.sizes.sum())
+        if held != images or len(outputs.values) != len(outputs.valid):
+            return f"its outputs are of {held:,} images; expected {images:,}"
+        if len(outputs.sizes) != len(outputs.reset) or (outputs.sizes < 0).any() or rows != len(outputs.valid):
+            return f"its batches hold {rows:,} images; expected {len(outputs.valid):,}"
+    return None
 
 
 def _decode(file: Mapping[str, Any]) -> Record:
@@ -177,12 +251,3 @@ def _columns(file: Mapping[str, Any], kinds: Mapping[str, str], prefix: str = ""
             raise ValueError(f"its column {prefix}{name} is {array.dtype} of shape {array.shape}")
         columns[name] = torch.from_numpy(array)
     return columns
-
-
-def _pandas() -> Any:
-    try:
-        return importlib.import_module("pandas")
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "a table needs pandas: pip install 'tribe-tta[pandas]' (or pip install pandas)", name=error.name
-        ) from error

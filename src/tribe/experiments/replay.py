@@ -17,11 +17,11 @@ from torch.nn.utils.rnn import pad_sequence
 
 from tribe.core.moments import accumulation_dtype
 from tribe.core.state import clone, select
-from tribe.experiments.outputs import Outputs, predictions
 from tribe.experiments.provenance import code_of, coded
-from tribe.experiments.record import Record
-from tribe.experiments.runner import Progress
+from tribe.experiments.record import Outputs, Record
+from tribe.experiments.runner import Progress, predictions
 from tribe.experiments.spec import plain
+from tribe.experiments.table import RunningError
 from tribe.filters import TimeFilter
 from tribe.methods import parse
 from tribe.methods.encoding import encode_fields
@@ -56,7 +56,18 @@ def replay(
     kind, values = outputs[0].kind, outputs[0].values
     like = values.new_empty(0, dtype=accumulation_dtype(values.dtype), device=device)
     source, steps = rule.init(len(outputs), values.shape[1], like), max(len(kept.sizes) for kept in outputs)
-    state, table = clone(source), _ReplayTable(records)
+    state, error = clone(source), RunningError()
+    played = [
+        record._replace(
+            prediction=torch.empty_like(record.prediction),
+            confidence=torch.empty_like(record.confidence),
+            seconds=record.seconds.clone(),
+            spec=_spec(record, rule, spec),
+            outputs=None,
+        )
+        for record in records
+    ]
+    done = [0] * len(records)  # images of each stream
     parts = [kept.values.split(kept.sizes.tolist()) for kept in outputs]
     marks = [kept.valid.split(kept.sizes.tolist()) for kept in outputs]
     on_its_device = torch.cuda.device(device) if like.is_cuda else contextlib.nullcontext()  # where kernels launch
@@ -70,10 +81,16 @@ def replay(
             output, state = filter_output(rule, state, values.to(device), valid.to(device), kind)
         confidence, prediction = predictions(output, kind)
         seconds = (time.perf_counter() - begun) / max(int(valid.sum()), 1)
-        table.append(valid, prediction, confidence, seconds)
+        for s, record in enumerate(played):
+            here = slice(done[s], done[s] + int(valid[s].sum()))
+            record.prediction[here] = prediction[s][valid[s]]
+            record.confidence[here] = confidence[s][valid[s]].float()
+            record.seconds[here] += seconds
+            error.add(record.label[here], record.prediction[here])
+            done[s] = here.stop
         if progress is not None:
-            progress(step + 1, steps, table.error())
-    return [record._replace(spec=_spec(record, rule, spec)) for record in table.records]
+            progress(step + 1, steps, error.share)
+    return played
 
 
 def _outputs(record: Record) -> Outputs:
@@ -104,36 +121,3 @@ def _spec(record: Record, rule: TimeFilter, given: Mapping[str, Any] | None) -> 
     code = method.get("code") or code_of(type(rule), strict=False)
     fields = {**method.get("fields", {}), **plain(encode_fields(rule))}
     return {**record.spec, "method": {"name": f"{method.get('name')}+{rule.name}", "fields": fields, **coded(code)}}
-
-
-class _ReplayTable:
-    """Records whose predictions are replaced, batch after batch."""
-
-    def __init__(self, records: Sequence[Record]) -> None:
-        self.records = [
-            record._replace(
-                prediction=torch.empty_like(record.prediction),
-                confidence=torch.empty_like(record.confidence),
-                seconds=record.seconds.clone(),
-                outputs=None,
-            )
-            for record in records
-        ]
-        self._done = [0] * len(records)
-        self._wrong = self._labelled = 0
-
-    def append(self, valid: Tensor, prediction: Tensor, confidence: Tensor, seconds: float) -> None:
-        """Set the predictions (S, B) of the next batch."""
-        for s, record in enumerate(self.records):
-            answers, sure = prediction[s][valid[s]], confidence[s][valid[s]]
-            here = slice(self._done[s], self._done[s] + len(answers))
-            record.prediction[here], record.confidence[here] = answers, sure.float()
-            record.seconds[here] += seconds
-            label, self._done[s] = record.label[here], here.stop
-            labelled = label >= 0
-            self._wrong += int((label != answers)[labelled].sum())
-            self._labelled += int(labelled.sum())
-
-    def error(self) -> float | None:
-        """Return the error so far; None without labels."""
-        return self._wrong / self._labelled if self._labelled else None

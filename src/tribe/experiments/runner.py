@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -16,14 +17,12 @@ from tribe.core.graphs import Steps
 from tribe.core.kernels import Switch
 from tribe.core.state import Info, clone, digest, select, tree_map
 from tribe.data.datasets import fingerprint, optional
-from tribe.experiments import trace, watched
-from tribe.experiments.checkpoint import RunCheckpoint
-from tribe.experiments.outputs import OutputTable, predictions
 from tribe.experiments.provenance import code_of, coded, file_digest, is_custom
-from tribe.experiments.record import Record
+from tribe.experiments.record import FROM_INFO, Kind, Record
 from tribe.experiments.spec import describe
 from tribe.experiments.stream import Stream
-from tribe.experiments.table import TRACED, WATCHED, RecordTable
+from tribe.experiments.table import RecordTable, RunCheckpoint
+from tribe.health.alarms import KINDS
 from tribe.methods import AnyMethod, Method, Pipeline, check_fits
 from tribe.methods.encoding import encode_fields
 
@@ -73,16 +72,15 @@ def run(
     _check_classes(net, stream)
     seed = _first_or_all(seed, len(stream.seeds))
     source = _initial_state(net, method, len(stream.seeds), seed)
-    outputs = OutputTable(stream, method.output) if keep_outputs else None
-    table = RecordTable(len(stream.seeds), _observe(method, net, source, 0))
-    file = None
-    state, start = clone(source), 0
+    outputs = method.output if keep_outputs else None
+    columns = _first_columns(_observe(method, net, source, 0), len(stream.seeds))
+    file, state, table, start = None, clone(source), RecordTable(stream, columns, 0, outputs), 0
     if checkpoint is not None:
-        file = RunCheckpoint(checkpoint, _identity(net, method, stream, seed, given), outputs)
-        state, table, start = file.resume(source, table, len(stream))
+        file = RunCheckpoint(checkpoint, _identity(net, method, stream, seed, given))
+        state, table, start = file.resume(source, columns, stream, outputs)
     steps, retired = Steps(method, net, graphs, deterministic), None
     pin = net.device.type == "cuda"  # from pinned memory the copy does not hold up the host
-    finished = state, table.rows(), start  # after the last batch that was finished
+    finished = state, start  # after the last batch that was finished
     try:
         for step, batch in enumerate(stream.starting_at(start, pin=pin, ahead=AHEAD if pin else 1), start + 1):
             begun = time.perf_counter()
@@ -93,25 +91,28 @@ def run(
             retired = old  # its memory serves the step after next
             confidence, prediction = predictions(output, method.output)  # waits for the device: the time is the whole
             seconds = (time.perf_counter() - begun) / max(int(batch.valid.sum()), 1)
-            table.append(batch, prediction, confidence, seconds, _observe(method, net, state, step))
-            if outputs is not None:
-                outputs.append(step, output, batch.valid)
+            table.append(step, batch, output, prediction, confidence, seconds, _observe(method, net, state, step))
             if progress is not None:
-                progress(step, len(stream), table.error())
-            finished = state, table.rows(), step
+                progress(step, len(stream), table.error.share)
+            finished = state, step
             if file is not None and step % every == 0:
                 file.save_if_due(table, *finished)
     except KeyboardInterrupt:
-        if file is not None and finished[2] > file.saved:
+        if file is not None and finished[1] > file.saved:
             file.save_or_warn(table, *finished)
         raise
     if file is not None and not keep_checkpoint:
         file.path.unlink(missing_ok=True)
-    _warn_of_skipped(state, table.rows())
-    records = table.records(stream, given if spec is not None else _described(net, method, stream))
-    if outputs is None:
-        return records
-    return [record._replace(outputs=kept) for record, kept in zip(records, outputs.of_streams(), strict=True)]
+    records = table.records(given if spec is not None else _described(net, method, stream))
+    _warn_of_skipped(state, sum(len(record.label) for record in records))
+    return records
+
+
+def predictions(output: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
+    """Return the largest probability (S, B) of a method's output (S, B, K), and its class; both on the CPU."""
+    p = output if kind == "probabilities" else output.float().softmax(-1)
+    confidence, prediction = (t.cpu() for t in p.max(-1))  # waits for the device
+    return confidence, prediction
 
 
 def _check_arguments(net: Backbone, method: AnyMethod, every: int) -> None:
@@ -205,18 +206,38 @@ def _identity(
 
 
 def _observe(method: AnyMethod, net: Backbone, state: Any, step: int) -> dict[str, Tensor]:
-    """Return the columns of `Watched` and `Trace` for each stream after a step, (S,) each."""
-    parts = {WATCHED: watched.look(method, net, state), TRACED: trace.look(state, step)}
-    return {f"{prefix}{name}": values for prefix, table in parts.items() for name, values in (table or {}).items()}
+    """Return the columns of `Watched` and `Trace` after a step, (S,) each, as far as there are any."""
+    columns: dict[str, Tensor] = {}
+    if isinstance(method, Pipeline) and method.guard is not None:
+        watcher, watch = method.guard.watcher(net, method.method), state.guard.watch
+        read = watcher.estimator.read(watch.estimate)
+        shares = torch.stack((read.accuracy, read.low, read.high)).float().cpu()
+        if watcher.normal is None:  # an estimate needs a calibration
+            shares = torch.full_like(shares, math.nan)
+        alarms = (watch.alarms.on.cpu() * 2 ** torch.arange(len(KINDS))).sum(1)
+        names = ("accuracy", "low", "high", "alarms")
+        columns |= {f"watched.{name}": values for name, values in zip(names, (*shares, alarms), strict=True)}
+    if isinstance(info := getattr(state, "info", None), Info):
+        values = torch.stack([getattr(info, name).float() for name in FROM_INFO]).cpu()  # one copy from the device
+        columns["trace.step"] = torch.full(values.shape[1:], step)
+        columns |= {f"trace.{name}": column for name, column in zip(FROM_INFO, values, strict=True)}
+    return columns
 
 
-def _warn_of_skipped(state: Any, rows: Sequence[int]) -> None:
+def _first_columns(observed: Mapping[str, Tensor], streams: int) -> list[dict[str, Tensor]]:
+    """Return the empty columns of each stream's record."""
+    whole, real = torch.empty(0, dtype=torch.int64), torch.empty(0)
+    columns = {"domain": whole, "label": whole, "prediction": whole, "confidence": real, "seconds": real}
+    return [columns | {name: values[:0] for name, values in observed.items()} for _ in range(streams)]
+
+
+def _warn_of_skipped(state: Any, images: int) -> None:
     """Warn of images that the method could not use: their predictions are uniform, which shows as an error only."""
     info = getattr(state, "info", None)
     skipped = int(info.skipped.sum()) if isinstance(info, Info) else 0
     if skipped:
         warnings.warn(
-            f"{skipped:,} of {sum(rows):,} images were skipped: their predictions, or what was learned from them, are "
+            f"{skipped:,} of {images:,} images were skipped: their predictions, or what was learned from them, are "
             "not finite. Such predictions are uniform instead, and the method keeps its state",
             stacklevel=3,
         )

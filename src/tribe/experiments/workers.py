@@ -30,8 +30,7 @@ from tribe import methods, norms
 from tribe._version import __version__
 from tribe.experiments.execution import EVERY, ExperimentRunner
 from tribe.experiments.experiment import Experiment
-from tribe.experiments.modules import from_file
-from tribe.experiments.provenance import is_ours
+from tribe.experiments.provenance import from_file, is_ours
 from tribe.experiments.runner import Progress
 from tribe.experiments.store import Result, ResultStore
 from tribe.experiments.workbench import Workbench

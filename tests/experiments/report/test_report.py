@@ -20,9 +20,9 @@ from tribe.data import scenarios
 from tribe.experiments import report, store
 from tribe.experiments.execution import run_experiment
 from tribe.experiments.experiment import Experiment
+from tribe.experiments.record import Watched
 from tribe.experiments.report import labels, scores
 from tribe.experiments.spec import ComponentSpec
-from tribe.experiments.watched import Watched
 from tribe.methods.encoding import encode_fields
 
 VOID = {"br", "hr", "input", "link", "meta"}
