@@ -13,8 +13,8 @@ from torch import nn
 import tribe
 from tribe.core.precision import float32_precision
 from tribe.experiments.bench.clock import Call, summary, time_in_turns, warm_up
-from tribe.experiments.bench.networks import build, noise
-from tribe.experiments.bench.text import milliseconds, table
+from tribe.experiments.bench.contenders import build, noise
+from tribe.experiments.bench.results import milliseconds, table
 
 
 def contenders(model: str, methods: list[str], counts: list[int], batch: int, place: torch.device) -> dict[str, Call]:

@@ -27,7 +27,7 @@ from tribe.core.precision import PRECISIONS, choose_device, float32_precision, p
 from tribe.core.state import count_bytes, digest
 from tribe.data.datasets.files import mnist_test
 from tribe.experiments.bench.clock import peak_memory, summary, time_in_turns, warm_up
-from tribe.experiments.bench.networks import build, noise
+from tribe.experiments.bench.contenders import build, noise
 from tribe.experiments.provenance import machine
 from tribe.streams.batching import gather, scatter
 

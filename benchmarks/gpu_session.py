@@ -26,8 +26,8 @@ from tribe.core import kernels
 from tribe.core.kernels import Switch
 from tribe.core.precision import float32_precision
 from tribe.experiments.bench.clock import peak_memory, summary, time_in_turns, warm_up
-from tribe.experiments.bench.networks import build, noise
-from tribe.experiments.bench.text import table
+from tribe.experiments.bench.contenders import build, noise
+from tribe.experiments.bench.results import table
 from tribe.experiments.provenance import machine
 
 TESTS = {  # in parallel: most of their time is compilation

@@ -16,8 +16,8 @@ import tribe
 from tribe.core import kernels
 from tribe.core.precision import float32_precision
 from tribe.experiments.bench.clock import memory, seconds, warm_up
-from tribe.experiments.bench.networks import build, noise
-from tribe.experiments.bench.text import size, table
+from tribe.experiments.bench.contenders import build, noise
+from tribe.experiments.bench.results import size, table
 
 WINDOWS = 10
 BATCHES = 8  # distinct batches, used in turn: new images at every step would also time the generator

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tribe
 from tribe.core.state import tree_map
-from tribe.experiments.bench.networks import build
-from tribe.experiments.bench.text import table
+from tribe.experiments.bench.contenders import build
+from tribe.experiments.bench.results import table
 
 FREE = {
     "promote_types",

@@ -25,7 +25,7 @@ import tribe
 from tribe.core import fusion, kernels
 from tribe.core.precision import choose_device, float32_precision
 from tribe.experiments.bench.clock import Call, peak_memory, summary, time_in_turns, warm_up
-from tribe.experiments.bench.networks import build, estimate_statistics, noise
+from tribe.experiments.bench.contenders import build, estimate_statistics, noise
 from tribe.experiments.provenance import from_file, machine
 from tribe.methods import tribe as tribe_method
 

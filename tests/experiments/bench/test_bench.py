@@ -15,8 +15,7 @@ from tribe.core import kernels
 from tribe.core.state import count_bytes
 from tribe.experiments import bench
 from tribe.experiments.bench import clock, contenders
-from tribe.experiments.bench.contenders import Workload
-from tribe.experiments.bench.rates import count_operations
+from tribe.experiments.bench.contenders import Workload, count_operations
 
 CPU = torch.device("cpu")
 SHAPE = (3, 8, 8)

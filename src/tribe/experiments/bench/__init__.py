@@ -1,6 +1,5 @@
 """Measure what adapting costs, side by side with plain inference; ``tribe bench`` is the command.
 
-    from tribe.experiments import bench
 
     net = bench.build("resnet20")  # or any classifier
     result = bench.measure(net, bench.Setting("resnet20", (3, 32, 32), classes=10))
@@ -10,11 +9,19 @@ Contenders take turns, so that a noisy machine slows all of them equally. Compar
 same network, and to matrix products that are timed in the same turns.
 """
 
-from tribe.experiments.bench.contenders import Contender, Workload, check_names, contender
+from tribe.experiments.bench.contenders import Contender, Workload, build, check_names, contender
 from tribe.experiments.bench.measurement import METHODS, REPEATS, BenchResult, BenchRow, Setting, measure
-from tribe.experiments.bench.networks import build
-from tribe.experiments.bench.results import Change, check_comparable, compare, machine_differences, read, to_data, write
-from tribe.experiments.bench.text import show, show_changes
+from tribe.experiments.bench.results import (
+    Change,
+    check_comparable,
+    compare,
+    machine_differences,
+    read,
+    show,
+    show_changes,
+    to_data,
+    write,
+)
 
 __all__ = [
     "METHODS",

@@ -1,23 +1,29 @@
-"""Contenders, which are timed: plain inference, and any method, on one shared network.
+"""Contenders, which are timed: plain inference, and any method, on one shared network and its images.
 
 A contender has the name of a method, or of a function with `@contender`. Code outside the package can add more.
+A network by name has random weights and matching BatchNorm statistics.
 """
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from tribe import methods
+from tribe.core import kernels
 from tribe.core.backbone import Backbone
 from tribe.core.kernels import Switch
 from tribe.core.state import count_bytes
+from tribe.data import models
 from tribe.experiments.bench.clock import Call
-from tribe.experiments.bench.networks import noise
 from tribe.methods import AnyMethod, with_fields
 from tribe.registry import nearest
 from tribe.streams.adapter import adapt
@@ -25,6 +31,7 @@ from tribe.streams.adapter import adapt
 PLAIN, CHANNELS_LAST, COMPILED = "plain", "channels-last", "compiled"
 INFERENCE = (PLAIN, CHANNELS_LAST, COMPILED)  # the network without adaptation
 STUDIED = 2  # batches of source images for methods that need source knowledge
+PASSES, BATCH = 3, 8  # to estimate the statistics of BatchNorm
 
 
 @dataclass(frozen=True)
@@ -85,20 +92,22 @@ def check_names(names: Sequence[str]) -> None:
 @contender(PLAIN)
 def _plain(workload: Workload) -> Contender:
     """The user's network: eager, NCHW."""
-    return _inference(workload.net, workload.images.flatten(0, 1))
+    return Contender(torch.no_grad()(partial(workload.net, workload.images.flatten(0, 1))))
 
 
 @contender(CHANNELS_LAST)
 def _channels_last(workload: Workload) -> Contender:
     """The same in channels-last layout, which is faster for most convolutions."""
-    return _inference(*_in_channels_last(workload))
+    net, x = _in_channels_last(workload)
+    return Contender(torch.no_grad()(partial(net, x)))
 
 
 @contender(COMPILED)
 def _compiled(workload: Workload) -> Contender:
     """The fastest plain inference: compiled, channels-last, and on CUDA in a CUDA graph."""
     net, x = _in_channels_last(workload)
-    built = _inference(torch.compile(net, mode="reduce-overhead" if x.is_cuda else None), x)  # type: ignore[arg-type]
+    compiled: Any = torch.compile(net, mode="reduce-overhead" if x.is_cuda else None)
+    built = Contender(torch.no_grad()(partial(compiled, x)))
     try:
         built.call()
     except Exception as error:  # a compiler may raise anything
@@ -113,32 +122,22 @@ def _in_channels_last(workload: Workload) -> tuple[nn.Module, Tensor]:
     return net, images.contiguous(memory_format=layout)
 
 
-def _inference(net: nn.Module, x: Tensor) -> Contender:
-    return Contender(torch.no_grad()(partial(net, x)))
-
-
 # -- methods -----------------------------------------------------------------------------------------------------------
 
 
 def _method(name: str, workload: Workload) -> Contender:
     streams, batch, *shape = workload.images.shape
-    room = (
-        {"room": math.prod(shape)} if "room" in methods.field_names(name) else {}
-    )  # values an image, for memories of images
+    # A memory of images has room for the values of an image.
+    room = {"room": math.prod(shape)} if "room" in methods.field_names(name) else {}
     method = with_knowledge(methods.create(name, classes=workload.classes, **room), workload.backbone, tuple(shape))
+    every = getattr(method, "every", None) or 1  # a method that learns every N images; None: once a batch
     adapter = adapt(workload.backbone, method, streams=streams, graphs=workload.graphs)
     return Contender(
         partial(adapter, workload.images if streams > 1 else workload.images[0]),
         state_bytes=count_bytes(adapter.state),
-        period=_period(method, batch),
+        period=every // math.gcd(every, batch),
         capture_disabled_reason=lambda: adapter.capture_disabled_reason,
     )
-
-
-def _period(method: AnyMethod, batch: int) -> int:
-    """Calls after which the cost of a call repeats: a method that learns every N images learns in some calls only."""
-    every = getattr(method, "every", None) or 1  # None: once a batch
-    return int(every // math.gcd(every, batch))
 
 
 def with_knowledge(method: AnyMethod, net: Backbone, shape: tuple[int, ...]) -> AnyMethod:
@@ -148,3 +147,66 @@ def with_knowledge(method: AnyMethod, net: Backbone, shape: tuple[int, ...]) -> 
     batches = noise((STUDIED, 8, *shape), net.device).to(net.dtype)
     knowledge = method.study(net, [(x, torch.zeros(len(x), dtype=torch.int64, device=net.device)) for x in batches])
     return with_fields(method, knowledge=knowledge)
+
+
+# -- operations --------------------------------------------------------------------------------------------------------
+
+
+class _Operations(TorchDispatchMode):
+    """Counts with torch's formulas. (FlopCounterMode adds module hooks, which torch.autograd.grad refuses.)"""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.total: float = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        options = kwargs or {}
+        out = func(*args, **options)
+        formula = flop_registry.get(func.overloadpacket)
+        if formula is not None:
+            self.total += formula(*args, **options, out_val=out)
+        return out
+
+
+def count_operations(contender: Contender) -> float:
+    """Floating-point operations of a call: convolutions and matrix products, forward and backward.
+
+    The contender must be eager, and the kernels are off: torch counts only the operations that it dispatches.
+    """
+    with kernels.using(False), _Operations() as counter:
+        for _ in range(contender.period):
+            contender.call()
+    return float(counter.total) / contender.period
+
+
+# -- networks ----------------------------------------------------------------------------------------------------------
+
+
+def build(name: str, classes: int = 10, device: str | torch.device = "cpu") -> nn.Module:
+    """A network by name in evaluation mode; its weights are always the same."""
+    design = models.architecture(name, classes=classes)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        net = design.build()
+    return estimate_statistics(net.to(device), noise((PASSES, BATCH, *design.shape), device))
+
+
+def noise(shape: tuple[int, ...], device: str | torch.device = "cpu") -> Tensor:
+    """Images in [0, 1], always the same."""
+    return torch.rand(shape, generator=torch.Generator().manual_seed(0)).to(device)
+
+
+@torch.no_grad()
+def estimate_statistics(net: nn.Module, batches: Tensor) -> nn.Module:
+    """Estimate BatchNorm's statistics from a few batches: with the initial ones activations double at every block."""
+    norms = {layer: layer.momentum for layer in net.modules() if isinstance(layer, _BatchNorm)}
+    for norm in norms:
+        norm.momentum = None  # a plain average over the passes
+    net.train()
+    for x in batches:
+        net(x)
+    for norm, momentum in norms.items():
+        norm.momentum = momentum
+    return net.eval()

@@ -21,9 +21,7 @@ from tribe.core.backbone import Backbone
 from tribe.core.precision import check_precision, float32_precision
 from tribe.experiments.bench import contenders
 from tribe.experiments.bench.clock import WARM_UP, peak_memory, summary, time_in_turns, warm_up
-from tribe.experiments.bench.contenders import CHANNELS_LAST, COMPILED, INFERENCE, PLAIN, Contender, Workload
-from tribe.experiments.bench.networks import noise
-from tribe.experiments.bench.rates import count_operations, matrix_product
+from tribe.experiments.bench.contenders import CHANNELS_LAST, COMPILED, INFERENCE, PLAIN, Contender, Workload, noise
 from tribe.experiments.provenance import machine
 from tribe.fields import is_whole, plain_numbers, require, require_whole
 
@@ -32,6 +30,7 @@ BenchProgress = Callable[[int, int, str], None]  # steps done, number of steps, 
 METHODS = ("source", "tent", "rotta", "tribe")
 MATMUL = "matmul"  # timed in turns with the contenders: the rate of the device under the same noise
 REPEATS = 15
+SIDE = {"cuda": 8192, "cpu": 1024}  # of the matrices: so large that arithmetic dominates
 
 
 @dataclass(frozen=True)
@@ -130,11 +129,21 @@ def measure(
     with _configured(setting) as device:
         workload = _workload(model, setting, device)
         counts = _operations(names, workload, advance)
-        built, peaks = _build_contenders(names, workload, advance)
-        product, product_operations = matrix_product(device, setting.dtype)
-        warm_up(product, device)
+        built: dict[str, Contender] = {}
+        peaks: dict[str, int | None] = {}
+        for name in names:
+            # The memory of a compiler, and of a copy of the network in another layout, do not count for inference.
+            inference = contenders.create(name, workload) if name in INFERENCE else None
+            with peak_memory(device) as peak:
+                built[name] = inference or contenders.create(name, workload)
+                warm_up(built[name].call, device, max(WARM_UP, built[name].period))
+            peaks[name] = peak.bytes
+            advance(name)
+        side = SIDE.get(device.type, 1024)
+        a, b = noise((2, side, side), device).to(setting.dtype)
+        warm_up(lambda: a @ b, device)
         times = time_in_turns(
-            {**{name: each.call for name, each in built.items()}, MATMUL: product},
+            {**{name: each.call for name, each in built.items()}, MATMUL: lambda: a @ b},
             repeats,
             device,
             periods={name: each.period for name, each in built.items()},
@@ -142,34 +151,25 @@ def measure(
         )
         computer = machine(device)
     timings = {name: summary(t) for name, t in times.items()}
-    rate = product_operations / timings[MATMUL][0] / 1e12
-    rows = [_row(setting, name, built[name], timings, counts[name], rate, peaks[name]) for name in names]
-    return BenchResult(setting, computer, repeats, rate, tuple(rows))
-
-
-def _row(
-    setting: Setting,
-    name: str,
-    built: Contender,
-    timings: dict[str, tuple[float, float]],
-    operations: float,
-    rate: float,
-    peak: int | None,
-) -> BenchRow:
-    median, spread = timings[name]
-    tflops = operations / median / 1e12
+    rate = 2.0 * side**3 / timings[MATMUL][0] / 1e12
     captures = setting.graphs and setting.device.startswith("cuda")
-    return BenchRow(
-        name,
-        ms_per_image=1e3 * median / (setting.streams * setting.batch),
-        spread=spread,
-        times={other: median / timings[other][0] for other in INFERENCE if other in timings},
-        tflops=tflops,
-        share=tflops / rate,
-        peak_bytes=peak,
-        state_bytes=built.state_bytes,
-        capture_disabled_reason=built.capture_disabled_reason() if captures else None,
-    )
+    rows = []
+    for name in names:
+        median, spread = timings[name]
+        tflops = counts[name] / median / 1e12
+        row = BenchRow(
+            name,
+            ms_per_image=1e3 * median / (setting.streams * setting.batch),
+            spread=spread,
+            times={other: median / timings[other][0] for other in INFERENCE if other in timings},
+            tflops=tflops,
+            share=tflops / rate,
+            peak_bytes=peaks[name],
+            state_bytes=built[name].state_bytes,
+            capture_disabled_reason=built[name].capture_disabled_reason() if captures else None,
+        )
+        rows.append(row)
+    return BenchResult(setting, computer, repeats, rate, tuple(rows))
 
 
 @contextlib.contextmanager
@@ -210,23 +210,7 @@ def _operations(names: Sequence[str], workload: Workload, advance: Callable[[str
     counts: dict[str, float] = {}
     for name in names:
         same = PLAIN if name in INFERENCE else name  # layouts and compilers do not change the number of operations
-        counts[name] = counts.get(same) or count_operations(contenders.create(same, eager))
+        counts[name] = counts.get(same) or contenders.count_operations(contenders.create(same, eager))
         advance(name)
     gc.collect()
     return counts
-
-
-def _build_contenders(
-    names: Sequence[str], workload: Workload, advance: Callable[[str], None]
-) -> tuple[dict[str, Contender], dict[str, int | None]]:
-    """All contenders, warmed up, and the peak memory of each."""
-    built, peaks, device = {}, {}, workload.images.device
-    for name in names:
-        # The memory of a compiler, and of a copy of the network in another layout, do not count for inference.
-        inference = contenders.create(name, workload) if name in INFERENCE else None
-        with peak_memory(device) as peak:
-            built[name] = inference or contenders.create(name, workload)
-            warm_up(built[name].call, device, max(WARM_UP, built[name].period))
-        peaks[name] = peak.bytes
-        advance(name)
-    return built, peaks
