@@ -21,10 +21,8 @@ from reproduction.output import OutputTarget
 from reproduction.plan import COMPONENTS, Choices, Finished, Plan
 from reproduction.render import FORMATS, claims_grid, claims_markdown, draw
 from tribe.cli.custom import method_name
-from tribe.cli.options import custom_network, parse_seeds
-from tribe.cli.output import errors_as_messages, shown, stdout_to_stderr
-from tribe.cli.overrides import parse_overrides
-from tribe.cli.progress import experiment_bars, message_on_interrupt
+from tribe.cli.options import custom_network, parse_overrides, parse_seeds
+from tribe.cli.output import experiment_bars, message_on_interrupt, messages, shown
 from tribe.core.precision import check_precision
 from tribe.data.datasets.files import data_root
 from tribe.data.datasets.manifest import FILE as MANIFEST
@@ -102,7 +100,7 @@ def reproduce(
 
     Results in --runs are never computed again. Several processes with the same arguments share the work.
     """
-    with errors_as_messages(), message_on_interrupt(runs):
+    with messages(redirect=False), message_on_interrupt(runs):
         chart = out is not None and out.suffix in plots.FORMATS
         output = _output(style, None if chart else out)
         if not artifact:
@@ -122,7 +120,7 @@ def reproduce(
         table = _find_table(artifact, beyond)
         if chart and out is not None:
             plots.check_path(out)
-        with stdout_to_stderr():
+        with messages():
             choices = _with_fields(choices, table, rows, columns, settings)
             workbench = _workbench(choices, weights, data, "cpu" if no_run else device, no_run)
         if no_run:

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from reproduction.augment import Images, consistency, crop, draw_views, read_images
 from reproduction.recipe import DEFAULT, Recipe, change, preset
 from tribe.cli.options import AsJson, DataRoot, Device
-from tribe.cli.output import errors_as_messages, print_json
+from tribe.cli.output import messages, print_json
 from tribe.core.precision import choose_device, float32_precision
 from tribe.core.rng import Key
 from tribe.data import datasets, models
@@ -380,7 +380,7 @@ def train_command(
     as_json: AsJson = False,
 ) -> None:
     """Train a source network; write its weights and a card. With --resume, continue an interrupted training."""
-    with errors_as_messages():
+    with messages(redirect=False):
         chosen = preset(dataset, name)
         recipe = change(chosen.recipe, **dict(_setting(text) for text in settings or ()))
         model = model or chosen.model

@@ -7,7 +7,9 @@ pytest.importorskip("rich")
 
 from typer.testing import CliRunner
 
-from tribe.cli.commands import app
+from tribe.cli.commands import load_app
+
+app = load_app()
 
 
 def tribe_command(*arguments):

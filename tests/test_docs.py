@@ -110,8 +110,8 @@ def resolves(name):
 @pytest.mark.parametrize("path", PAGES, ids=ids)
 def test_links_names_and_commands_of_a_page_exist(path):
     get_command = pytest.importorskip("typer.main").get_command
+    from commands import app
     from reproduction.cli import app as reproduction_app
-    from tribe.cli.commands import app
 
     text = path.read_text()
     links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
@@ -132,7 +132,7 @@ def test_links_names_and_commands_of_a_page_exist(path):
 
 def test_the_page_of_commands_names_every_command():
     get_command = pytest.importorskip("typer.main").get_command
-    from tribe.cli.commands import app
+    from commands import app
 
     text = page("commands")
     assert [name for name in get_command(app).commands if f"tribe {name}" not in text and f"`{name}`" not in text] == []

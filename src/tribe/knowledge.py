@@ -24,6 +24,7 @@ from tribe.core.state import hash_tensors
 from tribe.core.validation import good_images
 from tribe.io import tensors as tensor_file
 
+FOLDER = "source"  # of source knowledge, in the root of the data
 SHIPPED = Path(__file__).parent / "data" / "models" / "shipped"  # knowledge for the network in the package
 
 
@@ -218,7 +219,7 @@ def knowledge_path(
     'ttac_compact_mnist+statistics=frozen.safetensors'
     """
     name = "+".join((_plain(f"{method}_{model}_{dataset}"), *_suffixes(fields or {})))
-    return Path(root) / "source" / f"{name}.safetensors"
+    return Path(root) / FOLDER / f"{name}.safetensors"
 
 
 def _suffixes(fields: Mapping[str, Any]) -> list[str]:

@@ -18,9 +18,9 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 import tribe
+from commands import app
 from processes import ended
 from tribe.cli import MISSING
-from tribe.cli.commands import app
 from tribe.cli.commands.list import REGISTRIES
 from tribe.cli.custom import import_file
 

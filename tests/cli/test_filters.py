@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 import tribe
-from tribe.cli.commands import app
+from commands import app
 from tribe.cli.options import method_names
 from tribe.experiments import bench
 from tribe.experiments.execution import without_filter

@@ -1,5 +1,6 @@
 """Names are data: nothing in the name of a file, class, domain or method takes effect where it is shown."""
 
+import warnings
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
 from pathlib import Path
@@ -14,6 +15,7 @@ from reproduction import render
 from reproduction.chart import draw_chart
 from reproduction.compare import Comparison, Entry
 from tribe import methods, scenarios
+from tribe.cli.output import messages
 from tribe.experiments import plots
 from tribe.experiments.record import Record
 from tribe.fields import printable
@@ -82,11 +84,11 @@ def test_errors_show_the_name_of_a_file():
     assert r"no\x1b[2Jwhere[red]" in message(result)
 
 
-def test_warnings_are_printable(monkeypatch):
-    from tribe.cli.app import printable_warning
-
-    line = printable_warning(UserWarning("skipped \x1b[2J.png"), UserWarning, "f.py", 3)
-    assert line == "f.py:3: UserWarning: skipped \\x1b[2J.png\n"
+def test_warnings_are_printable_and_printed_once(capsys):
+    with messages():
+        for _ in range(2):
+            warnings.warn("skipped \x1b[2J.png", stacklevel=1)
+    assert capsys.readouterr().err == "warning: skipped \\x1b[2J.png\n"
 
 
 def test_progress_and_table_show_the_name_of_a_method(monkeypatch):

@@ -7,7 +7,7 @@ import pytest
 from commands import message, tribe_command
 from reproduction import command as reproduce
 from reproduction import train
-from tribe.cli.commands import bench, corrupt, report, run, schedule, source, sweep
+from tribe.cli.commands import bench, corrupt, results, run, schedule, source, sweep
 
 pytestmark = [
     pytest.mark.usefixtures("nowhere"),
@@ -31,7 +31,7 @@ CASES = {  # the work, which must not begin, and a command
     "corrupt --out": ((corrupt, "generate"), ("corrupt", "mnist", "--out", "/proc/data")),
     "corrupt --data": ((corrupt, "generate"), ("corrupt", "mnist", "--data", "/proc/data")),
     "bench --json": ((bench, "_network"), ("bench", "--json", "/proc/x.json")),
-    "report -o": ((report.pages, "collect"), ("report", ".", "-o", "/proc/x.html")),
+    "report -o": ((results.pages, "collect"), ("report", ".", "-o", "/proc/x.html")),
     "schedule --out": ((schedule, "build_dataset"), ("schedule", "gli-f", "--out", "/proc/x.npz")),
     "schedule --plot": ((schedule, "build_dataset"), ("schedule", "gli-f", "--plot", "/proc/x.svg")),
 }

@@ -1,18 +1,30 @@
-"""Print results and JSON on stdout, errors and warnings as messages on stderr."""
+"""What commands print: results, tables and JSON on stdout; errors, warnings and progress on stderr."""
 
 import contextlib
 import json
+import math
 import sys
-from collections.abc import Iterator
-from typing import Any, Literal, NoReturn, TextIO
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Column, Table
 from rich.text import Text
 
+from tribe.experiments.experiment import Experiment
+from tribe.experiments.parallel import Failure
 from tribe.experiments.spec import plain
+from tribe.experiments.statistics import spread
+from tribe.experiments.store import Result
+from tribe.experiments.workers import ExperimentProgress
 from tribe.fields import printable
-from tribe.io.files import check_file
+from tribe.io.files import check_file, write_atomically
+
+# -- messages ---------------------------------------------------------------------------------------------------------
 
 
 def fail(message: str) -> NoReturn:
@@ -28,28 +40,9 @@ def print_message(kind: Literal["error", "warning"], message: str, console: Cons
     (console or Console(stderr=True)).print(text, soft_wrap=True)
 
 
-def shown(name: str) -> Text:
-    """Return a name for a table or a line: neither markup nor control characters in it take effect."""
-    return Text(printable(name))
-
-
-def print_json(data: Any) -> None:
-    """Print JSON on stdout."""
-    typer.echo(json.dumps(plain(data), indent=2, allow_nan=False))
-
-
-@contextlib.contextmanager
-def errors_as_messages() -> Iterator[None]:
-    """Turn an error that explains itself into a message, and exit with status 2."""
-    try:
-        yield
-    except (ValueError, TypeError, OSError, ImportError) as error:
-        fail(str(error))
-
-
-def stdout_to_stderr() -> contextlib.AbstractContextManager[TextIO]:
-    """Send to stderr what other code prints: programs read the results on stdout."""
-    return contextlib.redirect_stdout(sys.stderr)
+def note(message: str) -> None:
+    """Print a remark on stderr."""
+    Console(stderr=True).print(printable(message), style="yellow", soft_wrap=True, markup=False, highlight=False)
 
 
 def describe_error(error: BaseException) -> str:
@@ -57,7 +50,145 @@ def describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
+@contextlib.contextmanager
+def messages(console: Console | None = None, redirect: bool = True) -> Iterator[None]:
+    """Run the work of a command: an error that explains itself becomes a message and exits with status 2.
+
+    A warning is printed as a message, and once. What other code prints goes to stderr, because programs read results
+    on stdout: print those after this block, or without ``redirect``.
+    """
+    printed: set[str] = set()
+
+    def show(message: Warning | str, *_: Any, **__: Any) -> None:
+        if str(message) not in printed:
+            printed.add(str(message))
+            print_message("warning", str(message), console)
+
+    with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr if redirect else sys.stdout):
+        warnings.simplefilter("always", UserWarning)
+        warnings.showwarning = show
+        try:
+            yield
+        except (ValueError, TypeError, OSError, ImportError) as error:
+            fail(str(error))
+
+
+@contextlib.contextmanager
+def message_on_interrupt(runs: Path) -> Iterator[None]:
+    """Turn Ctrl-C into a message that the work can be resumed, and exit with status 130."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        note(f"stopped; finished work is in {runs}, and the same command resumes from there")
+        raise typer.Exit(130) from None
+
+
+# -- results ----------------------------------------------------------------------------------------------------------
+
+WIDE = 240  # columns of a table that does not go to a terminal
+ERRORS = ("instance_error", "category_error")
+HEADER = ("instance error, %", "category error, %", "ms / image")
+
+
+def shown(name: str) -> Text:
+    """Return a name for a table or a line: neither markup nor control characters in it take effect."""
+    return Text(printable(name))
+
+
+def make_table(texts: Sequence[str], numbers: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> Table:
+    """Return a table with columns of text and columns of numbers; no cell is read as markup."""
+    right = (Column(shown(name), justify="right") for name in numbers)
+    table = Table(*(Column(shown(name)) for name in texts), *right)
+    for row in rows:
+        table.add_row(*(cell if isinstance(cell, Text) else shown(cell) for cell in row))
+    return table
+
+
+def result_cells(result: Result) -> list[Text]:
+    """Return the cells of `HEADER` for a result."""
+    time = 1e3 * mean(result.values("seconds_per_image"))
+    return [*(Text(percent(result.values(key))) for key in ERRORS), Text(f"{time:.2f}")]
+
+
+def mean(values: Sequence[float]) -> float:
+    """Return the mean; the order of the values does not matter."""
+    return math.fsum(values) / len(values)
+
+
+def percent(shares: Sequence[float]) -> str:
+    """Return the errors of some seeds as the text of a cell.
+
+    Example:
+        >>> percent([0.25]), percent([0.1, 0.3]), percent([float("nan")])
+        ('25.00', '20.00 ± 14.14', 'no labels')
+    """
+    return "no labels" if any(map(math.isnan, shares)) else str(spread([100 * share for share in shares]))
+
+
+def wide_console() -> Console:
+    """Return a console for tables: as wide as the terminal, or wide where stdout is not one."""
+    console = Console()
+    return console if console.is_terminal else Console(width=WIDE)
+
+
+def print_json(data: Any) -> None:
+    """Print JSON on stdout."""
+    typer.echo(json.dumps(plain(data), indent=2, allow_nan=False))
+
+
 def check_json_file(file: str | None) -> None:
     """Raise OSError if --json FILE cannot be written: before the work, not after it."""
-    if file not in (None, "-"):
-        check_file(str(file))
+    if file is not None and file != "-":
+        check_file(file)
+
+
+def write_json(data: Mapping[str, Any], file: str | None, *more: Path) -> None:
+    """Write a summary to ``--json FILE``, where - is stdout, and to more files."""
+    content = json.dumps(plain(data), indent=1).encode()
+    for path in (*more, *([] if file is None or file == "-" else [Path(file)])):
+        write_atomically(path, content)
+    if file == "-":
+        print_json(data)
+
+
+# -- progress ---------------------------------------------------------------------------------------------------------
+
+MOST_BARS = 20  # with more experiments, the bar of a finished one is removed
+
+
+class Followers(NamedTuple):
+    """The callbacks of `tribe.experiments.parallel.run_all`."""
+
+    progress: ExperimentProgress
+    done: Callable[[Experiment, Result | Failure], None]
+    played: set[Experiment]  # those that were played, not read from the store
+
+
+@contextlib.contextmanager
+def experiment_bars(title: str, count: int, name_of: Callable[[Experiment], str]) -> Iterator[Followers]:
+    """Show a bar for all of ``count`` experiments and one for each that is running; warnings appear between them."""
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+    console = Console(stderr=True)
+    with messages(console), Progress(*columns, console=console) as progress:
+        total = progress.add_task(f"{title}: 0 of {count} runs", total=count)
+        bars: dict[Experiment, TaskID] = {}
+        played: set[Experiment] = set()
+
+        def follow(experiment: Experiment, done: int, of: int, wrong: float | None) -> None:
+            error = "" if wrong is None else f": error {100 * wrong:.1f} %"
+            name = printable(name_of(experiment))
+            if experiment not in bars:
+                bars[experiment] = progress.add_task(name)
+                played.add(experiment)
+            progress.update(bars[experiment], completed=done, total=of, description=name + error)
+
+        def done(experiment: Experiment, outcome: Result | Failure) -> None:
+            if isinstance(outcome, Failure):
+                print_message("error", f"{name_of(experiment)}: {outcome.reason}", console)
+            if count > MOST_BARS and experiment in bars:
+                progress.remove_task(bars.pop(experiment))
+            progress.advance(total)
+            finished = int(progress.tasks[0].completed)
+            progress.update(total, description=f"{title}: {finished} of {count} runs")
+
+        yield Followers(follow, done, played)

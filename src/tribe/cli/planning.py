@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tribe.cli.custom import DATASET, SCENARIO, component_name, norm_text
-from tribe.cli.options import custom_network, parse_seeds
-from tribe.cli.overrides import parse_overrides
+from tribe.cli.options import custom_network, parse_overrides, parse_seeds
 from tribe.experiments.experiment import Experiment
 from tribe.experiments.spec import ComponentSpec, same_for_all_seeds
 from tribe.experiments.workbench import Workbench
@@ -40,9 +39,7 @@ class Planner:
         self._batch, self._precision = own["batch"], str(own["precision"])
         if own["threads"] is not None and not is_whole(own["threads"], least=1):
             raise ValueError(f"threads is how many a CPU computes with, at least 1; got {own['threads']!r}")
-        networks = {model: custom_network(model, weights)} if ":" in model else {}
-        files = {} if weights is None else {model: weights}
-        self.workbench = Workbench(data, str(own["device"]), files, own["threads"], networks)
+        self.workbench = make_workbench(model, weights, data, str(own["device"]), own["threads"])
 
     def experiment(self, method: str, point: Mapping[str, Any] | None = None) -> Experiment:
         """Return the experiment of a method, with the fields of a point of a sweep by their place."""
@@ -54,22 +51,29 @@ class Planner:
         if not is_whole(own["batch"], least=1):
             raise ValueError(f"batch is a number of images, at least 1; got {own['batch']!r}")
         scenario = ComponentSpec(self._scenario, fields["scenario"])
-        self._warn_of_one_stream(scenario)
+        if len(self.seeds) > 1 and (why := same_for_all_seeds(scenario.json())):
+            again = f"{len(self.seeds)} seeds play the same images in the same order, and do not reduce uncertainty"
+            warnings.warn(f"scenario {scenario.name}: {why}. The {again}: --seeds 1 is enough", stacklevel=2)
+        rule = fields[method].get("rule")
+        if isinstance(rule, str) and ":" in rule:  # a norm rule from a file is registered, and has a name
+            fields[method]["rule"] = norm_text(rule)
         return Experiment.of(
             ComponentSpec(self._dataset, fields["dataset"]),
             ComponentSpec(self._model, fields["model"]),
             scenario,
-            ComponentSpec(method, _with_rule(fields[method])),
+            ComponentSpec(method, fields[method]),
             seeds=self.seeds,
             workbench=self.workbench,
             **own,
         )
 
-    def _warn_of_one_stream(self, scenario: ComponentSpec) -> None:
-        """Warn of several seeds for a scenario that ignores them."""
-        if len(self.seeds) > 1 and (why := same_for_all_seeds(scenario.json())):
-            again = f"{len(self.seeds)} seeds play the same images in the same order, and do not reduce uncertainty"
-            warnings.warn(f"scenario {scenario.name}: {why}. The {again}: --seeds 1 is enough", stacklevel=3)
+
+def make_workbench(
+    model: str, weights: Path | None, data: Path | None, device: str, threads: int | None = None
+) -> Workbench:
+    """Return a workbench with the network of --model and --weights."""
+    networks = {model: custom_network(model, weights)} if ":" in model else {}
+    return Workbench(data, device, {} if weights is None else {model: weights}, threads, networks)
 
 
 def file_name(prefix: str, experiments: Sequence[Experiment]) -> str:
@@ -77,9 +81,3 @@ def file_name(prefix: str, experiments: Sequence[Experiment]) -> str:
     first, ids = experiments[0], "".join(f"{e.id}{e.seeds}" for e in experiments)
     name = f"{prefix}{first.dataset.name}-{first.model.name}-{first.scenario.name}"
     return f"{re.sub(r'[^A-Za-z0-9._@+-]', '_', name)}-{hashlib.sha256(ids.encode()).hexdigest()[:8]}"
-
-
-def _with_rule(fields: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the fields of a method; a norm rule from a file is registered, and has its registered name."""
-    rule = fields.get("rule")
-    return {**fields, "rule": norm_text(rule)} if isinstance(rule, str) and ":" in rule else fields

@@ -24,9 +24,9 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import tribe
+from commands import app
 from processes import Prints, Process, interrupted, killed
 from tribe import corruptions, datasets
-from tribe.cli.commands import app
 from tribe.data.datasets.files import MissingData
 from tribe.data.datasets.generation import GenerationProgress, generate
 from tribe.data.datasets.image_files import read_image

@@ -1,11 +1,35 @@
-"""Commands: each file adds a command to the application with ``@app.command()``. All files are imported."""
+"""Commands: each file adds its commands to the application with ``@app.command()``."""
 
 import importlib
 import pkgutil
+from typing import Annotated
 
-from tribe.cli.app import app
+import typer
 
-for _module in pkgutil.iter_modules(__path__):
-    importlib.import_module(f"{__name__}.{_module.name}")
+from tribe._version import __version__
 
-__all__ = ["app"]
+app = typer.Typer(
+    help="Keep a deployed image classifier accurate while the world in front of it changes.",
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+)
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False
+) -> None:
+    """Print the version for --version, and the help without a command."""
+    if version:
+        typer.echo(f"tribe {__version__}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+def load_app(command: str | None = None) -> typer.Typer:
+    """Import the file that is named like a command, or all files; return the application."""
+    files = [module.name for module in pkgutil.iter_modules(__path__)]
+    for file in [command] if command in files else files:
+        importlib.import_module(f"{__name__}.{file}")
+    return app

@@ -13,10 +13,10 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from torch import nn
 
 import tribe
-from tribe.cli.app import app
+from tribe.cli.commands import app
 from tribe.cli.custom import load_custom_model
 from tribe.cli.options import Device, Precision, method_names, parse_shape
-from tribe.cli.output import check_json_file, errors_as_messages, fail, print_json, stdout_to_stderr
+from tribe.cli.output import check_json_file, fail, messages, print_json
 from tribe.core.precision import choose_device, precision_on
 from tribe.experiments import bench as speed
 from tribe.experiments.bench import REPEATS, BenchResult
@@ -66,32 +66,31 @@ def bench(
     convolutions and matrix products of a step; "of matmul" is their share of the rate of large matrix products. Peak
     memory includes the state, but not the network and the images.
     """
-    with errors_as_messages(), _out_of_memory_as_message():
+    with messages(), _out_of_memory_as_message():
         check_json_file(json_file)
         old = None if compare_file is None else speed.read(compare_file)
         where = choose_device(device)
-        with stdout_to_stderr():
-            names = method_names(methods)
-            speed.check_names(names)
-            name = model or ("wrn28_10" if where.type == "cuda" else "resnet20")
-            build, count, size = _network(name, classes, None if shape is None else parse_shape(shape))
-            setting = speed.Setting(
-                model=name,
-                shape=size,
-                classes=count,
-                batch=batch,
-                streams=streams,
-                device=str(where),
-                precision=precision_on(where, precision),
-                graphs=graphs,
-                kernels=kernels,
-                threads=threads,
-            )
-            if old is not None:
-                speed.check_comparable(old.setting, setting)  # before the work, not after it
-            with _progress() as show:
-                net = build(where)
-                result = speed.measure(net, setting, names, compiled=compiled, repeats=repeats, progress=show)
+        names = method_names(methods)
+        speed.check_names(names)
+        name = model or ("wrn28_10" if where.type == "cuda" else "resnet20")
+        build, count, size = _network(name, classes, None if shape is None else parse_shape(shape))
+        setting = speed.Setting(
+            model=name,
+            shape=size,
+            classes=count,
+            batch=batch,
+            streams=streams,
+            device=str(where),
+            precision=precision_on(where, precision),
+            graphs=graphs,
+            kernels=kernels,
+            threads=threads,
+        )
+        if old is not None:
+            speed.check_comparable(old.setting, setting)  # before the work, not after it
+        with _progress() as show:
+            net = build(where)
+            result = speed.measure(net, setting, names, compiled=compiled, repeats=repeats, progress=show)
     _print(result, old, json_file)
 
 
@@ -110,10 +109,7 @@ def _print(result: BenchResult, old: BenchResult | None, json_file: str | None) 
     console, data = Console(stderr=json_file == "-"), speed.to_data(result)
     texts = [speed.show(result)]
     if old is not None:
-        changes, differences = (
-            speed.compare(old, result),
-            speed.machine_differences(old, result),
-        )
+        changes, differences = speed.compare(old, result), speed.machine_differences(old, result)
         ratios = {change.name: change.ratio for change in changes}
         data["compared"] = {"surroundings": differences, "now_over_then": ratios}
         texts.append(speed.show_changes(changes, differences))

@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from tribe.cli.app import app
+from tribe.cli.commands import app
 from tribe.cli.options import AsJson, parse_severities
-from tribe.cli.output import errors_as_messages, print_json, shown
+from tribe.cli.output import messages, print_json, shown
 from tribe.data.datasets.corrupted_files import BENCHMARKS
 from tribe.data.datasets.files import data_root
 from tribe.data.datasets.generation import GenerationProgress, Summary, generate
@@ -56,7 +56,7 @@ def corrupt(
 ) -> None:
     """Write a corrupted data set in its published layout. The same command continues after an interruption."""
     console = Console(stderr=True)
-    with errors_as_messages():
+    with messages():
         if dataset not in BENCHMARKS:
             raise ValueError(f"unknown data set {dataset!r}: {nearest(dataset, BENCHMARKS)}")
         place = out or (None if dataset == "imagenet" else data)
@@ -67,7 +67,7 @@ def corrupt(
         )
     root, target = (None if path is None else str(path) for path in (data, out))
     try:
-        with errors_as_messages(), _Bar(console) if console.is_terminal else _Lines(console) as progress:
+        with messages(), _Bar(console) if console.is_terminal else _Lines(console) as progress:
             summary = generate(dataset, out=target, data=root, progress=progress, **settings)
     except KeyboardInterrupt:
         same = "the same command without --force" if force else "the same command"

@@ -15,10 +15,10 @@ from safetensors.torch import load_model
 from torch import Tensor, nn
 
 import tribe
-from tribe.cli.app import app
+from tribe.cli.commands import app
 from tribe.cli.custom import load_custom_model
 from tribe.cli.options import AsJson, DataRoot, parse_shape
-from tribe.cli.output import describe_error, errors_as_messages, fail, print_json, stdout_to_stderr
+from tribe.cli.output import describe_error, fail, messages, print_json
 from tribe.data.datasets import Dataset
 from tribe.experiments.workbench import build_dataset, restrict
 from tribe.fields import printable
@@ -57,7 +57,7 @@ def doctor(
     """Report which layers of a model can be adapted, and whether its input looks right. Exit with 1 on problems."""
     if sum(given is not None for given in (images, shape, dataset)) > 1:
         fail("--input reads images, --dataset those of a data set, and --shape makes random ones: choose one")
-    with stdout_to_stderr(), errors_as_messages():
+    with messages():
         known = None if dataset is None else build_dataset(dataset, data, {})
         x, labels = (
             _sample(known)

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tribe import filters, methods, norms
-from tribe.cli.app import app
+from tribe.cli.commands import app
 from tribe.cli.options import AsJson
 from tribe.cli.output import fail, print_json
 from tribe.data import corruptions, datasets, models, scenarios

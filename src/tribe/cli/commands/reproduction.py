@@ -8,7 +8,7 @@ from typing import Any
 import typer
 
 import tribe
-from tribe.cli.app import app
+from tribe.cli.commands import app
 from tribe.cli.output import fail
 
 PACKAGE = "reproduction"

@@ -13,23 +13,9 @@ import typer
 from rich.console import Console
 
 import tribe
-from tribe.cli.app import app
-from tribe.cli.options import (
-    DataRoot,
-    DatasetName,
-    JsonFile,
-    Model,
-    Out,
-    ScenarioName,
-    Seeds,
-    Settings,
-    Weights,
-    method_names,
-)
-from tribe.cli.output import check_json_file, errors_as_messages, fail, shown, stdout_to_stderr
+from tribe.cli import options, output
+from tribe.cli.commands import app
 from tribe.cli.planning import Planner, file_name
-from tribe.cli.progress import experiment_bars, print_warnings
-from tribe.cli.tables import method_table, write_summary
 from tribe.experiments import plots
 from tribe.experiments.experiment import Experiment
 from tribe.experiments.parallel import Failure, run_all
@@ -39,8 +25,6 @@ from tribe.experiments.workbench import MissingKnowledge
 from tribe.fields import printable
 from tribe.io.files import check_folder
 from tribe.registry import nearest
-
-DEFAULT_METHODS = "source,bn,tent,tribe"
 
 MethodNames = Annotated[
     str,
@@ -57,16 +41,16 @@ Logits = Annotated[
 
 @app.command()
 def run(
-    dataset: DatasetName = "live-mnist-c",
-    model: Model = "compact",
-    weights: Weights = None,
-    scenario: ScenarioName = "gli-f",
-    methods: MethodNames = DEFAULT_METHODS,
-    seeds: Seeds = None,
-    settings: Settings = None,
-    data: DataRoot = None,
-    out: Out = Path("runs"),
-    json_file: JsonFile = None,
+    dataset: options.DatasetName = "live-mnist-c",
+    model: options.Model = "compact",
+    weights: options.Weights = None,
+    scenario: options.ScenarioName = "gli-f",
+    methods: MethodNames = "source,bn,tent,tribe",
+    seeds: options.Seeds = None,
+    settings: options.Settings = None,
+    data: options.DataRoot = None,
+    out: options.Out = Path("runs"),
+    json_file: options.JsonFile = None,
     force: Annotated[bool, typer.Option("--force", help="Compute results anew that are there.")] = False,
     logits: Logits = False,
 ) -> None:
@@ -76,22 +60,32 @@ def run(
     and in a long tail, and a small network that was trained on the clean ones.
     """
     console = Console(stderr=json_file == "-")
-    with print_warnings(), stdout_to_stderr(), errors_as_messages():
-        check_json_file(json_file)
+    with output.messages():
+        output.check_json_file(json_file)
         check_folder(out)
-        names = method_names(methods)
+        names = options.method_names(methods)
         if not names:
             raise ValueError(f"--methods {methods!r} names no method: {nearest('', tribe.methods.names())}")
         planner = Planner(dataset, model, weights, scenario, names, seeds, settings, data)
         experiments = _plan(planner, names)
-    _print_title(next(iter(experiments.values())), planner, console)
+        device = machine(planner.workbench.device)
+    first = next(iter(experiments.values()))
+    assert first.parts is not None
+    title, count = output.shown(_stream_name(first)), len(first.seeds)
+    title.stylize("bold", 0, len(printable(first.dataset.name)))
+    streams = f"{count} stream{'s' * (count > 1)} of {len(first.parts.stream.schedules[0].index):,} images"
+    console.print(title + f": {streams}, batch {first.batch}, on {device['device']}")
     results, stopped = _play(experiments, out, force, logits)
     if results:
-        _show(results, planner, out / file_name("", [*experiments.values()]), json_file, console)
+        _show(results, device, out / file_name("", [*experiments.values()]), json_file, console)
     if stopped or not results:
         raise typer.Exit(130 if stopped else 2)
     if failed := [name for name in experiments if name not in results]:
-        fail(f"{', '.join(failed)} could not be played to the end; the reasons are above")
+        output.fail(f"{', '.join(failed)} could not be played to the end; the reasons are above")
+
+
+def _stream_name(experiment: Experiment) -> str:
+    return f"{experiment.dataset.name}, {experiment.model.name}, {experiment.scenario.name}"
 
 
 def _plan(planner: Planner, names: list[str]) -> dict[str, Experiment]:
@@ -107,58 +101,53 @@ def _plan(planner: Planner, names: list[str]) -> dict[str, Experiment]:
     return experiments
 
 
-def _print_title(first: Experiment, planner: Planner, console: Console) -> None:
-    assert first.parts is not None
-    names = shown(f"{first.dataset.name}, {first.model.name}, {first.scenario.name}")
-    names.stylize("bold", 0, len(printable(first.dataset.name)))
-    count, length = len(first.seeds), len(first.parts.stream.schedules[0].index)
-    streams = f"{count} stream{'s' * (count > 1)} of {length:,} images"
-    device = machine(planner.workbench.device)["device"]
-    console.print(names + f": {streams}, batch {first.batch}, on {device}")
-
-
 def _play(
     experiments: Mapping[str, Experiment], out: Path, force: bool, logits: bool
 ) -> tuple[dict[str, Result], bool]:
     """Run the experiments; return the result of each method that finished, and whether Ctrl-C stopped the run."""
     names, stopped = {experiment: name for name, experiment in experiments.items()}, False
     outcomes: dict[Experiment, Result | Failure] = {}
-    with experiment_bars("run", len(names), names.__getitem__) as bars:
+    with output.experiment_bars("run", len(names), names.__getitem__) as bars:
 
         def done(experiment: Experiment, outcome: Result | Failure) -> None:
             outcomes[experiment] = outcome
             bars.done(experiment, outcome)
 
+        command = ["tribe", *sys.argv[1:]]
         try:
-            options: Any = {"force": force, "keep_outputs": logits, "command": ["tribe", *sys.argv[1:]]}
-            run_all(experiments.values(), out, **options, progress=bars.progress, done=done)
+            run_all(names, out, force=force, keep_outputs=logits, command=command, progress=bars.progress, done=done)
         except KeyboardInterrupt:
             stopped = True
     results = {name: r for name, e in experiments.items() if isinstance(r := outcomes.get(e), Result)}
     if stopped:
         before = f" What was finished before ({', '.join(results)}) is in {out}." if results else ""
-        _note(f"stopped.{before} The same command goes on from here")
+        output.note(f"stopped.{before} The same command goes on from here")
     elif stored := [name for name in results if experiments[name] not in bars.played]:
-        _note(f"found in {out}, not computed again: {', '.join(stored)}; --force computes them anew")
+        output.note(f"found in {out}, not computed again: {', '.join(stored)}; --force computes them anew")
     return results, stopped
 
 
 # -- output -----------------------------------------------------------------------------------------------------------
 
 
-def _show(results: Mapping[str, Result], planner: Planner, path: Path, json_file: str | None, console: Console) -> None:
+def _show(
+    results: Mapping[str, Result], device: Mapping[str, Any], path: Path, json_file: str | None, console: Console
+) -> None:
     """Print the table, and write summary and chart."""
+    cells = {name: output.result_cells(result) for name, result in results.items()}
+    for i, key in enumerate(output.ERRORS if len(results) > 1 else ()):  # the lowest are bold
+        means = {name: output.mean(result.values(key)) for name, result in results.items()}
+        for name, mean in means.items():
+            cells[name][i].stylize("bold" if mean == min(means.values()) else "")
+    console.print(output.make_table(["method"], output.HEADER, ([name, *row] for name, row in cells.items())))
     first = next(iter(results.values())).experiment
     spec = {name: value for name, value in first.json().items() if name != "method"}
-    report = {"spec": spec, "machine": machine(planner.workbench.device), "results": _rows(results)}
-    console.print(method_table(results))
     summary = path.with_name(f"{path.name}.json")
     try:
-        write_summary(report, summary, json_file)
-        title = f"{first.dataset.name}, {first.model.name}, {first.scenario.name}"
-        picture = _chart(path.with_name(f"{path.name}.svg"), results, title)
+        output.write_json({"spec": spec, "machine": device, "results": _rows(results)}, json_file, summary)
+        picture = _chart(path.with_name(f"{path.name}.svg"), results, _stream_name(first))
     except (ValueError, OSError) as error:
-        fail(f"the results are in {path.parent}, but their summary could not be written: {error}")
+        output.fail(f"the results are in {path.parent}, but their summary could not be written: {error}")
     drawn = f", chart in {picture}" if picture else ""
     console.print(printable(f"results in {path.parent}, summary in {summary}{drawn}"), soft_wrap=True, markup=False)
 
@@ -179,7 +168,9 @@ def _rows(results: Mapping[str, Result]) -> list[dict[str, Any]]:
 def _chart(path: Path, results: Mapping[str, Result], title: str) -> Path | None:
     """Draw the errors; None where that is not possible."""
     if missing := [name for name, result in results.items() if not result.has_records]:
-        _note(f"no chart: it needs the records of {', '.join(missing)}, which are not there; --force computes them")
+        output.note(
+            f"no chart: it needs the records of {', '.join(missing)}, which are not there; --force computes them"
+        )
         return None
     records = {name: result.records() for name, result in results.items()}
     if not any(bool((record.label >= 0).any()) for runs in records.values() for record in runs):
@@ -187,11 +178,7 @@ def _chart(path: Path, results: Mapping[str, Result], title: str) -> Path | None
     try:
         figure = plots.errors(records, title)
     except ModuleNotFoundError as error:
-        _note(f"no chart: {error}")
+        output.note(f"no chart: {error}")
         return None
     plots.save(figure, path)
     return path
-
-
-def _note(message: str) -> None:
-    Console(stderr=True).print(printable(message), style="yellow", soft_wrap=True, markup=False, highlight=False)

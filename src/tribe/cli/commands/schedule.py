@@ -7,12 +7,10 @@ import typer
 from rich.console import Console
 
 import tribe
-from tribe.cli.app import app
+from tribe.cli.commands import app
 from tribe.cli.custom import DATASET, SCENARIO, component_name
-from tribe.cli.options import AsJson, DataRoot
-from tribe.cli.output import errors_as_messages, print_json, stdout_to_stderr
-from tribe.cli.overrides import parse_overrides
-from tribe.cli.tables import make_table
+from tribe.cli.options import AsJson, DataRoot, parse_overrides
+from tribe.cli.output import make_table, messages, print_json
 from tribe.data.scenarios import class_counts, digest, local_balance, save
 from tribe.experiments import plots
 from tribe.experiments.workbench import build_dataset, build_scenario
@@ -38,7 +36,7 @@ def schedule(
     as_json: AsJson = False,
 ) -> None:
     """Show a stream's schedule: class counts of each domain, local balance, and a hash to compare with."""
-    with stdout_to_stderr(), errors_as_messages():
+    with messages():
         if out is not None:
             check_file(out)
         if plot is not None:

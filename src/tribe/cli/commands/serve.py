@@ -8,11 +8,10 @@ import typer
 from torch import nn
 
 import tribe
-from tribe.cli.app import app
+from tribe.cli.commands import app
 from tribe.cli.custom import method_name
-from tribe.cli.options import Device, custom_network
-from tribe.cli.output import errors_as_messages, print_message
-from tribe.cli.overrides import parse_overrides
+from tribe.cli.options import Device, custom_network, parse_overrides
+from tribe.cli.output import messages, print_message
 from tribe.core.precision import choose_device
 
 DIGITS = "compact", "mnist"  # the embedded network and what it was trained on
@@ -90,7 +89,7 @@ def serve(
     logging.basicConfig(
         level=logging.INFO if verbose else logging.WARNING, format="%(asctime)s %(levelname)s %(message)s"
     )
-    with errors_as_messages():
+    with messages(redirect=False):
         from tribe.serve import Server
         from tribe.serve.config import Limits, Policy
 

@@ -12,11 +12,11 @@ from rich.progress import Progress, track
 from torch import Tensor
 
 import tribe
-from tribe.cli.app import app
+from tribe.cli.commands import app
 from tribe.cli.custom import DATASET, component_name, method_name
-from tribe.cli.options import AsJson, Device, Model, Weights, custom_network
-from tribe.cli.output import errors_as_messages, print_json, stdout_to_stderr
-from tribe.cli.overrides import Overrides, parse_overrides
+from tribe.cli.options import AsJson, Device, Model, Overrides, Weights, parse_overrides
+from tribe.cli.output import messages, print_json
+from tribe.cli.planning import make_workbench
 from tribe.core.backbone import Backbone
 from tribe.core.precision import deterministic, float32_precision
 from tribe.core.validation import good_images
@@ -25,7 +25,7 @@ from tribe.experiments.workbench import Workbench, build_dataset, departures, pl
 from tribe.health.calibration import NAME as HEALTH
 from tribe.health.calibration import Calibration
 from tribe.io.files import check_file, check_folder
-from tribe.knowledge import Knowledge, knowledge_path
+from tribe.knowledge import FOLDER, Knowledge, knowledge_path
 
 SHOWN = 6  # tensors that are listed; a network has hundreds of weights
 HELD_OUT = 2000  # images for health
@@ -72,20 +72,21 @@ def source(
     Methods learn from training images. Health learns how accurate a method is from images that no training used: the
     test images of a data set, or the images of a folder.
     """
-    with stdout_to_stderr(), errors_as_messages():
+    with messages():
         name = component_name(DATASET, dataset)
-        networks = {model: custom_network(model, weights)} if ":" in model else {}
-        workbench = Workbench(data, device, {} if weights is None else {model: weights}, networks=networks)
-        make = _calibrate if method == HEALTH else _study
-        adapts = method_name(adapts_with if method == HEALTH else method)
-        adapts = adapts if method == HEALTH else tribe.methods.parse(adapts).alone  # wrappers need none
-        source = SourceImages(workbench, model, name, images, batch, seed)
-        folder = knowledge_path("any", model, name, source.root).parent  # where `tribe run` searches, in any data root
-        is_made = out is None or out.parent.name == folder.name  # this command makes that folder
-        check_folder(folder if out is None else out.parent) if is_made else check_file(out or folder)
-        knowledge, place, title = make(source, adapts, parse_overrides(settings, ("dataset", "model", adapts)))
-        target = out or place
-        if is_made:
+        if method == HEALTH:
+            make, adapts, owner = _calibrate, method_name(adapts_with), HEALTH
+        else:  # a guard or a filter needs none
+            make, adapts = _study, tribe.methods.parse(method_name(method)).alone
+            owner = adapts
+        source = SourceImages(make_workbench(model, weights, data, device), model, name, images, batch, seed)
+        target = out or knowledge_path(owner, model, name, source.root)
+        makes_folder = target.parent.name == FOLDER
+        check_folder(target.parent) if makes_folder else check_file(target)
+        knowledge, fields, title = make(source, adapts, parse_overrides(settings, ("dataset", "model", adapts)))
+        if out is None:  # where `tribe run` searches
+            target = knowledge_path(owner, model, name, source.root, fields)
+        if makes_folder:
             target.parent.mkdir(parents=True, exist_ok=True)
         knowledge.save(target)
     if as_json:
@@ -116,10 +117,6 @@ class SourceImages(NamedTuple):
         """The root of all data."""
         return self.workbench.root(tribe.datasets.get(self.dataset))
 
-    def path(self, method: str, fields: Mapping[str, Any]) -> Path:
-        """Return where `tribe run` searches the knowledge of a method with these fields."""
-        return knowledge_path(method, self.model, self.dataset, self.root, fields)
-
     def prepare(self, part: str, overrides: Overrides) -> tuple[Dataset, Backbone]:
         """Return the clean images of a part, train or test (all, if there are no parts), and the network."""
         cls: Any = tribe.datasets.get(self.dataset)
@@ -140,8 +137,11 @@ class SourceImages(NamedTuple):
         return Batches(data, most if self.images is None else self.images, self.batch, self.seed, title, whole)
 
 
-def _study(source: SourceImages, method: str, overrides: Overrides) -> tuple[Knowledge, Path, str]:
-    """Return the source knowledge of a method, where it goes, and a description."""
+Made = tuple[Knowledge, Mapping[str, Any], str]  # source knowledge, the fields that its file is named after, a title
+
+
+def _study(source: SourceImages, method: str, overrides: Overrides) -> Made:
+    """Compute the source knowledge of a method."""
     if (needs := tribe.methods.get(method).needs) is None:
         raise ValueError(f"{method} needs no source knowledge: run it directly")
     training, net = source.prepare("train", overrides)
@@ -158,11 +158,11 @@ def _study(source: SourceImages, method: str, overrides: Overrides) -> tuple[Kno
     relevant = {field: value for field, value in changed.items() if field in knowledge.spec}
     counts = {"images": batches.images, "batch": source.batch, "seed": source.seed}
     origin: dict[str, Any] = {"model": source.model, "dataset": source.dataset, **counts}
-    return dataclasses.replace(knowledge, spec={**origin, **knowledge.spec}), source.path(method, relevant), needs
+    return dataclasses.replace(knowledge, spec={**origin, **knowledge.spec}), relevant, needs
 
 
-def _calibrate(source: SourceImages, method: str, overrides: Overrides) -> tuple[Knowledge, Path, str]:
-    """Return the calibration of a method on a network, where it goes, and a description."""
+def _calibrate(source: SourceImages, method: str, overrides: Overrides) -> Made:
+    """Calibrate a method on a network."""
     held_out, net = source.prepare("test", overrides)
     built = plain_method(method, net, held_out, overrides[method])
     read = source.batches(held_out, HELD_OUT, f"reading {source.dataset}", whole=True)
@@ -177,7 +177,7 @@ def _calibrate(source: SourceImages, method: str, overrides: Overrides) -> tuple
     origin = {"model": source.model, "dataset": source.dataset, "seed": source.seed}
     title = f"{method}, source accuracy {100 * calibration.accuracy:.1f} %, estimates off by about {error:.1f} points"
     spec = {**origin, **knowledge.spec}
-    return dataclasses.replace(knowledge, spec=spec), source.path(HEALTH, {"method": method}), title
+    return dataclasses.replace(knowledge, spec=spec), {"method": method}, title
 
 
 class Batches:

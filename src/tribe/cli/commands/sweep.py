@@ -16,32 +16,18 @@ from rich.table import Table
 from rich.text import Text
 
 from tribe import methods
-from tribe.cli.app import app
+from tribe.cli import options, output
+from tribe.cli.commands import app
 from tribe.cli.custom import method_name
-from tribe.cli.options import DataRoot, DatasetName, JsonFile, Model, Out, ScenarioName, Seeds, Settings, Weights
-from tribe.cli.output import check_json_file, errors_as_messages, fail, print_json, stdout_to_stderr
-from tribe.cli.overrides import parse_lists
 from tribe.cli.planning import COMPONENTS, Planner, file_name
-from tribe.cli.progress import experiment_bars, message_on_interrupt, print_warnings
-from tribe.cli.tables import HEADER, make_table, result_cells, wide_console, write_summary
 from tribe.experiments import plots
+from tribe.experiments import sweep as grids
 from tribe.experiments.experiment import STREAM, Experiment
 from tribe.experiments.parallel import Failure, run_all
 from tribe.experiments.provenance import machine
-from tribe.experiments.spec import canonical, plain
+from tribe.experiments.spec import canonical
 from tribe.experiments.store import ResultStore
-from tribe.experiments.sweep import (
-    SCORES,
-    Point,
-    SweepAxis,
-    SweepRow,
-    best_by_labels,
-    best_by_score,
-    default_score,
-    make_axes,
-    make_row,
-    points_of,
-)
+from tribe.experiments.sweep import SCORES, Point, SweepAxis, SweepRow
 from tribe.fields import printable
 from tribe.io.files import check_folder
 from tribe.registry import nearest
@@ -92,24 +78,29 @@ class SweepPlan(NamedTuple):
     points: list[Point]
     experiments: list[Experiment]  # of the points, in their order
 
+    @property
+    def places(self) -> list[str]:
+        """The fields that vary."""
+        return [place for axis in self.axes for place in axis.places]
+
 
 @app.command()
 def sweep(
     grid: Grid = None,
     listed: Listed = None,
     method: MethodName = "tribe",
-    dataset: DatasetName = "live-mnist-c",
-    model: Model = "compact",
-    weights: Weights = None,
-    scenario: ScenarioName = "gli-f",
-    seeds: Seeds = None,
-    settings: Settings = None,
-    data: DataRoot = None,
-    out: Out = Path("runs"),
+    dataset: options.DatasetName = "live-mnist-c",
+    model: options.Model = "compact",
+    weights: options.Weights = None,
+    scenario: options.ScenarioName = "gli-f",
+    seeds: options.Seeds = None,
+    settings: options.Settings = None,
+    data: options.DataRoot = None,
+    out: options.Out = Path("runs"),
     score: ScoreName = AUTO,
     workers: Workers = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the points, and whether they are done.")] = False,
-    json_file: JsonFile = None,
+    json_file: options.JsonFile = None,
 ) -> None:
     """Play a method at every point of a grid: a table, heat maps, and the best point with labels and without.
 
@@ -117,25 +108,25 @@ def sweep(
     needs none.
     """
     console = Console(stderr=json_file == "-")
-    with print_warnings(), stdout_to_stderr(), errors_as_messages(), message_on_interrupt(out):
+    with output.messages(), output.message_on_interrupt(out):
         if score != AUTO and score not in SCORES:
             raise ValueError(f"--score {score!r} is unknown: {nearest(score, [AUTO, *SCORES])}")
-        check_json_file(json_file)
+        output.check_json_file(json_file)
         check_folder(out)
-        axes = make_axes(parse_lists(grid, "--grid"), parse_lists(listed, "--list"))
+        axes = grids.make_axes(options.parse_lists(grid, "--grid"), options.parse_lists(listed, "--list"))
         name = method_name(method)
         planner = Planner(dataset, model, weights, scenario, [name], seeds, settings, data)
         plan = _plan(planner, name, axes)
         if not dry_run:
             rows = _play(plan, out, int(workers) if workers is not None and workers.isdigit() else workers)
-    if dry_run:
-        _dry_run(plan, out, console, json_file)
-        return
-    with errors_as_messages():
+    with output.messages(redirect=False):
+        if dry_run:
+            _dry_run(plan, out, console, json_file)
+            return
         _show(plan, rows, score, out, json_file, console)
     if failed := [row for row in rows if row.result is None]:
         reasons = "; ".join(dict.fromkeys(row.reason for row in failed))
-        fail(f"{len(failed)} of {len(rows)} points could not be played to the end: {reasons}")
+        output.fail(f"{len(failed)} of {len(rows)} points could not be played to the end: {reasons}")
 
 
 # -- points -----------------------------------------------------------------------------------------------------------
@@ -153,7 +144,7 @@ def _plan(planner: Planner, method: str, axes: list[SweepAxis]) -> SweepPlan:
             raise ValueError(f"{place}: {owner!r} takes no part in this sweep: {hint}")
         if field in planner.fields.get(owner, {}):
             raise ValueError(f"{place} is set and swept: leave out --set {place}")
-    points = list(points_of(axes))
+    points = list(grids.points_of(axes))
     return SweepPlan(planner, method, axes, points, [planner.experiment(method, point) for point in points])
 
 
@@ -162,7 +153,7 @@ def _play(plan: SweepPlan, out: Path, workers: int | str | None) -> list[SweepRo
     out.mkdir(parents=True, exist_ok=True)
     names = {experiment: _words(point) for experiment, point in zip(plan.experiments, plan.points, strict=True)}
     title = printable(f"sweep of {plan.method}")
-    with experiment_bars(title, len(names), names.__getitem__) as bars:
+    with output.experiment_bars(title, len(names), names.__getitem__) as bars:
         outcomes = run_all(
             plan.experiments,
             out,
@@ -174,29 +165,21 @@ def _play(plan: SweepPlan, out: Path, workers: int | str | None) -> list[SweepRo
             done=bars.done,
         )
     reasons = [outcome.reason if isinstance(outcome, Failure) else outcome for outcome in outcomes]
-    return [make_row(point, outcome) for point, outcome in zip(plan.points, reasons, strict=True)]
+    return [grids.make_row(point, outcome) for point, outcome in zip(plan.points, reasons, strict=True)]
 
 
 def _words(point: Point) -> str:
     return ", ".join(f"{place}={value}" for place, value in point.items())
 
 
-def _places(plan: SweepPlan) -> list[str]:
-    return [place for axis in plan.axes for place in axis.places]
-
-
 def _dry_run(plan: SweepPlan, out: Path, console: Console, json_file: str | None) -> None:
     store = ResultStore(out)
     done = [store.find(experiment) is not None for experiment in plan.experiments]
     rows = list(zip(plan.points, plan.experiments, done, strict=True))
-    if json_file is not None:
-        points = [{"fields": point, "id": experiment.id, "done": is_done} for point, experiment, is_done in rows]
-        if json_file == "-":
-            print_json({"points": points})
-        else:
-            write_summary({"points": points}, Path(json_file), None)
+    points = [{"fields": point, "id": experiment.id, "done": is_done} for point, experiment, is_done in rows]
     cells = ([*map(str, point.values()), e.id, "done" if is_done else ""] for point, e, is_done in rows)
-    console.print(make_table([*_places(plan), "id", ""], [], cells))
+    output.write_json({"points": points}, json_file)
+    console.print(output.make_table([*plan.places, "id", ""], [], cells))
     console.print(f"{len(done)} points, {sum(done)} done", highlight=False)
 
 
@@ -211,14 +194,19 @@ class BestPoints(NamedTuple):
     with_labels: SweepRow | None
     streams: int  # how many different streams the points were played on; with several, no point is the best
 
+    @property
+    def column(self) -> str:
+        """The name of the score as the header of a column."""
+        return f"{self.score}, {SCORES[self.score].better} is better"
+
 
 def _choose(rows: Sequence[SweepRow], score: str) -> BestPoints:
-    name = default_score(rows) if score == AUTO else score
+    name = grids.default_score(rows) if score == AUTO else score
     specs = (row.result.experiment.json() for row in rows if row.result is not None)
     streams = len({canonical([spec[part] for part in STREAM]) for spec in specs})
     if streams > 1:
         return BestPoints(name, None, None, streams)
-    return BestPoints(name, best_by_score(rows, name), best_by_labels(rows), streams)
+    return BestPoints(name, grids.best_by_score(rows, name), grids.best_by_labels(rows), streams)
 
 
 def _show(
@@ -226,57 +214,53 @@ def _show(
 ) -> None:
     """Print the table and the best points; write the summary and the heat maps."""
     best = _choose(rows, score)
-    wide = console if json_file == "-" else wide_console()
+    wide = console if json_file == "-" else output.wide_console()
     wide.print(_table(plan, rows, best))
     for line in _lines(rows, best):
         wide.print(printable(line), soft_wrap=True, markup=False, highlight=False)
     path = out / file_name(f"sweep-{plan.method}-", plan.experiments)
     summary = path.with_name(f"{path.name}.json")
-    write_summary(_report(plan, rows, best), summary, json_file)
-    picture = _draw(plan, rows, best, path.with_name(f"{path.name}.svg"), console)
+    output.write_json(_report(plan, rows, best), json_file, summary)
+    picture = _draw(plan, rows, best, path.with_name(f"{path.name}.svg"))
     drawn = f", heat maps in {picture}" if picture else ""
     console.print(printable(f"results in {out}, summary in {summary}{drawn}"), soft_wrap=True, markup=False)
 
 
 def _report(plan: SweepPlan, rows: Sequence[SweepRow], best: BestPoints) -> dict[str, Any]:
     """Return the summary as plain data."""
+
+    def plain_best(row: SweepRow | None) -> dict[str, Any] | None:
+        return None if row is None else {"fields": row.point, "instance_error": row.error, "scores": row.scores}
+
     score = SCORES[best.score]
-    report = {
+    return {
         "method": plan.method,
         "machine": machine(plan.planner.workbench.device),
         "axes": [{"fields": axis.places, "values": axis.values} for axis in plan.axes],
         "score": {"name": best.score, "words": score.words, "better": score.better},
         "points": [_plain_row(row) for row in rows],
-        "best": {"without_labels": _plain_best(best.without_labels), "with_labels": _plain_best(best.with_labels)},
+        "best": {"without_labels": plain_best(best.without_labels), "with_labels": plain_best(best.with_labels)},
     }
-    return dict(plain(report))
 
 
 def _plain_row(row: SweepRow) -> dict[str, Any]:
-    start: dict[str, Any] = {"fields": row.point, "id": None if row.result is None else row.result.experiment.id}
     if row.result is None:
-        return {**start, "failed": row.reason}
-    names = ("instance_error", "category_error", "seconds_per_image")
-    numbers = {name: row.result.values(name) for name in names}
-    seeds = row.result.experiment.seeds
-    return {**start, "seeds": seeds, **numbers, "predicted_classes": row.classes, "scores": row.scores}
-
-
-def _plain_best(row: SweepRow | None) -> dict[str, Any] | None:
-    return None if row is None else {"fields": row.point, "instance_error": row.error, "scores": row.scores}
+        return {"fields": row.point, "id": None, "failed": row.reason}
+    numbers = {name: row.result.values(name) for name in (*output.ERRORS, "seconds_per_image")}
+    spec = {"fields": row.point, "id": row.result.experiment.id, "seeds": row.result.experiment.seeds}
+    return {**spec, **numbers, "predicted_classes": row.classes, "scores": row.scores}
 
 
 def _table(plan: SweepPlan, rows: Sequence[SweepRow], best: BestPoints) -> Table:
-    errors, time = HEADER[:2], HEADER[2]
-    score = f"{best.score}, {SCORES[best.score].better} is better"
+    errors, time = output.HEADER[:2], output.HEADER[2]
     cells = ([*map(str, row.point.values()), *_cells(row, best)] for row in rows)
-    return make_table(_places(plan), [*errors, score, "classes predicted", time], cells)
+    return output.make_table(plan.places, [*errors, best.column, "classes predicted", time], cells)
 
 
 def _cells(row: SweepRow, best: BestPoints) -> list[str | Text]:
     if row.result is None:
         return ["failed", "", "", "", ""]
-    instance, category, time = result_cells(row.result)
+    instance, category, time = output.result_cells(row.result)
     value = row.scores[best.score]
     score = Text("none" if value is None else f"{value:.4f}")
     instance.stylize("bold" if row is best.with_labels else "")
@@ -300,15 +284,13 @@ def _lines(rows: Sequence[SweepRow], best: BestPoints) -> list[str]:
     return lines
 
 
-def _draw(plan: SweepPlan, rows: Sequence[SweepRow], best: BestPoints, path: Path, console: Console) -> Path | None:
+def _draw(plan: SweepPlan, rows: Sequence[SweepRow], best: BestPoints, path: Path) -> Path | None:
     """Draw the error and the score of all points; None where matplotlib is missing."""
     across, others = plan.axes[-1], plan.axes[:-1]
-    downwards = (
-        [_words(point) for point in points_of(others)] if len(others) > 1 else others[0].labels() if others else [""]
-    )
+    downwards = others[0].labels() if len(others) == 1 else [_words(point) for point in grids.points_of(others)]
     columns = {
         "instance error, %": [None if row.error is None else 100 * row.error for row in rows],
-        f"{best.score}, {SCORES[best.score].better} is better": [row.scores[best.score] for row in rows],
+        best.column: [row.scores[best.score] for row in rows],
     }
     maps = {
         title: torch.tensor([float("nan") if value is None else value for value in values]).view(len(downwards), -1)
@@ -321,7 +303,7 @@ def _draw(plan: SweepPlan, rows: Sequence[SweepRow], best: BestPoints, path: Pat
     try:
         figure = plots.heat_maps(maps, across.labels(), downwards, names, chosen)
     except ModuleNotFoundError as error:
-        console.print(f"no heat maps: {error}", style="yellow", markup=False)
+        output.note(f"no heat maps: {error}")
         return None
     plots.save(figure, path)
     return path

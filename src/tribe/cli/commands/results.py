@@ -1,4 +1,4 @@
-"""``tribe diff``: how two results differ: fields, the first image predicted differently, and errors per domain."""
+"""``tribe diff`` compares two results; ``tribe report`` shows all results of a folder on one page."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -6,12 +6,14 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from tribe.cli.app import app
+from tribe.cli.commands import app
 from tribe.cli.options import AsJson
-from tribe.cli.output import errors_as_messages, print_json, shown
-from tribe.cli.tables import make_table, wide_console
-from tribe.experiments.result_diff import DomainDiff, ResultDiff, Side, StreamDiff, diff_results, load_side
+from tribe.cli.output import make_table, messages, print_json, print_message, shown, wide_console
+from tribe.experiments import report as pages
+from tribe.experiments.report.page import plural
+from tribe.experiments.result_diff import DomainDiff, ResultDiff, Side, diff_results, load_side
 from tribe.experiments.statistics import Spread
+from tribe.fields import printable
 
 WHAT = "A result: an id of --runs or its first digits, a folder such as runs/ID, or a record-SEED.npz."
 Runs = Annotated[Path, typer.Option(help="Folder of results that ids are found in.")]
@@ -28,7 +30,7 @@ def diff(
 
     The gap is the error of A minus the error of B: negative where A is better. Results of different data are refused.
     """
-    with errors_as_messages():
+    with messages():
         sides = load_side(a, runs), load_side(b, runs)
         found = diff_results(*sides)
     if as_json:
@@ -38,28 +40,21 @@ def diff(
 
 
 def _plain(sides: tuple[Side, Side], found: ResultDiff) -> dict[str, Any]:
+    def errors(domain: DomainDiff) -> dict[str, Any]:
+        a, b = domain.errors
+        return {"a": a, "b": b, "gap": domain.gap.mean, "deviation": domain.gap.deviation}
+
     a, b = sides
-    overall = None if found.overall is None else _plain_errors(found.overall)
     return {
         "a": a.name,
         "b": b.name,
         "spec": [{"field": place, "a": one, "b": other} for place, one, other in found.spec],
         "seeds": found.seeds,
-        "streams": [_plain_stream(stream) for stream in found.streams],
-        "instance_error": overall,
-        "domains": {domain.domain: _plain_errors(domain) for domain in found.domains},
+        "streams": [{**s._asdict(), "first": None if s.first is None else s.first._asdict()} for s in found.streams],
+        "instance_error": None if found.overall is None else errors(found.overall),
+        "domains": {domain.domain: errors(domain) for domain in found.domains},
         "verdict": None if found.verdict is None else {"words": str(found.verdict), "p": found.verdict.p},
     }
-
-
-def _plain_stream(stream: StreamDiff) -> dict[str, Any]:
-    first = None if stream.first is None else stream.first._asdict()
-    return {**stream._asdict(), "first": first}
-
-
-def _plain_errors(found: DomainDiff) -> dict[str, Any]:
-    a, b = found.errors
-    return {"a": a, "b": b, "gap": found.gap.mean, "deviation": found.gap.deviation}
 
 
 def _print(sides: tuple[Side, Side], found: ResultDiff, console: Console) -> None:
@@ -95,9 +90,13 @@ def _print_streams(found: ResultDiff, console: Console) -> None:
 
 
 def _print_errors(found: ResultDiff, overall: DomainDiff, console: Console) -> None:
-    rows = []
-    for row in (*found.domains, overall):
-        rows.append([row.domain, *(f"{100 * error:.2f}" for error in row.errors), _points(row.gap)])
+    def points(gap: Spread) -> str:
+        return f"{100 * gap.mean:+.2f}" + (f" ± {100 * gap.deviation:.2f}" if gap.deviation is not None else "")
+
+    rows = (
+        [row.domain, *(f"{100 * error:.2f}" for error in row.errors), points(row.gap)]
+        for row in (*found.domains, overall)
+    )
     console.print(make_table(["domain"], ["A, error %", "B, error %", "A - B"], rows))
     seeds = len(found.seeds)
     over = f"means over {seeds} seeds, ± is the deviation of the gap between seeds" if seeds > 1 else "of one seed"
@@ -106,5 +105,30 @@ def _print_errors(found: ResultDiff, overall: DomainDiff, console: Console) -> N
         console.print(f"A against B: {found.verdict}", highlight=False, soft_wrap=True)
 
 
-def _points(gap: Spread) -> str:
-    return f"{100 * gap.mean:+.2f}" + (f" ± {100 * gap.deviation:.2f}" if gap.deviation is not None else "")
+@app.command()
+def report(
+    folder: Annotated[Path, typer.Argument(help="Folder of results, such as runs or results; searched in depth.")],
+    out: Annotated[Path, typer.Option("-o", "--out", help="The page to write.")] = Path("report.html"),
+    as_json: AsJson = False,
+) -> None:
+    """Show all results in a folder on one page: errors, curves, classes, calibration, cost, and how each was made.
+
+    The page needs no network and no program but a browser. Damaged records are named, on the page and here, and make
+    the exit status 1.
+    """
+    with messages():
+        runs = pages.write(folder, out)
+    for path, reason in runs.damaged:
+        print_message("warning", f"{path} is left out: {reason}")
+    for path, reason in runs.repeated:
+        print_message("warning", f"{path} {reason}")
+    results = sum(len(row.played) for group in runs.groups for row in group.rows)
+    if as_json:
+        groups = [group.title for group in runs.groups]
+        left_out = {"damaged": dict(runs.damaged), "repeated": dict(runs.repeated)}
+        print_json({"report": str(out), "records": results, "groups": groups, **left_out})
+    else:
+        text = f"{plural(results, 'result')} in {plural(len(runs.groups), 'group')}: {out}"
+        Console().print(printable(text), soft_wrap=True, markup=False)
+    if runs.damaged:
+        raise typer.Exit(1)
