@@ -29,6 +29,7 @@ from tribe.data.datasets.files import mnist_test
 from tribe.experiments.bench.clock import peak_memory, summary, time_in_turns, warm_up
 from tribe.experiments.bench.contenders import build, noise
 from tribe.experiments.provenance import machine
+from tribe.health import Snapshot
 from tribe.streams.batching import gather, scatter
 
 RESULTS = Path(__file__).parent / "results"
@@ -164,7 +165,7 @@ def moving_states(rounds: int) -> list[dict[str, Any]]:
         states = [method.init(net, 1, i) for i in range(count)]
         together = gather(states)
         with tempfile.TemporaryDirectory() as folder:
-            fleet = tribe.fleet(net, method).put("cam", states[0])
+            fleet = tribe.fleet(net, method).restore("cam", Snapshot(method, states[0], net, frozen=False))
             calls: dict[str, Call] = {
                 "gather": lambda states=states: gather(states),
                 "scatter": lambda t=together, n=count: scatter(t, n, n, copy=False),

@@ -26,9 +26,9 @@ from tribe.core.losses import entropy
 from tribe.experiments.provenance import machine
 from tribe.experiments.stream import Stream
 from tribe.health.alarms import Alarms
-from tribe.health.events import Event, read_alarms
 from tribe.health.frames import FrameRules, Verdict, judge, start_frames
 from tribe.health.martingale import Martingale, Reference, fit_reference, rank
+from tribe.health.report import Event, read_alarms
 
 BATCH, PART = 64, 4  # images of a batch; one in so many is also predicted by the source
 CALIBRATION = 2000  # clean images that the reference is learned from

@@ -11,9 +11,9 @@ from tribe import methods
 from tribe.core.state import leaves, select, stream
 from tribe.health.alarms import KINDS, Alarms
 from tribe.health.collapse import CollapseRules, look_for_collapse, start_collapse
-from tribe.health.events import AlarmLog, Event, read_alarms
 from tribe.health.frames import Verdict
 from tribe.health.martingale import fit_reference
+from tribe.health.report import AlarmLog, Event, read_alarms
 
 CLASSES, SIZE = 10, 20
 ALARMS = Alarms()

@@ -6,8 +6,7 @@ from torch import nn
 
 import tribe
 from tribe.streams import UnknownStream
-from tribe.streams.batching import Arrived, bucket, gather_deployed, group_entries
-from tribe.streams.runner import Runner, predict
+from tribe.streams.batching import Arrived, Runner, bucket, gather_deployed, group_entries
 from tribe.testing import images, small_network
 from tribe.testing.samples import small_backbone
 
@@ -29,7 +28,7 @@ def test_a_name_is_a_text(name):
 
 def test_a_name_is_not_empty():
     fleet = tribe.fleet(NET)
-    for call in (fleet.add, fleet.predict, lambda n: fleet({n: x()}), lambda n: fleet.put(n, None)):
+    for call in (fleet.add, fleet.predict, lambda n: fleet({n: x()})):
         with (
             pytest.raises(ValueError, match="empty")
             if call != fleet.predict
@@ -55,7 +54,7 @@ def test_an_unknown_stream_is_named():
         fleet.state,
         fleet.digest,
     ]
-    calls += [fleet.clock, fleet.export, fleet.to_bytes, fleet.version, lambda n: fleet.predict({n: x()})]
+    calls += [fleet.clock, fleet.export, fleet.to_bytes, lambda n: fleet.predict({n: x()})]
     for call in calls:
         with pytest.raises(UnknownStream, match="'cam1'"):
             call("cam2")
@@ -145,7 +144,7 @@ def test_padded_groups_agree_with_single_streams():
     """As on a GPU, where each shape of a group is recorded once: streams and images are padded to powers of 2."""
     net = small_backbone(torch.float64)
     method = tribe.fleet(net).method
-    runner = Runner(method, net, "auto", False, padded=True, copies=True)
+    runner = Runner(method, net, 4, "auto", False, padded=True, copies=True)
     fleet = tribe.fleet(net, exact=False)
     sizes = {"a": 3, "b": 4, "c": 1}
     arrived = {name: Arrived(images(1, n, n, torch.float64), True) for name, n in sizes.items()}
@@ -160,7 +159,7 @@ def test_padded_groups_agree_with_single_streams():
         logits, after = runner.step(group, states)
         filled = [states[0]] * (group.entries - len(states))
         networks = gather_deployed([method.deployed(net, state) for state in [*states, *filled]])
-        predicted = predict(method, net, group, states, lambda networks=networks: networks)
+        predicted = runner.predict(group, states, lambda networks=networks: networks)
         for i, (name, n) in enumerate(zip(group.names, group.sizes, strict=True)):
             x = three.x[i : i + 1, :n] if group is three else arrived[name][0]
             own, state = method.step(net, states[i], x)

@@ -6,9 +6,8 @@ import torch
 import tribe
 from tribe.core import graphs
 from tribe.core.state import leaves
-from tribe.streams.batching import MAX_ENTRIES, Arrived, group_entries
+from tribe.streams.batching import MAX_ENTRIES, RECORDINGS, Arrived, Runner, group_entries
 from tribe.streams.fleet import stream_seed
-from tribe.streams.runner import RECORDINGS, Runner
 from tribe.testing import images
 from tribe.testing.samples import small_backbone
 
@@ -44,7 +43,7 @@ def recorded(monkeypatch):
 def test_states_stay_as_they_are_when_the_recording_of_their_shape_is_replayed(recorded):
     net = small_backbone(torch.float64)
     method = tribe.methods.create("tribe", classes=4, h0=2.0)
-    runner = Runner(method, net, "auto", False, padded=True, copies=True)
+    runner = Runner(method, net, 4, "auto", False, padded=True, copies=True)
     states = {name: method.init(net, 1, i) for i, name in enumerate("abc")}
     alone = dict(states)
     for seed, sizes in enumerate(ROUNDS):
@@ -56,14 +55,14 @@ def test_states_stay_as_they_are_when_the_recording_of_their_shape_is_replayed(r
                 assert torch.allclose(logits[i, :n], own[0], atol=1e-9)
         for name in "abc":
             assert close(leaves(states[name]).values(), leaves(alone[name]).values())
-    shapes = {group.shape for i, sizes in enumerate(ROUNDS) for group in groups(sizes, i)}
+    shapes = {group.x.shape for i, sizes in enumerate(ROUNDS) for group in groups(sizes, i)}
     assert len(recorded) == 2 * len(shapes), "each shape once, in two directions"
 
 
 def test_shapes_are_few_and_the_oldest_recordings_go(recorded):
     net = small_backbone(torch.float64)
     method = tribe.methods.create("bn", classes=4)
-    runner = Runner(method, net, "auto", False, padded=True, copies=True)
+    runner = Runner(method, net, 4, "auto", False, padded=True, copies=True)
     (group,) = groups({"a": 1}, 0)
     for size in range(1, RECORDINGS + 3):
         wide = group._replace(x=images(1, 1, 0, torch.float64)[..., :1].repeat(1, 1, 1, 1, 4 + size))

@@ -306,21 +306,19 @@ def test_adapters_that_share_a_network_have_their_own_histories():
     assert one.rollback(two.history[0]).seconds is None
 
 
-def test_a_stream_of_a_fleet_keeps_snapshots_on_request_and_returns_to_one():
-    fleet = tribe.fleet(Backbone(small_network()), history=tribe.History(every=None, seconds=None, keep=2))
+def test_a_stream_of_a_fleet_goes_back_alone():
+    fleet = tribe.fleet(Backbone(small_network()), history=tribe.History(every=1, seconds=None, keep=3))
     digests = []
     for seed in range(4):
         fleet({"a": batch(seed), "b": batch(seed + 9)})
         digests.append(fleet.digest("a"))
-        assert fleet.keep("a", note=seed).steps == (seed + 1,)
-    assert [kept.note for kept in fleet.history("a")] == [3, 2], "the oldest leave first"
-    assert fleet.history("b") == []
+    assert [kept.steps for kept in fleet.history("a")] == [(3,), (2,), (0,)]
     other = fleet.digest("b")
     fleet.rollback("a", fleet.history("a")[1])
-    assert fleet.digest("a") == digests[2]
+    assert fleet.digest("a") == digests[1]
     assert fleet.digest("b") == other
     with pytest.raises(ValueError, match="history=True"):
-        tribe.fleet(Backbone(small_network())).add("a").keep("a")
+        tribe.fleet(Backbone(small_network())).add("a").rollback("a", images=0)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -55,11 +55,10 @@ def test_streams_are_added_and_dropped():
 
 def test_only_streams_with_images_are_stepped():
     fleet = lively()
-    before, version = fleet.digest("b"), fleet.version("b")
+    before = fleet.digest("b")
     assert fleet({"a": x(5)}).keys() == {"a"}
     assert fleet.clock("a") == 3
     assert fleet.digest("b") == before
-    assert fleet.version("b") == version
     assert fleet({}) == {}
     assert fleet.predict({}) == {}
 
@@ -129,20 +128,11 @@ def test_a_snapshot_of_an_adapter_fits():
     assert adapter.digest() == fleet.digest("b")
 
 
-def test_a_state_is_a_copy_both_ways():
+def test_a_state_is_a_copy():
     fleet = lively()
-    state, before = fleet.state("a"), fleet.digest("a")
-    fleet.put("copy", state)
-    for tensor in leaves(state).values():
+    before = fleet.digest("a")
+    for tensor in leaves(fleet.state("a")).values():
         tensor.zero_()
-    assert fleet.digest("a") == fleet.digest("copy") == before
-    for wrong in (tribe.fleet(NET, "bn").add("a").state("a"), tribe.adapt(NET, streams=2).state, "a", None):
-        with pytest.raises(ValueError, match="state"):
-            fleet.put("a", wrong)
-    broken = fleet.state("a")
-    broken.affine.weight[0, 0] = torch.nan
-    with pytest.raises(ValueError, match="not finite"):
-        fleet.put("a", broken)
     assert fleet.digest("a") == before
 
 

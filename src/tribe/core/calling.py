@@ -55,10 +55,3 @@ class NetworkInterface(nn.Module):
     def config(self) -> Any:
         """Return the configuration of a Hugging Face model, also inside a wrapper; None if the network has none."""
         return next((m.config for m in self.net.model.modules() if hasattr(m, "config")), None)
-
-
-def images_of(x: Tensor | None, pixel_values: Tensor | None) -> Tensor:
-    """Return the images of a call, given by position or by name."""
-    if (x is None) == (pixel_values is None):
-        raise TypeError("give images once: model(images), or model(pixel_values=images) for an output with .logits")
-    return x if x is not None else pixel_values  # type: ignore[return-value]

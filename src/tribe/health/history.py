@@ -36,8 +36,7 @@ class History:
     between it and the newest are spaced so that their ages grow by about the same factor. With 32 snapshots, taken once
     a minute for ten weeks, every age finds a snapshot that is at most twice as old (with 16: five times).
 
-    Memory is bounded: ``keep`` copies of the state, refused at the start if they exceed ``megabytes``. With neither
-    ``every`` nor ``seconds``, snapshots are taken on request only, and the oldest leave first.
+    Memory is bounded: ``keep`` copies of the state, refused at the start if they exceed ``megabytes``.
     """
 
     every: int | None = 1000  # images of a stream between two snapshots, padding included; None: by time alone
@@ -52,6 +51,7 @@ class History:
         require(self.every is None or is_whole(self.every, 1), "every is a number of images, at least 1", self.every)
         positive = self.seconds is None or (is_number(self.seconds) and self.seconds > 0)
         require(positive, "seconds is a number above 0", self.seconds)
+        require(self.every is not None or self.seconds is not None, "a history needs every= or seconds=", self)
         require(is_whole(self.keep, 2), "keep is a number of snapshots, at least 2", self.keep)
         require(is_number(self.megabytes) and self.megabytes > 0, "megabytes is a number above 0", self.megabytes)
         require(isinstance(self.on_host, bool), "on_host is True or False", self.on_host)
@@ -86,7 +86,6 @@ class Kept(NamedTuple):
     images: tuple[int, ...]  # its age in images: how many came to each stream since, while it learned
     learned: tuple[int, ...]  # how many images each stream had learned from
     steps: tuple[int, ...]  # how many batches each stream had learned from
-    note: Any = None  # what was given with a snapshot that was taken on request
 
     @property
     def age(self) -> str:
@@ -118,7 +117,6 @@ class TimedSnapshot(NamedTuple):
     snapshot: Snapshot
     taken: float
     came: tuple[int, ...]
-    note: Any = None
 
 
 @dataclass(frozen=True)
@@ -144,22 +142,15 @@ class Timeline:
             self, records=copy.deepcopy(self.records, memo), padded=None if self.padded is None else self.padded.clone()
         )
 
-    def record(
-        self, method: AnyMethod, net: Backbone, state: Any, frozen: bool = False, note: Any = None
-    ) -> "Timeline":
-        """Return the history with a snapshot of a state."""
-        copied = tree_map(lambda t: t.detach().to("cpu" if self.policy.on_host else t.device, copy=True), state)
-        new = TimedSnapshot(Snapshot(method, copied, net, frozen), self.policy.clock(), self.counts(), note)
-        return replace(self, records=thin((*self.records, new), self.policy), places=0)
-
     def before_step(self, method: AnyMethod, net: Backbone, state: Any) -> "Timeline":
         """Return the history before a batch is learned from: with a snapshot if one is due."""
-        every, seconds = self.policy.every, self.policy.seconds
-        if every is None and seconds is None:
+        every, seconds, now = self.policy.every, self.policy.seconds, self.policy.clock()
+        due = not self.records or (every is not None and self.places >= every)
+        if not due and (seconds is None or now - self.records[-1].taken < seconds):
             return self
-        by_images = every is not None and self.places >= every
-        by_time = seconds is not None and self.records and self.policy.clock() - self.records[-1].taken >= seconds
-        return self.record(method, net, state) if by_images or by_time or not self.records else self
+        copied = tree_map(lambda t: t.detach().to("cpu" if self.policy.on_host else t.device, copy=True), state)
+        new = TimedSnapshot(Snapshot(method, copied, net, frozen=False), now, self.counts())
+        return replace(self, records=thin((*self.records, new), self.policy), places=0)
 
     def after_step(self, places: int, valid: Tensor | None) -> "Timeline":
         """Return the history with the images of a batch counted; ``valid`` (S, B) marks those that are not padding."""
@@ -184,9 +175,8 @@ class Timeline:
                 tuple(map(int.__sub__, came, then)),
                 tuple(snapshot.state.info.images.tolist()),
                 tuple(snapshot.state.key.clock.tolist()),
-                note,
             )
-            for snapshot, taken, then, note in reversed(self.records)
+            for snapshot, taken, then in reversed(self.records)
         ]
 
     def back_to(self, snapshot: Snapshot, stream: int | None) -> "Timeline":
@@ -197,14 +187,10 @@ class Timeline:
         last = next(i for i, record in enumerate(self.records) if record.snapshot is snapshot)
         records, later = self.records[: last + 1], self.records[last + 1 :]
         if stream is not None:
-            records += tuple(
-                record._replace(snapshot=_with_stream(record.snapshot, stream, snapshot.state)) for record in later
-            )
+            for record in later:
+                state = replace_stream(record.snapshot.state, stream, snapshot.state)
+                records += (record._replace(snapshot=record.snapshot._replace(state=state)),)
         return replace(self, records=records)
-
-
-def _with_stream(snapshot: Snapshot, stream: int, state: Any) -> Snapshot:
-    return snapshot._replace(state=replace_stream(snapshot.state, stream, state))
 
 
 def thin(records: tuple[TimedSnapshot, ...], policy: History) -> tuple[TimedSnapshot, ...]:
@@ -227,8 +213,7 @@ def thin(records: tuple[TimedSnapshot, ...], policy: History) -> tuple[TimedSnap
             max(older / newer for older, newer in zip(ages[i - 1], ages[i + 1], strict=True))
             for i in range(1, len(records) - 1)
         ]
-        on_request = policy.every is None and policy.seconds is None
-        least = 0 if on_request or not ratios else 1 + ratios.index(min(ratios))
+        least = 0 if not ratios else 1 + ratios.index(min(ratios))
         records, sizes = records[:least] + records[least + 1 :], sizes[:least] + sizes[least + 1 :]
     return records
 
@@ -272,8 +257,11 @@ def find_snapshot(
     kept = timeline.kept()
     if not kept:
         raise ValueError("the history is empty: the first snapshot is taken before the first batch is learned from")
-    ages = [_age_in_images(entry, stream) if images is not None else entry.seconds for entry in kept]
-    least, unit = (seconds, "seconds") if images is None else (images, "images")
+    if images is None:
+        least, unit, ages = seconds, "seconds", [entry.seconds for entry in kept]
+    else:
+        least, unit = images, "images"
+        ages = [max(entry.images) if stream is None else entry.images[stream] for entry in kept]
     for entry, age in zip(kept, ages, strict=True):
         if age >= (least or 0):
             return entry.snapshot, entry
@@ -282,10 +270,6 @@ def find_snapshot(
         f"no snapshot is {least:,} {unit} old; there are snapshots from {shown} {unit} ago. reset() returns to the "
         "source model"
     )
-
-
-def _age_in_images(kept: Kept, stream: int | None) -> int:
-    return max(kept.images) if stream is None else kept.images[stream]
 
 
 def state_after_rollback(snapshot: Snapshot, kept: Kept | None, now: Any, stream: int | None) -> tuple[Any, RolledBack]:

@@ -1,12 +1,26 @@
-"""Reports on streams, in plain numbers: what each has learned, how it does, and what its time filter does."""
+"""What streams report to people: what each has learned, how it does, and its alarms.
 
-from collections.abc import Sequence
+The alarms are tensors in the state of what watches a stream (see `tribe.health.alarms`). `AlarmLog` turns what is new
+in them into `Event`s, for adapters, fleets and the server.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from tribe.core.state import Info
 from tribe.filters import FilterInfo
+from tribe.health.alarms import KINDS, AlarmState
+from tribe.methods import AnyMethod, Pipeline
+
+logger = logging.getLogger("tribe.health")
+KEEP = 1000  # events that a log keeps
+READ_EVERY = 50  # steps between two readings on a GPU: reading waits for the device
+
+Counts = list[list[int]] | None  # how often each alarm of each stream has begun; None: nothing watches
 
 
 class StreamInfo(NamedTuple):
@@ -73,3 +87,133 @@ def describe_streams(info: Info, steps: Tensor, poisoned: Sequence[tuple[int, ..
             zip(steps.tolist(), *columns, strict=True)
         )
     ]
+
+
+# -- alarms ------------------------------------------------------------------------------------------------------------
+
+
+class Event(NamedTuple):
+    """An alarm that began."""
+
+    stream: int | str  # the number of the stream; in a fleet its name
+    kind: str  # one word: "black", "frozen", "shift", "drift", "collapse", ...
+    image: int  # how many images the stream had seen when the alarm was raised
+    since: int  # after how many images its cause began, as far as can be determined
+    words: str  # what happened and why
+    numbers: dict[str, float]  # the numbers behind the words
+
+    def __str__(self) -> str:
+        return f"stream {self.stream}, image {self.image:,}: {self.words}"
+
+    def json(self) -> dict[str, Any]:
+        """Return plain data: texts, numbers and a dict of numbers."""
+        return self._asdict()
+
+
+Listener = Callable[[Event], object]
+
+
+class AlarmLog:
+    """Read new alarms from states, keep the last events, log them to ``tribe.health`` and call listeners.
+
+    Args:
+        method: what adapts; without a guard or ``health`` there is nothing to read.
+        listener: called with every event; more may be added to `listeners`. An error in one is logged and stops
+            nothing.
+    """
+
+    def __init__(self, method: AnyMethod, listener: Listener | None = None) -> None:
+        self.watched = isinstance(method, Pipeline) and method.guard is not None
+        if listener is not None and not callable(listener):
+            raise TypeError(f"on_event is a function that takes an event; got {listener!r}")
+        if listener is not None and not self.watched:
+            raise ValueError("on_event is called with alarms, which need health=True or guard=True")
+        self.listeners: list[Listener] = [] if listener is None else [listener]
+        self.events: deque[Event] = deque(maxlen=KEEP)  # the newest last
+
+    def counts(self, state: Any) -> Counts:
+        """Return how often each alarm has begun: give it to `read` to read later ones only."""
+        return state.guard.watch.alarms.times.tolist() if self.watched else None
+
+    def is_due(self, state: Any, step: int) -> bool:
+        """Return whether to read after this step: after each on a CPU; seldom on a GPU, which reading waits for."""
+        return self.watched and (state.key.seed.device.type == "cpu" or step % READ_EVERY == 0)
+
+    def read(self, state: Any, since: Counts) -> tuple[list[Event], Counts]:
+        """Return the alarms that began since these counts, and the counts now."""
+        return read_alarms(state.guard.watch.alarms, since) if self.watched else ([], None)
+
+    def publish(self, events: list[Event]) -> None:
+        """Keep events, log them and call the listeners; never raise."""
+        for event in events:
+            self.events.append(event)
+            logger.warning("%s", event, extra={"stream": event.stream, "kind": event.kind, "numbers": event.numbers})
+            for listener in list(self.listeners):
+                try:
+                    listener(event)
+                except Exception:  # a camera must not stop because its dashboard is down
+                    logger.exception("a listener failed for: %s", event)
+
+
+class Wording(NamedTuple):
+    """The text of an alarm, and the names of the two numbers in it."""
+
+    text: str
+    names: tuple[str, str]
+
+
+_FAULT = ("share", "grey")
+WORDINGS = {
+    "black": Wording("the camera is black: {0:.0%} of the last frames, mean grey {1:.2f}", _FAULT),
+    "white": Wording("the camera is white: {0:.0%} of the last frames, mean grey {1:.2f}", _FAULT),
+    "flat": Wording("the camera shows one grey: {0:.0%} of the last frames, mean grey {1:.2f}", _FAULT),
+    "noise": Wording(
+        "the camera shows noise without structure, as a covered lens does: {0:.0%} of the last frames", _FAULT
+    ),
+    "outside": Wording(
+        "values are far outside [0, 1], as 0 to 255 or normalised images are: {0:.0%} of the last frames, mean {1:.2f}",
+        _FAULT,
+    ),
+    "frozen": Wording("the camera is frozen: {0:.0%} of the last frames equal the one before", _FAULT),
+    "blurred": Wording("the camera is blurred: {0:.0%} of the last frames are hardly more than a gradient", _FAULT),
+    "shift": Wording(
+        "the images differ from the source's: the mean rank of the entropy is {0:.2f}, normal is 0.50",
+        ("mean_rank", "window_filled"),
+    ),
+    "drift": Wording(
+        "the parameters run away: they moved by {0:.3f} of their norm in {1:.0f} steps", ("distance", "steps")
+    ),
+    "collapse": Wording(
+        "predictions collapse: {0:.0%} of the last ones are class {1:.0f}, which the source does not confirm",
+        ("share", "class"),
+    ),
+    "scatter": Wording(
+        "predictions do not follow the stream: neighbours share their class by {0:.2f} more than chance, according to "
+        "the source by {1:.2f}",
+        ("order", "source_order"),
+    ),
+}
+
+
+def read_alarms(state: AlarmState, since: Counts = None) -> tuple[list[Event], list[list[int]]]:
+    """Return the alarms that began since these counts, the oldest first, and the counts now. Waits for the device.
+
+    An alarm that began twice in between is one event, the last.
+    """
+    counts: list[list[int]] = state.times.tolist()
+    before = [[0] * len(KINDS) for _ in counts] if since is None else since
+    fresh = [
+        (i, j)
+        for i, row in enumerate(counts)
+        for j, count in enumerate(row)
+        if count > (before[i][j] if count >= before[i][j] else 0)  # a stream that was reset counts from 0
+    ]
+    if not fresh:
+        return [], counts
+    image, first, numbers = state.image.tolist(), state.since.tolist(), state.numbers.tolist()
+    events = []
+    for i, j in fresh:
+        (text, names), pair = WORDINGS[KINDS[j]], numbers[i][j]
+        words = f"{text.format(*pair)}; since image {first[i][j]:,}"
+        events.append(Event(i, KINDS[j], image[i][j], first[i][j], words, dict(zip(names, pair, strict=True))))
+    return sorted(events, key=lambda event: event.image), counts

@@ -11,19 +11,18 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from tribe.core.backbone import Backbone
-from tribe.core.calling import LogitsOutput, NetworkInterface, images_of
+from tribe.core.calling import LogitsOutput, NetworkInterface
 from tribe.core.kernels import Switch
 from tribe.core.model_copy import deepcopy_module
 from tribe.core.state import StateModule, copy_like, leaves, rebuild
 from tribe.core.validation import check_source
-from tribe.fields import is_whole, require
+from tribe.fields import is_whole
 from tribe.filters import FilterInfo, TimeFilter
 from tribe.health.calibration import Calibration
 from tribe.health.changes import Comparison
-from tribe.health.events import Event, Listener
 from tribe.health.guard import Guard, resolve_guard
 from tribe.health.history import History, Kept, RolledBack, Snapshot
-from tribe.health.report import Health, StreamInfo, StreamReport
+from tribe.health.report import Event, Health, Listener, StreamInfo, StreamReport
 from tribe.io import states
 from tribe.methods import AnyMethod
 from tribe.methods.building import backbone_for, build_method
@@ -85,9 +84,10 @@ def adapt(
         16
     """
     net = backbone_for(model, method, alone=time is None and not guard and not health)
-    return Adapter(
+    core = Streams(
         net,
         build_method(net, method, time, classes, fields, resolve_guard(guard, health)),
+        single=NAME,
         streams=streams,
         seed=seed,
         classes=classes,
@@ -96,6 +96,7 @@ def adapt(
         graphs=graphs,
         deterministic=deterministic,
     )
+    return Adapter(core)
 
 
 @torch.inference_mode(False)  # what is built here must be able to carry gradients
@@ -119,19 +120,20 @@ def load(
     method = method_from_file(path, saved.method, saved.fields, fields)
     net = backbone_for(model, method)
     states.check_fingerprint(path, saved.fingerprint, net)
-    adapter = Adapter(
+    core = Streams(
         net,
         method,
+        single=NAME,
         streams=saved.streams,
         history=history,
         on_event=on_event,
         graphs=graphs,
         deterministic=deterministic,
     )
-    states.check_tensors(path, saved.tensors, leaves(adapter.state))
-    state = copy_like(rebuild(adapter.state, saved.tensors), adapter.state)
-    adapter._core.replace_state(NAME, state, frozen=saved.frozen)
-    return adapter
+    like = core.entry(NAME).state
+    states.check_tensors(path, saved.tensors, leaves(like))
+    core.replace_state(NAME, copy_like(rebuild(like, saved.tensors), like), frozen=saved.frozen)
+    return Adapter(core)
 
 
 class AdaptedState(StateModule):
@@ -160,38 +162,10 @@ class Adapter(NetworkInterface):
     while learning. Several threads may use it: calls that learn run one after another, and `predict` does not wait.
     """
 
-    def __init__(
-        self,
-        net: Backbone,
-        method: AnyMethod,
-        *,
-        streams: int = 1,
-        seed: int = 0,
-        classes: int | None = None,
-        history: History | bool | None = None,
-        on_event: Listener | None = None,
-        graphs: Switch = "auto",
-        deterministic: bool = False,
-    ) -> None:
+    def __init__(self, core: Streams) -> None:
         super().__init__()
-        require(is_whole(streams, least=1), "streams is how many independent streams adapt, at least 1", streams)
-        if not is_whole(seed):
-            raise TypeError(f"seed is an int; got {seed!r}")
-        self.net, self.method, self.streams = net, method, int(streams)
-        self._core = Streams(
-            net,
-            method,
-            streams=int(streams),
-            seed=int(seed),
-            classes=classes,
-            history=history,
-            on_event=on_event,
-            graphs=graphs,
-            deterministic=deterministic,
-            reuses_memory=True,
-        )
-        self._core.start(NAME)
-        self.adapted = AdaptedState(self._core)
+        self.net, self.method, self.streams, self._core = core.net, core.method, core.streams, core
+        self.adapted = AdaptedState(core)
 
     # -- predicting and learning ------------------------------------------------------------------------------------
 
@@ -216,7 +190,10 @@ class Adapter(NetworkInterface):
                 Logits come back in the order of ``x``. Padding needs no time: NaN will do.
             pixel_values: images as a Hugging Face pipeline gives them; they come back as an object with ``.logits``.
         """
-        arrived = Arrived.of(images_of(x, pixel_values), self.net, self.streams, valid, order)
+        given = [images for images in (x, pixel_values) if images is not None]
+        if len(given) != 1:
+            raise TypeError("give images once: model(images), or model(pixel_values=images) for an output with .logits")
+        arrived = Arrived.of(given[0], self.net, self.streams, valid, order)
         logits = self._core.step({NAME: arrived})[NAME]
         return logits if pixel_values is None else LogitsOutput(logits=logits)
 
@@ -265,9 +242,7 @@ class Adapter(NetworkInterface):
     @property
     def reports(self) -> list[StreamReport]:
         """All of these reports on each stream."""
-        none = [None] * self.streams
-        columns = zip(self.info, self.health or none, self.time or none, strict=True)
-        return [StreamReport(*row) for row in columns]
+        return self._core.reports(NAME)
 
     @property
     def events(self) -> list[Event]:

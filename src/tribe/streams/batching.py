@@ -1,19 +1,23 @@
-"""Images of streams as batches: groups of entries that go through the network together."""
+"""Groups of entries that go through the network together: their images, their steps and their predictions."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tribe.core.backbone import Backbone
+from tribe.core.graphs import Steps
+from tribe.core.kernels import Switch
 from tribe.core.state import Affine, Stats, leaves, per_stream, rebuild, tree_map
 from tribe.core.validation import as_mask, as_order, as_streams, in_order
-from tribe.methods import Deployed
+from tribe.methods import AnyMethod, Deployed, Pipeline, finite, mask_logits, predict_and_advance, screen
 
 MAX_ENTRIES = 128  # of a group: more save little time
 MAX_IMAGES = 256  # of a group of several entries: activations take memory
 MAX_STATE_BYTES = 2**30  # of the states of a group of several entries
+RECORDINGS = 16  # shapes of groups whose CUDA graphs are kept
 
 
 class Arrived(NamedTuple):
@@ -47,11 +51,6 @@ class EntryGroup(NamedTuple):
     sizes: tuple[int, ...]  # images of each stream of an entry, without the padding of the group
     frozen: bool  # whether the entries only predict
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The number of rows, of images of a row, and the shape of an image."""
-        return tuple(self.x.shape)
-
     def unused(self, bad: Tensor | None) -> Tensor | None:
         """Return the images whose logits are not checked: bad ones and padding."""
         return bad if self.valid is None else ~self.valid if bad is None else bad | ~self.valid
@@ -62,16 +61,17 @@ class EntryGroup(NamedTuple):
 
     def split(self, values: Tensor, arrived: Mapping[str, Arrived]) -> dict[str, Tensor]:
         """Return the values of the images of each entry, without padding, in the order in which they were given."""
-        rows = zip(self.names, values.split(len(values) // self.entries), self.sizes, strict=False)
-        own = {name: part[:, :size] for name, part, size in rows}
-        ranks = {name: arrived[name].ranks for name in own}
-        return {n: t if (r := ranks[n]) is None else in_order(t, r.argsort(1)) for n, t in own.items()}
+        own = {}
+        for name, part, size in zip(self.names, values.split(len(values) // self.entries), self.sizes, strict=False):
+            ranks = arrived[name].ranks
+            own[name] = part[:, :size] if ranks is None else in_order(part[:, :size], ranks.argsort(1))
+        return own
 
 
 def group_entries(
     arrived: Mapping[str, Arrived], frozen: Mapping[str, bool], size: int, padded: bool, together: bool = True
 ) -> Iterator[EntryGroup]:
-    """EntryGroup entries whose images have the same shape; frozen ones apart.
+    """Group entries whose images have the same shape; frozen ones apart.
 
     Args:
         arrived: the images of each entry.
@@ -81,16 +81,26 @@ def group_entries(
             a group has entries with the same number of images only.
         together: group entries at all.
     """
-    sorts: dict[Any, list[str]] = {}
+    kinds: dict[Any, list[str]] = {}
     for name, (x, *_) in arrived.items():
-        batch = x.shape[1] if not padded else bucket(x.shape[1])
-        sorts.setdefault((frozen[name], batch, x.shape[2:], x.dtype), []).append(name)
-    for (kind, batch, *_), names in sorts.items():
-        most = max(1, min(MAX_ENTRIES, MAX_IMAGES // max(batch, 1), MAX_STATE_BYTES // max(size, 1))) if together else 1
-        most = 2 ** (most.bit_length() - 1)
+        batch = bucket(x.shape[1]) if padded else x.shape[1]
+        kinds.setdefault((frozen[name], batch, x.shape[2:], x.dtype), []).append(name)
+    for (only_predicts, batch, *_), names in kinds.items():
+        most = min(MAX_ENTRIES, MAX_IMAGES // max(batch, 1), MAX_STATE_BYTES // max(size, 1)) if together else 1
+        most = 2 ** (max(1, most).bit_length() - 1)
         for start in range(0, len(names), most):
             chosen = tuple(names[start : start + most])
-            yield _group(chosen, [arrived[name] for name in chosen], batch, padded, kind)
+            own = [arrived[name] for name in chosen]
+            sizes = tuple(one.x.shape[1] for one in own)
+            count = bucket(len(own)) if padded else len(own)
+            full = count == len(own) and set(sizes) == {batch}
+            if full and count == 1:
+                x, valid = own[0].x, own[0].valid
+            elif full and all(one.valid is None for one in own):
+                x, valid = torch.cat([one.x for one in own]), None
+            else:
+                x, valid = _pad(own, count, batch)
+            yield EntryGroup(chosen, count, x, valid, sizes, only_predicts)
 
 
 def bucket(n: int) -> int:
@@ -102,22 +112,108 @@ def bucket(n: int) -> int:
     return 2 ** (n - 1).bit_length() if n else 0
 
 
-def _group(names: tuple[str, ...], arrived: list[Arrived], batch: int, padded: bool, frozen: bool) -> EntryGroup:
-    first, sizes = arrived[0].x, tuple(own.x.shape[1] for own in arrived)
-    count = bucket(len(arrived)) if padded else len(arrived)
-    if count == len(arrived) and set(sizes) == {batch}:
-        if count == 1:
-            return EntryGroup(names, 1, first, arrived[0].valid, sizes, frozen)
-        if all(own.valid is None for own in arrived):
-            return EntryGroup(names, count, torch.cat([own.x for own in arrived]), None, sizes, frozen)
-    rows = len(first)
+def _pad(arrived: list[Arrived], count: int, batch: int) -> tuple[Tensor, Tensor]:
+    """The images of ``count`` entries with ``batch`` images a stream, and which of them are real."""
+    first, rows = arrived[0].x, len(arrived[0].x)
     x = first.new_zeros(count * rows, batch, *first.shape[2:])
     valid = torch.zeros(count * rows, batch, dtype=torch.bool)
-    for i, (own, size) in enumerate(zip(arrived, sizes, strict=True)):
-        here = slice(i * rows, (i + 1) * rows)
-        x[here, :size] = own.x
-        valid[here, :size] = True if own.valid is None else own.valid
-    return EntryGroup(names, count, x, valid.to(x.device), sizes, frozen)
+    for i, own in enumerate(arrived):
+        here = slice(i * rows, (i + 1) * rows), slice(own.x.shape[1])
+        x[here] = own.x
+        valid[here] = True if own.valid is None else own.valid
+    return x, valid.to(x.device)
+
+
+class Runner:
+    """Take steps and predictions of groups of entries.
+
+    Args:
+        method: what adapts.
+        net: the network.
+        classes: the columns of the logits of no images.
+        graphs: as for `Steps`.
+        deterministic: as for `Steps`.
+        padded: groups are padded to a few shapes, each of which is recorded.
+        copies: results share no memory with the recordings.
+    """
+
+    def __init__(
+        self,
+        method: AnyMethod,
+        net: Backbone,
+        classes: int,
+        graphs: Switch,
+        deterministic: bool,
+        padded: bool,
+        copies: bool,
+    ) -> None:
+        self.method, self.net, self.classes, self.padded = method, net, classes, padded
+        self._options, self._copies = (graphs, deterministic), copies
+        self._unpadded = Steps(method, net, graphs, deterministic)  # refuses bad arguments now
+        self._padded: OrderedDict[torch.Size, Steps] = OrderedDict()  # by shape, the least recently used first
+
+    def step(self, group: EntryGroup, states: Sequence[Any], retired: Any = None) -> tuple[Tensor, list[Any] | None]:
+        """Predict, then adapt; return logits (R, B, K) and the next state of each entry, or None if they stay.
+
+        A frozen group only predicts, and a time filter moves on. A single state may be written into the memory of
+        ``retired``.
+        """
+        if not group.x.shape[1]:
+            return group.x.new_zeros(len(group.x), 0, self.classes), None
+        if group.frozen:
+            state = gather(states, group.entries)
+            logits, state = predict_and_advance(self.method, self.net, state, group.x, group.valid)
+            filtered = Pipeline.of(self.method).filter is not None
+            return logits, scatter(state, group.entries, len(states), copy=False) if filtered else None
+        steps = self._steps_of(group.x.shape) if self.padded else self._unpadded
+        if group.entries == 1 and not self._copies:
+            logits, state = steps(states[0], group.x, group.valid, retired)
+            return logits, [state]
+        logits, state = steps(gather(states, group.entries), group.x, group.valid, retired)
+        copy = self._copies and steps.capture_disabled_reason is None
+        return logits, scatter(state, group.entries, len(states), copy)
+
+    def predict(
+        self,
+        group: EntryGroup,
+        states: Sequence[Any],
+        deployed: Callable[[], Deployed],
+        method: AnyMethod | None = None,
+    ) -> Tensor:
+        """Predict as `Method.predict` does, with the network of these states, which may have been made before."""
+        method = method or self.method
+        if not group.x.shape[1]:
+            return group.x.new_zeros(len(group.x), 0, self.classes)
+        if isinstance(method, Pipeline) and method.filter is not None:
+            inner = states if method.guard is not None else [state.method for state in states]
+            output = self.predict(group, inner, deployed, method.unfiltered)
+            beliefs = gather([state.filter for state in states], group.entries)
+            return method.filter_output(self.net, beliefs, output, group.valid)[0]
+        if method.not_exportable_because is not None:
+            return method.predict(self.net, gather(states, group.entries), group.x, group.valid)
+        x, seen, _ = screen(group.x, group.valid)
+        logits = deployed().logits(self.net, x, seen)
+        return mask_logits(logits, seen & finite(logits))
+
+    @property
+    def capture_disabled_reason(self) -> str | None:
+        """Why steps are not captured in CUDA graphs; None if they are."""
+        return self._unpadded.capture_disabled_reason
+
+    def use(self, net: Backbone) -> None:
+        """Go on with this network; recordings of another, or of this one before it moved, are dropped."""
+        self.net = net
+        self._unpadded.use(net)
+        self._padded.clear()
+
+    def _steps_of(self, shape: torch.Size) -> Steps:
+        """The steps for groups of this shape: each shape is recorded once."""
+        if shape not in self._padded:
+            self._padded[shape] = Steps(self.method, self.net, *self._options)
+        self._padded.move_to_end(shape)
+        if len(self._padded) > RECORDINGS:
+            self._padded.popitem(last=False)
+        return self._padded[shape]
 
 
 def gather(states: Sequence[Any], count: int | None = None) -> Any:

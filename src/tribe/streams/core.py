@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from os import PathLike
 from typing import Any, Self
 
@@ -23,11 +24,10 @@ from tribe.core.kernels import Switch
 from tribe.core.state import clone, copy_like, count_bytes, digest, replace_stream
 from tribe.core.threads import Lock
 from tribe.core.validation import Checks, place_of
+from tribe.fields import is_whole, require
 from tribe.filters import FilterInfo
 from tribe.health.changes import Comparison, compare_states
-from tribe.health.events import AlarmLog, Event, Listener
 from tribe.health.history import (
-    NO_HISTORY,
     History,
     Kept,
     RolledBack,
@@ -38,19 +38,21 @@ from tribe.health.history import (
     find_snapshot,
     state_after_rollback,
 )
-from tribe.health.report import Health, StreamInfo, describe_streams
+from tribe.health.report import AlarmLog, Event, Health, Listener, StreamInfo, StreamReport, describe_streams
 from tribe.io import states
+from tribe.io.states import Saved
 from tribe.methods import AnyMethod, Deployed, Pipeline
 from tribe.methods.building import check_network
 from tribe.methods.exporting import plain_network
 from tribe.registry import nearest
-from tribe.streams.batching import Arrived, EntryGroup, gather_deployed, group_entries
-from tribe.streams.entries import Entry, EntryTable
-from tribe.streams.files import StateFiles, check_state, decode_bytes
+from tribe.streams.batching import Arrived, EntryGroup, Runner, gather_deployed, group_entries
+from tribe.streams.entries import Entry, EntryTable, StateFiles
 from tribe.streams.names import UnknownStream, check_name
-from tribe.streams.runner import Runner, predict
 
+DEVICE_BYTES = 2**31  # of the states that stay on the device, if `rows` does not say how many
+MIN_ROWS = 16
 EXACT = "exact=True: each stream gets the bits that it gets alone"
+OWN_WEIGHTS = "each stream has weights of its own, which cannot be batched"
 
 
 class Streams:
@@ -59,17 +61,17 @@ class Streams:
     Args:
         net: the network.
         method: what adapts.
+        single: the name of the only entry, whose steps may write the next state into the memory of an earlier one.
+            None: entries are added by their names.
         streams: the streams of each entry.
         seed: of the first state.
         classes: the number of classes; read from the network if not given.
-        rows: the most states on the network's device; None: any number.
+        rows: the most states on the network's device; None: as many as fit in 2 GiB.
         history: the policy of snapshots; None: none are kept.
         on_event: called with every alarm.
         graphs: as for `tribe.adapt`.
         deterministic: as for `tribe.adapt`.
         exact: entries go through the network one by one.
-        padded: pad groups of entries to a few shapes, each of which is recorded.
-        reuses_memory: a step may write the next state into the memory of an earlier one, for a single entry.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class Streams:
         net: Backbone,
         method: AnyMethod,
         *,
+        single: str | None = None,
         streams: int = 1,
         seed: int = 0,
         classes: int | None = None,
@@ -86,29 +89,37 @@ class Streams:
         graphs: Switch = "auto",
         deterministic: bool = False,
         exact: bool = False,
-        padded: bool = False,
-        reuses_memory: bool = False,
     ) -> None:
+        require(is_whole(streams, least=1), "streams is how many independent streams adapt, at least 1", streams)
+        require(rows is None or is_whole(rows, least=1), "rows is the most states on the device, at least 1", rows)
+        require(isinstance(exact, bool), "exact is True or False", exact)
+        check_seed(seed)
         found = check_network(net, method, classes)
         self.net, self.method = net, method
         self.classes = found or 0  # 0: not known, of a network whose output may be something else than logits
-        self.streams, self.seed = streams, seed
-        self._like = method.init(net, streams, seed)
-        self._size = count_bytes(self._like)
-        self._reuses_memory, self._retired = reuses_memory, None  # the state before the current one
-        self._runner = Runner(method, net, graphs, deterministic, padded, copies=not reuses_memory)
+        self.streams, self.seed = int(streams), int(seed)
+        first = method.init(net, self.streams, self.seed)
+        self._size = count_bytes(first)
+        self._single, self._retired = single, None  # the state before the current one of a single entry
         self.unbatched_reason: str | None = None  # why entries go through the network one by one
-        if exact:
-            self.unbatched_reason = EXACT
+        if single is None:
+            own_weights = method.deployed(net, first).weights is not None
+            self.unbatched_reason = OWN_WEIGHTS if own_weights else EXACT if exact else None
+        # Each shape of a group may cost a recording on a GPU, so groups are padded to a few shapes.
+        padded = single is None and not exact and net.device.type != "cpu"
+        self._runner = Runner(method, net, self.classes, graphs, deterministic, padded, copies=single is None)
         self._checks = Checks(net, found, method.output == "logits")
         self._place = place_of(net)  # device and precision of the states
         self._files = StateFiles(method, net)
-        self.table = EntryTable(net.device, rows)
+        self.table = EntryTable(net.device, rows or max(MIN_ROWS, DEVICE_BYTES // max(self._size, 1)))
         self.lock = Lock()
         self.alarms = AlarmLog(method, on_event)
         self._policy = History.resolve(history)
         if self._policy is not None:
-            check_memory(self._policy, self._like)
+            check_memory(self._policy, first)
+        self._like = first if single is None else None  # for states from elsewhere: with its device and precision
+        if single is not None:
+            self.table.put({single: self._with_state(None, first)})
 
     # -- predicting and learning ------------------------------------------------------------------------------------
 
@@ -118,57 +129,53 @@ class Streams:
         Nothing is changed by an error, and nothing raises once the states are replaced.
         """
         with self.lock:
-            self.check_place()
-            old = {name: self.table.get(name) or self.new_entry(self.seed_of(name)) for name in arrived}
-            frozen = {name: entry.frozen for name, entry in old.items()}
+            if place_of(self.net) != self._place:
+                raise self._misplaced()
+            old = {name: self.table.entries.get(name) or self.new_entry(self.seed_of(name)) for name in arrived}
             results: dict[str, Tensor] = {}
             new: dict[str, Entry] = {}
             events: list[Event] = []
+            frozen = {name: entry.frozen for name, entry in old.items()}
             for group in group_entries(arrived, frozen, self._size, self._runner.padded, self.unbatched_reason is None):
                 bad = self._checks.find_bad(group.x, group.valid)
-                before = [self.table.on_device(entry) for entry in map(old.__getitem__, group.names)]
-                logits, after = self._step_group(group, [entry.state for entry in before])
+                before = [self.table.on_device(old[name]) for name in group.names]
+                if self._single is not None and not group.frozen and self.table.lock.states:
+                    self.table.lock.wait_for_older(before[0].state)
+                logits, after = self._runner.step(group, [entry.state for entry in before], self._retired)
                 self._checks.check_logits(logits, bad if group.valid is None else group.unused(bad))
                 results |= group.split(logits, arrived)
                 marked = {} if bad is None else group.split(group.real(bad), arrived)
                 for i, name in enumerate(group.names):
                     if after is None:
                         new[name] = replace(old[name], bad=marked.get(name))
-                    else:
-                        entry = replace(before[i], bad=marked.get(name))
-                        new[name] = self._moved(name, entry, after[i], arrived[name], events)
+                        continue
+                    new[name] = before[i].moved(after[i], bad=marked.get(name))
+                    if not group.frozen and (self.alarms.watched or before[i].history is not None):
+                        new[name] = self._observed(name, before[i], new[name], arrived[name], events)
             retired, self._retired = self._retired, None  # the new state may lie in its memory
             self.table.put(new, keeps_frozen=True)
-            if self._reuses_memory:
-                ((name, entry),) = old.items()
-                self._retired = retired if new[name].state is entry.state else entry.state
-            self.alarms.publish(events)
+            if self._single is not None:
+                then = old[self._single].state
+                self._retired = retired if new[self._single].state is then else then
+            if events:
+                self.alarms.publish(events)
             return {name: own[0] if arrived[name].added else own for name, own in results.items()}
 
-    def _step_group(self, group: EntryGroup, states: list[Any]) -> tuple[Tensor, list[Any] | None]:
-        """The logits of a group and its next states; None: they stay."""
-        if not group.x.shape[1]:
-            return group.x.new_zeros(len(group.x), 0, self.classes), None
-        if group.frozen:
-            return self._runner.advance(group, states)
-        if self.table.lock.states and self._reuses_memory:
-            self.table.lock.wait_for_older(states[0])
-        return self._runner.step(group, states, self._retired)
-
-    def _moved(self, name: str, entry: Entry, state: Any, arrived: Arrived, events: list[Event]) -> Entry:
+    def _observed(self, name: str, before: Entry, after: Entry, arrived: Arrived, events: list[Event]) -> Entry:
         """The entry after a step, with its history and what its alarms say."""
-        history, counts = entry.history, entry.alarms
-        if history is not None and not entry.frozen:
-            history = history.before_step(self.method, self.net, entry.state)
+        history, counts = before.history, before.alarms
+        if history is not None:
+            history = history.before_step(self.method, self.net, before.state)
             history = history.after_step(arrived.x.shape[1], arrived.valid)
-        if self.alarms.watched and not entry.frozen and self.alarms.is_due(state, entry.version + 1):
-            began, counts = self.alarms.read(state, counts)
+        if self.alarms.is_due(after.state, after.version):
+            began, counts = self.alarms.read(after.state, counts)
             events += [event._replace(stream=self._stream_of(name, event)) for event in began]
-        return entry.moved(state, history=history, alarms=counts)
+        return replace(after, history=history, alarms=counts)
 
     def run_prediction(self, arrived: Mapping[str, Arrived]) -> dict[str, Tensor]:
         """Predict without adapting, with the states of the moment: a step in another thread is not waited for."""
-        self.check_place()
+        if place_of(self.net) != self._place:
+            raise self._misplaced()
         results: dict[str, Tensor] = {}
         marked: dict[str, Tensor] = {}
         same = dict.fromkeys(arrived, True)
@@ -176,7 +183,8 @@ class Streams:
             entries = {name: self.table.use(name, entry) for name, entry in known.items()}
             for group in group_entries(arrived, same, self._size, self._runner.padded, self.unbatched_reason is None):
                 bad = self._checks.find_bad(group.x, group.valid)
-                logits = self._predict_group(group, entries)
+                own = [entries[name].state for name in group.names]
+                logits = self._runner.predict(group, own, partial(self._deployed, group, entries))
                 self._checks.check_logits(logits, group.unused(bad))
                 results |= group.split(logits, arrived)
                 marked |= {} if bad is None else group.split(group.real(bad), arrived)
@@ -184,23 +192,16 @@ class Streams:
             self.table.change(name, bad=marked.get(name))
         return {name: own[0] if arrived[name].added else own for name, own in results.items()}
 
-    def _predict_group(self, group: EntryGroup, entries: Mapping[str, Entry]) -> Tensor:
-        if not group.x.shape[1]:
-            return group.x.new_zeros(len(group.x), 0, self.classes)
-
-        def deployed() -> Deployed:
-            networks = [self._deployed(name, entries[name]) for name in group.names]
-            return gather_deployed([*networks, *[networks[0]] * (group.entries - len(networks))])
-
-        return predict(self.method, self.net, group, [entries[name].state for name in group.names], deployed)
-
-    def _deployed(self, name: str, entry: Entry) -> Deployed:
-        """The network that an entry predicts with, made once for each state."""
-        if entry.deployed is not None:
-            return entry.deployed
-        deployed = self.method.deployed(self.net, entry.state)
-        self.table.swap(name, entry, replace(entry, deployed=deployed))
-        return deployed
+    def _deployed(self, group: EntryGroup, entries: Mapping[str, Entry]) -> Deployed:
+        """The network that a group predicts with; that of an entry is made once for each state."""
+        networks = []
+        for name in group.names:
+            network = entries[name].deployed
+            if network is None:
+                network = self.method.deployed(self.net, entries[name].state)
+                self.table.swap(name, entries[name], replace(entries[name], deployed=network))
+            networks.append(network)
+        return gather_deployed([*networks, *[networks[0]] * (group.entries - len(networks))])
 
     def reading(self, *names: str) -> AbstractContextManager[dict[str, Entry]]:
         """Return a context with the entries of these names; no step writes into their memory in it."""
@@ -216,7 +217,7 @@ class Streams:
     def entry(self, name: str) -> Entry:
         """Return the entry of a name."""
         check_name(name)
-        if (entry := self.table.get(name)) is None:
+        if (entry := self.table.entries.get(name)) is None:
             known = nearest(name, sorted(self.table.entries)) if self.table.entries else "there is none"
             raise UnknownStream(f"no stream {name!r}: {known}. add({name!r}) adds it")
         return entry
@@ -224,11 +225,6 @@ class Streams:
     def new_entry(self, seed: int) -> Entry:
         """Return an entry that starts at the source model."""
         return self._with_state(None, self.method.init(self.net, self.streams, seed))
-
-    def start(self, name: str) -> None:
-        """Add the only entry, with the first state; others have none to be compared with."""
-        self.table.put({name: self._with_state(None, self._like)})
-        self._like = None
 
     def move_state(self, name: str, state: Any) -> None:
         """Replace a state by the same one on another device or in another precision."""
@@ -242,9 +238,9 @@ class Streams:
         """Replace a state by one that no step made, or add an entry with it."""
         with self.lock:
             self._retired = None
-            entry = self._with_state(self.table.get(name), state)
-            entry = replace(entry, frozen=entry.frozen if frozen is None else frozen)
-            self.table.put({name: entry if history is None else replace(entry, history=history)})
+            entry = self._with_state(self.table.entries.get(name), state)
+            frozen, history = entry.frozen if frozen is None else frozen, history or entry.history
+            self.table.put({name: replace(entry, frozen=frozen, history=history)})
 
     def _with_state(self, entry: Entry | None, state: Any) -> Entry:
         """The entry with a state that no step made: its alarms have been reported."""
@@ -302,7 +298,7 @@ class Streams:
     def _like_of(self, name: str) -> Any:
         """A state with the device and precision of those of this entry."""
         check_name(name)
-        entry = self.table.get(name)
+        entry = self.table.entries.get(name)
         return entry.state if entry is not None and entry.residence == "device" else self._like
 
     @torch.inference_mode(False)
@@ -310,14 +306,6 @@ class Streams:
         """Return a copy of a state, a named tuple of tensors."""
         with self.reading(name) as entries:
             return clone(entries[name].state)
-
-    @torch.inference_mode(False)
-    def put(self, name: str, state: Any) -> Self:
-        """Replace a state by a copy of this one, or add an entry with it."""
-        like = self._like_of(name)
-        check_state(state, like, self.method.name)
-        self.replace_state(name, copy_like(state, like))
-        return self
 
     def digest(self, name: str) -> str:
         """Return a hash of a state: equal digests, equal states."""
@@ -336,17 +324,6 @@ class Streams:
         """Return the snapshots of an entry, the newest first; None without a history."""
         timeline = self.entry(name).history
         return None if timeline is None else timeline.kept()
-
-    @torch.inference_mode(False)
-    def keep(self, name: str, note: Any = None) -> Kept:
-        """Take a snapshot into the history now, with a note."""
-        with self.lock:
-            entry = self.entry(name)
-            if entry.history is None:
-                raise ValueError(NO_HISTORY)
-            history = entry.history.record(self.method, self.net, entry.state, entry.frozen, note)
-            self.table.change(name, history=history)
-            return history.kept()[0]
 
     @torch.inference_mode(False)
     def rollback(
@@ -419,6 +396,12 @@ class Streams:
             pipeline = Pipeline.of(self.method)
             return None if pipeline.filter is None else pipeline.filter.info(entries[name].state.filter)
 
+    def reports(self, name: str) -> list[StreamReport]:
+        """Return all reports on each stream of an entry."""
+        none = [None] * self.streams
+        columns = zip(self.infos(name), self.healths(name) or none, self.filters(name) or none, strict=True)
+        return [StreamReport(*row) for row in columns]
+
     def look(self, names: Iterable[str]) -> None:
         """Read the alarms of these entries now. On a CPU every step does; on a GPU, which waits for it, every 50th."""
         if not self.alarms.watched:
@@ -446,43 +429,39 @@ class Streams:
         with self.reading(name) as entries:
             states.write(path, self._files.saved(entries[name]))
 
-    @torch.inference_mode(False)
     def load(self, name: str, path: str | PathLike[str]) -> Self:
         """Replace a state, or add an entry, by the content of a state file."""
-        like = self._like_of(name)
-        saved = states.read(path)
-        self.replace_state(name, self._files.state(path, saved, like), frozen=saved.frozen)
-        return self
+        check_name(name)
+        return self._resume(name, path, states.read(path))
 
     def to_bytes(self, name: str) -> bytes:
         """Return the bytes of a state file."""
         with self.reading(name) as entries:
             return states.encode(self._files.saved(entries[name]), f"the bytes of stream {name!r}")
 
-    @torch.inference_mode(False)
     def from_bytes(self, name: str, data: bytes) -> Self:
         """Replace a state, or add an entry, by the content of the bytes of a state file."""
-        like = self._like_of(name)
-        source, saved = decode_bytes(name, data)
-        self.replace_state(name, self._files.state(source, saved, like), frozen=saved.frozen)
-        return self
+        return self._resume(name, *_decode(name, data))
 
     @torch.inference_mode(False)
     def check_bytes(self, name: str, data: bytes) -> None:
         """Raise what `from_bytes` raises; change nothing."""
-        like = self._like_of(name)
-        self._files.state(*decode_bytes(name, data), like)
+        self._files.state(*_decode(name, data), self._like_of(name))
+
+    @torch.inference_mode(False)
+    def _resume(self, name: str, source: str | PathLike[str], saved: Saved) -> Self:
+        self.replace_state(name, self._files.state(source, saved, self._like_of(name)), frozen=saved.frozen)
+        return self
 
     # -- the network --------------------------------------------------------------------------------------------------
 
-    def check_place(self) -> None:
-        """Raise if the network was moved or cast without these states."""
-        if (place := place_of(self.net)) != self._place:
-            of_network, of_states = (f"on {device} in {dtype}" for device, dtype in (place, self._place))
-            raise RuntimeError(
-                f"the network is {of_network}, these states are {of_states}: the network, or an adapter that shares "
-                "it, was moved or cast. Call .to() on this adapter, too; move a network before tribe.fleet(network)"
-            )
+    def _misplaced(self) -> RuntimeError:
+        """The error if the network was moved or cast without these states."""
+        of_network, of_states = (f"on {device} in {dtype}" for device, dtype in (place_of(self.net), self._place))
+        return RuntimeError(
+            f"the network is {of_network}, these states are {of_states}: the network, or an adapter that shares "
+            "it, was moved or cast. Call .to() on this adapter, too; move a network before tribe.fleet(network)"
+        )
 
     def use(self, net: Backbone) -> None:
         """Go on with this network, which may have moved, or may be another."""
@@ -494,3 +473,18 @@ class Streams:
         self._runner.use(net)
         self._files.use(net)
         self.table.device = net.device
+
+
+def check_seed(seed: Any) -> None:
+    """Raise if this is not a seed."""
+    if not is_whole(seed):
+        raise TypeError(f"seed is an int; got {seed!r}")
+
+
+def _decode(name: str, data: bytes) -> tuple[str, Saved]:
+    """The source of a state file in memory, which messages name, and its content."""
+    check_name(name)
+    if not isinstance(data, bytes | bytearray | memoryview):
+        raise TypeError(f"expected the bytes of a state file; got {type(data).__name__}")
+    source = f"the state for stream {name!r}"
+    return source, states.decode(bytes(data), source)

@@ -1,25 +1,29 @@
-"""The entries of named states: immutable, replaced as a whole, with bounded memory on the network's device.
+"""Entries of named states, immutable and replaced as a whole, with bounded memory on a device; and their files.
 
 A state is a named tuple of tensors that nothing changes: a step makes a new one. So an entry is replaced under a lock
 that is held for a moment, and whatever has an entry needs no lock to use it.
 """
 
-import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from os import PathLike
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from tribe.core.state import tree_map
+from tribe.core.backbone import Backbone
+from tribe.core.state import copy_like, leaves, rebuild, tree_map
 from tribe.core.threads import Lock
-from tribe.health.events import Counts
 from tribe.health.history import Timeline
-from tribe.methods import Deployed
+from tribe.health.report import Counts
+from tribe.io import states
+from tribe.io.states import Saved, StateFileError
+from tribe.methods import AnyMethod, Deployed, get_fields
+from tribe.methods.encoding import method_for_file, method_from_file
 
 Residence = Literal["device", "host"]
 
@@ -77,18 +81,13 @@ class EntryTable:
 
     Args:
         device: where states are when they are used.
-        rows: the most states there; the others are in host memory. None: any number.
+        rows: the most states there; the others are in host memory.
     """
 
-    def __init__(self, device: torch.device, rows: int | None = None) -> None:
+    def __init__(self, device: torch.device, rows: int) -> None:
         self.device, self.rows = device, rows
         self.lock = ReadersLock()
         self.entries: OrderedDict[str, Entry] = OrderedDict()
-
-    def get(self, name: str) -> Entry | None:
-        """Return the entry of a name; None: there is none."""
-        with self.lock:
-            return self.entries.get(name)
 
     def put(self, changes: Mapping[str, Entry], keeps_frozen: bool = False) -> None:
         """Add or replace entries, all at once.
@@ -99,10 +98,12 @@ class EntryTable:
             changes: the entries by name.
             keeps_frozen: whether entries stay frozen or not as they are now, which may have changed during a step.
         """
-        new = dict(changes) if self.rows is None else self._make_room(changes)
+        new = dict(changes) if len(self.entries) + len(changes) <= self.rows else self._make_room(changes)
         with self.lock:
-            if keeps_frozen:
-                new = {n: replace(e, frozen=self.entries[n].frozen) if n in self.entries else e for n, e in new.items()}
+            for name, entry in new.items():
+                now = self.entries.get(name)
+                if keeps_frozen and now is not None and now.frozen != entry.frozen:
+                    new[name] = replace(entry, frozen=now.frozen)
             self.entries.update(new)
             for name in new:
                 self.entries.move_to_end(name)
@@ -158,11 +159,10 @@ class EntryTable:
 
     def _make_room(self, new: Mapping[str, Entry]) -> dict[str, Entry]:
         """Move the least recently used states to the host, and return the new entries, some of them on the host too."""
-        rows = math.inf if self.rows is None else self.rows
         with self.lock:
             others = [(n, e) for n, e in self.entries.items() if e.residence == "device" and n not in new]
         arriving = [name for name, entry in new.items() if entry.residence == "device"]
-        excess = int(max(len(others) + len(arriving) - rows, 0))
+        excess = max(len(others) + len(arriving) - self.rows, 0)
         for name, entry in others[:excess]:
             self.swap(name, entry, _on_host(entry))
         stay = set(arriving[max(excess - len(others), 0) :])
@@ -175,3 +175,52 @@ def _on_host(entry: Entry) -> Entry:
 
 def _to(state: Any, device: torch.device | str) -> Any:
     return tree_map(lambda t: t.to(device), state)
+
+
+class StateFiles:
+    """Turn states of one method on one network into state files and back."""
+
+    def __init__(self, method: AnyMethod, net: Backbone) -> None:
+        self.method, self.net = method, net
+        self._fingerprint: str | None = None
+
+    @property
+    def fingerprint(self) -> str:
+        """The fingerprint of the network, computed once."""
+        if self._fingerprint is None:
+            self._fingerprint = self.net.fingerprint()
+        return self._fingerprint
+
+    def use(self, net: Backbone) -> None:
+        """Go on with this network, which may have moved."""
+        self.net, self._fingerprint = net, None
+
+    def saved(self, entry: Entry) -> Saved:
+        """Return the content of the file of an entry."""
+        fields, streams = method_for_file(self.method), len(entry.state.key.seed)
+        return Saved(self.method.name, fields, streams, entry.frozen, self.fingerprint, leaves(entry.state))
+
+    def state(self, source: str | PathLike[str], saved: Saved, like: Any) -> Any:
+        """Return a copy of the state in a file that this method wrote.
+
+        Raises:
+            StateFileError: the file is of another method, network or number of streams, or damaged.
+        """
+        if saved.streams != (streams := len(like.key.seed)):
+            raise StateFileError(f"{source} holds {saved.streams} streams; expected {streams}")
+        found: str | AnyMethod = saved.method
+        if saved.method == self.method.name:
+            mine = get_fields(self.method)
+            own = {name: mine.get(name) for name, value in saved.fields.items() if _is_not_saved(value)}
+            found = method_from_file(source, saved.method, saved.fields, own)
+        if found != self.method:
+            raise StateFileError(f"{source} was saved with {found}; here {self.method} runs")
+        if saved.fingerprint != self.fingerprint:
+            states.check_fingerprint(source, saved.fingerprint, self.net)
+        states.check_tensors(source, saved.tensors, leaves(like))
+        return copy_like(rebuild(like, saved.tensors), like)
+
+
+def _is_not_saved(value: Any) -> bool:
+    """Whether a file does not hold a field: the one here is used, and the digest of source knowledge compared."""
+    return isinstance(value, dict) and ("callable" in value or "knowledge" in value)

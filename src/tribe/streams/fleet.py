@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 from os import PathLike
 from typing import Any, Self
 
@@ -10,24 +11,17 @@ from torch import Tensor, nn
 
 from tribe.core.backbone import Backbone
 from tribe.core.kernels import Switch
-from tribe.fields import is_whole, require
 from tribe.filters import TimeFilter
 from tribe.health.calibration import Calibration
-from tribe.health.events import Event, Listener
 from tribe.health.guard import Guard, resolve_guard
 from tribe.health.history import History
-from tribe.health.report import Health, StreamInfo, StreamReport, describe_streams
+from tribe.health.report import Event, Health, Listener, StreamInfo, StreamReport, describe_streams
 from tribe.methods import AnyMethod, Deployed, EmptyState, Pipeline
 from tribe.methods.building import build_method
 from tribe.methods.source import Source
 from tribe.streams.batching import Arrived, EntryGroup, gather
-from tribe.streams.core import Streams
+from tribe.streams.core import Streams, check_seed
 from tribe.streams.names import check_name
-from tribe.streams.runner import predict
-
-DEVICE_BYTES = 2**31  # of the states that stay on the device, if `rows` does not say how many
-MIN_ROWS = 16
-OWN_WEIGHTS = "each stream has weights of its own, which cannot be batched"
 
 
 @torch.inference_mode(False)  # what is built here must be able to carry gradients
@@ -76,6 +70,8 @@ def fleet(
         (torch.Size([5, 4]), 2)
     """
     net = model if isinstance(model, Backbone) else Backbone(model)
+    if net.dense:
+        raise ValueError("a fleet returns logits, and this network may return something else: dense=True")
     return Fleet(
         net,
         build_method(net, method, time, classes, fields, resolve_guard(guard, health)),
@@ -111,42 +107,6 @@ class Fleet(Streams):
     whatever else only reads does not wait for a step.
     """
 
-    def __init__(
-        self,
-        net: Backbone,
-        method: AnyMethod,
-        *,
-        on_event: Listener | None = None,
-        classes: int | None = None,
-        rows: int | None = None,
-        seed: int = 0,
-        history: History | bool | None = None,
-        graphs: Switch = "auto",
-        deterministic: bool = False,
-        exact: bool = False,
-    ) -> None:
-        require(rows is None or is_whole(rows, least=1), "rows is the most states on the device, at least 1", rows)
-        _require_seed(seed)
-        require(isinstance(exact, bool), "exact is True or False", exact)
-        if net.dense:
-            raise ValueError("a fleet returns logits, and this network may return something else: dense=True")
-        super().__init__(
-            net,
-            method,
-            seed=int(seed),
-            classes=classes,
-            history=history,
-            on_event=on_event,
-            graphs=graphs,
-            deterministic=deterministic,
-            exact=exact,
-            padded=not exact and net.device.type != "cpu",  # each shape of a group may cost a recording
-        )
-        self.table.rows = int(rows) if rows is not None else max(MIN_ROWS, DEVICE_BYTES // max(self._size, 1))
-        if method.deployed(net, self._like).weights is not None:
-            self.unbatched_reason = OWN_WEIGHTS
-        self._source: Deployed | None = None
-
     # -- predicting and learning ------------------------------------------------------------------------------------
 
     @torch.inference_mode(False)  # which forbids the gradients that adaptation needs, even under enable_grad
@@ -171,16 +131,15 @@ class Fleet(Streams):
     @torch.no_grad()
     def predict_source(self, x: Tensor) -> Tensor:
         """Predict images (B, ...) with the source model."""
-        arrived = self._arrived({"source": x})
-        if self._source is None:
-            self._source = Deployed.frozen(self.net, self.net.source()[0])
-        source = self._source
-        group = EntryGroup(("source",), 1, arrived["source"].x, None, (arrived["source"].x.shape[1],), True)
-        self._checks.find_bad(group.x, None)
-        logits = group.x.new_zeros(1, 0, self.classes)
-        if group.x.shape[1]:
-            logits = predict(Source(), self.net, group, [], lambda: source)
-        return logits[0] if arrived["source"].added else logits
+        own = self._arrived({"source": x})["source"]
+        group = EntryGroup(("source",), 1, own.x, None, (own.x.shape[1],), True)
+        self._checks.find_bad(own.x, None)
+        logits = self._runner.predict(group, [], lambda: self._source, Source())
+        return logits[0] if own.added else logits
+
+    @cached_property
+    def _source(self) -> Deployed:
+        return Deployed.frozen(self.net, self.net.source()[0])
 
     def _arrived(self, images: Mapping[str, Tensor]) -> dict[str, Arrived]:
         """The images of each stream, checked."""
@@ -205,7 +164,7 @@ class Fleet(Streams):
         """Add a stream that starts at the source model. Its seed is `stream_seed` of its name, unless one is given."""
         check_name(name)
         if seed is not None:
-            _require_seed(seed)
+            check_seed(seed)
         entry = self.new_entry(self.seed_of(name) if seed is None else int(seed))
         with self.lock:
             if name in self:
@@ -249,8 +208,7 @@ class Fleet(Streams):
 
     def report(self, name: str) -> StreamReport:
         """Return all reports on a stream."""
-        filters = self.filters(name)
-        return StreamReport(self.info(name), self.health(name), None if filters is None else filters[0])
+        return self.reports(name)[0]
 
     def info_many(self, names: Iterable[str]) -> dict[str, StreamInfo]:
         """Return `info` of several streams, read together: each reading of a GPU waits for it."""
@@ -287,17 +245,8 @@ class Fleet(Streams):
         """Return how many steps a stream has taken."""
         return int(self.entry(name).state.key.clock[0])
 
-    def version(self, name: str) -> int:
-        """Return how often the state of a stream was replaced, since it was added here."""
-        return self.entry(name).version
-
     def _stream_of(self, name: str, event: Event) -> int | str:
         return name
 
     def __repr__(self) -> str:
         return f"Fleet({self.method}, streams={len(self)})"
-
-
-def _require_seed(seed: Any) -> None:
-    if not is_whole(seed):
-        raise TypeError(f"seed is an int; got {seed!r}")
