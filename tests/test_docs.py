@@ -83,7 +83,7 @@ def test_the_corruption_of_contributing_is_applied():
         again = tribe.corruptions.apply(clean[4:], "haze", 5, seed=1, index=torch.tensor([4, 5]))
         tribe.datasets.create("live-cifar10-c", corruptions=("haze",))
     finally:
-        tribe.corruptions.families._families["common"].pop("haze", None)
+        tribe.corruptions._families["common"].pop("haze", None)
     assert torch.equal(again, strong[4:])
     assert clean.mean() < mild.mean() < strong.mean()
 

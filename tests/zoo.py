@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from tribe import norms
 from tribe.core.backbone import Backbone, Output
 from tribe.core.state import Affine, Stats
-from tribe.data.models.layers import BatchNormReLU
+from tribe.data.models.architectures import BatchNormReLU
 from tribe.norms import Norm
 from tribe.norms.balanced import Balanced
 

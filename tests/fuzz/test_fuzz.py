@@ -19,8 +19,8 @@ import layouts
 import tribe
 from limited import run_limited
 from tribe import datasets
-from tribe.data.datasets.image_files import read_image
 from tribe.data.datasets.manifest import Block, Manifest, read_manifest
+from tribe.data.images import read_image
 from tribe.data.models import weights
 from tribe.data.scenarios import schedules
 from tribe.experiments.record import Record

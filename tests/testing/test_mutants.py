@@ -15,7 +15,7 @@ from tribe.core.memory import images
 from tribe.core.optim import Adam, adam_step
 from tribe.core.rng import Key
 from tribe.core.state import Affine, Info, Stats
-from tribe.data.scenarios.replay import Replay
+from tribe.data.scenarios.protocols import Replay
 from tribe.methods import Deployed, Update, screen
 from tribe.methods.cotta import Cotta
 from tribe.methods.lame import Lame

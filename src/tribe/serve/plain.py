@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tribe.data.corruptions.pillow import require_pillow
+from tribe.data.images import require_pillow
 from tribe.serve.errors import BadInput, BadRequest, TooLarge, WrongType
 from tribe.serve.execution import InferResult
 from tribe.serve.protocol import (

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tribe.data.corruptions.pillow import require_pillow
+from tribe.data.images import require_pillow
 
 SIDE = 96  # most pixels of a thumbnail's side
 

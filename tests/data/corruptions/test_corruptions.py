@@ -17,8 +17,7 @@ from torch import Tensor
 from places import DATA, SHARED
 from tribe import corruptions
 from tribe.core.rng import Key
-from tribe.data.corruptions import families
-from tribe.data.corruptions.common import noise
+from tribe.data.corruptions import common
 
 GOLDENS = SHARED / "goldens"
 
@@ -174,7 +173,7 @@ def test_an_image_does_not_depend_on_its_batch(name: str, monkeypatch: pytest.Mo
     for i in (0, 4, 8):
         alone = corruptions.apply(x[i : i + 1], name, 5, index=torch.tensor([i]))
         assert torch.equal(alone[0], together[i])
-    monkeypatch.setattr(families, "CHUNK", {"cpu": 2 * x[0].numel()})
+    monkeypatch.setattr(corruptions, "CHUNK", {"cpu": 2 * x[0].numel()})
     assert torch.equal(corruptions.apply(x, name, 5), together)
 
 
@@ -254,11 +253,11 @@ def test_large_images_take_the_other_table() -> None:
 
 def test_shot_noise_has_its_law_between_grey_levels() -> None:
     """Mean and variance of Poisson(c x) / c are x and x / c; x is rounded, but to much less than a grey level."""
-    rounding = 1 / (2 * 255 * noise.FINE)
+    rounding = 1 / (2 * 255 * common.FINE)
     for value, c in ((0.0, 400.0), (0.0031, 400.0), (0.2, 400.0), (0.5013, 60.0), (1.0, 3.0)):
         x = torch.full((64, 1, 64, 64), value)
         draw = corruptions.Draw(Key(torch.zeros(64, dtype=torch.int64), torch.arange(64)), "test")
-        y = noise.shot_noise(x, (c,), draw).double()
+        y = common.shot_noise(x, (c,), draw).double()
         assert abs(y.mean().item() - value) <= 5 * (value / c / x.numel()) ** 0.5 + rounding
         assert y.var().item() == pytest.approx(value / c, rel=0.03, abs=rounding / c)
 

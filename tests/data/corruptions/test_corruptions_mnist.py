@@ -13,7 +13,8 @@ from scipy import stats
 
 from places import DATA, SHARED
 from tribe.core.rng import Key
-from tribe.data.corruptions import Draw, apply, families, mnist, names
+from tribe.data import corruptions
+from tribe.data.corruptions import Draw, apply, mnist, names
 
 FULL, SMALL = SHARED / "goldens/corruptions_mnist.npz", DATA / "corruptions_mnist.npz"
 
@@ -99,7 +100,7 @@ def test_what_is_not_random_equals_the_recording(golden, name):
 def test_the_right_parameter_makes_the_recorded_image(golden, name):
     """A warp about another centre, a wrong side, a stroke of another shape or a blur the other way round fail here."""
     x = images(golden)
-    entry = families._families["mnist"][name]
+    entry = corruptions._families["mnist"][name]
     best, choice = torch.zeros(len(x), dtype=torch.float64), torch.zeros(len(x), dtype=torch.int64)
     for i, values in enumerate(CANDIDATES[name]):
         y = levels(entry.function(x, entry.table[0], Given(len(x), *values)).clamp(0, 1))
@@ -182,7 +183,7 @@ def test_an_image_is_corrupted_the_same_in_any_company(name, monkeypatch):
     assert torch.equal(whole, torch.cat(parts))
     order = torch.randperm(11, generator=torch.Generator().manual_seed(1))
     assert torch.equal(whole[order], apply(x[order], name, 5, index=index[order]))
-    monkeypatch.setitem(families.CHUNK, "cpu", 3 * 28 * 28)
+    monkeypatch.setitem(corruptions.CHUNK, "cpu", 3 * 28 * 28)
     monkeypatch.setitem(mnist.CLOUDS, "cpu", 2 * 256**2)
     assert torch.equal(whole, apply(x, name, 5, index=index))
 

@@ -29,8 +29,8 @@ from processes import Prints, Process, interrupted, killed
 from tribe import corruptions, datasets
 from tribe.data.datasets.files import MissingData
 from tribe.data.datasets.generation import GenerationProgress, generate
-from tribe.data.datasets.image_files import read_image
-from tribe.data.scenarios.orders import CIFAR_C, MNIST_C
+from tribe.data.images import read_image
+from tribe.data.scenarios import CIFAR_C, MNIST_C
 from tribe.io.files import exclusive
 
 N = 20

@@ -14,7 +14,6 @@ import layouts
 from layouts import PER, made
 from tribe import datasets, scenarios
 from tribe.data.datasets import clean
-from tribe.data.datasets.corrupted import Corrupted
 from tribe.data.datasets.files import MissingData, data_root
 from tribe.experiments.stream import Stream
 from tribe.testing import check_dataset
@@ -52,7 +51,7 @@ def test_images_are_the_bytes_of_the_file(root):
 def test_files_are_mapped_and_not_read(root):
     data = made("cifar10-c", root)
     data.images("fog@5", torch.tensor([0]))
-    assert isinstance(data._arrays["fog"], np.memmap)
+    assert isinstance(data._blocks["fog@5"][0], np.memmap)
 
 
 @pytest.mark.parametrize("name", datasets.names())
@@ -75,7 +74,7 @@ def test_clean_images_and_labels_are_those_of_the_file(root):
 @pytest.mark.parametrize(("name", "chosen"), [("cifar10", ("fog", "contrast")), ("mnist", ("stripe", "rotate"))])
 def test_corrupted_on_the_fly_whatever_the_order(name, chosen, root):
     clean = made(name, root)
-    data = Corrupted(clean, chosen, severities=(3, 5))
+    data = made(f"live-{name}-c", root, corruptions=chosen, severities=(3, 5))
     assert data.domains == tuple(f"{c}@{s}" for c in chosen for s in (3, 5))
     for domain in data.domains:
         whole = data.images(domain, torch.arange(PER))

@@ -20,7 +20,7 @@ from processes import ended
 from tribe import datasets, methods, metrics, scenarios
 from tribe.core.backbone import Backbone
 from tribe.data.datasets.files import MissingData
-from tribe.data.datasets.image_files import SUFFIXES, ImageFileError, read_image
+from tribe.data.images import SUFFIXES, ImageFileError, read_image
 from tribe.experiments.runner import run
 from tribe.experiments.stream import Stream
 from tribe.testing import CLASSES, check_dataset, check_scenario, informed, small_network
@@ -156,7 +156,7 @@ def test_without_pillow_the_error_says_what_to_install():
     program = (
         "import sys; sys.modules['PIL'] = None\n"
         "import tribe.data.datasets\n"  # data sets of arrays need no Pillow
-        "from tribe.data.datasets.image_files import read_image\n"
+        "from tribe.data.images import read_image\n"
         "try: read_image('a.png')\n"
         "except ImportError as error: print(error)"
     )

@@ -9,9 +9,9 @@ import torch
 
 import layouts
 from tribe import datasets
+from tribe.data import images as image_files
 from tribe.data.datasets import folder as folder_module
-from tribe.data.datasets import image_files
-from tribe.data.datasets.image_files import PIXELS, ImageFileError, read_image
+from tribe.data.images import PIXELS, ImageFileError, read_image
 
 COLOURS = {"grey": (0, 1), "colour": (2, 3), "grey with alpha": (4, 2), "colour with alpha": (6, 4)}  # PNG's number
 

@@ -15,7 +15,7 @@ from tribe.core.backbone import Backbone
 from tribe.core.rules import Frozen
 from tribe.data.datasets.class_folders import output_of, outputs_of, wnids
 from tribe.data.datasets.files import MissingData
-from tribe.data.datasets.image_files import ImageFileError, read_image
+from tribe.data.images import ImageFileError, read_image
 from tribe.experiments.runner import run
 from tribe.experiments.stream import Stream
 from tribe.experiments.workbench import Workbench, plain_method, restrict

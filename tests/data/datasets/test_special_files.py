@@ -16,7 +16,7 @@ from processes import ended
 from tribe import datasets, scenarios
 from tribe.data.datasets import fingerprint
 from tribe.data.datasets.generation import generate
-from tribe.data.datasets.image_files import ImageFileError, read_image
+from tribe.data.images import ImageFileError, read_image
 from tribe.experiments.stream import Stream
 from tribe.io.files import NotRegular, open_regular, read_regular, regular_size
 

@@ -17,8 +17,8 @@ from places import SHARED
 from tribe import models
 from tribe.core.backbone import Backbone
 from tribe.core.normalize import Normalize
+from tribe.data.models.architectures import HALF, IMAGENET, BatchNormReLU
 from tribe.data.models.external import Normalized
-from tribe.data.models.layers import HALF, IMAGENET, BatchNormReLU
 
 WEIGHTS = SHARED / "weights"
 PUBLISHED = {  # file -> name of the network

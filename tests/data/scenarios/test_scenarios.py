@@ -330,7 +330,7 @@ def test_iid_is_one_shuffle():
 
 def test_orders():
     assert len(scenarios.CIFAR_C) == len(scenarios.MNIST_C) == 15
-    names = scenarios.at_severity(sorted(scenarios.CIFAR_C), 5)
+    names = [f"{name}@5" for name in sorted(scenarios.CIFAR_C)]
     labels = [torch.arange(20) % 2] * 15
     paper = scenarios.create("continual", domains=names, order="paper")
     assert [names[d].removesuffix("@5") for d in visited(paper.schedule(labels, 0))] == list(scenarios.CIFAR_C)
@@ -473,8 +473,6 @@ def test_unknown_names_are_refused():
             LongTail(head=head)
     with pytest.raises(ValueError, match="'warn' or 'raise'"):
         LongTail(empty="keep")
-    with pytest.raises(ValueError, match="severity is 1"):
-        scenarios.at_severity(["fog"], 6)
     with pytest.raises(ValueError, match="this scenario has no domain names"):
         _ = scenarios.create("ptta").domain_names
 
@@ -509,7 +507,7 @@ def test_bad_labels_of_severities_are_refused():
     scenario = scenarios.create("zigzag", domains=["fog"], severities=(1, 2))
     with pytest.raises(ValueError, match=r"got 3 label tensors; expected 1 \(or 2, one per severity\)"):
         scenario.schedule([GOOD] * 3, 0)
-    with pytest.raises(ValueError, match="fog@2 has other labels than fog@1"):
+    with pytest.raises(ValueError, match="other labels"):
         scenario.schedule([GOOD, GOOD.flip(0)], 0)
     with pytest.raises(ValueError, match="2 for 3 label sets"):
         scenarios.create("mixed", weights=(1, 2)).schedule([GOOD] * 3, 0)

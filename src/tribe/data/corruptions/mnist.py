@@ -22,11 +22,9 @@ from torch import Tensor
 
 from tribe.core import rng
 from tribe.core.rng import Key
-from tribe.data.corruptions.common.digital import brightness
-from tribe.data.corruptions.common.filters import blur_along_line, gaussian_blur
-from tribe.data.corruptions.common.noise import impulse_noise, shot_noise
-from tribe.data.corruptions.common.weather import plasma
-from tribe.data.corruptions.families import Draw, Function, Params, corruption
+from tribe.data.corruptions import Draw, Function, Params, corruption
+from tribe.data.corruptions.common import brightness, impulse_noise, plasma, shot_noise
+from tribe.data.corruptions.filters import blur_along_line, gaussian_blur
 
 LARGEST = 256  # pixels: the size of the fog
 

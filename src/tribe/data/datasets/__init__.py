@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from tribe.registry import Registry
+from tribe.registry import Registry, nearest
 
 NOT_IN_SPECS = ("data", "root", "workers")  # fields that do not change results: paths and threads
 SAMPLED = 16  # images per domain in a fingerprint; another draw of the noise, or another archive, changes all of them
@@ -69,6 +69,12 @@ def optional(dataset: Any, member: str) -> Any:
     ('cifar10', None)
     """
     return getattr(dataset, member, getattr(Defaults(), member))
+
+
+def require_domain(domain: str, domains: Sequence[str]) -> None:
+    """Raise if a data set has no domain of this name."""
+    if domain not in domains:
+        raise ValueError(f"unknown domain {domain!r}: {nearest(domain, domains)}")
 
 
 def fingerprint(dataset: Dataset) -> str:

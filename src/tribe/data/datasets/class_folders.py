@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tribe.data.datasets.files import MissingData, positions
-from tribe.data.datasets.image_files import SKIP, ImageFileError, Unreadable, is_image_file, read_images
+from tribe.data.images import SKIP, ImageFileError, Unreadable, is_image_file, read_images
 from tribe.registry import nearest
 
 COUNT = 1000  # classes of ImageNet

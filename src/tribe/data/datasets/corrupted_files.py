@@ -17,18 +17,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tribe.data.corruptions import SEVERITIES
-from tribe.data.corruptions.families import CHUNK, CHUNK_ELSEWHERE
-from tribe.data.corruptions.pillow import require_pillow
-from tribe.data.datasets import create
-from tribe.data.datasets.cifar_c import Cifar10C, Cifar100C
+from tribe.data.corruptions import CHUNK, CHUNK_ELSEWHERE, SEVERITIES
+from tribe.data.datasets import Dataset, create
 from tribe.data.datasets.files import MissingData, data_root
-from tribe.data.datasets.image_files import cores, image_file_size, read_image
 from tribe.data.datasets.imagenet import ImageNet, resize_for
 from tribe.data.datasets.imagenet_c import ImageNetC
 from tribe.data.datasets.manifest import Block
-from tribe.data.datasets.mnist_c import SEVERITY, MnistC
-from tribe.data.scenarios.orders import CIFAR_C, IMAGENET_C, MNIST_C
+from tribe.data.datasets.npy_sets import SEVERITY, Cifar10C, Cifar100C, MnistC
+from tribe.data.images import cores, image_file_size, read_image, require_pillow
+from tribe.data.scenarios import CIFAR_C, IMAGENET_C, MNIST_C
 from tribe.io.files import CannotWrite, write_atomically
 
 QUALITY = 85  # of ImageNet-C's JPEG files, as published
@@ -140,8 +137,10 @@ class NpyFiles(CorruptedFiles):
 
     def __init__(self, dataset: str, data: str | None, out: str | None) -> None:
         self.layout = BENCHMARKS[dataset]
-        self.clean = self._open_clean(dataset, data, out)
-        self.domain = self.clean.domains[0]
+        roots = [data] if data is not None or out is None else [None, out]
+        cleans = [create(dataset, data=root) for root in roots]
+        self.domain = cleans[0].domains[0]
+        self.clean = next((clean for clean in cleans if self._is_there(clean)), cleans[0])
         self.labels = self.clean.labels(self.domain).numpy()
         self.count = len(self.labels)
         self.shape = tuple(self.read(torch.arange(1)).shape[1:])
@@ -151,19 +150,12 @@ class NpyFiles(CorruptedFiles):
         self.header = _npy_header((self.count * len(self.layout.severities), rows, columns, channels), np.uint8)
         self.size = len(self.header) + self.count * len(self.layout.severities) * self.image_bytes
 
-    @staticmethod
-    def _open_clean(dataset: str, data: str | None, out: str | None) -> Any:
-        """Open the clean set below the first root that holds it."""
-        errors = []
-        for root in [data] if data is not None or out is None else [None, out]:
-            clean = create(dataset, data=root)
-            try:
-                clean.labels(clean.domains[0])
-            except MissingData as error:
-                errors.append(error)
-            else:
-                return clean
-        raise errors[0]
+    def _is_there(self, clean: Dataset) -> bool:
+        try:
+            clean.labels(self.domain)
+        except MissingData:
+            return False
+        return True
 
     def clean_sha256(self) -> str:
         """Return a hash of labels and pixels, which does not depend on the file format."""
@@ -174,8 +166,7 @@ class NpyFiles(CorruptedFiles):
 
     def read(self, index: Tensor) -> Tensor:
         """Read clean images, (n, C, H, W) in [0, 1]."""
-        images: Tensor = self.clean.images(self.domain, index)
-        return images
+        return self.clean.images(self.domain, index)
 
     def write_labels(self, names: Sequence[str]) -> None:
         """Write the label files of some corruptions."""
@@ -245,7 +236,11 @@ class JpegFiles(CorruptedFiles):
             raise MissingData(f"no folder of images at {root}")
         places = (root / place for place in ImageNet.places["clean"])
         images = next((folder for folder in places if folder.is_dir()), root)
-        self.paths = self._find(images)
+        kinds = sorted(f for f in images.iterdir() if f.is_dir() and not f.name.startswith("."))
+        suffixes = (".jpeg", ".jpg")
+        self.paths = [path for kind in kinds for path in sorted(kind.iterdir()) if path.suffix.lower() in suffixes]
+        if not self.paths:
+            raise MissingData(f"no images in {images}: expected a folder for each class, {images}/<class>/NAME.JPEG")
         self.count = len(self.paths)
         target = data_root(out) if out is not None or images == root else root
         self.folder = target / BENCHMARKS[dataset].folder
@@ -259,16 +254,6 @@ class JpegFiles(CorruptedFiles):
 
     def __exit__(self, *error: object) -> None:
         self.threads.shutdown(cancel_futures=True)
-
-    @staticmethod
-    def _find(folder: Path) -> list[Path]:
-        """Return the images, sorted by class and name."""
-        paths = []
-        for kind in sorted(f for f in folder.iterdir() if f.is_dir() and not f.name.startswith(".")):
-            paths += sorted(path for path in kind.iterdir() if path.suffix.lower() in (".jpeg", ".jpg"))
-        if not paths:
-            raise MissingData(f"no images in {folder}: expected a folder for each class, {folder}/<class>/NAME.JPEG")
-        return paths
 
     def clean_sha256(self) -> str:
         """Return a hash of names and sizes: reading all images would take as long as some corruptions."""
@@ -294,15 +279,8 @@ class JpegFiles(CorruptedFiles):
 
     def missing(self, domain: CorruptedDomain, block: Block | None) -> NDArray[np.bool_]:
         """Return which images have to be made; of a domain that is not listed, a file may be cut short."""
-        kinds = {path.parent.name for path in self.paths}
-        folders = {kind: self._folder(domain) / kind for kind in kinds}
-        names = {kind: set(os.listdir(folder)) if folder.is_dir() else set() for kind, folder in folders.items()}
-        there = [path.name in names[path.parent.name] for path in self.paths]
-        if block is None:
-            pairs = zip(self.paths, there, strict=True)
-            places = [self._place(domain, path) if exists else None for path, exists in pairs]
-            there = list(self.threads.map(_is_whole, places))
-        return ~np.array(there)
+        places = [self._place(domain, path) for path in self.paths]
+        return ~np.array(list(self.threads.map(Path.is_file if block else _is_whole, places)))
 
     def write(self, domain: CorruptedDomain, index: Tensor, pixels: NDArray[np.uint8]) -> None:
         """Write corrupted images (n, H, W, C)."""
@@ -343,9 +321,9 @@ def _save(pixels: NDArray[np.uint8], place: Path) -> None:
         place.write_bytes(encoded.getbuffer())
 
 
-def _is_whole(path: Path | None) -> bool:
+def _is_whole(path: Path) -> bool:
     """Whether a file ends as a JPEG file does: the marker occurs nowhere else in the files that `_save` writes."""
-    if path is None or path.stat().st_size < len(JPEG_END):
+    if not path.is_file() or path.stat().st_size < len(JPEG_END):
         return False
     with path.open("rb") as file:
         file.seek(-len(JPEG_END), os.SEEK_END)

@@ -15,7 +15,7 @@ from torch import Tensor
 from tribe.data.datasets import register
 from tribe.data.datasets.class_folders import outputs_of, wnids
 from tribe.data.datasets.files import MissingData, positions
-from tribe.data.datasets.image_files import (
+from tribe.data.images import (
     LARGEST_FILE,
     SKIP,
     ImageFileError,

@@ -15,11 +15,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from tribe._version import __version__
-from tribe.data.corruptions import apply
-from tribe.data.datasets.corrupted import check_corruptions, family_of, to_bytes
+from tribe.data.corruptions import apply, family_for
+from tribe.data.datasets.corrupted import functions_of, to_bytes
 from tribe.data.datasets.corrupted_files import (
     BENCHMARKS,
     CorruptedDomain,
@@ -30,6 +29,7 @@ from tribe.data.datasets.corrupted_files import (
     explained,
 )
 from tribe.data.datasets.manifest import FILE, Block, Manifest, is_published, read_manifest
+from tribe.fields import require
 from tribe.io.files import Busy, CannotWrite, exclusive, room_for, write_atomically
 from tribe.registry import nearest
 
@@ -95,17 +95,23 @@ def generate(
     """
     if dataset not in BENCHMARKS:
         raise ValueError(f"unknown data set {dataset!r}: {nearest(dataset, BENCHMARKS)}")
-    benchmark, family = BENCHMARKS[dataset], family_of(dataset)
-    check_corruptions(corruptions or (), family)
+    benchmark = BENCHMARKS[dataset]
     names = benchmark.corruptions if corruptions is None else tuple(dict.fromkeys(corruptions))
-    chosen = _check_severities(severities, benchmark.severities)
-    domains = [CorruptedDomain(name, severity) for name in names for severity in chosen]
-    _check_seed(seed)
+    functions_of(dataset, names)  # raises an error for an unknown corruption
+    chosen = sorted(set(severities or (DEFAULT_SEVERITY,)))
+    if strange := [severity for severity in chosen if severity not in benchmark.severities]:
+        single = f"MNIST-C has a single strength, which is called severity {benchmark.severities[0]}"
+        expected = single if len(benchmark.severities) == 1 else "a severity is 1, 2, 3, 4 or 5"
+        raise ValueError(f"{expected}; got {strange[0]!r}")
+    require(0 <= seed < 2**63, "a seed is at least 0 and below 2**63", seed)
     place = _check_device(device)
+    domains = [CorruptedDomain(name, severity) for name in names for severity in chosen]
     files = (JpegFiles if dataset == "imagenet" else NpyFiles)(dataset, data, out)
     progress, started = progress or GenerationProgress(), time.perf_counter()
     with _locked(files.folder) as folder, files:
-        fresh = Manifest(dataset, files.count, files.clean_sha256(), seed, family, _rounding(files.shape))
+        family = family_for(files.shape)
+        rounding = "nearest" if family == "mnist" else "down"  # as `to_bytes` does
+        fresh = Manifest(dataset, files.count, files.clean_sha256(), seed, family, rounding)
         manifest = _open_manifest(folder, fresh, force)
         if force:
             manifest = _write_manifest(folder, manifest.without(domain.name for domain in domains))
@@ -114,7 +120,8 @@ def generate(
         missing = {domain: files.missing(domain, manifest.blocks.get(domain.name)) for domain in domains}
         made = [domain for domain in domains if missing[domain].any()]
         left = sum(int(lacking.sum()) for lacking in missing.values())
-        _check_space(folder, left * files.image_bytes)
+        if (needed := left * files.image_bytes) > shutil.disk_usage(folder).free:
+            raise CannotWrite(f"there is too little room in {folder}. {room_for(needed, folder)}. Use another --out")
         manifest = _write_manifest(folder, manifest.without(domain.name for domain in made))
         files.write_labels(names)
         there = [domain.name for domain in domains if domain not in made]
@@ -155,19 +162,9 @@ def _corrupt(
                 rows = torch.from_numpy(lacking)[chunk].nonzero().flatten()
                 if len(rows):
                     some = clean if len(rows) == len(clean) else clean[rows.to(device)]
-                    files.write(domain, chunk[rows], _corrupted(some, domain, seed, chunk[rows]))
+                    x = to_bytes(apply(some, domain.corruption, domain.severity, seed=seed, index=chunk[rows]))
+                    files.write(domain, chunk[rows], x.permute(0, 2, 3, 1).contiguous().cpu().numpy())
                     progress.advance(domain.name, len(rows))
-
-
-def _corrupted(images: Tensor, domain: CorruptedDomain, seed: int, index: Tensor) -> NDArray[np.uint8]:
-    """Corrupt images (n, C, H, W) and return bytes (n, H, W, C)."""
-    pixels = to_bytes(apply(images, domain.corruption, domain.severity, seed=seed, index=index))
-    return pixels.permute(0, 2, 3, 1).contiguous().cpu().numpy()
-
-
-def _rounding(shape: Sequence[int]) -> str:
-    """Return how `to_bytes` rounds images of a shape."""
-    return "nearest" if to_bytes(torch.full((1, *shape), 0.75 / 255)).any() else "down"
 
 
 # -- the folder and its manifest --------------------------------------------------------------------------------------
@@ -187,11 +184,6 @@ def _locked(folder: Path) -> Iterator[Path]:
         for leftover in folder.rglob(".*.tmp"):  # of a process that was killed
             leftover.unlink(missing_ok=True)
         yield folder
-
-
-def _check_space(folder: Path, needed: int) -> None:
-    if needed > shutil.disk_usage(folder).free:
-        raise CannotWrite(f"there is too little room in {folder}. {room_for(needed, folder)}. Use another --out")
 
 
 def _open_manifest(folder: Path, fresh: Manifest, force: bool) -> Manifest:
@@ -225,23 +217,6 @@ def _write_manifest(folder: Path, manifest: Manifest) -> Manifest:
         with explained(path):
             write_atomically(path, content)
     return manifest
-
-
-# -- arguments --------------------------------------------------------------------------------------------------------
-
-
-def _check_severities(severities: Sequence[int] | None, possible: tuple[int, ...]) -> list[int]:
-    for severity in severities or ():
-        if severity not in possible:
-            single = f"MNIST-C has a single strength, which is called severity {possible[0]}"
-            expected = single if len(possible) == 1 else "a severity is 1, 2, 3, 4 or 5"
-            raise ValueError(f"{expected}; got {severity!r}")
-    return sorted(set(severities or (DEFAULT_SEVERITY,)))
-
-
-def _check_seed(seed: int) -> None:
-    if not 0 <= seed < 2**63:
-        raise ValueError(f"a seed is at least 0 and below 2**63; got {seed}")
 
 
 def _check_device(device: str) -> torch.device:

@@ -13,7 +13,7 @@ from typing import ClassVar
 from tribe.data.datasets import register
 from tribe.data.datasets.class_folders import COUNT, ListedImages, class_folders, list_images, output_of
 from tribe.data.datasets.files import MissingData, data_root, download_hint, find
-from tribe.data.datasets.image_files import Unreadable, check_reading, image_size
+from tribe.data.images import Unreadable, check_reading, image_size
 from tribe.fields import is_whole, plain_numbers, require
 from tribe.registry import nearest
 

@@ -13,9 +13,9 @@ from tribe.data.corruptions import require_severity
 from tribe.data.datasets import register
 from tribe.data.datasets.class_folders import ListedImages
 from tribe.data.datasets.files import MissingData, data_root, download_hint, find
-from tribe.data.datasets.image_files import Unreadable, check_reading
 from tribe.data.datasets.manifest import require_block
-from tribe.data.scenarios.orders import IMAGENET_C
+from tribe.data.images import Unreadable, check_reading
+from tribe.data.scenarios import IMAGENET_C
 from tribe.fields import plain_numbers
 from tribe.io.files import read_regular
 

@@ -1,15 +1,54 @@
-"""Architectures: the configuration of a network, and networks by name."""
+"""Architectures: the configuration of a network, networks by name, and the layers that they share."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 
-from tribe.data.models.layers import Normalization, initialize
+from tribe.core.normalize import Normalize
 from tribe.fields import plain_numbers, require_whole
 from tribe.registry import Registry, nearest
+
+Normalization = tuple[tuple[float, ...], tuple[float, ...]]  # mean and standard deviation, one entry per channel
+IMAGENET: Normalization = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+HALF: Normalization = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))  # of RobustBench's AugMix networks
+
+
+class InputNormalize(Normalize):
+    """Normalisation as a constant of the network. It is not in the state dict, which has the published names."""
+
+    def __init__(self, normalize: Normalization) -> None:
+        super().__init__(*normalize)
+        for name, value in list(self.named_buffers()):
+            self.register_buffer(name, value, persistent=False)
+
+
+def input_layer(normalize: Normalization | None) -> nn.Module:
+    """The first layer of a network: the normalisation of its images, if any."""
+    return nn.Identity() if normalize is None else InputNormalize(normalize)
+
+
+class BatchNormReLU(nn.BatchNorm2d):
+    """BatchNorm and ReLU as one layer with the name of the BatchNorm: adapting it takes one pass, not two.
+
+    Code that replaces BatchNorm layers, such as `nn.SyncBatchNorm.convert_sync_batchnorm`, must add ``act`` after the
+    new layer.
+    """
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels)
+        self.act = nn.ReLU(inplace=True)  # timm's name; in place is safe, because no other layer reads the input
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, channels, H, W) -> the same shape, not negative."""
+        return self.act(super().forward(x))  # type: ignore[no-any-return]
+
+
+def global_pool(x: Tensor) -> Tensor:
+    """The mean over all pixels, (N, C, H, W) -> (N, C)."""
+    return x.mean((2, 3))
 
 
 @dataclass(frozen=True)
@@ -46,8 +85,12 @@ class Architecture(ABC):
         return self.channels, self.size, self.size
 
     def build(self) -> nn.Module:
-        """Build the network with fresh weights, in training mode."""
-        return initialize(self.network())
+        """Build the network with He et al.'s initial weights, with which all of these were published; training mode."""
+        net = self.network()
+        for layer in net.modules():
+            if isinstance(layer, nn.Conv2d):
+                nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
+        return net
 
     @abstractmethod
     def network(self) -> nn.Module:
@@ -56,9 +99,7 @@ class Architecture(ABC):
 
 registry: Registry[Architecture] = Registry("model")
 register = registry.register
-_FREE = {
-    field.name for field in fields(Architecture)
-}  # fields that may be changed for every name; others, such as depth, are fixed by it
+_FREE = {field.name for field in fields(Architecture)}  # every name leaves them free; it fixes others, such as depth
 
 
 def names() -> list[str]:

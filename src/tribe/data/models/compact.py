@@ -7,8 +7,14 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from tribe.data.models.architectures import Architecture, register
-from tribe.data.models.layers import BatchNormReLU, Normalization, global_pool, input_layer
+from tribe.data.models.architectures import (
+    Architecture,
+    BatchNormReLU,
+    Normalization,
+    global_pool,
+    input_layer,
+    register,
+)
 
 LAYERS = ((16, 1), (16, 2), (32, 1), (32, 1), (48, 2), (48, 1))  # channels and stride; 28, 14, 14, 14, 7, 7 pixels
 

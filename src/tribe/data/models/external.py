@@ -7,8 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tribe.data.models.architectures import Architecture, register
-from tribe.data.models.layers import IMAGENET, Normalization, input_layer
+from tribe.data.models.architectures import IMAGENET, Architecture, Normalization, input_layer, register
 
 EXTRA = "models"  # the extra of this package that installs both
 

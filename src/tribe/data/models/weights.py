@@ -7,23 +7,19 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from tribe.core.normalize import Normalize
 from tribe.data.datasets.files import data_root
-from tribe.data.models.architectures import Architecture, architecture
-from tribe.data.models.layers import Normalization
+from tribe.data.models.architectures import Architecture, Normalization, architecture
 from tribe.io import json_files
 from tribe.io.tensors import read_safetensors
 
 PREFIXES = ("module.", "model.", "_orig_mod.")  # that DataParallel, wrappers and torch.compile put before names
 ENVELOPES = ("state_dict", "model_state_dict", "model")  # the keys of a state dict in files of training scripts
-CONSTANTS = (
-    ("mu", "sigma"),
-    ("mean", "std"),
-    ("normalize.mean", "normalize.std"),
-)  # input normalisation
+CONSTANTS = (("mu", "sigma"), ("mean", "std"), ("normalize.mean", "normalize.std"))  # input normalisation
 TRAINED_HERE = ("mnist", "cifar10", "cifar100")  # data sets for which `tribe train` has a recipe
 SHIPPED = Path(__file__).parent / "shipped"  # weights that come with the package
 CHANNELS = 1000  # of an image, at most
@@ -100,10 +96,9 @@ def read(path: str | PathLike[str], otherwise: str = "name another") -> dict[str
         except ValueError as error:
             raise WeightsError(f"{path} is not a safetensors file, or it was cut short ({error})") from error
     if path.suffix in (".pt", ".pth"):
-        return _open_envelope(path, _load_pt(path))
-    raise WeightsError(
-        f"{path}: expected weights in a .safetensors, .pt or .pth file; got {path.suffix or 'no suffix'}"
-    )
+        return _read_pt(path)
+    suffix = path.suffix or "no suffix"
+    raise WeightsError(f"{path}: expected weights in a .safetensors, .pt or .pth file; got {suffix}")
 
 
 def check_card(path: Path) -> None:
@@ -128,38 +123,31 @@ def check_card(path: Path) -> None:
         )
 
 
-def _load_pt(path: Path) -> object:
+def _read_pt(path: Path) -> dict[str, Tensor]:
+    """Read the state dict in a file written by `torch.save`, perhaps that of a training script."""
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        content: object = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch fails in many ways on damaged bytes
         raise WeightsError(
             f"{path} is not a state dict written by torch.save, it was cut short, or it holds Python objects beside "
             f"tensors, which could run code when read ({type(error).__name__}): save model.state_dict() alone, best as "
             "safetensors"
         ) from error
-
-
-def _open_envelope(path: Path, content: object) -> dict[str, Tensor]:
     for _ in range(len(ENVELOPES)):  # a dictionary may contain itself
         if not isinstance(content, Mapping):
             break
         if content and all(isinstance(value, Tensor) for value in content.values()):
-            return {str(name): _plain(path, str(name), value) for name, value in content.items()}
-        inner = (content[key] for key in ENVELOPES if isinstance(content.get(key), Mapping))
-        content = next(inner, None)
+            for name, tensor in content.items():
+                if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_nested:
+                    raise WeightsError(
+                        f"{path}: {name} is a sparse, quantised, nested or meta tensor; expected ordinary numbers: "
+                        "save tensor.to_dense(), tensor.dequantize() or the loaded weights"
+                    )
+            return {str(name): tensor.detach() for name, tensor in content.items()}
+        content = next((content[key] for key in ENVELOPES if isinstance(content.get(key), Mapping)), None)
     raise WeightsError(
         f"{path} holds no state dict: expected names with tensors, or those under {' or '.join(map(repr, ENVELOPES))}"
     )
-
-
-def _plain(path: Path, name: str, tensor: Tensor) -> Tensor:
-    """Return a tensor of ordinary numbers; raise for any other kind."""
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_nested:
-        raise WeightsError(
-            f"{path}: {name} is a sparse, quantised, nested or meta tensor; expected ordinary numbers: save "
-            "tensor.to_dense(), tensor.dequantize() or the loaded weights"
-        )
-    return tensor.detach()
 
 
 def _with_file_fields(
@@ -222,7 +210,9 @@ def _check_constants(path: object, found: dict[str, Tensor], wanted: Mapping[str
         return
     layer = next((m for m in model.modules() if isinstance(m, Normalize)), None)
     own = None if layer is None else (layer.mean.tolist(), layer.std.tolist())
-    if own is None or not _close(own, constants):
+    if own is None or not all(
+        len(a) == len(b) and np.allclose(a, b, rtol=0, atol=ROUNDING) for a, b in zip(own, constants, strict=True)
+    ):
         inside = "does not normalise images" if own is None else f"uses mean {own[0]} and std {own[1]}"
         raise WeightsError(
             f"{path} needs images normalised with mean {constants[0]} and std {constants[1]}, but the network "
@@ -230,13 +220,6 @@ def _check_constants(path: object, found: dict[str, Tensor], wanted: Mapping[str
         )
     for name in (name for pair in CONSTANTS for name in pair if name in foreign):
         del found[name]
-
-
-def _close(own: tuple[list[float], list[float]], constants: Normalization) -> bool:
-    return all(
-        len(a) == len(b) and all(abs(p - q) <= ROUNDING for p, q in zip(a, b, strict=True))
-        for a, b in zip(own, constants, strict=True)
-    )
 
 
 def _check(path: object, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:

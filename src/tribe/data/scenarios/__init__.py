@@ -7,10 +7,9 @@
 To add one, put a file beside this one: a frozen dataclass, a `Scenario`, with `@register("name")`. See CONTRIBUTING.
 """
 
-from tribe.data.scenarios.orders import CIFAR_C, IMAGENET_C, MNIST_C, at_severity, paper_order
-from tribe.data.scenarios.real_world import RealWorld
+from tribe.data.scenarios.protocols import RealWorld
 from tribe.data.scenarios.sampling import Dirichlet, Local, LongTail, Natural, Profile, Shuffled
-from tribe.data.scenarios.scenario import Scenario, Visit, register, registry
+from tribe.data.scenarios.scenario import CIFAR_C, IMAGENET_C, MNIST_C, Scenario, Visit, register, registry
 from tribe.data.scenarios.schedules import (
     Schedule,
     ScheduleFileError,
@@ -40,7 +39,6 @@ __all__ = [
     "ScheduleFileError",
     "Shuffled",
     "Visit",
-    "at_severity",
     "class_counts",
     "create",
     "digest",
@@ -48,7 +46,6 @@ __all__ = [
     "load",
     "local_balance",
     "names",
-    "paper_order",
     "played_labels",
     "register",
     "registry",

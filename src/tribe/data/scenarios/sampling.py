@@ -94,7 +94,11 @@ class LongTail:
         """Keep the first few of each class after a shuffle."""
         classes, images = len(members), sum(map(len, members))
         counts, share = self.counts(classes, images, draw), self.share(classes, draw)
-        self._check_empty(counts)
+        if lost := int((counts == 0).sum()):
+            message = f"an imbalance of {self.imbalance:g} leaves {lost} of {classes} classes without an image"
+            if self.empty == "raise" or classes - lost < 2:
+                raise ValueError(f"{message}: the largest has {counts.max()}. Lower the imbalance, or use more images")
+            warnings.warn(f"{message}, in every domain", stacklevel=2)
         if self.varying:
             order = np.arange(classes)
             rng.shuffle(order)
@@ -105,15 +109,6 @@ class LongTail:
             rng.shuffle(shuffled)
             kept.append(images_of_class[shuffled[:count]])
         return ClassPool(kept, share)
-
-    def _check_empty(self, counts: Ints) -> None:
-        lost, classes = int((counts == 0).sum()), len(counts)
-        if not lost:
-            return
-        message = f"an imbalance of {self.imbalance:g} leaves {lost} of {classes} classes without an image"
-        if self.empty == "raise" or classes - lost < 2:
-            raise ValueError(f"{message}: the largest has {counts.max()}. Lower the imbalance, or use more images")
-        warnings.warn(f"{message}, in every domain", stacklevel=2)
 
 
 @dataclass(frozen=True)

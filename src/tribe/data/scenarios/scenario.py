@@ -2,7 +2,7 @@
 
 import dataclasses
 from abc import ABC
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
@@ -10,15 +10,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tribe.data.scenarios.orders import paper_order
 from tribe.data.scenarios.sampling import Draw, Ints, Local, Natural, Profile, Random, Shuffled
 from tribe.data.scenarios.schedules import Schedule
 from tribe.fields import is_whole, plain_numbers, require
-from tribe.registry import Registry
+from tribe.registry import Registry, nearest
 
 registry: Registry["Scenario"] = Registry("scenario")
 register = registry.register
 MOST_CLASSES = 2**16  # the limit if `classes` is not given: a larger label is a mistake that would exhaust the memory
+
+# The order in which the paper plays its corruptions.
+CIFAR_C = (
+    *("motion_blur", "snow", "fog", "shot_noise", "defocus_blur", "contrast", "zoom_blur", "brightness", "frost"),
+    *("elastic_transform", "glass_blur", "gaussian_noise", "pixelate", "jpeg_compression", "impulse_noise"),
+)
+IMAGENET_C = CIFAR_C
+MNIST_C = (
+    *("shot_noise", "impulse_noise", "glass_blur", "motion_blur", "shear", "scale", "rotate", "brightness"),
+    *("translate", "stripe", "fog", "spatter", "dotted_line", "zigzag", "canny_edges"),
+)
 
 
 class Visit(NamedTuple):
@@ -98,7 +108,9 @@ class Scenario(ABC):
 
     def play(self, labels: Ints, classes: int, rng: Random) -> Ints:
         """Choose and order the images of one visit, given the labels in file order."""
-        pool = self.profile.select(by_class(labels, classes), self.draw, rng)
+        ends = np.cumsum(np.bincount(labels, minlength=classes))
+        members = np.split(np.argsort(labels, kind="stable"), ends[:-1])  # the images of each class, in file order
+        pool = self.profile.select(members, self.draw, rng)
         return self.local.arrange(pool, self.draw, rng)
 
     def mix(self, schedule: Schedule, rng: Random) -> Schedule:
@@ -120,56 +132,64 @@ class Scenario(ABC):
         rng = Random(seed)
         drawn: dict[int, Ints] = {}
         stretches = []
-        for base, domain in self.visits(self._order(len(bases), seed)):
+        order = list(range(len(bases)))
+        if self.order == "random":  # another generator, so that the samples of a domain do not depend on `order`
+            order = Random([seed, 1]).permutation(len(bases)).tolist()
+        elif self.order == "paper":
+            order = paper_order(self.domains or ())
+        for base, domain in self.visits(order):
             if base not in drawn or self.redraw:
                 drawn[base] = self.play(bases[base], classes, rng)
                 if not len(drawn[base]):
-                    raise ValueError(f"{self._domain_name(base, len(bases))} keeps no image with {self.profile}")
+                    name = base if self.domains is None else repr(self.domains[base])
+                    raise ValueError(f"domain {name} keeps no image with {self.profile}")
             index = torch.from_numpy(np.array(drawn[base], np.int64))  # a copy: torch takes no reversed views
             reset = torch.zeros(len(index), dtype=torch.bool)
             reset[:1] = self.resets
             stretches.append(Schedule(torch.full_like(index, domain), index, reset))
         return self.mix(Schedule(*map(torch.cat, zip(*stretches, strict=True))), rng)
 
-    def _order(self, count: int, seed: int) -> list[int]:
-        if self.order == "random":  # another generator, so that the samples of a domain do not depend on `order`
-            return [int(i) for i in Random([seed, 1]).permutation(count)]
-        return paper_order(self.domains or ()) if self.order == "paper" else list(range(count))
-
     def _base_labels(self, labels: Sequence[Tensor]) -> list[Tensor]:
-        """One checked label tensor per base domain."""
+        """Return one checked label tensor per base domain."""
         if isinstance(labels, Tensor) or len(labels) == 0:
             raise ValueError("labels is a sequence of label tensors, one per domain, at least one")
+        names = [f"domain {i}" for i in range(len(labels))]
+        each = 1  # label tensors per base domain
+        if self.domains is not None:
+            each, extra = divmod(len(labels), len(self.domains))
+            if extra or each not in (1, len(self.variants)):
+                relation = "more domains than" if not each else "fewer domains than"
+                severities = f" (or {len(self.domain_names)}, one per severity)" if len(self.variants) > 1 else ""
+                raise ValueError(
+                    f"{relation} label sets: got {len(labels)} label tensors; expected {len(self.domains)}{severities}"
+                )
+            names = [f"domain {name!r}" for name in (self.domains if each == 1 else self.domain_names)]
         least = 0 if self.needs_labels else -1
-        checked = [
-            _check_labels(y, self._domain_name(i, len(labels)), least, self.classes) for i, y in enumerate(labels)
-        ]
-        if self.domains is None or len(checked) == len(self.domains):
-            return checked
-        per = len(self.variants)
-        if per == 1 or len(checked) != per * len(self.domains):
-            expected = f"{len(self.domains)}" + (
-                f" (or {per * len(self.domains)}, one per severity)" if per > 1 else ""
-            )
-            relation = "more domains than" if len(self.domains) > len(checked) else "fewer domains than"
-            raise ValueError(f"{relation} label sets: got {len(checked)} label tensors; expected {expected}")
+        checked = [_check_labels(y, name, least, self.classes) for y, name in zip(labels, names, strict=True)]
         for i, y in enumerate(checked):
-            if not torch.equal(y, checked[i - i % per]):
-                names = self.domain_names
-                raise ValueError(f"{names[i]} has other labels than {names[i - i % per]}; expected the same images")
-        return checked[::per]
-
-    def _domain_name(self, i: int, count: int) -> str:
-        for names in (self.domains, self.domains and self.domain_names):
-            if names and len(names) == count:
-                return f"domain {names[i]!r}"
-        return f"domain {i}"
+            first = i - i % each
+            if not torch.equal(y, checked[first]):
+                raise ValueError(f"{names[i]} has other labels than {names[first]}; expected the same images")
+        return checked[::each]
 
 
-def by_class(labels: Ints, classes: int) -> list[Ints]:
-    """Return the images of each class, in file order."""
-    ends = np.cumsum(np.bincount(labels, minlength=classes))
-    return np.split(np.argsort(labels, kind="stable"), ends[:-1])
+def paper_order(names: Iterable[str]) -> list[int]:
+    """Positions of the names in the order of the paper; severities of one corruption keep their order.
+
+    The names are looked up in CIFAR-C (and ImageNet-C) if it has all of them, else in MNIST-C.
+
+    >>> paper_order(["fog@5", "snow@5", "motion_blur@5"])
+    [2, 1, 0]
+    """
+    plain = [name.partition("@")[0] for name in names]
+    for table in (CIFAR_C, MNIST_C):
+        if set(plain) <= set(table):
+            return sorted(range(len(plain)), key=lambda i: table.index(plain[i]))
+    known = {*CIFAR_C, *MNIST_C}
+    for name in plain:
+        if name not in known:
+            raise ValueError(f"the paper has no domain {name!r}: {nearest(name, known)}")
+    raise ValueError("no corruption set of the paper holds all these domains: some are of CIFAR-C, some of MNIST-C")
 
 
 def _check_names(domains: Any) -> tuple[str, ...]:

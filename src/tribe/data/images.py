@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from os import PathLike
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tribe.data.corruptions.pillow import require_pillow
 from tribe.fields import is_whole, require
 from tribe.io.files import open_regular, regular_size
 
@@ -31,6 +31,15 @@ SKIP = "unreadable='skip' (--set dataset.unreadable=skip) warns and plays the ot
 
 class ImageFileError(ValueError):
     """An image file that cannot be used, and why."""
+
+
+def require_pillow(feature: str) -> ModuleType:
+    """Return Pillow's Image module, or raise an error that says which feature needs it and how to install it."""
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise ImportError(f"{feature} needs Pillow: pip install 'tribe-tta[images]' (or pip install pillow)") from error
+    return Image
 
 
 def check_reading(unreadable: str, workers: int | None) -> None:
