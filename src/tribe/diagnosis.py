@@ -15,11 +15,11 @@ from tribe.core.backbone import Backbone
 from tribe.core.losses import entropy
 from tribe.core.moments import observe
 from tribe.core.placement import by_reason
+from tribe.core.rules import Frozen
 from tribe.core.slots import Slot, StatisticsSlot
 from tribe.core.state import Affine, count_bytes
 from tribe.core.validation import PROBABILITIES, are_probabilities, good_images, in_range
 from tribe.norms import pool_batch
-from tribe.norms.frozen import Frozen
 
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 MISSING = {  # what a method works on: why it is of no use to a network without it

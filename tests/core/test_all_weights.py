@@ -13,9 +13,8 @@ from tribe.core.backbone import Backbone
 from tribe.core.losses import cross_entropy
 from tribe.core.optim import adam_init, adam_step
 from tribe.core.rng import Key
+from tribe.core.rules import Frozen, PerBatch
 from tribe.core.state import leaves, tree_map
-from tribe.norms.batch import PerBatch
-from tribe.norms.frozen import Frozen
 from tribe.testing import images, small_network
 
 

@@ -14,7 +14,7 @@ from tribe.experiments.record import FROM_INFO, Record
 from tribe.experiments.replay import replay
 from tribe.experiments.runner import run
 from tribe.experiments.stream import Stream
-from tribe.norms.robust import Robust
+from tribe.norms.batch import Robust
 from tribe.testing import CLASSES, ready, small_network
 from watching import pictures
 

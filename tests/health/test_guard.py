@@ -12,7 +12,7 @@ from tribe.health.alarms import KINDS
 from tribe.health.guard import Guard, limit, pull_back
 from tribe.health.lean import distance_of_images, distance_of_statistics, interpolate_to_source, shift_weight
 from tribe.methods import Deployed, Frozen, PerBatch
-from tribe.norms.mixed import MixedBatch
+from tribe.norms.batch import MixedBatch
 from tribe.testing import check_method, ready, small, small_network
 from tribe.testing.samples import small_backbone
 from watching import pictures

@@ -13,11 +13,10 @@ from recordings import GOLDENS, Net, fisher, part
 from tribe import methods
 from tribe.core.augment import Augment
 from tribe.core.backbone import Backbone
+from tribe.core.rules import Frozen, PerBatch
 from tribe.core.state import Affine, digest, stream
 from tribe.knowledge import Knowledge, KnowledgeError
 from tribe.methods.lame import nearest
-from tribe.norms.batch import PerBatch
-from tribe.norms.frozen import Frozen
 from tribe.testing import images, informed, small_network
 
 NAMES = ("pl", "lame", "eata", "sar", "roid")

@@ -12,8 +12,8 @@ from tribe import methods, models
 from tribe.core import memory, rng
 from tribe.core.backbone import Backbone
 from tribe.methods.deyo import SHUFFLE, shuffled
+from tribe.norms.batch import Training
 from tribe.norms.renorm import Renorm
-from tribe.norms.training import Training
 from tribe.testing import images, informed, small_network
 
 DOUBLE = torch.float64

@@ -13,11 +13,11 @@ from tribe import methods, norms
 from tribe.core.backbone import Backbone
 from tribe.core.memory import images as pictures
 from tribe.core.optim import adam_init, adam_step
+from tribe.core.rules import Frozen
 from tribe.core.state import Affine, digest, leaves, stream
 from tribe.methods.note import Note
 from tribe.methods.rotta import Rotta
-from tribe.norms.frozen import Frozen
-from tribe.norms.robust import Robust
+from tribe.norms.batch import Robust
 from tribe.testing import CLASSES, images, small_network
 
 

@@ -10,8 +10,8 @@ from tribe import methods, norms
 from tribe.core.backbone import Backbone
 from tribe.core.rules import Frozen, PerBatch
 from tribe.norms import Stats
+from tribe.norms.batch import Robust
 from tribe.norms.named import find_class, from_text
-from tribe.norms.robust import Robust
 from tribe.testing import CLASSES, ready, small_network
 from watching import pictures
 

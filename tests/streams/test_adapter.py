@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 import tribe
+from tribe.core.rules import PerBatch
 from tribe.core.state import leaves
 from tribe.methods import get_fields, with_fields
 from tribe.methods.tent import Tent
-from tribe.norms.batch import PerBatch
 from tribe.testing import CLASSES, images, ready, small_network
 
 METHODS = tribe.methods.names()

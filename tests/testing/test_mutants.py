@@ -14,6 +14,7 @@ from tribe.core.losses import entropy
 from tribe.core.memory import images
 from tribe.core.optim import Adam, adam_step
 from tribe.core.rng import Key
+from tribe.core.rules import PerBatch
 from tribe.core.state import Affine, Info, Stats
 from tribe.data.scenarios.protocols import Replay
 from tribe.methods import Deployed, Update, screen
@@ -26,8 +27,7 @@ from tribe.methods.stepping import commit_step
 from tribe.methods.tent import Tent
 from tribe.methods.tribe import Tribe
 from tribe.norms.balanced import Balanced
-from tribe.norms.batch import PerBatch
-from tribe.norms.robust import Robust
+from tribe.norms.batch import Robust
 
 K = testing.CLASSES
 ALL_CHECKS = testing.METHOD_CHECKS + testing.NORM_CHECKS + testing.SCENARIO_CHECKS + testing.DATASET_CHECKS

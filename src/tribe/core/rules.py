@@ -1,4 +1,4 @@
-"""The protocol of a norm rule, and the two rules that the engine itself needs: stored and batch statistics."""
+"""The protocol of a norm rule, the two that the engine itself needs (stored and batch statistics), and shared steps."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
@@ -65,6 +65,18 @@ def pool_batch(mean: Tensor, var: Tensor, valid: Tensor) -> tuple[Tensor, Tensor
     share = (share / share.sum(1, keepdim=True).clamp_min(1)).unsqueeze(-1)  # (R, B, 1)
     centre = (share * mean).sum(1, keepdim=True)
     return centre, (share * (var + (mean - centre).square())).sum(1, keepdim=True)
+
+
+def unbiased_variance(var: Tensor, count: int, valid: Tensor) -> Tensor:
+    """Return the unbiased variance of pooled values, from the biased one: ``count`` values of each valid sample."""
+    values = count * valid.sum(1).to(var.dtype).view(-1, 1, 1)  # (R, 1, 1)
+    return var * (values / (values - 1).clamp_min(1))
+
+
+def move_towards(stats: Stats, mean: Tensor, var: Tensor, share: float, valid: Tensor) -> Stats:
+    """Move statistics a share of the way to those of a batch; a row with no valid sample stays."""
+    step = share * valid.any(1).to(mean.dtype).view(-1, 1, 1)  # (R, 1, 1)
+    return Stats(stats.mean + step * (mean - stats.mean), stats.var + step * (var - stats.var))
 
 
 class _PoolBatch(torch.autograd.Function):

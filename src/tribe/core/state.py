@@ -41,6 +41,10 @@ class Stats(NamedTuple):
     mean: Tensor  # (R, K, C)
     var: Tensor  # (R, K, C)
 
+    def detach(self) -> "Stats":
+        """Return the same values without their graph."""
+        return Stats(self.mean.detach(), self.var.detach())
+
     def layer(self, columns: slice, index: int) -> "Stats":
         """Return the statistics of one layer."""
         return Stats(self.mean[..., columns], self.var[..., columns])

@@ -21,7 +21,7 @@ from tribe.health.calibration import source_logits
 from tribe.health.changes import DEPTHS, constants
 from tribe.methods import Deployed
 from tribe.norms.balanced import Balanced
-from tribe.norms.mixed import MixedBatch
+from tribe.norms.batch import MixedBatch
 
 POWER = 4  # how sharply the share rises around `midpoint`
 RATIO = 1.4  # of a fitted `midpoint` to the distance that clean images have: 0.06 to 0.043 for ResNet-20 on CIFAR-10

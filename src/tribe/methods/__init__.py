@@ -56,9 +56,9 @@ from tribe.methods.stepping import (
 )
 from tribe.norms import Norm
 from tribe.norms.balanced import Balanced
+from tribe.norms.batch import Robust
 from tribe.norms.instance import Instance
 from tribe.norms.named import from_text as norm_from_text
-from tribe.norms.robust import Robust
 
 __all__ = [
     "ROOM",

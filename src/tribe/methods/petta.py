@@ -43,7 +43,7 @@ from tribe.methods import (
     require_features,
 )
 from tribe.methods.rotta import Branch
-from tribe.norms.robust import Robust
+from tribe.norms.batch import Robust
 
 
 class PettaState(NamedTuple):

@@ -22,7 +22,7 @@ from tribe.core.backbone import Backbone
 from tribe.core.state import Affine, Info, Stats, select, tree_map
 from tribe.methods import Deployed, Frozen, Key, MemoryMethod, Reservoir, ScreenedBatch, Update, register, segment
 from tribe.methods.sar import adapted_channels, checked_tail, length_of
-from tribe.norms.training import Training
+from tribe.norms.batch import Training
 
 
 class SottaState(NamedTuple):

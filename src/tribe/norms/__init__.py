@@ -4,25 +4,15 @@ To add one, put a file beside this one: a frozen dataclass with `@register("name
 imports what it needs from here. See CONTRIBUTING.
 """
 
-from tribe.core.rules import Norm, pool_batch
+from tribe.core.rules import Frozen, Norm, PerBatch, pool_batch
 from tribe.core.state import Stats
 from tribe.fields import is_whole, require
 from tribe.registry import Registry, build
 
+__all__ = ["Norm", "Stats", "build", "create", "get", "is_whole", "names", "pool_batch", "register", "require"]
+
 registry: Registry[Norm] = Registry("norm")
 register, create, names, get = registry.register, registry.create, registry.names, registry.get
+register("frozen")(Frozen)
+register("batch")(PerBatch)
 registry.load(__name__, __path__)
-
-__all__ = [
-    "Norm",
-    "Stats",
-    "build",
-    "create",
-    "get",
-    "is_whole",
-    "names",
-    "pool_batch",
-    "register",
-    "registry",
-    "require",
-]

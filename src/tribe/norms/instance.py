@@ -10,6 +10,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from tribe.core.rules import move_towards, unbiased_variance
 from tribe.norms import Stats, pool_batch, register, require
 
 
@@ -41,13 +42,8 @@ class Instance:
         shared_mean, shared_var = stats
         if self.observing:
             shared_mean, shared_var = pool_batch(mean, var, valid)
-            values = count * valid.sum(1).to(var.dtype).view(-1, 1, 1)  # (R, 1, 1)
-            shared_var = shared_var * (values / (values - 1).clamp_min(1))
-            share = self.momentum * valid.any(1).to(mean.dtype).view(-1, 1, 1)
-            stats = Stats(
-                (stats.mean + share * (shared_mean - stats.mean)).detach(),
-                (stats.var + share * (shared_var - stats.var)).detach(),
-            )
+            shared_var = unbiased_variance(shared_var, count, valid)
+            stats = move_towards(stats, shared_mean, shared_var, self.momentum, valid).detach()
         if count <= 1:
             return shared_mean, shared_var, stats
         error = (shared_var + eps) / count
