@@ -12,6 +12,7 @@ from tribe import norms
 from tribe.core import convolution, fusion, kernels
 from tribe.core.backbone import Backbone
 from tribe.core.fusion import FusionPlan
+from tribe.core.kernels import activations
 from tribe.core.precision import float32_precision
 from tribe.core.state import Affine, Stats
 from tribe.norms.balanced import Balanced
@@ -328,15 +329,15 @@ def test_one_pass_computes_bias_residual_and_relu(shape, dtype, last):
     exact = exact + wide[1]
     x, residual, g, offset, scale, shift = (t.to(DEVICE) for t in (x, residual, g, offset, scale, shift))
 
-    mean, var = kernels.observe(x, offset)
+    mean, var = activations.observe(x, offset)
     assert near(mean, moved.mean(pixels), 1e-6)
     assert near(var, moved.var(pixels, correction=0), 1e-5)
     active = torch.empty_like(x, dtype=torch.int8)
-    y = kernels.apply(x, scale, shift, True, offset, residual, active)
+    y = activations.apply(x, scale, shift, True, offset, residual, active)
     assert near(y, exact.relu(), rounding)
     assert y.stride() == active.stride() == x.stride()
     assert torch.equal(active != 0, y > 0)
-    by_scale, by_shift, masked = kernels.apply_backward(g, x, scale, shift, True, offset, active)
+    by_scale, by_shift, masked = activations.apply_backward(g, x, scale, shift, True, offset, active)
     kept = wide[2] * active.cpu()
     assert torch.equal(masked.cpu(), g.cpu() * active.cpu())
     assert near(by_shift, kept.sum((1, *pixels)).unsqueeze(1), 1e-5)

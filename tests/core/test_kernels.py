@@ -20,7 +20,7 @@ from tribe.core import kernels, moments, rng
 from tribe.core.augment import Augment
 from tribe.core.backbone import Backbone
 from tribe.core.graphs import Captured
-from tribe.core.kernels import activations, class_update, launch
+from tribe.core.kernels import activations, random_numbers, statistics
 from tribe.core.precision import float32_precision
 from tribe.core.state import Affine, Stats, leaves, rows_of
 from tribe.filters.markov import FilterInput, Markov
@@ -95,7 +95,7 @@ def test_kernels_that_cannot_be_built_warn_once(failing, monkeypatch):
 
     capability = (7, 5) if failing == "an old GPU" else (9, 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(launch, "_try", Broken())
+    monkeypatch.setattr(kernels, "_try", Broken())
     monkeypatch.setattr(torch, "zeros", lambda *shape, device: None)
     kernels.works.cache_clear()
     try:
@@ -163,16 +163,16 @@ def test_passes_over_activations(shape, last, dtype):
     with kernels.using("auto"):
         x, g = x.to(DEVICE), g.to(DEVICE)
         assert kernels.can_normalise(x)
-        seen = kernels.observe(x)
+        seen = activations.observe(x)
         assert near(seen[0], mean, 1e-6)
         assert near(seen[1], var, 2e-5)
         for s in (scale, scale[:, :1]):
             over, on = moments._over_pixels(s.double(), wide_x), s.to(DEVICE)
-            y = kernels.apply(x, on, 2 * on)
+            y = activations.apply(x, on, 2 * on)
             assert y.stride() == x.stride()
             assert near(y, wide_x * over + 2 * over, rounding)
-            assert torch.equal(kernels.apply(x, on, 2 * on, relu=True), y.relu())
-            by_scale, by_shift = kernels.apply_backward(g, x, on, on)[:2]
+            assert torch.equal(activations.apply(x, on, 2 * on, relu=True), y.relu())
+            by_scale, by_shift = activations.apply_backward(g, x, on, on)[:2]
             pixels = tuple(range(3, x.dim()))
             wanted = [t.sum(pixels) if pixels else t for t in (wide_g * wide_x, wide_g)]
             wanted = [t if s.shape == scale.shape else t.sum(1, keepdim=True) for t in wanted]
@@ -183,7 +183,7 @@ def test_passes_over_activations(shape, last, dtype):
             b = dmean.double() / count - a * mean
             a, b = (moments._over_pixels(t, wide_x) for t in (a, b))
             given = tuple(t.float().to(DEVICE) for t in (mean, dmean, dvar))
-            dx = kernels.joint_backward(g, x, on, on, given)
+            dx = activations.joint_backward(g, x, on, on, given)
             assert (dx.double().cpu() - (wide_g * over + wide_x * a + b)).abs().max() <= max(rounding, 5e-5) * (
                 1 + float((wide_x * a).abs().max() if dtype is torch.float32 else (wide_g * over).abs().max())
             )
@@ -192,10 +192,10 @@ def test_passes_over_activations(shape, last, dtype):
 @runs
 def test_a_gradient_of_another_layout_gets_that_of_the_activations():
     x, g = channels_last(drawn(2, 3, 4, 5, 5)).to(DEVICE), drawn(2, 3, 4, 1, 1).to(DEVICE).expand(2, 3, 4, 5, 5)
-    brought = kernels.match_layout(g, x)
+    brought = activations.match_layout(g, x)
     assert brought.stride() == x.stride()
     assert torch.equal(brought, g)
-    assert kernels.match_layout(brought, x) is brought
+    assert activations.match_layout(brought, x) is brought
 
 
 @runs
@@ -405,7 +405,7 @@ def test_many_classes_are_updated_as_the_equations_say(norm, channels, programs,
     One program copies all other classes, or several copy an uneven part, or each copies a tile. Rows hold invalid
     images, and one holds no other.
     """
-    monkeypatch.setattr(class_update, "PROGRAMS", programs)
+    monkeypatch.setattr(statistics, "PROGRAMS", programs)
     rows, batch = 3, 11
     x, classes = drawn(rows, batch, channels, 2), norm.classes
     past = Stats(drawn(rows, classes, channels, seed=1), drawn(rows, classes, channels, seed=2).abs() + 0.5)
@@ -529,7 +529,7 @@ def test_a_filter_in_double_precision_or_of_too_many_classes_is_left_to_the_tens
     with kernels.using("auto"):
         assert kernels.can_filter(torch.rand(1, 2, 3, 4, device=DEVICE))
         assert not kernels.can_filter(torch.rand(1, 2, 3, 4, device=DEVICE).double())
-        assert not kernels.can_filter(torch.rand(1, launch.CLASSES + 1, device=DEVICE))
+        assert not kernels.can_filter(torch.rand(1, kernels.CLASSES + 1, device=DEVICE))
 
 
 # -- random numbers and whole steps ------------------------------------------------------------------------------------
@@ -539,8 +539,8 @@ def test_a_filter_in_double_precision_or_of_too_many_classes_is_left_to_the_tens
 def test_random_numbers_are_the_generators_own():
     key = rng.Key(torch.tensor([425, -3, 2**40 + 7]), torch.tensor([0, 2**33 + 5, -1]))
     there = rng.Key(*(t.to(DEVICE) for t in key))
-    assert torch.equal(kernels.uniform(there, 0xABCDEF01, (5, 3)).cpu(), rng.uniform(key, 0xABCDEF01, (5, 3)))
-    assert near(kernels.normal(there, 7, (3, 11)), rng.normal(key, 7, (3, 11)), 1e-5)
+    assert torch.equal(random_numbers.uniform(there, 0xABCDEF01, (5, 3)).cpu(), rng.uniform(key, 0xABCDEF01, (5, 3)))
+    assert near(random_numbers.normal(there, 7, (3, 11)), rng.normal(key, 7, (3, 11)), 1e-5)
 
 
 @runs

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tribe.core import kernels
+from tribe.core.kernels import colour, random_numbers
 from tribe.core.rng import Key
 from tribe.fields import is_number
 
@@ -105,7 +106,7 @@ class Augment:
         pixels = [tuple(bound * _padded(size) for bound in self.translation) for size in (width, height)]
         affine = self.rotation, *pixels, self.scale
         ranges = (*colour, *affine, self.sigma, (0.0, 1.0))
-        u = kernels.uniform(key, PARAMETERS, (batch if self.per == "image" else 1, 5 + len(ranges)))
+        u = random_numbers.uniform(key, PARAMETERS, (batch if self.per == "image" else 1, 5 + len(ranges)))
         order = u[..., :5].argsort(stable=True, dim=-1)  # the ranks of five numbers: all 120 orders are equally likely
         values = [v * (high - low) + low for v, (low, high) in zip(u[..., 5:].unbind(-1), ranges, strict=True)]
         *colour_and_rotation, dx, dy, scale, sigma, coin = values
@@ -131,7 +132,7 @@ class Augment:
         y = _move(y, rotation, dx, dy, scale, flip)
         y = _blur(_blur(y, sigma, -2), sigma, -1).reshape(x.shape)
         if self.noise:
-            y.add_(kernels.normal(params.key, NOISE, x.shape[1:]).to(dtype), alpha=self.noise)
+            y.add_(random_numbers.normal(params.key, NOISE, x.shape[1:]).to(dtype), alpha=self.noise)
         return y.clamp_(0, 1).to(x.dtype)
 
 
@@ -162,7 +163,7 @@ def check_view(augment: object) -> None:
 def _jitter(x: Tensor, order: Tensor, strength: Sequence[Tensor]) -> Tensor:
     """Apply the five operations, each set in its own order (G, 5). May overwrite x."""
     if kernels.can_jitter(x):
-        return kernels.jitter(x, order, torch.stack(tuple(strength), 1))
+        return colour.jitter(x, order, torch.stack(tuple(strength), 1))
     for place in order.unbind(1):
         for i in sorted(set(place.tolist())) if _readable(x) else range(5):
             due, f = place == i, strength[i].view(-1, 1, 1, 1, 1)  # (G,), (G, 1, 1, 1, 1)

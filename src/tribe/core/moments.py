@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tribe.core import kernels
+from tribe.core.kernels import activations, statistics
 
 # Per-sample mean and var (R, B, C) -> scale and shift (R, 1|B, C).
 Rule = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -36,7 +37,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 def observe(x: Tensor, offset: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return the mean and biased variance of each sample and channel: (R, B, C, ...) -> (R, B, C) twice."""
     if kernels.can_normalise(x):
-        return kernels.observe(x, offset)
+        return activations.observe(x, offset)
     x = x.to(accumulation_dtype(x.dtype))
     pixels = tuple(range(3, x.dim()))
     if not pixels:
@@ -92,8 +93,8 @@ def _over_pixels(t: Tensor, x: Tensor) -> Tensor:
 def _apply(x: Tensor, scale: Tensor, shift: Tensor, epilogue: Epilogue = NO_EPILOGUE) -> Tensor:
     relu, offset, residual = epilogue
     if kernels.can_normalise(x):
-        residual = None if residual is None else kernels.match_layout(residual, x)
-        return kernels.apply(x, scale, shift, relu, offset, residual)
+        residual = None if residual is None else activations.match_layout(residual, x)
+        return activations.apply(x, scale, shift, relu, offset, residual)
     if offset is not None:
         shift = torch.addcmul(shift, scale, offset.to(shift.dtype))
     y = torch.addcmul(_over_pixels(shift, x), x.to(shift.dtype), _over_pixels(scale, x))
@@ -123,8 +124,8 @@ class _Observe(torch.autograd.Function):
         x, mean, offset = ctx.saved_tensors
         joint: _Joint = ctx.joint
         if ctx.by_kernel:
-            g, moments = kernels.match_layout(g, x), (mean, dmean, dvar)
-            return kernels.joint_backward(g, x, joint.scale, joint.shift, moments, joint.relu, offset), None, None
+            g, moments = activations.match_layout(g, x), (mean, dmean, dvar)
+            return activations.joint_backward(g, x, joint.scale, joint.shift, moments, joint.relu, offset), None, None
         count = max(x[0, 0, 0].numel(), 1)
         a = dvar * (2 / count)
         b = dmean / count - a * (mean if offset is None else mean - offset)
@@ -148,8 +149,8 @@ class _Apply(torch.autograd.Function):
         # Without kernels the output shows it, which the next layer saves anyway.
         active = None
         if ctx.by_kernel and epilogue.relu and residual is not None:
-            active, residual = torch.empty_like(x, dtype=torch.int8), kernels.match_layout(residual, x)
-            y = kernels.apply(x, scale, shift, True, epilogue.offset, residual, active)
+            active, residual = torch.empty_like(x, dtype=torch.int8), activations.match_layout(residual, x)
+            y = activations.apply(x, scale, shift, True, epilogue.offset, residual, active)
         else:
             y = _apply(x, scale, shift, epilogue)
             active = y if epilogue.relu and not ctx.by_kernel else None
@@ -165,9 +166,9 @@ class _Apply(torch.autograd.Function):
         if joint is not None:  # detached: with their graph they would form a cycle that is never freed
             joint.scale, joint.shift, joint.relu = scale.detach(), shift.detach(), relu
         if ctx.by_kernel:
-            g = kernels.match_layout(g, x)
-            by_scale, by_shift, g = kernels.apply_backward(g, x, scale, shift, relu, offset, active)
-            dx = g if joint is not None else kernels.joint_backward(g, x, scale, shift, None, relu, offset)
+            g = activations.match_layout(g, x)
+            by_scale, by_shift, g = activations.apply_backward(g, x, scale, shift, relu, offset, active)
+            dx = g if joint is not None else activations.joint_backward(g, x, scale, shift, None, relu, offset)
             return dx, by_scale, by_shift, g if ctx.needs_input_grad[3] else None, None, None
         if active is not None:
             g = torch.ops.aten.threshold_backward(g, active, 0)
@@ -187,10 +188,10 @@ class _Fold(torch.autograd.Function):
     def forward(ctx: Any, mean: Tensor, var: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(mean, var, weight)
         ctx.eps = eps
-        return kernels.fold(mean, var, weight, bias, eps)
+        return statistics.fold(mean, var, weight, bias, eps)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dscale: Tensor, dshift: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None]:
         mean, var, weight = ctx.saved_tensors
-        return *kernels.fold_backward(dscale, dshift, mean, var, weight, ctx.eps), None
+        return *statistics.fold_backward(dscale, dshift, mean, var, weight, ctx.eps), None

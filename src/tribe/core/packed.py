@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tribe.core import kernels
+from tribe.core.kernels import random_numbers
 from tribe.core.rng import Key
 from tribe.core.state import Stats
 
@@ -74,9 +74,9 @@ class PackedStats(NamedTuple):
         label = code.clamp_min(0).unsqueeze(2)  # (R, B, 1)
         index = label.expand(*code.shape, mean.shape[2])
         key = Key(label.flatten(), counts.gather(1, label).flatten().long())
-        draw = kernels.uniform(key, ROUNDING, (2, mean.shape[2])).view(*code.shape, 2, -1).unbind(2)  # (R, B, c) each
-        means, mean_scale = _encode((kept.mean.gather(1, index) - mean) / unit, draw[0])
-        vars, var_scale = _encode((kept.var.gather(1, index) - var) / (unit * unit), draw[1])
+        draws = random_numbers.uniform(key, ROUNDING, (2, mean.shape[2])).view(*code.shape, 2, -1)  # (R, B, 2, c)
+        means, mean_scale = _encode((kept.mean.gather(1, index) - mean) / unit, draws[:, :, 0])
+        vars, var_scale = _encode((kept.var.gather(1, index) - var) / (unit * unit), draws[:, :, 1])
         place = (code + 1).unsqueeze(2)  # samples that do not count write into a row of their own, which is dropped
         scales = _put(by_mean, place, mean_scale), _put(by_var, place, var_scale)
         return PackedStats(

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tribe.core import kernels
+from tribe.core.kernels import statistics
 from tribe.core.state import Stats
 
 
@@ -84,14 +85,14 @@ class _PoolBatch(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, mean: Tensor, var: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-        centre, spread, count = kernels.pool(mean, var, valid)
+        centre, spread, count = statistics.pool(mean, var, valid)
         ctx.save_for_backward(mean, valid, centre, count)
         return centre, spread
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, by_centre: Tensor, by_spread: Tensor) -> tuple[Tensor, Tensor, None]:
-        return *kernels.pool_backward(by_centre, by_spread, *ctx.saved_tensors), None
+        return *statistics.pool_backward(by_centre, by_spread, *ctx.saved_tensors), None
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from tribe.core import kernels
+from tribe.core.kernels import filtering
 from tribe.fields import is_number, require
 from tribe.filters import Filtered, FilterInfo, TimeFilter, bounded, informative, register
 
@@ -286,7 +287,7 @@ class Markov(TimeFilter):
         each = chosen.unsqueeze(1).expand(images.counted.shape)
         belief, rate, likelihood = (_at(t, each) for t in (scanned.belief, scanned.rate, images.likelihood))
         if kernels.can_filter(likelihood):
-            return kernels.smooth(belief, rate, likelihood, images.counted)
+            return filtering.smooth(belief, rate, likelihood, images.counted)
         later = torch.ones_like(belief[:, 0])  # (S, K), the likelihood of the images after this one
         laters = []
         for b in reversed(range(len(images.every))):
@@ -317,7 +318,7 @@ def _scan_in_one_launch(
         *(rule.evidence_on, rule.evidence_most, rule.evidence_drift, START, PATIENCE, FIRST, SURE),
         *(least_confidence(likelihood.shape[-1]), UNSEEN, FORGET),
     )
-    parts, (belief, marginal, weight, rate, recent, evidence, sure) = kernels.scan(
+    parts, (belief, marginal, weight, rate, recent, evidence, sure) = filtering.scan(
         likelihood, counted, state, constants
     )
     ends = MarkovState(belief, marginal, weight, rate, recent, evidence, sure, state.images + counted.sum(1))

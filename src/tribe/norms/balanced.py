@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tribe.core import kernels
+from tribe.core.kernels import activations, statistics
 from tribe.core.packed import ClassStats, PackedStats
 from tribe.norms import Stats, is_whole, register, require
 
@@ -247,7 +248,7 @@ class _Kernel(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         past, room = Stats(past_mean, past_var), None if prepared is None else prepared.room
         pooled = torch.cat(_over_classes(past), 1).transpose(0, 1) if prepared is None else prepared.over_classes
-        *results, terms = kernels.update(mean, var, past, pooled, groups, *_settings(norm), room)
+        *results, terms = statistics.update(mean, var, past, pooled, groups, *_settings(norm), room)
         ctx.save_for_backward(*terms)
         _save(ctx, groups, norm, *results[2:])
         return tuple(results)  # type: ignore[return-value]
@@ -255,9 +256,9 @@ class _Kernel(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g_mean: Tensor | None, g_var: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-        terms = kernels.UpdateTerms(*ctx.saved_tensors)
+        terms = statistics.UpdateTerms(*ctx.saved_tensors)
         g_mean, g_var = (torch.zeros_like(terms.move) if g is None else g for g in (g_mean, g_var))
-        by_moments = kernels.update_backward(g_mean, g_var, terms, ctx.groups, *_settings(ctx.norm))
+        by_moments = statistics.update_backward(g_mean, g_var, terms, ctx.groups, *_settings(ctx.norm))
         return *by_moments, None, None, None, None, None
 
 
@@ -275,7 +276,7 @@ def _over_classes(stats: Stats) -> tuple[Tensor, Tensor, Tensor]:
     """Return the mean of class means, the mean of class variances, and the summed squared deviation of class means."""
     means, vars = (t.transpose(1, 2).unsqueeze(1) for t in stats)  # (R, 1, C, K): classes in place of pixels
     if kernels.can_normalise(means) and kernels.can_normalise(vars):
-        centre, between = kernels.observe(means)
-        return centre, kernels.observe(vars)[0], between * stats.mean.shape[1]
+        centre, between = activations.observe(means)
+        return centre, activations.observe(vars)[0], between * stats.mean.shape[1]
     centre = stats.mean.mean(1, keepdim=True)
     return centre, stats.var.mean(1, keepdim=True), (stats.mean - centre).square_().sum(1, keepdim=True)

@@ -9,68 +9,169 @@ The kernels serve tensors on CUDA. Tensor operations serve elsewhere: on other d
 installed, and after ``kernels.use(False)`` or with TRIBE_KERNELS=off in the environment. Triton's interpreter
 (TRITON_INTERPRET=1) runs the kernels on the CPU, for tests.
 
-Callers ask the ``can_*`` function of an operation first.
+Here is what decides whether a kernel can serve a tensor: callers ask the ``can_*`` function of an operation first.
 """
 
-from tribe.core.kernels.activations import (
-    apply,
-    apply_backward,
-    joint_backward,
-    match_layout,
-    observe,
-)
-from tribe.core.kernels.class_update import UpdateTerms, update, update_backward
-from tribe.core.kernels.colour import jitter
-from tribe.core.kernels.filtering import scan, smooth
-from tribe.core.kernels.launch import (
-    INSTALLED,
-    INTERPRETED,
-    SAMPLES,
-    Switch,
-    can_filter,
-    can_jitter,
-    can_normalise,
-    can_pool,
-    can_run,
-    can_update,
-    mode,
-    use,
-    using,
-    works,
-)
-from tribe.core.kernels.pooling import fold, fold_backward, pool, pool_backward
-from tribe.core.kernels.random_numbers import normal, uniform
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, import-not-found, import-untyped"
 
-__all__ = [
-    "INSTALLED",
-    "INTERPRETED",
-    "SAMPLES",
-    "Switch",
-    "UpdateTerms",
-    "apply",
-    "apply_backward",
-    "can_filter",
-    "can_jitter",
-    "can_normalise",
-    "can_pool",
-    "can_run",
-    "can_update",
-    "fold",
-    "fold_backward",
-    "jitter",
-    "joint_backward",
-    "match_layout",
-    "mode",
-    "normal",
-    "observe",
-    "pool",
-    "pool_backward",
-    "scan",
-    "smooth",
-    "uniform",
-    "update",
-    "update_backward",
-    "use",
-    "using",
-    "works",
-]
+import contextlib
+import functools
+import os
+import warnings
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # torch's CPU builds lack it: these stand-ins let the kernels' files be imported
+
+    class tl:  # type: ignore[no-redef]  # noqa: D101
+        constexpr = int
+
+    class triton:  # type: ignore[no-redef]  # noqa: D101
+        @staticmethod
+        def jit(kernel: Any) -> Any:  # noqa: D102
+            return kernel
+
+    INSTALLED = False
+else:
+    INSTALLED = True
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+LINE = 256  # bytes of adjacent channels that a program reads; also how many numbers one takes where there are few
+SAMPLES = 128  # the largest batch whose sums over classes `update` holds on the chip
+PIXELS = 4096  # the most pixels of an image that `jitter` holds on the chip; it takes two launches for more
+CLASSES = 65536  # the most classes that one program of the time filter holds on the chip
+NEEDED = (8, 0)  # compute capability: Ampere, whose TF32 products one kernel uses
+
+# Of kernels, fusion and CUDA graphs. "auto": where possible; True: always, or an error; False: never.
+Switch = bool | Literal["auto"]
+_mode: Switch = False if os.environ.get("TRIBE_KERNELS") == "off" else "auto"
+
+
+def use(mode: Switch) -> None:
+    """Use kernels where they can run ("auto"), or nowhere (False), in the whole process; True raises without Triton."""
+    global _mode
+    if mode not in ("auto", True, False):
+        raise ValueError(f"kernels are 'auto', True or False; got {mode!r}")
+    if mode is True and not INSTALLED:
+        raise ValueError("kernels need Triton: pip install triton")
+    _mode = mode
+
+
+def mode() -> Switch:
+    """Return the current mode."""
+    return _mode
+
+
+@contextlib.contextmanager
+def using(mode: Switch) -> Iterator[None]:
+    """Set the mode; restore it on exit."""
+    before = _mode
+    use(mode)
+    try:
+        yield
+    finally:
+        use(before)
+
+
+def can_run(x: Tensor) -> bool:
+    """Return whether kernels can work on this tensor: its type, size and device."""
+    return x.dtype in DTYPES and x.numel() > 0 and can_launch(x)
+
+
+def can_launch(x: Tensor) -> bool:
+    """Return whether kernels can be launched on the device of this tensor."""
+    if _mode is False or not INSTALLED:
+        return False
+    if INTERPRETED:
+        return x.device.type == "cpu"
+    # Triton launches on the current device.
+    return x.is_cuda and x.device.index == torch.cuda.current_device() and works(x.device.index)
+
+
+def can_normalise(x: Tensor) -> bool:
+    """Return whether the kernels can pass over these activations (R, B, C, ...): offsets inside a sample are int32."""
+    return can_run(x) and (at := strides_of(x)) is not None and at.channels * at.pixels < 2**31
+
+
+def can_pool(mean: Tensor) -> bool:
+    """Return whether the kernels can pool these moments (R, B, C)."""
+    return can_run(mean) and mean.dtype == torch.float32
+
+
+def can_update(mean: Tensor) -> bool:
+    """Return whether the kernels can update class statistics from these moments (R, B, C)."""
+    return can_run(mean) and mean.dtype == torch.float32 and mean.shape[1] <= SAMPLES
+
+
+def can_jitter(x: Tensor) -> bool:
+    """Return whether `jitter` can work on these images (G, M, C, H, W)."""
+    return can_run(x) and x.dtype == torch.float32 and x.shape[2] in (1, 3)
+
+
+def can_filter(likelihood: Tensor) -> bool:
+    """Return whether the kernels can filter with these likelihoods (..., K)."""
+    return can_run(likelihood) and likelihood.dtype == torch.float32 and likelihood.shape[-1] <= CLASSES
+
+
+@functools.cache
+def works(device: int) -> bool:
+    """Return whether kernels can be built and launched on a GPU: Triton needs a C compiler and a recent GPU.
+
+    Where they cannot, it warns once, and the tensor operations serve.
+    """
+    try:
+        if (capability := torch.cuda.get_device_capability(device)) < NEEDED:
+            raise RuntimeError(f"they need a GPU of compute capability {NEEDED} or more; this one has {capability}")
+        _try[(1,)](torch.zeros(1, device=f"cuda:{device}"))
+    except Exception as error:  # a compiler may raise anything
+        warnings.warn(
+            f"Triton's kernels cannot be used on cuda:{device} ({type(error).__name__}: {error}): steps take several "
+            "times as long. Set TRIBE_KERNELS=off to silence this warning",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return False
+    return True
+
+
+@triton.jit
+def _try(x):
+    tl.store(x, 1.0)
+
+
+class Strides(NamedTuple):
+    """Sample n, channel c, pixel l of x (R, B, C, ...) is at n * sample + c * channel + l * pixel."""
+
+    samples: int
+    channels: int
+    pixels: int
+    sample: int
+    channel: int
+    pixel: int
+
+
+def strides_of(x: Tensor) -> Strides | None:
+    """Return the strides; None where rows and samples, or the pixels' axes, do not form one run each, or leave gaps."""
+    rows, batch, channels = x.shape[:3]
+    if sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) != x.numel() - 1:
+        return None
+    sample = x.stride(1) if batch > 1 else x.stride(0)
+    if rows > 1 and batch > 1 and x.stride(0) != batch * x.stride(1):
+        return None
+    pixels, step = 1, 1
+    for size, stride in zip(reversed(x.shape[3:]), reversed(x.stride()[3:]), strict=True):
+        if size == 1:
+            continue
+        if pixels == 1:
+            step = stride
+        elif stride != pixels * step:
+            return None
+        pixels *= size
+    return Strides(rows * batch, channels, pixels, sample, x.stride(2), step)

@@ -11,7 +11,7 @@ programs with adjacent numbers read adjacent memory. Sums stay in the registers 
 import torch
 from torch import Tensor
 
-from tribe.core.kernels.launch import LINE, Strides, strides_of, tl, triton
+from tribe.core.kernels import LINE, Strides, strides_of, tl, triton
 
 SUMMED = 2048  # elements of a tile that is summed: more would not fit into the registers
 COPIED = 8192  # bytes of a tile that is read, changed and written

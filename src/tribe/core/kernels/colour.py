@@ -9,7 +9,7 @@ first launch sums the grey of each tile as it is before contrast, the second app
 import torch
 from torch import Tensor
 
-from tribe.core.kernels.launch import PIXELS, tl, triton
+from tribe.core.kernels import PIXELS, tl, triton
 
 TILE = 1024  # pixels of a large image that one program takes
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tribe.core.kernels.launch import tl, triton
+from tribe.core.kernels import tl, triton
 
 
 def scan(

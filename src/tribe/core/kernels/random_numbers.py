@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tribe.core import rng
-from tribe.core.kernels.launch import LINE, can_launch, tl, triton
+from tribe.core.kernels import LINE, can_launch, tl, triton
 from tribe.core.rng import Key
 
 
