@@ -18,7 +18,7 @@ from tribe import filters, health, methods, norms
 from tribe._version import __version__
 from tribe.core.augment import Augment
 from tribe.core.backbone import Backbone
-from tribe.core.normalize import Normalize
+from tribe.core.calling import Normalize
 from tribe.core.state import Affine, Stats
 from tribe.data import corruptions, datasets, models, scenarios
 from tribe.diagnosis import Report, doctor

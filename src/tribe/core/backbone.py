@@ -18,29 +18,27 @@ import torch
 from torch import Tensor, nn
 
 from tribe.core.fusion import Fusion, Mismatch
-from tribe.core.model_copy import (
-    ThreadCopies,
-    copy_model,
-    deepcopy_module,
-    is_channels_last,
-    refuse_scripts,
-    refuse_unknown_sizes,
-    unwrap,
-    with_memory_format,
-)
 from tribe.core.moments import fold
 from tribe.core.packed import ClassStats, pack
 from tribe.core.placement import (
     SourceNorm,
     common_eps,
+    copy_model,
+    deepcopy_module,
+    is_channels_last,
     nothing_to_adapt,
     place_slots,
+    refuse_scripts,
+    refuse_unknown_sizes,
     replace_module,
     source_norm,
+    unwrap,
+    with_memory_format,
 )
 from tribe.core.rules import Frozen, Norm
 from tribe.core.slots import NORMS, Pass, Slot, SlotHook, current_pass, set_current_pass, views_come_first
 from tribe.core.state import Affine, StateModule, Stats, copy_missing, hash_tensors, room_for, tree_map
+from tribe.core.threads import ThreadCopies
 
 USUAL_EPS = 1e-5  # the default of every normalisation layer of torch
 NO_GRADIENT = (

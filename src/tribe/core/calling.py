@@ -1,15 +1,39 @@
-"""The interface of a network for its callers: with types, and as a Hugging Face pipeline does.
+"""The interface of a network for its callers: input normalisation, types, and what a Hugging Face pipeline reads.
 
 A pipeline reads ``device``, ``dtype`` and ``config``, gives images by name (``pixel_values=``) and expects an output
 with ``.logits``: ``pipe.model = tribe.adapt(pipe.model)``. No library is imported for it.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor, nn
 
 from tribe.core.backbone import Backbone
+
+
+class Normalize(nn.Module):
+    """(x - mean) / std per channel, for images in [0, 1]. torch.jit.script, torch.fx and torch.export take it.
+
+    >>> net = nn.Sequential(Normalize([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]), nn.Conv2d(3, 8, 3))
+    >>> net(torch.rand(2, 3, 8, 8)).shape
+    torch.Size([2, 8, 6, 6])
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
+        super().__init__()
+        if len(mean) != len(std) or not all(s > 0 for s in std):
+            raise ValueError(f"mean and std need one entry a channel, std above 0; got {list(mean)} and {list(std)}")
+        self.register_buffer("mean", torch.tensor(mean))
+        self.register_buffer("std", torch.tensor(std))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise (N, C, ...)."""
+        return ((x.movedim(1, -1) - self.mean) / self.std).movedim(-1, 1)
 
 
 class LogitsOutput(dict[str, Tensor]):

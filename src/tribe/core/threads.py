@@ -1,11 +1,15 @@
-"""A lock for objects whose methods may be called from several threads."""
+"""What threads need: a lock that survives copies and forks, and copies of a network."""
 
+import copy
+import itertools
 import os
 import threading
 import weakref
-from collections.abc import Callable
-from functools import wraps
-from typing import Any, ClassVar, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, ClassVar
+
+from torch import nn
+
+from tribe.core.slots import Slot
 
 
 class Lock:
@@ -45,23 +49,23 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=Lock.renew_all)
 
 
-class Locked(Protocol):
-    """An object with a lock."""
+class ThreadCopies(threading.local):
+    """A thread's copy of a network, for passes that put other weights into its modules.
 
-    _lock: Lock
+    The copy has modules of its own and shares the network's tensors. So other threads, and code that reads the network
+    during such a pass, see the source's weights only. The copy is made when it is first needed; a copy or pickle of
+    this object starts empty.
+    """
 
+    model: nn.Module | None = None
 
-S = TypeVar("S", bound=Locked)
-P = ParamSpec("P")
-R = TypeVar("R")
+    def of(self, model: nn.Module) -> nn.Module:
+        """Return this thread's copy of the model."""
+        if self.model is None:
+            layers = [slot.layer for slot in model.modules() if isinstance(slot, Slot)]
+            tensors = (t for m in (model, *layers) for t in itertools.chain(m.parameters(), m.buffers()))
+            self.model = copy.deepcopy(model, {id(t): t for t in tensors})
+        return self.model
 
-
-def locked(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Hold the object's lock during a call of the method."""
-
-    @wraps(method)
-    def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        with self._lock:
-            return method(self, *args, **kwargs)
-
-    return call
+    def __reduce__(self) -> Any:
+        return type(self), ()

@@ -13,7 +13,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from tribe.core.backbone import Backbone
 from tribe.core.calling import LogitsOutput, NetworkInterface
 from tribe.core.kernels import Switch
-from tribe.core.model_copy import deepcopy_module
+from tribe.core.placement import deepcopy_module
 from tribe.core.state import StateModule, copy_like, leaves, rebuild
 from tribe.core.validation import check_source
 from tribe.fields import is_whole

@@ -16,7 +16,7 @@ import tribe
 from places import SHARED
 from tribe import models
 from tribe.core.backbone import Backbone
-from tribe.core.normalize import Normalize
+from tribe.core.calling import Normalize
 from tribe.data.models.architectures import HALF, IMAGENET, BatchNormReLU
 from tribe.data.models.external import Normalized
 

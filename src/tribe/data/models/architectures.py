@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from tribe.core.normalize import Normalize
+from tribe.core.calling import Normalize
 from tribe.fields import plain_numbers, require_whole
 from tribe.registry import Registry, nearest
 

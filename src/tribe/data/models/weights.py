@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tribe.core.normalize import Normalize
+from tribe.core.calling import Normalize
 from tribe.data.datasets.files import data_root
 from tribe.data.models.architectures import Architecture, Normalization, architecture
 from tribe.io import json_files
