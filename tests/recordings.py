@@ -105,12 +105,12 @@ class NoteAsRecorded(methods.get("note")):
     stream: torch.Tensor | None = None  # (T B, ...), all images
     held: torch.Tensor | None = None  # (T, M), their positions in the memory at each update, -1 padded
 
-    def remember(self, memory, x, labels, valid, key):
-        held = self.held[int(key.clock[0])].to(x.device)
+    def remember(self, state, x, seen, arriving):
+        memory, held = state.memory, self.held[int(state.key.clock[0])].to(x.device)
         pictures = self.stream.to(x.device)[held.clamp_min(0)].flatten(1)
         image = torch.zeros_like(memory.image)
         image[:, :, : pictures.shape[1]] = pictures
-        return memory._replace(image=image, held=held.ge(0).sum().expand_as(memory.held))
+        return state._replace(memory=memory._replace(image=image, held=held.ge(0).sum().expand_as(memory.held)))
 
 
 def as_recorded(data):

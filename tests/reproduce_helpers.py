@@ -13,7 +13,7 @@ EMBEDDED = ("--set", "dataset=live-mnist-c", "--set", "model=compact", "--device
 SMALL = (*EMBEDDED, "--set", "dataset.corruptions=('impulse_noise',)")  # a domain of 1,000 to 10,000 images
 MINE = """
 from dataclasses import dataclass
-from tribe.methods.bn import BN
+from tribe.methods.source import BN
 
 @dataclass(frozen=True)
 class Mine(BN):

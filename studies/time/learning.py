@@ -32,23 +32,13 @@ from studies.play import (
     write,
 )
 from studies.play import settings as shared_settings
+from tribe.core.augment import view
+from tribe.core.moments import accumulation_dtype
 from tribe.core.precision import float32_precision
+from tribe.core.state import tree_map
 from tribe.filters.markov import Markov, MarkovState
-from tribe.methods import (
-    Affine,
-    Agreement,
-    Backbone,
-    Info,
-    Key,
-    ScreenedBatch,
-    Stats,
-    Update,
-    accumulation_dtype,
-    losses,
-    optim,
-    view,
-)
-from tribe.methods.tribe import Tribe, interleave, twice
+from tribe.methods import Affine, Agreement, Backbone, Info, Key, ScreenedBatch, Stats, Update, losses, optim
+from tribe.methods.tribe import Tribe, interleave
 
 CELLS = "F100", "V100"
 SEEDS = 1, 2, 3, 4
@@ -139,15 +129,16 @@ class Learning(Tribe):
         with torch.enable_grad():
             affine = state.affine.leaf()
             views = interleave(x, view(self.augment, x, state.key))
-            both = Affine(*(twice(t) for t in affine))
-            pair, _, pair_stats = net(views, both, state.pair, self.norm, twice(labels), twice(counted))
+            both = tree_map(interleave, affine, affine)
+            marks = labels.repeat_interleave(2, 0), counted.repeat_interleave(2, 0)
+            pair, _, pair_stats = net(views, both, state.pair, self.norm, *marks)
             taught, student = pair.unflatten(0, (-1, 2)).unbind(1)
             own = taught.detach().argmax(-1)
             trusted = self._trusted(taught.detach(), own, says) & valid
             target = torch.where(says.on, says.label, own) if self.target == "filter" else own
             loss = losses.mean_over(losses.cross_entropy(student, target), trusted)
             if anchor is not None:
-                loss = loss + self.lambda_anc * losses.mean_over(self._disagreement(taught, anchor), trusted)
+                loss = loss + self._anchor_loss(taught, anchor, trusted)
             grads = affine.gradient(loss)
         moved, moments = optim.adam_step(state.affine, grads, state.adam, self.lr)
         new = state._replace(affine=moved, pair=pair_stats, anchor=anchor_stats, adam=moments)

@@ -273,7 +273,7 @@ def test_own_network_that_names_its_classifier():
 
 OWN_METHOD = """
 from dataclasses import dataclass
-from tribe.methods.bn import BN
+from tribe.methods.source import BN
 
 @dataclass(frozen=True)
 class Mine(BN):
@@ -379,7 +379,7 @@ def test_a_damaged_line_is_warned_of_and_computed_again():
 DEADLY = """
 import os, pathlib, signal
 from dataclasses import dataclass
-from tribe.methods.bn import BN
+from tribe.methods.source import BN
 
 @dataclass(frozen=True)
 class Deadly(BN):
@@ -501,7 +501,7 @@ def test_on_a_full_disk_the_error_names_the_file_and_the_same_command_goes_on():
 INTERRUPTED = """
 import os, signal
 from dataclasses import dataclass
-from tribe.methods.bn import BN
+from tribe.methods.source import BN
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a parent may ignore it
 
@@ -562,7 +562,7 @@ def test_one_method_that_fails_does_not_end_the_others():
 
 BROKEN = """
 from dataclasses import dataclass
-from tribe.methods.bn import BN
+from tribe.methods.source import BN
 
 @dataclass(frozen=True)
 class Broken(BN):
@@ -598,7 +598,7 @@ OWN_PARTS = """
 from dataclasses import dataclass
 import torch, tribe
 from tribe.data.datasets.corrupted import LiveMnistC
-from tribe.methods.bn import BN
+from tribe.methods.source import BN
 from tribe.data.scenarios import Scenario
 
 print("words at import")

@@ -131,7 +131,7 @@ def test_wrong_options_are_refused_before_anything_is_played(options, words):
 
 FAILS = """
 from dataclasses import dataclass
-from tribe.methods.bn import BN
+from tribe.methods.source import BN
 
 @dataclass(frozen=True)
 class Fails(BN):

@@ -18,7 +18,7 @@ from tribe.experiments.workers import custom_code
 
 MINE = '''
 from dataclasses import dataclass
-from tribe.methods.bn import BN
+from tribe.methods.source import BN
 
 @dataclass(frozen=True)
 class Mine(BN):

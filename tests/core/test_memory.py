@@ -60,16 +60,10 @@ def arrive(held: Any, played: Stream, classes: int, seeds: Tensor, batch: int) -
     held = memory.fit(held, played.image)
     parts = zip(*(t.split(batch, 1) for t in (played.image, *played)), strict=True)
     for image, label, doubt, valid in parts:
-        columns = {"image": image, "label": label}
         if isinstance(held, Timely):
-            turnover = memory.admit_timely(held, label, doubt, valid, classes)
-            columns |= {"arrival": memory.arrival_numbers(held, valid), "uncertainty": doubt}
+            held = memory.add_timely(held, image, label, doubt, valid, classes)
         else:
-            turnover = memory.admit_reservoir(held, label, valid, seeds)
-        whole = torch.full_like(held.held, label.shape[1])
-        held = memory.hold(held, columns, turnover, valid, whole)
-        if isinstance(held, Reservoir):
-            held = memory.count_predictions(held, label, valid)
+            held = memory.add_reservoir(held, image, label, valid, seeds)
     return held
 
 

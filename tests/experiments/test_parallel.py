@@ -42,7 +42,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tribe.methods import register
-from tribe.methods.bn import BN
+from tribe.methods.source import BN
 
 
 @register("trouble")

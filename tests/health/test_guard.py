@@ -265,7 +265,7 @@ def test_a_guard_that_is_not_fitted_does_not_lean():
 
 def test_at_the_source_the_network_is_the_sources():
     net = small_backbone()
-    source = Deployed.frozen(net, net.source(2)[0])
+    source = Deployed(*net.source(2), Frozen())
     assert all(
         torch.equal(a, b)
         for a, b in zip(interpolate_to_source(net, source, lambda: 0.06**2, 0.85, 0.3).stats, source.stats, strict=True)
@@ -274,7 +274,7 @@ def test_at_the_source_the_network_is_the_sources():
 
 def test_the_statistics_of_a_batch_are_mixed_with_the_sources():
     net, x = small_backbone(), pictures(1, 6)
-    leaned = interpolate_to_source(net, Deployed.per_batch(net, net.source()[0]), lambda: 0.06**2, 0.85, 0.3)
+    leaned = interpolate_to_source(net, Deployed(*net.source(), PerBatch()), lambda: 0.06**2, 0.85, 0.3)
     assert leaned.norm == MixedBatch(0.3)
     valid = torch.ones(1, 6, dtype=torch.bool)
     everything = MixedBatch(1.0)(*_moments(net, x), net.source()[1], None, valid, 0.0)

@@ -17,6 +17,7 @@ from tribe.core.rules import Frozen, PerBatch
 from tribe.core.state import Affine, digest, stream
 from tribe.knowledge import Knowledge, KnowledgeError
 from tribe.methods.lame import nearest
+from tribe.methods.sar import adapted_channels
 from tribe.testing import images, informed, small_network
 
 NAMES = ("pl", "lame", "eata", "sar", "roid")
@@ -555,9 +556,9 @@ def test_the_frozen_tail_is_named_or_counted():
                 x = stage(x)
             return x.mean((2, 3))
 
-    adapted = methods.create("sar", frozen_tail=("stages.layer4",))._adapted(Backbone(Staged()))
+    adapted = adapted_channels(Backbone(Staged()), ("stages.layer4",))
     assert adapted.tolist() == [1] * 9 + [0] * 3 + [1] * 3, "a stage of a longer name was taken for it"
-    assert methods.create("sar")._adapted(Backbone(Staged())).tolist() == [1] * 12 + [0] * 3
+    assert adapted_channels(Backbone(Staged()), 0.25).tolist() == [1] * 12 + [0] * 3
 
 
 # -- ROID -------------------------------------------------------------------------------------------------------------

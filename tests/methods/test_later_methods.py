@@ -11,6 +11,7 @@ import plain_methods
 from tribe import methods, models
 from tribe.core import memory, rng
 from tribe.core.backbone import Backbone
+from tribe.knowledge import KnowledgeError
 from tribe.methods.deyo import SHUFFLE, shuffled
 from tribe.norms.batch import Training
 from tribe.norms.renorm import Renorm
@@ -212,12 +213,12 @@ def test_a_class_without_source_images_has_the_features_of_all():
     for tensor in known.values():
         torch.testing.assert_close(tensor, tensor[:1].expand_as(tensor))
         assert tensor.isfinite().all()
-    with pytest.raises(methods.KnowledgeError, match="need source images; got none"):
+    with pytest.raises(KnowledgeError, match="need source images; got none"):
         method.study(net, [])
 
 
 def test_petta_says_what_it_needs():
-    with pytest.raises(methods.KnowledgeError, match=r"petta needs the mean and variance.*tribe source petta"):
+    with pytest.raises(KnowledgeError, match=r"petta needs the mean and variance.*tribe source petta"):
         methods.create("petta", classes=4).init(network())
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.AdaptiveAvgPool2d(1), nn.Flatten())
     with pytest.raises(ValueError, match="no classifier layer was found"):

@@ -11,6 +11,7 @@ import reference
 import tribe
 from tribe import methods, norms
 from tribe.core.backbone import Backbone
+from tribe.core.memory import add_reservoir
 from tribe.core.memory import images as pictures
 from tribe.core.optim import adam_init, adam_step
 from tribe.core.rules import Frozen
@@ -225,7 +226,8 @@ def test_note_learns_after_every_so_many_images_from_the_memory_of_that_moment(b
         y, state = method.step(net, state, x[:, i : i + batch])
         assert float((y - wanted).abs().max()) < 1e-9
         for j in range(i, i + batch):
-            bank = method.remember(bank, x[:, j : j + 1], wanted[:, j - i : j - i + 1].argmax(-1), real, state.key)
+            label = wanted[:, j - i : j - i + 1].argmax(-1)
+            bank = add_reservoir(bank, x[:, j : j + 1], label, real, state.key.seed)
             if (j + 1) % every == 0:
                 leaf = affine.leaf()
                 memory = pictures(bank, (3, 8, 8))[:, : int(bank.held)]

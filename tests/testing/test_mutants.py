@@ -335,7 +335,7 @@ class DeploysNothing(TentWith):
     not_exportable_because = None
 
     def deployed(self, net, state):
-        return Deployed.per_batch(net, Affine(*map(torch.zeros_like, state.affine)))
+        return Tent.deployed(self, net, state._replace(affine=Affine(*map(torch.zeros_like, state.affine))))
 
     def predict(self, net, state, x, valid=None):
         return Tent.deployed(self, net, state).logits(net, *screen(x, valid)[:2])
@@ -475,16 +475,17 @@ class RoomyNote(Note):
 class UpdateFromOutside(Rotta):
     """The memory is learned from with noise of torch's global generator."""
 
-    def _update(self, net, state, memory, shape, due):
-        noisy = memory._replace(image=memory.image + 0.1 * torch.rand_like(memory.image))
-        return super()._update(net, state, noisy, shape, due)
+    def update(self, net, state, shape, due):
+        image = state.memory.image
+        noisy = state.memory._replace(image=image + 0.1 * torch.rand_like(image))
+        return super().update(net, state._replace(memory=noisy), shape, due)._replace(memory=state.memory)
 
 
 class UpdateKeepsGraph(Rotta):
     """The student that an update makes carries the graph it was made by."""
 
-    def _update(self, net, state, memory, shape, due):
-        new = super()._update(net, state, memory, shape, due)
+    def update(self, net, state, shape, due):
+        new = super().update(net, state, shape, due)
         weight = new.student.affine.weight.clone().requires_grad_() * 1
         return new._replace(student=new.student._replace(affine=new.student.affine._replace(weight=weight)))
 
@@ -492,8 +493,8 @@ class UpdateKeepsGraph(Rotta):
 class UpdateInPlace(Rotta):
     """An optimiser that moves the old student, too."""
 
-    def _update(self, net, state, memory, shape, due):
-        new = super()._update(net, state, memory, shape, due)
+    def update(self, net, state, shape, due):
+        new = super().update(net, state, shape, due)
         state.student.affine.weight.copy_(new.student.affine.weight)
         return new
 
@@ -501,8 +502,8 @@ class UpdateInPlace(Rotta):
 class UpdatePooled(Rotta):
     """One teacher for all streams, from the first update on."""
 
-    def _update(self, net, state, memory, shape, due):
-        new = super()._update(net, state, memory, shape, due)
+    def update(self, net, state, shape, due):
+        new = super().update(net, state, shape, due)
         affine = new.teacher.affine
         weight = affine.weight.mean(0, keepdim=True).expand_as(affine.weight).clone()
         return new._replace(teacher=new.teacher._replace(affine=affine._replace(weight=weight)))
@@ -511,23 +512,24 @@ class UpdatePooled(Rotta):
 class FreePlacesWeigh(Rotta):
     """A memory that is not full is learned from as if it were."""
 
-    def _update(self, net, state, memory, shape, due):
-        full = memory._replace(held=torch.full_like(memory.held, self.size))
-        return super()._update(net, state, full, shape, due)
+    def update(self, net, state, shape, due):
+        full = state.memory._replace(held=torch.full_like(state.memory.held, self.size))
+        return super().update(net, state._replace(memory=full), shape, due)._replace(memory=state.memory)
 
 
 class StandInsWeigh(Rotta):
     """The same, with what stands in for the images that are not there."""
 
-    def _update(self, net, state, memory, shape, due):
+    def update(self, net, state, shape, due):
+        memory = state.memory
         full = memory._replace(image=images(memory, shape).flatten(2), held=torch.full_like(memory.held, self.size))
-        return super()._update(net, state, full, shape, due)
+        return super().update(net, state._replace(memory=full), shape, due)._replace(memory=memory)
 
 
 class FreePlacesTeach(Note):
     """Free places are left out of the statistics, and not of the loss."""
 
-    def _learn(self, net, state, shape, due):
+    def update(self, net, state, shape, due):
         with torch.enable_grad():
             affine = state.affine.leaf()
             seen, counts = images(state.memory, shape), state.memory.filled & due.unsqueeze(1)
@@ -540,16 +542,19 @@ class FreePlacesTeach(Note):
 class OneLot(Note):
     """What the reservoir lets go of is drawn once, for all streams."""
 
-    def remember(self, memory, x, labels, valid, key):
-        return super().remember(memory, x, labels, valid, key._replace(seed=key.seed[:1].expand_as(key.seed)))
+    def remember(self, state, x, seen, arriving):
+        seeds = state.key.seed[:1].expand_as(state.key.seed)
+        drawn = super().remember(state._replace(key=state.key._replace(seed=seeds)), x, seen, arriving)
+        return drawn._replace(key=state.key)
 
 
 class LotsFromOutside(Note):
     """The reservoir draws by a seed of numpy's global generator."""
 
-    def remember(self, memory, x, labels, valid, key):
-        seed = torch.from_numpy(np.random.randint(0, 2**31, key.seed.shape))
-        return super().remember(memory, x, labels, valid, key._replace(seed=seed))
+    def remember(self, state, x, seen, arriving):
+        seeds = torch.from_numpy(np.random.randint(0, 2**31, state.key.seed.shape))
+        drawn = super().remember(state._replace(key=state.key._replace(seed=seeds)), x, seen, arriving)
+        return drawn._replace(key=state.key)
 
 
 METHOD_MUTANTS = [

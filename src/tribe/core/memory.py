@@ -19,7 +19,7 @@ of one shape: it is emptied when the shape of a stream's images changes.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -193,6 +193,16 @@ def admit_timely(memory: Timely, labels: Tensor, uncertainty: Tensor, valid: Ten
     return entries.turnover(decide, memory.held.device)
 
 
+def add_timely(memory: Timely, x: Tensor, labels: Tensor, uncertainty: Tensor, valid: Tensor, classes: int) -> Timely:
+    """Add those of the images (S, B, ...) that are ``valid`` and that the memory admits."""
+    for image, label, doubt, counted in _chunks(memory, x, labels, uncertainty, valid):
+        turnover = admit_timely(memory, label, doubt, counted, classes)
+        arrival = arrival_numbers(memory, counted)
+        newcomers = {"image": image, "label": label, "arrival": arrival, "uncertainty": doubt}
+        memory = hold(memory, newcomers, turnover, counted, torch.full_like(memory.held, label.shape[1]))
+    return memory
+
+
 # -- NOTE: prediction-balanced reservoir -----------------------------------------------------------------------------
 
 
@@ -228,12 +238,29 @@ def admit_reservoir(
     return entries.turnover(decide, memory.held.device)
 
 
-def count_predictions(memory: Reservoir, labels: Tensor, valid: Tensor) -> Reservoir:
-    """Add a batch's predictions to the counts."""
-    return memory._replace(predicted=memory.predicted.scatter_add(1, labels, valid.long()))
+def add_reservoir(
+    memory: Reservoir, x: Tensor, labels: Tensor, valid: Tensor, seed: Tensor, *, always: bool = False
+) -> Reservoir:
+    """Add those of the images (S, B, ...) that are ``valid`` and that the memory admits; count their predictions.
+
+    With ``always`` no probability depends on the counts, so they stay at zero.
+    """
+    for image, label, counted in _chunks(memory, x, labels, valid):
+        turnover = admit_reservoir(memory, label, counted, seed, always=always)
+        whole = torch.full_like(memory.held, label.shape[1])
+        memory = hold(memory, {"image": image, "label": label}, turnover, counted, whole)
+        if not always:
+            memory = memory._replace(predicted=memory.predicted.scatter_add(1, label, counted.long()))
+    return memory
 
 
 # -- common to both -------------------------------------------------------------------------------------------------
+
+
+def _chunks(memory: Timely | Reservoir, *columns: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Split a batch into parts no larger than the memory: the cost of a part grows with its square."""
+    return zip(*(t.split(memory.label.shape[1], 1) for t in columns), strict=True)
+
 
 Array = NDArray[Any]
 

@@ -15,8 +15,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from tribe.core import optim
 from tribe.core.backbone import Backbone
 from tribe.core.graphs import SideStream
+from tribe.core.rules import PerBatch
 from tribe.core.state import Affine, Info, Stats, clone, copy_like, per_stream, select_joined
 from tribe.core.validation import good_images
 from tribe.fields import is_number, is_whole, plain_numbers, require
@@ -35,21 +37,10 @@ from tribe.health.lean import (
 from tribe.health.report import Health
 from tribe.health.watch import Watcher, WatchState, alarms_on
 from tribe.knowledge import Knowledge, KnowledgeError, KnowledgeLike
-from tribe.methods import (
-    AnyMethod,
-    Balanced,
-    Deployed,
-    EmptyState,
-    Method,
-    PerBatch,
-    Pipeline,
-    PipelineState,
-    count_classes,
-    create,
-    distance_of,
-    guards,
-    optim,
-)
+from tribe.methods import AnyMethod, Deployed, EmptyState, Method, Pipeline, PipelineState, create, guards
+from tribe.methods.method import count_classes
+from tribe.methods.stepping import distance_of
+from tribe.norms.balanced import Balanced
 
 _watchers: WeakKeyDictionary[Backbone, dict[Any, Watcher]] = WeakKeyDictionary()
 _kinds: WeakKeyDictionary[Backbone, dict[Method, tuple[bool, bool]]] = WeakKeyDictionary()

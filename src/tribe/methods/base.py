@@ -12,7 +12,7 @@ from tribe.core.backbone import Backbone, Output
 from tribe.core.graphs import segment
 from tribe.core.memory import ROOM, Reservoir, Timely
 from tribe.core.rng import Key
-from tribe.core.rules import Norm
+from tribe.core.rules import Norm, PerBatch
 from tribe.core.state import Affine, Info, Stats, select
 from tribe.methods.method import Deployed, Method, Part
 from tribe.methods.stepping import ScreenedBatch, Update
@@ -50,8 +50,8 @@ class EntropyMethod(Method):
         return EntropyState(affine, optim.adam_init(affine), *self.new_key_and_info(net, streams, seed))
 
     def deployed(self, net: Backbone, state: Any) -> Deployed:
-        """Return the adapted parameters with the batch's statistics."""
-        return Deployed.per_batch(net, state.affine)
+        """Return the adapted parameters with the batch's statistics; the source's only give the shape."""
+        return Deployed(state.affine, net.source(len(state.key.seed))[1], PerBatch())
 
     def per_image_loss(self, logits: Tensor) -> Tensor:
         """Return the loss of each prediction: (S, B, K) -> (S, B)."""
@@ -70,11 +70,9 @@ class EntropyMethod(Method):
         """Take a step of the optimiser: Adam's."""
         return optim.adam_step(state.affine, grads, state.adam, self.lr)
 
-    def follow(
-        self, net: Backbone, old: Any, new: Any, output: Output, batch: ScreenedBatch, trusted: Tensor | None
-    ) -> Any:
-        """Return the state ``new`` with all else that follows the batch, besides parameters and moments."""
-        return new
+    def follow(self, net: Backbone, state: Any, output: Output, batch: ScreenedBatch, trusted: Tensor | None) -> Any:
+        """Return the state after the step with all else that follows the batch, besides parameters and moments."""
+        return state
 
     def normalisation(self, net: Backbone, state: Any, batch: ScreenedBatch) -> tuple[Stats, Norm]:
         """Return the statistics and the rule that normalise the batch."""
@@ -93,8 +91,22 @@ class EntropyMethod(Method):
         new = state._replace(affine=moved, adam=moments)
         if trusted is not None:
             new = select(trusted.any(1), new, state)
-        new = self.follow(net, state, new, output, batch, trusted)
+        new = self.follow(net, new, output, batch, trusted)
         return Update(output.logits, new, trusted, new.affine)
+
+
+def gradient_step(state: Any, grads: Affine, lr: float, optimizer: str, **sgd: Any) -> tuple[Affine, optim.Adam]:
+    """Take one step of "adam", or of "sgd", whose velocity is Adam's first moment; ``sgd``: options of `sgd_step`."""
+    if optimizer == "adam":
+        return optim.adam_step(state.affine, grads, state.adam, lr)
+    moved, velocity = optim.sgd_step(state.affine, grads, state.adam.first, lr, **sgd)
+    return moved, state.adam._replace(first=velocity, steps=state.adam.steps + 1)
+
+
+def mean_prediction(logits: Tensor, counts: Tensor) -> Tensor:
+    """Return the mean of the probabilities over the images that count (S, B): (S, K)."""
+    p = losses.probabilities(logits.detach())
+    return losses.mean_over(p.transpose(1, 2), counts.unsqueeze(1))
 
 
 @dataclass(frozen=True)
@@ -102,7 +114,8 @@ class MemoryMethod(Method):
     """Learning from a memory of images in place of the batch. The state has a field ``memory``.
 
     A subclass defines `look`, which predicts, and `learn`, which adds the batch to the memory and learns from it when
-    it is due. Both are captured in segments: the host decides between them.
+    it is due. Both are captured in segments: the host decides between them. If it is due every so many images, `learn`
+    calls `learn_every`, and the subclass defines `remember` and `update`.
     """
 
     size: int = 64  # images in memory
@@ -142,3 +155,34 @@ class MemoryMethod(Method):
         seen = segment(self.look, net, state, batch)
         new = state._replace(memory=memory.fit(state.memory, batch.x))
         return self.learn(net, new, batch.x, seen)._replace(seen=seen[1])
+
+    def learn_every(self, every: int, net: Backbone, state: Any, x: Tensor, seen: Any) -> Any:
+        """Remember the images (S, B, ...); after each one that is due, learn from the memory as it is at that moment.
+
+        All fields of ``seen`` are (S, B, ...).
+        """
+        # A chunk has no more images than there are between updates, so at most one update.
+        for images, *columns in zip(*(t.split(every, 1) for t in (x, *seen)), strict=True):
+            chunk = type(seen)(*columns)
+            missing = every - self.arrived(state) % every  # (S,) images until the next update
+            due = chunk.counts.sum(1) >= missing
+            before = chunk.counts & (chunk.counts.cumsum(1) <= missing.unsqueeze(1))
+            state = self.remember(state, images, chunk, before)
+            if bool(due.any()):
+                state = segment(self.update, net, state, x.shape[2:], due)
+                after = chunk.counts & ~before
+                state = self.remember(state, images, chunk, after) if bool(after.any()) else state
+        return state
+
+    def arrived(self, state: Any) -> Tensor:
+        """Return how many images came so far: (S,)."""
+        arrivals: Tensor = state.memory.arrivals
+        return arrivals
+
+    def remember(self, state: Any, x: Tensor, seen: Any, arriving: Tensor) -> Any:
+        """Add those of the images (S, B, ...) to the memory that are ``arriving`` (S, B)."""
+        raise NotImplementedError
+
+    def update(self, net: Backbone, state: Any, shape: tuple[int, ...], due: Tensor) -> Any:
+        """Learn from the images in memory, of this shape, in the streams ``due`` (S,)."""
+        raise NotImplementedError

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from tribe.core import losses
-from tribe.core.backbone import Backbone
 from tribe.core.moments import observe
 from tribe.core.slots import Slot, StatisticsSlot, current_pass
 from tribe.core.state import Info, Stats
-from tribe.methods import Balanced, Deployed, Frozen, Key, Method, ScreenedBatch, Update, finite, mask_logits, register
+from tribe.methods import Backbone, Deployed, Frozen, Key, Method, ScreenedBatch, Update, finite, mask_logits, register
+from tribe.norms.balanced import Balanced
 from tribe.norms.domains import Domains
 
 # The published layers of WRN-28-10, ResNeXt-29 and ResNet-50, and a later one that only such networks have too.
@@ -75,15 +75,8 @@ class Bdn(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        classes = self.class_count
-        # NOTE: gamma is published for 10, 100 and 1000 classes; otherwise the nearest of these.
-        defaults = {
-            "eta": min(max(0.0005 * classes, 0.01), 1.0),
-            "gamma": 0.0 if classes <= 20 else 0.1 if classes <= 300 else 0.5,
-        }
-        for field, value in defaults.items():
-            if getattr(self, field) is None:
-                object.__setattr__(self, field, value)
+        eta = min(max(0.0005 * self.class_count, 0.01), 1.0)
+        self.set_defaults(eta=eta, gamma=self.published(0.0, 0.1, 0.5))
         self.require_range("domains", low=2)
         _ = self.norm, self.domain_norm  # check eta and gamma
 

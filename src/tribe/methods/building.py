@@ -1,14 +1,141 @@
-"""A method for a network, from what a person names: for everything that adapts a network."""
+"""Methods and pipelines from what a person names, such as ``selftrain/bn+st+guard+time``: parsed here and nowhere else.
 
+A name is that of a method, then a slash and a variant if it has one, then a plus and a guard, then a plus and a filter.
+A variant may have a plus in its name: what the last parts mean is looked up.
+"""
+
+import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
+from tribe import filters
 from tribe.core.backbone import Backbone
 from tribe.core.validation import check_source, warn_of_layers_left_alone
-from tribe.filters import TimeFilter, resolve
-from tribe.methods import AnyMethod, Method, Pipeline, check_fits, count_classes, create, get, parse, with_fields
+from tribe.methods.method import Method, check_fits, count_classes, registry
+from tribe.methods.pipeline import AnyMethod, Pipeline, guards, with_fields
+from tribe.registry import nearest
+
+names = registry.names
+
+
+class ParsedName(NamedTuple):
+    """The parts of a name."""
+
+    method: str
+    variant: str | None
+    guard: str | None
+    filter: str | None
+
+    @property
+    def alone(self) -> str:
+        """The name of the method or of its variant, without guard and filter."""
+        return self.method if self.variant is None else f"{self.method}/{self.variant}"
+
+    @property
+    def unfiltered(self) -> str:
+        """The name without the filter."""
+        return self.alone if self.guard is None else f"{self.alone}+{self.guard}"
+
+    @property
+    def suffix(self) -> str:
+        """The guard and the filter as they stand in the name: "+guard+time"."""
+        return "".join(f"+{part}" for part in (self.guard, self.filter) if part is not None)
+
+
+def parse(name: str) -> ParsedName:
+    """Split a name into its parts; the method need not be registered.
+
+    >>> parse("selftrain/bn+st+guard+time")
+    ParsedName(method='selftrain', variant='bn+st', guard='guard', filter='time')
+    >>> parse("tribe+time").unfiltered
+    'tribe'
+    """
+    first, _, last = name.rpartition("+")
+    rest, filter_name = (first, last) if last in filters.names() else (name, None)
+    first, _, last = rest.rpartition("+")
+    rest, guard = (first, last) if last in guards.names() else (rest, None)
+    method, slash, variant = rest.partition("/")
+    return ParsedName(method, variant if slash else None, guard, filter_name)
+
+
+def variants() -> list[str]:
+    """Return the named settings of all methods, such as "selftrain/fixmatch"."""
+    return [f"{name}/{variant}" for name in names() for variant in registry.get(name).variants]
+
+
+def get(name: str) -> type[Method]:
+    """Return the class of the method in a name.
+
+    Raises:
+        ValueError: the name has an unknown part, or its parts are in another order.
+
+    >>> get("tribe+time").__name__
+    'Tribe'
+    """
+    parsed = parse(name)
+    first, plus, rest = parsed.method.partition("+")
+    if plus and first in names():  # tribe+tiem
+        _refuse_rest(name, rest.split("+"))
+    cls = registry.get(parsed.method)
+    if parsed.variant is not None and parsed.variant not in cls.variants:
+        last = parsed.variant.rpartition("+")[2]
+        if last in guards.names() or last in filters.names():
+            _refuse_rest(name, [last])
+        raise ValueError(f"{parsed.method} has no variant {parsed.variant!r}: {nearest(parsed.variant, cls.variants)}")
+    return cls
+
+
+def _refuse_rest(name: str, parts: list[str]) -> None:
+    """Raise ValueError for what comes after a method's name."""
+    known = [*guards.names(), *filters.names()]
+    for part in parts:
+        if part not in known:
+            raise ValueError(f"unknown guard or time filter {part!r}: {nearest(part, known)}")
+    raise ValueError(f"{name!r} names two guards or two filters, or a guard after a filter: a time filter comes last")
+
+
+def classes_of(name: str) -> tuple[type[Any], ...]:
+    """Return the classes of the method, the guard and the filter in a name."""
+    cls, parsed = get(name), parse(name)
+    guard = () if parsed.guard is None else (guards.get(parsed.guard),)
+    return cls, *guard, *(() if parsed.filter is None else (filters.get(parsed.filter),))
+
+
+def field_names(name: str) -> set[str]:
+    """Return the names of the fields that `create` takes for a name."""
+    return {field for cls in classes_of(name) for field in _fields(cls)}
+
+
+def _fields(cls: type[Any]) -> list[str]:
+    return [field.name for field in dataclasses.fields(cls) if field.init]
+
+
+def create(name: str, **fields: Any) -> AnyMethod:
+    """Build a method, or a pipeline, from its name and its fields; each part takes the fields that it has.
+
+    >>> create("selftrain/robust-bn", classes=10).learning
+    False
+    >>> create("source+time", within="batch").filter.within
+    'batch'
+    """
+    cls, parsed, known = get(name), parse(name), field_names(name)
+    fields = {**cls.variants.get(parsed.variant or "", {}), **fields}
+    for field in fields:
+        if field not in known:
+            raise TypeError(f"method {name!r} has no field {field!r}: {nearest(field, known)}")
+
+    def built(part: type[Any]) -> Any:
+        return part(**{field: fields[field] for field in _fields(part) if field in fields})
+
+    method: Method = built(cls)
+    guard = None if parsed.guard is None else built(guards.get(parsed.guard))
+    filter = None if parsed.filter is None else built(filters.get(parsed.filter))
+    return method if guard is None and filter is None else Pipeline(method, guard, filter)
+
+
+# -- for a network ----------------------------------------------------------------------------------------------------
 
 
 def backbone_for(model: nn.Module | Backbone, method: str | AnyMethod, alone: bool = True) -> Backbone:
@@ -23,7 +150,7 @@ def backbone_for(model: nn.Module | Backbone, method: str | AnyMethod, alone: bo
 def build_method(
     net: Backbone,
     method: str | AnyMethod,
-    time: str | TimeFilter | None,
+    time: str | filters.TimeFilter | None,
     classes: int | None,
     fields: Mapping[str, Any],
     guard: Any = None,
@@ -49,18 +176,8 @@ def build_method(
         raise ValueError(f"{whole.name} has a guard, or is watched, already")
     if time is not None and whole.filter is not None:
         raise ValueError(f"{whole.name} has a time filter already")
-    return Pipeline(
-        whole.method,
-        whole.guard if guard is None else guard,
-        whole.filter if time is None else resolve(time),
-    )
-
-
-def _count(net: Backbone, classes: int | None) -> int | None:
-    """Return the number of classes; None if it is not known and the network may return something else than logits."""
-    if net.dense and (classes is not None or (net.classes or 0) < 2):
-        return classes
-    return count_classes(net, classes)
+    filter = whole.filter if time is None else filters.resolve(time)
+    return Pipeline(whole.method, whole.guard if guard is None else guard, filter)
 
 
 def check_network(net: Backbone, method: AnyMethod, classes: int | None = None) -> int | None:
@@ -72,3 +189,10 @@ def check_network(net: Backbone, method: AnyMethod, classes: int | None = None) 
     check_source(net)
     warn_of_layers_left_alone(net)
     return found
+
+
+def _count(net: Backbone, classes: int | None) -> int | None:
+    """Return the number of classes; None if it is not known and the network may return something else than logits."""
+    if net.dense and (classes is not None or (net.classes or 0) < 2):
+        return classes
+    return count_classes(net, classes)

@@ -15,7 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tribe.methods import Affine, Backbone, Info, Key, optim, register, tree_map
+from tribe.core import optim
+from tribe.core.state import tree_map
+from tribe.methods import Affine, Backbone, Info, Key, register
 from tribe.methods.roid import Roid
 
 PARAMETERS = 38_400  # for so many learned numbers q holds as it is; for others in proportion

@@ -18,9 +18,9 @@ from torch import Tensor
 from tribe.core import all_weights, losses, optim
 from tribe.core.all_weights import Parameters, WeightLayout
 from tribe.core.augment import Augment, View, view
-from tribe.core.backbone import Backbone
-from tribe.core.state import Info, tree_map
-from tribe.methods import Deployed, Key, Method, PerBatch, ScreenedBatch, Update, accumulation_dtype, register
+from tribe.core.moments import accumulation_dtype
+from tribe.core.state import tree_map
+from tribe.methods import Backbone, Deployed, Info, Key, Method, PerBatch, ScreenedBatch, Update, register
 
 RESTORE = 0x434F5454  # purpose of the draw, "COTT" in ASCII
 
@@ -62,9 +62,7 @@ class AveragedTeacher(Method):
         if self.p_th is None:
             if self.classes is None:
                 raise ValueError(f"{self.name} derives p_th from the number of classes: give classes= or p_th=")
-            # NOTE: published for 10, 100 and 1000 classes; otherwise the nearest of these.
-            p_th = 0.92 if self.classes <= 20 else 0.72 if self.classes <= 300 else 0.1
-            object.__setattr__(self, "p_th", p_th)
+            self.set_defaults(p_th=self.published(0.92, 0.72, 0.1))
         self.require_range("lr")
         self.require_range("alpha", high=1)
         self.require_range("n", "chunk", low=1)
@@ -80,7 +78,8 @@ class AveragedTeacher(Method):
     def deployed(self, net: Backbone, state: CottaState) -> Deployed:
         """Return the teacher, the batch's statistics."""
         layout = WeightLayout(net)
-        return Deployed.per_batch(net, state.teacher.affine, [layout.views(row) for row in state.teacher.weights])
+        views = [layout.views(row) for row in state.teacher.weights]
+        return Deployed(state.teacher.affine, net.source(len(views))[1], PerBatch(), views)
 
     def logits(self, net: Backbone, state: CottaState, batch: ScreenedBatch) -> Tensor:
         """Predict as a step would: the views are drawn from the state's key."""
@@ -170,6 +169,5 @@ class Cotta(AveragedTeacher):
         if self.p == 0:
             return student
         count = sum(t.shape[1] for t in (*student.affine, student.weights))
-        return all_weights.restore(
-            all_weights.bernoulli_mask(state.key, RESTORE, self.p, count), student, layout.source()
-        )
+        chosen = all_weights.bernoulli_mask(state.key, RESTORE, self.p, count)
+        return all_weights.restore(chosen, student, layout.source())

@@ -11,14 +11,16 @@ Affine parameters learn, one step a batch.
 
 import math
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tribe.core import losses, optim
-from tribe.core.state import Affine, Info, Stats, select
-from tribe.methods import Backbone, Deployed, EntropyMethod, Frozen, Key, Output, ScreenedBatch, gradient_step, register
+from tribe.core.backbone import Output
+from tribe.core.state import select
+from tribe.methods import Affine, Backbone, Deployed, EntropyMethod, Frozen, Info, Key, ScreenedBatch, Stats, register
+from tribe.methods.base import gradient_step, mean_prediction
 from tribe.norms.renorm import Renorm
 
 
@@ -96,22 +98,12 @@ class Delta(EntropyMethod):
 
     def descend(self, net: Backbone, state: DeltaState, grads: Affine) -> tuple[Affine, optim.Adam]:
         """Take a step of Adam, or of SGD with momentum."""
-        return gradient_step(state.affine, grads, state.adam, self.lr, self.optimizer)
+        return gradient_step(state, grads, self.lr, self.optimizer)
 
-    def follow(
-        self,
-        net: Backbone,
-        old: DeltaState,
-        new: DeltaState,
-        output: Output,
-        batch: ScreenedBatch,
-        trusted: Tensor | None,
-    ) -> DeltaState:
+    def follow(self, net: Backbone, state: Any, output: Output, batch: ScreenedBatch, trusted: Tensor | None) -> Any:
         """Let statistics and frequencies follow the batch."""
-        p = losses.probabilities(output.logits.detach())
-        seen = losses.mean_over(p.transpose(1, 2), batch.valid.unsqueeze(1))  # (S, K)
-        mean = self.lambda_ * old.mean + (1 - self.lambda_) * seen.to(old.mean)
-        return new._replace(stats=output.stats, mean=mean)
+        seen = mean_prediction(output.logits, batch.valid).to(state.mean)
+        return state._replace(stats=output.stats, mean=self.lambda_ * state.mean + (1 - self.lambda_) * seen)
 
     def _moving(self, state: DeltaState) -> Stats:
         """Return the moving statistics; those of streams without a batch yet are marked."""

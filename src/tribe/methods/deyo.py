@@ -20,8 +20,10 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from tribe.core import losses, optim, rng
-from tribe.core.state import Affine, tree_map
-from tribe.methods import Backbone, EntropyMethod, Key, ScreenedBatch, accumulation_dtype, gradient_step, register
+from tribe.core.moments import accumulation_dtype
+from tribe.core.state import tree_map
+from tribe.methods import Affine, Backbone, EntropyMethod, Key, ScreenedBatch, register
+from tribe.methods.base import gradient_step
 from tribe.methods.sar import adapted_channels, checked_tail
 
 SHUFFLE = 0x4445594F  # purpose of the draw, "DEYO" in ASCII
@@ -82,7 +84,7 @@ ICLR 2024"
     def descend(self, net: Backbone, state: Any, grads: Affine) -> tuple[Affine, optim.Adam]:
         """Take a step in the layers that are not frozen."""
         grads = tree_map(adapted_channels(net, self.frozen_tail).mul, grads)
-        return gradient_step(state.affine, grads, state.adam, self.lr, self.optimizer, momentum=self.momentum)
+        return gradient_step(state, grads, self.lr, self.optimizer, momentum=self.momentum)
 
     @torch.no_grad()
     def _choose(

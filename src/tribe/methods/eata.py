@@ -15,10 +15,11 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from tribe.core import losses, optim
-from tribe.core.state import Affine, Info
+from tribe.core.backbone import Output
 from tribe.fields import is_whole
 from tribe.knowledge import Knowledge, KnowledgeError, KnowledgeLike, checked_tensors, study_batches
-from tribe.methods import Backbone, EntropyMethod, Key, Output, PerBatch, ScreenedBatch, register
+from tribe.methods import Affine, Backbone, EntropyMethod, Info, Key, PerBatch, ScreenedBatch, register
+from tribe.methods.base import mean_prediction
 
 
 class EataState(NamedTuple):
@@ -86,31 +87,18 @@ class Eata(EntropyMethod):
     ) -> tuple[Tensor, Tensor]:
         """Return the weighted entropy of reliable and new predictions, plus the Fisher penalty."""
         uncertainty, limit = losses.entropy(logits), self.e0 * math.log(logits.shape[-1])  # (S, B)
-        chosen = batch.valid & (uncertainty.detach() < limit)
-        chosen = chosen & self._new(losses.probabilities(logits.detach()), state.mean)
+        cosine = cosine_similarity(state.mean.unsqueeze(1), losses.probabilities(logits.detach()), dim=-1).abs()
+        new = (cosine < self.d) | ~_exists(state.mean)
+        chosen = batch.valid & (uncertainty.detach() < limit) & new
         weight = (limit - uncertainty.detach()).exp()
         return losses.mean_over(weight * uncertainty, chosen) + self._penalty(net, affine), chosen
 
-    def follow(
-        self,
-        net: Backbone,
-        old: EataState,
-        new: EataState,
-        output: Output,
-        batch: ScreenedBatch,
-        trusted: Tensor | None,
-    ) -> EataState:
+    def follow(self, net: Backbone, state: Any, output: Output, batch: ScreenedBatch, trusted: Tensor | None) -> Any:
         """Let the mean prediction follow those that were learned from."""
         assert trusted is not None
-        p = losses.probabilities(output.logits.detach())
-        seen = losses.mean_over(p.transpose(1, 2), trusted.unsqueeze(1)).to(old.mean)  # (S, K)
-        mean = torch.where(_exists(old.mean), 0.9 * old.mean + 0.1 * seen, seen)
-        return new._replace(mean=torch.where(trusted.any(1, keepdim=True), mean, old.mean))
-
-    def _new(self, p: Tensor, mean: Tensor) -> Tensor:
-        """Return which predictions (S, B) are unlike the moving mean; all, if there is none yet."""
-        cosine = cosine_similarity(mean.unsqueeze(1), p, dim=-1).abs()
-        return (cosine < self.d) | ~_exists(mean)
+        seen = mean_prediction(output.logits, trusted).to(state.mean)
+        mean = torch.where(_exists(state.mean), 0.9 * state.mean + 0.1 * seen, seen)
+        return state._replace(mean=torch.where(trusted.any(1, keepdim=True), mean, state.mean))
 
     def _penalty(self, net: Backbone, affine: Affine) -> Tensor | float:
         """alpha sum F (theta - theta_0)^2 of every stream, (S,); the file's F is a sum over batches."""

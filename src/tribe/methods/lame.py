@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from tribe.core import losses
-from tribe.core.backbone import Backbone
-from tribe.methods import ScreenedBatch, Update, accumulation_dtype, features_of, register, require_features, segment
+from tribe.core.graphs import segment
+from tribe.core.moments import accumulation_dtype
+from tribe.methods import Backbone, ScreenedBatch, Update, register
+from tribe.methods.method import features_of, require_features
 from tribe.methods.source import Source, SourceState
 
 CHECK_EVERY = 8  # rounds between two checks for convergence: each makes the host wait for the device

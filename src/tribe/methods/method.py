@@ -15,11 +15,10 @@ from torch import Tensor
 from tribe.core.augment import View, check_view
 from tribe.core.backbone import DENSE, NO_AFFINE, Backbone, Output
 from tribe.core.rng import Key
-from tribe.core.rules import Frozen, PerBatch
 from tribe.core.state import Affine, Info, Stats, streams_of
 from tribe.fields import is_number, is_whole, plain_numbers, require
 from tribe.knowledge import Knowledge, resolve_knowledge
-from tribe.methods.stepping import ScreenedBatch, Update, commit_step, finite, ignore, mask_logits, screen
+from tribe.methods.stepping import ScreenedBatch, Update, commit_step, finite, mask_logits, screen
 from tribe.norms import Norm
 from tribe.registry import Registry, nearest
 
@@ -38,16 +37,6 @@ class Deployed:
     stats: Stats  # (S, 1, C)
     norm: Norm  # frozen, or batch for methods that normalise each batch with its own statistics
     weights: Sequence[Mapping[str, Tensor]] | None = None  # a stream's own by name, for methods that adapt them too
-
-    @classmethod
-    def frozen(cls, net: Backbone, affine: Affine) -> Self:
-        """Return a network with the source's statistics."""
-        return cls(affine, net.source(len(affine.weight))[1], Frozen())
-
-    @classmethod
-    def per_batch(cls, net: Backbone, affine: Affine, weights: Sequence[Mapping[str, Tensor]] | None = None) -> Self:
-        """Return a network that normalises each batch with its own statistics; the source's only give the shape."""
-        return cls(affine, net.source(len(affine.weight))[1], PerBatch(), weights)
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self.affine, self.stats, self.norm))
@@ -151,6 +140,19 @@ class Method(ABC):
         assert self.classes is not None
         return self.classes
 
+    def set_defaults(self, **values: Any) -> None:
+        """Set the fields that are None."""
+        for name, value in values.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+
+    def published(self, ten: float, hundred: float, thousand: float) -> float:
+        """Return what is published for 10, 100 or 1000 classes.
+
+        NOTE: with another number of classes, the nearest of these.
+        """
+        return ten if self.class_count <= 20 else hundred if self.class_count <= 300 else thousand
+
     def study(self, net: Backbone, batches: Iterable[tuple[Tensor, Tensor]]) -> Knowledge:
         """Extract what the method `needs` from source images (B, ...) and labels (B,)."""
         raise TypeError(f"{self.name} needs to know nothing of the source data")
@@ -208,7 +210,7 @@ class Method(ABC):
         retired: Any = None,
         *,
         deploy: Callable[[Backbone, Any], Deployed] | None = None,
-        on_prediction: Callable[[Tensor], object] = ignore,
+        on_prediction: Callable[[Tensor], object] | None = None,
     ) -> tuple[Tensor, Any]:
         """Predict images, then adapt.
 
@@ -243,6 +245,12 @@ class Method(ABC):
         x, valid, _ = screen(x, valid)
         prediction, _ = self.predict_batch(net, state, ScreenedBatch(x, valid, deploy or self.deployed))
         return prediction if self.output == "logits" else prediction.softmax(-1)
+
+    def predict_and_advance(
+        self, net: Backbone, state: Any, x: Tensor, valid: Tensor | None = None
+    ) -> tuple[Tensor, Any]:
+        """Predict as a frozen adapter does, in the order of the stream; only a pipeline's time filter moves on."""
+        return self.predict(net, state, x, valid), state
 
     @torch.no_grad()
     def predict_batch(self, net: Backbone, state: Any, batch: ScreenedBatch) -> tuple[Tensor, Tensor]:

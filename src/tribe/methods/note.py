@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 
 from tribe.core import losses, memory, optim
-from tribe.core.backbone import Backbone
-from tribe.core.state import Affine, Info, Stats, select
-from tribe.methods import Deployed, Instance, Key, MemoryMethod, Reservoir, ScreenedBatch, Update, register, segment
+from tribe.core.graphs import segment
+from tribe.core.memory import Reservoir
+from tribe.core.state import select
+from tribe.methods import Affine, Backbone, Deployed, Info, Key, MemoryMethod, ScreenedBatch, Stats, Update, register
+from tribe.norms.instance import Instance
 
 
 class NoteState(NamedTuple):
@@ -73,44 +75,25 @@ class Note(MemoryMethod):
         """Return the adapted parameters and running statistics, corrected for each image."""
         return Deployed(state.affine, state.stats, self._norm(observing=False))
 
-    def remember(self, bank: Reservoir, x: Tensor, labels: Tensor, valid: Tensor, key: Key) -> Reservoir:
-        """Add a batch (S, B, ...) with its predicted labels to the memory."""
-        # In chunks no larger than the memory: the cost of a chunk grows with its square.
-        for chunk, label, counted in zip(*(t.split(self.size, 1) for t in (x, labels, valid)), strict=True):
-            turnover = memory.admit_reservoir(bank, label, counted, key.seed)
-            whole = torch.full_like(bank.held, label.shape[1])
-            bank = memory.hold(bank, {"image": chunk, "label": label}, turnover, counted, whole)
-            bank = memory.count_predictions(bank, label, counted)
-        return bank
-
     def look(self, net: Backbone, state: NoteState, batch: ScreenedBatch) -> NotePrediction:
         """Predict with instance-aware BN."""
         return NotePrediction(*self.predict_batch(net, state, batch))
 
     def learn(self, net: Backbone, state: NoteState, x: Tensor, seen: NotePrediction) -> Update:
         """Remember the images, and take an Adam step down the entropy of the memory whenever it is due."""
-        labels, counts = seen.prediction.argmax(-1), seen.counts
         if self.every is None:
-            state = state._replace(memory=self.remember(state.memory, x, labels, counts, state.key))
-            state = segment(self._learn, net, state, x.shape[2:], counts.any(1))
-        else:  # a chunk has no more images than there are between updates, so at most one update
-            for chunk in zip(*(t.split(self.every, 1) for t in (x, labels, counts)), strict=True):
-                state = self._remember_and_learn(net, state, self.every, *chunk)
+            state = self.remember(state, x, seen, seen.counts)
+            state = segment(self.update, net, state, x.shape[2:], seen.counts.any(1))
+        else:
+            state = self.learn_every(self.every, net, state, x, seen)
         return Update(seen.prediction, state, affine=state.affine)
 
-    def _remember_and_learn(
-        self, net: Backbone, state: NoteState, every: int, x: Tensor, labels: Tensor, valid: Tensor
-    ) -> NoteState:
-        """Add images to the memory; after the one that is due, learn from the memory as it is at that moment."""
-        missing = every - state.memory.arrivals % every  # (S,) arrivals until the next update
-        due = valid.sum(1) >= missing
-        before = valid & (valid.cumsum(1) <= missing.unsqueeze(1))
-        state = state._replace(memory=self.remember(state.memory, x, labels, before, state.key))
-        if bool(due.any()):
-            state = select(due, segment(self._learn, net, state, x.shape[2:], due), state)
-        return state._replace(memory=self.remember(state.memory, x, labels, valid & ~before, state.key))
+    def remember(self, state: NoteState, x: Tensor, seen: NotePrediction, arriving: Tensor) -> NoteState:
+        """Add images to the memory, as far as it admits them."""
+        labels = seen.prediction.argmax(-1)
+        return state._replace(memory=memory.add_reservoir(state.memory, x, labels, arriving, state.key.seed))
 
-    def _learn(self, net: Backbone, state: NoteState, shape: tuple[int, ...], due: Tensor) -> NoteState:
+    def update(self, net: Backbone, state: NoteState, shape: tuple[int, ...], due: Tensor) -> NoteState:
         """Take one step down the entropy of the memory, in the streams ``due``."""
         counts = state.memory.filled & due.unsqueeze(1)  # (S, M): nothing counts in the other streams
         with torch.enable_grad():
@@ -120,4 +103,4 @@ class Note(MemoryMethod):
             loss = losses.mean_over(losses.entropy(logits), counts)  # (S,)
             grads = affine.gradient(loss)
         moved, moments = optim.adam_step(state.affine, grads, state.adam, self.lr)
-        return state._replace(affine=moved, stats=stats, adam=moments)
+        return select(due, state._replace(affine=moved, stats=stats, adam=moments), state)

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from tribe.core import all_weights, losses
+from tribe.core.all_weights import Parameters, WeightLayout
 from tribe.core.state import tree_map
 from tribe.knowledge import Knowledge, KnowledgeLike, checked_tensors, require_labels, study_batches
-from tribe.methods import Backbone, Parameters, PerBatch, WeightLayout, register
+from tribe.methods import Backbone, PerBatch, register
 from tribe.methods.cotta import AveragedTeacher, CottaState
 
 EPS = 1e-6  # added to the posterior's variance, as released

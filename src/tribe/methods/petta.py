@@ -23,7 +23,6 @@ from torch.nn.functional import cosine_similarity
 
 from tribe.core import losses, memory, optim
 from tribe.core.augment import Augment, View, view
-from tribe.core.backbone import Backbone
 from tribe.core.graphs import segment
 from tribe.core.memory import Timely
 from tribe.core.rng import Key
@@ -32,16 +31,16 @@ from tribe.core.state import Affine, Info, Stats, select, tree_map
 from tribe.knowledge import Knowledge, KnowledgeError, KnowledgeLike, checked_tensors, study_batches
 from tribe.methods import (
     Agreement,
+    Backbone,
     Deployed,
     MemoryMethod,
     ScreenedBatch,
     Update,
-    features_of,
     finite,
     mask_logits,
     register,
-    require_features,
 )
+from tribe.methods.method import features_of, require_features
 from tribe.methods.rotta import Branch
 from tribe.norms.batch import Robust
 
@@ -149,7 +148,8 @@ class Petta(MemoryMethod):
 
     def learn(self, net: Backbone, state: PettaState, x: Tensor, seen: PettaPrediction) -> Update:
         """Remember the images, and learn from the memory."""
-        new = state._replace(mean=seen.mean, memory=self._remember(state.memory, x, seen))
+        bank = memory.add_timely(state.memory, x, seen.labels, seen.uncertainty, seen.counts, self.class_count)
+        new = state._replace(mean=seen.mean, memory=bank)
         new, agreement = segment(self._learn, net, new, x.shape[2:], seen.gamma, seen.counts.any(1))
         return Update(seen.prediction, new, affine=new.teacher.affine, agreement=agreement)
 
@@ -175,16 +175,6 @@ class Petta(MemoryMethod):
         if self.sensing == "paper":
             return losses.mean_over(-torch.expm1(-distance.sum(-1)), present)
         return -torch.expm1(-losses.mean_over(distance.mean(-1), present))
-
-    def _remember(self, bank: Timely, x: Tensor, seen: PettaPrediction) -> Timely:
-        """Add a batch to the memory, in chunks no larger than it: the cost of a chunk grows with its square."""
-        columns = (x, seen.labels, seen.uncertainty, seen.counts)
-        for image, label, doubt, valid in zip(*(t.split(self.size, 1) for t in columns), strict=True):
-            turnover = memory.admit_timely(bank, label, doubt, valid, self.class_count)
-            arrival = memory.arrival_numbers(bank, valid)
-            newcomers = {"image": image, "label": label, "arrival": arrival, "uncertainty": doubt}
-            bank = memory.hold(bank, newcomers, turnover, valid, torch.full_like(bank.held, label.shape[1]))
-        return bank
 
     def _learn(
         self, net: Backbone, state: PettaState, shape: tuple[int, ...], gamma: Tensor, due: Tensor

@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tribe.core.backbone import Backbone
 from tribe.core.moments import accumulation_dtype
 from tribe.core.rng import Key
+from tribe.core.rules import Frozen, PerBatch
 from tribe.core.state import Info
 from tribe.core.validation import check_count
 from tribe.filters import FilterInfo, TimeFilter
-from tribe.knowledge import Knowledge
 from tribe.methods.method import Deployed, Method
 from tribe.registry import Registry
 
@@ -48,6 +48,11 @@ class PipelineState(NamedTuple):
         """The method's report, of its own predictions before the filter."""
         info: Info = self.method.info
         return info
+
+
+def _of_the_method(name: str) -> Any:
+    """Return a property that reads an attribute of the pipeline's method; see `Method`."""
+    return property(lambda pipeline: getattr(pipeline.method, name))
 
 
 @dataclass(frozen=True)
@@ -95,35 +100,13 @@ class Pipeline:
 
     # -- what it has from the method -------------------------------------------------------------------------------
 
-    @property
-    def classes(self) -> int | None:
-        """The number of classes."""
-        return self.method.classes
-
-    @property
-    def output(self) -> Literal["logits", "probabilities"]:
-        """The kind of predictions that `step` returns."""
-        return self.method.output
-
-    @property
-    def needs(self) -> str | None:
-        """The source knowledge that the method needs."""
-        return self.method.needs
-
-    @property
-    def works_on(self) -> tuple[str, ...]:
-        """The properties that a network must have."""
-        return self.method.works_on
-
-    @property
-    def does_not_adapt(self) -> str | None:
-        """The reason why the method's predictions never change; None: they do."""
-        return self.method.does_not_adapt
-
-    @property
-    def capture(self) -> Literal["whole", "segments", "never"]:
-        """The way a step is captured in CUDA graphs."""
-        return self.method.capture
+    classes = _of_the_method("classes")
+    output = _of_the_method("output")
+    needs = _of_the_method("needs")
+    works_on = _of_the_method("works_on")
+    does_not_adapt = _of_the_method("does_not_adapt")
+    capture = _of_the_method("capture")
+    study = _of_the_method("study")
 
     @property
     def augment(self) -> Any:
@@ -135,17 +118,22 @@ class Pipeline:
         """The reason why a pass of `deployed` does not predict what `predict` does; None: it does."""
         return self.method.not_exportable_because if self.filter is None else "filters its predictions over time"
 
-    def study(self, net: Backbone, batches: Any) -> Knowledge:
-        """Extract the source knowledge that the method needs."""
-        return self.method.study(net, batches)
-
     # -- steps -----------------------------------------------------------------------------------------------------
 
     def init(self, net: Backbone, streams: int = 1, seed: int = 0) -> PipelineState:
         """Return the states of the parts before the first image."""
         state = self.method.init(net, streams, seed)
         guard = EmptyState() if self.guard is None else self.guard.init(net, self.method, state)
-        return PipelineState(state, guard, self._first_filter_state(net, streams))
+        if self.filter is None:
+            return PipelineState(state, guard, EmptyState())
+        classes = self._count(net)
+        if classes is None:
+            raise ValueError(
+                "a time filter needs the number of classes, which cannot be read from the network: classes="
+            )
+        source = net.source()[0].weight
+        like = source.new_empty(0, dtype=accumulation_dtype(source.dtype))
+        return PipelineState(state, guard, self.filter.init(streams, classes, like))
 
     def step(
         self,
@@ -163,7 +151,8 @@ class Pipeline:
         else:
             parts = self.guard.step(net, self.method, state.method, state.guard, x, valid, spare, deploy=self.deploy)
             output, state = parts[0], PipelineState(parts[1], parts[2], state.filter)
-        return self._filtered(net, state, output, valid)
+        answer, after = self.filter_output(net, state.filter, output, valid)
+        return answer, state._replace(filter=after)
 
     def predict(self, net: Backbone, state: PipelineState, x: Tensor, valid: Tensor | None = None) -> Tensor:
         """Predict as the next step would; the state, and with it the filter's, stays as it is."""
@@ -173,7 +162,9 @@ class Pipeline:
         self, net: Backbone, state: PipelineState, x: Tensor, valid: Tensor | None = None
     ) -> tuple[Tensor, PipelineState]:
         """Predict without adapting the network; the filter's state moves on."""
-        return self._filtered(net, state, self.method.predict(net, state.method, x, valid, deploy=self.deploy), valid)
+        output = self.method.predict(net, state.method, x, valid, deploy=self.deploy)
+        answer, after = self.filter_output(net, state.filter, output, valid)
+        return answer, state._replace(filter=after)
 
     def deployed(self, net: Backbone, state: PipelineState) -> Deployed:
         """Return the network that predicts."""
@@ -201,44 +192,17 @@ class Pipeline:
 
     def filter_output(self, net: Backbone, state: Any, output: Tensor, valid: Tensor | None) -> tuple[Tensor, Any]:
         """Filter what the method returned, (S, B, K), with a state of the filter: answers, and its next state."""
-        assert self.filter is not None
+        if self.filter is None:
+            return output, state
         check_count(output, self._count(net), net.classifier)  # a filter would fail with the sizes of its tensors
         real = torch.ones(output.shape[:2], dtype=torch.bool, device=output.device) if valid is None else valid
         return filter_output(self.filter, state, output, real, self.output)
 
-    def _filtered(
-        self, net: Backbone, state: PipelineState, output: Tensor, valid: Tensor | None
-    ) -> tuple[Tensor, PipelineState]:
-        if self.filter is None:
-            return output, state
-        answer, after = self.filter_output(net, state.filter, output, valid)
-        return answer, state._replace(filter=after)
-
-    def _first_filter_state(self, net: Backbone, streams: int) -> Any:
-        if self.filter is None:
-            return EmptyState()
-        classes = self._count(net)
-        if classes is None:
-            raise ValueError(
-                "a time filter needs the number of classes, which cannot be read from the network: classes="
-            )
-        source = net.source()[0].weight
-        return self.filter.init(streams, classes, source.new_empty(0, dtype=accumulation_dtype(source.dtype)))
-
     def _count(self, net: Backbone) -> int | None:
-        return self.classes if self.classes is not None else net.classes
+        return self.method.classes if self.method.classes is not None else net.classes
 
 
 AnyMethod = Method | Pipeline
-
-
-def predict_and_advance(
-    method: AnyMethod, net: Backbone, state: Any, x: Tensor, valid: Tensor | None = None
-) -> tuple[Tensor, Any]:
-    """Predict without adapting, in the order of the stream, as a frozen adapter does: a filter's state moves on."""
-    if isinstance(method, Pipeline):
-        return method.predict_and_advance(net, state, x, valid)
-    return method.predict(net, state, x, valid), state
 
 
 @torch.no_grad()
@@ -251,6 +215,23 @@ def filter_output(
     filtered = rule.step(state, logits, valid)
     answer = (filtered.logits.exp() if probabilities else filtered.logits).to(output.dtype)
     return torch.where(filtered.used.unsqueeze(-1), answer, output), filtered.state
+
+
+NOT_EXPORTED = (
+    "{0} cannot be exported as an ordinary module that predicts what it predicts, because {0} {1}. Keep the adapter in "
+    "its place: freeze() stops it from adapting, save() and tribe.load() carry it elsewhere"
+)
+
+
+def plain_network(net: Backbone, method: AnyMethod, state: Any, stream: int) -> nn.Module:
+    """Return a module with ordinary normalisation layers that predicts for one stream as the method does."""
+    if (more := method.not_exportable_because) is not None:
+        raise ValueError(NOT_EXPORTED.format(method.name, f"predicts with more than a pass of a network: {more}"))
+    chosen = method.deployed(net, state).stream(stream)
+    if type(chosen.norm) not in (Frozen, PerBatch):  # a subclass is another rule
+        raise ValueError(NOT_EXPORTED.format(method.name, f"normalises as no ordinary layer does: {chosen.norm}"))
+    frozen = chosen.stats if isinstance(chosen.norm, Frozen) else None
+    return net.plain(chosen.affine, frozen, chosen.weights[0] if chosen.weights else None)
 
 
 def with_fields(method: AnyMethod, **fields: Any) -> AnyMethod:

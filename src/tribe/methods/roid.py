@@ -16,9 +16,11 @@ from torch.nn.functional import cosine_similarity
 
 from tribe.core import losses, optim
 from tribe.core.augment import Augment, View, view
-from tribe.core.backbone import Backbone, Output
-from tribe.core.state import Affine, Info, tree_map
-from tribe.methods import EntropyMethod, Key, ScreenedBatch, Update, accumulation_dtype, gradient_step, register
+from tribe.core.backbone import Output
+from tribe.core.moments import accumulation_dtype
+from tribe.core.state import tree_map
+from tribe.methods import Affine, Backbone, EntropyMethod, Info, Key, ScreenedBatch, Update, register
+from tribe.methods.base import gradient_step, mean_prediction
 
 # NOTE: the paper's view has neither blur nor noise. It pads by reflection; `Augment` pads with edge values.
 VIEW = Augment(sigma=(0.001, 0.001), noise=0.0)
@@ -91,14 +93,12 @@ correction, WACV 2024"
 
     def descend(self, net: Backbone, state: Any, grads: Affine) -> tuple[Affine, optim.Adam]:
         """Take a step of Adam, or of SGD with Nesterov's momentum."""
-        return gradient_step(state.affine, grads, state.adam, self.lr, self.optimizer, nesterov=True)
+        return gradient_step(state, grads, self.lr, self.optimizer, nesterov=True)
 
-    def follow(
-        self, net: Backbone, old: Any, new: Any, output: Output, batch: ScreenedBatch, trusted: Tensor | None
-    ) -> Any:
+    def follow(self, net: Backbone, state: Any, output: Output, batch: ScreenedBatch, trusted: Tensor | None) -> Any:
         """Move the mean prediction, and the parameters a little back towards the source's."""
-        mean = self.beta * old.mean + (1 - self.beta) * _mean_prediction(output.logits, batch.valid).to(old.mean)
-        return self.ensemble(net, new._replace(mean=mean))
+        seen = mean_prediction(output.logits, batch.valid).to(state.mean)
+        return self.ensemble(net, state._replace(mean=self.beta * state.mean + (1 - self.beta) * seen))
 
     def ensemble(self, net: Backbone, state: Any) -> Any:
         """Move the parameters, after a step, a little back towards the source's."""
@@ -118,7 +118,7 @@ correction, WACV 2024"
         logits = logits.detach().to(accumulation_dtype(logits.dtype))
         if self.prior == "none":
             return logits
-        prior = _mean_prediction(logits, valid)  # (S, K)
+        prior = mean_prediction(logits, valid)  # (S, K)
         images, classes = valid.sum(1, keepdim=True).clamp_min(1), prior.shape[-1]
         gamma = (1 / images).clamp_min(1 / classes) / prior.amax(-1, keepdim=True).clamp_min(1 / classes)
         prior = ((prior + gamma) / (1 + gamma * classes)).unsqueeze(1)
@@ -132,9 +132,3 @@ def _spread(values: Tensor, valid: Tensor) -> Tensor:
     width = high - low
     spread = (values - low) / torch.where(width > 0, width, 1)
     return torch.where(valid & (width > 0), spread, 0)
-
-
-def _mean_prediction(logits: Tensor, valid: Tensor) -> Tensor:
-    """Mean over the valid images: (S, K)."""
-    p = losses.probabilities(logits.detach())
-    return losses.mean_over(p.transpose(1, 2), valid.unsqueeze(1))

@@ -18,11 +18,20 @@ from torch import Tensor
 
 from tribe.core import losses, memory, optim
 from tribe.core.augment import Augment, View, view
-from tribe.core.backbone import Backbone
 from tribe.core.memory import Timely
-from tribe.core.rules import Frozen
 from tribe.core.state import Affine, Info, Stats, select, tree_map
-from tribe.methods import Agreement, Deployed, Key, MemoryMethod, Robust, ScreenedBatch, Update, register, segment
+from tribe.methods import (
+    Agreement,
+    Backbone,
+    Deployed,
+    Frozen,
+    Key,
+    MemoryMethod,
+    Robust,
+    ScreenedBatch,
+    Update,
+    register,
+)
 
 
 class Branch(NamedTuple):
@@ -95,40 +104,18 @@ class Rotta(MemoryMethod):
 
     def learn(self, net: Backbone, state: RottaState, x: Tensor, seen: RottaPrediction) -> Update:
         """Remember the images, and learn from the memory after every 64."""
-        # A chunk has no more images than there are between updates, so at most one update.
-        for chunk in zip(
-            *(t.split(self.every, 1) for t in (x, seen.labels, seen.uncertainty, seen.counts)), strict=True
-        ):
-            state = self._remember(net, state, *chunk)
+        state = self.learn_every(self.every, net, state, x, seen)
         return Update(seen.prediction, state, affine=state.teacher.affine)
 
-    def _remember(
-        self, net: Backbone, state: RottaState, x: Tensor, labels: Tensor, uncertainty: Tensor, valid: Tensor
-    ) -> RottaState:
-        """Add images to the memory; if the 64th is among them, learn from the memory as it is at that moment."""
-        bank = state.memory
-        turnover = memory.admit_timely(bank, labels, uncertainty, valid, self.class_count)
-        columns = {
-            "image": x,
-            "label": labels,
-            "arrival": memory.arrival_numbers(bank, valid),
-            "uncertainty": uncertainty,
-        }
+    def remember(self, state: RottaState, x: Tensor, seen: RottaPrediction, arriving: Tensor) -> RottaState:
+        """Add images to the memory, as far as it admits them."""
+        bank = memory.add_timely(state.memory, x, seen.labels, seen.uncertainty, arriving, self.class_count)
+        return state._replace(memory=bank)
 
-        missing = self.every - bank.arrivals % self.every  # (S,) arrivals until the next update
-        due = valid.sum(1) >= missing
-        if bool(due.any()):
-            passed = (valid.cumsum(1) < missing.unsqueeze(1)).sum(1) + 1
-            then = memory.hold(bank, columns, turnover, valid, passed)
-            state = segment(self._update, net, state, then, x.shape[2:], due)
-        whole = torch.full_like(missing, x.shape[1])
-        return state._replace(memory=memory.hold(bank, columns, turnover, valid, whole))
-
-    def _update(
-        self, net: Backbone, state: RottaState, bank: Timely, shape: tuple[int, ...], due: Tensor
-    ) -> RottaState:
+    def update(self, net: Backbone, state: RottaState, shape: tuple[int, ...], due: Tensor) -> RottaState:
         """Move the student towards the teacher and the teacher towards the student, in the streams ``due``."""
-        seen, valid, norm = memory.images(bank, shape), bank.filled, self.norm
+        bank, norm = state.memory, self.norm
+        seen, valid = memory.images(bank, shape), bank.filled
         with torch.no_grad():
             teacher, _, teacher_stats = net(seen, *state.teacher, norm, valid=valid)
             # The number of updates is the clock: the view does not depend on the batch size.

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from tribe.core import losses, optim
-from tribe.methods import Affine, Backbone, EntropyMethod, Info, Key, ScreenedBatch, Update, register, select, tree_map
+from tribe.core.state import select, tree_map
+from tribe.methods import Affine, Backbone, EntropyMethod, Info, Key, ScreenedBatch, Update, register
 
 NONE_YET = -1.0  # a moving mean of entropies without a first value
 
@@ -62,7 +63,7 @@ class Sar(EntropyMethod):
 
     def init(self, net: Backbone, streams: int = 1, seed: int = 0) -> SarState:
         """Start at the source, with velocity zero."""
-        self._adapted(net)  # checks frozen_tail
+        adapted_channels(net, self.frozen_tail)  # checks frozen_tail
         affine, _ = net.source(streams)
         mean = affine.weight.new_full((streams,), NONE_YET)
         velocity = tree_map(torch.zeros_like, affine)
@@ -70,10 +71,10 @@ class Sar(EntropyMethod):
 
     def adapt(self, net: Backbone, state: SarState, batch: ScreenedBatch) -> Update:
         """Predict; find the worst point nearby; step along the gradient at that point."""
-        adapted = self._adapted(net)
+        adapted = adapted_channels(net, self.frozen_tail)
         logits, reliable, grads, _ = self._gradient(net, state, state.affine, batch, batch.valid)
         grads = tree_map(adapted.mul, grads)
-        worst = tree_map(lambda p, g: p + g * (self.rho / (length_of(grads) + 1e-12)), state.affine, grads)
+        worst = worst_nearby(state.affine, grads, self.rho)
         _, still, grads, loss = self._gradient(net, state, worst, batch, reliable)
         # NOTE: where nothing is reliable the gradient is zero and the momentum still moves on, as released.
         moved, velocity = optim.sgd_step(
@@ -105,9 +106,6 @@ class Sar(EntropyMethod):
             loss = losses.mean_over(uncertainty, reliable)
             grads = affine.gradient(loss)
         return logits, reliable, grads, loss.detach().to(at.weight.dtype)
-
-    def _adapted(self, net: Backbone) -> Tensor:
-        return adapted_channels(net, self.frozen_tail)
 
 
 def checked_tail(tail: float | Sequence[str]) -> float | tuple[str, ...]:
@@ -146,7 +144,7 @@ def adapted_channels(net: Backbone, tail: float | tuple[str, ...]) -> Tensor:
     return adapted
 
 
-def length_of(affine: Affine) -> Tensor:
-    """Return the norm of each stream's row over both parameters: (S, 1)."""
-    length: Tensor = torch.linalg.vector_norm(torch.cat(affine, 1), dim=1, keepdim=True)
-    return length
+def worst_nearby(affine: Affine, grads: Affine, rho: float) -> Affine:
+    """Return the point at the distance rho along each stream's gradient, where the loss is about highest."""
+    length = torch.linalg.vector_norm(torch.cat(grads, 1), dim=1, keepdim=True)  # (S, 1)
+    return tree_map(lambda p, g: p + g * (rho / (length + 1e-12)), affine, grads)

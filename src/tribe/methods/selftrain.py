@@ -12,17 +12,18 @@ import torch
 from torch import Tensor
 
 from tribe.core import losses, memory, optim
-from tribe.core.backbone import Backbone
 from tribe.core.graphs import segment
 from tribe.core.memory import ROOM, Timely
 from tribe.core.packed import ClassStats
-from tribe.core.rng import Key
-from tribe.core.rules import Frozen
 from tribe.core.state import Affine, Info, Stats, clone, rows_of, tree_map
 from tribe.fields import require
-from tribe.methods import Agreement, Deployed, Instance, Norm, Robust, ScreenedBatch, Update, norm_from_text, register
-from tribe.methods.tribe import Tribe, interleave
+from tribe.methods import Agreement, Backbone, Deployed, Frozen, Key, ScreenedBatch, Update, register
+from tribe.methods.tribe import STUDENT, TEACHER, Tribe, interleave
+from tribe.norms import Norm
 from tribe.norms.balanced import Balanced
+from tribe.norms.batch import Robust
+from tribe.norms.instance import Instance
+from tribe.norms.named import from_text as norm_from_text
 
 ALONE: Mapping[str, Any] = {"learning": False}
 PLAIN: Mapping[str, Any] = {"lambda_anc": 0.0}  # self-training without the anchored loss
@@ -134,7 +135,7 @@ class SelfTraining(Tribe):
 
     def deployed(self, net: Backbone, state: SelfTrainingState) -> Deployed:  # type: ignore[override]
         """Return the teacher, with its present statistics."""
-        stats: Any = rows_of(state.pair, slice(0, None, 2))
+        stats: Any = rows_of(state.pair, TEACHER)
         norm = self.norm
         if isinstance(norm, Balanced):
             stats, norm = self.pooled(net, stats), Frozen()
@@ -151,10 +152,12 @@ class SelfTraining(Tribe):
     def adapt(self, net: Backbone, state: Any, batch: ScreenedBatch) -> Update:
         """Predict with the teacher; then update the branches on the batch, or on the memory, and teach the student."""
         prediction, _ = segment(self.predict_batch, net, state, batch._replace(retired=None))
-        batch.on_prediction(prediction)
+        if batch.on_prediction is not None:
+            batch.on_prediction(prediction)
         x, labels, counted, bank = batch.x, prediction.argmax(-1), batch.valid, state.memory
         if self.memory:
-            bank = self._remember(state.memory, x, prediction, labels, batch.valid)
+            bank, uncertainty = memory.fit(bank, x), losses.entropy(prediction)
+            bank = memory.add_timely(bank, x, labels, uncertainty, batch.valid, self.class_count)
             labels, x = bank.label, memory.images(bank, batch.x.shape[2:])
             counted = bank.filled & batch.valid.any(1, keepdim=True)
         new, share, agreement = segment(self._update, net, state._replace(memory=bank), x, labels, counted)
@@ -181,14 +184,6 @@ class SelfTraining(Tribe):
         if self.rule in ("frozen", "batch"):
             return state.pair
         with torch.no_grad():
-            teacher, student = (rows_of(state.pair, slice(i, None, 2)) for i in (0, 1))
+            teacher, student = rows_of(state.pair, TEACHER), rows_of(state.pair, STUDENT)
             seen = net(x, state.affine, teacher, self.norm, labels, valid).stats
             return tree_map(interleave, seen, student)
-
-    def _remember(self, bank: Timely, x: Tensor, prediction: Tensor, labels: Tensor, valid: Tensor) -> Timely:
-        """Add the batch's images to the memory, as far as it admits them."""
-        bank, uncertainty = memory.fit(bank, x), losses.entropy(prediction)
-        turnover = memory.admit_timely(bank, labels, uncertainty, valid, self.class_count)
-        arrival = memory.arrival_numbers(bank, valid)
-        columns = {"image": x, "label": labels, "arrival": arrival, "uncertainty": uncertainty}
-        return memory.hold(bank, columns, turnover, valid, torch.full_like(bank.arrivals, x.shape[1]))

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from tribe.core import losses, memory, optim
-from tribe.core.backbone import Backbone
+from tribe.core.memory import Reservoir
 from tribe.core.state import Affine, Info, Stats, select, tree_map
-from tribe.methods import Deployed, Frozen, Key, MemoryMethod, Reservoir, ScreenedBatch, Update, register, segment
-from tribe.methods.sar import adapted_channels, checked_tail, length_of
+from tribe.methods import Backbone, Deployed, Frozen, Key, MemoryMethod, ScreenedBatch, Update, register
+from tribe.methods.sar import adapted_channels, checked_tail, worst_nearby
 from tribe.norms.batch import Training
 
 
@@ -73,10 +73,7 @@ class Sotta(MemoryMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.c_0 is None:
-            # NOTE: published for 10, 100 and 1000 classes; otherwise the nearest of these.
-            c_0 = 0.99 if self.class_count <= 20 else 0.66 if self.class_count <= 300 else 0.33
-            object.__setattr__(self, "c_0", c_0)
+        self.set_defaults(c_0=self.published(0.99, 0.66, 0.33))
         object.__setattr__(self, "frozen_tail", checked_tail(self.frozen_tail))
         self.require_range("c_0", high=1)
         self.require_range("rho")
@@ -108,41 +105,26 @@ class Sotta(MemoryMethod):
 
     def learn(self, net: Backbone, state: SottaState, x: Tensor, seen: SottaPrediction) -> Update:
         """Remember confident images, and learn from the memory after every 64 images."""
-        # A chunk has no more images than there are between updates, so at most one update.
-        for chunk in zip(*(t.split(self.every, 1) for t in (x, seen.labels, seen.confident, seen.counts)), strict=True):
-            state = self._remember_and_learn(net, state, *chunk)
+        state = self.learn_every(self.every, net, state, x, seen)
         return Update(seen.prediction, state, seen.confident, state.affine)
 
-    def _remember_and_learn(
-        self, net: Backbone, state: SottaState, x: Tensor, labels: Tensor, confident: Tensor, valid: Tensor
-    ) -> SottaState:
-        """Add images to the memory; after the one that is due, learn from the memory as it is at that moment."""
-        missing = self.every - state.seen % self.every  # (S,) images until the next update
-        due = valid.sum(1) >= missing
-        before = valid.cumsum(1) <= missing.unsqueeze(1)
-        state = self._remember(state, x, labels, confident & before)
-        if bool(due.any()):
-            state = segment(self._learn, net, state, x.shape[2:], due)
-            state = self._remember(state, x, labels, confident & ~before)
-        return state._replace(seen=state.seen + valid.sum(1))
+    def arrived(self, state: SottaState) -> Tensor:
+        """Return how many images came so far: the memory counts only those that it is offered."""
+        return state.seen
 
-    def _remember(self, state: SottaState, x: Tensor, labels: Tensor, chosen: Tensor) -> SottaState:
-        """HUS: add the ``chosen`` images, in chunks no larger than the memory, whose cost grows with their square."""
-        bank = state.memory
-        for image, label, counted in zip(*(t.split(self.size, 1) for t in (x, labels, chosen)), strict=True):
-            turnover = memory.admit_reservoir(bank, label, counted, state.key.seed, always=True)
-            whole = torch.full_like(bank.held, label.shape[1])
-            bank = memory.hold(bank, {"image": image, "label": label}, turnover, counted, whole)
-        return state._replace(memory=bank)
+    def remember(self, state: SottaState, x: Tensor, seen: SottaPrediction, arriving: Tensor) -> SottaState:
+        """HUS: add the confident images."""
+        chosen, seed = arriving & seen.confident, state.key.seed
+        bank = memory.add_reservoir(state.memory, x, seen.labels, chosen, seed, always=True)
+        return state._replace(memory=bank, seen=state.seen + arriving.sum(1))
 
-    def _learn(self, net: Backbone, state: SottaState, shape: tuple[int, ...], due: Tensor) -> SottaState:
+    def update(self, net: Backbone, state: SottaState, shape: tuple[int, ...], due: Tensor) -> SottaState:
         """ESM, in the streams ``due`` (S,) with an image in memory."""
         counts = state.memory.filled & due.unsqueeze(1)  # (S, M)
         adapted, x = adapted_channels(net, self.frozen_tail), memory.images(state.memory, shape)
         grads, stats = self._gradient(net, state.affine, state.stats, x, counts)
         grads = tree_map(adapted.mul, grads)
-        worst = tree_map(lambda p, g: p + g * (self.rho / (length_of(grads) + 1e-12)), state.affine, grads)
-        grads, stats = self._gradient(net, worst, stats, x, counts)
+        grads, stats = self._gradient(net, worst_nearby(state.affine, grads, self.rho), stats, x, counts)
         moved, moments = optim.adam_step(state.affine, tree_map(adapted.mul, grads), state.adam, self.lr)
         return select(counts.any(1), state._replace(affine=moved, stats=stats, adam=moments), state)
 

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tribe.core import optim
 from tribe.core.backbone import Backbone
 from tribe.core.losses import entropy, mean_over
 from tribe.core.packed import ClassStats
@@ -30,35 +29,20 @@ def screen(x: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     offered = torch.ones_like(good) if valid is None else valid
     valid = good & offered
     first = valid.byte().argmax(1)  # of every stream; a bad one, if none is good
-    spare = x[torch.arange(len(x), device=x.device), first].masked_fill(~_like(valid.any(1), x[:, 0]), 0)
-    return torch.where(_like(valid, x), x, spare.unsqueeze(1)), valid, (offered & ~good).sum(1)
-
-
-def _like(mask: Tensor, x: Tensor) -> Tensor:
-    """Append axes to a mask of the leading axes of x, so that it broadcasts."""
-    return mask.view(*mask.shape, *[1] * (x.dim() - mask.dim()))
+    mask = valid.view(*valid.shape, *[1] * (x.dim() - 2))  # (S, B, 1, ...)
+    spare = x[torch.arange(len(x), device=x.device), first].masked_fill(~mask.any(1), 0)
+    return torch.where(mask, x, spare.unsqueeze(1)), valid, (offered & ~good).sum(1)
 
 
 def finite(t: Tensor) -> Tensor:
     """Return whether all numbers of the last axis, or of all after the second, are finite: then their sum is."""
-    return (t.flatten(2) if t.dim() > 3 else t).sum(
-        -1, dtype=torch.float32
-    ).abs() < math.inf  # no comparison with NaN is true
+    values = t.flatten(2) if t.dim() > 3 else t
+    return values.sum(-1, dtype=torch.float32).abs() < math.inf  # no comparison with NaN is true
 
 
 def mask_logits(logits: Tensor, seen: Tensor) -> Tensor:
     """Set the logits of all images but those ``seen`` (S, B) to zero: every class is equally likely."""
-    return torch.where(_like(seen, logits), logits, 0)
-
-
-def gradient_step(
-    params: Affine, grads: Affine, moments: optim.Adam, lr: float, optimizer: str, **sgd: Any
-) -> tuple[Affine, optim.Adam]:
-    """Take one step of "adam", or of "sgd", whose velocity is Adam's first moment; ``sgd``: options of `sgd_step`."""
-    if optimizer == "adam":
-        return optim.adam_step(params, grads, moments, lr)
-    moved, velocity = optim.sgd_step(params, grads, moments.first, lr, **sgd)
-    return moved, moments._replace(first=velocity, steps=moments.steps + 1)
+    return torch.where(seen.view(*seen.shape, *[1] * (logits.dim() - 2)), logits, 0)
 
 
 class Agreement(NamedTuple):
@@ -77,15 +61,6 @@ class Agreement(NamedTuple):
                 return cls(with_student, torch.ones_like(with_student))
             return cls(with_student, mean_over((predicted == anchor.argmax(-1)).float(), valid))
 
-    @classmethod
-    def reported(cls, info: Info) -> "Agreement":
-        """Return the shares that a state reports already."""
-        return cls(info.student_agreement, info.anchor_agreement)
-
-
-def ignore(prediction: Tensor) -> None:
-    """Do nothing with a prediction."""
-
 
 class ScreenedBatch(NamedTuple):
     """The images of a step or of a prediction, and the network that predicts them."""
@@ -93,7 +68,7 @@ class ScreenedBatch(NamedTuple):
     x: Tensor  # (S, B, ...), padding and bad images replaced: see `screen`
     valid: Tensor  # (S, B), images that count
     deploy: Callable[[Backbone, Any], Any]  # `Method.deployed`; under a guard, its network leans on the source
-    on_prediction: Callable[[Tensor], object] = ignore  # what watches can work while the method learns
+    on_prediction: Callable[[Tensor], object] | None = None  # what watches can work while the method learns
     retired: Any = None  # a state that is not read any more: the next one may take its memory
 
 
@@ -131,7 +106,7 @@ def commit_step(net: Backbone, old: Any, update: Update, valid: Tensor, rejected
         predicted = finite(logits)
         sane = (predicted | ~valid).all(1) & _finite(new, old)  # (S,)
         share = _entropy(logits)
-        agreement = Agreement.reported(new.info) if update.agreement is None else update.agreement
+        agreement = update.agreement or Agreement(new.info.student_agreement, new.info.anchor_agreement)
         info = Info(
             images=old.info.images + valid.sum(1),
             skipped=old.info.skipped,

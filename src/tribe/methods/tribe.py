@@ -18,14 +18,12 @@ from torch import Tensor
 
 from tribe.core import losses, optim
 from tribe.core.augment import Augment, View, view
-from tribe.core.backbone import Backbone
 from tribe.core.moments import accumulation_dtype
 from tribe.core.packed import ClassStats
-from tribe.core.rules import Frozen
 from tribe.core.state import Affine, Info, Stats, copy_missing, room_for, rows_of, tree_map
-from tribe.methods import Agreement, Balanced, Deployed, Key, Method, ScreenedBatch, Update, register
+from tribe.methods import Agreement, Backbone, Deployed, Frozen, Key, Method, ScreenedBatch, Update, register
 from tribe.norms.balanced import CONVENTIONS as NORM_CONVENTIONS
-from tribe.norms.balanced import Convention, apply_convention
+from tribe.norms.balanced import Balanced, Convention, apply_convention
 
 CONVENTIONS = {
     "released": {"anchor_on": "logits", **NORM_CONVENTIONS["released"]},
@@ -98,12 +96,11 @@ class Tribe(Method):
                 f"convention is {self.convention!r}, but {', '.join(expected)} all have the values of another one: "
                 "dataclasses.replace keeps the values that the old convention set. Use tribe.methods.create instead"
             )
-        classes = self.class_count
-        h0, gamma = (0.05, 0.0) if classes <= 20 else (0.2, 0.1) if classes <= 300 else (0.4, 0.5)
-        eta = 0.0005 * classes
         # NOTE: the paper's eta is 0.0005 K; the released settings never go below 0.01. Above K = 2000 it would pass 1.
-        defaults = {"h0": h0, "gamma": gamma, "eta": min(eta if self.convention == "paper" else max(eta, 0.01), 1.0)}
-        for field, value in defaults.items():
+        least = 0.0 if self.convention == "paper" else 0.01
+        eta = min(max(0.0005 * self.class_count, least), 1.0)
+        h0, gamma = self.published(0.05, 0.2, 0.4), self.published(0.0, 0.1, 0.5)
+        for field, value in {"h0": h0, "gamma": gamma, "eta": eta}.items():
             if getattr(self, field) is None or isinstance(getattr(self, field), ClassDefault):
                 object.__setattr__(self, field, ClassDefault(value))
         self.require_range("lambda_anc", "lr", "h0")
@@ -123,7 +120,7 @@ class Tribe(Method):
 
     def deployed(self, net: Backbone, state: TribeState) -> Deployed:
         """Return the teacher, its class statistics pooled."""
-        return Deployed(state.affine, self.pooled(net, rows_of(state.pair, slice(0, None, 2))), Frozen())
+        return Deployed(state.affine, self.pooled(net, rows_of(state.pair, TEACHER)), Frozen())
 
     def anchored(self, net: Backbone, state: Any) -> Stats | None:
         """Return the anchor's class statistics, pooled; None if the loss does not use the anchor."""
@@ -140,7 +137,8 @@ class Tribe(Method):
     def adapt(self, net: Backbone, state: TribeState, batch: ScreenedBatch) -> Update:
         """Predict with the teacher, then update the statistics of the three branches and the affine parameters."""
         prediction, _ = self.predict_batch(net, state, batch)
-        batch.on_prediction(prediction)
+        if batch.on_prediction is not None:
+            batch.on_prediction(prediction)
         labels = prediction.argmax(-1)  # (S, B) pseudo labels for the statistics of all branches
         new, trusted, agreement = self._learn(net, state, batch.x, labels, batch.valid, retired=batch.retired)
         return Update(prediction, new, trusted, new.affine, agreement)
@@ -159,12 +157,23 @@ class Tribe(Method):
         branches agree.
         """
         anchor, anchor_stats = self._anchor(net, state, x, labels, valid, retired and retired.anchor)
+        seen, pair = view(self.augment, x, state.key), room_for(state.pair, retired and retired.pair)
+
+        def alone(branch: slice, images: Tensor, affine: Affine) -> Tensor:
+            """Return the logits of one branch (S, B, K), and write its statistics to its rows of ``pair``."""
+            past, after = rows_of(state.pair, branch), rows_of(pair, branch)
+            logits: Tensor
+            logits, _, stats = net(images, affine, past, self.norm, labels, valid, spare=after)
+            copy_missing(stats, after)
+            return logits
+
         with torch.enable_grad():
             affine = state.affine.leaf()
-            images = x, view(self.augment, x, state.key)
-            branches = _Branches(net, self.norm, labels, valid, state.pair, retired and retired.pair)
             if x.numel() < APART:
-                teacher, student = branches.together(images, teaching or affine, affine)
+                both = tree_map(interleave, teaching or affine, affine)
+                marks = labels.repeat_interleave(2, 0), valid.repeat_interleave(2, 0)  # (2 S, B)
+                logits, _, pair = net(interleave(x, seen), both, state.pair, self.norm, *marks, spare=pair)
+                teacher, student = logits.unflatten(0, (-1, 2)).unbind(1)  # (S, B, K)
                 trusted = self._trusted(teacher, valid)
                 loss = self._student_loss(student, teacher, trusted)
                 if anchor is not None:
@@ -172,19 +181,18 @@ class Tribe(Method):
                 grads = affine.gradient(loss)
             else:
                 learns = anchor is not None and teaching is None  # the teacher's pass has a gradient
-                teacher = branches.alone(TEACHER, images[0], affine if learns else teaching or state.affine)
-                trusted = self._trusted(teacher, valid)
-                by_anchor = None
-                if anchor is not None and teaching is None:
+                teacher = alone(TEACHER, x, affine if learns else teaching or state.affine)
+                trusted, by_anchor = self._trusted(teacher, valid), None
+                if anchor is not None and learns:
                     by_anchor = affine.gradient(self._anchor_loss(teacher, anchor, trusted))
                 teacher = teacher.detach()
-                student = branches.alone(STUDENT, images[1], affine)
+                student = alone(STUDENT, seen, affine)
                 grads = affine.gradient(self._student_loss(student, teacher, trusted))
                 grads = grads if by_anchor is None else tree_map(torch.add, grads, by_anchor)
 
         # NOTE: where nothing is trusted the gradient is zero and Adam still takes its step, as released.
         moved, moments = optim.adam_step(state.affine, grads, state.adam, self.lr)
-        new = state._replace(affine=moved, pair=branches.stats, anchor=anchor_stats, adam=moments)
+        new = state._replace(affine=moved, pair=pair, anchor=anchor_stats, adam=moments)
         return new, trusted, Agreement.of(teacher, student, anchor, valid)
 
     def _anchor(
@@ -208,55 +216,12 @@ class Tribe(Method):
         return losses.mean_over(losses.cross_entropy(student, teacher.argmax(-1)), trusted)
 
     def _anchor_loss(self, teacher: Tensor, anchor: Tensor, trusted: Tensor) -> Tensor:
-        """Eq. 6, weighted; (S,)."""
-        loss: Tensor = self.lambda_anc * losses.mean_over(self._disagreement(teacher, anchor), trusted)
-        return loss
-
-    def _disagreement(self, teacher: Tensor, anchor: Tensor) -> Tensor:
-        """Return the squared distance of teacher and anchor, (S, B)."""
+        """Eq. 6, weighted: the squared distance of teacher and anchor; (S,)."""
         teacher, anchor = (t.to(accumulation_dtype(t.dtype)) for t in (teacher, anchor))
         if self.anchor_on == "posteriors":
             teacher, anchor = teacher.softmax(-1), anchor.softmax(-1)
-        return (teacher - anchor).square().mean(-1)
-
-
-class _Branches:
-    """Passes of teacher and student, and the statistics that they keep."""
-
-    def __init__(
-        self,
-        net: Backbone,
-        norm: Balanced,
-        labels: Tensor,
-        valid: Tensor,
-        past: ClassStats,
-        spare: ClassStats | None,
-    ) -> None:
-        self.net, self.norm, self.labels, self.valid, self.past = net, norm, labels, valid, past
-        self.stats = room_for(past, spare)
-
-    def together(self, images: tuple[Tensor, Tensor], teaching: Affine, affine: Affine) -> tuple[Tensor, Tensor]:
-        """Return the logits of teacher and student (S, B, K), in one pass."""
-        both = tree_map(interleave, teaching, affine)
-        labels, valid = twice(self.labels), twice(self.valid)
-        pair, _, self.stats = self.net(
-            interleave(*images), both, self.past, self.norm, labels, valid, spare=self.stats
-        )  # (2 S, B, K)
-        teacher, student = pair.unflatten(0, (-1, 2)).unbind(1)
-        return teacher, student
-
-    def alone(self, branch: slice, images: Tensor, affine: Affine) -> Tensor:
-        """Return the logits of one branch (S, B, K)."""
-        past, spare = (rows_of(stats, branch) for stats in (self.past, self.stats))
-        logits: Tensor
-        logits, _, kept = self.net(images, affine, past, self.norm, self.labels, self.valid, spare=spare)
-        copy_missing(kept, spare)
-        return logits
-
-
-def twice(t: Tensor) -> Tensor:
-    """Repeat each stream's row, for its teacher and its student: (S, ...) -> (2 S, ...)."""
-    return t.repeat_interleave(2, 0)
+        loss: Tensor = self.lambda_anc * losses.mean_over((teacher - anchor).square().mean(-1), trusted)
+        return loss
 
 
 def interleave(teacher: Tensor, student: Tensor) -> Tensor:

@@ -14,12 +14,23 @@ from torch import Tensor, nn
 
 from tribe.core import all_weights, losses, optim
 from tribe.core.all_weights import Parameters, WeightLayout
-from tribe.core.backbone import Backbone
 from tribe.core.moments import accumulation_dtype
-from tribe.core.rules import Frozen, PerBatch
-from tribe.core.state import Affine, Info
 from tribe.knowledge import Knowledge, KnowledgeError, KnowledgeLike, checked_tensors, study_batches
-from tribe.methods import Deployed, Key, Method, Norm, ScreenedBatch, Update, features_of, register, require_features
+from tribe.methods import (
+    Affine,
+    Backbone,
+    Deployed,
+    Frozen,
+    Info,
+    Key,
+    Method,
+    PerBatch,
+    ScreenedBatch,
+    Update,
+    register,
+)
+from tribe.methods.method import features_of, require_features
+from tribe.norms import Norm
 
 LIMIT = 2**30  # most numbers in the class covariances of one stream: 4 GB in float32
 TOO_LARGE = (
@@ -82,8 +93,7 @@ class Ttac(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.n_clus is None:
-            object.__setattr__(self, "n_clus", 128 if self.class_count <= 10 else 64)
+        self.set_defaults(n_clus=128 if self.class_count <= 10 else 64)
         self.require_range("lr", "n_min")
         self.require_range("tau_pp", high=1)
         self.require_range("n_clus", "n_all", low=1)

@@ -12,7 +12,7 @@ from tribe.core.graphs import Steps
 from tribe.core.kernels import Switch
 from tribe.core.state import Affine, Stats, leaves, per_stream, rebuild, tree_map
 from tribe.core.validation import as_mask, as_order, as_streams, in_order
-from tribe.methods import AnyMethod, Deployed, Pipeline, finite, mask_logits, predict_and_advance, screen
+from tribe.methods import AnyMethod, Deployed, Pipeline, finite, mask_logits, screen
 
 MAX_ENTRIES = 128  # of a group: more save little time
 MAX_IMAGES = 256  # of a group of several entries: activations take memory
@@ -162,7 +162,7 @@ class Runner:
             return group.x.new_zeros(len(group.x), 0, self.classes), None
         if group.frozen:
             state = gather(states, group.entries)
-            logits, state = predict_and_advance(self.method, self.net, state, group.x, group.valid)
+            logits, state = self.method.predict_and_advance(self.net, state, group.x, group.valid)
             filtered = Pipeline.of(self.method).filter is not None
             return logits, scatter(state, group.entries, len(states), copy=False) if filtered else None
         steps = self._steps_of(group.x.shape) if self.padded else self._unpadded

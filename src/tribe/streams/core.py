@@ -43,7 +43,7 @@ from tribe.io import states
 from tribe.io.states import Saved
 from tribe.methods import AnyMethod, Deployed, Pipeline
 from tribe.methods.building import check_network
-from tribe.methods.exporting import plain_network
+from tribe.methods.pipeline import plain_network
 from tribe.registry import nearest
 from tribe.streams.batching import Arrived, EntryGroup, Runner, gather_deployed, group_entries
 from tribe.streams.entries import Entry, EntryTable, StateFiles

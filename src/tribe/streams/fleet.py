@@ -16,7 +16,7 @@ from tribe.health.calibration import Calibration
 from tribe.health.guard import Guard, resolve_guard
 from tribe.health.history import History
 from tribe.health.report import Event, Health, Listener, StreamInfo, StreamReport, describe_streams
-from tribe.methods import AnyMethod, Deployed, EmptyState, Pipeline
+from tribe.methods import AnyMethod, Deployed, EmptyState, Frozen, Pipeline
 from tribe.methods.building import build_method
 from tribe.methods.source import Source
 from tribe.streams.batching import Arrived, EntryGroup, gather
@@ -139,7 +139,7 @@ class Fleet(Streams):
 
     @cached_property
     def _source(self) -> Deployed:
-        return Deployed.frozen(self.net, self.net.source()[0])
+        return Deployed(*self.net.source(), Frozen())
 
     def _arrived(self, images: Mapping[str, Tensor]) -> dict[str, Arrived]:
         """The images of each stream, checked."""

@@ -300,7 +300,7 @@ def test_only_json_is_on_stdout(own):
 
 CHATTY = """
 from dataclasses import dataclass
-from tribe.methods.bn import BN
+from tribe.methods.source import BN
 
 print("words at import")
 
