@@ -11,6 +11,9 @@
 The method is TRIBE (AAAI-24); read `tribe.methods.tribe` and `tribe.norms.balanced` first.
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from tribe import _openmp  # noqa: F401  first: it must run before torch loads
 
 # isort: split
@@ -20,12 +23,6 @@ from tribe.core.augment import Augment
 from tribe.core.backbone import Backbone
 from tribe.core.calling import Normalize
 from tribe.core.state import Affine, Stats
-from tribe.data import corruptions, datasets, models, scenarios
-from tribe.diagnosis import Report, doctor
-from tribe.experiments import metrics
-from tribe.experiments.record import Record
-from tribe.experiments.runner import run
-from tribe.experiments.stream import Batch, Stream
 from tribe.health.calibration import Calibration, calibrate
 from tribe.health.guard import Guard
 from tribe.health.history import History, Snapshot
@@ -33,6 +30,23 @@ from tribe.health.report import StreamInfo
 from tribe.io.states import StateFileError
 from tribe.streams import Fleet, fleet
 from tribe.streams.adapter import Adapter, adapt, load
+
+if TYPE_CHECKING:
+    from tribe.data import corruptions, datasets, models, scenarios
+    from tribe.diagnosis import Report, doctor
+    from tribe.experiments import metrics
+    from tribe.experiments.record import Record
+    from tribe.experiments.runner import run
+    from tribe.experiments.stream import Batch, Stream
+
+_HOMES = {  # what experiments need, and an adapter does not: imported when it is used
+    "tribe.data": ("corruptions", "datasets", "models", "scenarios"),
+    "tribe.diagnosis": ("Report", "doctor"),
+    "tribe.experiments": ("metrics",),
+    "tribe.experiments.record": ("Record",),
+    "tribe.experiments.runner": ("run",),
+    "tribe.experiments.stream": ("Batch", "Stream"),
+}
 
 __all__ = [
     "Adapter",
@@ -69,3 +83,20 @@ __all__ = [
     "run",
     "scenarios",
 ]
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        """Import a name of `_HOMES` when it is first used."""
+        for home, names in _HOMES.items():
+            if name in names:
+                module = importlib.import_module(home)
+                value = getattr(module, name) if hasattr(module, name) else importlib.import_module(f"{home}.{name}")
+                globals()[name] = value
+                return value
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
