@@ -5,9 +5,8 @@ Networks of ImageNet number their outputs by the sorted wnids.
 """
 
 import os
-import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache, cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -15,27 +14,22 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tribe.data.datasets import require_domain
 from tribe.data.datasets.files import MissingData, positions
-from tribe.data.images import SKIP, ImageFileError, Unreadable, is_image_file, read_images
-from tribe.registry import nearest
+from tribe.data.images import Unreadable, is_image_file, read_images
 
 COUNT = 1000  # classes of ImageNet
 WNIDS = Path(__file__).parent / "data" / "imagenet_wnids.txt"
 
 
 @cache
-def wnids() -> tuple[str, ...]:
-    """Return the 1,000 wnids of ImageNet, in the order of a network's outputs.
+def wnids() -> Mapping[str, int]:
+    """Return the 1,000 wnids of ImageNet, and the output of a network for each.
 
-    >>> len(wnids()), wnids()[0]
-    (1000, 'n01440764')
+    >>> len(wnids()), wnids()["n01440764"]
+    (1000, 0)
     """
-    return tuple(WNIDS.read_text().split())
-
-
-@cache
-def _numbers() -> dict[str, int]:
-    return {wnid: number for number, wnid in enumerate(wnids())}
+    return {wnid: number for number, wnid in enumerate(WNIDS.read_text().split())}
 
 
 def output_of(name: str) -> int | None:
@@ -46,7 +40,7 @@ def output_of(name: str) -> int | None:
     """
     if name.isascii() and name.isdigit() and len(name) <= 4:
         return number if (number := int(name)) < COUNT else None
-    return _numbers().get(name)
+    return wnids().get(name)
 
 
 def outputs_of(names: Iterable[str]) -> tuple[int, ...] | None:
@@ -61,25 +55,6 @@ def class_folders(folder: Path) -> tuple[str, ...]:
         names = sorted(entry.name for entry in entries if Path(entry.path).is_dir() and not entry.name.startswith("."))
     outputs = outputs_of(names)
     return tuple(names if outputs is None else [name for _, name in sorted(zip(outputs, names, strict=True))])
-
-
-def list_images(folder: Path, classes: Sequence[str], unreadable: Unreadable = "raise") -> list[str]:
-    """Return the images "class/NAME.JPEG" of a folder, by class and name.
-
-    A class folder that cannot be listed is an error, or left out with a warning if what is unreadable is skipped.
-    """
-    return [f"{kind}/{name}" for kind in classes for name in _image_names(folder / kind, unreadable)]
-
-
-def _image_names(folder: Path, unreadable: Unreadable) -> list[str]:
-    try:
-        return sorted(name for name in os.listdir(folder) if is_image_file(name))
-    except OSError as error:
-        refusal = f"{folder} cannot be listed: {error.strerror or error}"
-        if unreadable == "raise":
-            raise ImageFileError(f"{refusal}; {SKIP}") from error
-        warnings.warn(f"skipped: {refusal}", stacklevel=2)
-        return []
 
 
 class Listing(NamedTuple):
@@ -151,8 +126,7 @@ class ListedImages(ABC):
 
     def listing(self, domain: str) -> Listing:
         """Return the images of a domain, listed once."""
-        if domain not in self.domains:
-            raise ValueError(f"unknown domain {domain!r}: {nearest(domain, self.domains)}")
+        require_domain(domain, self.domains)
         if domain not in self._listings:
             folder, classes = self.image_folder(domain), self.classes
             if differing := set(classes) ^ set(self.list_classes(folder)):
@@ -160,7 +134,12 @@ class ListedImages(ABC):
                     f"{folder} has other classes than {self.image_folder(self.domains[0])}: {min(differing)!r} is in "
                     "only one of them, so labels would be wrong. Unpack the published archive again"
                 )
-            names = list_images(folder, classes, self.unreadable)
+            names = [
+                f"{kind}/{name}"
+                for kind in classes
+                for name in sorted(os.listdir(folder / kind))
+                if is_image_file(name)
+            ]
             if not names:
                 raise MissingData(f"{folder} holds no images in its class folders. Unpack the published archive again")
             names = self.select(names, folder)

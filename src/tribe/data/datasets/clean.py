@@ -7,10 +7,11 @@ import pickle
 import shlex
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -18,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tribe.data.datasets import register
+from tribe.data.datasets import register, require_domain
 from tribe.data.datasets.files import data_root, download_hint, find, mnist_test, positions
 from tribe.io.files import read_regular, regular_size
 
@@ -64,19 +65,15 @@ class Clean(ABC):
 
     def labels(self, domain: str = DOMAIN) -> Tensor:
         """Return the labels, in file order."""
-        self._check(domain)
+        require_domain(domain, self.domains)
         return self._opened[1]
 
     def images(self, domain: str, index: Tensor) -> Tensor:
         """Read some images."""
-        self._check(domain)
+        require_domain(domain, self.domains)
         pixels, labels = self._opened
         rows = pixels[positions(index, len(labels), domain)]
         return torch.from_numpy(rows).float().div_(255).view(len(rows), *self.shape)
-
-    def _check(self, domain: str) -> None:
-        if domain != DOMAIN:
-            raise ValueError(f"unknown domain {domain!r}; the only domain is {DOMAIN!r}")
 
     @property
     def _root(self) -> Path:
@@ -85,11 +82,11 @@ class Clean(ABC):
     @cached_property
     def _opened(self) -> tuple[Bytes, Tensor]:
         pixels, labels = self._open()
+        files = f"the files of {type(self).__name__} under {self._root}"
         if not len(labels):
-            raise ValueError(f"the files of {type(self).__name__} under {self._root} hold no images")
+            raise ValueError(f"{files} hold no images")
         if labels.min() < 0 or labels.max() >= self.count:
-            span = f"{labels.min()} to {labels.max()}; expected 0 to {self.count - 1}"
-            raise ValueError(f"the files of {type(self).__name__} under {self._root} hold labels {span}")
+            raise ValueError(f"{files} hold labels {labels.min()} to {labels.max()}; expected 0 to {self.count - 1}")
         return pixels, torch.from_numpy(labels.astype(np.int64))
 
     @abstractmethod
@@ -109,16 +106,14 @@ class Mnist(Clean):
         if self.split == "test" and not any(folder.glob(f"{stem}-*")):
             return mnist_test()
         names = f"{stem}-images-idx3-ubyte", f"{stem}-labels-idx1-ubyte"
-        pixels, labels = (_idx(self._find(folder, name, names), axes) for name, axes in zip(names, (3, 1), strict=True))
-        if len(pixels) != len(labels) or pixels.shape[1:] != (28, 28):
-            raise ValueError(f"{folder} holds {len(labels)} labels for images {pixels.shape}; expected one each, 28x28")
-        return pixels, labels
-
-    def _find(self, folder: Path, name: str, names: Sequence[str]) -> Path:
         place, url = shlex.quote(str(folder)), "https://storage.googleapis.com/cvdf-datasets/mnist"
         each = f"for f in {' '.join(names)}; do curl -fL {url}/$f.gz | gunzip > {place}/$f; done"
         hint = f"To place it, run: mkdir -p {place} && {each}"
-        return find(folder, name, f"{name}.gz", what=f"MNIST's {name}", hint=hint)
+        paths = [find(folder, name, f"{name}.gz", what=f"MNIST's {name}", hint=hint) for name in names]
+        pixels, labels = (_idx(path, axes) for path, axes in zip(paths, (3, 1), strict=True))
+        if len(pixels) != len(labels) or pixels.shape[1:] != (28, 28):
+            raise ValueError(f"{folder} holds {len(labels)} labels for images {pixels.shape}; expected one each, 28x28")
+        return pixels, labels
 
 
 @dataclass(frozen=True)
@@ -129,28 +124,21 @@ class Cifar(Clean):
     binary: ClassVar[str]  # folders of the two versions
     python: ClassVar[str]
     archive: ClassVar[str]
+    files: ClassVar[Mapping[str, Sequence[str]]]  # of each split, without suffix
     labels_per_row: ClassVar[int]  # in the binary version; the last one is used
     key: ClassVar[bytes]  # of the labels in the python version
 
-    @property
-    @abstractmethod
-    def _files(self) -> Sequence[str]:
-        """The files of the split, without suffix."""
-
     def _open(self) -> tuple[Bytes, NDArray[Any]]:
-        parts = [self._part(self._find(name)) for name in self._files]
+        hint = download_hint(f"https://www.cs.toronto.edu/~kriz/{self.archive}", self._root)
+        parts = []
+        for name in self.files[self.split]:
+            names = f"{self.binary}/{name}.bin", f"{self.python}/{name}"
+            path = find(self._root, *names, what=f"{self.title}'s {name}", hint=hint)
+            parts.append(_rows(path, self.labels_per_row) if path.suffix == ".bin" else _unpickled(path, self.key))
         if len(parts) == 1:
             return parts[0]
         pixels, labels = zip(*parts, strict=True)
         return np.concatenate(pixels), np.concatenate(labels)
-
-    def _find(self, name: str) -> Path:
-        hint = download_hint(f"https://www.cs.toronto.edu/~kriz/{self.archive}", self._root)
-        names = f"{self.binary}/{name}.bin", f"{self.python}/{name}"
-        return find(self._root, *names, what=f"{self.title}'s {name}", hint=hint)
-
-    def _part(self, path: Path) -> tuple[Bytes, NDArray[Any]]:
-        return _rows(path, self.labels_per_row) if path.suffix == ".bin" else _unpickled(path, self.key)
 
 
 @register("cifar10")
@@ -160,11 +148,8 @@ class Cifar10(Cifar):
 
     title, archive = "CIFAR-10", "cifar-10-binary.tar.gz"
     binary, python = "cifar-10-batches-bin", "cifar-10-batches-py"
+    files = MappingProxyType({"test": ("test_batch",), "train": tuple(f"data_batch_{i}" for i in range(1, 6))})
     labels_per_row, key = 1, b"labels"
-
-    @property
-    def _files(self) -> Sequence[str]:
-        return ["test_batch"] if self.split == "test" else [f"data_batch_{i}" for i in range(1, 6)]
 
 
 @register("cifar100")
@@ -175,11 +160,8 @@ class Cifar100(Cifar):
     count = 100
     title, archive = "CIFAR-100", "cifar-100-binary.tar.gz"
     binary, python = "cifar-100-binary", "cifar-100-python"
+    files = MappingProxyType({"test": ("test",), "train": ("train",)})
     labels_per_row, key = 2, b"fine_labels"
-
-    @property
-    def _files(self) -> Sequence[str]:
-        return [self.split]
 
 
 def _rows(path: Path, labels: int) -> tuple[Bytes, Bytes]:

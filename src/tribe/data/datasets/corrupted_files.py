@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tribe.data.corruptions import CHUNK, CHUNK_ELSEWHERE, SEVERITIES
 from tribe.data.datasets import Dataset, create
-from tribe.data.datasets.files import MissingData, data_root
+from tribe.data.datasets.files import MissingData, data_root, open_images
 from tribe.data.datasets.imagenet import ImageNet, resize_for
 from tribe.data.datasets.imagenet_c import ImageNetC
 from tribe.data.datasets.manifest import Block
@@ -147,8 +147,7 @@ class NpyFiles(CorruptedFiles):
         self.image_bytes = int(np.prod(self.shape))
         self.folder = data_root(data if out is None else out) / self.layout.folder
         channels, rows, columns = self.shape
-        self.header = _npy_header((self.count * len(self.layout.severities), rows, columns, channels), np.uint8)
-        self.size = len(self.header) + self.count * len(self.layout.severities) * self.image_bytes
+        self.size = self.count * len(self.layout.severities), rows, columns, channels  # of an npy file
 
     def _is_there(self, clean: Dataset) -> bool:
         try:
@@ -171,7 +170,9 @@ class NpyFiles(CorruptedFiles):
     def write_labels(self, names: Sequence[str]) -> None:
         """Write the label files of some corruptions."""
         labels = np.tile(self.labels, len(self.layout.severities)).astype(self.layout.label_type)
-        content = _npy_header(labels.shape, labels.dtype) + labels.tobytes()
+        buffer = io.BytesIO()
+        np.save(buffer, labels)
+        content = buffer.getvalue()
         for path in {self.folder / self.layout.labels.format(name) for name in names}:
             with explained(path, len(content)):
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -180,47 +181,43 @@ class NpyFiles(CorruptedFiles):
 
     def missing(self, domain: CorruptedDomain, block: Block | None) -> NDArray[np.bool_]:
         """Return all images, unless the block is listed and has the bytes that were written."""
-        intact = block is not None and self._is_file(domain.corruption) and self.sha256(domain) == block.sha256
+        intact = block is not None and self._mapped(domain) is not None and self.sha256(domain) == block.sha256
         return np.full(self.count, not intact)
 
     def write(self, domain: CorruptedDomain, index: Tensor, pixels: NDArray[np.uint8]) -> None:
         """Write corrupted images (n, H, W, C)."""
-        path = self._path(domain.corruption)
+        path = self._path(domain)
         with explained(path, self.count * self.image_bytes):
-            if not self._is_file(domain.corruption):
-                with path.open("wb") as file:
-                    file.write(self.header)
-                    file.truncate(self.size)  # blocks that are not written are holes
-            with path.open("r+b") as file:
-                file.seek(self._offset(domain) + int(index[0]) * self.image_bytes)
+            array = self._mapped(domain)
+            if array is None:
+                array = np.lib.format.open_memmap(path, "w+", np.uint8, self.size)  # all holes
+            with path.open("r+b") as file:  # not through the map: a full disk would end the process
+                file.seek(array.offset + (self._block(domain).start + int(index[0])) * self.image_bytes)
                 file.write(pixels.data)
 
     def sync(self, domains: Sequence[CorruptedDomain]) -> None:
         """Wait until all images of some domains are on the disk."""
         for domain in domains:
-            with self._path(domain.corruption).open("rb") as file:
+            with self._path(domain).open("rb") as file:
                 os.fsync(file.fileno())
 
     def sha256(self, domain: CorruptedDomain) -> str:
         """Return a hash of the bytes of a domain."""
-        with self._path(domain.corruption).open("rb") as file:
-            file.seek(self._offset(domain))
-            return hashlib.sha256(file.read(self.count * self.image_bytes)).hexdigest()
+        return hashlib.sha256(np.load(self._path(domain), mmap_mode="r")[self._block(domain)]).hexdigest()
 
-    def _path(self, name: str) -> Path:
-        return self.folder / self.layout.images.format(name)
+    def _path(self, domain: CorruptedDomain) -> Path:
+        return self.folder / self.layout.images.format(domain.corruption)
 
-    def _offset(self, domain: CorruptedDomain) -> int:
-        block = self.layout.severities.index(domain.severity)
-        return len(self.header) + block * self.count * self.image_bytes
+    def _block(self, domain: CorruptedDomain) -> slice:
+        start = self.layout.severities.index(domain.severity) * self.count
+        return slice(start, start + self.count)
 
-    def _is_file(self, name: str) -> bool:
-        """Whether the file of a corruption has the right header and size."""
-        path = self._path(name)
-        if not path.is_file() or path.stat().st_size != self.size:
-            return False
-        with path.open("rb") as file:
-            return file.read(len(self.header)) == self.header
+    def _mapped(self, domain: CorruptedDomain) -> Any:
+        """Return the memory-mapped file of a corruption; None if it does not exist or is another array."""
+        try:
+            return open_images(self._path(domain), self.size)
+        except (FileNotFoundError, ValueError):
+            return None
 
 
 class JpegFiles(CorruptedFiles):
@@ -328,10 +325,3 @@ def _is_whole(path: Path) -> bool:
     with path.open("rb") as file:
         file.seek(-len(JPEG_END), os.SEEK_END)
         return file.read() == JPEG_END
-
-
-def _npy_header(shape: tuple[int, ...], dtype: Any) -> bytes:
-    file = io.BytesIO()
-    description = np.lib.format.dtype_to_descr(np.dtype(dtype))
-    np.lib.format.write_array_header_1_0(file, {"descr": description, "fortran_order": False, "shape": shape})
-    return file.getvalue()

@@ -1,9 +1,10 @@
 """Your own images: ``root/<domain>/<class>/*``, or without labels ``root/<domain>/*``."""
 
+import contextlib
 import hashlib
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,11 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tribe.data.datasets import register
+from tribe.data.datasets import register, require_domain
 from tribe.data.datasets.class_folders import outputs_of, wnids
 from tribe.data.datasets.files import MissingData, positions
 from tribe.data.images import (
-    LARGEST_FILE,
     SKIP,
     ImageFileError,
     Unreadable,
@@ -24,10 +24,10 @@ from tribe.data.images import (
     image_file_size,
     is_image_file,
     read_image,
+    read_image_file,
     read_images,
 )
 from tribe.fields import is_whole, plain_numbers, require
-from tribe.io.files import read_regular
 from tribe.registry import nearest
 
 PIXELS_KEPT = 2**24  # of an image that is not resized, 4096 x 4096: 201 MB of floats
@@ -39,7 +39,6 @@ LAYOUT = "expected root/<domain>/<class>/images, or root/<domain>/images without
 class _Domain(NamedTuple):
     paths: tuple[Path, ...]
     kinds: tuple[str | None, ...]  # the class folder of each image; None: no label
-    closed: tuple[str, ...]  # class folders that cannot be listed
 
 
 @register("folder")
@@ -54,7 +53,7 @@ class Folder:
     root: str  # the folder of the domains
     size: int | None = None  # resize the shorter side, crop the middle; None: all images have one size already
     class_names: Sequence[str] | None = None  # in the order of the network's outputs; None: all class folders, sorted
-    unreadable: Unreadable = "raise"  # "skip": warn, and mark the image as not valid; leave out folders
+    unreadable: Unreadable = "raise"  # "skip": warn, and mark the image as not valid
     workers: int | None = None  # threads that decode; None: one for each core
 
     def __post_init__(self) -> None:
@@ -69,12 +68,8 @@ class Folder:
 
     @cached_property
     def classes(self) -> Sequence[str]:
-        """``class_names``, or the class folders of all domains, sorted; empty if no image has a label.
-
-        A class folder that cannot be listed counts, so that the others keep their numbers.
-        """
-        listed = {kind for domain in self._listed.values() for kind in (*domain.kinds, *domain.closed)}
-        kinds = sorted(kind for kind in listed if kind is not None)
+        """``class_names``, or the class folders of all domains, sorted; empty if no image has a label."""
+        kinds = sorted({kind for domain in self._domains.values() for kind in domain.kinds if kind is not None})
         if self.class_names is None:
             return tuple(kinds)
         if unknown := [kind for kind in kinds if kind not in self.class_names]:
@@ -115,30 +110,27 @@ class Folder:
     def digest(self, domain: str) -> str:
         """Return a hash of all names and sizes and of the bytes of a few files."""
         paths = self._domain(domain).paths
-        names = [f"{path.relative_to(self._root)} {self._file_size(path)}" for path in paths]
-        digest = hashlib.sha256("\n".join(names).encode("utf-8", "surrogateescape"))
-        for path in paths[:: max(1, len(paths) // HASHED)]:
-            digest.update(self._content(path))
-        return digest.hexdigest()
+        sampled = paths[:: max(1, len(paths) // HASHED)]
+        sizes: list[object] = [UNREADABLE] * len(paths)
+        contents = [UNREADABLE.encode()] * len(sampled)
+        for i, path in enumerate(paths):
+            with self._unreadable_raises():
+                sizes[i] = image_file_size(path)
+        for i, path in enumerate(sampled):
+            with self._unreadable_raises():
+                contents[i] = read_image_file(path)
+        names = [f"{path.relative_to(self._root)} {size}" for path, size in zip(paths, sizes, strict=True)]
+        head = "\n".join(names).encode("utf-8", "surrogateescape")
+        return hashlib.sha256(b"".join((head, *contents))).hexdigest()
 
-    def _file_size(self, path: Path) -> int | str:
+    @contextlib.contextmanager
+    def _unreadable_raises(self) -> Iterator[None]:
+        """Raise the error of an image that cannot be read, unless such images are skipped."""
         try:
-            return image_file_size(path)
+            yield
         except ImageFileError as error:
-            self._skip(error)
-            return UNREADABLE
-
-    def _content(self, path: Path) -> bytes:
-        try:
-            return read_regular(path, LARGEST_FILE)
-        except OSError as error:
-            self._skip(ImageFileError(f"{path} cannot be read as an image: {error.strerror or error}"))
-            return UNREADABLE.encode()
-
-    def _skip(self, error: ImageFileError) -> None:
-        """Raise an error, unless what cannot be read is skipped."""
-        if self.unreadable == "raise":
-            raise ImageFileError(f"{error}; {SKIP}") from error
+            if self.unreadable == "raise":
+                raise ImageFileError(f"{error}; {SKIP}") from error
 
     @property
     def _root(self) -> Path:
@@ -154,29 +146,20 @@ class Folder:
         if self.size is not None:
             return self.size, self.size
         for path in (path for domain in self._domains.values() for path in domain.paths):
-            try:
+            with self._unreadable_raises():
                 height, width = read_image(path).shape[1:]
-            except ImageFileError as error:
-                self._skip(error)
-                continue
-            if height * width > PIXELS_KEPT:
-                large = f"{path} is {width}x{height} pixels; expected {PIXELS_KEPT:,} at most without size="
-                raise ValueError(f"{large}: size= (--set dataset.size=224) would resize and crop all images")
-            return height, width
+                if height * width > PIXELS_KEPT:
+                    large = f"{path} is {width}x{height} pixels; expected {PIXELS_KEPT:,} at most without size="
+                    raise ValueError(f"{large}: size= (--set dataset.size=224) would resize and crop all images")
+                return height, width
         raise ImageFileError(f"none of the images in {self._root} can be read")
 
     def _domain(self, name: str) -> _Domain:
-        if name not in self._domains:
-            raise ValueError(f"unknown domain {name!r}: {nearest(name, self._domains)}")
+        require_domain(name, self.domains)
         return self._domains[name]
 
-    @property
-    def _domains(self) -> dict[str, _Domain]:
-        """The domains that have images."""
-        return {name: domain for name, domain in self._listed.items() if domain.paths}
-
     @cached_property
-    def _listed(self) -> dict[str, _Domain]:
+    def _domains(self) -> dict[str, _Domain]:
         if not self._root.is_dir():
             raise MissingData(f"no folder {self._root}; {LAYOUT}")
         folders, images, ignored = _entries(self._root)
@@ -187,49 +170,31 @@ class Folder:
         if all(folder.name in wnids() for folder in folders):
             instead = f"--dataset imagenet --data {self._root}, or the folder above it"
             raise ValueError(f"{self._root} holds the classes of ImageNet, not domains; {LAYOUT}. Use {instead}")
-        domains = {}
-        for folder in folders:
-            domains[folder.name] = self._list_domain(folder, ignored)
-        if not any(domain.paths for domain in domains.values()):
-            raise ImageFileError(f"none of the folders in {self._root} can be listed")
+        domains = {folder.name: _list_domain(folder, ignored) for folder in folders}
         if ignored:
             more = f" and {len(ignored) - 1} more" if len(ignored) > 1 else ""
             warnings.warn(f"ignored, no image by its name: {ignored[0]}{more}", stacklevel=2)
         return domains
 
-    def _list_domain(self, folder: Path, ignored: list[Path]) -> _Domain:
-        """List a domain; add the files in it that are not images to ``ignored``."""
-        if (entries := self._list_folder(folder)) is None:
-            return _Domain((), (), ())
-        kinds, images, others = entries
-        ignored += others
-        if kinds and images:
-            both = f"images, such as {images[0].name}, beside class folders, such as {kinds[0].name}"
-            raise ValueError(f"{folder} holds {both}; {LAYOUT}")
-        found: list[tuple[Path, str | None]] = [(path, None) for path in images]
-        closed = []
-        for kind in kinds:
-            if (entries := self._list_folder(kind)) is None:
-                closed.append(kind.name)
-                continue
-            deeper, images, others = entries
-            if deeper:
-                raise ValueError(f"{kind} is a class folder, but holds a folder, {deeper[0].name}; {LAYOUT}")
-            found += [(path, kind.name) for path in images]
-            ignored += others
-        if not found and not closed:
-            raise MissingData(f"domain {folder} holds no images; remove it, or add some: {LAYOUT}")
-        return _Domain(tuple(path for path, _ in found), tuple(kind for _, kind in found), tuple(closed))
 
-    def _list_folder(self, folder: Path) -> tuple[list[Path], list[Path], list[Path]] | None:
-        """Return the entries of a folder; None, and a warning, if it cannot be listed and is skipped."""
-        try:
-            return _entries(folder)
-        except OSError as error:
-            refusal = ImageFileError(f"{folder} cannot be listed: {error.strerror or error}")
-            self._skip(refusal)
-            warnings.warn(f"skipped: {refusal}", stacklevel=2)
-            return None
+def _list_domain(folder: Path, ignored: list[Path]) -> _Domain:
+    """List a domain; add the files in it that are not images to ``ignored``."""
+    kinds, images, others = _entries(folder)
+    ignored += others
+    if kinds and images:
+        both = f"images, such as {images[0].name}, beside class folders, such as {kinds[0].name}"
+        raise ValueError(f"{folder} holds {both}; {LAYOUT}")
+    labels: list[str | None] = [None] * len(images)
+    for kind in kinds:
+        deeper, inside, others = _entries(kind)
+        if deeper:
+            raise ValueError(f"{kind} is a class folder, but holds a folder, {deeper[0].name}; {LAYOUT}")
+        images += inside
+        labels += [kind.name] * len(inside)
+        ignored += others
+    if not images:
+        raise MissingData(f"domain {folder} holds no images; remove it, or add some: {LAYOUT}")
+    return _Domain(tuple(images), tuple(labels))
 
 
 def _entries(folder: Path) -> tuple[list[Path], list[Path], list[Path]]:

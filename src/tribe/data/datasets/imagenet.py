@@ -4,16 +4,17 @@ Images of any size are resized and cropped when they are read, as everybody eval
 folder whose images are all 224 x 224 holds cropped images, which stay as they are.
 """
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
 
-from tribe.data.datasets import register
-from tribe.data.datasets.class_folders import COUNT, ListedImages, class_folders, list_images, output_of
+from tribe.data.datasets import register, require_domain
+from tribe.data.datasets.class_folders import COUNT, ListedImages, class_folders, output_of
 from tribe.data.datasets.files import MissingData, data_root, download_hint, find
-from tribe.data.images import Unreadable, check_reading, image_size
+from tribe.data.images import Unreadable, check_reading, image_size, is_image_file
 from tribe.fields import is_whole, plain_numbers, require
 from tribe.registry import nearest
 
@@ -27,7 +28,7 @@ class ClassFolders(ListedImages):
 
     data: str | None = None  # root folder, or the folder of the classes; None: $TRIBE_DATA or the cache directory
     size: int = 224  # rows and columns; the shorter side is resized to 8/7 of it first
-    unreadable: Unreadable = "raise"  # "skip": warn, and mark the image as not valid; leave out folders
+    unreadable: Unreadable = "raise"  # "skip": warn, and mark the image as not valid
     workers: int | None = None  # threads that decode; None: one for each core
 
     clean_name: ClassVar[str | None] = "imagenet"  # the networks that fit it were trained on this
@@ -52,14 +53,11 @@ class ClassFolders(ListedImages):
 
     def image_folder(self, domain: str) -> Path:
         """Return the folder with the class folders of a domain: a published one below the root, or the root itself."""
-        if domain not in self.domains:
-            raise ValueError(f"unknown domain {domain!r}: {nearest(domain, self.domains)}")
+        require_domain(domain, self.domains)
         root, places = data_root(self.data), self.places[domain]
-        if self.data is not None and not any((root / place).is_dir() for place in places):
-            if holds_classes(root):
-                return root
-            if looks_like_class_folders(root):
-                expected_classes(root)  # raises: it says what is there and what was expected
+        named = self.data is not None and not any((root / place).is_dir() for place in places)
+        if named and (holds_classes(root) or looks_like_class_folders(root)):
+            return root  # `list_classes` says which folders are not classes
         return find(root, *places, what=f"{self.title} ({domain})", hint=self._hint(root, domain))
 
     def list_classes(self, folder: Path) -> tuple[str, ...]:
@@ -88,7 +86,8 @@ def holds_classes(folder: Path) -> bool:
 
 def looks_like_class_folders(folder: Path) -> bool:
     """Whether the folders in a folder hold images, as class folders do."""
-    return folder.is_dir() and any(list_images(folder, [name], "skip") for name in class_folders(folder)[:SAMPLED])
+    kinds = class_folders(folder)[:SAMPLED] if folder.is_dir() else ()
+    return any(is_image_file(name) for kind in kinds for name in os.listdir(folder / kind))
 
 
 def expected_classes(folder: Path) -> tuple[str, ...]:

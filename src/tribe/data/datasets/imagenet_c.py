@@ -43,7 +43,7 @@ class ImageNetC(ListedImages):
     corruptions: Sequence[str] = IMAGENET_C
     severities: Sequence[int] = (5,)
     ids: str | None = None  # file with one line "wnid/NAME.JPEG" or "NAME.JPEG" per image, in this order; None: all
-    unreadable: Unreadable = "raise"  # "skip": warn, and mark the image as not valid; leave out folders
+    unreadable: Unreadable = "raise"  # "skip": warn, and mark the image as not valid
     workers: int | None = None  # threads that decode; None: one for each core
 
     clean_name: ClassVar[str] = "imagenet"  # the clean data set that it is made from
