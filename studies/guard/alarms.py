@@ -69,7 +69,7 @@ def play_frames(o: argparse.Namespace) -> Iterator[Row]:
                 x = data.images(domain, index).unsqueeze(0)
                 for patience, counts in found.items():
                     rules = FrameRules(patience=patience)
-                    verdict, _, states[patience] = judge(rules, states[patience], x, ready(x))
+                    verdict, states[patience] = judge(rules, states[patience], x, ready(x))
                     for kind, mask in verdict._asdict().items():
                         counts[kind] += int(mask.sum())
             single, ruled = ({kind: n for kind, n in counts.items() if n} for counts in found.values())

@@ -2,8 +2,8 @@
 
 ``python -m studies.health.run --dataset cifar10-c --data data --pack FILE``
 
-The first images of the test set calibrate, clean and corrupted as `tribe.health.rehearsal` plans; streams play only the
-others, so that no image serves both.
+The first images of the test set calibrate, clean and corrupted as `tribe.health.calibration` plans; streams play only
+the others, so that no image serves both.
 """
 
 from pathlib import Path
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tribe.data.datasets import Dataset
 from tribe.data.datasets.corrupted import to_bytes
-from tribe.health.rehearsal import Condition, Plan, choose_conditions, corrupt_images, plan_streams
+from tribe.health.calibration import Condition, Plan, choose_conditions, corrupt_images, plan_streams
 from tribe.io import tensors as tensor_file
 from tribe.io.tensors import Kind
 

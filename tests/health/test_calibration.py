@@ -118,7 +118,7 @@ def test_files_that_hold_no_calibration_are_refused(calibration, tmp_path):
         with pytest.raises(KnowledgeError, match="damaged or older: it holds no calibration of today"):
             Calibration.load(path)
     for name, wrong, reason in (
-        ("entropies", torch.zeros(3), "512 finite quantiles"),
+        ("entropies", torch.zeros(3), r"entropies of shape \(3,\); expected \(512,\)"),
         ("model.mean", torch.zeros(5), r"model.mean of shape \(5,\); expected \(8,\)"),
         ("model.root", known.tensors["model.root"][1:], "model.root of shape"),
         ("model.weights", torch.full_like(known.tensors["model.weights"], torch.nan), "finite"),

@@ -16,7 +16,7 @@ from studies.time import cost, learning
 from studies.time import run as time
 from studies.time import tables as time_tables
 from tribe.experiments.record import Record
-from tribe.health import rehearsal
+from tribe.health import calibration
 
 BLOCKS = {"time": time_tables.BLOCKS, "health": tables.BLOCKS, "guard": guard.BLOCKS, "networks": networks.BLOCKS}
 
@@ -54,8 +54,8 @@ def test_a_delay_is_counted_from_the_first_image_of_a_burst():
 def test_health(tmp_path, monkeypatch):
     monkeypatch.setattr(pack, "HELD_OUT", 200)
     monkeypatch.setattr(pack, "LONG_TAIL", 1)
-    monkeypatch.setattr(rehearsal, "MIXED", 34)
-    monkeypatch.setattr(rehearsal, "STRETCH", 40)
+    monkeypatch.setattr(calibration, "MIXED", 34)
+    monkeypatch.setattr(calibration, "STRETCH", 40)
     where = ["--dataset", "live-mnist-c", "--model", "compact", "--device", "cpu", "--out", str(tmp_path)]
     what = ["--methods", "source", "--streams", "iid", "--seeds", "1", "--per", "35", "--records", str(tmp_path / "r")]
     health.main([*where, *what])

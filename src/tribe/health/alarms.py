@@ -1,7 +1,18 @@
 """Alarms of every stream: faults of the camera, a change of the images, and adapting that goes wrong.
 
 Two pure functions over rows watch a method, `Alarms.look` before it learns and `Alarms.observe` after. They do not
-synchronise, so that they can be part of a captured step. On the host, `read` turns what is new into events in words.
+synchronise, so that they can be part of a captured step. On the host, `tribe.health.report` turns what is new into
+events in words. Adapting that goes wrong shows in what a method predicts and how far it moved; each sign is compared
+with a cause:
+
+drift        the affine parameters moved further than the number of steps explains
+collapse     nearly all predictions are one class, while the source's predictions of the same images are spread, and
+             it hardly sees this class
+scatter      neighbours share their class according to the source, but not according to the adapted network: batches of
+             few classes are normalised with their own statistics, and answers spread over classes that are not there
+
+A stream may show one class for a thousand images, so one class alone is not a sign. Without the source's predictions
+`scatter` cannot be measured, and `collapse` needs longer. Thresholds were chosen on CIFAR-10-C; see docs/health.md.
 """
 
 import math
@@ -12,14 +23,68 @@ import torch
 from torch import Tensor
 
 from tribe.core.losses import entropy
-from tribe.fields import is_whole, require
-from tribe.health.collapse import MIDDLE, CollapseRules, CollapseState, Signs, look_for_collapse, start_collapse
 from tribe.health.frames import FrameRules, FrameState, Verdict, judge, start_frames
 from tribe.health.martingale import Martingale, MartingaleState, Reference, rank
 
 FAULTS = Verdict._fields
 KINDS = (*FAULTS, "shift", "drift", "collapse", "scatter")
 BEGIN, END = 0.5, 0.1  # share of faulty frames at which an alarm begins and ends
+
+NEAR, MIDDLE, FAR = 32, 256, 2000  # images: neighbours, a burst, the mixture of bursts
+WINDOWS = (NEAR, MIDDLE, FAR, NEAR, MIDDLE)  # of the rows of `CollapseState.shares`: three adapted, two of the source
+EVERY = 4  # if the source predicts fewer than one image in so many, it takes longer to see a burst
+FEW = 2  # among so many predictions of the source half of the order is luck
+PURE = 0.4  # the share of a class above 1 / K at which the source sees a burst of it
+AGREES = 0.2  # the share of a class above 1 / K at which the source, too, sees it often
+MOST_STEPS = 2500  # after which no more drift is explained by steps: 0.6 of the norm
+PAIRS = 16  # weight of pairs with earlier images; a batch of n has (n - 1) / 2 pairs of its own for each image
+
+
+@dataclass(frozen=True)
+class CollapseRules:
+    """The thresholds, each with what healthy streams reach."""
+
+    drift: float = 0.012  # distance / sqrt(steps): TRIBE 0.0015, TENT 0.003; learning rate x 30 starts at 0.047
+    steps: int = 4  # steps before the distance counts
+    share: float = 0.93  # of one class in about 250 predictions; TRIBE reaches 0.855 where the source is spread
+    spread: float = 0.22  # the source's predictions are spread below: 0 if uniform, 1 if one class
+    alone: float = 0.995  # of one class without the source's predictions: 1,300 images in a row
+    follow: float = 0.5  # part of the source's order that predictions must follow
+    margin: float = 0.03  # of order that they may lack besides
+    evidence: float = 12.0  # images without any order; TRIBE reaches 6 (8 with few source predictions), BN and TENT 10
+
+
+class CollapseState(NamedTuple):
+    """Histograms of predictions over windows of several lengths, and sums."""
+
+    shares: Tensor  # (S, 5, K) exponential means times `weight`
+    weight: Tensor  # (S, 5) how full each window is
+    steps: Tensor  # (S,) int64
+    evidence: Tensor  # (S,) of scatter, in images
+    length: Tensor  # (S,) int64, images since there was no evidence
+    burst: Tensor  # (S,) int64, the class of the source's last burst; -1: none
+    changed: Tensor  # (S,) int64, images since the source's bursts changed their class; FAR: never, or long ago
+
+
+class Signs(NamedTuple):
+    """The signs that each stream shows, and their numbers, (S,) each."""
+
+    drift: Tensor
+    collapse: Tensor
+    scatter: Tensor
+    distance: Tensor
+    top: Tensor
+    top_share: Tensor
+    order: Tensor
+    source_order: Tensor
+
+
+def start_collapse(streams: int, classes: int, device: torch.device | str | None = None) -> CollapseState:
+    """The state before the first image."""
+    one = torch.zeros(streams, device=device)
+    shares = torch.zeros(streams, len(WINDOWS), classes, device=device)
+    count = one.to(torch.int64)
+    return CollapseState(shares, shares[..., 0].clone(), count, one, count.clone(), count - 1, count + FAR)
 
 
 class AlarmState(NamedTuple):
@@ -43,15 +108,9 @@ class Alarms:
     """The settings of all alarms."""
 
     frames: FrameRules = FrameRules()  # noqa: RUF009
-    collapse: CollapseRules = CollapseRules()  # noqa: RUF009
+    collapse: CollapseRules = CollapseRules()
     martingale: Martingale = Martingale()  # noqa: RUF009
     window: int = 32  # frames of which half must be faulty
-
-    def __post_init__(self) -> None:
-        for name, kind in (("frames", FrameRules), ("collapse", CollapseRules), ("martingale", Martingale)):
-            value = getattr(self, name)
-            require(isinstance(value, kind), f"{name} of Alarms is a {kind.__name__}", value)
-        require(is_whole(self.window, least=1), "window of Alarms is a whole number, at least 1", self.window)
 
     def init(self, streams: int, classes: int, device: torch.device | str | None = None) -> AlarmState:
         """The state before the first image."""
@@ -74,7 +133,7 @@ class Alarms:
     @torch.no_grad()
     def look(self, state: AlarmState, x: Tensor, valid: Tensor) -> tuple[Verdict, AlarmState]:
         """Judge images (S, B, ...) before a method learns from them: ``teaches_nothing`` of the verdict says which."""
-        verdict, _, frames = judge(self.frames, state.frames, x, valid)
+        verdict, frames = judge(self.frames, state.frames, x, valid)
         marked = torch.stack(verdict, 2)  # (S, B, 7)
         count = valid.sum(1, keepdim=True)
         share = marked.sum(1) / count.clamp_min(1)
@@ -94,7 +153,6 @@ class Alarms:
         valid: Tensor,
         distance: Tensor,
         *,
-        probabilities: bool = False,
         source: Tensor | None = None,
         known: Tensor | None = None,
         reference: Reference | None = None,
@@ -104,10 +162,9 @@ class Alarms:
         Args:
             state: what `look` returned.
             verdict: what `look` returned.
-            output: the method's predictions (S, B, K).
+            output: the method's logits (S, B, K).
             valid: which images count (S, B).
             distance: how far the affine parameters have moved (S,), as in `Info`.
-            probabilities: whether ``output`` holds probabilities instead of logits.
             source: the source's logits (S, B, K), if they were computed.
             known: for which images (S, B) they were; None: all.
             reference: what is normal for the source; None: without the alarm "shift".
@@ -121,19 +178,12 @@ class Alarms:
         )
         state = state._replace(collapse=collapse)
         if reference is not None:
-            if source is not None:
-                logits, counted = source, sourced
-            else:
-                logits, counted = _logits(output, probabilities), valid
+            logits, counted = (output, valid) if source is None else (source, sourced)
             share = entropy(logits) / math.log(logits.shape[2])
             ranks = rank(reference, share, logits.argmax(2))
             _, martingale = self.martingale.step(reference, state.martingale, ranks, counted, state.images)
             state = state._replace(martingale=martingale)
         return _update(state, signs, images, compared=reference is not None)
-
-
-def _logits(output: Tensor, probabilities: bool) -> Tensor:
-    return output.clamp_min(torch.finfo(torch.float32).tiny).log() if probabilities else output
 
 
 def _update(state: AlarmState, signs: Signs, images: Tensor, compared: bool) -> AlarmState:
@@ -165,3 +215,141 @@ def _update(state: AlarmState, signs: Signs, images: Tensor, compared: bool) -> 
         since=torch.where(begins, since, state.since),
         numbers=torch.where(begins.unsqueeze(2), numbers, state.numbers),
     )
+
+
+# -- adapting that goes wrong ------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def look_for_collapse(
+    rules: CollapseRules,
+    state: CollapseState,
+    predicted: Tensor,
+    valid: Tensor,
+    distance: Tensor,
+    source: Tensor | None = None,
+    known: Tensor | None = None,
+) -> tuple[Signs, CollapseState]:
+    """Add a batch: the signs, and the next state.
+
+    Args:
+        rules: the thresholds.
+        state: what came before.
+        predicted: the adapted network's classes (S, B).
+        valid: which images count (S, B).
+        distance: how far the affine parameters have moved (S,), as in `Info`.
+        source: the source's classes (S, B), if they were computed.
+        known: for which images (S, B) they were; None: all.
+    """
+    batch = _count(state, predicted, valid, source, known)
+    means = state.shares / state.weight.unsqueeze(2).clamp_min(1e-6)
+    order, source_order = _order(batch, means)
+    evidence = _evidence(rules, state, batch, order, source_order)
+    shares, weight = _add(state, batch)
+    own_count, source_count = batch.counts.unbind(1)
+    steps = state.steps + (own_count > 0)
+    top_share, top = shares[:, 1].max(1)  # not divided by the weight: a short stream does not collapse
+    near, far = means[:, ::3], means[:, 2::2]
+    beyond_chance = (near * (near - far)).sum(2)  # for people; `order` decides
+    signs = Signs(
+        drift=(distance > rules.drift * steps.clamp_max(MOST_STEPS).sqrt()) & (steps >= rules.steps),
+        collapse=_collapsed(rules, shares, weight, top, top_share),
+        scatter=evidence >= rules.evidence,
+        distance=distance,
+        top=top,
+        top_share=top_share,
+        order=beyond_chance[:, 0],
+        source_order=beyond_chance[:, 1],
+    )
+    length = torch.where(evidence > 0, state.length + own_count, 0)
+    bursts = _follow_bursts(state, shares[:, 3:], weight[:, 3:], own_count, source_count)
+    return signs, CollapseState(shares, weight, steps, evidence, length, *bursts)
+
+
+class Histograms(NamedTuple):
+    """The predictions of a batch: of the adapted network, and of the source."""
+
+    shares: Tensor  # (S, 2, K) of the classes
+    counts: Tensor  # (S, 2) of the predictions
+
+
+def _count(
+    state: CollapseState, predicted: Tensor, valid: Tensor, source: Tensor | None, known: Tensor | None
+) -> Histograms:
+    """Count the predictions of a batch by class."""
+    other = torch.zeros_like(valid) if source is None else valid if known is None else valid & known
+    both = torch.stack((predicted, predicted if source is None else source), 1)  # (S, 2, B)
+    counted = torch.stack((valid, other), 1)
+    count = counted.sum(2)
+    hits = state.shares.new_zeros(*count.shape, state.shares.shape[2]).scatter_add_(2, both, counted.float())
+    return Histograms(hits / count.clamp_min(1).unsqueeze(2), count)
+
+
+def _order(batch: Histograms, means: Tensor) -> tuple[Tensor, Tensor]:
+    """The excess over chance of neighbours that share their class (S,): adapted network, and source."""
+    near, far = means[:, ::3], means[:, 2::2]  # (S, 2, K) each: of `WINDOWS` 0 and 3, 2 and 4
+    alike, source_alike = _alike(batch.shares, batch.counts, near).unbind(1)
+    chance, source_chance = (batch.shares * far).sum(2).unbind(1)
+    lately = (batch.shares[:, 0] * means[:, 1]).sum(1)  # over the source's horizon
+    return alike - torch.minimum(chance, lately), source_alike - source_chance
+
+
+def _evidence(
+    rules: CollapseRules, state: CollapseState, batch: Histograms, order: Tensor, source_order: Tensor
+) -> Tensor:
+    """The evidence of scatter (S,): images whose order the source sees and the adapted network does not."""
+    own_count, source_count = batch.counts.unbind(1)
+    asked = source_count / own_count.clamp_min(1) * own_count.clamp_min(NEAR)
+    expected = rules.follow * asked / (asked + FEW) * source_order
+    # NOTE: an order below 0 is a stream whose classes have become more even, not a lack of order.
+    lack = own_count * (expected - order.clamp_min(0) - rules.margin)
+    # NOTE: a source that says one class after all classes may be stuck: bursts are those that change their class.
+    lack = torch.where(state.changed < FAR, lack, lack.clamp_max(0))
+    started = (source_count > 0) & (state.weight[:, 3] > 0)
+    return (state.evidence + torch.where(started, lack, 0.0)).clamp_(0, 2 * rules.evidence)
+
+
+def _add(state: CollapseState, batch: Histograms) -> tuple[Tensor, Tensor]:
+    """The shares (S, 5, K) of all windows after a batch, and their weight (S, 5)."""
+    own_count, source_count = batch.counts.unbind(1)
+    own_keep = torch.stack([torch.exp(own_count / -window) for window in WINDOWS[:3]], 1)
+    source_keep = torch.where((source_count > 0).unsqueeze(1), own_keep[:, :2], 1.0)
+    keep = torch.cat((own_keep, source_keep), 1)
+    shown = torch.cat((batch.shares[:, :1].expand(-1, 3, -1), batch.shares[:, 1:].expand(-1, 2, -1)), 1)
+    return torch.lerp(shown, state.shares, keep.unsqueeze(2)), torch.addcmul(1 - keep, state.weight, keep)
+
+
+def _collapsed(rules: CollapseRules, shares: Tensor, weight: Tensor, top: Tensor, top_share: Tensor) -> Tensor:
+    """Mark the streams (S,) that predict one class that the source does not confirm."""
+    classes, source, filled = shares.shape[2], shares[:, 4], weight[:, 4]
+    spread = torch.linalg.vector_norm(source, dim=1) <= _norm_of_spread(rules, classes) * filled
+    agrees = source.gather(1, top.unsqueeze(1))[:, 0] >= (1 / classes + AGREES) * filled
+    return torch.where(filled > 0.5, (top_share >= rules.share) & spread & ~agrees, top_share >= rules.alone)
+
+
+def _norm_of_spread(rules: CollapseRules, classes: int) -> float:
+    """The norm of the shares of K classes whose spread is at the threshold; the spread is 0 if uniform, 1 if one."""
+    return math.sqrt(rules.spread * (1 - 1 / classes) + 1 / classes)
+
+
+def _follow_bursts(
+    state: CollapseState, shares: Tensor, weight: Tensor, own_count: Tensor, their_count: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The next ``burst`` and ``changed``, from the source's near and middle windows (S, 2, K) and their weight."""
+    dense = (EVERY * their_count >= own_count).unsqueeze(1)
+    share, said = (shares / weight.unsqueeze(2).clamp_min(1e-6)).max(2)
+    share, said, filled = (torch.where(dense, t[:, :1], t[:, 1:])[:, 0] for t in (share, said, weight))
+    pure = (their_count > 0) & (share >= 1 / shares.shape[2] + PURE) & (filled > 0.5)
+    switched = pure & (said != state.burst) & (state.burst >= 0)
+    changed = torch.where(switched, 0, (state.changed + own_count).clamp_max(FAR))
+    return torch.where(pure, said, state.burst), changed
+
+
+def _alike(batch: Tensor, count: Tensor, near: Tensor) -> Tensor:
+    """Return the share of neighbours of one class (S, 2).
+
+    The n (n - 1) / 2 pairs of a batch count beside `PAIRS` n pairs with earlier images: all divided by n.
+    """
+    half = count.unsqueeze(2) / 2
+    same = (batch * torch.add(half * batch, near, alpha=PAIRS)).sum(2)  # n / 2 pairs are of an image with itself
+    return (same - 0.5) / (half[:, :, 0] + (PAIRS - 0.5))

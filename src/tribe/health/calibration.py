@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,16 +24,18 @@ from tribe.core.backbone import Backbone
 from tribe.core.losses import cross_entropy, entropy, probabilities
 from tribe.core.rules import Frozen
 from tribe.core.validation import good_images
+from tribe.data import corruptions as corrupting
+from tribe.data import scenarios
 from tribe.fields import is_whole, require
 from tribe.health.estimate import WINDOW, Estimator, Features, Images, per_image_signals
 from tribe.health.fitting import Labelled, fit
 from tribe.health.martingale import LEVELS, Reference, fit_reference
 from tribe.health.probe import ask, start_shift
 from tribe.health.regression import GaussianProcess
-from tribe.health.rehearsal import Condition, Plan, choose_conditions, corrupt_images, plan_streams, side_by_side
 from tribe.io.json_files import Where, check
 from tribe.knowledge import Knowledge, KnowledgeError
 from tribe.methods import AnyMethod, Pipeline, count_classes
+from tribe.registry import nearest
 
 NAME = "health"  # of the knowledge in a file
 MODEL = "model."  # begins the names of the estimator's tensors in a file
@@ -45,6 +47,15 @@ PRIOR = 10.0  # strength of the prior of the logarithm of the temperature, in im
 QUANTILES = 512  # of the entropies of clean images
 NEAR_CHANCE = 0.1  # share of the way from chance to perfection below which labels contradict the network
 
+ORDERS = ("iid", "continual", "ptta")  # scenarios: conditions mixed, one after another, and with bursts of classes
+STRETCH = 512  # images of one condition after another: a method is better at the end of a stretch than at its beginning
+MIXED = 128  # images of each condition where all are mixed: there are no stretches
+LEAST_CORRUPTIONS = 3
+IMBALANCE = 100.0  # the most images of a class over the fewest, in the stream with bursts
+SEVERITIES = {"mnist": (5,)}  # MNIST-C has a single strength
+USUAL_SEVERITIES = (3, 5)
+
+Condition = tuple[str, int]  # a corruption and a severity; ("clean", 0)
 Progress = Callable[[int, int], None]  # batches done, of so many
 
 
@@ -135,34 +146,22 @@ SCHEMA: dict[str, Any] = {  # of a calibration in the header of its file
 def _decode(known: Knowledge) -> Calibration:
     """The calibration in source knowledge; ValueError if there is none."""
     spec = check(dict(known.spec), SCHEMA, "its header")
-    entropies = known.tensors.get("entropies", torch.empty(0))
-    if entropies.shape != (QUANTILES,) or not bool(entropies.isfinite().all()):
-        raise ValueError(f"entropies of shape {tuple(entropies.shape)}; expected {QUANTILES} finite quantiles")
-    fields = {name: spec[name] for name in SCHEMA if name != "estimator"} | {"corruptions": tuple(spec["corruptions"])}
-    fitted = {name: spec["estimator"][name] for name in SCHEMA["estimator"]}
-    estimator = Estimator(model=_model(known), **fitted)
-    normal = _normal(known, estimator.classes)
-    return Calibration(estimator, network=known.network, entropies=tuple(entropies.tolist()), normal=normal, **fields)
-
-
-def _model(known: Knowledge) -> GaussianProcess:
-    """The model of the estimator; ValueError if the knowledge does not hold it."""
-    model = GaussianProcess(*(known.tensors.get(MODEL + n, torch.empty(0)).float() for n in GaussianProcess._fields))
-    features, points = len(Features._fields), len(model.weights)
-    expected = ((), *[(features,)] * 4, (points, features), (points,), (points, points), ())
-    for name, tensor, shape in zip(model._fields, model, expected, strict=True):
+    features, points = len(Features._fields), known.tensors.get(f"{MODEL}weights", torch.empty(0)).numel()
+    of_model = ((), *[(features,)] * 4, (points, features), (points,), (points, points), ())
+    shapes = {"entropies": (QUANTILES,), "quantiles": (spec["estimator"]["classes"], LEVELS), "tolerance": ()}
+    shapes |= {MODEL + name: shape for name, shape in zip(GaussianProcess._fields, of_model, strict=True)}
+    for name, shape in shapes.items():
+        tensor = known.tensors.get(name, torch.empty(0))
         if tensor.shape != shape or not bool(tensor.isfinite().all()):
-            raise ValueError(f"{MODEL}{name} of shape {tuple(tensor.shape)}; expected {shape}, finite")
-    return model
-
-
-def _normal(known: Knowledge, classes: int) -> Reference:
-    """Return what is normal for the source; ValueError if the knowledge does not hold it."""
-    normal = Reference(*(known.tensors.get(name, torch.empty(0)).float() for name in Reference._fields))
-    shapes = tuple(tuple(t.shape) for t in normal)
-    if shapes != ((classes, LEVELS), ()) or not all(bool(t.isfinite().all()) for t in normal):
-        raise ValueError(f"quantiles and tolerance of shapes {shapes}; expected ({classes}, {LEVELS}) and (), finite")
-    return normal
+            raise ValueError(f"{name} of shape {tuple(tensor.shape)}; expected {shape}, finite")
+    model = GaussianProcess(*(known.tensors[MODEL + name].float() for name in GaussianProcess._fields))
+    return Calibration(
+        Estimator(model=model, **{name: spec["estimator"][name] for name in SCHEMA["estimator"]}),
+        network=known.network,
+        entropies=tuple(known.tensors["entropies"].tolist()),
+        normal=Reference(*(known.tensors[name].float() for name in Reference._fields)),
+        **{name: spec[name] for name in SCHEMA if name != "estimator"} | {"corruptions": tuple(spec["corruptions"])},
+    )
 
 
 def calibrate(
@@ -281,7 +280,71 @@ def source_logits(net: Backbone, images: Tensor) -> Tensor:
     return torch.cat([net(batch, affine, stats, Frozen()).logits[0].cpu().float() for batch in batches])
 
 
-# -- the streams -------------------------------------------------------------------------------------------------------
+# -- the streams: a plan says which image comes when, and under which condition ----------------------------------------
+
+
+class Plan(NamedTuple):
+    """One stream of N images."""
+
+    order: str  # the name of the scenario
+    condition: Tensor  # (N,) int64, the place in the list of conditions
+    number: Tensor  # (N,) int64, the place among the labelled images
+
+
+def choose_conditions(shape: Sequence[int], names: Sequence[str] | None) -> list[Condition]:
+    """The corruptions and severities that are played, for images (C, H, W); None: all corruptions of their family."""
+    family = corrupting.family_for(shape)
+    known = corrupting.names(family)
+    chosen = tuple(known) if names is None else tuple(names)
+    for name in chosen:
+        if name not in known:
+            raise ValueError(f"unknown corruption {name!r} of family {family!r}: {nearest(name, known)}")
+    if len(set(chosen)) < LEAST_CORRUPTIONS:
+        raise ValueError(
+            f"corruptions are {len(set(chosen))} different names; expected at least {LEAST_CORRUPTIONS}, so that the "
+            "error on one that is left out can be measured"
+        )
+    severities = SEVERITIES.get(family, USUAL_SEVERITIES)
+    return [("clean", 0), *((name, severity) for name in dict.fromkeys(chosen) for severity in severities)]
+
+
+def plan_streams(labels: Tensor, conditions: Sequence[Condition], seed: int) -> list[Plan]:
+    """A plan for each of `ORDERS`."""
+    return [_plan(labels, conditions, order, seed) for order in ORDERS]
+
+
+def side_by_side(plans: Sequence[Plan]) -> list[list[Plan]]:
+    """The plans in groups of equal length: a method plays the streams of a group in one call."""
+    lengths = dict.fromkeys(len(plan.number) for plan in plans)
+    return [[plan for plan in plans if len(plan.number) == length] for length in lengths]
+
+
+def _plan(labels: Tensor, conditions: Sequence[Condition], order: str, seed: int) -> Plan:
+    """In bursts, each condition has its own frequent classes: a long tail of imbalance 1 to 100, with replacement."""
+    draw = torch.Generator().manual_seed(seed)
+    count = min(MIXED if order == "iid" else STRETCH, len(labels))
+    present, class_number = labels.unique(return_inverse=True)
+    chosen = []
+    for _ in conditions:
+        if order != "ptta":
+            chosen.append(torch.randperm(len(labels), generator=draw)[:count])
+            continue
+        rank = torch.randperm(len(present), generator=draw) / max(len(present) - 1, 1)
+        share = IMBALANCE ** -(rank * torch.rand(1, generator=draw)) / class_number.bincount()
+        chosen.append(torch.multinomial(share[class_number], count, replacement=True, generator=draw))
+    names = [f"{name}@{severity}" for name, severity in conditions]
+    whole = scenarios.create(order, order="random").on(names).schedule([labels[i] for i in chosen], seed)
+    return Plan(order, whole.domain, torch.stack(chosen)[whole.domain, whole.index])
+
+
+def corrupt_images(images: Tensor, number: Tensor, conditions: Sequence[Condition], seed: int) -> Tensor:
+    """Images by their numbers (N,), each under its condition."""
+    x = images[number]
+    for name, severity in set(conditions):
+        if severity:
+            here = torch.tensor([condition == (name, severity) for condition in conditions])
+            x[here] = corrupting.apply(x[here], name, severity, seed=seed, index=number[here])
+    return x
 
 
 def _play(

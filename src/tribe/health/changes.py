@@ -194,10 +194,13 @@ def moves_by_depth(net: Backbone, old: Stats, new: Stats) -> Tensor:
 
 
 class Constants(NamedTuple):
-    """Constants of a network's channels, on a device."""
+    """Constants of a network's channels, on a device: (C,) each."""
 
-    eps: Tensor  # (C,)
+    eps: Tensor
     shares: Tensor  # (C, 3) how much each channel counts in the mean over the layers of each part
+    mean: Tensor  # of the source
+    std: Tensor  # of the source
+    scale: Tensor  # the root of how much a channel of the middle part counts, over its standard deviation
 
 
 _made: WeakKeyDictionary[Backbone, dict[Any, Constants]] = WeakKeyDictionary()  # by type and device
@@ -216,7 +219,9 @@ def constants(net: Backbone, like: Tensor) -> Constants:
             for slot in part or slots:
                 width = slot.columns.stop - slot.columns.start
                 shares[slot.columns, depth] = 1 / (len(part or slots) * width)
-        made[place] = Constants(eps, shares)
+        mean, var = (t[0, 0].to(like) for t in net.origin.state.stats)
+        std = (var + eps).sqrt()
+        made[place] = Constants(eps, shares, mean.clone(), std, shares[:, DEPTHS // 2].sqrt() / std)
     return made[place]
 
 

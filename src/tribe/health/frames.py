@@ -12,8 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tribe.fields import is_number, is_whole, require
-
 GRID = 8  # rows and columns of the small picture that a state keeps of the last frame
 LEAST = 8  # pixels on a side that an image needs for the tests of noise and blur
 TINY = 1e-12  # keeps the divisions of a constant image finite
@@ -38,15 +36,6 @@ class FrameRules:
     patience: int = 4  # frames in a row that make noise, white or flat a fault: single real images look like each
     still: int = 10  # equal frames in a row that make a frozen camera; a slow camera may deliver each frame twice
     tolerance: float = 1 / 4096  # greatest change of a frozen picture; sensor noise of 0.5 % changes it more
-
-    def __post_init__(self) -> None:
-        for name in ("flat", "dark", "lamps", "deviations", "blur", "margin", "tolerance"):
-            value = getattr(self, name)
-            require(is_number(value) and value >= 0, f"{name} of FrameRules is a number, at least 0", value)
-        require(is_number(self.share) and 0 < self.share <= 1, "share of FrameRules is above 0, at most 1", self.share)
-        for name in ("patience", "still", "blurred"):
-            value = getattr(self, name)
-            require(is_whole(value, least=1), f"{name} of FrameRules is a whole number, at least 1", value)
 
 
 class Moments(NamedTuple):
@@ -148,8 +137,8 @@ def _texture(grey: Tensor, std: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 @torch.no_grad()
-def judge(rules: FrameRules, state: FrameState, x: Tensor, valid: Tensor) -> tuple[Verdict, Moments, FrameState]:
-    """Judge images (S, B, ...) of which ``valid`` (S, B) count: the faults, what was measured, and the next state."""
+def judge(rules: FrameRules, state: FrameState, x: Tensor, valid: Tensor) -> tuple[Verdict, FrameState]:
+    """Judge images (S, B, ...) of which ``valid`` (S, B) count: the faults, and the next state."""
     moments = measure(x, rules)
     real = valid & (moments.mean.abs() < math.inf)  # a frame that is not finite leaves no trace
     outside = ~((moments.low >= -rules.margin) & (moments.high <= 1 + rules.margin))
@@ -179,7 +168,7 @@ def judge(rules: FrameRules, state: FrameState, x: Tensor, valid: Tensor) -> tup
         blurred=inside & (runs[:, 3] >= rules.blurred),
     )
     last = trail.gather(1, newest[:, None, None].expand_as(trail[:, :1]))[:, 0]
-    return verdict, moments, FrameState(last, runs[:, :, -1])
+    return verdict, FrameState(last, runs[:, :, -1])
 
 
 def _previous(real: Tensor) -> tuple[Tensor, Tensor]:

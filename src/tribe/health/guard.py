@@ -32,10 +32,9 @@ from tribe.health.lean import (
     distance_of_statistics,
     interpolate_to_source,
     shift_weight,
-    squared_midpoint,
 )
 from tribe.health.report import Health
-from tribe.health.watch import Watcher, WatchState, alarms_on
+from tribe.health.watch import Watcher, WatchState
 from tribe.knowledge import Knowledge, KnowledgeError, KnowledgeLike
 from tribe.methods import AnyMethod, Deployed, EmptyState, Method, Pipeline, PipelineState, create, guards
 from tribe.methods.method import count_classes
@@ -211,7 +210,7 @@ class Watch:
             "images": watch.alarms.images.tolist(),
             **{name: getattr(estimate, name).tolist() if known else none for name in Estimate._fields[:4]},
             "calibrated": [known] * len(none),
-            "alarms": alarms_on(watch),
+            "alarms": [tuple(k for k, on in zip(KINDS, row, strict=True) if on) for row in watch.alarms.on.tolist()],
             "entropy": entropy,
             "trusted": trusted,
             "distance": info.distance.tolist(),
@@ -297,9 +296,16 @@ class Guard(Watch):
         return cls(**fields)
 
     def midpoint(self, state: Any) -> float | Tensor:
-        """Return the squared distance at which predictions lean halfway: (S,), or one for all streams."""
+        """Return the squared distance at which predictions lean halfway: (S,), or one for all streams.
+
+        It is that of `lean_half` for large batches, of `lean_single` for batches of one. Where a batch moves what all
+        classes share, its images are averaged: their noise has a variance of 1 / B.
+        """
         assert self.lean_half is not None
-        return squared_midpoint(state, self.lean_half, self.lean_single)
+        if self.lean_single is None:
+            return self.lean_half**2
+        share: Tensor = state.key.clock / state.info.images.clamp_min(1)
+        return share.mul_(self.lean_single**2 - self.lean_half**2).add_(self.lean_half**2)
 
     def lean(self, net: Backbone, method: Method, state: Any) -> Deployed:
         """Return the network that predicts: between the source's and the method's."""

@@ -6,19 +6,18 @@ the network that predicts leans on the source by how far the adapted statistics 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple
-from weakref import WeakKeyDictionary
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from tribe.core.backbone import Backbone
-from tribe.core.rules import PerBatch, pool_batch
+from tribe.core.rules import PerBatch
 from tribe.core.state import Affine, Stats
 from tribe.core.validation import good_images
 from tribe.health.calibration import source_logits
-from tribe.health.changes import DEPTHS, constants
+from tribe.health.changes import constants
+from tribe.health.probe import ReturnBatchStats
 from tribe.methods import Deployed
 from tribe.norms.balanced import Balanced
 from tribe.norms.batch import MixedBatch
@@ -67,18 +66,6 @@ def _between(source: Tensor, adapted: Tensor, share: Tensor) -> Tensor:
     return torch.lerp(source, adapted, weight)
 
 
-def squared_midpoint(state: Any, many: float, single: float | None) -> float | Tensor:
-    """Return the squared distance at which predictions lean halfway, for the mean batch size B of a state: (S,).
-
-    It is ``many`` for large batches, ``single`` for batches of one. Where a batch moves what all classes share, its
-    images are averaged: their noise has a variance of 1 / B. A number for all if there is no ``single``.
-    """
-    if single is None:
-        return many**2
-    share: Tensor = state.key.clock / state.info.images.clamp_min(1)
-    return share.mul_(single**2 - many**2).add_(many**2)
-
-
 @torch.no_grad()
 def shift_weight(net: Backbone, stats: Stats, squared: float | Tensor) -> Tensor:
     """From 0, where nothing has changed, to 1 (S,); 1/2 where the squared distance of statistics is ``squared``."""
@@ -93,48 +80,10 @@ def distance_of_statistics(net: Backbone, stats: Stats) -> Tensor:
     The first layers see what differs between augmented and plain images, the last ones which classes are there; the
     middle third sees the world in front of the camera. Each layer counts the same: sqrt(dmean^2 + dstd^2).
     """
-    ruler = _ruler(net, stats.mean)
-    apart = torch.hypot(stats.mean - ruler.mean, (stats.var + ruler.eps).sqrt_() - ruler.std)
-    distance: Tensor = torch.linalg.vector_norm(apart * ruler.scale, dim=(1, 2))
+    source = constants(net, stats.mean)
+    apart = torch.hypot(stats.mean - source.mean, (stats.var + source.eps).sqrt_() - source.std)
+    distance: Tensor = torch.linalg.vector_norm(apart * source.scale, dim=(1, 2))
     return distance
-
-
-class Ruler(NamedTuple):
-    """The constants of the distance from the source's statistics, (C,) each."""
-
-    mean: Tensor
-    std: Tensor
-    eps: Tensor
-    scale: Tensor  # the root of how much a channel counts, over its standard deviation
-
-
-_rulers: WeakKeyDictionary[Backbone, dict[Any, Ruler]] = WeakKeyDictionary()  # by type and device
-
-
-def _ruler(net: Backbone, like: Tensor) -> Ruler:
-    """Made once: a step measures with few launches."""
-    made = _rulers.setdefault(net, {})
-    place = like.dtype, like.device
-    if place not in made:
-        (eps, shares), source = constants(net, like), net.origin.state.stats
-        std = (source.var[0, 0].to(like) + eps).sqrt()
-        made[place] = Ruler(source.mean[0, 0].to(like).clone(), std, eps, shares[:, DEPTHS // 2].sqrt() / std)
-    return made[place]
-
-
-@dataclass(frozen=True)
-class ReturnBatchStats:
-    """Normalise each batch with its own statistics, and return them: where statistics end that adapt to it."""
-
-    classes: ClassVar[int] = 1
-    observes: ClassVar[bool] = True
-
-    def __call__(
-        self, mean: Tensor, var: Tensor, count: int, stats: Stats, labels: Tensor | None, valid: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor, Stats]:
-        """Return the batch's statistics, twice."""
-        own = Stats(*pool_batch(mean, var, valid))
-        return *own, own
 
 
 @torch.no_grad()
@@ -144,7 +93,13 @@ def distance_of_images(net: Backbone, images: Tensor) -> float:
     Images pass in equal batches of at most `BATCH`, and their statistics are averaged. A batch has images from
     everywhere, because they may be sorted by class.
     """
-    _check(images)
+    if not isinstance(images, Tensor) or images.dim() < 2 or not images.is_floating_point():
+        kind = f"{images.dtype} {tuple(images.shape)}" if isinstance(images, Tensor) else type(images).__name__
+        raise ValueError(f"clean images are a floating point tensor (N, ...) in [0, 1]; got {kind}")
+    if len(images) < LEAST:
+        raise ValueError(f"the distance of clean images needs at least {LEAST} of them; got {len(images)}")
+    if bad := int((~good_images(images, 1)).sum()):
+        raise ValueError(f"{bad} of {len(images)} clean images are not finite; leave them out")
     affine, stats = net.source()
     if not stats.mean.shape[-1]:
         raise ValueError("the network keeps no statistics, so there is nothing to lean by: use a guard as it is")
@@ -153,21 +108,10 @@ def distance_of_images(net: Backbone, images: Tensor) -> float:
     for first in range(batches):
         part = images[first::batches]
         valid = torch.ones(1, len(part), dtype=torch.bool, device=net.device)
-        own = net(part.unsqueeze(0).to(net.device), affine, stats, ReturnBatchStats(), valid=valid).stats
+        own = net(part.unsqueeze(0).to(net.device), affine, stats, ReturnBatchStats(stored=False), valid=valid).stats
         mean += own.mean * (len(part) / len(images))
         square += (own.var + own.mean.square()) * (len(part) / len(images))
     return float(distance_of_statistics(net, Stats(mean, square - mean.square())))
-
-
-def _check(images: Tensor) -> None:
-    """Raise if the distance of images cannot be measured."""
-    if not isinstance(images, Tensor) or images.dim() < 2 or not images.is_floating_point():
-        kind = f"{images.dtype} {tuple(images.shape)}" if isinstance(images, Tensor) else type(images).__name__
-        raise ValueError(f"clean images are a floating point tensor (N, ...) in [0, 1]; got {kind}")
-    if len(images) < LEAST:
-        raise ValueError(f"the distance of clean images needs at least {LEAST} of them; got {len(images)}")
-    if bad := int((~good_images(images, 1)).sum()):
-        raise ValueError(f"{bad} of {len(images)} clean images are not finite; leave them out")
 
 
 @torch.no_grad()

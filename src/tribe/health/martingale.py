@@ -17,8 +17,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tribe.fields import is_number, is_whole, require
-
 LEVELS = 64  # quantiles kept for each class
 MIN_IMAGES_PER_CLASS = 20  # calibration images of a predicted class below which it uses the quantiles of all classes
 TOLERANCE_ERRORS = 3.0  # standard errors that are added to the tolerance: the calibration images are a sample, too
@@ -53,13 +51,6 @@ class Martingale:
     window: int = 500  # images of the mean rank, which says how much changed
     memory: int = 200  # images over which squared gradients are discounted
     rate: float = 0.5  # of the updates of the bet
-
-    def __post_init__(self) -> None:
-        require(is_number(self.alpha) and 0 < self.alpha < 1, "alpha of Martingale is above 0, below 1", self.alpha)
-        require(is_number(self.rate) and self.rate > 0, "rate of Martingale is a number above 0", self.rate)
-        for name in ("window", "memory"):
-            value = getattr(self, name)
-            require(is_whole(value, least=1), f"{name} of Martingale is a whole number, at least 1", value)
 
     def init(self, streams: int, device: torch.device | str | None = None) -> MartingaleState:
         """The state before the first image."""

@@ -20,8 +20,10 @@ SPAN = 16  # probes over which their statistics are averaged, about
 
 
 @dataclass(frozen=True)
-class Looking:
-    """Normalise with the stored statistics, and return those of the batch."""
+class ReturnBatchStats:
+    """Normalise with the stored statistics, or with those of the batch, and return those of the batch."""
+
+    stored: bool
 
     classes: ClassVar[int] = 1
     observes: ClassVar[bool] = True
@@ -29,8 +31,9 @@ class Looking:
     def __call__(
         self, mean: Tensor, var: Tensor, count: int, stats: Stats, labels: Tensor | None, valid: Tensor, eps: float
     ) -> tuple[Tensor, Tensor, Stats]:
-        """The stored statistics, and the batch's."""
-        return stats.mean, stats.var, Stats(*pool_batch(mean, var, valid))
+        """Return the mean and variance to normalise with, and the batch's statistics."""
+        own = Stats(*pool_batch(mean, var, valid))
+        return *(stats if self.stored else own), own
 
 
 class ShiftState(NamedTuple):
@@ -71,7 +74,7 @@ def ask(
     row = torch.arange(len(x), device=x.device).unsqueeze(1)
     probes = x[row, place].masked_fill(~real.view(*real.shape, *[1] * (x.dim() - 2)), 0)  # others may be NaN
     affine, stats = net.origin.state if len(x) == 1 else net.source(len(x))
-    output = net(probes, affine, stats, Looking() if measures else Frozen(), valid=real)
+    output = net(probes, affine, stats, ReturnBatchStats(stored=True) if measures else Frozen(), valid=real)
     some = output.logits.float()
     fine = real & some.isfinite().all(2)
     none = some.new_zeros(*valid.shape, some.shape[2])

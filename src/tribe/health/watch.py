@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tribe.core.backbone import Backbone
-from tribe.health.alarms import KINDS, Alarms, AlarmState
+from tribe.health.alarms import Alarms, AlarmState
 from tribe.health.calibration import Calibration
 from tribe.health.estimate import EstimateState, Estimator, Features
 from tribe.health.frames import Verdict
@@ -114,8 +114,3 @@ class Watcher:
 def _add(sums: Tensor, new: Tensor, images: Tensor) -> Tensor:
     """Discounted sums with those of new images (S, 1): about the last `RECENT` count."""
     return torch.addcmul(new, sums, torch.exp(images / -RECENT))
-
-
-def alarms_on(state: WatchState) -> list[tuple[str, ...]]:
-    """The alarms of each stream that are on."""
-    return [tuple(kind for kind, on in zip(KINDS, row, strict=True) if on) for row in state.alarms.on.tolist()]
